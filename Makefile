@@ -1,0 +1,108 @@
+# Every verb of the project; CI calls only these. VENV=... uses another environment than .venv.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+TRL_VENV ?= .bench/trl
+FRESH ?= ../shared/tools/fresh.sh
+GSM8K ?= data/gsm8k
+
+.DEFAULT_GOAL := help
+.PHONY: help setup lint format type imports check test e2e docs docs-serve reference compose-config compose-test up down \
+	demo bench bench-bus bench-weights bench-vs-trl bench-gsm8k fresh package release clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+setup:  ## environment with everything the other verbs need
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -e '.[dev]'
+
+$(BIN)/pytest:
+	$(MAKE) setup
+
+lint: $(BIN)/pytest  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(BIN)/pytest  ## rewrite the sources as ruff wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+type: $(BIN)/pytest  ## mypy --strict
+	$(BIN)/mypy
+
+imports: $(BIN)/pytest  ## the architecture, as import contracts
+	$(BIN)/lint-imports
+
+check: lint type imports  ## lint, types, architecture and the quick tests: what to run before each commit
+	$(BIN)/pytest -q -m "not slow and not e2e" tests/unit tests/property tests/golden tests/contract tests/repo
+
+test: $(BIN)/pytest  ## all tests
+	$(BIN)/pytest
+
+e2e: $(BIN)/pytest  ## only the tests that start the whole stack as processes
+	$(BIN)/pytest -m e2e
+
+docs: $(BIN)/pytest  ## the manual, as a site; warnings are errors
+	$(BIN)/python docs/reference.py --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-serve: $(BIN)/pytest  ## the manual, live
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+reference: $(BIN)/pytest  ## rewrite the tables in docs/ that come from the code
+	$(BIN)/python docs/reference.py
+
+compose-config:  ## the compose files parse, with and without GPUs
+	docker compose config --quiet
+	docker compose -f docker-compose.yml -f deploy/gpu.yml config --quiet
+
+compose-test: compose-config  ## build, start, train, kill the trainer, finish, audit: all in containers
+	tests/e2e/compose.sh
+
+up:  ## the whole system in containers
+	docker compose up --build --detach --wait
+
+down:  ## stop it; the volumes stay
+	docker compose down
+
+demo: $(BIN)/pytest  ## one job on this machine, start to end
+	$(BIN)/penstock demo
+
+bench: bench-bus bench-weights  ## the benchmarks that need nothing but this machine
+
+bench-bus: $(BIN)/pytest  ## what the bus costs per update
+	$(BIN)/python benchmarks/bus.py
+
+bench-weights: $(BIN)/pytest  ## publish, stage, commit: time and pause
+	$(BIN)/python benchmarks/weights.py
+
+$(TRL_VENV)/bin/trl:
+	$(PYTHON) -m venv $(TRL_VENV)
+	$(TRL_VENV)/bin/pip install -q torch==2.13.0  # first and pinned: the same one on both sides
+	$(TRL_VENV)/bin/pip install -q trl==1.16.0
+
+bench-vs-trl: $(BIN)/pytest $(TRL_VENV)/bin/trl  ## the same task, model and seed with TRL (installs TRL into an environment of its own)
+	$(BIN)/python benchmarks/vs_trl.py --trl-python $(TRL_VENV)/bin/python $(ARGS)
+
+bench-gsm8k: $(BIN)/pytest  ## RL beside more supervised training on GSM8K's calculator expressions (GSM8K=directory of its files)
+	$(BIN)/python benchmarks/gsm8k_calc.py --train $(GSM8K)/train.jsonl --test $(GSM8K)/test.jsonl --out docs/results/gsm8k_calc
+
+fresh:  ## both commands of the README on a clean machine
+	$(FRESH) . "python3 -m venv .venv && .venv/bin/pip install -q -e '.[demo]' && .venv/bin/penstock demo"
+	$(FRESH) . "python3 -m venv .venv && .venv/bin/pip install -q -e '.[dev]' && .venv/bin/pytest -q"
+
+package: $(BIN)/pytest  ## sdist and wheel into dist/
+	rm -rf dist
+	$(BIN)/pip -q install build
+	$(BIN)/python -m build
+
+release: check docs package  ## everything that must hold before a tag
+	@grep -q "^## \[$$($(BIN)/python -c 'import penstock; print(penstock.__version__)')\]" CHANGELOG.md \
+	  || { echo "CHANGELOG.md has no section for this version"; exit 1; }
+	@git diff --quiet && git diff --cached --quiet || { echo "the working tree is not clean"; exit 1; }
+	@echo "ready: git tag v$$($(BIN)/python -c 'import penstock; print(penstock.__version__)')"
+
+clean:  ## remove what the verbs above made
+	rm -rf dist build site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""One GRPO task for several systems: the same checkpoint, prompts, reward, batch and optimizer for each of them."""

@@ -1,0 +1,1 @@
+"""The five services. They talk by messages and never import each other."""

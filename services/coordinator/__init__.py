@@ -1,0 +1,1 @@
+"""The coordinator: jobs, the ledger, the gate, and the HTTP API."""

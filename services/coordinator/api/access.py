@@ -1,0 +1,45 @@
+"""What the routes need: the coordinator, the settings, the stop signal, and ids that are safe to look up."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Path, Request
+
+from penstock.services.coordinator.api.control import Control
+from penstock.services.coordinator.api.volatile import Volatile
+from penstock.shared.config.service import ServiceSettings
+from penstock.shared.errors import NotFound
+
+__all__ = ["Backend", "BackendDep", "JobId"]
+
+_JOB_ID = re.compile(r"job_[0-9a-f]{32}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Everything behind the routes of one app."""
+
+    control: Control
+    settings: ServiceSettings
+    stopping: asyncio.Event
+    volatile: Volatile
+
+
+def _backend(request: Request) -> Backend:
+    backend: Backend = request.app.state.backend
+    return backend
+
+
+def _job_id(job_id: Annotated[str, Path(description="Id of a job: job_ and 32 hex digits")]) -> str:
+    """Ids are also subject tokens, so nothing else gets through."""
+    if not _JOB_ID.fullmatch(job_id):
+        raise NotFound(f"'{job_id[:80]}' is not the id of a job (job_ and 32 hex digits)")
+    return job_id
+
+
+BackendDep = Annotated[Backend, Depends(_backend)]
+JobId = Annotated[str, Depends(_job_id)]

@@ -1,0 +1,112 @@
+"""Assembly of the HTTP application."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from penstock import __version__
+from penstock.services.coordinator.api import jobs, observe, openapi, system
+from penstock.services.coordinator.api.access import Backend
+from penstock.services.coordinator.api.auth import KeyRing
+from penstock.services.coordinator.api.control import Control
+from penstock.services.coordinator.api.guard import Guard, Measured
+from penstock.services.coordinator.api.idempotency import Idempotency, ReplyStore
+from penstock.services.coordinator.api.ratelimit import RateLimiter
+from penstock.services.coordinator.api.replies import Flaw, HttpProblem, from_error, problem_response
+from penstock.services.coordinator.api.volatile import Volatile
+from penstock.shared.config.service import ServiceSettings
+from penstock.shared.errors import PenstockError
+
+__all__ = ["create_app"]
+
+log = logging.getLogger(__name__)
+
+
+def create_app(
+    control: Control,
+    settings: ServiceSettings,
+    *,
+    stopping: asyncio.Event | None = None,
+) -> FastAPI:
+    """The application over ``control``.
+
+    Set ``stopping`` to end event streams and long polls, so that a graceful shutdown does not wait for clients that
+    never leave.
+
+    Raises:
+        ConfigError: a bind address beyond loopback without keys, or a rate limit that cannot be read.
+    """
+    volatile = Volatile(settings.redis_url)
+    keys = KeyRing(settings)
+    limiter = RateLimiter(settings.rate_limit, volatile)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await volatile.close()
+
+    app = FastAPI(
+        title="Penstock",
+        version=__version__,
+        summary="Reinforcement-learning jobs over HTTP.",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=lifespan,
+    )
+    app.state.backend = Backend(control, settings, stopping or asyncio.Event(), volatile)
+    app.openapi = lambda: openapi.describe(app)  # type: ignore[method-assign]
+    app.include_router(jobs.router)
+    app.include_router(observe.router)
+    app.include_router(system.router)
+    _handle_errors(app)
+    app.add_middleware(Idempotency, store=ReplyStore(volatile))
+    app.add_middleware(Guard, keys=keys, limiter=limiter)
+    app.add_middleware(Measured)
+    return app
+
+
+def _handle_errors(app: FastAPI) -> None:
+    async def known(request: Request, error: Exception) -> Response:
+        assert isinstance(error, PenstockError)
+        problem = from_error(error)
+        if problem.status == 500:
+            log.error("%s %s failed: %s", request.method, request.url.path, error, exc_info=error)
+        return problem_response(problem, request.url.path)
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        flaws = [Flaw(pointer=_pointer(e["loc"]), detail=e["msg"]) for e in error.errors()]
+        detail = "; ".join(f"{flaw.pointer}: {flaw.detail}" for flaw in flaws)
+        return problem_response(HttpProblem(422, "invalid_request", detail, errors=flaws), request.url.path)
+
+    async def refused(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        code = {404: "no_such_route", 405: "method_not_allowed"}.get(error.status_code, "refused")
+        detail = f"{request.method} {request.url.path}: {error.detail}"
+        headers = dict(error.headers or {})
+        if error.status_code == 405:
+            headers["Allow"] = ", ".join(openapi.methods_of(app, request.url.path))
+        return problem_response(HttpProblem(error.status_code, code, detail, headers=headers), request.url.path)
+
+    async def defect(request: Request, error: Exception) -> Response:
+        problem = HttpProblem(500, "internal", f"{type(error).__name__}; the coordinator's log has the details")
+        return problem_response(problem, request.url.path)
+
+    app.add_exception_handler(PenstockError, known)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, refused)
+    app.add_exception_handler(Exception, defect)
+
+
+def _pointer(loc: tuple[Any, ...]) -> str:
+    return "".join(f"/{part}" for part in loc)

@@ -1,0 +1,69 @@
+"""A job file in a request body: JSON or YAML in, JobConfig out, every problem with a pointer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.requests import Request
+
+from penstock.services.coordinator.api.documents import from_json, from_yaml, step
+from penstock.services.coordinator.api.replies import Flaw, HttpProblem
+from penstock.shared.config.base import explain
+from penstock.shared.config.job import JobConfig
+
+__all__ = ["YAML_TYPES", "job_pointer", "read_job", "read_object"]
+
+YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
+
+
+async def read_job(request: Request) -> tuple[JobConfig, dict[str, Any]]:
+    """The validated job and the document as it was sent.
+
+    Raises:
+        HttpProblem: 400 not parseable, 415 another media type, 422 not a valid job.
+    """
+    raw = await read_object(request, yaml_too=True)
+    try:
+        return JobConfig.model_validate(raw), raw
+    except ValidationError as error:
+        flaws = [Flaw(pointer=job_pointer(raw, key), detail=detail) for key, detail in explain(JobConfig, error)]
+        first = f"{flaws[0].pointer or '/'}: {flaws[0].detail}"
+        more = f" (and {len(flaws) - 1} more)" if len(flaws) > 1 else ""
+        raise HttpProblem(422, "invalid_job", f"the job is not valid: {first}{more}", errors=flaws) from None
+
+
+async def read_object(request: Request, *, yaml_too: bool = False) -> dict[str, Any]:
+    """The body as an object; an empty body is an empty object where no job is expected."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    body = await request.body()
+    if not body and not yaml_too:
+        return {}
+    if yaml_too and kind in YAML_TYPES:
+        data = from_yaml(body)
+    elif kind == "application/json":
+        data = from_json(body)
+    else:
+        accepted = "application/json or application/yaml" if yaml_too else "application/json"
+        raise HttpProblem(415, "unsupported_media_type", f"Content-Type '{kind}' is not known here; send {accepted}")
+    if not isinstance(data, dict):
+        detail = f"the body must be an object, found {type(data).__name__}"
+        raise HttpProblem(422, "invalid_body", detail, errors=[Flaw(pointer="", detail=detail)])
+    return data
+
+
+def job_pointer(raw: Any, key: str) -> str:
+    """JSON pointer (RFC 6901) of a dotted key; the tags of unions that pydantic puts into it are left out."""
+    if key == "(top level)":
+        return ""
+    pointer, node = "", raw
+    parts = key.split(".")
+    for index, part in enumerate(parts):
+        if isinstance(node, dict) and part in node:
+            node = node[part]
+        elif isinstance(node, list) and part.isdigit() and int(part) < len(node):
+            node = node[int(part)]
+        elif index < len(parts) - 1:
+            continue
+        pointer += step(part)
+    return pointer

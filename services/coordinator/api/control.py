@@ -1,0 +1,152 @@
+"""What the HTTP API asks of the coordinator. The API imports nothing else of it, so each can be replaced alone."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Literal, Protocol
+
+from penstock.shared.config.job import JobConfig
+from penstock.shared.protocol.jobs import DesiredState, JobRecord
+
+__all__ = ["Control", "Order", "Row"]
+
+Order = Literal["asc", "desc"]
+Row = dict[str, Any]
+"""A JSON object: str keys; values are JSON values (non-finite floats are sent as null)."""
+
+
+class Control(Protocol):
+    """The coordinator, as seen from HTTP.
+
+    Every method that takes ``job`` (a full job id) raises NotFound for an unknown one. Every method may raise
+    Unavailable (the bus does not answer: HTTP 503) or DeadlineError (HTTP 504). Replies are plain values: the API
+    never keeps or changes them.
+    """
+
+    async def submit(self, spec: JobConfig, raw: Row) -> JobRecord:
+        """Store a new job durably and return its record; ``raw`` is the job file as the user wrote it.
+
+        Raises:
+            ConfigError: the job is valid as a file but cannot run here (data missing, memory, budgets).
+            StreamFull: no room; the client may retry.
+        """
+        ...
+
+    async def dry_run(self, spec: JobConfig) -> Row:
+        """What ``submit`` would do, without doing it: resolved batch algebra, data summary, memory.
+
+        Raises:
+            ConfigError: as for ``submit``.
+        """
+        ...
+
+    async def get(self, job: str) -> JobRecord:
+        """The newest record (from memory or the bucket; called up to four times a second by each long poll)."""
+        ...
+
+    async def list_jobs(
+        self, *, after: str | None, limit: int, order: Order, phase: str | None, name: str | None
+    ) -> list[JobRecord]:
+        """At most ``limit`` records in id order (id = creation time), strictly past ``after`` in that order.
+
+        ``phase`` and ``name`` filter by equality. An ``after`` that does not exist is still a place in the order.
+        The API asks for one more than a page holds to learn whether there is a next one.
+        """
+        ...
+
+    async def set_desired(self, job: str, state: DesiredState, *, force: bool = False) -> JobRecord:
+        """Write what the user wants and return the record after the write; the same state twice changes nothing.
+
+        ``force`` with ``cancelled``: do not drain, do not checkpoint.
+
+        Raises:
+            Conflict: the job is terminal, or is being cancelled and something else is asked.
+        """
+        ...
+
+    async def events(self, job: str, *, after: int, limit: int) -> list[tuple[int, Row]]:
+        """At most ``limit`` events with a sequence above ``after``, oldest first, each with its sequence.
+
+        A row has at least ``time`` (Unix seconds), ``level`` (info|warning|error), ``type`` (such as ``phase``,
+        ``step``, ``checkpoint``, ``worker``) and ``message``.
+        """
+        ...
+
+    def follow_events(self, job: str, *, after: int) -> AsyncIterator[tuple[int, Row]]:
+        """As ``events``, without a limit: waits for new ones. Ends after the last event of a terminal job.
+
+        An async generator; the API closes it when the client goes away. Sequences rise strictly.
+        """
+        ...
+
+    async def metrics(
+        self,
+        job: str,
+        *,
+        names: list[str] | None,
+        step_from: int | None,
+        step_to: int | None,
+        max_points: int,
+    ) -> Row:
+        """``{"steps": [int], "wall": [Unix seconds], "series": {name: [float | None]}}``: all lists equally long.
+
+        ``names`` None: all of them. Bounds are inclusive. At most ``max_points`` columns (first and last kept).
+        """
+        ...
+
+    async def workers(self, job: str) -> list[Row]:
+        """One row per live or recently lost worker of the job.
+
+        ``service``, ``worker``, ``host``, ``pid``, ``ready``, ``age_s`` (of the last heartbeat), ``alive``, and the
+        heartbeat's entry for this job (``version``, ``running``, ``waiting_for``, ``since``, ...).
+        """
+        ...
+
+    async def samples(
+        self, job: str, *, step: int | None, limit: int, sort: str | None, after: str | None
+    ) -> list[Row]:
+        """Groups and their completions, newest step first unless ``step`` is given.
+
+        ``sort``: ``reward``, ``-reward``, ``length``, ``-length`` or None (order in the batch). ``after``: id of the
+        last row of the page before. A row has ``id``, ``step``, ``draw``, ``index``, ``prompt``, ``completion``,
+        ``answer``, ``reward``, ``advantage``, ``tokens``, ``min_version``, ``max_version``, ``worker``.
+        """
+        ...
+
+    async def why(self, job: str) -> list[Row]:
+        """What the job waits for now, most important first; empty when nothing is waited for.
+
+        ``waiting_for`` (a phrase), ``subject``, ``id``, ``holder`` (worker or None), ``age_s``.
+        """
+        ...
+
+    async def audit(self, job: str) -> Row:
+        """Check the ledger against itself and the streams.
+
+        ``{"ok": bool, "equation": {...}, "checks": [{"name", "ok", "detail"}], "violations": [str]}``.
+        """
+        ...
+
+    async def logs(self, job: str, *, service: str | None, tail: int, after: str | None) -> Row:
+        """``{"lines": [{"service", "worker", "text"}], "next": cursor}``: the last ``tail`` lines, or those after a
+        cursor that an earlier reply gave. The cursor is opaque to the API."""
+        ...
+
+    def replay(self, job: str, *, from_batch: int | None, to_batch: int | None) -> AsyncIterator[Row]:
+        """Have the trainer repeat sealed batches from a retained checkpoint and compare; rows of progress.
+
+        An async generator. Rows: ``{"batch", "total", "match", "detail"}``; the last one has ``"done": true``,
+        ``"ok": bool`` and ``"summary": str``.
+
+        Raises:
+            Conflict: nothing can be replayed now (before the first row).
+        """
+        ...
+
+    async def limits(self) -> Row:
+        """Facts for ``GET /v1/limits`` beside the API's own: ``durability`` (fsync|page-cache|unverified), bytes."""
+        ...
+
+    async def health(self) -> tuple[bool, Row]:
+        """Ready to serve, and ``{check: {"ok": bool, "detail": str}}``. Bounded by 1 s; never raises."""
+        ...

@@ -1,0 +1,234 @@
+"""Idempotency-Key: the same POST twice has one effect and one answer (IETF draft-ietf-httpapi-idempotency-key-header).
+
+Claims and replies live in this process, and in Redis for restarts and replicas. Without Redis only that reach is lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import redis.asyncio
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.services.coordinator.api.replies import HttpProblem
+from penstock.services.coordinator.api.volatile import Volatile
+from penstock.shared.errors import Unavailable
+
+__all__ = ["Idempotency", "ReplyStore", "StoredReply"]
+
+KEEP_S = 24 * 3600
+"""How long a reply is repeated."""
+CLAIM_S = 60
+"""A claim without a reply is void after this time: its process is gone."""
+MAX_ENTRIES = 4096
+MAX_REPLY_BYTES = 256 << 10
+"""Longer replies are not kept; the retry runs again."""
+
+
+class StoredReply(msgspec.Struct, frozen=True, array_like=True):
+    """What was answered; ``status`` 0 means that the first request is still running."""
+
+    fingerprint: bytes
+    status: int = 0
+    headers: list[tuple[str, str]] = []
+    body: bytes = b""
+
+
+class ReplyStore:
+    """Claims and replies by key. Memory first, so that losing Redis never loses what this process knows."""
+
+    def __init__(self, volatile: Volatile) -> None:
+        self._volatile = volatile
+        self._entries: OrderedDict[str, tuple[float, StoredReply]] = OrderedDict()
+
+    async def claim(self, key: str, fingerprint: bytes) -> StoredReply | None:
+        """Take ``key`` for a new request; None means taken, anything else is what another request left there."""
+        known = self._recall(key)
+        if known is not None:
+            return known
+        mine = StoredReply(fingerprint)
+        self._remember(key, mine, CLAIM_S)
+        found = await self._claim_shared(key, msgspec.msgpack.encode(mine))
+        if found is None:
+            return None
+        reply = msgspec.msgpack.decode(found, type=StoredReply)
+        if reply.status:
+            self._remember(key, reply, KEEP_S)
+        else:  # another process runs it and will answer there, not here
+            self._entries.pop(key, None)
+        return reply
+
+    async def finish(self, key: str, reply: StoredReply) -> None:
+        """Keep the answer of a claimed request."""
+        self._remember(key, reply, KEEP_S)
+        data = msgspec.msgpack.encode(reply)
+        await self._quietly(lambda r: r.set(_name(key), data, ex=KEEP_S))
+
+    async def release(self, key: str) -> None:
+        """Give a claim back: the request failed and may be tried again."""
+        self._entries.pop(key, None)
+        await self._quietly(lambda r: r.delete(_name(key)))
+
+    def _recall(self, key: str) -> StoredReply | None:
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        expires, reply = entry
+        if expires < time.monotonic():
+            del self._entries[key]
+            return None
+        return reply
+
+    def _remember(self, key: str, reply: StoredReply, keep_s: float) -> None:
+        self._entries[key] = (time.monotonic() + keep_s, reply)
+        self._entries.move_to_end(key)
+        while len(self._entries) > MAX_ENTRIES:
+            self._entries.popitem(last=False)
+
+    async def _claim_shared(self, key: str, data: bytes) -> bytes | None:
+        async def work(client: redis.asyncio.Redis) -> bytes | None:
+            if await client.set(_name(key), data, nx=True, ex=CLAIM_S):
+                return None
+            found: bytes | None = await client.get(_name(key))
+            return found
+
+        try:
+            return await self._volatile.call(work)
+        except Unavailable:
+            return None
+
+    async def _quietly(self, work: Callable[[redis.asyncio.Redis], Awaitable[object]]) -> None:
+        try:
+            await self._volatile.call(work)
+        except Unavailable:
+            return
+
+
+class Idempotency:
+    """ASGI middleware: answers a repeated POST from the store instead of running it again."""
+
+    def __init__(self, app: ASGIApp, store: ReplyStore) -> None:
+        self.app = app
+        self.store = store
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        header = Headers(scope=scope).get("idempotency-key") if scope["type"] == "http" else None
+        if header is None or scope["method"] != "POST":
+            await self.app(scope, receive, send)
+            return
+        token = _unquoted(header)
+        body = await _read(receive)
+        key = "\n".join((scope.get("state", {}).get("caller", ""), scope["path"], token))
+        digest = hashlib.sha256(scope["query_string"] + b"\n" + body).digest()
+        earlier = await self.store.claim(key, digest)
+        if earlier is not None:
+            await _answer_again(earlier, digest)(scope, receive, send)
+            return
+        await self._run(key, digest, scope, _replayed(body, receive), send)
+
+    async def _run(self, key: str, digest: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        recorder = _Recorder(send)
+        kept = False
+        try:
+            await self.app(scope, receive, recorder)
+            reply = recorder.reply(digest)
+            if reply is not None:
+                await self.store.finish(key, reply)
+                kept = True
+        finally:
+            if not kept:
+                await self.store.release(key)
+
+
+class _Recorder:
+    """Passes a reply on and keeps a copy while it is short."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._status = 0
+        self._headers: list[tuple[str, str]] = []
+        self._body = bytearray()
+        self._complete = False
+        self._streamed = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            names = ("content-type", "location", "etag")
+            self._headers = [(k, v) for k, v in Headers(raw=message["headers"]).items() if k in names]
+        elif message["type"] == "http.response.body":
+            more = message.get("more_body", False)
+            self._streamed = self._streamed or more
+            if not self._streamed:
+                self._body += message.get("body", b"")
+            self._complete = not more
+        await self._send(message)
+
+    def reply(self, fingerprint: bytes) -> StoredReply | None:
+        """What to keep; None for failures of the server, streams and long replies, which run again."""
+        if not self._complete or self._streamed or self._status >= 500 or len(self._body) > MAX_REPLY_BYTES:
+            return None
+        return StoredReply(fingerprint, self._status, self._headers, bytes(self._body))
+
+
+def _answer_again(earlier: StoredReply, digest: bytes) -> Response:
+    if earlier.fingerprint != digest:
+        raise HttpProblem(
+            422, "idempotency_key_reused", "this Idempotency-Key was used with another request; use a new key"
+        )
+    if not earlier.status:
+        raise HttpProblem(
+            409,
+            "idempotency_in_flight",
+            "the first request with this Idempotency-Key is still running; ask again in a moment",
+            headers={"Retry-After": "1", "x-should-retry": "true"},
+        )
+    response = Response(earlier.body, earlier.status)
+    headers = MutableHeaders(raw=response.raw_headers)
+    for name, value in earlier.headers:
+        headers[name] = value
+    headers["Idempotent-Replayed"] = "true"
+    return response
+
+
+def _unquoted(header: str) -> str:
+    """The draft wants a quoted string; bare keys are in wide use."""
+    token = header[1:-1] if len(header) >= 2 and header[0] == header[-1] == '"' else header
+    if not token or len(token) > 255 or not token.isascii() or not token.isprintable():
+        raise HttpProblem(400, "bad_idempotency_key", "Idempotency-Key must be 1 to 255 printable ASCII characters")
+    return token
+
+
+def _name(key: str) -> str:
+    return "penstock:idem:" + hashlib.sha256(key.encode()).hexdigest()
+
+
+async def _read(receive: Receive) -> bytes:
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise HttpProblem(400, "disconnected", "the client went away while sending the body")
+        body += message.get("body", b"")
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    first = True
+
+    async def again() -> Message:
+        nonlocal first
+        if first:
+            first = False
+            return {"type": "http.request", "body": body, "more_body": False}
+        return await receive()
+
+    return again

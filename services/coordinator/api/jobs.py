@@ -1,0 +1,132 @@
+"""Routes that submit, show and steer jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Header, Query, Request
+from starlette.responses import Response
+
+from penstock.services.coordinator.api.access import Backend, BackendDep, JobId
+from penstock.services.coordinator.api.bodies import read_job
+from penstock.services.coordinator.api.control import Order
+from penstock.services.coordinator.api.replies import Json
+from penstock.services.coordinator.api.schemas import DryRun, JobList
+from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord, Phase
+
+__all__ = ["MAX_PAGE", "MAX_WAIT_S", "router"]
+
+MAX_PAGE = 100
+MAX_WAIT_S = 300.0
+_POLL_S = 0.25
+
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+Goal = Literal["terminal", "change"] | Phase
+
+
+@router.post("", status_code=202, response_model=JobRecord, responses={200: {"model": DryRun}})
+async def submit(request: Request, backend: BackendDep, dry_run: bool = False) -> Response:
+    """Submit a job file, as JSON or YAML. With ``dry_run=true`` only validate it and show what it would do."""
+    spec, raw = await read_job(request)
+    if dry_run:
+        return Json({"valid": True, "plan": await backend.control.dry_run(spec)})
+    record = await backend.control.submit(spec, raw)
+    return _record(record, 202, {"Location": f"/v1/jobs/{record.id}"})
+
+
+@router.get("", response_model=JobList)
+async def list_jobs(
+    *,
+    backend: BackendDep,
+    after: Annotated[str | None, Query(max_length=64, description="last_id of the page before")] = None,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 20,
+    order: Order = "desc",
+    phase: Phase | None = None,
+    name: Annotated[str | None, Query(max_length=63)] = None,
+) -> Response:
+    """List jobs by time of submission, newest first unless ``order=asc``."""
+    found = await backend.control.list_jobs(after=after, limit=limit + 1, order=order, phase=phase, name=name)
+    page = found[:limit]
+    return Json(
+        JobList(
+            data=page,
+            has_more=len(found) > limit,
+            first_id=page[0].id if page else None,
+            last_id=page[-1].id if page else None,
+        )
+    )
+
+
+@router.get("/{job_id}", response_model=JobRecord, responses={304: {"description": "Not changed."}})
+async def get_job(
+    job: JobId,
+    backend: BackendDep,
+    wait: Annotated[float, Query(ge=0, le=MAX_WAIT_S, description="Hold the reply up to this many seconds")] = 0,
+    goal: Annotated[Goal, Query(alias="for", description="terminal, change, or a phase")] = "terminal",
+    if_none_match: Annotated[str, Header()] = "",
+) -> Response:
+    """Show a job; ``?wait=60&for=terminal`` waits for its end (or for a phase), and then shows it as it is."""
+    record = await backend.control.get(job)
+    if wait and not if_none_match and goal == "change":
+        if_none_match = _etag(record)
+    deadline = time.monotonic() + wait
+    while not _reached(record, goal, if_none_match):
+        left = deadline - time.monotonic()
+        if left <= 0 or await _stopped_within(backend, min(_POLL_S, left)):
+            break
+        record = await backend.control.get(job)
+    if if_none_match and _matches(if_none_match, record):
+        return Response(status_code=304, headers={"ETag": _etag(record)})
+    return _record(record, 200)
+
+
+@router.post("/{job_id}/cancel", status_code=202, response_model=JobRecord)
+async def cancel(job: JobId, backend: BackendDep, force: bool = False) -> Response:
+    """Ask a job to end. It drains and writes a checkpoint first, unless ``force=true``. Safe to repeat."""
+    return _record(await backend.control.set_desired(job, "cancelled", force=force), 202)
+
+
+@router.post("/{job_id}/pause", status_code=202, response_model=JobRecord)
+async def pause(job: JobId, backend: BackendDep) -> Response:
+    """Ask a job to stop after its present update. Safe to repeat."""
+    return _record(await backend.control.set_desired(job, "paused"), 202)
+
+
+@router.post("/{job_id}/resume", status_code=202, response_model=JobRecord)
+async def resume(job: JobId, backend: BackendDep) -> Response:
+    """Let a paused job go on. Safe to repeat."""
+    return _record(await backend.control.set_desired(job, "running"), 202)
+
+
+def _record(record: JobRecord, status: int, headers: dict[str, str] | None = None) -> Response:
+    return Json(record, status, {"ETag": _etag(record), **(headers or {})})
+
+
+def _etag(record: JobRecord) -> str:
+    return f'"{record.revision}"'
+
+
+def _matches(if_none_match: str, record: JobRecord) -> bool:
+    tags = {tag.strip().removeprefix("W/") for tag in if_none_match.split(",")}
+    return "*" in tags or _etag(record) in tags
+
+
+def _reached(record: JobRecord, goal: str, seen: str) -> bool:
+    if record.status.phase in TERMINAL_PHASES:
+        return True
+    if goal == "change":
+        return not _matches(seen, record)
+    return record.status.phase == goal
+
+
+async def _stopped_within(backend: Backend, seconds: float) -> bool:
+    """Sleep; True as soon as the server wants to stop."""
+    try:
+        async with asyncio.timeout(seconds):
+            await backend.stopping.wait()
+    except TimeoutError:
+        return False
+    return True

@@ -1,0 +1,72 @@
+"""Log files of the services on this host, as the supervisor writes them: ``<data_dir>/logs/<service>-<slot>.log``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from penstock.shared.errors import NotFound
+
+__all__ = ["read_logs"]
+
+MAX_READ_BYTES = 1 << 20
+"""Most that is read of one file per call."""
+_JOB_ID = re.compile(r"job_[0-9a-f]{32}", re.ASCII)
+
+
+def read_logs(directory: Path, *, job: str, service: str | None, tail: int, after: str | None) -> dict[str, Any]:
+    """``{"lines": [{"service", "worker", "text"}], "next": cursor}``: the last ``tail`` lines, or those past ``after``.
+
+    Lines that name another job and not this one are left out. Files are read one after the other; a file that was
+    truncated is read from its start. Blocks on the disk: call it in a thread.
+
+    Raises:
+        NotFound: there is no log of ``service`` (a service or one worker).
+    """
+    paths = [path for path in sorted(directory.glob("*.log")) if service in (None, path.stem, _service(path))]
+    if not paths:
+        known = ", ".join(sorted(path.stem for path in directory.glob("*.log"))) or "none"
+        raise NotFound(f"no log of '{service or 'any service'}' in {directory} of the coordinator; there are: {known}")
+    seen = _parse_cursor(after)
+    lines: list[dict[str, Any]] = []
+    places: dict[str, int] = {}
+    for path in paths:
+        texts, places[path.stem] = _read(path, seen.get(path.stem), fresh=after is None)
+        wanted = [text for text in texts if _concerns(text, job)]
+        lines += [{"service": _service(path), "worker": path.stem, "text": text} for text in wanted[-tail:]]
+    return {"lines": lines, "next": ",".join(f"{name}:{place}" for name, place in places.items())}
+
+
+def _service(path: Path) -> str:
+    return path.stem.partition("-")[0]
+
+
+def _read(path: Path, place: int | None, *, fresh: bool) -> tuple[list[str], int]:
+    """Whole lines from ``place`` (or the end of the file, if ``fresh``), and the place after the last of them."""
+    size = path.stat().st_size
+    start = place if place is not None and place <= size else 0
+    if fresh:
+        start = max(0, size - MAX_READ_BYTES)
+    with path.open("rb") as file:
+        file.seek(start)
+        data = file.read(MAX_READ_BYTES)
+    end = data.rfind(b"\n") + 1
+    if fresh and start:  # the first line is cut
+        cut = data.find(b"\n") + 1
+        return data[cut:end].decode("utf-8", "replace").splitlines(), start + end
+    return data[:end].decode("utf-8", "replace").splitlines(), start + end
+
+
+def _parse_cursor(cursor: str | None) -> dict[str, int]:
+    places = {}
+    for part in (cursor or "").split(","):
+        name, _, place = part.partition(":")
+        if place.isascii() and place.isdigit():
+            places[name] = int(place)
+    return places
+
+
+def _concerns(text: str, job: str) -> bool:
+    named = _JOB_ID.findall(text)
+    return not named or job in named

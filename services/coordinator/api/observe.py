@@ -1,0 +1,180 @@
+"""Routes that show what a job does: events, metrics, workers, samples, waits, audit, logs, replay."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
+
+import orjson
+from fastapi import APIRouter, Header, Query, Request
+from pydantic import ValidationError
+from starlette.responses import Response, StreamingResponse
+
+from penstock.services.coordinator.api.access import BackendDep, JobId
+from penstock.services.coordinator.api.bodies import read_object
+from penstock.services.coordinator.api.replies import Flaw, HttpProblem, Json, from_error
+from penstock.services.coordinator.api.schemas import (
+    Audit,
+    Columns,
+    EventList,
+    LogLines,
+    ReplayRequest,
+    RowList,
+)
+from penstock.services.coordinator.api.sse import HEADERS, event_stream
+from penstock.shared.errors import PenstockError
+
+__all__ = ["router"]
+
+_SEQ_MAX = (1 << 53) - 1
+
+router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["observe"])
+
+Sequence = Annotated[int | None, Query(ge=0, le=_SEQ_MAX, description="Only events past this id")]
+
+
+@router.get(
+    "/events",
+    response_model=EventList,
+    responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+)
+async def events(
+    *,
+    job: JobId,
+    backend: BackendDep,
+    after: Sequence = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    accept: Annotated[str, Header(include_in_schema=False)] = "",
+    last_event_id: Annotated[str, Header(json_schema_extra={"pattern": "^[0-9]{1,15}$"})] = "",
+) -> Response:
+    """List events; with ``Accept: text/event-stream`` follow them (``Last-Event-ID`` resumes without loss)."""
+    control = backend.control
+    await control.get(job)
+    start = _start(after, last_event_id)
+    if "text/event-stream" in accept:
+        rows = control.follow_events(job, after=start)
+        stream = event_stream(rows, stopping=backend.stopping)
+        return StreamingResponse(stream, media_type="text/event-stream", headers=HEADERS)
+    found = await control.events(job, after=start, limit=limit + 1)
+    page = found[:limit]
+    return Json(
+        {
+            "object": "list",
+            "data": [{"id": seq, **row} for seq, row in page],
+            "has_more": len(found) > limit,
+            "first_id": page[0][0] if page else None,
+            "last_id": page[-1][0] if page else None,
+        }
+    )
+
+
+@router.get("/metrics", response_model=Columns)
+async def metrics(
+    *,
+    job: JobId,
+    backend: BackendDep,
+    names: Annotated[str | None, Query(max_length=4096, description="Comma-separated; default: all")] = None,
+    step_from: Annotated[int | None, Query(ge=0, le=_SEQ_MAX)] = None,
+    step_to: Annotated[int | None, Query(ge=0, le=_SEQ_MAX)] = None,
+    max_points: Annotated[int, Query(ge=2, le=10_000)] = 1000,
+) -> Response:
+    """Metrics by column, thinned out to ``max_points``."""
+    wanted = [name.strip() for name in names.split(",") if name.strip()] if names else None
+    return Json(
+        await backend.control.metrics(job, names=wanted, step_from=step_from, step_to=step_to, max_points=max_points)
+    )
+
+
+@router.get("/workers", response_model=RowList)
+async def workers(job: JobId, backend: BackendDep) -> Response:
+    """Who works for the job, at which policy version, and what each waits for."""
+    return _rows(await backend.control.workers(job))
+
+
+@router.get("/samples", response_model=RowList)
+async def samples(
+    *,
+    job: JobId,
+    backend: BackendDep,
+    step: Annotated[int | None, Query(ge=0, le=_SEQ_MAX)] = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    sort: Literal["reward", "-reward", "length", "-length"] | None = None,
+    after: Annotated[str | None, Query(max_length=128)] = None,
+) -> Response:
+    """Completions with their rewards; newest update first."""
+    found = await backend.control.samples(job, step=step, limit=limit + 1, sort=sort, after=after)
+    return Json({"object": "list", "data": found[:limit], "has_more": len(found) > limit})
+
+
+@router.get("/why", response_model=RowList)
+async def why(job: JobId, backend: BackendDep) -> Response:
+    """What the job waits for right now, on what, held by whom, and for how long."""
+    return _rows(await backend.control.why(job))
+
+
+@router.get("/audit", response_model=Audit)
+async def audit(job: JobId, backend: BackendDep) -> Response:
+    """Check that drawn = trained + dropped + in flight, and all else that the ledger promises."""
+    return Json(await backend.control.audit(job))
+
+
+@router.get("/logs", response_model=LogLines)
+async def logs(
+    *,
+    job: JobId,
+    backend: BackendDep,
+    service: Annotated[str | None, Query(max_length=64)] = None,
+    tail: Annotated[int, Query(ge=1, le=10_000)] = 100,
+    after: Annotated[str | None, Query(max_length=4096, description="`next` of an earlier reply")] = None,
+) -> Response:
+    """The last lines of the services' logs."""
+    return Json(await backend.control.logs(job, service=service, tail=tail, after=after))
+
+
+@router.post(
+    "/replay",
+    response_class=StreamingResponse,
+    responses={200: {"content": {"application/x-ndjson": {"schema": {"type": "string"}}}}},
+    openapi_extra={"requestBody": {"content": {"application/json": {"schema": ReplayRequest.model_json_schema()}}}},
+)
+async def replay(request: Request, job: JobId, backend: BackendDep) -> Response:
+    """Train sealed batches again from a checkpoint and compare; one JSON row of progress per line."""
+    data = await read_object(request)
+    try:
+        body = ReplayRequest.model_validate(data, strict=True)
+    except ValidationError as error:
+        flaws = [Flaw(pointer="".join(f"/{p}" for p in e["loc"]), detail=e["msg"]) for e in error.errors()]
+        raise HttpProblem(422, "invalid_body", f"{flaws[0].pointer}: {flaws[0].detail}", errors=flaws) from None
+    await backend.control.get(job)
+    rows = backend.control.replay(job, from_batch=body.from_batch, to_batch=body.to_batch)
+    first = await anext(rows, None)  # a refusal is still a proper status
+    return StreamingResponse(_lines(first, rows), media_type="application/x-ndjson", headers=HEADERS)
+
+
+async def _lines(first: dict[str, Any] | None, rows: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+    try:
+        if first is not None:
+            yield orjson.dumps(first) + b"\n"
+        async for row in rows:
+            yield orjson.dumps(row) + b"\n"
+            await asyncio.sleep(0)  # sending to a client that left never waits; let the server notice
+    except PenstockError as error:
+        yield orjson.dumps({"done": True, "ok": False, "summary": from_error(error).detail}) + b"\n"
+    finally:
+        close = getattr(rows, "aclose", None)
+        if close is not None:
+            await close()
+
+
+def _rows(found: list[dict[str, Any]]) -> Response:
+    return Json({"object": "list", "data": found, "has_more": False})
+
+
+def _start(after: int | None, last_event_id: str) -> int:
+    if not last_event_id.strip():
+        return after or 0
+    if not (last_event_id.isascii() and last_event_id.isdigit()) or int(last_event_id) > _SEQ_MAX:
+        detail = "Last-Event-ID must be an id that this stream sent"
+        raise HttpProblem(422, "invalid_cursor", detail, errors=[Flaw(pointer="/header/Last-Event-ID", detail=detail)])
+    return int(last_event_id)

@@ -1,0 +1,106 @@
+"""The OpenAPI document: what FastAPI knows, plus problem documents, request bodies of both kinds, and the key."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from penstock.services.coordinator.api.bodies import YAML_TYPES
+from penstock.services.coordinator.api.replies import Problem
+from penstock.shared.config.job import JobConfig
+
+__all__ = ["describe", "methods_of"]
+
+_REF = "#/components/schemas/{model}"
+_PROBLEMS = {
+    "400": "Malformed request.",
+    "401": "No valid key.",
+    "403": "Not from here.",
+    "404": "No such thing.",
+    "413": "Body too large.",
+    "422": "Not valid; `errors` points at each problem.",
+    "429": "Too many requests; see Retry-After.",
+    "500": "A defect.",
+    "503": "The bus or the leader does not answer; see Retry-After.",
+    "504": "No answer in time.",
+}
+_POST_PROBLEMS = {"409": "Not in this state, or a request with this key still runs.", "415": "Unknown content type."}
+_IDEMPOTENCY = {
+    "name": "Idempotency-Key",
+    "in": "header",
+    "required": False,
+    "description": "The same key and request: the same answer, one effect.",
+    "schema": {"type": "string", "minLength": 1, "maxLength": 255, "pattern": "^[A-Za-z0-9._~-]+$"},
+}
+
+
+def describe(app: FastAPI) -> dict[str, Any]:
+    """The document; built once per app."""
+    if app.openapi_schema is None:
+        document = get_openapi(
+            title=app.title, version=app.version, summary=app.summary, description=app.description, routes=app.routes
+        )
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        for unused in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(unused, None)
+        _add_model(schemas, Problem)
+        _add_model(schemas, JobConfig)
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}, {}]
+        for path, operations in document["paths"].items():
+            for method, operation in operations.items():
+                _complete(path, method, operation)
+        app.openapi_schema = document
+    return app.openapi_schema
+
+
+def methods_of(app: FastAPI, path: str) -> list[str]:
+    """Methods that exist for the path of a request; the router itself knows only those of the first match."""
+    found = []
+    for template, operations in describe(app)["paths"].items():
+        if re.fullmatch(re.sub(r"{[^}]+}", "[^/]+", template), path):
+            found += [method.upper() for method in operations]
+    return found
+
+
+def _complete(path: str, method: str, operation: dict[str, Any]) -> None:
+    problems = dict(_PROBLEMS)
+    if method == "post":
+        problems |= _POST_PROBLEMS
+        operation.setdefault("parameters", []).append(_IDEMPOTENCY)
+    content = {"application/problem+json": {"schema": {"$ref": _REF.format(model="Problem")}}}
+    responses = operation["responses"]
+    responses.pop("422", None)
+    for status, text in problems.items():
+        responses.setdefault(status, {"description": text, "content": content})
+    if path == "/v1/jobs" and method == "post":
+        schema = {"$ref": _REF.format(model="JobConfig")}
+        types = ("application/json", YAML_TYPES[0])
+        operation["requestBody"] = {"required": True, "content": {t: {"schema": schema} for t in types}}
+
+
+def _add_model(schemas: dict[str, Any], model: type[Any]) -> None:
+    schema = model.model_json_schema(ref_template=_REF)
+    schemas.update(schema.pop("$defs", {}))
+    schemas[model.__name__] = schema
+    for part in list(schemas.values()):
+        _require_tags(part, schemas)
+
+
+def _require_tags(part: Any, schemas: dict[str, Any]) -> None:
+    """The tag that tells the members of a union apart has a default in Python, but must be sent."""
+    if isinstance(part, list):
+        for item in part:
+            _require_tags(item, schemas)
+    if not isinstance(part, dict):
+        return
+    tag = part.get("discriminator", {})
+    if isinstance(tag, dict):
+        for reference in tag.get("mapping", {}).values():
+            member = schemas[reference.rpartition("/")[2]]
+            member["required"] = sorted({*member.get("required", []), tag["propertyName"]})
+    for item in part.values():
+        _require_tags(item, schemas)

@@ -1,0 +1,82 @@
+"""Requests per key and time, shared between replicas through Redis and kept in memory while that is away."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import redis.asyncio
+from limits import RateLimitItem, parse
+from limits.aio.storage import MemoryStorage, RedisStorage
+from limits.aio.strategies import SlidingWindowCounterRateLimiter
+
+from penstock.services.coordinator.api.volatile import Volatile
+from penstock.shared.errors import ConfigError, Unavailable
+
+__all__ = ["Allowance", "RateLimiter"]
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """The verdict on one request."""
+
+    allowed: bool
+    remaining: int
+    reset_s: int
+    limit: int
+    window_s: int
+
+    def headers(self) -> dict[str, str]:
+        """``RateLimit`` and its policy (IETF draft-ietf-httpapi-ratelimit-headers), ``Retry-After`` if refused."""
+        found = {
+            "RateLimit-Policy": f'"requests";q={self.limit};w={self.window_s}',
+            "RateLimit": f'"requests";r={self.remaining};t={self.reset_s}',
+        }
+        if not self.allowed:
+            found["Retry-After"] = str(max(1, self.reset_s))
+        return found
+
+
+class RateLimiter:
+    """Sliding-window counters, one per caller.
+
+    Raises:
+        ConfigError: ``notation`` is not like ``600/minute``.
+    """
+
+    def __init__(self, notation: str, volatile: Volatile) -> None:
+        try:
+            self._item: RateLimitItem = parse(notation)
+        except ValueError:
+            raise ConfigError(f"PENSTOCK_RATE_LIMIT '{notation}' must look like 600/minute") from None
+        self._volatile = volatile
+        self._local = SlidingWindowCounterRateLimiter(MemoryStorage())
+        self._shared = _on(volatile.client) if volatile.client is not None else None
+
+    async def hit(self, caller: str) -> Allowance:
+        """Count one request of ``caller``."""
+        shared = self._shared
+        if shared is not None:
+
+            async def work(_: redis.asyncio.Redis) -> Allowance:
+                return await self._count(shared, caller)
+
+            try:
+                return await self._volatile.call(work)
+            except Unavailable:
+                pass  # the same limit, counted by this process alone
+        return await self._count(self._local, caller)
+
+    async def _count(self, limiter: SlidingWindowCounterRateLimiter, caller: str) -> Allowance:
+        allowed = await limiter.hit(self._item, caller)
+        stats = await limiter.get_window_stats(self._item, caller)
+        reset_s = max(0, math.ceil(stats.reset_time - time.time()))
+        return Allowance(allowed, stats.remaining, reset_s, self._item.amount, self._item.get_expiry())
+
+
+def _on(client: redis.asyncio.Redis) -> SlidingWindowCounterRateLimiter:
+    storage = RedisStorage(
+        "async+redis://", implementation="redispy", key_prefix="penstock:rate", connection_pool=client.connection_pool
+    )
+    return SlidingWindowCounterRateLimiter(storage)

@@ -1,0 +1,134 @@
+"""JSON replies and problem documents (RFC 9457 and the shape of OpenAI's errors in one body)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+import orjson
+from pydantic import BaseModel, Field
+from starlette.responses import Response
+
+from penstock.shared.errors import (
+    ConfigError,
+    Conflict,
+    DataError,
+    DeadlineError,
+    Fenced,
+    NotFound,
+    PenstockError,
+    StreamFull,
+    Unavailable,
+)
+
+__all__ = ["Flaw", "HttpProblem", "Json", "Problem", "from_error", "problem_response"]
+
+
+class Flaw(BaseModel):
+    """One thing wrong with a request."""
+
+    pointer: str = Field(description="JSON pointer into the body, or the parameter as /query/NAME, /path/NAME")
+    detail: str
+
+
+class ErrorObject(BaseModel):
+    """The same problem as OpenAI's clients read it."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class Problem(BaseModel):
+    """Body of every reply with a status of 400 or above."""
+
+    type: str = Field(description="urn:penstock:problem:CODE")
+    title: str
+    status: int
+    detail: str
+    instance: str
+    errors: list[Flaw] = []
+    error: ErrorObject
+
+
+class HttpProblem(PenstockError):  # noqa: N818
+    """A request that the HTTP layer itself refuses."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        detail: str,
+        *,
+        errors: list[Flaw] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, code, detail)
+        self.status, self.code, self.detail = status, code, detail
+        self.errors = errors or []
+        self.headers = dict(headers or {})
+
+
+class Json(Response):
+    """A JSON reply; non-finite floats become null."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Bytes of ``content``."""
+        if isinstance(content, BaseModel):
+            content = content.model_dump(mode="json")
+        return orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS)
+
+
+_KINDS: tuple[tuple[type[PenstockError], int, str], ...] = (
+    (NotFound, 404, "not_found"),
+    (Conflict, 409, "conflict"),
+    (ConfigError, 422, "invalid_job"),
+    (DataError, 422, "invalid_data"),
+    (StreamFull, 503, "backlog_full"),
+    (Unavailable, 503, "unavailable"),
+    (Fenced, 503, "not_leader"),
+    (DeadlineError, 504, "timeout"),
+)
+
+
+def from_error(error: PenstockError) -> HttpProblem:
+    """The HTTP form of an error of the system; what the user cannot act on is a 500 without internals."""
+    if isinstance(error, HttpProblem):
+        return error
+    for kind, status, code in _KINDS:
+        if isinstance(error, kind):
+            headers = {"Retry-After": "1"} if status == 503 else {}
+            return HttpProblem(status, code, str(error), headers=headers)
+    return HttpProblem(500, "internal", f"{type(error).__name__}: {error}")
+
+
+def problem_response(problem: HttpProblem, instance: str) -> Response:
+    """The reply for ``problem``; ``instance`` is the path of the request."""
+    status = problem.status
+    body = Problem(
+        type=f"urn:penstock:problem:{problem.code}",
+        title=HTTPStatus(status).phrase,
+        status=status,
+        detail=problem.detail,
+        instance=instance,
+        errors=problem.errors,
+        error=ErrorObject(
+            message=problem.detail,
+            type=_openai_type(status),
+            param=problem.errors[0].pointer if problem.errors else None,
+            code=problem.code,
+        ),
+    )
+    headers = dict(problem.headers)
+    if status == 409:  # stock SDKs retry a 409 unless told otherwise
+        headers.setdefault("x-should-retry", "false")
+    return Response(body.model_dump_json(), status, headers, "application/problem+json")
+
+
+def _openai_type(status: int) -> str:
+    named = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+    return named.get(status, "invalid_request_error" if status < 500 else "server_error")

@@ -1,0 +1,116 @@
+"""Shapes of the replies, for the OpenAPI document and for clients."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+from penstock.shared.protocol.jobs import JobRecord
+
+__all__ = [
+    "Audit",
+    "Columns",
+    "DryRun",
+    "EventList",
+    "Health",
+    "JobList",
+    "Limits",
+    "LogLines",
+    "ReplayRequest",
+    "RowList",
+    "Version",
+]
+
+
+class JobList(BaseModel):
+    """One page of jobs; ``after=last_id`` gets the next."""
+
+    object: Literal["list"] = "list"
+    data: list[JobRecord]
+    has_more: bool = False
+    first_id: str | None = None
+    last_id: str | None = None
+
+
+class RowList(BaseModel):
+    """Rows of workers, samples or waits."""
+
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    has_more: bool = False
+
+
+class EventList(RowList):
+    """Events; each row has ``id``, its place in the order."""
+
+    first_id: int | None = None
+    last_id: int | None = None
+
+
+class Columns(BaseModel):
+    """Metrics by column: all lists are equally long."""
+
+    steps: list[int]
+    wall: list[float]
+    series: dict[str, list[float | None]]
+
+
+class Audit(BaseModel):
+    """The ledger equation and every check on it."""
+
+    ok: bool
+    equation: dict[str, Any] = {}
+    checks: list[dict[str, Any]] = []
+    violations: list[str] = []
+
+
+class DryRun(BaseModel):
+    """What a submission would do."""
+
+    valid: Literal[True] = True
+    plan: dict[str, Any]
+
+
+class LogLines(BaseModel):
+    """Lines of logs; pass ``next`` as ``after`` to get what follows."""
+
+    lines: list[dict[str, Any]]
+    next: str | None = None
+
+
+class ReplayRequest(BaseModel):
+    """Which sealed batches to repeat; default: all that can be."""
+
+    model_config = {"extra": "forbid"}
+
+    from_batch: int | None = Field(None, ge=0, lt=1 << 53)
+    to_batch: int | None = Field(None, ge=0, lt=1 << 53)
+
+
+class Health(BaseModel):
+    """Readiness and what it depends on."""
+
+    ok: bool
+    checks: dict[str, Any] = {}
+
+
+class Version(BaseModel):
+    """Versions of the build, the API and the wire."""
+
+    version: str
+    api: Literal["v1"] = "v1"
+    schema_number: int
+
+
+class Limits(BaseModel):
+    """What the API allows, and what this deployment guarantees."""
+
+    model_config = {"extra": "allow"}
+
+    max_body_bytes: int
+    max_page: int
+    max_wait_s: float
+    rate_limit: str
+    idempotency_keep_s: int
+    authentication: bool

@@ -1,0 +1,71 @@
+"""Server-sent events (WHATWG HTML §9.2): ids to resume from, pings in silence, an end that clients can tell."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import orjson
+
+from penstock.services.coordinator.api.replies import from_error
+from penstock.shared.errors import PenstockError
+
+__all__ = ["HEADERS", "PING_S", "RETRY_MS", "event_stream"]
+
+PING_S = 15.0
+"""Silence after which a comment keeps proxies and half-open connections honest."""
+RETRY_MS = 1000
+"""How long a client waits before it connects again."""
+HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
+
+async def event_stream(
+    rows: AsyncIterator[tuple[int, dict[str, Any]]], *, stopping: asyncio.Event, ping_s: float = PING_S
+) -> AsyncIterator[bytes]:
+    """Bytes of an event stream over ``rows``.
+
+    Each row is ``id: SEQ / event: TYPE / data: JSON``. After the last one comes ``event: end``. When ``stopping`` is
+    set, or the source fails, the stream breaks off and the client resumes with ``Last-Event-ID``.
+    """
+    yield f"retry: {RETRY_MS}\n\n".encode()
+    stop = asyncio.create_task(stopping.wait())
+    pending: asyncio.Task[tuple[int, dict[str, Any]]] | None = None
+    try:
+        while not stopping.is_set():
+            pending = pending or asyncio.create_task(_next(rows))
+            await asyncio.wait({pending, stop}, timeout=ping_s, return_when=asyncio.FIRST_COMPLETED)
+            if not pending.done():
+                if not stopping.is_set():
+                    yield b": ping\n\n"
+                continue
+            done, pending = pending, None
+            try:
+                seq, row = done.result()
+            except StopAsyncIteration:
+                yield b"event: end\ndata: {}\n\n"
+                return
+            except PenstockError as error:
+                problem = from_error(error)
+                yield _event("error", {"code": problem.code, "detail": problem.detail})
+                return
+            yield f"id: {seq}\n".encode() + _event(str(row.get("type", "message")), {"id": seq, **row})
+    finally:
+        for task in (stop, pending):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration, PenstockError):
+                    await task
+        close = getattr(rows, "aclose", None)
+        if close is not None:
+            await close()
+
+
+async def _next(rows: AsyncIterator[tuple[int, dict[str, Any]]]) -> tuple[int, dict[str, Any]]:
+    return await anext(rows)
+
+
+def _event(name: str, data: dict[str, Any]) -> bytes:
+    label = name.replace("\n", " ").replace("\r", " ")
+    return f"event: {label}\ndata: ".encode() + orjson.dumps(data) + b"\n\n"

@@ -1,0 +1,65 @@
+"""Routes about the deployment: limits, version, health, Prometheus."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from penstock import __version__
+from penstock.services.coordinator.api.access import BackendDep
+from penstock.services.coordinator.api.auth import KeyRing
+from penstock.services.coordinator.api.guard import MAX_BODY_BYTES
+from penstock.services.coordinator.api.idempotency import KEEP_S
+from penstock.services.coordinator.api.jobs import MAX_PAGE, MAX_WAIT_S
+from penstock.services.coordinator.api.replies import Json
+from penstock.services.coordinator.api.schemas import Health, Limits, Version
+from penstock.shared.protocol.codec import SCHEMA
+from penstock.shared.runtime import metrics
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["system"])
+
+
+@router.get("/v1/limits", response_model=Limits)
+async def limits(backend: BackendDep) -> Response:
+    """Limits of the API and guarantees of the deployment (``durability`` says what an accepted job survives)."""
+    own = Limits(
+        max_body_bytes=MAX_BODY_BYTES,
+        max_page=MAX_PAGE,
+        max_wait_s=MAX_WAIT_S,
+        rate_limit=backend.settings.rate_limit,
+        idempotency_keep_s=KEEP_S,
+        authentication=KeyRing(backend.settings).required,
+    )
+    return Json({**await backend.control.limits(), **own.model_dump()})
+
+
+@router.get("/v1/version", response_model=Version)
+async def version() -> Response:
+    """What runs here."""
+    return Json(Version(version=__version__, schema_number=SCHEMA))
+
+
+@router.get("/healthz", response_model=Health)
+async def healthz() -> Response:
+    """The process is alive."""
+    return Json({"ok": True, "checks": {}})
+
+
+@router.get("/readyz", response_model=Health, responses={503: {"model": Health}})
+async def readyz(backend: BackendDep) -> Response:
+    """The process can do its work: 503 with the failed checks where it cannot. Redis being away is no failure."""
+    ok, checks = await backend.control.health()
+    if backend.volatile.configured:
+        checks = {
+            **checks,
+            "redis": {"ok": True, "detail": "away, using memory" if backend.volatile.away else "in use"},
+        }
+    return Json({"ok": ok, "checks": checks}, 200 if ok else 503)
+
+
+@router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+async def prometheus() -> Response:
+    """Metrics of this process for Prometheus."""
+    return Response(metrics.render(), headers={"Content-Type": metrics.CONTENT_TYPE})

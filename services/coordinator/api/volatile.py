@@ -1,0 +1,96 @@
+"""Redis or Valkey as a helper that may vanish at any time: short timeouts, and a breaker so nobody queues."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from penstock.shared.errors import Unavailable
+
+__all__ = ["CALL_TIMEOUT_S", "Volatile"]
+
+CALL_TIMEOUT_S = 0.25
+"""Most time that a request spends on Redis before it goes on without it."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class Volatile:
+    """A Redis that callers can do without: ``call`` answers quickly, or raises Unavailable at once while it is away."""
+
+    def __init__(self, url: str | None) -> None:
+        self.client = _client(url) if url else None
+        self._closed_until = 0.0
+        self._pause_s = _FIRST_PAUSE_S
+        self._away = False
+
+    @property
+    def configured(self) -> bool:
+        """A URL was given."""
+        return self.client is not None
+
+    @property
+    def away(self) -> bool:
+        """The last call failed."""
+        return self._away
+
+    async def call(self, work: Callable[[redis.asyncio.Redis], Awaitable[T]]) -> T:
+        """Run ``work`` on the client within CALL_TIMEOUT_S.
+
+        Raises:
+            Unavailable: not configured, away, too slow, or it failed a moment ago and is not tried yet.
+        """
+        client, probing = self.client, self._away
+        now = time.monotonic()
+        if client is None or now < self._closed_until:
+            raise Unavailable("redis is not in use at the moment")
+        if probing:  # one caller finds out; the others go on without waiting for its verdict
+            self._closed_until = now + 2 * CALL_TIMEOUT_S
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                result = await work(client)
+        except (RedisError, OSError, TimeoutError) as error:
+            self._failed(error, probing=probing)
+            raise Unavailable(f"redis: {error or type(error).__name__}") from None
+        self._answered()
+        return result
+
+    async def close(self) -> None:
+        """Drop the connections."""
+        if self.client is not None:
+            await self.client.aclose()
+
+    def _failed(self, error: BaseException, *, probing: bool) -> None:
+        if self._away and not probing:  # a call that began before the failure was known
+            return
+        if not self._away:
+            log.warning("redis is away (%s); going on with memory only", error or type(error).__name__)
+        self._pause_s = min(self._pause_s * 2, _LONGEST_PAUSE_S) if self._away else _FIRST_PAUSE_S
+        self._away = True
+        self._closed_until = time.monotonic() + self._pause_s
+
+    def _answered(self) -> None:
+        if self._away:
+            log.info("redis is back")
+        self._away, self._closed_until, self._pause_s = False, 0.0, _FIRST_PAUSE_S
+
+
+def _client(url: str) -> redis.asyncio.Redis:
+    """Fails fast; reconnects once when a pooled connection turns out dead."""
+    return redis.asyncio.Redis.from_url(
+        url,
+        socket_timeout=CALL_TIMEOUT_S,
+        socket_connect_timeout=CALL_TIMEOUT_S,
+        retry=Retry(NoBackoff(), 1),
+        max_connections=64,
+    )

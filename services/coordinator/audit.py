@@ -1,0 +1,146 @@
+"""Prove from the streams that a job kept its promises. Pure: ledger entries and stored groups in, findings out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from penstock.services.coordinator.ledger import LedgerState
+from penstock.shared.config.job import JobConfig
+from penstock.shared.protocol.events import BatchSealed, BatchTrained, Event, LineageForked, SealedGroup
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.trajectory import Group
+
+__all__ = ["Audit", "audit_group", "audit_ledger"]
+
+CHECKS = {
+    "ledger equation": "drawn = trained + dropped + in flight after every event; each draw ends exactly once",
+    "lag bound": "no group was trained with a lag above max_lag",
+    "once only": "no draw, attempt or message was trained twice in the lineage",
+    "version monotone": "policy versions rise by one per update, and above the clock at a fork",
+    "digests": "stored groups hash to what the ledger sealed",
+    "spans": "version spans cover every token and agree with what the gate saw",
+    "finite": "every log-prob and reward that was trained is finite",
+}
+
+
+@dataclass(slots=True)
+class Audit:
+    """Findings. ``violations`` maps the name of a check to what breaks it."""
+
+    state: LedgerState = field(default_factory=LedgerState)
+    trained: dict[int, BatchSealed] = field(default_factory=dict)
+    violations: dict[str, list[str]] = field(default_factory=dict)
+    groups_checked: int = 0
+    groups_gone: int = 0
+    tokens_checked: int = 0
+    max_lag_seen: int = 0
+
+    def find(self, check: str, text: str) -> None:
+        """Note a violation."""
+        self.violations.setdefault(check, []).append(text)
+
+    def report(self) -> dict[str, Any]:
+        """What the API and the CLI show."""
+        state = self.state
+        detail = {
+            "lag bound": f"largest lag {self.max_lag_seen}",
+            "digests": f"{self.groups_checked} groups read, {self.groups_gone} purged after a checkpoint",
+            "finite": f"{self.tokens_checked} tokens",
+        }
+        checks = [
+            {"name": name, "ok": name not in self.violations, "detail": detail.get(name, text)}
+            for name, text in CHECKS.items()
+        ]
+        return {
+            "ok": not self.violations,
+            "equation": {
+                "drawn": state.drawn,
+                "trained": state.trained,
+                "dropped": dict(state.dropped),
+                "in_flight": len(state.open),
+                "balanced": state.balanced(),
+            },
+            "batches": len(self.trained),
+            "version": state.version,
+            "checks": checks,
+            "violations": [f"{name}: {text}" for name, texts in self.violations.items() for text in texts],
+        }
+
+
+def audit_ledger(entries: Iterable[list[Event]], config: JobConfig) -> Audit:
+    """Fold the ledger and check every decision on the way."""
+    audit = Audit()
+    sealed: dict[int, BatchSealed] = {}
+    for event in (event for entry in entries for event in entry):
+        before = audit.state.version
+        try:
+            audit.state.apply(event)
+        except (AssertionError, KeyError) as error:
+            audit.find("ledger equation", f"{type(event).__name__}: {error!r}")
+            return audit
+        match event:
+            case BatchSealed():
+                sealed[event.number] = event
+                _check_lag(audit, event, config.train.max_lag)
+            case BatchTrained():
+                if event.version != before + 1:
+                    audit.find("version monotone", f"batch {event.number} made {event.version} after {before}")
+                audit.trained[event.number] = sealed[event.number]
+            case LineageForked():
+                if event.version <= before:
+                    audit.find("version monotone", f"fork to {event.version} at or below {before}")
+                audit.trained = {n: b for n, b in audit.trained.items() if n < event.from_batch}
+            case _:
+                pass
+    _check_once(audit)
+    return audit
+
+
+def _check_lag(audit: Audit, batch: BatchSealed, max_lag: int) -> None:
+    for group in batch.groups:
+        lag = batch.start_version - group.min_version
+        audit.max_lag_seen = max(audit.max_lag_seen, lag)
+        if lag > max_lag:
+            audit.find("lag bound", f"batch {batch.number}: draw {group.draw} has lag {lag} > {max_lag}")
+        if group.max_version > batch.start_version:
+            audit.find("spans", f"batch {batch.number}: draw {group.draw} is newer than the policy that trained it")
+
+
+def _check_once(audit: Audit) -> None:
+    draws: Counter[Draw] = Counter()
+    seqs: Counter[int] = Counter()
+    attempts: Counter[str] = Counter()
+    for batch in audit.trained.values():
+        draws.update(group.draw for group in batch.groups)
+        seqs.update(group.seq for group in batch.groups)
+        attempts.update(group.attempt for group in batch.groups)
+    for name, counter in (("draw", draws), ("message", seqs), ("attempt", attempts)):
+        for key, count in counter.items():
+            if count > 1:
+                audit.find("once only", f"{name} {key} was trained {count} times")
+
+
+def audit_group(audit: Audit, number: int, sealed: SealedGroup, group: Group, digest: str) -> None:
+    """Check the stored payload of a trained group against what the ledger says about it."""
+    audit.groups_checked += 1
+    audit.tokens_checked += len(group.token_ids)
+    where = f"batch {number}, draw {sealed.draw}"
+    if digest != sealed.digest or group.draw != sealed.draw or group.attempt != sealed.attempt:
+        audit.find("digests", f"{where}: the stored group is not the one that was sealed")
+    versions = group.spans[:, 1]
+    if len(versions) and (int(versions.min()), int(versions.max())) != (sealed.min_version, sealed.max_version):
+        audit.find("spans", f"{where}: spans say {versions.min()}..{versions.max()}, the gate saw otherwise")
+    if not np.isfinite(group.logprobs).all() or not np.isfinite(group.rewards).all():
+        audit.find("finite", f"{where}: a log-prob or reward is not finite")
+    if (group.logprobs > 1e-6).any():
+        audit.find("finite", f"{where}: a log-prob is above 0")
+
+
+def sealed_by_seq(audit: Audit) -> Mapping[int, tuple[int, SealedGroup]]:
+    """EXPERIENCE sequence -> (batch number, entry) of every trained group."""
+    return {group.seq: (number, group) for number, batch in audit.trained.items() for group in batch.groups}

@@ -1,0 +1,68 @@
+"""A job's state as conditions, one aspect each. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Literal
+
+from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.run import JobRun
+from penstock.shared.protocol.jobs import Condition
+
+__all__ = ["conditions"]
+
+Type = Literal["WorkersReady", "WeightsSynced", "MakingProgress", "Checkpointed", "Succeeded"]
+
+
+def conditions(
+    run: JobRun, job: str, members: Members, before: Sequence[Condition], *, clock: float, now: datetime
+) -> list[Condition]:
+    """Every condition; its transition time is kept for as long as its status stays the same."""
+    known = {condition.type: condition for condition in before}
+    found = []
+    for type_, (status, reason, message) in _facts(run, job, members, clock).items():
+        old = known.get(type_)
+        since = old.last_transition_time if old is not None and old.status == status else now
+        found.append(Condition(type=type_, status=status, reason=reason, message=message, last_transition_time=since))
+    return found
+
+
+Fact = tuple[Literal["True", "False", "Unknown"], str, str]
+
+
+def _facts(run: JobRun, job: str, members: Members, clock: float) -> dict[Type, Fact]:
+    state = run.state
+    lost = [service for service in ("trainer", "rollout", "reward") if not members.of(service, clock)]
+    behind = [
+        member.beat.worker
+        for member in members.of("rollout", clock)
+        if int(member.beat.jobs.get(job, {}).get("version", -1)) < state.version - run.config.train.max_lag
+    ]
+    workers: Fact = ("False", "WorkersMissing", ", ".join(lost)) if lost else ("True", "AllServicesAlive", "")
+    synced: Fact = ("False", "EnginesBehind", ", ".join(behind)) if behind else ("True", "WithinLag", "")
+    checkpoint: Fact = ("False", "NoCheckpointYet", "")
+    if state.checkpoint is not None:
+        checkpoint = ("True", "Committed", f"after update {state.checkpoint.number}")
+    succeeded: Fact = ("Unknown", "Running", "")
+    if state.finished:
+        succeeded = ("True" if state.finished == "succeeded" else "False", state.finished.capitalize(), run.failure)
+    return {
+        "WorkersReady": workers,
+        "WeightsSynced": synced,
+        "MakingProgress": _progress(run, lost),
+        "Checkpointed": checkpoint,
+        "Succeeded": succeeded,
+    }
+
+
+def _progress(run: JobRun, lost: Sequence[str]) -> Fact:
+    if run.state.finished:
+        return "False", "Ended", ""
+    if run.desired == "paused":
+        return "False", "Paused", "by request"
+    if lost:
+        return "False", f"{lost[0].capitalize()}Missing", "no heartbeat"
+    if run.state.checkpoint is None:
+        return "True", "WarmStart", ""
+    return "True", "Training" if run.state.sealed else "Generating", ""

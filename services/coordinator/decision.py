@@ -1,0 +1,222 @@
+"""Drafting one atomic decision: which draws to drop, which batch to seal, what to draw next. Pure."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Protocol
+
+from penstock.services.coordinator.gate import MAX_REDRAWS, Candidate, Verdict, choose, is_stale
+from penstock.services.coordinator.ledger import LedgerState
+from penstock.shared.config.job import JobConfig
+from penstock.shared.protocol.events import (
+    BatchRefused,
+    BatchSealed,
+    Drawn,
+    Dropped,
+    Event,
+    Finished,
+    PhaseChanged,
+    SealedGroup,
+)
+from penstock.shared.protocol.ids import Draw
+
+__all__ = ["Draft", "RunFacts", "copy_state", "plan_draw"]
+
+
+class RunFacts(Protocol):
+    """What a decision reads of a run."""
+
+    config: JobConfig
+    state: LedgerState
+    candidates: dict[Draw, Candidate]
+    stored: dict[int, int]
+    stored_bytes: int
+    num_ordinals: int | None
+    writer_epoch: int
+    desired: str
+    stop_early: str
+    hold: Callable[[int], bool]
+
+
+def plan_draw(config: JobConfig, state: LedgerState, now: float, ahead: int = 0) -> tuple[int, float]:
+    """``(min_version, deadline)`` of a draw planned ``ahead`` batches after the next one."""
+    start = state.start_version(state.next_number + ahead)
+    return max(0, start - config.train.max_lag), now + config.train.draw_timeout_s
+
+
+def copy_state(state: LedgerState) -> LedgerState:
+    """A copy deep enough to draft a decision on."""
+    draft = copy.copy(state)
+    draft.open = {draw: copy.copy(info) for draw, info in state.open.items()}
+    draft.dropped, draft.dropped_tokens = state.dropped.copy(), state.dropped_tokens.copy()
+    draft.sealed, draft.revisions = dict(state.sealed), dict(state.revisions)
+    draft.batches, draft.checkpoints = dict(state.batches), dict(state.checkpoints)
+    return draft
+
+
+class Draft:
+    """Collects the events of one decision on a copy of the state."""
+
+    def __init__(self, run: RunFacts, state: LedgerState, now: float) -> None:
+        self.run, self.state, self.now = run, state, now
+        self.config = run.config
+        self.candidates = dict(run.candidates)
+        self.events: list[Event] = []
+
+    def add(self, event: Event) -> None:
+        self.state.apply(event)
+        self.events.append(event)
+
+    # -- phases ------------------------------------------------------------------------------------------------------
+
+    def phase(self) -> None:
+        target = "paused" if self.run.desired == "paused" else "running"
+        if self.state.phase != target:
+            reason = "by request"
+            self.add(PhaseChanged(writer_epoch=self.run.writer_epoch, time=self.now, phase=target, reason=reason))
+
+    def end(self, phase: str, reason: str, summary: dict[str, object] | None = None) -> None:
+        if self.state.sealed:  # nobody will train them any more: refuse, then drop with the rest
+            for number in sorted(self.state.sealed, reverse=True):
+                sealed = self.state.sealed[number]
+                self.add(
+                    BatchRefused(
+                        writer_epoch=self.run.writer_epoch, time=self.now, number=number, revision=sealed.revision,
+                        bad=[], reason=phase, redraw=False, min_version=0, deadline=0.0,
+                    )
+                )  # fmt: skip
+        self.drop_draws(sorted(self.state.open), phase if phase != "succeeded" else "run_ended", redraw=False)
+        if self.state.phase != phase:
+            self.add(PhaseChanged(writer_epoch=self.run.writer_epoch, time=self.now, phase=phase, reason=reason))
+        self.add(Finished(writer_epoch=self.run.writer_epoch, time=self.now, reason=phase, summary=summary or {}))
+
+    # -- drops -------------------------------------------------------------------------------------------------------
+
+    def drop(self) -> None:
+        """Drop what cannot be trained: bad groups, stale groups, draws past their deadline."""
+        start = self.state.start_version(self.state.next_number)
+        by_reason: dict[tuple[str, bool], list[Draw]] = {}
+        for draw, info in self.state.open.items():
+            if info.batch:
+                continue
+            candidate = self.candidates.get(draw)
+            if candidate is None:
+                if info.deadline <= self.now:
+                    by_reason.setdefault(("deadline", True), []).append(draw)
+            elif candidate.verdict is Verdict.SKIPPED:
+                by_reason.setdefault((candidate.header.skipped, False), []).append(draw)
+            elif candidate.verdict is not Verdict.ACCEPT:
+                by_reason.setdefault((str(candidate.verdict), draw.n < MAX_REDRAWS), []).append(draw)
+            elif is_stale(candidate.header.min_version, start, self.config.train.max_lag):
+                by_reason.setdefault(("stale", True), []).append(draw)
+        for (reason, redraw), draws in sorted(by_reason.items()):
+            self.drop_draws(sorted(draws), reason, redraw=redraw)
+
+    def drop_draws(self, draws: list[Draw], reason: str, *, redraw: bool) -> None:
+        if not draws:
+            return
+        gone = [self.candidates.pop(draw, None) for draw in draws]
+        min_version, deadline = plan_draw(self.config, self.state, self.now)
+        self.add(
+            Dropped(
+                writer_epoch=self.run.writer_epoch,
+                time=self.now,
+                draws=draws,
+                reason=reason,
+                lengths=[candidate.mean_length if candidate else 0 for candidate in gone],
+                redraw=redraw and self.run.desired != "cancelled",
+                min_version=min_version,
+                deadline=deadline,
+            )
+        )
+
+    # -- seal and draw -----------------------------------------------------------------------------------------------
+
+    def seal(self) -> None:
+        while self.may_seal():
+            state, number = self.state, self.state.next_number
+            start = state.start_version(number)
+            ready = [
+                draw
+                for draw, candidate in self.candidates.items()
+                if candidate.verdict is Verdict.ACCEPT
+                and draw in state.open
+                and not state.open[draw].batch
+                and not is_stale(candidate.header.min_version, start, self.config.train.max_lag)
+            ]
+            chosen = choose(self.config, state, self.candidates, ready=ready)
+            if chosen is None:
+                return
+            self.add(
+                BatchSealed(
+                    writer_epoch=self.run.writer_epoch,
+                    time=self.now,
+                    number=number,
+                    revision=state.revisions.get(number, 0) + 1,
+                    start_version=start,
+                    update_index=state.updates + number - state.last_trained - 1,
+                    groups=[sealed_group(self.candidates[draw]) for draw in chosen],
+                )
+            )
+
+    def may_seal(self) -> bool:
+        run, state = self.run, self.state
+        if state.phase != "running" or run.desired != "running" or run.stop_early:
+            return False
+        number = state.next_number
+        if number - state.last_trained > self.config.train.max_lag + 1 or run.hold(number):
+            return False
+        remaining = self.remaining_batches()
+        return remaining is None or remaining > 0
+
+    def remaining_batches(self) -> int | None:
+        limit = self.config.train.max_updates
+        return None if limit is None else limit - self.state.updates - len(self.state.sealed)
+
+    def draw(self) -> None:
+        run, state, config = self.run, self.state, self.config
+        if state.phase != "running" or run.desired != "running" or run.stop_early:
+            return
+        size = config.groups_per_batch
+        waiting = sum(1 for info in state.open.values() if not info.batch)
+        room = config.max_draws - len(state.open)
+        remaining = self.remaining_batches()
+        if remaining is not None:
+            room = min(room, max(0, remaining) * size - waiting)
+        if run.num_ordinals is not None:
+            room = min(room, run.num_ordinals - state.next_ordinal)
+        room = min(room, self.byte_credits())
+        while room > 0:
+            ahead, used = divmod(waiting, size)
+            count = min(room, size - used)
+            min_version, deadline = plan_draw(config, state, self.now, ahead)
+            self.add(
+                Drawn(
+                    writer_epoch=run.writer_epoch, time=self.now, start=state.next_ordinal,
+                    stop=state.next_ordinal + count, min_version=min_version, deadline=deadline,
+                )
+            )  # fmt: skip
+            room, waiting = room - count, waiting + count
+
+    def byte_credits(self) -> int:
+        """Groups that may be drawn so that all in flight still fit into the job's byte budget at their largest."""
+        in_flight = sum(1 for draw, info in self.state.open.items() if not info.batch and draw not in self.candidates)
+        free = self.config.limits.byte_budget - self.run.stored_bytes
+        return max(0, free // self.config.max_group_bytes - in_flight)
+
+
+def sealed_group(candidate: Candidate) -> SealedGroup:
+    """The entry of a group in its batch."""
+    header = candidate.header
+    return SealedGroup(
+        draw=header.draw,
+        attempt=header.attempt,
+        seq=candidate.seq,
+        digest=header.digest,
+        min_version=header.min_version,
+        max_version=header.max_version,
+        rewards=header.rewards,
+        tokens=sum(header.lengths),
+        worker=header.worker,
+    )

@@ -1,0 +1,107 @@
+"""The on-policy gate: pure decisions about groups, from headers only.
+
+The lag of a group is (policy version at the start of the update that trains it) − (oldest version in its spans).
+``max_lag`` bounds it; 0 is strictly on-policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from penstock.services.coordinator.ledger import LedgerState, OpenDraw
+from penstock.shared.config.job import JobConfig
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.trajectory import GroupHeader
+
+__all__ = ["Candidate", "Verdict", "choose", "is_stale", "judge"]
+
+MAX_REDRAWS = 4
+"""An ordinal that failed this often is not drawn again: a prompt that always breaks must not stop the run."""
+
+
+class Verdict(StrEnum):
+    """What becomes of a group that arrived."""
+
+    ACCEPT = "accept"
+    """It may be trained."""
+    DUPLICATE = "duplicate"
+    """Its draw has a group already, or is terminal; outside the equation, deleted at once."""
+    SKIPPED = "skipped"
+    """The worker refused the prompt; dropped under the worker's reason, not redrawn."""
+    FAILED = "failed"
+    """Too few trajectories are left without a scorer failure; dropped and redrawn."""
+    NOT_FINITE = "not_finite"
+    """A log-prob or reward is not finite; dropped and redrawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A group that arrived and is not committed yet: where it lies and what its header says."""
+
+    seq: int
+    header: GroupHeader
+    verdict: Verdict
+
+    @property
+    def mean_length(self) -> int:
+        """Mean completion length in tokens."""
+        lengths = self.header.lengths
+        return round(sum(lengths) / len(lengths)) if lengths else 0
+
+
+def judge(header: GroupHeader, info: OpenDraw | None, *, taken: bool, smallest_group: int) -> Verdict:
+    """Decide on a group by its header. ``info``: the draw's ledger entry; ``taken``: it has a group already."""
+    if info is None or info.batch or taken:
+        return Verdict.DUPLICATE
+    if header.skipped:
+        return Verdict.SKIPPED
+    if not header.finite:
+        return Verdict.NOT_FINITE
+    usable = sum(1 for failed, length in zip(header.failed, header.lengths, strict=True) if not failed and length > 0)
+    return Verdict.ACCEPT if usable >= smallest_group else Verdict.FAILED
+
+
+def is_stale(min_version: int, start_version: int, max_lag: int) -> bool:
+    """Whether a group may not be trained by an update that starts from ``start_version``."""
+    return start_version - min_version > max_lag
+
+
+def choose(
+    config: JobConfig, state: LedgerState, candidates: Mapping[Draw, Candidate], *, ready: Sequence[Draw]
+) -> list[Draw] | None:
+    """The groups of the next batch, in training order, or None when it cannot be sealed yet.
+
+    ``ready`` are the acceptable, not stale candidates in order of arrival.
+
+    * ``in_order``: the batch is the lowest open draws; wait until all of them are there.
+    * ``drop``: first come, first trained; what becomes stale is dropped later.
+    * ``wait``: first come, first trained, but what the *next* update could no longer train goes first, and a draw in
+      flight that could no longer be trained is waited for (its deadline bounds the wait).
+    """
+    size = config.groups_per_batch
+    if config.train.staleness == "in_order":
+        first = state.in_flight[:size]
+        return (
+            first
+            if len(first) == size and all(draw in candidates for draw in first) and set(first) <= set(ready)
+            else None
+        )
+    if len(ready) < size:
+        return None
+    following = state.start_version(state.next_number) + 1
+
+    def urgent(draw: Draw) -> bool:
+        candidate = candidates.get(draw)
+        oldest = candidate.header.min_version if candidate else state.open[draw].min_version
+        return is_stale(oldest, following, config.train.max_lag)
+
+    if config.train.staleness == "wait":
+        missing = [draw for draw in state.in_flight if draw not in candidates and urgent(draw)]
+        # A missing draw must fit into this very batch: wait for it while there is room beside the urgent ones present.
+        present = sum(1 for draw in ready if urgent(draw))
+        if missing and present < size:
+            return None
+    ordered = sorted(ready, key=lambda draw: (not urgent(draw), ready.index(draw)))
+    return sorted(ordered[:size])

@@ -1,0 +1,248 @@
+"""The ledger's state: what folding a job's events gives. Pure; the same on every leader, on audit and in tests.
+
+Life of a draw (every draw ends in exactly one terminal state)::
+
+    Drawn / redraw ──► in flight ──► sealed ──► trained
+                          │            │           │
+                          ▼            ▼           ▼
+                       dropped(reason) · refused · rolled_back
+
+``drawn = trained + dropped + open`` holds after every event; ``open`` is an explicit set, not a remainder.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.shared.protocol.events import (
+    BatchRefused,
+    BatchSealed,
+    BatchTrained,
+    Checkpointed,
+    Drawn,
+    Dropped,
+    Event,
+    Finished,
+    JobStarted,
+    LineageForked,
+    PhaseChanged,
+)
+from penstock.shared.protocol.ids import Draw
+
+__all__ = ["LedgerState", "OpenDraw", "TrainedBatch", "fold"]
+
+
+@dataclass(slots=True)
+class OpenDraw:
+    """A draw that is not terminal. ``batch`` is the number of the sealed batch that holds it, 0 while in flight."""
+
+    min_version: int
+    deadline: float
+    batch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedBatch:
+    """A batch of the present lineage whose groups may still be needed (replay, restart)."""
+
+    draws: tuple[Draw, ...]
+    seqs: tuple[int, ...]
+    revision: int
+    version: int
+    digest: str
+
+
+@dataclass(slots=True)
+class LedgerState:
+    """Fold of a job's ledger.
+
+    Attributes:
+        epoch: highest writer epoch seen.
+        next_ordinal: first ordinal never drawn.
+        open: draws that are not terminal.
+        drawn, trained, dropped: counts of draws; ``dropped`` by reason.
+        sealed: batches sealed and not yet trained, by number.
+        revisions: highest revision used for a number that is not trained.
+        batches: trained batches of this lineage that are still in the log, by number.
+        last_trained: highest trained batch number; ``updates`` counts those of this lineage.
+        version, digest: the newest policy version and its weight digest.
+        checkpoint: the newest one that exists; ``checkpoints``: number -> event, of this lineage.
+    """
+
+    epoch: int = 0
+    started: bool = False
+    config_digest: str = ""
+    phase: str = "running"
+    finished: str = ""
+    next_ordinal: int = 0
+    drawn: int = 0
+    trained: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    dropped_tokens: Counter[str] = field(default_factory=Counter)
+    open: dict[Draw, OpenDraw] = field(default_factory=dict)
+    sealed: dict[int, BatchSealed] = field(default_factory=dict)
+    revisions: dict[int, int] = field(default_factory=dict)
+    batches: dict[int, TrainedBatch] = field(default_factory=dict)
+    last_trained: int = 0
+    updates: int = 0
+    version: int = 0
+    digest: str = ""
+    trainer_epoch: int = 0
+    checkpoint: Checkpointed | None = None
+    checkpoints: dict[int, Checkpointed] = field(default_factory=dict)
+
+    # -- queries -----------------------------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> list[Draw]:
+        """Open draws that no sealed batch holds, in draw order."""
+        return sorted(draw for draw, info in self.open.items() if not info.batch)
+
+    @property
+    def next_number(self) -> int:
+        """The batch number that is sealed next: the lowest one that is neither trained nor sealed."""
+        number = self.last_trained + 1
+        while number in self.sealed:
+            number += 1
+        return number
+
+    def start_version(self, number: int) -> int:
+        """Policy version from which the update of batch ``number`` starts."""
+        return self.version + number - self.last_trained - 1
+
+    def balanced(self) -> bool:
+        """The ledger equation."""
+        return self.drawn == self.trained + self.dropped.total() + len(self.open)
+
+    # -- the fold ----------------------------------------------------------------------------------------------------
+
+    def apply(self, event: Event) -> None:
+        """Take one event into the state. Assertions are our own invariants: a violation is a bug, not bad input."""
+        assert event.writer_epoch >= self.epoch, f"epoch went back from {self.epoch} to {event.writer_epoch}"
+        self.epoch = event.writer_epoch
+        handler = _HANDLERS.get(type(event))
+        assert handler is not None, f"unknown event {event!r}"
+        handler(self, event)
+        assert self.balanced(), f"ledger equation broken by {type(event).__name__}"
+
+    def _job_started(self, event: JobStarted) -> None:
+        self.started, self.config_digest = True, event.config_digest
+
+    def _phase_changed(self, event: PhaseChanged) -> None:
+        self.phase = event.phase
+
+    def _finished(self, event: Finished) -> None:
+        assert not self.open, "finished with open draws"
+        self.finished = event.reason
+
+    def _drawn(self, event: Drawn) -> None:
+        assert event.start == self.next_ordinal, "ordinals are allocated without gaps"
+        for ordinal in range(event.start, event.stop):
+            self._open(Draw(ordinal), event.min_version, event.deadline)
+        self.next_ordinal = event.stop
+
+    def _open(self, draw: Draw, min_version: int, deadline: float) -> None:
+        assert draw not in self.open, f"draw {draw} is open already"
+        self.open[draw] = OpenDraw(min_version, deadline)
+        self.drawn += 1
+
+    def _drop(self, draws: Iterable[Draw], reason: str) -> None:
+        for draw in draws:
+            del self.open[draw]
+            self.dropped[reason] += 1
+
+    def _dropped(self, event: Dropped) -> None:
+        assert all(not self.open[draw].batch for draw in event.draws), "a sealed draw cannot be dropped"
+        self._drop(event.draws, event.reason)
+        self.dropped_tokens[event.reason] += sum(event.lengths)
+        if event.redraw:
+            for draw in event.draws:
+                self._open(draw.again(), event.min_version, event.deadline)
+
+    def _sealed(self, event: BatchSealed) -> None:
+        assert event.number == self.next_number, f"batch {event.number} sealed out of turn"
+        assert event.revision == self.revisions.get(event.number, 0) + 1, "revisions count up"
+        assert event.start_version == self.start_version(event.number)
+        for group in event.groups:
+            info = self.open[group.draw]
+            assert not info.batch, f"draw {group.draw} is sealed already"
+            info.batch = event.number
+        self.sealed[event.number] = event
+        self.revisions[event.number] = event.revision
+
+    def _refused(self, event: BatchRefused) -> None:
+        batch = self.sealed.pop(event.number)
+        assert batch.revision == event.revision
+        for group in batch.groups:
+            self.open[group.draw].batch = 0
+        self._drop(event.bad, "refused")
+        if event.redraw:
+            for draw in event.bad:
+                self._open(draw.again(), event.min_version, event.deadline)
+
+    def _trained(self, event: BatchTrained) -> None:
+        assert event.number == self.last_trained + 1, "batches are trained in order"
+        batch = self.sealed.pop(event.number)
+        assert batch.revision == event.revision
+        assert event.version == batch.start_version + 1, "one version per update"
+        draws = tuple(group.draw for group in batch.groups)
+        for draw in draws:
+            del self.open[draw]
+        self.trained += len(draws)
+        self.revisions.pop(event.number)
+        seqs = tuple(group.seq for group in batch.groups)
+        self.batches[event.number] = TrainedBatch(draws, seqs, event.revision, event.version, event.digest)
+        self.last_trained, self.updates = event.number, self.updates + 1
+        self.version, self.digest = event.version, event.digest
+        self.trainer_epoch = max(self.trainer_epoch, event.trainer_epoch)
+
+    def _checkpointed(self, event: Checkpointed) -> None:
+        self.checkpoint = self.checkpoints[event.number] = event
+        self.trainer_epoch = max(self.trainer_epoch, event.trainer_epoch)
+        if event.number == 0:
+            self.version, self.digest = event.version, event.digest
+        self.batches = {n: b for n, b in self.batches.items() if any(s >= event.low_seq for s in b.seqs)}
+
+    def _forked(self, event: LineageForked) -> None:
+        assert event.version > self.version, "a fork continues above the clock"
+        redraw: list[Draw] = []
+        for number in [n for n in self.batches if n >= event.from_batch]:
+            batch = self.batches.pop(number)
+            self.trained -= len(batch.draws)
+            self.updates -= 1
+            self.dropped["rolled_back"] += len(batch.draws)
+            redraw += batch.draws
+        for number in list(self.sealed):
+            draws = [group.draw for group in self.sealed.pop(number).groups]
+            self._drop(draws, "rolled_back")
+            redraw += draws
+        for draw in redraw:
+            self._open(draw.again(), event.min_version, event.deadline)
+        self.checkpoints = {n: c for n, c in self.checkpoints.items() if n < event.from_batch}
+        self.version, self.digest = event.version, event.digest
+        self.trainer_epoch = max(self.trainer_epoch, event.trainer_epoch)
+
+
+_HANDLERS: dict[type[Event], Callable[[LedgerState, Any], None]] = {
+    JobStarted: LedgerState._job_started,
+    Drawn: LedgerState._drawn,
+    Dropped: LedgerState._dropped,
+    BatchSealed: LedgerState._sealed,
+    BatchRefused: LedgerState._refused,
+    BatchTrained: LedgerState._trained,
+    Checkpointed: LedgerState._checkpointed,
+    LineageForked: LedgerState._forked,
+    PhaseChanged: LedgerState._phase_changed,
+    Finished: LedgerState._finished,
+}
+
+
+def fold(events: Iterable[Event], state: LedgerState | None = None) -> LedgerState:
+    """Apply ``events`` in order."""
+    state = state if state is not None else LedgerState()
+    for event in events:
+        state.apply(event)
+    return state

@@ -1,0 +1,130 @@
+"""What a job tells people, off the critical path: metric rows, events, the policy clock, the status record."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from penstock.services.coordinator.store import JobStore
+from penstock.shared.errors import Conflict, Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["Outbox"]
+
+logger = logging.getLogger(__name__)
+
+STATUS_EVERY_S = 0.5
+RETRY_S = 0.5
+
+
+class Outbox:
+    """Sends in order, retries while the bus is away, never blocks a decision. The newest status and clock win."""
+
+    def __init__(self, bus: Bus, store: JobStore, job: str) -> None:
+        self._bus, self._store, self._job = bus, store, job
+        self._queue: asyncio.Queue[tuple[Callable[[], Awaitable[None]], bool]] = asyncio.Queue(maxsize=10_000)
+        self._status: dict[str, Any] = {}
+        self._sent_status: dict[str, Any] = {}
+        self._clock: bytes | None = None
+        self._last_status = 0.0
+        self._changed = asyncio.Event()
+        self._sending = asyncio.Lock()
+
+    def metrics(self, kind: str, step: int, version: int, values: dict[str, float]) -> None:
+        """One row of METRICS."""
+        row = {"kind": kind, "step": step, "version": version, "time": time.time(), "values": values}
+        self._publish(subjects.metrics(self._job), row, f"metrics:{self._job}:{kind}:{step}:{version}")
+
+    def event(self, level: str, type: str, message: str, **data: Any) -> None:
+        """One row of EVENTS."""
+        row = {"time": time.time(), "level": level, "type": type, "message": message, "data": data}
+        self._publish(subjects.events(self._job), row, None)
+
+    def _publish(self, subject: str, row: dict[str, Any], msg_id: str | None) -> None:
+        data = msgspec.json.encode(row)
+        self.later(lambda: self._send(subject, data, msg_id))
+
+    async def _send(self, subject: str, data: bytes, msg_id: str | None) -> None:
+        await self._bus.publish(subject, data, msg_id=msg_id, deadline_s=5)
+
+    def later(self, work: Callable[[], Awaitable[None]], *, keep: bool = True) -> None:
+        """Do ``work`` in turn; ``keep``: again until the bus takes it."""
+        self._queue.put_nowait((work, keep))
+        self._changed.set()
+
+    def clock(self, version: int, digest: str, epoch: int) -> None:
+        """The policy clock of the job."""
+        self._clock = msgspec.json.encode({"version": version, "digest": digest, "epoch": epoch, "time": time.time()})
+        self._changed.set()
+
+    def status(self, fields: dict[str, Any], *, force: bool = False) -> None:
+        """The observed status; written when the phase changed, else at most every STATUS_EVERY_S."""
+        phase, before = fields["phase"], self._status.get("phase")
+        if phase != before:
+            self.event("error" if phase == "failed" else "info", "phase", f"{phase}: {fields['message']}".rstrip(": "))
+        self._status = fields
+        if force or phase != before:
+            self._last_status = 0.0
+        self._changed.set()
+
+    async def fail(self, message: str) -> None:
+        """Mark the job failed before it ever ran."""
+        self.event("error", "phase", f"failed: {message}")
+        await self._store.set_status(self._job, phase="failed", message=message)
+        await self.flush()
+
+    async def run(self) -> None:
+        """Send until cancelled."""
+        while True:
+            try:
+                async with asyncio.timeout(STATUS_EVERY_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+            self._changed.clear()
+            await self._drain()
+
+    async def flush(self) -> None:
+        """Send everything that waits, the status too."""
+        async with self._sending:
+            self._last_status = 0.0
+            await self._send_all()
+
+    async def _drain(self) -> None:
+        async with self._sending:
+            await self._send_all()
+
+    async def _send_all(self) -> None:
+        while not self._queue.empty():
+            work, keep = self._queue.get_nowait()
+            while not await self._try(work) and keep:
+                pass
+        if self._clock is not None:
+            clock, self._clock = self._clock, None
+            await self._try(lambda: self._put_clock(clock))
+        due = time.monotonic() - self._last_status >= STATUS_EVERY_S
+        if due and self._status != self._sent_status:
+            self._last_status, fields = time.monotonic(), dict(self._status)
+            await self._try(lambda: self._put_status(fields))
+
+    async def _put_clock(self, clock: bytes) -> None:
+        await self._bus.kv(subjects.POLICY).put(self._job, clock)
+
+    async def _put_status(self, fields: dict[str, Any]) -> None:
+        await self._store.set_status(self._job, **fields)
+        self._sent_status = fields
+
+    async def _try(self, work: Callable[[], Awaitable[None]]) -> bool:
+        try:
+            await work()
+        except (Unavailable, Conflict) as error:
+            logger.warning("%s: not told yet: %s", self._job, error)
+            await asyncio.sleep(RETRY_S)
+            return False
+        return True

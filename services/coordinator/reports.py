@@ -1,0 +1,133 @@
+"""What a trainer's report becomes in the ledger. Pure."""
+
+from __future__ import annotations
+
+from penstock.services.coordinator.decision import RunFacts, plan_draw
+from penstock.shared.protocol.events import BatchRefused, BatchTrained, Checkpointed, Event, LineageForked
+from penstock.shared.protocol.messages import Report
+
+__all__ = ["Refusal", "events_of_report"]
+
+
+class Refusal(Exception):  # noqa: N818
+    """A report that contradicts the ledger; the sender is told why and must re-read or step down."""
+
+
+def events_of_report(run: RunFacts, report: Report, now: float) -> list[Event]:
+    """The events that a report becomes, [] when it is known already.
+
+    Raises:
+        Refusal: fenced by a newer trainer, or it contradicts the ledger.
+    """
+    if report.epoch < run.state.trainer_epoch:
+        raise Refusal(f"fenced: trainer epoch {report.epoch} < {run.state.trainer_epoch}")
+    match report.kind:
+        case "trained":
+            return _trained(run, report, now)
+        case "refused":
+            return _refused(run, report, now)
+        case "checkpointed":
+            return _checkpointed(run, report, now)
+        case "forked":
+            return _forked(run, report, now)
+        case _:
+            raise Refusal(f"report '{report.kind}' is not a ledger matter")
+
+
+def _trained(run: RunFacts, report: Report, now: float) -> list[Event]:
+    state = run.state
+    known = state.batches.get(report.batch)
+    if report.batch <= state.last_trained:
+        if known is not None and known.digest == report.digest:
+            return []
+        raise Refusal(f"batch {report.batch} was trained before with another weight digest")
+    sealed = state.sealed.get(report.batch)
+    if report.batch != state.last_trained + 1 or sealed is None or sealed.revision != report.revision:
+        raise Refusal(f"batch {report.batch} revision {report.revision} is not the one to train")
+    if report.version != sealed.start_version + 1:
+        raise Refusal(f"batch {report.batch} makes version {sealed.start_version + 1}, not {report.version}")
+    return [
+        BatchTrained(
+            writer_epoch=run.writer_epoch,
+            time=now,
+            number=report.batch,
+            revision=report.revision,
+            version=report.version,
+            digest=report.digest,
+            trainer_epoch=report.epoch,
+        )
+    ]
+
+
+def _refused(run: RunFacts, report: Report, now: float) -> list[Event]:
+    sealed = run.state.sealed.get(report.batch)
+    if sealed is None or sealed.revision != report.revision:
+        return []
+    members = {group.draw for group in sealed.groups}
+    bad = [draw for draw in report.bad if draw in members] or sorted(members)
+    min_version, deadline = plan_draw(run.config, run.state, now)
+    return [
+        BatchRefused(
+            writer_epoch=run.writer_epoch,
+            time=now,
+            number=report.batch,
+            revision=report.revision,
+            bad=bad,
+            reason=report.reason,
+            redraw=True,
+            min_version=min_version,
+            deadline=deadline,
+        )
+    ]
+
+
+def _checkpointed(run: RunFacts, report: Report, now: float) -> list[Event]:
+    state = run.state
+    if report.batch in state.checkpoints:
+        return []
+    if report.batch > state.last_trained or (report.batch == 0 and state.checkpoint is not None):
+        raise Refusal(f"checkpoint of batch {report.batch} does not fit a ledger at batch {state.last_trained}")
+    trained = state.batches.get(report.batch)
+    expected = state.digest if report.batch == state.last_trained else trained.digest if trained else ""
+    if report.batch and report.digest != expected:
+        raise Refusal(f"checkpoint of batch {report.batch} has another weight digest than the ledger")
+    return [
+        Checkpointed(
+            writer_epoch=run.writer_epoch,
+            time=now,
+            number=report.batch,
+            version=report.version,
+            digest=report.digest,
+            path=report.path,
+            trainer_epoch=report.epoch,
+            low_seq=_low_seq(run, report.batch),
+        )
+    ]
+
+
+def _low_seq(run: RunFacts, checkpoint: int) -> int:
+    """Lowest sequence to keep once ``checkpoint`` exists: the whole log while it fits, else what comes after it."""
+    if run.stored_bytes * 2 < run.config.limits.byte_budget:
+        return min(run.stored, default=0)
+    needed = {seq for n, batch in run.state.batches.items() if n > checkpoint for seq in batch.seqs}
+    needed |= {group.seq for batch in run.state.sealed.values() for group in batch.groups}
+    needed |= {candidate.seq for candidate in run.candidates.values()}
+    return min(needed, default=max(run.stored, default=0) + 1)
+
+
+def _forked(run: RunFacts, report: Report, now: float) -> list[Event]:
+    if report.version <= run.state.version:
+        raise Refusal(f"a fork continues above version {run.state.version}, not at {report.version}")
+    return [
+        LineageForked(
+            writer_epoch=run.writer_epoch,
+            time=now,
+            from_batch=report.batch,
+            version=report.version,
+            digest=report.digest,
+            reason=report.reason,
+            trainer_epoch=report.epoch,
+            min_version=report.version,
+            deadline=now + run.config.train.draw_timeout_s,
+        )
+    ]

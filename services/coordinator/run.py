@@ -1,0 +1,253 @@
+"""One job's run: the pure core of the coordinator. Facts go in, decisions come out; no clock, no bus.
+
+The service feeds it groups (by header), reports of the trainer and the time; ``decide`` answers with the events of one
+atomic decision, which the service appends to the ledger and hands back to ``commit``. ``commit`` tells what to do next:
+tickets to publish, groups to delete, batches to announce. All of that is derived from the ledger and safe to repeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import xxhash
+
+from penstock.services.coordinator.decision import Draft, copy_state
+from penstock.services.coordinator.gate import MAX_REDRAWS, Candidate, Verdict, judge
+from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.reports import events_of_report
+from penstock.shared.config.job import JobConfig
+from penstock.shared.protocol.events import (
+    BatchRefused,
+    BatchSealed,
+    BatchTrained,
+    Checkpointed,
+    Drawn,
+    Dropped,
+    Event,
+    JobStarted,
+    LineageForked,
+)
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.messages import Report
+from penstock.shared.protocol.trajectory import GroupHeader
+
+__all__ = ["Effects", "JobRun"]
+
+FAILED_STREAK = 4
+"""The job fails after this many batches' worth of groups in a row could not be scored."""
+
+
+@dataclass(slots=True)
+class Effects:
+    """What follows from committed events."""
+
+    tickets: list[Draw] = field(default_factory=list)
+    delete: list[int] = field(default_factory=list)
+    announce: list[int] = field(default_factory=list)
+    purge_below: int | None = None
+
+
+class JobRun:
+    """State of one job on its leader.
+
+    Args:
+        config: the job.
+        state: the folded ledger.
+        num_ordinals: places in the data order, None for as many as asked for.
+        writer_epoch: epoch of this leader, stands in every event it writes.
+        hold: whether a batch number must not be sealed yet (evaluation pins the version before it).
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        state: LedgerState,
+        *,
+        num_ordinals: int | None,
+        writer_epoch: int,
+        hold: Callable[[int], bool] = lambda number: False,
+    ) -> None:
+        self.config = config
+        self.state = state
+        self.num_ordinals = num_ordinals
+        self.writer_epoch = writer_epoch
+        self.config_digest = xxhash.xxh3_64_hexdigest(config.model_dump_json().encode())
+        self.hold = hold
+        self.candidates: dict[Draw, Candidate] = {}
+        self.stored: dict[int, int] = {}
+        """EXPERIENCE sequence -> bytes of every group of this job that is in the stream."""
+        self.stored_bytes = 0
+        self.desired = "running"
+        self.cancel_now = False
+        """Cancel without waiting for what is sealed and for a last checkpoint."""
+        self.failed_streak = 0
+        self.failure = ""
+        self.stop_early = ""
+
+    # -- facts -------------------------------------------------------------------------------------------------------
+
+    def on_group(self, seq: int, header: GroupHeader) -> Verdict:
+        """A group arrived in EXPERIENCE. DUPLICATE: the caller deletes it, nothing will ever need it."""
+        if seq in self.stored:  # delivered again
+            return Verdict.ACCEPT
+        self.stored[seq] = header.nbytes
+        self.stored_bytes += header.nbytes
+        info = self.state.open.get(header.draw)
+        verdict = judge(
+            header,
+            info,
+            taken=header.draw in self.candidates,
+            smallest_group=self.config.algorithm.smallest_group,
+        )
+        if verdict is Verdict.DUPLICATE:
+            return self._known(seq, header)
+        self.candidates[header.draw] = Candidate(seq, header, verdict)
+        if verdict is Verdict.FAILED:
+            self.failed_streak += 1
+            if self.failed_streak >= FAILED_STREAK * self.config.groups_per_batch:
+                reason = header.error or "scorers failed on every completion"
+                self.failure = f"{self.failed_streak} groups in a row could not be scored: {reason}"
+        elif verdict is Verdict.ACCEPT:
+            self.failed_streak = 0
+        return verdict
+
+    def _known(self, seq: int, header: GroupHeader) -> Verdict:
+        """A group whose draw is taken: one that a batch holds (seen again by a new leader), or a true duplicate."""
+        for batch in self.state.sealed.values():
+            if any(group.seq == seq for group in batch.groups):
+                self.candidates[header.draw] = Candidate(seq, header, Verdict.ACCEPT)
+                return Verdict.ACCEPT
+        if any(seq in batch.seqs for batch in self.state.batches.values()):
+            return Verdict.ACCEPT
+        return Verdict.DUPLICATE
+
+    def forget_stored(self, seqs: Iterable[int]) -> None:
+        """These messages are gone from EXPERIENCE."""
+        for seq in seqs:
+            self.stored_bytes -= self.stored.pop(seq, 0)
+
+    @property
+    def max_batches(self) -> int | None:
+        """Policy updates of the whole run; None: until the data ends."""
+        return self.config.train.max_updates
+
+    @property
+    def wants_checkpoint(self) -> str:
+        """Why the trainer should checkpoint now, or ''."""
+        state, checkpoint = self.state, self.state.checkpoint
+        if checkpoint is None or checkpoint.number >= state.last_trained:
+            return ""
+        if self.stored_bytes * 2 >= self.config.limits.byte_budget:
+            return "byte budget half used"
+        if self.desired != "running" or self.training_done:
+            return "run is at an end" if self.training_done else "pause"
+        if state.last_trained - checkpoint.number >= self.config.checkpoint.every:
+            return "interval"
+        return ""
+
+    @property
+    def training_done(self) -> bool:
+        """No further batch will be sealed or trained."""
+        if self.state.sealed:
+            return False
+        if self.stop_early:
+            return True
+        if self.max_batches is not None and self.state.updates >= self.max_batches:
+            return True
+        exhausted = self.num_ordinals is not None and self.state.next_ordinal >= self.num_ordinals
+        return exhausted and len(self.state.open) < self.config.groups_per_batch
+
+    # -- decisions ---------------------------------------------------------------------------------------------------
+
+    def decide(self, now: float, after: Sequence[Event] = ()) -> list[Event]:
+        """The events of the next atomic decision, [] when nothing is to be decided. Does not change the run.
+
+        ``after`` are events that will be committed in the same decision, before the ones returned.
+        """
+        if self.state.finished:
+            return []
+        draft = Draft(self, copy_state(self.state), now)
+        for event in after:
+            draft.state.apply(event)
+        state = draft.state
+        if not state.started:
+            return [JobStarted(writer_epoch=self.writer_epoch, time=now, config_digest=self.config_digest)]
+        if self.failure or (self.desired == "cancelled" and self._may_cancel(state)):
+            draft.end("failed" if self.failure else "cancelled", self.failure or "cancelled by request")
+            return draft.events
+        if state.checkpoint is None:  # the initial policy does not exist yet
+            return []
+        draft.phase()
+        draft.drop()
+        draft.seal()
+        draft.draw()
+        return draft.events
+
+    def _may_cancel(self, state: LedgerState) -> bool:
+        """A cancelled run trains what is sealed and checkpoints first, unless it must end now."""
+        return self.cancel_now or state.checkpoint is None or not (state.sealed or self.wants_checkpoint)
+
+    def finish(self, now: float, summary: dict[str, object]) -> list[Event]:
+        """The last decision of a run that is done: what is still in flight is dropped, nothing more is drawn."""
+        draft = Draft(self, copy_state(self.state), now)
+        draft.end("succeeded", self.stop_early or "done", summary)
+        return draft.events
+
+    def on_report(self, report: Report, now: float) -> list[Event]:
+        """The events that a trainer's report becomes, [] when it is known already. Raises Refusal."""
+        return events_of_report(self, report, now)
+
+    def on_dead_ticket(self, draw: Draw, now: float) -> list[Event]:
+        """A ticket used up its deliveries: its draw is dropped in the decision that dead-letters the message."""
+        if draw not in self.state.open or self.state.open[draw].batch or draw in self.candidates:
+            return []
+        draft = Draft(self, copy_state(self.state), now)
+        draft.drop_draws([draw], "dead_letter", redraw=draw.n < MAX_REDRAWS)
+        return draft.events
+
+    # -- commit ------------------------------------------------------------------------------------------------------
+
+    def commit(self, events: Sequence[Event]) -> Effects:
+        """Take committed events into the state; returns what follows from them."""
+        effects = Effects()
+        for event in events:
+            before = set(self.state.open)
+            rolled_back = self._rolled_back(event) if isinstance(event, LineageForked) else []
+            self.state.apply(event)
+            match event:
+                case Drawn():
+                    effects.tickets += [Draw(ordinal) for ordinal in range(event.start, event.stop)]
+                case Dropped():
+                    effects.delete += self._release(event.draws)
+                    effects.tickets += [draw.again() for draw in event.draws] if event.redraw else []
+                case BatchRefused():
+                    effects.delete += self._release(event.bad)
+                    effects.tickets += [draw.again() for draw in event.bad] if event.redraw else []
+                case BatchSealed():
+                    effects.announce.append(event.number)
+                case BatchTrained():
+                    for draw in self.state.batches[event.number].draws:
+                        self.candidates.pop(draw, None)
+                case Checkpointed():
+                    effects.purge_below = event.low_seq
+                    self.forget_stored([seq for seq in self.stored if seq < event.low_seq])
+                case LineageForked():
+                    self.candidates = {d: c for d, c in self.candidates.items() if d in self.state.open}
+                    self.forget_stored(rolled_back)
+                    effects.delete += rolled_back
+                    effects.tickets += sorted(set(self.state.open) - before)
+                case _:
+                    pass
+        return effects
+
+    def _rolled_back(self, event: LineageForked) -> list[int]:
+        """Sequences of the groups that a fork gives up: nobody will train or repeat them."""
+        given_up = [batch.seqs for number, batch in self.state.batches.items() if number >= event.from_batch]
+        given_up += [tuple(group.seq for group in batch.groups) for batch in self.state.sealed.values()]
+        return [seq for seqs in given_up for seq in seqs]
+
+    def _release(self, draws: Iterable[Draw]) -> list[int]:
+        seqs = [candidate.seq for draw in draws if (candidate := self.candidates.pop(draw, None)) is not None]
+        self.forget_stored(seqs)
+        return seqs

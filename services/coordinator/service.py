@@ -1,0 +1,266 @@
+"""The coordinator process: one leader runs every job; any replica may answer HTTP.
+
+``leases/coordinator`` decides who leads. A leader that loses it stops its job tasks at once; a write it still had under
+way is refused by the ledger (Fenced).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvicorn
+
+from penstock.services.coordinator.api import create_app
+from penstock.services.coordinator.control import CoordinatorControl
+from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.retention import FULL_SHARE, oldest_finished
+from penstock.services.coordinator.runner import JobRunner
+from penstock.services.coordinator.store import JobStore
+from penstock.shared.config.service import ServiceSettings
+from penstock.shared.errors import ConfigError, Fenced, ProtocolError, Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import unpack
+from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
+from penstock.shared.protocol.messages import Heartbeat, Ticket
+from penstock.shared.runtime.lease import Lease
+from penstock.shared.runtime.tasks import unexpected
+from penstock.shared.transport.bus import Bus, Message
+
+__all__ = ["CoordinatorService"]
+
+logger = logging.getLogger(__name__)
+
+
+RETRY_S = 1.0
+ROOM_EVERY_S = 5.0
+BROKEN_TRIES = 3
+"""A job whose leader breaks this often on something unexpected is marked failed."""
+
+
+class CoordinatorService:
+    """Wires bus, jobs and API; see the module docstring."""
+
+    name = "coordinator"
+
+    def __init__(self, bus: Bus, settings: ServiceSettings) -> None:
+        self.bus, self.settings = bus, settings
+        self.members = Members()
+        self.store = JobStore(bus)
+        self.runners: dict[str, JobRunner] = {}
+        self.leading = False
+        self.ready = False
+        self.control = CoordinatorControl(bus, self.store, self.members, self.runners, settings)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._server: uvicorn.Server | None = None
+        self._http: asyncio.Task[None] | None = None
+        self._stopping = asyncio.Event()
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        await self.bus.ensure_streams(
+            experience_bytes=self.settings.experience_bytes, stream_bytes=self.settings.stream_bytes
+        )
+        async with asyncio.TaskGroup() as tasks:
+            self._http = tasks.create_task(self._serve_http())
+            tasks.create_task(self._hear_heartbeats())
+            tasks.create_task(self._lead_forever())
+            tasks.create_task(self._bury_dead_tickets())
+            tasks.create_task(self._keep_room())
+            self.ready = True
+
+    async def drain(self) -> None:
+        """Stop taking requests and let those in hand end; jobs go on under the next leader."""
+        self.ready = False
+        self._stopping.set()
+        if self._server is not None:
+            self._server.should_exit = True
+        if self._http is not None:
+            await asyncio.wait({self._http})
+
+    def status(self) -> dict[str, dict[str, Any]]:
+        """Per job: what this leader sees."""
+        return {
+            job: {"version": runner.run.state.version, "running": len(runner.run.state.open)}
+            for job, runner in self.runners.items()
+            if runner.ready
+        }
+
+    async def _serve_http(self) -> None:
+        app = create_app(self.control, self.settings, stopping=self._stopping)
+        config = uvicorn.Config(
+            app, host=self.settings.http_host, port=self.settings.http_port, log_config=None, access_log=False,
+            timeout_graceful_shutdown=3, lifespan="on",
+        )  # fmt: skip
+        self._server = uvicorn.Server(config)
+        self._server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+        await self._server._serve()
+        if not self._server.should_exit:
+            raise ConfigError(f"cannot serve HTTP on {self.settings.http_host}:{self.settings.http_port}")
+
+    async def _hear_heartbeats(self) -> None:
+        def hear(subject: str, data: bytes) -> None:
+            try:
+                beat, _ = unpack(data, Heartbeat)
+            except ProtocolError as error:
+                logger.warning("heartbeat on %s ignored: %s", subject, error)
+                return
+            self.members.on_heartbeat(beat, time.monotonic())
+
+        await self.bus.subscribe(subjects.HEARTBEATS, hear)
+
+    # -- leadership --------------------------------------------------------------------------------------------------
+
+    async def _lead_forever(self) -> None:
+        while True:
+            lease = Lease(self.bus, "coordinator", holder=self.settings.worker_id, lease_s=self.settings.lease_s)
+            async with self._holding(lease) as epoch:
+                logger.info("leading with epoch %d", epoch)
+                await self._lead(epoch, lease)
+
+    @asynccontextmanager
+    async def _holding(self, lease: Lease) -> AsyncIterator[int]:
+        epoch = await lease.acquire()
+        self.leading = True
+        try:
+            yield epoch
+        finally:
+            self.leading = False
+            await self._stop_all()
+            await lease.release()
+
+    async def _lead(self, epoch: int, lease: Lease) -> None:
+        """Run every job that is not terminal, until the lease is lost."""
+        watching = asyncio.create_task(self._watch_jobs(epoch))
+        lost = asyncio.create_task(lease.keep())
+        try:
+            await asyncio.wait({watching, lost}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (watching, lost):
+                task.cancel()
+            results = await asyncio.gather(watching, lost, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Fenced | Unavailable):
+                logger.warning("not leading any more: %s", result)
+            elif isinstance(result, Exception):
+                raise result
+
+    async def _watch_jobs(self, epoch: int) -> None:
+        async for record in self.store.watch():
+            runner = self.runners.get(record.id)
+            if runner is not None:
+                runner.want(record)
+            elif record.status.phase not in TERMINAL_PHASES and record.id not in self._tasks:
+                self._tasks[record.id] = asyncio.create_task(self._run_job(record, epoch))
+
+    async def _run_job(self, record: JobRecord, epoch: int) -> None:
+        """Lead one job; an error of one job never ends another. What keeps breaking for no known reason is failed."""
+        broken = 0
+        while True:
+            runner = self.runners[record.id] = JobRunner(self.bus, self.store, self.members, record, epoch=epoch)
+            error = await unexpected(runner.lead())
+            self.runners.pop(record.id, None)
+            if error is None:
+                break
+            expected = _only(error, Fenced, Unavailable)
+            broken += not expected
+            logger.warning("leading job %s again: %s", record.id, error, exc_info=None if expected else error)
+            if broken == BROKEN_TRIES:
+                await self.store.set_status(record.id, phase="failed", message=f"internal error: {_first(error)}")
+                break
+            await asyncio.sleep(RETRY_S)
+            record = await self.store.get(record.id)
+        self._tasks.pop(record.id, None)
+        await self._clean_up(record.id)
+
+    async def _clean_up(self, job: str) -> None:
+        """A finished job leaves no tickets and no raw groups behind; its groups stay for audit and replay."""
+        for stream, subject in ((subjects.TICKETS, subjects.tickets(job)), (subjects.RAW, subjects.raw(job))):
+            await self.bus.purge(stream, subject)
+        await self.bus.delete_consumer(subjects.TICKETS, f"rollout-{job}")
+        await self.bus.delete_consumer(subjects.RAW, f"reward-{job}")
+
+    async def _stop_all(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks.clear()
+        self.runners.clear()
+
+    async def _keep_room(self) -> None:
+        """While EXPERIENCE is nearly full, give up the groups of finished jobs, the oldest first."""
+        while True:
+            await asyncio.sleep(ROOM_EVERY_S)
+            if not self.leading:
+                continue
+            try:
+                state = await self.bus.stream_state(subjects.EXPERIENCE)
+                if state.bytes <= FULL_SHARE * state.max_bytes:
+                    continue
+                counts = await self.bus.subject_counts(subjects.EXPERIENCE)
+                job = oldest_finished(await self.store.list_all(), counts)
+                if job is not None:
+                    logger.warning("EXPERIENCE is %d of %d bytes full: giving up the groups of finished job %s",
+                                   state.bytes, state.max_bytes, job)  # fmt: skip
+                    await self.bus.purge(subjects.EXPERIENCE, subjects.experience(job))
+            except Unavailable as error:
+                logger.info("room is not checked: %s", error)
+
+    # -- dead letters ------------------------------------------------------------------------------------------------
+
+    async def _bury_dead_tickets(self) -> None:
+        """Copy messages past their deliveries to DEAD, and tell the job that leads their draw.
+
+        An advisory may be lost; then the draw ends at its own deadline and the message with its job.
+        """
+        dead: asyncio.Queue[tuple[str, int]] = asyncio.Queue(maxsize=10_000)
+
+        def hear(stream: str, consumer: str, seq: int) -> None:
+            if stream in (subjects.TICKETS, subjects.RAW) and not dead.full():
+                dead.put_nowait((stream, seq))
+
+        await self.bus.dead_letters(hear)
+        while True:
+            stream, seq = await dead.get()
+            if self.leading:
+                await self._bury(stream, seq)
+
+    async def _bury(self, stream: str, seq: int) -> None:
+        found = await self.bus.get_many(stream, [seq])
+        message = found.get(seq)
+        if message is None:
+            return
+        job = message.subject.partition(".")[2]
+        await self._copy_to_dead(job, stream, message)
+        runner = self.runners.get(job)
+        if stream == subjects.TICKETS and runner is not None:
+            ticket, _ = unpack(message.data, Ticket)
+            if ticket.purpose == "train":
+                await runner.on_dead_ticket(ticket.draw)
+        await self.bus.delete_message(stream, seq)
+
+    async def _copy_to_dead(self, job: str, stream: str, message: Message) -> None:
+        headers = {
+            "Penstock-Stream": stream,
+            "Penstock-Sequence": str(message.seq),
+            "Penstock-Reason": "max deliveries",
+        }
+        await self.bus.publish(subjects.dead(job), message.data, headers=headers, msg_id=f"dead:{stream}:{message.seq}")
+
+
+def _only(error: BaseException, *kinds: type[Exception]) -> bool:
+    """Whether an error, or every leaf of a group of errors, is of these kinds."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(_only(inner, *kinds) for inner in error.exceptions)
+    return isinstance(error, kinds)
+
+
+def _first(error: BaseException) -> BaseException:
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

@@ -1,0 +1,1 @@
+"""The env service: owns simulators and answers reset and step requests."""

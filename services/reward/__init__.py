@@ -1,0 +1,1 @@
+"""The reward service: scores completions in processes that can be killed."""

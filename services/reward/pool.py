@@ -1,0 +1,202 @@
+"""A pool of scorer processes for one job: groups in, one reward or one reason per completion out."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from penstock.services.reward.channel import Result, Score
+from penstock.services.reward.process import ScorerProcess
+from penstock.shared.config.reward import RewardConfig
+from penstock.shared.errors import ScoringError
+from penstock.shared.protocol.messages import ScoreReply, ScoreRequest
+from penstock.shared.runtime import metrics
+
+__all__ = ["Refusal", "ScorerPool", "component_names"]
+
+KILLED = metrics.counter("reward_processes_killed", "Scorer processes that hung, crashed or lost their group.")
+
+_QUEUE_LIMIT_S = 60.0
+_RETRY_OPEN_S = 5.0
+
+
+def component_names(config: RewardConfig) -> list[str]:
+    """One name per scorer: its name or type, numbered where it would repeat."""
+    names: list[str] = []
+    for scorer in config.scorers:
+        name, number = scorer.name or scorer.type, 2
+        while name in names:
+            name, number = f"{scorer.name or scorer.type}_{number}", number + 1
+        names.append(name)
+    return names
+
+
+class Refusal(NamedTuple):
+    """Why the scorers cannot be opened, since when, and when that was last tried (Unix seconds)."""
+
+    error: str
+    since: float
+    tried: float
+
+
+@dataclass(slots=True)
+class _Sheet:
+    """What is known of a group so far; a completion without scores has failed."""
+
+    num_completions: int
+    scores: dict[int, list[float]] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+
+    def reply(self, names: list[str], total: Callable[[list[float]], float]) -> ScoreReply:
+        """Rewards by ``total``; failed completions carry 0 everywhere."""
+        nothing = [0.0] * len(names)
+        rows = [self.scores.get(i, nothing) for i in range(self.num_completions)]
+        return ScoreReply(
+            rewards=[total(row) for row in rows],
+            failed=[i not in self.scores for i in range(self.num_completions)],
+            parts={name: [row[k] for row in rows] for k, name in enumerate(names)},
+            errors=[f"completion {i}: {text}" for i, text in sorted(self.errors.items())],
+        )
+
+
+class ScorerPool:
+    """Processes are started once and reused; one that hangs or dies is killed and replaced."""
+
+    def __init__(self, config: RewardConfig, num_processes: int) -> None:
+        self._config = config
+        self._names = component_names(config)
+        self._weights = [scorer.weight for scorer in config.scorers]
+        self._slots: asyncio.LifoQueue[ScorerProcess | None] = asyncio.LifoQueue(num_processes)
+        self._num_processes = num_processes
+        self.refused: Refusal | None = None
+        """Set while the scorers cannot be opened."""
+        for _ in range(num_processes):
+            self._slots.put_nowait(None)
+
+    async def start(self) -> None:
+        """Start all processes now, so that no group waits for imports. A failure shows in ``refused``."""
+        slots = [self._slots.get_nowait() for _ in range(self._slots.qsize())]
+        async with asyncio.TaskGroup() as tasks:
+            for slot in slots:
+                tasks.create_task(self._warm(slot))
+
+    async def close(self) -> None:
+        """Kill all processes. Call it when no group is being scored."""
+        while not self._slots.empty():
+            process = self._slots.get_nowait()
+            if process is not None:
+                await process.kill()
+
+    async def score(self, request: ScoreRequest) -> ScoreReply:
+        """Score a group. Never raises for what a scorer does: a failed completion says so in the reply.
+
+        A group goes to one process in one message; where scorers are declared slow, each completion goes alone.
+        """
+        sheet = _Sheet(len(request.completions))
+        indices = list(range(sheet.num_completions))
+        if self._config.slow and len(indices) > 1:
+            await self._score_apart(request, indices, sheet)
+        elif indices:
+            await self._score_together(request, indices, sheet)
+        return sheet.reply(self._names, self._total)
+
+    async def _score_apart(self, request: ScoreRequest, indices: Sequence[int], sheet: _Sheet) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for index in indices:
+                tasks.create_task(self._score_together(request, [index], sheet))
+
+    async def _score_together(self, request: ScoreRequest, indices: Sequence[int], sheet: _Sheet) -> None:
+        """Score in one process; what a lost process leaves over is scored apart."""
+        try:
+            process = await self._take()
+        except TimeoutError:
+            text = f"no scorer process was free for {_QUEUE_LIMIT_S:g} s: start more reward services"
+            sheet.errors.update(dict.fromkeys(indices, text))
+            return
+        left: Sequence[int] | None = indices
+        try:
+            process = process or await self._open()
+            left = await self._run(process, request, indices, sheet)
+        except ScoringError as error:  # the scorers cannot be opened
+            sheet.errors.update(dict.fromkeys(indices, str(error)))
+            return
+        finally:
+            healthy = left is None
+            if process is not None and not healthy:
+                KILLED.inc()
+                await process.kill()
+            self._slots.put_nowait(process if healthy else None)
+        if left:
+            await self._score_apart(request, left, sheet)
+
+    async def _take(self) -> ScorerProcess | None:
+        """A slot with its process, if it still has one. Raises TimeoutError when all stay busy."""
+        if self._slots.empty():
+            async with asyncio.timeout(_QUEUE_LIMIT_S):
+                process = await self._slots.get()
+        else:
+            process = self._slots.get_nowait()
+        return process if process is not None and process.alive else None
+
+    async def _run(
+        self, process: ScorerProcess, request: ScoreRequest, indices: Sequence[int], sheet: _Sheet
+    ) -> Sequence[int] | None:
+        """Fill the sheet; None when the process is fine, else the completions that were not reached."""
+        limit_s = self._config.timeout_s
+        completions = [request.completions[i] for i in indices]
+        process.submit(Score(request.prompt, completions, request.answer, request.row))
+        for position, index in enumerate(indices):
+            try:
+                result = await process.result(limit_s)
+            except ScoringError as error:
+                sheet.errors[index] = str(error)
+                return indices[position + 1 :]
+            if problem := self._problem(result):
+                sheet.errors[index] = problem
+            else:
+                sheet.scores[index] = result.scores
+        return None
+
+    def _problem(self, result: Result) -> str:
+        """Why a result cannot be used; empty when it can."""
+        if result.error:
+            return result.error
+        if result.seconds > self._config.timeout_s:
+            return f"scoring took {result.seconds:.1f} s, longer than reward.timeout_s ({self._config.timeout_s:g} s)"
+        if not math.isfinite(self._total(result.scores)):
+            return "the weighted sum of the scores is not finite"
+        return ""
+
+    def _total(self, scores: Sequence[float]) -> float:
+        """The reward: sum of weight times score."""
+        return sum(weight * score for weight, score in zip(self._weights, scores, strict=True))
+
+    async def _warm(self, process: ScorerProcess | None) -> None:
+        try:
+            process = process or await self._open()
+        except ScoringError:
+            process = None  # kept in `refused`, and the answer to every request
+        finally:
+            self._slots.put_nowait(process)
+
+    async def _open(self) -> ScorerProcess:
+        """A new process. A refusal is repeated for a while before it is tried again.
+
+        Raises:
+            ScoringError: the scorers cannot be opened.
+        """
+        now = time.time()
+        if self.refused is not None and now < self.refused.tried + _RETRY_OPEN_S:
+            raise ScoringError(self.refused.error)
+        try:
+            process = await ScorerProcess.start(self._config)
+        except ScoringError as error:
+            since = self.refused.since if self.refused else now
+            self.refused = Refusal(str(error), since, time.time())
+            raise
+        self.refused = None
+        return process

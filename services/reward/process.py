@@ -1,0 +1,164 @@
+"""The service's handle of one scorer process: start, feed, wait with a limit, kill."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections import deque
+
+from penstock.services.reward.channel import Decoder, FromProcess, Open, Opened, Result, Score, encode
+from penstock.shared.config.reward import RewardConfig
+from penstock.shared.errors import ProtocolError, ScoringError
+
+__all__ = ["ScorerProcess"]
+
+OPEN_LIMIT_S = 60.0
+"""Importing scorers may load large libraries."""
+_EXIT_LIMIT_S = 5.0
+_CATCH_UP_S = 0.01
+
+
+class _Channel(asyncio.Protocol):
+    """Received messages, and one waiter for the next."""
+
+    def __init__(self) -> None:
+        self.messages: deque[Opened | Result] = deque()
+        self.closed = False
+        self._decoder = Decoder(FromProcess)
+        self._waiter: asyncio.Future[None] | None = None
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self.messages.extend(self._decoder.feed(data))
+        except ProtocolError:
+            self.closed = True
+        self._wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def next(self, limit_s: float) -> Opened | Result | None:
+        """The next message, or None when the channel closed. Raises TimeoutError after ``limit_s``."""
+        while not self.messages:
+            if self.closed:
+                return None
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                async with asyncio.timeout(limit_s):
+                    await self._waiter
+            except TimeoutError:
+                await asyncio.sleep(_CATCH_UP_S)  # this event loop may have lagged: look at what lies in the socket
+                if not self.messages and not self.closed:
+                    raise
+        return self.messages.popleft()
+
+
+class ScorerProcess:
+    """One running ``worker.py``. Not shared: one group at a time."""
+
+    def __init__(self, process: asyncio.subprocess.Process, transport: asyncio.Transport, channel: _Channel) -> None:
+        """Use ``start``."""
+        self._process = process
+        self._transport = transport
+        self._channel = channel
+
+    @classmethod
+    async def start(cls, config: RewardConfig) -> ScorerProcess:
+        """Start a process and open the scorers in it.
+
+        Raises:
+            ScoringError: a scorer cannot be opened; says why.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", "penstock.services.reward.worker", str(theirs.fileno()), str(os.getpid())),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=2,  # prints of user code belong to the log
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # so that killing it also kills what user code started
+            )
+        ours.setblocking(False)
+        transport, channel = await asyncio.get_running_loop().create_unix_connection(_Channel, sock=ours)
+        self = cls(process, transport, channel)
+        opened = False
+        try:
+            await self._open(config)
+            opened = True
+        finally:
+            if not opened:
+                await self.kill()
+        return self
+
+    async def _open(self, config: RewardConfig) -> None:
+        self._transport.write(encode(Open([s.model_dump(mode="json") for s in config.scorers])))
+        try:
+            opened = await self._channel.next(OPEN_LIMIT_S)
+        except TimeoutError:
+            raise ScoringError(
+                f"opening the scorers took longer than {OPEN_LIMIT_S:g} s: importing them hangs"
+            ) from None
+        if opened is None:
+            raise ScoringError(f"the scorer process {await self._exit_text()} while it opened the scorers")
+        assert isinstance(opened, Opened)
+        if opened.error:
+            raise ScoringError(opened.error)
+
+    @property
+    def pid(self) -> int:
+        """Process id; also its process group."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """False once the process is known to be gone."""
+        return not self._channel.closed and self._process.returncode is None
+
+    def submit(self, request: Score) -> None:
+        """Send completions to score; then await ``result`` once for each."""
+        self._transport.write(encode(request))
+
+    async def result(self, limit_s: float) -> Result:
+        """Result of the next completion, whose scoring starts now.
+
+        Raises:
+            ScoringError: it took longer than ``limit_s`` or the process died. Only ``kill`` may follow.
+        """
+        try:
+            result = await self._channel.next(limit_s)
+        except TimeoutError:
+            raise ScoringError(f"scoring took longer than reward.timeout_s ({limit_s:g} s) and was killed") from None
+        if result is None:
+            raise ScoringError(f"the scorer process {await self._exit_text()} while scoring")
+        assert isinstance(result, Result)
+        return result
+
+    async def kill(self) -> None:
+        """SIGKILL the process and everything it started; returns when it is gone."""
+        with contextlib.suppress(ProcessLookupError):  # it died a moment ago and left nobody behind
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._transport.abort()
+        await self._exit_code()
+
+    async def _exit_code(self) -> int | None:
+        try:
+            async with asyncio.timeout(_EXIT_LIMIT_S):
+                return await self._process.wait()
+        except TimeoutError:
+            return None
+
+    async def _exit_text(self) -> str:
+        code = await self._exit_code()
+        if code is None:
+            return "closed its channel"
+        return f"died of signal {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"

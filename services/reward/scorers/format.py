@@ -1,0 +1,21 @@
+"""A regular expression over the whole completion."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from penstock.shared.config.reward import FormatScorer
+
+__all__ = ["Format"]
+
+
+class Format:
+    """1 if the whole completion matches the pattern; `.` matches newlines."""
+
+    def __init__(self, config: FormatScorer) -> None:
+        self._pattern = re.compile(config.pattern, re.DOTALL)
+
+    def score(self, prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
+        """1 or 0."""
+        return float(self._pattern.fullmatch(completion) is not None)

@@ -1,0 +1,55 @@
+"""The reward process: a session for every job that runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.services.reward.session import RewardSession
+from penstock.shared.config.job import JobConfig
+from penstock.shared.config.service import ServiceSettings
+from penstock.shared.runtime.jobs import watch_jobs
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["RewardService"]
+
+
+class RewardService:
+    """Opens and closes sessions as jobs come and go."""
+
+    name = "reward"
+
+    def __init__(self, bus: Bus, settings: ServiceSettings) -> None:
+        self.bus, self.settings = bus, settings
+        self.sessions: dict[str, RewardSession] = {}
+        self.ready = False
+        self._draining = False
+
+    async def run(self) -> None:
+        """Serve until drained or cancelled."""
+        self.ready = True
+        await watch_jobs(self.bus, self._run_session)
+
+    async def _run_session(self, job: str, config: JobConfig) -> None:
+        if self._draining:
+            return
+        session = RewardSession(self.bus, self.settings, job, config)
+        self.sessions[job] = session
+        try:
+            await session.run()
+        finally:
+            session.ended.set()
+            self.sessions.pop(job, None)
+
+    async def drain(self) -> None:
+        """Finish what is being scored, take nothing new."""
+        self.ready = False
+        self._draining = True
+        sessions = list(self.sessions.values())
+        for session in sessions:
+            session.drain()
+        for session in sessions:
+            await session.ended.wait()
+
+    def status(self) -> dict[str, dict[str, Any]]:
+        """Per job."""
+        return {job: session.status() for job, session in self.sessions.items()}

@@ -1,0 +1,114 @@
+"""A scorer process: opens scorers, scores completions one by one, may be killed at any moment.
+
+Started by ``process.py`` as ``python -m penstock.services.reward.worker FD PARENT``; FD is its end of a socket pair, so
+whatever user code prints goes to standard error and cannot reach the channel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any, SupportsFloat
+
+from pydantic import TypeAdapter
+
+from penstock.services.reward.channel import Decoder, Open, Opened, Result, Score, ToProcess, encode
+from penstock.services.reward.scorers import Scorer, open_scorer
+from penstock.shared.config.reward import ScorerConfig
+from penstock.shared.errors import ScoringError
+
+__all__ = ["main"]
+
+_PR_SET_PDEATHSIG = 1
+_MAX_ERROR_CHARS = 600
+
+Named = list[tuple[str, Scorer]]
+
+
+def main() -> None:
+    """Serve one channel until it closes."""
+    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    os.set_inheritable(descriptor, False)  # a child of user code must not keep the channel open
+    _die_with(parent)
+    channel = socket.socket(fileno=descriptor)
+    scorers: Named = []
+    for message in _messages(channel):
+        if isinstance(message, Open):
+            scorers, error = _open(message)
+            channel.sendall(encode(Opened(error)))
+        elif isinstance(message, Score):
+            for index in range(len(message.completions)):
+                channel.sendall(encode(_score(scorers, message, index)))
+
+
+def _messages(channel: socket.socket) -> Iterator[Any]:
+    decoder = Decoder(ToProcess)
+    while data := channel.recv(1 << 20):
+        yield from decoder.feed(data)
+
+
+def _open(message: Open) -> tuple[Named, str]:
+    adapter: TypeAdapter[ScorerConfig] = TypeAdapter(ScorerConfig)
+    scorers: Named = []
+    for spec in message.scorers:
+        config = adapter.validate_python(spec)
+        try:
+            scorers.append((config.name or config.type, open_scorer(config)))
+        except ScoringError as error:
+            return [], str(error)
+        except (Exception, SystemExit) as error:  # code of the user may raise anything while it is imported
+            return [], _describe(f"opening scorer '{config.name or config.type}'", error)
+    return scorers, ""
+
+
+def _score(scorers: Named, request: Score, index: int) -> Result:
+    """Scores of one completion; the first scorer that fails, fails it."""
+    started = time.monotonic()
+    scores: list[float] = []
+    problem = ""
+    for name, scorer in scorers:
+        try:
+            value = scorer.score(request.prompt, request.completions[index], request.answer, request.row)
+            scores.append(_number(value, name))
+        except ScoringError as error:
+            problem = str(error)
+        except (Exception, SystemExit) as error:  # code of the user may raise anything
+            problem = _describe(f"scorer '{name}'", error)
+        if problem:
+            scores = []
+            break
+    return Result(index, scores, problem[:_MAX_ERROR_CHARS], time.monotonic() - started)
+
+
+def _number(value: object, name: str) -> float:
+    if not isinstance(value, SupportsFloat):
+        raise ScoringError(f"scorer '{name}' returned a {type(value).__name__}; it must return a number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ScoringError(f"scorer '{name}' returned {number}; it must return a finite number")
+    return number
+
+
+def _describe(what: str, error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{what} raised {type(error).__name__}: {error}{place}"
+
+
+def _die_with(parent: int) -> None:
+    """Ask the kernel for SIGKILL when the service dies: user code that hangs would not notice a closed channel."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("the reward service is gone")
+
+
+if __name__ == "__main__":
+    main()

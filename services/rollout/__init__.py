@@ -1,0 +1,1 @@
+"""Rollout: owns inference engines. Takes tickets, publishes groups; serves the newest committed policy version."""

@@ -1,0 +1,121 @@
+"""What every rollout engine can do. Tokens in, tokens out; each token is labelled with the policy version behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+from penstock.shared.protocol.generation import Caps, GenRequest, GenResult, PauseMode, WeightInfo
+
+__all__ = ["Engine", "UpdateMode"]
+
+UpdateMode = Literal["swap", "in_place"]
+"""swap: the staged tensors become the weights. in_place: chunks are copied into the weights while nothing decodes."""
+
+
+class Engine(Protocol):
+    """A rollout engine. All methods are called from one event loop; none blocks it."""
+
+    caps: Caps
+    stop_ids: tuple[int, ...]
+    """Tokens that end a completion: the tokenizer's and those of the model's generation config."""
+
+    @property
+    def running(self) -> int:
+        """Sequences that are being decoded."""
+        ...
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens sampled since the start: grows while the engine makes progress."""
+        ...
+
+    async def start(self) -> None:
+        """Make the engine ready to serve."""
+        ...
+
+    async def close(self) -> None:
+        """Stop; requests in flight fail with ``Unavailable``. Safe to repeat."""
+        ...
+
+    async def health(self) -> dict[str, Any]:
+        """State for people and probes. Raises ``Unavailable`` where the engine cannot serve any more."""
+        ...
+
+    async def generate(self, request: GenRequest) -> GenResult:
+        """Complete a prompt ``request.n`` times. Cancelling the awaiting task frees the slots.
+
+        A request is held while the engine is paused or updated in place.
+
+        Raises:
+            ConfigError: the request cannot be served by this engine (empty prompt, too long, unknown token).
+            Conflict: the id is in use.
+            WeightsError: the engine is dirty.
+            Unavailable: the engine is closed, asleep or broken.
+        """
+        ...
+
+    async def abort(self, request_ids: Collection[str] | None = None) -> int:
+        """End these requests (None: all) with what they have; they answer with finish 'abort'. Returns how many."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop decoding at a token boundary; new requests are held. 'drain' returns when the running ones are done."""
+        ...
+
+    async def resume(self) -> None:
+        """Undo ``pause``. Safe to repeat."""
+        ...
+
+    async def begin_update(
+        self, *, version: int, digest: str, mode: UpdateMode, guard: Callable[[], bool] | None = None
+    ) -> None:
+        """Open a weight update. ``guard`` says whether the staged memory is still intact.
+
+        It is asked around each decode step once the update is committed; when it says no, the tokens of that step are
+        thrown away, running requests end as 'abort' and the engine is dirty.
+
+        Raises:
+            Conflict: another update is open.
+        """
+        ...
+
+    async def load_chunk(self, tensors: Mapping[str, Tensor]) -> None:
+        """Stage some of the parameters.
+
+        Raises:
+            WeightsError: an unknown name, another shape or type. The update is over: a swap leaves the old version
+                in service, an update in place leaves the engine dirty.
+            Conflict: no update is open.
+        """
+        ...
+
+    async def commit_update(self) -> float:
+        """Make the staged weights current at a token boundary and drop every cache of older ones.
+
+        Returns:
+            Seconds for which decoding stood still.
+
+        Raises:
+            WeightsError: parameters are missing or the guard says no. The update is over, as in ``load_chunk``.
+            Conflict: no update is open.
+        """
+        ...
+
+    async def abort_update(self) -> None:
+        """Give the open update up. After a chunk was copied in place the engine is dirty. Safe to repeat."""
+        ...
+
+    async def weight_info(self) -> WeightInfo:
+        """The version that is served."""
+        ...
+
+    async def sleep(self) -> None:
+        """End what runs as 'abort' and give the cache memory back; requests are refused until ``wake``."""
+        ...
+
+    async def wake(self) -> None:
+        """Undo ``sleep``. Safe to repeat."""
+        ...

@@ -1,0 +1,225 @@
+"""The decoding core: admits completions, decodes all of them one token at a time, drops stale caches. One thread only.
+
+Rows [0, fresh) have their keys and values in the cache; rows [fresh, count) are computed from their tokens first. New
+rows are appended there, and a new policy version makes every row stale: no token comes from an old cache.
+
+Shape legend: R = rows, V = vocabulary, T = flat tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from penstock.services.rollout.engines.cache import KVCache
+from penstock.services.rollout.engines.completion import Completion, Finish, Finished
+from penstock.services.rollout.engines.prefill import Prefill, plan_prefill
+from penstock.services.rollout.engines.rows import Rows
+from penstock.services.rollout.engines.sampling import draw
+from penstock.shared.errors import ConfigError, WeightsError
+from penstock.shared.models.architecture import plan_of
+from penstock.shared.models.attention import CausalBlocks
+from penstock.shared.models.decoder import decode, rope_at
+
+__all__ = ["Batch", "Outcome"]
+
+_FINISH: dict[int, Finish] = {1: "stop", 2: "length"}
+_BYTES_PER_CHARACTER = 4
+"""A stop string of c characters is written by at most 4 c tokens that are not empty (UTF-8)."""
+
+
+class TornWeights(WeightsError):  # noqa: N818
+    """The guard said no around a step."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a run did. ``torn``: the weights changed under a step; its tokens were thrown away."""
+
+    finished: list[Finished] = field(default_factory=list)
+    tokens: int = 0
+    torn: bool = False
+
+
+class Batch:
+    """Running completions of one model."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_running: int,
+        max_length: int,
+        detokenize: Callable[[list[int]], str],
+        version: int,
+    ) -> None:
+        plan = plan_of(model)
+        if plan is None:
+            raise ConfigError(
+                f"the embedded engine decodes dense Llama, Qwen2 and Qwen3 models, not {type(model).__name__}"
+            )
+        self._plan, self._detokenize = plan, detokenize
+        self._device = model.device
+        self._rows = Rows(max_running, self._device)
+        self._cache = KVCache(plan, rows=max_running, max_length=max_length)
+        self._row_R = torch.arange(max_running, device=self._device)
+        self._position_L = torch.arange(max_length, device=self._device)
+        self._rope = rope_at(plan, self._position_L[:0])
+        self._fresh = 0
+        self._version = version
+        self.guard: Callable[[], bool] | None = None
+
+    @property
+    def count(self) -> int:
+        """Completions in the batch."""
+        return self._rows.count
+
+    def admit(self, completions: Sequence[Completion]) -> None:
+        """Add completions; they are computed with the next step."""
+        self._reserve(max(len(c.prompt_ids) + c.sampling.max_new_tokens for c in completions))
+        self._rows.add(completions, self._version)
+
+    @torch.inference_mode()
+    def run(self, max_steps: int, interrupted: Callable[[], bool]) -> Outcome:
+        """Decode up to ``max_steps`` tokens of each row; returns early when a row ends or ``interrupted`` says so."""
+        outcome = Outcome()
+        for _ in range(max_steps):
+            if not self.count or outcome.finished or outcome.torn or interrupted():
+                break
+            try:
+                self._step(outcome)
+            except TornWeights:
+                outcome.torn = True
+        return outcome
+
+    def evict(self, requests: Collection[int]) -> list[Finished]:
+        """End the completions of these requests as 'abort' with what they have."""
+        rows = [row for row, completion in enumerate(self._rows.completions) if completion.request in requests]
+        ended = [self._rows.take(row, "abort") for row in rows]
+        self._drop(rows)
+        return ended
+
+    def adopt(self, version: int) -> None:
+        """The weights are now those of ``version``: label what follows, and drop every cached key and value."""
+        for completion, num_output in zip(self._rows.completions, self._rows.num_outputs(), strict=True):
+            completion.adopt(version, num_output)
+        self._version = version
+        self.drop_cache()
+
+    def drop_cache(self) -> None:
+        """Nothing in the cache is current: every row is computed again from its tokens."""
+        self._fresh = 0
+
+    def release(self) -> None:
+        """Give the cache memory back; allowed while the batch is empty."""
+        assert not self.count, "release needs an empty batch"
+        self._cache.release()
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def _step(self, outcome: Outcome) -> None:
+        codes = [self._advance(0, self._fresh, self._decode)] if self._fresh else []
+        while self._fresh < self.count:
+            prefill = plan_prefill(self._rows, self._fresh)
+            codes.append(self._advance(prefill.start, prefill.stop, lambda: self._prefill(prefill)))  # noqa: B023
+            self._fresh = prefill.stop
+        outcome.tokens += self.count
+        self._finish(torch.cat(codes), outcome)
+
+    def _advance(self, start: int, stop: int, logits: Callable[[], Tensor]) -> Tensor:
+        self._check_weights()
+        token_R, logprob_R = draw(logits(), self._rows.draws(start, stop))
+        self._check_weights()
+        return self._rows.append(start, token_R, logprob_R)
+
+    def _check_weights(self) -> None:
+        if self.guard is not None and not self.guard():
+            raise TornWeights("the memory of the served weights was overwritten")
+
+    def _decode(self) -> Tensor:
+        """Logits after the last token of each fresh row, from its cache."""
+        rows, count = self._rows, self._fresh
+        position_R = rows.length_R[:count] - 1
+        token_R = rows.tokens_RC[:count].gather(1, position_R[:, None])[:, 0]
+        place_R = self._cache.places(self._row_R[:count], position_R)
+        shortest, longest = (int(bound) + 1 for bound in position_R.aminmax())
+        mask = None
+        if shortest < longest:
+            hidden_RL = self._position_L[:longest] > position_R[:, None]
+            zeros_RL = torch.zeros((count, longest), dtype=self._plan.embedding.weight.dtype, device=self._device)
+            mask = zeros_RL.masked_fill_(hidden_RL, float("-inf"))[:, None, None]
+
+        def attend(layer: int, q_RHd: Tensor, k_RKd: Tensor, v_RKd: Tensor) -> Tensor:
+            self._cache.write(layer, place_R, k_RKd, v_RKd)
+            return self._cache.attend(layer, q_RHd, longest, mask)
+
+        logits_RV: Tensor = self._plan.head(decode(self._plan, token_R, self._rope_of(position_R), attend))
+        return logits_RV
+
+    def _prefill(self, prefill: Prefill) -> Tensor:
+        """Logits after the last token of each row of ``prefill``; fills its cache."""
+        tokens, source_W = prefill.tokens, prefill.source_W
+        blocks = CausalBlocks.of(tokens)
+        place_W = self._cache.places(prefill.row_W, prefill.position_W)
+
+        def attend(layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
+            if source_W is None:
+                self._cache.write(layer, place_W, k_TKd, v_TKd)
+            else:
+                self._cache.write(layer, place_W, k_TKd[source_W], v_TKd[source_W])
+            return blocks.attend(q_THd, k_TKd, v_TKd)
+
+        hidden_TD = decode(self._plan, tokens.token_ids_T, self._rope_of(tokens.position_ids_T), attend)
+        logits_RV: Tensor = self._plan.head(hidden_TD[prefill.last_R])
+        return logits_RV
+
+    # -- rows come and go --------------------------------------------------------------------------------------------
+
+    def _finish(self, code_R: Tensor, outcome: Outcome) -> None:
+        ends: dict[int, Finish] = {}
+        if code_R.any():
+            ends = {row: _FINISH[code] for row, code in enumerate(code_R.tolist()) if code}
+        for row, completion, num_output in self._rows.watched():
+            if self._wrote_stop_string(row, completion.sampling.stop_strings, num_output):
+                ends[row] = "stop"
+        if ends:
+            outcome.finished += [self._take(row, finish) for row, finish in ends.items()]
+            self._drop(list(ends))
+
+    def _wrote_stop_string(self, row: int, stop_strings: Sequence[str], num_output: int) -> bool:
+        reach = _BYTES_PER_CHARACTER * max(map(len, stop_strings)) + 1
+        text = self._detokenize(self._rows.tail(row, min(num_output, reach)))
+        return any(stop in text for stop in stop_strings)
+
+    def _take(self, row: int, finish: Finish) -> Finished:
+        ended = self._rows.take(row, finish)
+        if not math.isfinite(sum(ended.sample.logprobs)):
+            self._cache.zero()
+            self.drop_cache()
+        return ended
+
+    def _drop(self, rows: Sequence[int]) -> None:
+        longest = int(self._rows.length_R[: self.count].max()) if rows else 0
+        moved, fresh = self._rows.drop(rows), self._fresh
+        self._fresh = min(fresh, self.count)
+        if moved is not None:
+            sources, targets = moved
+            self._cache.move(sources, targets, longest)
+            stale = [t for s, t in zip(sources.tolist(), targets.tolist(), strict=True) if s >= fresh]
+            self._fresh = min([self._fresh, *stale])
+
+    def _reserve(self, length: int) -> None:
+        self._rows.reserve(length)
+        self._cache.reserve(length)
+        known = self._rope[0].shape[0]
+        if length > known:
+            self._rope = rope_at(self._plan, self._position_L[: max(length, 2 * known)])
+
+    def _rope_of(self, position_T: Tensor) -> tuple[Tensor, Tensor]:
+        cos_L1d, sin_L1d = self._rope
+        return cos_L1d.index_select(0, position_T), sin_L1d.index_select(0, position_T)

@@ -1,0 +1,80 @@
+"""Keys and values of running sequences: one row of a static tensor each, rows kept dense.
+
+Shape legend: N = layers, R = rows, L = positions, K = key/value heads, d = head width, T = flat tokens, G = query heads
+that share a key/value head.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.shared.models.architecture import Plan
+
+__all__ = ["KVCache"]
+
+GROWTH = 64
+"""The cache grows by multiples of this many positions."""
+
+
+class KVCache:
+    """Static keys and values; grows along the positions when a longer sequence needs it."""
+
+    def __init__(self, plan: Plan, *, rows: int, max_length: int) -> None:
+        self._plan, self._rows, self._max_length = plan, rows, max_length
+        self._capacity = 0
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def reserve(self, length: int) -> None:
+        """Make room for sequences of ``length`` tokens; what is there stays."""
+        if length <= self._capacity:
+            return
+        capacity = min(self._max_length, max(2 * self._capacity, length + -length % GROWTH))
+        self._keys = self._grown(self._keys, capacity)
+        self._values = self._grown(self._values, capacity)
+        self._capacity = capacity
+
+    def _grown(self, old: list[Tensor], capacity: int) -> list[Tensor]:
+        plan, weight = self._plan, self._plan.embedding.weight
+        shape = (self._rows, plan.num_kv_heads, capacity, plan.head_dim)
+        new = [torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in plan.layers]
+        for source, target in zip(old, new, strict=bool(old)):
+            target[:, :, : self._capacity] = source
+        return new
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._keys, self._values, self._capacity = [], [], 0
+
+    def zero(self) -> None:
+        """Forget everything. Needed after a non-finite value: a masked NaN still spoils a weighted sum."""
+        for tensor in (*self._keys, *self._values):
+            tensor.zero_()
+
+    def places(self, rows_T: Tensor, positions_T: Tensor) -> Tensor:
+        """Flat places of each (row, position) for ``write``: [T * K]."""
+        heads_K = torch.arange(self._plan.num_kv_heads, device=rows_T.device) * self._capacity
+        first_T = rows_T * (self._plan.num_kv_heads * self._capacity) + positions_T
+        return (first_T[:, None] + heads_K).flatten()
+
+    def write(self, layer: int, places: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> None:
+        """Store keys and values of flat tokens."""
+        self._keys[layer].flatten(0, 2).index_copy_(0, places, k_TKd.flatten(0, 1))
+        self._values[layer].flatten(0, 2).index_copy_(0, places, v_TKd.flatten(0, 1))
+
+    def attend(self, layer: int, q_RHd: Tensor, length: int, mask_R11L: Tensor | None) -> Tensor:
+        """One query per row over the first ``length`` positions of rows 0..R: [R, H, d].
+
+        The query heads of a key/value head stand where queries stand, so keys are not repeated for them.
+        """
+        rows, plan = q_RHd.shape[0], self._plan
+        k_RKLd, v_RKLd = self._keys[layer][:rows, :, :length], self._values[layer][:rows, :, :length]
+        q_RKGd = q_RHd.view(rows, plan.num_kv_heads, -1, plan.head_dim)
+        return F.scaled_dot_product_attention(q_RKGd, k_RKLd, v_RKLd, attn_mask=mask_R11L).flatten(1, 2)
+
+    def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        """Copy rows, up to ``length`` positions."""
+        for tensor in (*self._keys, *self._values):
+            tensor[targets, :, :length] = tensor[sources, :, :length]

@@ -1,0 +1,53 @@
+"""One completion on its way through the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from penstock.shared.protocol.generation import Sample, Sampling, Span
+
+__all__ = ["Completion", "Finish", "Finished", "finished"]
+
+Finish = Literal["stop", "length", "abort"]
+
+
+@dataclass(slots=True, eq=False)
+class Completion:
+    """Sample ``index`` of the request with serial number ``request``.
+
+    ``stop_ids`` are all tokens that end it, ``seed`` is its own.
+    """
+
+    request: int
+    index: int
+    prompt_ids: Sequence[int]
+    sampling: Sampling
+    stop_ids: tuple[int, ...]
+    seed: int
+    starts: list[tuple[int, int]] = field(default_factory=list)
+    """(policy version, output tokens before its first one), oldest first."""
+
+    def adopt(self, version: int, num_output: int) -> None:
+        """Tokens from ``num_output`` on are produced by ``version``."""
+        if self.starts and self.starts[-1][1] == num_output:
+            self.starts.pop()
+        self.starts.append((version, num_output))
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class Finished:
+    """A completion and what became of it."""
+
+    completion: Completion
+    sample: Sample
+
+
+def finished(completion: Completion, token_ids: list[int], logprobs: list[float], finish: Finish) -> Finished:
+    """Close a completion; version spans cover every token."""
+    ends = [start for _, start in completion.starts[1:]] + [len(token_ids)]
+    spans = [
+        Span(version, start, end) for (version, start), end in zip(completion.starts, ends, strict=False) if end > start
+    ]
+    return Finished(completion, Sample(token_ids=token_ids, logprobs=logprobs, finish=finish, spans=spans))

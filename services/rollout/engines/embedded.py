@@ -1,0 +1,317 @@
+"""The default engine: our own batched decoder in this process, over the same model code that trains."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from penstock.services.rollout.engines.base import UpdateMode
+from penstock.services.rollout.engines.batch import Batch, Outcome
+from penstock.services.rollout.engines.completion import Completion
+from penstock.services.rollout.engines.requests import Requests
+from penstock.services.rollout.engines.updates import WeightUpdate
+from penstock.shared.errors import ConfigError, Conflict, Unavailable, WeightsError
+from penstock.shared.protocol.generation import Caps, GenRequest, GenResult, PauseMode, WeightInfo
+
+__all__ = ["EmbeddedEngine"]
+
+STEPS_PER_RUN = 8
+"""Decode steps between two returns to the event loop, unless something ends or interrupts."""
+
+T = TypeVar("T")
+
+
+class EmbeddedEngine:
+    """Continuous batching in one dedicated thread. The event loop owns the books, the thread owns the tensors.
+
+    Everything that touches tensors is a call in that thread, and calls run one after another: between two of them is a
+    token boundary. ``_interrupt`` makes a running call end at the next one.
+    """
+
+    caps = Caps(transports=("shm", "disk"), pause_modes=("abort", "drain", "keep"), native_spans=True, sleep=True)
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_running: int,
+        stop_ids: Collection[int],
+        detokenize: Callable[[list[int]], str],
+        max_length: int | None = None,
+        version: int = 0,
+        digest: str = "",
+    ) -> None:
+        self._model = model
+        self._max_running = max_running
+        self._max_length = max_length or model.config.max_position_embeddings
+        self.stop_ids = tuple(sorted(stop_ids))
+        self._batch = Batch(
+            model, max_running=max_running, max_length=self._max_length, detokenize=detokenize, version=version
+        )
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode")
+        self._requests = Requests()
+        self._cancelled: set[int] = set()
+        self._changed = asyncio.Event()
+        self._driver: asyncio.Task[None] | None = None
+        self._failure: str | None = "not started"
+        self._interrupt = False
+        self._paused: PauseMode | None = None
+        self._asleep = False
+        self._dirty = False
+        self._version, self._digest = version, digest
+        self._update: WeightUpdate | None = None
+        self._frozen_at: float | None = None
+        self._generated_tokens = 0
+
+    @property
+    def running(self) -> int:
+        """Sequences that are being decoded."""
+        return self._batch.count
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens sampled since the start."""
+        return self._generated_tokens
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Begin to decode. Safe to repeat."""
+        if self._driver is None:
+            self._failure = None
+            self._driver = asyncio.create_task(self._drive(), name="embedded-engine")
+            self._driver.add_done_callback(self._driver_ended)
+
+    async def close(self) -> None:
+        """Stop at the next token boundary; requests in flight fail with ``Unavailable``. Safe to repeat."""
+        self._failure = self._failure or "closed"
+        self._interrupt = True
+        if self._driver is not None:
+            self._driver.cancel()
+            await asyncio.wait([self._driver])
+        await asyncio.to_thread(self._thread.shutdown)
+        self._requests.fail(self._unavailable)
+
+    async def health(self) -> dict[str, Any]:
+        """Counts and flags. Raises Unavailable once the engine cannot serve."""
+        if self._failure is not None:
+            raise self._unavailable()
+        return {
+            "running": self.running,
+            "waiting": self._requests.waiting,
+            "paused": self._paused,
+            "asleep": self._asleep,
+            "dirty": self._dirty,
+            "version": self._version,
+            "generated_tokens": self._generated_tokens,
+        }
+
+    def _driver_ended(self, driver: asyncio.Task[None]) -> None:
+        error = None if driver.cancelled() else driver.exception()
+        if error is not None:
+            self._failure = f"decoding failed: {error!r}"
+        self._requests.fail(self._unavailable)
+
+    def _unavailable(self) -> Unavailable:
+        return Unavailable(f"the embedded engine cannot serve: {self._failure}")
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenRequest) -> GenResult:
+        """Complete a prompt; see ``Engine.generate``."""
+        self._check(request)
+        own = set(request.sampling.stop_token_ids)
+        stop_ids = own if request.sampling.ignore_eos else own.union(self.stop_ids)
+        serial, answer = self._requests.open(request, tuple(sorted(stop_ids)))
+        self._notify(interrupt=self.running < self._max_running)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self._requests.forget(serial)
+            self._cancelled.add(serial)
+            self._notify(interrupt=True)
+            raise
+
+    def _check(self, request: GenRequest) -> None:
+        if self._failure is not None:
+            raise self._unavailable()
+        if self._asleep:
+            raise Unavailable("the engine sleeps; wake it first")
+        if self._dirty:
+            raise WeightsError("the engine is dirty after a failed update; it serves again after a full update")
+        sampling, vocab = request.sampling, self._model.config.vocab_size
+        length = len(request.prompt_ids) + sampling.max_new_tokens
+        if not request.prompt_ids or sampling.max_new_tokens < 1 or request.n < 1:
+            raise ConfigError("a request needs a prompt, max_new_tokens >= 1 and n >= 1")
+        if length > self._max_length:
+            raise ConfigError(
+                f"{len(request.prompt_ids)} prompt tokens + {sampling.max_new_tokens} new ones exceed the "
+                f"{self._max_length} that the model takes: shorten the prompt or lower max_new_tokens"
+            )
+        if not all(0 <= token < vocab for token in (*request.prompt_ids, *sampling.stop_token_ids)):
+            raise ConfigError(f"token ids must lie in 0..{vocab - 1}")
+
+    async def abort(self, request_ids: Collection[str] | None = None) -> int:
+        """End requests with what they have; see ``Engine.abort``."""
+        chosen = self._requests.chosen(request_ids)
+        await self._end(chosen)
+        return len(chosen)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop at a token boundary; see ``Engine.pause``."""
+        self._paused = mode
+        self._notify(interrupt=True)
+        if mode == "drain":
+            await self._until(lambda: self._paused != "drain" or not self._requests.started())
+        elif mode == "abort":
+            await self._end(self._requests.started())
+        else:
+            await self._call(lambda: None)
+
+    async def resume(self) -> None:
+        """Go on. Safe to repeat."""
+        self._paused = None
+        self._notify(interrupt=False)
+
+    async def sleep(self) -> None:
+        """End everything as 'abort' and release the cache."""
+        self._asleep = True
+        await self.abort()
+        await self._call(self._batch.release)
+
+    async def wake(self) -> None:
+        """Serve again. Safe to repeat."""
+        self._asleep = False
+        self._notify(interrupt=False)
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    async def begin_update(
+        self, *, version: int, digest: str, mode: UpdateMode, guard: Callable[[], bool] | None = None
+    ) -> None:
+        """Open an update; see ``Engine.begin_update``. In place, decoding stands still from here to the end."""
+        if self._update is not None:
+            raise Conflict(f"the update to version {self._update.version} is open: commit or abort it first")
+        self._update = WeightUpdate(self._model, version, digest, mode, guard)
+        if mode == "in_place":
+            self._frozen_at = time.perf_counter()
+            await self._call(lambda: None)
+
+    async def load_chunk(self, tensors: Mapping[str, Tensor]) -> None:
+        """Stage parameters; see ``Engine.load_chunk``."""
+        update = self._open_update()
+        in_place = update.mode == "in_place"
+        try:
+            if in_place:
+                await self._call(lambda: update.stage(tensors))
+            else:
+                update.stage(tensors)
+        except WeightsError:
+            await self._close_update(failed=in_place)
+            raise
+
+    async def commit_update(self) -> float:
+        """Swap, drop stale caches, publish the version; see ``Engine.commit_update``."""
+        update = self._open_update()
+
+        def commit() -> float:
+            start = time.perf_counter()
+            update.commit()
+            self._batch.guard = update.guard
+            self._batch.adopt(update.version)
+            return time.perf_counter() - start
+
+        frozen_at = self._frozen_at
+        try:
+            pause_s = await self._call(commit)
+        except WeightsError:
+            await self._close_update(failed=update.mode == "in_place")
+            raise
+        self._version, self._digest, self._dirty = update.version, update.digest, False
+        await self._close_update(failed=False)
+        return pause_s if frozen_at is None else time.perf_counter() - frozen_at
+
+    async def abort_update(self) -> None:
+        """Give up; see ``Engine.abort_update``."""
+        if self._update is not None:
+            await self._close_update(failed=self._update.touched)
+
+    async def weight_info(self) -> WeightInfo:
+        """What is served."""
+        return WeightInfo(version=self._version, digest=self._digest, dirty=self._dirty)
+
+    def _open_update(self) -> WeightUpdate:
+        if self._update is None:
+            raise Conflict("no update is open: call begin_update first")
+        return self._update
+
+    async def _close_update(self, *, failed: bool) -> None:
+        self._update, self._frozen_at = None, None
+        if failed:
+            await self._soil()
+        self._notify(interrupt=False)
+
+    async def _soil(self) -> None:
+        """The weights are no version: end what runs, refuse what comes, until a full update."""
+        self._dirty = True
+        await self._end(self._requests.started())
+
+    # -- the driver --------------------------------------------------------------------------------------------------
+
+    async def _drive(self) -> None:
+        while True:
+            await self._until(lambda: bool(self._cancelled) or self._can_step())
+            if self._cancelled:
+                gone, self._cancelled = self._cancelled, set()
+                await self._end(gone)
+                continue
+            admitted = self._requests.take(self._max_running - self.running, only_started=self._paused == "drain")
+            outcome = await self._run(admitted)
+            self._generated_tokens += outcome.tokens
+            self._requests.finish(outcome.finished)
+            if outcome.torn:
+                await self._soil()
+            self._changed.set()
+
+    def _can_step(self) -> bool:
+        if self._dirty or self._asleep or self._frozen_at is not None or self._paused in ("abort", "keep"):
+            return False
+        if self._paused == "drain":
+            return bool(self._requests.started())
+        return bool(self.running or self._requests.waiting)
+
+    def _run(self, admitted: list[Completion]) -> asyncio.Future[Outcome]:
+        self._interrupt = False
+
+        def work() -> Outcome:
+            if admitted:
+                self._batch.admit(admitted)
+            return self._batch.run(STEPS_PER_RUN, lambda: self._interrupt)
+
+        return asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _call(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """Run in the decoding thread at the next token boundary."""
+        self._interrupt = True
+        return asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+    async def _end(self, requests: set[int]) -> None:
+        """End requests as 'abort', waiting and running completions alike."""
+        self._requests.unqueue(requests)
+        self._requests.finish(await self._call(lambda: self._batch.evict(requests)))
+        self._changed.set()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _notify(self, *, interrupt: bool) -> None:
+        self._interrupt = self._interrupt or interrupt
+        self._changed.set()

@@ -1,0 +1,111 @@
+"""The requests of an engine: who waits, who runs, and when all samples of a request are there."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from itertools import count
+
+from penstock.services.rollout.engines.completion import Completion, Finished, finished
+from penstock.shared.errors import Conflict
+from penstock.shared.protocol.generation import GenRequest, GenResult, Sample
+
+__all__ = ["Requests"]
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    request_id: str
+    answer: asyncio.Future[GenResult]
+    samples: list[Sample | None]
+    started: bool = False
+
+
+class Requests:
+    """Book of one engine; completions wait in order of arrival."""
+
+    def __init__(self) -> None:
+        self._serials = count()
+        self._open: dict[int, _Request] = {}
+        self._queue: deque[Completion] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """Completions that are not in the batch."""
+        return len(self._queue)
+
+    def started(self) -> set[int]:
+        """Open requests that had a completion in the batch."""
+        return {serial for serial, request in self._open.items() if request.started}
+
+    def chosen(self, request_ids: Collection[str] | None) -> set[int]:
+        """Open requests with these ids; None: all."""
+        return {
+            serial for serial, request in self._open.items() if request_ids is None or request.request_id in request_ids
+        }
+
+    def open(self, request: GenRequest, stop_ids: tuple[int, ...]) -> tuple[int, asyncio.Future[GenResult]]:
+        """Queue the completions of a request; returns its serial number and the future answer.
+
+        Raises:
+            Conflict: a request with this id is open.
+        """
+        if self.chosen([request.request_id]):
+            raise Conflict(f"request id '{request.request_id}' is in use")
+        serial = next(self._serials)
+        seed = request.sampling.seed
+        base = secrets.randbits(62) if seed is None else seed
+        answer: asyncio.Future[GenResult] = asyncio.get_running_loop().create_future()
+        self._open[serial] = _Request(request.request_id, answer, [None] * request.n)
+        prompt_ids = tuple(request.prompt_ids)
+        self._queue.extend(
+            Completion(serial, i, prompt_ids, request.sampling, stop_ids, base + i) for i in range(request.n)
+        )
+        return serial, answer
+
+    def take(self, room: int, *, only_started: bool) -> list[Completion]:
+        """Up to ``room`` completions for the batch, first come first served."""
+        if only_started:
+            chosen = [c for c in self._queue if self._open[c.request].started][:room]
+            for completion in chosen:
+                self._queue.remove(completion)
+        else:
+            chosen = [self._queue.popleft() for _ in range(min(room, len(self._queue)))]
+        for completion in chosen:
+            self._open[completion.request].started = True
+        return chosen
+
+    def finish(self, ended: Iterable[Finished]) -> None:
+        """Book finished completions; the last one of a request answers it."""
+        for item in ended:
+            request = self._open.get(item.completion.request)
+            if request is None:
+                continue
+            request.samples[item.completion.index] = item.sample
+            samples = [sample for sample in request.samples if sample is not None]
+            if len(samples) == len(request.samples):
+                del self._open[item.completion.request]
+                if not request.answer.done():
+                    request.answer.set_result(GenResult(request_id=request.request_id, samples=samples))
+
+    def unqueue(self, requests: Collection[int]) -> None:
+        """End the waiting completions of these requests, without a token."""
+        waiting = [c for c in self._queue if c.request in requests]
+        self._queue = deque(c for c in self._queue if c.request not in requests)
+        self.finish(finished(completion, [], [], "abort") for completion in waiting)
+
+    def forget(self, request: int) -> None:
+        """Drop a request that nobody waits for; what of it is in the batch must be evicted."""
+        self._open.pop(request, None)
+        self._queue = deque(c for c in self._queue if c.request != request)
+
+    def fail(self, error: Callable[[], Exception]) -> None:
+        """Fail every open request."""
+        for request in self._open.values():
+            if not request.answer.done():
+                request.answer.set_exception(error())
+        self._open.clear()
+        self._queue.clear()

@@ -1,0 +1,162 @@
+"""State of the running completions as tensors: one dense row each, so that a step has no loop over rows.
+
+Shape legend: R = rows, C = token capacity of a row, K = stop tokens of a row (padded with -1).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.services.rollout.engines.completion import Completion, Finish, Finished, finished
+from penstock.services.rollout.engines.sampling import Draws, stream_of
+
+__all__ = ["Rows"]
+
+
+class Rows:
+    """Rows 0..count of static tensors. Removing a row moves the last ones into the holes."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self.completions: list[Completion] = []
+        self._device = device
+        self._features: Counter[str] = Counter()
+        self._ints = torch.zeros((7, capacity), dtype=torch.long, device=device)
+        self._floats = torch.zeros((2, capacity), device=device)
+        self.length_R, self._prompt_R, self._limit_R, self._minimum_R, self._stream_R, self._top_k_R, self._greedy_R = (
+            self._ints
+        )
+        self._temperature_R, self._top_p_R = self._floats
+        self._stops_RK = torch.full((capacity, 1), -1, dtype=torch.long, device=device)
+        self.tokens_RC = torch.zeros((capacity, 0), dtype=torch.long, device=device)
+        self._logprobs_RC = torch.zeros((capacity, 0), device=device)
+
+    @property
+    def count(self) -> int:
+        """Rows in use."""
+        return len(self.completions)
+
+    def reserve(self, length: int) -> None:
+        """Make room for ``length`` tokens in each row."""
+        extra = length - self.tokens_RC.shape[1]
+        if extra > 0:
+            extra += length // 2
+            self.tokens_RC = torch.nn.functional.pad(self.tokens_RC, (0, extra))
+            self._logprobs_RC = torch.nn.functional.pad(self._logprobs_RC, (0, extra))
+
+    def add(self, completions: Sequence[Completion], version: int) -> None:
+        """Append completions that have no output yet."""
+        start, stop = self.count, self.count + len(completions)
+        ints, floats, stops = [], [], []
+        width = max(self._stops_RK.shape[1], *(len(c.stop_ids) for c in completions))
+        self._stops_RK = torch.nn.functional.pad(self._stops_RK, (0, width - self._stops_RK.shape[1]), value=-1)
+        for c in completions:
+            c.adopt(version, 0)
+            s, prompt = c.sampling, len(c.prompt_ids)
+            limits = prompt + s.max_new_tokens, prompt + s.min_new_tokens
+            ints.append((prompt, prompt, *limits, stream_of(c.seed), s.top_k, int(s.temperature == 0)))
+            floats.append((s.temperature or 1.0, s.top_p))
+            stops.append((*c.stop_ids, *[-1] * (width - len(c.stop_ids))))
+            self._features.update(_features(c))
+        self._ints[:, start:stop] = torch.tensor(ints, device=self._device).T
+        self._floats[:, start:stop] = torch.tensor(floats, device=self._device).T
+        self._stops_RK[start:stop] = torch.tensor(stops, device=self._device)
+        for row, c in enumerate(completions, start):
+            self.tokens_RC[row, : len(c.prompt_ids)] = torch.tensor(c.prompt_ids, device=self._device)
+        self.completions += completions
+
+    def draws(self, start: int, stop: int) -> Draws:
+        """How rows [start, stop) are sampled next."""
+        rows, has, count = slice(start, stop), self._features, self.count
+        length_R = self.length_R[rows]
+        forbidden = None
+        if has["minimum"]:
+            forbidden = torch.where((length_R < self._minimum_R[rows])[:, None], self._stops_RK[rows], -1)
+        return Draws(
+            stream_R=self._stream_R[rows],
+            index_R=length_R - self._prompt_R[rows],
+            temperature_R1=self._temperature_R[rows, None] if has["temperature"] else None,
+            greedy_R=self._greedy_R[rows] > 0 if has["greedy"] else None,
+            all_greedy=has["greedy"] == count,
+            top_p_R=self._top_p_R[rows] if has["top_p"] else None,
+            top_k_R=self._top_k_R[rows] if has["top_k"] else None,
+            forbidden_RK=forbidden,
+        )
+
+    def append(self, start: int, token_R: Tensor, logprob_R: Tensor) -> Tensor:
+        """Add one token to each row from ``start`` on; returns codes: 0 goes on, 1 stop token, 2 length."""
+        rows = slice(start, start + len(token_R))
+        length_R = self.length_R[rows]
+        self.tokens_RC[rows].scatter_(1, length_R[:, None], token_R[:, None])
+        self._logprobs_RC[rows].scatter_(1, length_R[:, None], logprob_R[:, None])
+        length_R += 1
+        ended_R = (length_R >= self._limit_R[rows]) * 2
+        stopped_R = (token_R[:, None] == self._stops_RK[rows]).any(-1) & (length_R >= self._minimum_R[rows])
+        return torch.where(stopped_R, 1, ended_R)
+
+    def watched(self) -> list[tuple[int, Completion, int]]:
+        """(row, completion, output tokens) of the rows that may end by a stop string now."""
+        if not self._features["stop_strings"]:
+            return []
+        outputs = self.num_outputs()
+        return [
+            (row, c, n)
+            for row, (c, n) in enumerate(zip(self.completions, outputs, strict=True))
+            if c.sampling.stop_strings and n >= max(1, c.sampling.min_new_tokens)
+        ]
+
+    def num_outputs(self) -> list[int]:
+        """Output tokens of each row."""
+        return list((self.length_R - self._prompt_R)[: self.count].tolist())
+
+    def sequence(self, row: int) -> Sequence[int]:
+        """Prompt and output tokens of a row."""
+        prompt_ids, length = self.completions[row].prompt_ids, int(self.length_R[row])
+        return prompt_ids if length == len(prompt_ids) else self.tokens_RC[row, :length].tolist()
+
+    def tail(self, row: int, num: int) -> list[int]:
+        """The last ``num`` tokens of a row."""
+        length = int(self.length_R[row])
+        return list(self.tokens_RC[row, length - num : length].tolist())
+
+    def take(self, row: int, finish: Finish) -> Finished:
+        """What a row produced. The row stays until ``drop``."""
+        completion = self.completions[row]
+        output = slice(len(completion.prompt_ids), int(self.length_R[row]))
+        tokens, logprobs = self.tokens_RC[row, output].tolist(), self._logprobs_RC[row, output].tolist()
+        return finished(completion, tokens, logprobs, finish)
+
+    def drop(self, rows: Sequence[int]) -> tuple[Tensor, Tensor] | None:
+        """Remove rows; returns (sources, targets) of the rows that moved, for the cache to follow."""
+        gone, left = set(rows), self.count - len(rows)
+        targets = [row for row in rows if row < left]
+        sources = [row for row in range(left, self.count) if row not in gone]
+        for row in rows:
+            self._features.subtract(_features(self.completions[row]))
+        for source, target in zip(sources, targets, strict=True):
+            self.completions[target] = self.completions[source]
+        del self.completions[left:]
+        if not sources:
+            return None
+        source_M, target_M = (torch.tensor(moved, device=self._device) for moved in (sources, targets))
+        self._ints[:, target_M] = self._ints[:, source_M]
+        self._floats[:, target_M] = self._floats[:, source_M]
+        for tensor in (self._stops_RK, self.tokens_RC, self._logprobs_RC):
+            tensor[target_M] = tensor[source_M]
+        return source_M, target_M
+
+
+def _features(completion: Completion) -> list[str]:
+    s = completion.sampling
+    wanted = {
+        "temperature": s.temperature not in (0.0, 1.0),
+        "greedy": s.temperature == 0,
+        "top_p": s.top_p < 1,
+        "top_k": s.top_k > 0,
+        "minimum": s.min_new_tokens > 0,
+        "stop_strings": bool(s.stop_strings),
+    }
+    return [name for name, present in wanted.items() if present]

@@ -1,0 +1,131 @@
+"""From a prompt and an engine's completions to a group. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.shared.config.job import JobConfig, SamplingConfig
+from penstock.shared.data.prompts import Prompt
+from penstock.shared.protocol.generation import Sample, Sampling
+from penstock.shared.protocol.ids import Draw, derive_seed, new_attempt
+from penstock.shared.protocol.messages import ScoreReply, Ticket
+from penstock.shared.protocol.trajectory import FINISH_REASONS, Group
+
+__all__ = ["build_group", "completion_texts", "sampling_for", "skipped_group", "with_scores"]
+
+
+def sampling_for(config: JobConfig, ticket: Ticket) -> tuple[Sampling, int]:
+    """Sampling parameters and number of completions of a ticket."""
+    if ticket.purpose == "train":
+        return _sampling(config.sampling, derive_seed(config.seed, "draw", ticket.draw.ordinal, ticket.draw.n)), (
+            config.algorithm.group_size
+        )
+    chosen = config.evaluation.sampling or config.sampling
+    seed = derive_seed(config.seed, ticket.purpose, ticket.draw.ordinal)
+    if ticket.purpose == "eval_greedy":
+        return _sampling(chosen.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0}), seed), 1
+    return _sampling(chosen, seed), config.evaluation.samples
+
+
+def _sampling(config: SamplingConfig, seed: int) -> Sampling:
+    return Sampling(
+        max_new_tokens=config.max_new_tokens,
+        min_new_tokens=config.min_new_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        stop_token_ids=tuple(config.stop_token_ids),
+        stop_strings=tuple(config.stop),
+        seed=seed,
+    )
+
+
+def completion_texts(
+    samples: Sequence[Sample], decode: Callable[[list[int]], str], *, stop_tokens: frozenset[int], stop: Sequence[str]
+) -> list[str]:
+    """What the scorers see: the completion without its final stop token and without a stop string at its end."""
+    texts = []
+    for sample in samples:
+        ids = sample.token_ids
+        if sample.finish == "stop" and ids and ids[-1] in stop_tokens:
+            ids = ids[:-1]
+        text = decode(ids)
+        for suffix in stop:
+            cut = text.find(suffix)
+            if cut >= 0:
+                text = text[:cut]
+        texts.append(text)
+    return texts
+
+
+def build_group(
+    *,
+    job: str,
+    draw: Draw,
+    epoch: int,
+    worker: str,
+    prompt: Prompt,
+    samples: Sequence[Sample],
+    texts: Sequence[str],
+    seconds: float,
+) -> Group:
+    """An unscored group. An aborted completion is a failed trajectory: it is counted and never trained."""
+    lengths = [len(sample.token_ids) for sample in samples]
+    cu_seqlens = np.zeros(len(samples) + 1, np.int32)
+    np.cumsum(lengths, out=cu_seqlens[1:])
+    spans = [[i, span.version, span.start, span.end] for i, sample in enumerate(samples) for span in sample.spans]
+    finish = [FINISH_REASONS.index(sample.finish) for sample in samples]
+    return Group(
+        job=job,
+        draw=draw,
+        attempt=new_attempt(),
+        epoch=epoch,
+        prompt_ids=np.asarray(prompt.token_ids, np.int32),
+        token_ids=np.asarray([token for sample in samples for token in sample.token_ids], np.int32),
+        cu_seqlens=cu_seqlens,
+        logprobs=np.asarray([value for sample in samples for value in sample.logprobs], np.float32),
+        mask=np.ones(int(cu_seqlens[-1]), np.uint8),
+        rewards=np.zeros(len(samples), np.float32),
+        failed=np.asarray([sample.finish == "abort" or not sample.token_ids for sample in samples], np.bool_),
+        finish=np.asarray(finish, np.uint8),
+        spans=np.asarray(spans, np.int32).reshape(-1, 4),
+        meta={
+            "prompt": prompt.text,
+            "completions": list(texts),
+            "answer": prompt.answer,
+            "row": plain(prompt.row),
+            "worker": worker,
+            "seconds": seconds,
+        },
+    )
+
+
+def plain(row: dict[str, Any]) -> dict[str, Any]:
+    """The row's fields that a message can carry."""
+    return {str(k): v for k, v in row.items() if isinstance(v, str | int | float | bool | list | dict | None)}
+
+
+def skipped_group(*, job: str, draw: Draw, epoch: int, worker: str, reason: str, prompt: Prompt) -> Group:
+    """A group without trajectories: the prompt cannot be used, the draw ends as dropped(reason)."""
+    empty = np.zeros(0, np.int32)
+    return Group(
+        job=job, draw=draw, attempt=new_attempt(), epoch=epoch, prompt_ids=empty, token_ids=empty,
+        cu_seqlens=np.zeros(1, np.int32), logprobs=np.zeros(0, np.float32), mask=np.zeros(0, np.uint8),
+        rewards=np.zeros(0, np.float32), failed=np.zeros(0, np.bool_), finish=np.zeros(0, np.uint8),
+        spans=np.zeros((0, 4), np.int32), meta={"skipped": reason, "worker": worker, "prompt": prompt.text[:200]},
+    )  # fmt: skip
+
+
+def with_scores(group: Group, reply: ScoreReply) -> Group:
+    """The group with its rewards; failed scores make failed trajectories."""
+    scored = group.scored(
+        np.asarray(reply.rewards, np.float32),
+        np.asarray(reply.failed, np.bool_),
+        {name: np.asarray(values, np.float32) for name, values in reply.parts.items()},
+    )
+    if reply.errors:
+        scored.meta["error"] = reply.errors[0]
+    return scored

@@ -1,0 +1,105 @@
+"""Keeps one engine on the newest published policy: stage while it serves, commit at a token boundary."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from penstock.services.rollout.engines import Engine
+from penstock.shared.config.service import ServiceSettings
+from penstock.shared.errors import DeadlineError, Unavailable, WeightsError
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import unpack
+from penstock.shared.protocol.weights import WeightManifest
+from penstock.shared.transport.bus import Bus
+from penstock.shared.weights import Staged, open_receiver
+
+__all__ = ["PolicyFollower"]
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.5
+
+
+class PolicyFollower:
+    """Watches the job's manifest and brings each new version into the engine."""
+
+    def __init__(self, bus: Bus, settings: ServiceSettings, job: str, engine: Engine) -> None:
+        self._bus, self._settings, self._job, self._engine = bus, settings, job, engine
+        self._receiver = open_receiver(settings)
+        self._serving: Staged | None = None
+        self._changed = asyncio.Condition()
+        self.version = -1
+        self.digest = ""
+        self.epoch = -1
+        self.pause_s = 0.0
+        self.stage_s = 0.0
+
+    async def run(self) -> None:
+        """Follow manifests until cancelled. A version that cannot be staged is tried again; the old one serves on."""
+        try:
+            async for entry in self._bus.kv(subjects.MANIFESTS).watch(self._job):
+                if entry.value is None:
+                    continue
+                manifest, _ = unpack(entry.value, WeightManifest)
+                while not self._outdated(manifest) and not await self._adopt(manifest):
+                    await asyncio.sleep(RETRY_S)
+                    manifest = await self._newest() or manifest
+        finally:
+            if self._serving is not None:
+                await self._engine.close()
+                self._serving.release()
+
+    def _outdated(self, manifest: WeightManifest) -> bool:
+        return manifest.epoch < self.epoch or (manifest.version, manifest.digest) == (self.version, self.digest)
+
+    async def _newest(self) -> WeightManifest | None:
+        try:
+            entry = await self._bus.kv(subjects.MANIFESTS).get(self._job)
+        except Unavailable:
+            return None
+        return unpack(entry.value, WeightManifest)[0] if entry is not None and entry.value is not None else None
+
+    async def _adopt(self, manifest: WeightManifest) -> bool:
+        """Bring a version into the engine; False when it could not be staged or committed."""
+        clock = asyncio.get_running_loop().time
+        try:
+            start = clock()
+            staged = await asyncio.to_thread(self._receiver.stage, manifest)
+            self.stage_s = clock() - start
+        except WeightsError as error:
+            logger.warning("version %d not staged: %s", manifest.version, error)
+            return False
+        committed = False
+        try:
+            await self._engine.begin_update(
+                version=manifest.version, digest=manifest.digest, mode="swap", guard=staged.intact
+            )
+            await self._engine.load_chunk(staged.tensors())
+            self.pause_s = await self._engine.commit_update()
+            committed = True
+        except WeightsError as error:
+            logger.warning("version %d not committed: %s", manifest.version, error)
+            return False
+        finally:
+            if not committed:  # also when this worker is being stopped
+                await self._engine.abort_update()
+                staged.release()
+        before, self._serving = self._serving, staged
+        if before is not None:
+            before.release()
+        async with self._changed:
+            self.version, self.digest, self.epoch = manifest.version, manifest.digest, manifest.epoch
+            self._changed.notify_all()
+        return True
+
+    async def reach(self, wanted: Callable[[int], bool], *, deadline_s: float, what: str) -> None:
+        """Wait until the engine's version is ``wanted``. Raises DeadlineError naming ``what``."""
+        if wanted(self.version):
+            return
+        try:
+            async with asyncio.timeout(max(0.0, deadline_s)), self._changed:
+                await self._changed.wait_for(lambda: wanted(self.version))
+        except TimeoutError:
+            raise DeadlineError(f"waited {deadline_s:.1f} s for {what}; the engine serves {self.version}") from None

@@ -1,0 +1,59 @@
+"""Publishes finished groups: whatever is ready at the same moment goes out in one durable write."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from penstock.shared.errors import Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.trajectory import Group, encode_group, group_headers
+from penstock.shared.transport.bus import Bus, Outgoing
+
+__all__ = ["GroupPublisher"]
+
+logger = logging.getLogger(__name__)
+
+MAX_AT_ONCE = 64
+RETRY_S = 0.2
+
+
+class GroupPublisher:
+    """Coalesces groups; a stream that is full or away is waited for, and ``blocked`` says so."""
+
+    def __init__(self, bus: Bus, job: str) -> None:
+        self._bus, self._job = bus, job
+        self._queue: asyncio.Queue[tuple[Outgoing, asyncio.Future[None]]] = asyncio.Queue(maxsize=1024)
+        self.blocked = ""
+
+    async def publish(self, group: Group, *, raw: bool = False) -> None:
+        """Returns once the group is durable."""
+        data, header = encode_group(group)
+        subject = subjects.raw(self._job) if raw else subjects.experience(self._job)
+        outgoing = Outgoing(subject, data, group_headers(header), f"{self._job}:{group.draw}:{group.attempt}:{raw}")
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        await self._queue.put((outgoing, done))
+        await done
+
+    async def run(self) -> None:
+        """Send until cancelled."""
+        while True:
+            batch = [await self._queue.get()]
+            while not self._queue.empty() and len(batch) < MAX_AT_ONCE:
+                batch.append(self._queue.get_nowait())
+            await self._send([outgoing for outgoing, _ in batch])
+            for _, done in batch:
+                if not done.done():
+                    done.set_result(None)
+
+    async def _send(self, messages: list[Outgoing]) -> None:
+        while True:
+            try:
+                await self._bus.publish_many(messages, deadline_s=5, allow_large=True)
+            except Unavailable as error:
+                self.blocked = str(error)
+                logger.warning("groups of %s wait: %s", self._job, error)
+                await asyncio.sleep(RETRY_S)
+            else:
+                self.blocked = ""
+                return

@@ -1,0 +1,56 @@
+"""The rollout process: a session for every job that runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import torch
+
+from penstock.services.rollout.session import RolloutSession
+from penstock.shared.config.job import JobConfig
+from penstock.shared.config.service import ServiceSettings
+from penstock.shared.runtime.jobs import watch_jobs
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["RolloutService"]
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutService:
+    """Opens and closes sessions as jobs come and go."""
+
+    name = "rollout"
+
+    def __init__(self, bus: Bus, settings: ServiceSettings) -> None:
+        self.bus, self.settings = bus, settings
+        self.sessions: dict[str, RolloutSession] = {}
+        self.ready = False
+
+    async def run(self) -> None:
+        """Serve until drained or cancelled."""
+        self.ready = True
+        await watch_jobs(self.bus, self._run_session)
+
+    async def _run_session(self, job: str, config: JobConfig) -> None:
+        torch.set_num_threads(config.placement.rollout_threads)
+        session = RolloutSession(self.bus, self.settings, job, config)
+        self.sessions[job] = session
+        try:
+            await session.run()
+        finally:
+            self.sessions.pop(job, None)
+
+    async def drain(self) -> None:
+        """Finish the tickets in hand, take no new ones."""
+        self.ready = False
+        for session in self.sessions.values():
+            session.drain()
+        while any(session.status()["holds"] for session in self.sessions.values()):
+            await asyncio.sleep(0.05)
+
+    def status(self) -> dict[str, dict[str, Any]]:
+        """Per job."""
+        return {job: session.status() for job, session in self.sessions.items()}

@@ -1,0 +1,255 @@
+"""One job on one rollout worker: engine, policy, prompts, and the tickets in hand."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from penstock.services.rollout.engines import Engine, open_engine
+from penstock.services.rollout.episode import build_group, completion_texts, sampling_for, skipped_group, with_scores
+from penstock.services.rollout.policy import PolicyFollower
+from penstock.services.rollout.publisher import GroupPublisher
+from penstock.shared.config.job import JobConfig
+from penstock.shared.config.service import ServiceSettings
+from penstock.shared.data.prompts import Prompt, PromptSource
+from penstock.shared.errors import DeadlineError, ProtocolError, Unavailable
+from penstock.shared.models.loading import build_tokenizer, resolve_device
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.generation import GenRequest, GenResult
+from penstock.shared.protocol.ids import new_attempt
+from penstock.shared.protocol.messages import EvalResult, ScoreReply, ScoreRequest, Ticket
+from penstock.shared.protocol.trajectory import Group
+from penstock.shared.transport.bus import Bus, Delivery
+
+__all__ = ["RolloutSession"]
+
+logger = logging.getLogger(__name__)
+
+ACK_WAIT_S = 5.0
+"""A ticket whose holder gives no sign for this long goes to another worker."""
+MAX_DELIVER = 5
+ASK_DEADLINE_S = 5.0
+"""A request is repeated under the same id after this long: its server may be gone, or just slow."""
+FETCH_WAIT_S = 1.0
+RETRY_S = 0.2
+
+
+class RolloutSession:
+    """Takes tickets of a job while there is room in the engine."""
+
+    def __init__(self, bus: Bus, settings: ServiceSettings, job: str, config: JobConfig) -> None:
+        self._bus, self._settings, self.job, self.config = bus, settings, job, config
+        self._publisher = GroupPublisher(bus, job)
+        self._waits: dict[str, tuple[float, str, str]] = {}
+        self._holds: dict[str, float] = {}
+        self._engine: Engine | None = None
+        self._policy: PolicyFollower | None = None
+        self._draining = False
+        self.groups = 0
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Work until cancelled, or until ``drain`` and the last ticket in hand is done."""
+        await asyncio.to_thread(self._load)
+        assert self._engine is not None
+        await self._engine.start()
+        self._policy = PolicyFollower(self._bus, self._settings, self.job, self._engine)
+        slots = asyncio.Semaphore(max(1, self.config.placement.max_running // self.config.algorithm.group_size))
+        async with asyncio.TaskGroup() as tasks:
+            background = [tasks.create_task(self._policy.run()), tasks.create_task(self._publisher.run())]
+            self._wait("policy", "the first policy version", subjects.MANIFESTS)
+            await self._policy.reach(lambda version: version >= 0, deadline_s=86400, what="the first policy version")
+            self._done("policy")
+            async with asyncio.TaskGroup() as working:
+                await self._take_tickets(working, slots)
+            for task in background:
+                task.cancel()
+
+    def _load(self) -> None:
+        self._tokenizer = build_tokenizer(self.config.model)
+        self._source = PromptSource(self.config.data, self._tokenizer, self.config.seed)
+        self._engine = open_engine(
+            self.config.model, self._tokenizer, max_running=self.config.placement.max_running, seed=self.config.seed,
+            device=resolve_device(self.config.placement.device),
+        )  # fmt: skip
+        self._stop_tokens = frozenset(self._engine.stop_ids) | frozenset(self.config.sampling.stop_token_ids)
+
+    async def _take_tickets(self, working: asyncio.TaskGroup, slots: asyncio.Semaphore) -> None:
+        puller = await self._bus.pull(
+            subjects.TICKETS, subjects.tickets(self.job), f"rollout-{self.job}",
+            ack_wait_s=ACK_WAIT_S, max_deliver=MAX_DELIVER, max_ack_pending=4096,
+        )  # fmt: skip
+        try:
+            while not self._draining:
+                await slots.acquire()
+                room = 1
+                while not slots.locked():
+                    await slots.acquire()
+                    room += 1
+                deliveries = await puller.fetch(room, FETCH_WAIT_S)
+                for _ in range(room - len(deliveries)):
+                    slots.release()
+                for delivery in deliveries:
+                    task = working.create_task(self._work(delivery))
+                    task.add_done_callback(lambda _: slots.release())
+        finally:
+            await puller.close()
+
+    def drain(self) -> None:
+        """Take no more tickets."""
+        self._draining = True
+
+    # -- one ticket --------------------------------------------------------------------------------------------------
+
+    async def _work(self, delivery: Delivery) -> None:
+        try:
+            ticket, _ = unpack(delivery.data, Ticket)
+        except ProtocolError as error:
+            logger.error("ticket %d is unreadable: %s", delivery.seq, error)
+            await delivery.term()
+            return
+        key = f"{ticket.purpose}:{ticket.draw}"
+        if key in self._holds:  # redelivered while in hand (a stalled process): the first delivery's ack counts
+            return
+        self._holds[key] = time.time()
+        keeper = asyncio.create_task(self._keep(delivery, ticket))
+        try:
+            async with asyncio.timeout(max(0.0, ticket.deadline - time.time())):
+                if ticket.purpose == "train":
+                    await self._answer(ticket, key)
+                else:
+                    await self._evaluate(ticket, key)
+        except (TimeoutError, DeadlineError):
+            logger.info("ticket %s is past its deadline", key)
+        finally:
+            keeper.cancel()
+            self._holds.pop(key, None)
+            self._done(key)
+        await delivery.ack()
+
+    async def _keep(self, delivery: Delivery, ticket: Ticket) -> None:
+        """Extend the lease while the engine makes progress or the ticket waits its turn, never past its deadline."""
+        assert self._engine is not None
+        before = -1
+        while time.time() < ticket.deadline:
+            await asyncio.sleep(ACK_WAIT_S / 4)
+            tokens = self._engine.generated_tokens
+            if tokens != before or self._engine.running == 0 or self._waits:
+                await delivery.in_progress()
+            before = tokens
+
+    async def _answer(self, ticket: Ticket, key: str) -> None:
+        prompt = self._source.train(ticket.draw.ordinal)
+        if prompt.too_long:
+            group = skipped_group(
+                job=self.job, draw=ticket.draw, epoch=ticket.epoch, worker=self._settings.worker_id,
+                reason="prompt_too_long", prompt=prompt,
+            )  # fmt: skip
+            await self._publisher.publish(group)
+            return
+        group = await self._generate(ticket, prompt, key, wanted=lambda version: version >= ticket.min_version)
+        if not self.config.reward.slow:
+            group = with_scores(group, await self._score(group, key))
+        await self._publisher.publish(group, raw=self.config.reward.slow)
+        self.groups += 1
+
+    async def _evaluate(self, ticket: Ticket, key: str) -> None:
+        prompt = self._source.eval(ticket.draw.ordinal)
+        if prompt.too_long:
+            rewards, failed = [0.0], [True]
+        else:
+            group = await self._generate(ticket, prompt, key, wanted=lambda version: version == ticket.version)
+            reply = await self._score(group, key)
+            rewards, failed = reply.rewards, (group.failed | reply.failed).tolist()
+        result = EvalResult(
+            version=ticket.version or 0,
+            ordinal=ticket.draw.ordinal,
+            purpose=ticket.purpose,
+            rewards=rewards,
+            failed=failed,
+        )
+        data = pack(result, job=self.job, id=key, epoch=ticket.epoch)
+        await self._ask(subjects.evaluation(self.job), data, key, "the coordinator to take an evaluation result")
+
+    async def _generate(self, ticket: Ticket, prompt: Prompt, key: str, *, wanted: Any) -> Group:
+        assert self._engine is not None
+        assert self._policy is not None
+        if not wanted(self._policy.version):
+            self._wait(key, f"policy version {ticket.min_version} (serving {self._policy.version})", subjects.MANIFESTS)
+            await self._policy.reach(
+                wanted, deadline_s=ticket.deadline - time.time(), what=f"version {ticket.min_version}"
+            )
+            self._done(key)
+        sampling, n = sampling_for(self.config, ticket)
+        start = time.perf_counter()
+        request = GenRequest(request_id=f"{key}@{new_attempt()}", prompt_ids=prompt.token_ids, sampling=sampling, n=n)
+        result: GenResult = await self._engine.generate(request)
+        texts = completion_texts(
+            result.samples, self._decode, stop_tokens=self._stop_tokens, stop=sampling.stop_strings
+        )
+        return build_group(
+            job=self.job, draw=ticket.draw, epoch=ticket.epoch, worker=self._settings.worker_id, prompt=prompt,
+            samples=result.samples, texts=texts, seconds=time.perf_counter() - start,
+        )  # fmt: skip
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    async def _score(self, group: Group, key: str) -> ScoreReply:
+        meta = group.meta
+        request = ScoreRequest(
+            prompt=meta["prompt"], completions=meta["completions"], answer=meta["answer"], row=meta["row"]
+        )
+        data = await self._ask(
+            subjects.score(self.job), pack(request, job=self.job, id=group.attempt), key, "a reward worker"
+        )
+        reply, _ = unpack(data, ScoreReply)
+        if len(reply.rewards) != group.num_trajectories:
+            raise ProtocolError(f"{len(reply.rewards)} rewards for {group.num_trajectories} completions")
+        return reply
+
+    async def _ask(self, subject: str, data: bytes, key: str, what: str) -> bytes:
+        """Request/reply, again until somebody answers; the ticket's deadline bounds it."""
+        while True:
+            try:
+                reply = await self._bus.request(subject, data, deadline_s=ASK_DEADLINE_S)
+            except Unavailable:
+                self._wait(key, what, subject)
+                await asyncio.sleep(RETRY_S)
+            else:
+                self._done(key)
+                return reply
+
+    # -- what others see ---------------------------------------------------------------------------------------------
+
+    def _wait(self, key: str, what: str, subject: str) -> None:
+        self._waits.setdefault(key, (time.time(), what, subject))
+
+    def _done(self, key: str) -> None:
+        self._waits.pop(key, None)
+
+    def status(self) -> dict[str, Any]:
+        """This worker's entry for the job, for its heartbeat."""
+        engine, policy = self._engine, self._policy
+        row: dict[str, Any] = {
+            "version": policy.version if policy else -1,
+            "running": engine.running if engine else 0,
+            "generated_tokens": engine.generated_tokens if engine else 0,
+            "groups": self.groups,
+            "holds": [key.split(":", 1)[1] for key in list(self._holds)[:64]],
+            "pause_s": policy.pause_s if policy else 0.0,
+        }
+        if self._publisher.blocked:
+            row |= {
+                "waiting_for": self._publisher.blocked,
+                "since": time.time(),
+                "subject": subjects.experience(self.job),
+            }
+        elif self._waits:
+            since, what, subject = min(self._waits.values())
+            row |= {"waiting_for": what, "since": since, "subject": subject}
+        return row

@@ -1,0 +1,1 @@
+"""The trainer: takes sealed batches, makes policy updates, publishes weights, keeps checkpoints."""

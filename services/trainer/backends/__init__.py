@@ -1,0 +1,1 @@
+"""Where the model lives and how it is differentiated: one file per backend, behind one protocol."""

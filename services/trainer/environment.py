@@ -1,0 +1,36 @@
+"""What a bit-identical replay depends on besides the checkpoint and the batches."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+import transformers
+
+__all__ = ["describe_environment", "environment_differences"]
+
+
+def describe_environment(*, dtype: str, device: str) -> dict[str, str]:
+    """Pins of this process: library versions, CPU class and thread count; on a GPU also the device."""
+    pins = {
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+        "machine": platform.machine(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+        "dtype": dtype,
+        "device": device,
+    }
+    if torch.device(device).type == "cuda":
+        pins["gpu"] = torch.cuda.get_device_name(device)
+    return pins
+
+
+def environment_differences(saved: dict[str, str], current: dict[str, str]) -> list[str]:
+    """One line for each pin that differs; empty means that a replay must give the same bits."""
+    keys = sorted(saved.keys() | current.keys())
+    return [
+        f"{key}: checkpoint '{saved.get(key, '')}', here '{current.get(key, '')}'"
+        for key in keys
+        if saved.get(key) != current.get(key)
+    ]

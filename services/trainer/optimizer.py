@@ -1,0 +1,122 @@
+"""AdamW over named parameters: decay groups, gradient clipping, float32 masters, and a flat named state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from penstock.shared.config.job import OptimizerConfig
+from penstock.shared.errors import CheckpointError
+
+__all__ = ["Optimizer", "check_fits", "copy_into", "decayed_names"]
+
+
+def decayed_names(model: nn.Module) -> frozenset[str]:
+    """Parameters that are decayed: matrices, but not embeddings (nor a head tied to one), norms or biases."""
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    return frozenset(n for n, p in model.named_parameters() if p.ndim >= 2 and id(p) not in embeddings)
+
+
+class Optimizer:
+    """AdamW (arXiv 1711.05101) whose gradients always exist: an update without signal still ages the moments.
+
+    Parameters narrower than float32 get float32 masters: gradients of microbatches are summed there, the step is made
+    there, and the parameter is its rounded copy. Otherwise small steps would be lost to rounding.
+    """
+
+    def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
+        self._params = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._max_grad_norm = config.max_grad_norm
+        narrow = {n: p for n, p in self._params.items() if p.dtype != torch.float32}
+        self._masters = {n: nn.Parameter(p.detach().float()) for n, p in narrow.items()}
+        self._trained: dict[str, Tensor] = {**self._params, **self._masters}
+        for param in self._trained.values():
+            param.grad = torch.zeros_like(param)
+        decayed = decayed_names(model)
+        groups = [
+            {"params": [p for n, p in self._trained.items() if n in decayed], "weight_decay": config.weight_decay},
+            {"params": [p for n, p in self._trained.items() if n not in decayed], "weight_decay": 0.0},
+        ]
+        self._adam = torch.optim.AdamW(
+            [g for g in groups if g["params"]], lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True
+        )
+        for param in self._trained.values():  # made now, so that state and load_state need no first step
+            self._adam.state[param] = {
+                "step": torch.zeros((), dtype=torch.float32, device=param.device),
+                "exp_avg": torch.zeros_like(param),
+                "exp_avg_sq": torch.zeros_like(param),
+            }
+
+    def collect(self) -> None:
+        """Move the gradients of narrow parameters into their masters; call after each backward."""
+        for name, master in self._masters.items():
+            grad = self._params[name].grad
+            if grad is not None:
+                assert master.grad is not None
+                master.grad.add_(grad)
+                self._params[name].grad = None
+
+    def step(self, learning_rate: float) -> float:
+        """Clip, step and zero the gradients.
+
+        Returns:
+            The global gradient norm before clipping. If it is not finite, no parameter and no moment was changed.
+        """
+        trained = list(self._trained.values())
+        norm = float(torch.nn.utils.clip_grad_norm_(trained, self._max_grad_norm))
+        if math.isfinite(norm):
+            for group in self._adam.param_groups:
+                group["lr"] = learning_rate
+            self._adam.step()
+            with torch.no_grad():
+                for name, master in self._masters.items():
+                    self._params[name].copy_(master)
+        for param in trained:
+            assert param.grad is not None
+            param.grad.zero_()
+        return norm
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of all moments (and masters), by ``<kind>.<parameter name>``."""
+        return {key: value.detach().to("cpu", copy=True) for key, value in self.tensors().items()}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Inverse of ``state``.
+
+        Raises:
+            CheckpointError: a tensor is missing, left over or of another shape.
+        """
+        copy_into(self.tensors(), state, what="optimizer state")
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All state by name, live: to be copied into."""
+        moments = {f"{kind}.{n}": v for n, p in self._trained.items() for kind, v in self._adam.state[p].items()}
+        return moments | {f"master.{name}": master for name, master in self._masters.items()}
+
+
+def copy_into(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], *, what: str) -> None:
+    """Copy each tensor of ``saved`` into the one of the same name.
+
+    Raises:
+        CheckpointError: names, shapes or types differ; nothing has been copied then.
+    """
+    check_fits(own, saved, what=what)
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(saved[name])
+
+
+def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], *, what: str) -> None:
+    """Raise CheckpointError unless both have the same names, shapes and types."""
+    if own.keys() != saved.keys():
+        odd = sorted(own.keys() ^ saved.keys())
+        raise CheckpointError(f"{what} does not fit the model: {len(odd)} names differ, the first is '{odd[0]}'")
+    for name, tensor in own.items():
+        if tensor.shape != saved[name].shape or tensor.dtype != saved[name].dtype:
+            raise CheckpointError(
+                f"{what} does not fit the model: '{name}' is {tuple(saved[name].shape)} {saved[name].dtype}, "
+                f"expected {tuple(tensor.shape)} {tensor.dtype}"
+            )

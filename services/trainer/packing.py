@@ -1,0 +1,253 @@
+"""From the groups of a batch to minibatches and microbatches of packed sequences.
+
+A pure function of the groups in manifest order and the configuration: a replay packs the same tokens at the same
+places. Columnar throughout: work per trajectory is a handful of array operations, never a loop over tokens.
+
+Shape legend: B = trajectories that count (not failed), T = packed tokens, M = scored tokens, S1 = sequences + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.shared.errors import ProtocolError
+from penstock.shared.models.packed import PackedTokens
+from penstock.shared.protocol.trajectory import FINISH_REASONS, Group
+
+__all__ = ["Columns", "Microbatch", "Minibatch", "columns_of", "columns_of_rows", "microbatches", "minibatches"]
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """All trajectories of a batch that did not fail, one row each, and their tokens in two flat arrays.
+
+    Attributes:
+        group_B: number of the group in manifest order.
+        rewards_B: float32.
+        truncated_B: bool, cut off by the token limit.
+        prompt_start_B, prompt_length_B: the prompt inside ``tokens``.
+        start_B, length_B: the completion inside ``logprobs`` and ``mask``; inside ``tokens`` it is ``offset`` later.
+        offset: where completions begin in ``tokens``; prompts come first.
+        tokens: int64, all prompts, then all completions (failed ones included, but no row points at them).
+        logprobs, mask: behaviour log-probs and 1 where the policy chose the token, for completions.
+        scored_B: tokens with mask 1.
+        num_groups: groups of the batch.
+        num_failed: trajectories left out.
+    """
+
+    group_B: Ints
+    rewards_B: NDArray[np.float32]
+    truncated_B: NDArray[np.bool_]
+    prompt_start_B: Ints
+    prompt_length_B: Ints
+    start_B: Ints
+    length_B: Ints
+    offset: int
+    tokens: Ints
+    logprobs: NDArray[np.float32]
+    mask: NDArray[np.bool_]
+    scored_B: Ints
+    num_groups: int
+    num_failed: int
+
+    def counted(self) -> Ints:
+        """Places in ``logprobs`` of all scored tokens."""
+        places = _ranges(self.start_B, self.length_B)
+        return places[self.mask[places]]
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """What one forward and backward sees.
+
+    Attributes:
+        tokens: prompts and completions; the last token of each is left out: nothing follows that it could score.
+        select_M: position whose logits score the token; ``targets_M`` that token.
+        rows_M: row (in the batch's columns) of the trajectory a token belongs to.
+        behaviour_M: behaviour log-probs, float32.
+        lengths_M: scored tokens of the token's trajectory, float32.
+    """
+
+    tokens: PackedTokens
+    select_M: Tensor
+    targets_M: Tensor
+    rows_M: Tensor
+    behaviour_M: Tensor
+    lengths_M: Tensor
+
+    def to(self, device: torch.device) -> Microbatch:
+        """The same microbatch on ``device``."""
+        return Microbatch(
+            self.tokens.to(device),
+            self.select_M.to(device),
+            self.targets_M.to(device),
+            self.rows_M.to(device),
+            self.behaviour_M.to(device),
+            self.lengths_M.to(device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Minibatch:
+    """One optimizer step: its microbatches, and denominators over all its sequences, those skipped included."""
+
+    microbatches: list[Microbatch]
+    num_tokens: int
+    num_sequences: int
+
+
+def columns_of(groups: Sequence[Group]) -> Columns:
+    """Flatten ``groups``.
+
+    Raises:
+        ProtocolError: a group has no prompt token, so that its first completion token has no distribution; or every
+            trajectory failed.
+    """
+    for group in groups:
+        if not len(group.prompt_ids):
+            raise ProtocolError(f"group {group.draw} of job '{group.job}' has an empty prompt: it cannot be scored")
+    sizes = np.array([g.num_trajectories for g in groups], np.int64)
+    prompt_lengths = np.array([len(g.prompt_ids) for g in groups], np.int64)
+    lengths = np.concatenate([np.diff(g.cu_seqlens) for g in groups]).astype(np.int64)
+    mask = np.concatenate([g.mask for g in groups]) != 0
+    starts = _starts(lengths)
+    keep = ~np.concatenate([g.failed for g in groups])
+    if not keep.any():
+        raise ProtocolError(f"all {len(keep)} trajectories of the batch failed: there is nothing to train on")
+    group_B = np.repeat(np.arange(len(groups)), sizes)[keep]
+    scored_before = np.concatenate([[0], np.cumsum(mask)])
+    finish = np.concatenate([g.finish for g in groups])
+    return Columns(
+        group_B=group_B,
+        rewards_B=np.concatenate([g.rewards for g in groups])[keep],
+        truncated_B=(finish == FINISH_REASONS.index("length"))[keep],
+        prompt_start_B=_starts(prompt_lengths)[group_B],
+        prompt_length_B=prompt_lengths[group_B],
+        start_B=starts[keep],
+        length_B=lengths[keep],
+        offset=int(prompt_lengths.sum()),
+        tokens=np.concatenate([*(g.prompt_ids for g in groups), *(g.token_ids for g in groups)]).astype(np.int64),
+        logprobs=np.concatenate([g.logprobs for g in groups]),
+        mask=mask,
+        scored_B=(scored_before[starts + lengths] - scored_before[starts])[keep],
+        num_groups=len(groups),
+        num_failed=int((~keep).sum()),
+    )
+
+
+def columns_of_rows(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Columns:
+    """Columns of supervised rows ``(prompt ids, answer ids)``: each its own group, all tokens scored, no reward.
+
+    Raises:
+        ProtocolError: a prompt is empty.
+    """
+    if not all(len(prompt) for prompt, _ in rows):
+        raise ProtocolError("a supervised row has an empty prompt: its first answer token cannot be scored")
+    prompt_lengths = np.array([len(prompt) for prompt, _ in rows], np.int64)
+    lengths = np.array([len(answer) for _, answer in rows], np.int64)
+    offset, total = int(prompt_lengths.sum()), int(lengths.sum())
+    prompts = [token for prompt, _ in rows for token in prompt]
+    return Columns(
+        group_B=np.arange(len(rows)),
+        rewards_B=np.zeros(len(rows), np.float32),
+        truncated_B=np.zeros(len(rows), np.bool_),
+        prompt_start_B=_starts(prompt_lengths),
+        prompt_length_B=prompt_lengths,
+        start_B=_starts(lengths),
+        length_B=lengths,
+        offset=offset,
+        tokens=np.array(prompts + [token for _, answer in rows for token in answer], np.int64),
+        logprobs=np.zeros(total, np.float32),
+        mask=np.ones(total, np.bool_),
+        scored_B=lengths,
+        num_groups=len(rows),
+        num_failed=0,
+    )
+
+
+def minibatches(columns: Columns, *, number: int, max_tokens: int, skip_B: NDArray[np.bool_]) -> list[Minibatch]:
+    """Cut the batch into ``number`` contiguous runs of whole groups in manifest order, as equal as they can be.
+
+    Rows in ``skip_B`` are not packed, but the denominators count them.
+    """
+    parts = []
+    for groups in np.array_split(np.arange(columns.num_groups), number):
+        rows = np.flatnonzero(np.isin(columns.group_B, groups))
+        parts.append(
+            Minibatch(
+                microbatches=microbatches(columns, rows[~skip_B[rows]], max_tokens),
+                num_tokens=int(columns.scored_B[rows].sum()),
+                num_sequences=int((columns.scored_B[rows] > 0).sum()),
+            )
+        )
+    return parts
+
+
+def microbatches(columns: Columns, rows: Ints, max_tokens: int) -> list[Microbatch]:
+    """Pack ``rows`` into microbatches of at most ``max_tokens``, as few and as equal as next-fit by length finds.
+
+    Sequences of like length come together, because attention works on padded blocks. A sequence longer than
+    ``max_tokens`` is never cut; it gets a microbatch of its own. Rows without a scored token are left out.
+    """
+    rows = rows[columns.scored_B[rows] > 0]
+    packed = columns.prompt_length_B[rows] + columns.length_B[rows] - 1
+    order = np.argsort(-packed, kind="stable")
+    rows, packed = rows[order], packed[order]
+    target = packed.sum() / max(1, -(-packed.sum() // max_tokens))
+    batches, start, total = [], 0, 0
+    for i, length in enumerate(packed.tolist()):
+        if total and (total >= target or total + length > max_tokens):
+            batches.append(_pack(columns, rows[start:i]))
+            start, total = i, 0
+        total += length
+    if total:
+        batches.append(_pack(columns, rows[start:]))
+    return batches
+
+
+def _pack(columns: Columns, rows: Ints) -> Microbatch:
+    prompt, completion = columns.prompt_length_B[rows], columns.length_B[rows]
+    lengths = prompt + completion - 1
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
+    total = int(cu_seqlens[-1])
+    segment_starts = np.stack([columns.prompt_start_B[rows], columns.start_B[rows] + columns.offset], 1).ravel()
+    segment_lengths = np.stack([prompt, completion - 1], 1).ravel()
+    tokens = PackedTokens(
+        token_ids_T=torch.from_numpy(columns.tokens[_ranges(segment_starts, segment_lengths)]),
+        position_ids_T=torch.from_numpy(np.arange(total) - np.repeat(cu_seqlens[:-1], lengths)),
+        cu_seqlens_S1=torch.from_numpy(cu_seqlens),
+        lengths=tuple(lengths.tolist()),
+        max_seqlen=int(lengths.max()),
+    )
+    source = _ranges(columns.start_B[rows], completion)
+    place = _ranges(cu_seqlens[:-1] + prompt - 1, completion)
+    row = np.repeat(rows, completion)
+    chosen = columns.mask[source]
+    if not chosen.all():
+        source, place, row = source[chosen], place[chosen], row[chosen]
+    return Microbatch(
+        tokens=tokens,
+        select_M=torch.from_numpy(place),
+        targets_M=torch.from_numpy(columns.tokens[source + columns.offset]),
+        rows_M=torch.from_numpy(row),
+        behaviour_M=torch.from_numpy(columns.logprobs[source]),
+        lengths_M=torch.from_numpy(columns.scored_B[row].astype(np.float32)),
+    )
+
+
+def _starts(lengths: Ints) -> Ints:
+    return np.cumsum(lengths) - lengths
+
+
+def _ranges(starts: Ints, lengths: Ints) -> Ints:
+    """The concatenation of ``arange(start, start + length)``."""
+    shift = np.repeat(starts - _starts(lengths), lengths)
+    return np.arange(len(shift)) + shift

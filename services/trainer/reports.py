@@ -1,0 +1,65 @@
+"""What the trainer tells the coordinator: in order, again until it is in the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from penstock.shared.errors import Fenced, Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.messages import Ack, Report
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["Reporter"]
+
+logger = logging.getLogger(__name__)
+
+ANSWER_DEADLINE_S = 5.0
+RETRY_S = 0.2
+
+
+class Reporter:
+    """Sends reports; a refusal means that the ledger says otherwise and this trainer must start over (Fenced)."""
+
+    def __init__(self, bus: Bus, job: str) -> None:
+        self._bus, self._job = bus, job
+        self._queue: asyncio.Queue[Report] = asyncio.Queue(maxsize=256)
+        self.unanswered = ""
+
+    async def ask(self, report: Report) -> dict[str, Any]:
+        """Send one report and wait for its answer for as long as it takes; ``unanswered`` says what is waited for.
+
+        Raises:
+            Fenced: refused.
+        """
+        data = pack(report, job=self._job, id=f"{report.kind}:{report.batch}", epoch=report.epoch)
+        while True:
+            try:
+                reply = await self._bus.request(subjects.report(self._job), data, deadline_s=ANSWER_DEADLINE_S)
+            except Unavailable as error:
+                self.unanswered = f"the coordinator to record '{report.kind}' of batch {report.batch}"
+                logger.info("report %s %d waits: %s", report.kind, report.batch, error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            self.unanswered = ""
+            ack, _ = unpack(reply, Ack)
+            if not ack.ok:
+                raise Fenced(f"report '{report.kind}' of batch {report.batch} refused: {ack.reason}")
+            return ack.data
+
+    async def post(self, report: Report) -> None:
+        """Queue a report behind the others."""
+        await self._queue.put(report)
+
+    async def run(self) -> None:
+        """Send queued reports until cancelled."""
+        while True:
+            report = await self._queue.get()
+            await self.ask(report)
+            self._queue.task_done()
+
+    async def settled(self) -> None:
+        """Return once every queued report is in the ledger."""
+        await self._queue.join()

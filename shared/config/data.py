@@ -1,0 +1,97 @@
+"""Where prompts come from: files, mixtures of files, or a generator; and how a row becomes a prompt."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from penstock.shared.config.base import StrictModel
+
+__all__ = ["AdditionSource", "CalculatorSource", "DataConfig", "FileSource", "PromptConfig", "Source"]
+
+
+class _Weighted(StrictModel):
+    weight: float = Field(1.0, gt=0)
+    """Share of this source in a mixture, relative to the others."""
+
+
+class FileSource(_Weighted):
+    """Rows from JSONL, Parquet, or a Hugging Face `datasets` directory on disk (told apart by the suffix)."""
+
+    type: Literal["file"] = "file"
+    path: str
+    """File or directory, as seen by every service."""
+    limit: int | None = Field(None, ge=1)
+    """Use only the first rows."""
+
+
+class CalculatorSource(_Weighted):
+    """The calculator annotations ``<<48/2=24>>`` inside GSM8K solutions: prompt ``48/2=``, answer ``24``."""
+
+    type: Literal["gsm8k_calculator"] = "gsm8k_calculator"
+    path: str
+    """A GSM8K JSONL file with `answer` fields."""
+    exclude_path: str | None = None
+    """Leave out every expression that occurs in this file (held-out evaluation without leakage)."""
+    max_chars: int = Field(24, ge=4)
+    """Longer expressions are left out and counted."""
+    skip: int = Field(0, ge=0)
+    """Leave out the first expressions that remain, for example those that a warm start shows."""
+    limit: int | None = Field(None, ge=1)
+    """Use only the first expressions after those."""
+
+
+class AdditionSource(_Weighted):
+    """Endless addition problems ``a+b=``, a pure function of seed and ordinal."""
+
+    type: Literal["addition"] = "addition"
+    digits: int = Field(1, ge=1, le=9)
+    """Operands are drawn from 0 to 10**digits - 1."""
+    num_rows: int = Field(4096, ge=1)
+    """Rows in one epoch."""
+
+
+Source = Annotated[FileSource | CalculatorSource | AdditionSource, Field(discriminator="type")]
+
+
+class PromptConfig(StrictModel):
+    """How a row becomes a prompt and a reference answer."""
+
+    template: str = "{prompt}"
+    """Python format string over the row's fields; ignored when `messages` is set."""
+    messages: str | None = None
+    """Field that holds chat messages; rendered with the tokenizer's chat template."""
+    system: str | None = None
+    """System message put before the others (chat) or before the prompt (plain)."""
+    answer: str | None = "{answer}"
+    """Format string of the reference answer; null when the scorers need none."""
+    chat_template_args: dict[str, Any] = Field(default_factory=dict)
+    """Passed to `apply_chat_template`, for example `enable_thinking: false`."""
+    add_bos: bool = False
+    """Put the beginning-of-sequence token before a plain prompt."""
+    max_tokens: int = Field(256, ge=1)
+    """Longer prompts are filtered: their draw ends as `dropped(prompt_too_long)` and is counted."""
+
+
+class DataConfig(StrictModel):
+    """Training and held-out prompts."""
+
+    train: list[Source] = Field(min_length=1)
+    """One source, or a weighted mixture."""
+    eval: list[Source] = Field(default_factory=list)
+    """Held-out sources; empty: no evaluation data."""
+    prompt: PromptConfig = PromptConfig()
+    """How rows become prompts."""
+    shuffle: bool = True
+    """Seeded permutation per epoch; false keeps the file's order."""
+    curriculum: str | None = None
+    """Dotted path of ``rank(row: dict) -> float``: rows are drawn in rising order within an epoch (easy first)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_source_is_a_list(cls, data: Any) -> Any:
+        """`train: {type: file, ...}` is short for a list with one source."""
+        if isinstance(data, dict):
+            data = {**data, **{k: [data[k]] for k in ("train", "eval") if isinstance(data.get(k), dict)}}
+        return data

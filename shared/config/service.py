@@ -1,0 +1,80 @@
+"""Settings of a service process: environment variables only."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from penstock.shared.errors import ConfigError
+
+__all__ = ["ServiceSettings", "load_settings"]
+
+
+class ServiceSettings(BaseSettings):
+    """Read from ``PENSTOCK_*``; every field is one variable and is documented in docs/operations.md."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="PENSTOCK_", frozen=True, extra="ignore", use_attribute_docstrings=True
+    )
+
+    nats_url: str = "nats://127.0.0.1:4222"
+    """The message bus."""
+    nats_monitor_url: str | None = None
+    """NATS's HTTP monitor, to verify that streams are fsync'd; without it durability is reported as unverified."""
+    redis_url: str | None = None
+    """Redis or Valkey for rate limits and idempotency replies; optional."""
+    host_id: str = Field(default_factory=socket.gethostname)
+    """Processes with the same id share memory (weights, bulk data). Explicit, never guessed across containers."""
+    worker_id: str = Field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}")
+    """Name of this process in the registry; stable across restarts when a supervisor sets it."""
+    data_dir: Path = Path.home() / ".penstock"
+    """Checkpoints and job files."""
+    shm_dir: Path = Path("/dev/shm")
+    """Directory on tmpfs for weight slots and bulk slots."""
+    bulk_host: str = ""
+    """Address on which this process serves its bulk data and weights to other hosts, and by which they reach it; empty:
+    its own host only."""
+    bulk_bytes: int = Field(1 << 30, ge=1 << 20)
+    """Most shared memory for the bulk data of this process."""
+    http_host: str = "127.0.0.1"
+    """Bind address of the API (coordinator)."""
+    http_port: int = 8000
+    """Port of the API (coordinator); 0 picks a free one."""
+    health_host: str = "127.0.0.1"
+    """Bind address of /healthz, /readyz and /metrics of a worker service."""
+    health_port: int = 0
+    """Port of the health endpoint of a worker service; 0 picks a free one."""
+    api_keys: str = ""
+    """Comma-separated bearer keys; mandatory when http_host is not a loopback address."""
+    lease_s: float = Field(5.0, gt=0.2)
+    """A lease that was not renewed for this long may be taken over."""
+    heartbeat_s: float = Field(1.0, gt=0.05)
+    """Interval of heartbeats."""
+    drain_s: float = Field(20.0, gt=0)
+    """Most time spent on finishing work after SIGTERM."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe level that is logged."""
+    rate_limit: str = "600/minute"
+    """API requests of one key (`limits` notation); needs redis_url to be shared between replicas."""
+    experience_bytes: int = Field(4 << 30, ge=1 << 20)
+    """Size of the EXPERIENCE stream; a full stream refuses new messages."""
+    stream_bytes: int = Field(1 << 30, ge=1 << 20)
+    """Size of each other stream."""
+
+
+def load_settings() -> ServiceSettings:
+    """Settings from the environment.
+
+    Raises:
+        ConfigError: a variable has a value that cannot be used.
+    """
+    try:
+        return ServiceSettings()
+    except ValidationError as error:
+        lines = [f"PENSTOCK_{str(e['loc'][0]).upper()}: {e['msg']}" for e in error.errors(include_url=False)]
+        raise ConfigError("environment is not valid:\n  " + "\n  ".join(lines)) from None

@@ -1,0 +1,1 @@
+"""Data sets: rows, their order, and how a row becomes a prompt. No torch and no tokenizer library."""

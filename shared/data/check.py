@@ -1,0 +1,77 @@
+"""What can be known of a job's data without a tokenizer: used when a job is submitted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.shared.config.data import DataConfig, PromptConfig, Source
+from penstock.shared.data.prompts import check_messages
+from penstock.shared.data.rows import Rows, check_rows, open_rows
+from penstock.shared.data.template import Template
+from penstock.shared.errors import DataError
+
+__all__ = ["DataSummary", "SourceSummary", "check_data"]
+
+_ROWS_RENDERED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSummary:
+    """One opened source."""
+
+    name: str
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class DataSummary:
+    """Sizes of a job's data; ``notes`` say what was left out and what could not be checked."""
+
+    train: tuple[SourceSummary, ...]
+    eval: tuple[SourceSummary, ...]
+    rows_per_epoch: int
+    num_eval: int
+    notes: tuple[str, ...]
+
+
+def check_data(config: DataConfig) -> DataSummary:
+    """Open every source, parse every row and render the first ones. Reads files: call it off the event loop.
+
+    The curriculum function is code of the user and is not loaded here.
+
+    Raises:
+        DataError: a source cannot be used; names the file, the line and the field.
+    """
+    use = _renderer(config.prompt)
+    train, eval_ = _open(config.train, use), _open(config.eval, use)
+    return DataSummary(
+        train=tuple(SourceSummary(rows.name, len(rows)) for rows in train),
+        eval=tuple(SourceSummary(rows.name, len(rows)) for rows in eval_),
+        rows_per_epoch=sum(len(rows) for rows in train),
+        num_eval=sum(len(rows) for rows in eval_),
+        notes=tuple(note for rows in (*train, *eval_) for note in rows.notes),
+    )
+
+
+def _open(sources: Sequence[Source], use: Callable[[dict[str, Any], str], object]) -> list[Rows]:
+    opened = [open_rows(source) for source in sources]
+    for rows in opened:
+        check_rows(rows, use, first=_ROWS_RENDERED)
+    return opened
+
+
+def _renderer(config: PromptConfig) -> Callable[[dict[str, Any], str], object]:
+    template = Template(config.template, "data.prompt.template")
+    answer = None if config.answer is None else Template(config.answer, "data.prompt.answer")
+
+    def use(row: dict[str, Any], place: str) -> None:
+        if config.messages is not None:
+            check_messages(row, config.messages, place)
+        elif not template.render(row, place) and config.system is None:
+            raise DataError(f"{place}: the prompt is empty")
+        if answer is not None:
+            answer.render(row, place)
+
+    return use

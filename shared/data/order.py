@@ -1,0 +1,151 @@
+"""The order of training rows: a pure function from ordinal to row, so that any process can resume anywhere.
+
+An epoch has as many places as all sources have rows together. Each source gets its weight's share of these places,
+spread evenly; it walks through its own rows pass after pass, each pass a new permutation, and continues in the next
+epoch where it stopped. With one source an epoch is therefore exactly one pass.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from penstock.shared.config.data import DataConfig
+from penstock.shared.data.rows import Rows
+from penstock.shared.errors import DataError
+
+__all__ = ["DataOrder", "Place", "apportion", "load_function", "permutation"]
+
+_EPOCHS_KEPT = 3
+
+
+class Place(NamedTuple):
+    """Where an ordinal points."""
+
+    epoch: int
+    source: int
+    row: int
+
+
+class DataOrder:
+    """Maps ordinals to rows. Holds no cursor: equal (config, rows, seed) give equal answers in any process."""
+
+    def __init__(self, config: DataConfig, rows: Sequence[Rows], seed: int) -> None:
+        """
+        Args:
+            config: weights of `train`, `shuffle` and `curriculum` are used.
+            rows: the opened `config.train`, in order.
+            seed: of the job.
+
+        Raises:
+            DataError: the curriculum function cannot be loaded.
+        """
+        self._rows = rows
+        self._seed = seed
+        self._shuffle = config.shuffle
+        self._rank = load_function(config.curriculum, "data.curriculum") if config.curriculum else None
+        self._counts = apportion([s.weight for s in config.train], sum(len(r) for r in rows))
+        self._source_P, self._nth_P = _interleave(self._counts)
+        self._epochs: OrderedDict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = OrderedDict()
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """Ordinals in one epoch."""
+        return len(self._source_P)
+
+    def __call__(self, ordinal: int) -> Place:
+        """The row of ``ordinal`` (from 0)."""
+        if ordinal < 0:
+            raise ValueError(f"ordinal {ordinal} is negative")
+        epoch, place = divmod(ordinal, self.rows_per_epoch)
+        source_P, row_P = self._epoch(epoch)
+        return Place(epoch, int(source_P[place]), int(row_P[place]))
+
+    def _epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        found = self._epochs.get(epoch)
+        if found is None:
+            found = self._epochs[epoch] = self._make_epoch(epoch)
+            if len(self._epochs) > _EPOCHS_KEPT:
+                self._epochs.popitem(last=False)
+        return found
+
+    def _make_epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Source and row of each place of an epoch, int64 [P] each."""
+        row_P = np.empty(self.rows_per_epoch, np.int64)
+        for source, count in enumerate(self._counts):
+            of_source = self._source_P == source
+            row_P[of_source] = self._walk(source, epoch * count + self._nth_P[of_source])
+        if self._rank is None:
+            return self._source_P, row_P
+        rank_P = [self._rank_of(int(s), int(r)) for s, r in zip(self._source_P, row_P, strict=True)]
+        order_P = np.argsort(np.asarray(rank_P, np.float64), kind="stable")
+        return self._source_P[order_P], row_P[order_P]
+
+    def _walk(self, source: int, steps: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Rows that a source gives at ``steps`` of its own endless walk."""
+        size = len(self._rows[source])
+        passes, indices = np.divmod(steps, size)
+        if self._shuffle:
+            for number in np.unique(passes):
+                inside = passes == number
+                indices[inside] = permutation(size, f"{self._seed}:{source}:{number}")[indices[inside]]
+        return indices + passes * size if self._rows[source].endless else indices
+
+    def _rank_of(self, source: int, row: int) -> float:
+        assert self._rank is not None
+        rows = self._rows[source]
+        rank = self._rank(rows[row])
+        if not isinstance(rank, int | float) or math.isnan(rank):
+            raise DataError(f"{rows.where(row)}: data.curriculum returned {rank!r}; it must return a number")
+        return float(rank)
+
+
+def apportion(weights: Sequence[float], total: int) -> list[int]:
+    """Split ``total`` places by weight: largest remainders, so the counts add up and are off by less than one."""
+    quotas = [total * w / sum(weights) for w in weights]
+    counts = [math.floor(q) for q in quotas]
+    by_remainder = sorted(range(len(quotas)), key=lambda i: (counts[i] - quotas[i], i))
+    for i in by_remainder[: total - sum(counts)]:
+        counts[i] += 1
+    return counts
+
+
+def permutation(size: int, key: str) -> NDArray[np.int64]:
+    """A permutation of ``range(size)`` that depends only on ``key``.
+
+    Sorts raw generator output: NumPy keeps that stream stable across versions, unlike ``Generator.permutation``.
+    """
+    keys = np.random.PCG64(xxhash.xxh3_128_intdigest(key.encode())).random_raw(size)
+    return np.argsort(keys, kind="stable").astype(np.int64)
+
+
+def load_function(path: str, where: str) -> Callable[..., Any]:
+    """Import ``package.module:function`` (or ``package.module.function``).
+
+    Raises:
+        DataError: it cannot be imported or is not callable; ``where`` names the configuration key.
+    """
+    module, _, name = path.rpartition(":" if ":" in path else ".")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise DataError(f"{where}: cannot import '{path}': {error}") from None
+    if not callable(function):
+        raise DataError(f"{where}: '{path}' is not a function")
+    return function  # type: ignore[no-any-return]
+
+
+def _interleave(counts: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Spread sources evenly: item j of n stands at time (j + 1/2) / n. Gives source and j of each place, int64 [P]."""
+    source_P = np.concatenate([np.full(n, s, np.int64) for s, n in enumerate(counts)])
+    nth_P = np.concatenate([np.arange(n, dtype=np.int64) for n in counts])
+    time_P = (nth_P + 0.5) / np.asarray(counts, np.float64)[source_P]
+    order_P = np.lexsort((source_P, time_P))
+    return source_P[order_P], nth_P[order_P]

@@ -1,0 +1,186 @@
+"""From a row to a prompt: text, token ids and the reference answer. The tokenizer is passed in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import xxhash
+
+from penstock.shared.config.data import DataConfig, PromptConfig
+from penstock.shared.data.order import DataOrder
+from penstock.shared.data.rows import Rows, open_rows
+from penstock.shared.data.template import Template, missing_field
+from penstock.shared.errors import ConfigError, DataError
+
+__all__ = ["Prompt", "PromptBuilder", "PromptSource", "Tokenizer", "source_seed"]
+
+
+class Tokenizer(Protocol):
+    """The part of a tokenizer that prompts need (transformers' interface)."""
+
+    @property
+    def bos_token_id(self) -> int | None: ...
+
+    @property
+    def eos_token_id(self) -> int | None: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool, **kwargs: Any
+    ) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt: ``token_ids`` [P] encode ``text``; a ``too_long`` one must not be generated from."""
+
+    text: str
+    token_ids: list[int]
+    answer: str | None
+    row: dict[str, Any]
+    too_long: bool
+
+
+class PromptBuilder:
+    """Renders rows. In a plain prompt the system message stands on a line of its own before the template."""
+
+    def __init__(self, config: PromptConfig, tokenizer: Tokenizer) -> None:
+        """Raises DataError for a broken template, ConfigError for `add_bos` without such a token."""
+        self._config = config
+        self._tokenizer = tokenizer
+        self._template = Template(config.template, "data.prompt.template")
+        self._answer = None if config.answer is None else Template(config.answer, "data.prompt.answer")
+        if config.add_bos and tokenizer.bos_token_id is None:
+            raise ConfigError("data.prompt.add_bos: the tokenizer has no beginning-of-sequence token")
+
+    def build(self, row: dict[str, Any], place: str = "row") -> Prompt:
+        """Render and tokenize one row; ``place`` names it in errors.
+
+        Raises:
+            DataError: a field is missing or of the wrong kind, or the chat template refuses the messages.
+        """
+        chat = self._config.messages is not None
+        text = self._chat_text(row, place) if chat else self._plain_text(row, place)
+        token_ids = list(self._tokenizer.encode(text, add_special_tokens=False))
+        if self._config.add_bos and not chat and self._tokenizer.bos_token_id is not None:
+            token_ids.insert(0, self._tokenizer.bos_token_id)
+        if not token_ids:
+            raise DataError(f"{place}: the prompt is empty")
+        answer = None if self._answer is None else self._answer.render(row, place)
+        return Prompt(text, token_ids, answer, row, too_long=len(token_ids) > self._config.max_tokens)
+
+    def answer_ids(self, prompt: Prompt) -> list[int]:
+        """Tokens of the reference answer with the end-of-sequence token, for supervised training.
+
+        Raises:
+            DataError: rows have no answer.
+        """
+        if prompt.answer is None:
+            raise DataError("data.prompt.answer is null: a warm start needs reference answers")
+        ids = list(self._tokenizer.encode(prompt.answer, add_special_tokens=False))
+        return ids if self._tokenizer.eos_token_id is None else [*ids, self._tokenizer.eos_token_id]
+
+    def _plain_text(self, row: dict[str, Any], place: str) -> str:
+        text = self._template.render(row, place)
+        return text if self._config.system is None else f"{self._config.system}\n{text}"
+
+    def _chat_text(self, row: dict[str, Any], place: str) -> str:
+        messages = check_messages(row, self._config.messages or "", place)
+        if self._config.system is not None:
+            messages = [{"role": "system", "content": self._config.system}, *messages]
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **self._config.chat_template_args
+            )
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise DataError(f"{place}: the chat template refuses the messages: {error}") from None
+        return str(text)
+
+
+def check_messages(row: dict[str, Any], field: str, place: str) -> list[dict[str, Any]]:
+    """The chat messages of a row.
+
+    Raises:
+        DataError: the field is missing, empty, or not a list of objects with `role` and `content`.
+    """
+    if field not in row:
+        raise DataError(missing_field(place, field, row, "data.prompt.messages"))
+    messages = row[field]
+    fits = isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages)
+    if not fits or any("role" not in m or "content" not in m for m in messages):
+        raise DataError(f"{place}: field '{field}' must be a list of messages with 'role' and 'content'")
+    return list(messages)
+
+
+def source_seed(seed: int, split: str, position: int) -> int:
+    """Seed of one source: training and held-out generators never share one."""
+    return xxhash.xxh3_64_intdigest(f"{seed}:{split}:{position}".encode())
+
+
+class PromptSource:
+    """All prompts of a job: training by ordinal, held-out by index. Opening reads files; do it off the event loop."""
+
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer, seed: int) -> None:
+        """Raises DataError where the data cannot be used."""
+        self._config = config
+        self._builder = PromptBuilder(config.prompt, tokenizer)
+        self._train = [open_rows(s, seed=source_seed(seed, "train", i)) for i, s in enumerate(config.train)]
+        self._eval = [open_rows(s, seed=source_seed(seed, "eval", i)) for i, s in enumerate(config.eval)]
+        self._order = DataOrder(config, self._train, seed)
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """Ordinals in one epoch of the training data."""
+        return self._order.rows_per_epoch
+
+    @property
+    def num_eval(self) -> int:
+        """Held-out prompts."""
+        return sum(len(rows) for rows in self._eval)
+
+    def train(self, ordinal: int) -> Prompt:
+        """The prompt of a place in the data order."""
+        place = self._order(ordinal)
+        return self._build(self._train[place.source], place.row)
+
+    def eval(self, index: int) -> Prompt:
+        """Held-out prompt ``index``: the sources one after another, each in its own order.
+
+        Raises:
+            IndexError: at or above ``num_eval``.
+        """
+        offset = index
+        for rows in self._eval:
+            if 0 <= offset < len(rows):
+                return self._build(rows, offset)
+            offset -= len(rows)
+        raise IndexError(f"held-out prompt {index} of {self.num_eval}")
+
+    def warm_start_batches(self, batch_size: int, steps: int, seed: int) -> Iterator[list[tuple[list[int], list[int]]]]:
+        """``steps`` batches of ``(prompt ids, answer ids)`` over the training rows, in an order of their own.
+
+        Prompts that are too long are passed over.
+
+        Raises:
+            DataError: rows have no answer, or every prompt of an epoch is too long.
+        """
+        order, ordinal, passed_over = DataOrder(self._config, self._train, source_seed(seed, "warm", 0)), 0, 0
+        for _ in range(steps):
+            batch: list[tuple[list[int], list[int]]] = []
+            while len(batch) < batch_size:
+                place = order(ordinal)
+                prompt = self._build(self._train[place.source], place.row)
+                ordinal, passed_over = ordinal + 1, passed_over + 1 if prompt.too_long else 0
+                if passed_over > self.rows_per_epoch:
+                    raise DataError(
+                        f"every prompt is longer than data.prompt.max_tokens ({self._config.prompt.max_tokens})"
+                    )
+                if not prompt.too_long:
+                    batch.append((prompt.token_ids, self._builder.answer_ids(prompt)))
+            yield batch
+
+    def _build(self, rows: Rows, row: int) -> Prompt:
+        return self._builder.build(rows[row], rows.where(row))

@@ -1,0 +1,56 @@
+"""Rows of a data source: an indexable table of plain dictionaries, opened from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from penstock.shared.config.data import AdditionSource, CalculatorSource, Source
+from penstock.shared.data.addition import AdditionRows
+from penstock.shared.data.calculator import open_calculator
+from penstock.shared.data.files import open_file
+
+__all__ = ["Rows", "check_rows", "open_rows"]
+
+
+class Rows(Protocol):
+    """A table of rows. Reading an index twice gives equal rows, in every process."""
+
+    @property
+    def name(self) -> str:
+        """What the source is, for messages: a path or a short description."""
+
+    @property
+    def endless(self) -> bool:
+        """Indices at and above ``len`` are valid too and give further rows."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was left out while opening, in words."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+
+    def where(self, index: int) -> str:
+        """Place of a row, for error messages: `train.jsonl, line 7`."""
+
+
+def open_rows(source: Source, *, seed: int = 0) -> Rows:
+    """Open one source. ``seed`` matters to generators only. Reads the whole source: call it off the event loop.
+
+    Raises:
+        DataError: no such file, nothing in it, or a line that is not a row; names the file and the line.
+    """
+    if isinstance(source, AdditionSource):
+        return AdditionRows(source, seed)
+    if isinstance(source, CalculatorSource):
+        return open_calculator(source)
+    return open_file(Path(source.path), source.limit)
+
+
+def check_rows(rows: Rows, use: Callable[[dict[str, Any], str], object], *, first: int | None = None) -> None:
+    """Apply ``use(row, where)`` to each row, or to the ``first`` ones, for the errors it raises."""
+    for index in range(len(rows) if first is None else min(first, len(rows))):
+        use(rows[index], rows.where(index))

@@ -1,0 +1,143 @@
+"""One decoder for trainer and sampler: a functional forward over the weights of Llama, Qwen2 and Qwen3 modules.
+
+The weights belong to the Hugging Face module and are used by reference. Linear layers and norms see the flat row of
+tokens, so padding costs nothing there; only attention works on padded blocks.
+
+Shape legend: T = tokens, D = model width, M = selected positions, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from penstock.shared.models.architecture import Layer, Plan, plan_of
+from penstock.shared.models.attention import CausalBlocks, rotate
+from penstock.shared.models.packed import PackedTokens
+
+__all__ = ["Attend", "decode", "hidden_states", "rope_at", "selected_logprobs", "supports"]
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+BLOCK_TOKENS = 1536
+"""More tokens are decoded in blocks of similar lengths on the CPU: activations stay in the cache (a quarter faster)."""
+MAX_LOGITS = 1 << 25
+"""Logits held at once, per chunk; beyond it the chunks are recomputed in the backward pass."""
+
+
+def supports(model: PreTrainedModel) -> bool:
+    """Whether the functional decoder computes what ``model`` does; other architectures use the module's own forward."""
+    return plan_of(model) is not None
+
+
+def hidden_states(model: PreTrainedModel, tokens: PackedTokens) -> Tensor:
+    """Final normalised hidden states [T, D] of each sequence under causal attention. Differentiable."""
+    plan = plan_of(model)
+    if plan is None:
+        padded_SLD: Tensor = _padded_forward(model.base_model, tokens).last_hidden_state
+        return padded_SLD[_places(tokens)]
+    if tokens.num_tokens <= BLOCK_TOKENS or tokens.token_ids_T.device.type != "cpu":
+        return _decode(plan, tokens)
+    blocks, place_T = tokens.blocks(BLOCK_TOKENS)
+    return torch.cat([_decode(plan, block) for block in blocks]).index_select(0, place_T)
+
+
+def _decode(plan: Plan, tokens: PackedTokens) -> Tensor:
+    blocks = CausalBlocks.of(tokens)
+    rope = rope_at(plan, tokens.position_ids_T)
+    return decode(plan, tokens.token_ids_T, rope, lambda _, q, k, v: blocks.attend(q, k, v))
+
+
+def rope_at(plan: Plan, position_ids_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [T, 1, d] of the model's own rotary embedding at these positions."""
+    cos_1Td, sin_1Td = plan.rotary(plan.embedding.weight, position_ids_T[None])
+    return cos_1Td[0, :, None], sin_1Td[0, :, None]
+
+
+def decode(plan: Plan, token_ids_T: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    """Final normalised hidden states [T, D]; what a token may look at is up to ``attend``.
+
+    Args:
+        attend: called as ``attend(layer index, q_THd, k_TKd, v_TKd)`` with rotated q and k; returns [T, H, d].
+    """
+    x_TD = F.embedding(token_ids_T, plan.embedding.weight)
+    for index, layer in enumerate(plan.layers):
+        q, k, v = _queries_keys_values(layer, F.rms_norm(x_TD, *layer.input_norm), rope)
+        x_TD = x_TD + layer.o(attend(index, q, k, v).flatten(1))
+        h_TD = F.rms_norm(x_TD, *layer.mlp_norm)
+        x_TD = x_TD + layer.down(F.silu(layer.gate(h_TD)) * layer.up(h_TD))
+    return F.rms_norm(x_TD, *plan.final_norm)
+
+
+def selected_logprobs(
+    model: PreTrainedModel,
+    tokens: PackedTokens,
+    select_M: Tensor,
+    targets_M: Tensor,
+    *,
+    temperature: float,
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of ``targets_M`` at flat positions ``select_M``, and the entropy there.
+
+    The logits at position t score token t + 1 of the same sequence: ``select_M`` holds t. The head is applied at the
+    selected positions only. Log-probs are of logits / temperature, or of the logits where ``temperature`` is 0.
+
+    Returns:
+        logprobs_M in float32, and entropy_M in nats of the same distribution where ``entropy`` is set.
+    """
+    if plan_of(model) is None:
+        logits_TV = _padded_forward(model, tokens).logits[_places(tokens)]
+        return _score(logits_TV[select_M], targets_M, temperature, entropy)
+    hidden_MD = hidden_states(model, tokens).index_select(0, select_M)
+    head = model.get_output_embeddings()
+    rows = max(1, MAX_LOGITS // head.weight.shape[0])
+    if len(targets_M) <= rows:
+        return _score(head(hidden_MD), targets_M, temperature, entropy)
+
+    def chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        return _score(head(hidden), targets, temperature, entropy)
+
+    chunks = zip(torch.split(hidden_MD, rows), torch.split(targets_M, rows), strict=True)
+    scores = [checkpoint(chunk, hidden, targets, use_reentrant=False) for hidden, targets in chunks]
+    logprobs_M = torch.cat([logprobs for logprobs, _ in scores])
+    return logprobs_M, torch.cat([e for _, e in scores]) if entropy else None
+
+
+def _score(logits_MV: Tensor, targets_M: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    logits_MV = logits_MV.float()
+    if temperature not in (0.0, 1.0):
+        logits_MV = logits_MV / temperature
+    logprobs_MV = torch.log_softmax(logits_MV, -1)
+    logprobs_M = logprobs_MV.gather(-1, targets_M[:, None])[:, 0]
+    return logprobs_M, -(logprobs_MV.exp() * logprobs_MV).sum(-1) if entropy else None
+
+
+def _queries_keys_values(layer: Layer, h_TD: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    heads = (h_TD.shape[0], -1, layer.head_dim)
+    q_THd, k_TKd, v_TKd = layer.q(h_TD).view(heads), layer.k(h_TD).view(heads), layer.v(h_TD).view(heads)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q_THd, k_TKd = F.rms_norm(q_THd, *layer.q_norm), F.rms_norm(k_TKd, *layer.k_norm)
+    return rotate(q_THd, *rope), rotate(k_TKd, *rope), v_TKd
+
+
+def _padded_forward(module: torch.nn.Module, tokens: PackedTokens) -> Any:
+    """The module's own forward on right-padded sequences."""
+    ids_SL = torch.nn.utils.rnn.pad_sequence(
+        list(torch.split(tokens.token_ids_T, list(tokens.lengths))), batch_first=True
+    )
+    positions_L = torch.arange(tokens.max_seqlen, device=ids_SL.device)
+    attended_SL = positions_L < tokens.cu_seqlens_S1.diff()[:, None]
+    return module(input_ids=ids_SL, attention_mask=attended_SL.long(), use_cache=False)
+
+
+def _places(tokens: PackedTokens) -> tuple[Tensor, Tensor]:
+    """(sequence, position) of each flat token."""
+    sequences = torch.arange(len(tokens.lengths), device=tokens.token_ids_T.device)
+    return torch.repeat_interleave(sequences, tokens.cu_seqlens_S1.diff()), tokens.position_ids_T

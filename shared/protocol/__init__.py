@@ -1,0 +1,1 @@
+"""Wire contracts: every message, name and byte layout. No sockets, no torch."""

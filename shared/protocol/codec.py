@@ -1,0 +1,66 @@
+"""The envelope: everything that crosses the bus, as msgpack. An unknown schema is refused, never guessed."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from penstock.shared.errors import ProtocolError
+
+__all__ = ["MAX_INLINE_BYTES", "SCHEMA", "Envelope", "pack", "unpack"]
+
+SCHEMA = 1
+"""Version of every message layout in this package. Bytes of version 1 are pinned by a contract test."""
+MAX_INLINE_BYTES = 1 << 20
+"""Larger payloads go by reference (bulk plane) or in parts; never inline."""
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """Schema, job, kind, id, epoch and trace id around a body that only its reader decodes."""
+
+    schema: int
+    job: str
+    kind: str
+    id: str
+    epoch: int
+    trace: str
+    body: msgspec.Raw
+
+
+_envelopes = msgspec.msgpack.Decoder(Envelope)
+_encoder = msgspec.msgpack.Encoder()
+_decoders: dict[type, Any] = {}
+
+
+def pack(body: msgspec.Struct, *, job: str = "", id: str = "", epoch: int = 0, trace: str = "") -> bytes:
+    """Wrap ``body`` into an envelope; its kind is the name of its class."""
+    raw = msgspec.Raw(_encoder.encode(body))
+    return _encoder.encode(Envelope(SCHEMA, job, type(body).__name__, id, epoch, trace, raw))
+
+
+def unpack(data: bytes | memoryview, kind: type[T]) -> tuple[T, Envelope]:
+    """Decode a message that must be of ``kind``.
+
+    Raises:
+        ProtocolError: not an envelope, another schema number, another kind, or a body that does not fit.
+    """
+    try:
+        envelope = _envelopes.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"not an envelope: {error}") from None
+    if envelope.schema != SCHEMA:
+        raise ProtocolError(
+            f"schema {envelope.schema} is not understood (this build reads {SCHEMA}); upgrade the reader"
+        )
+    if envelope.kind != kind.__name__:
+        raise ProtocolError(f"expected a {kind.__name__}, got a '{envelope.kind}'")
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        decoder = _decoders.setdefault(kind, msgspec.msgpack.Decoder(kind))
+    try:
+        return decoder.decode(envelope.body), envelope
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"{kind.__name__} of job '{envelope.job}' does not decode: {error}") from None

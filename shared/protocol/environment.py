@@ -1,0 +1,190 @@
+"""Simulators over the bus: open a session, reset and step its environments. Arrays travel as frames.
+
+Semantics, whatever a simulator does inside: ``step`` executes up to C actions of a chunk and stops for an environment
+at its first termination or truncation; rewards after that are 0 and not ``valid``. The observation at that moment is
+in ``final_observations``. With ``auto_reset`` a new episode begins in the same step and ``observations`` shows its
+first one; without, the environment must be reset before it is stepped again.
+
+Shapes: n environments of a request, C actions of a chunk, k episodes that ended, ... the shape of one observation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.shared.errors import ProtocolError
+from penstock.shared.protocol.codec import SCHEMA
+from penstock.shared.protocol.frame import decode_frame, encode_frame
+
+__all__ = [
+    "Body",
+    "CloseRequest",
+    "EnvOpened",
+    "EnvSpec",
+    "OpenEnv",
+    "ResetReply",
+    "ResetRequest",
+    "StepReply",
+    "StepRequest",
+    "decode_env",
+    "encode_env",
+]
+
+
+class OpenEnv(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks for a session: ``num_envs`` copies of ``env_id``; closed after ``idle_s`` without a request."""
+
+    env_id: str
+    num_envs: int
+    backend: str = "gymnasium"
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Keyword arguments of the environment."""
+    idle_s: float = 60.0
+
+
+class EnvSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a policy must know of an environment. ``num_actions`` is set for discrete actions, bounds for others."""
+
+    env_id: str
+    backend: str
+    num_envs: int
+    observation_shape: tuple[int, ...]
+    observation_dtype: str
+    action_shape: tuple[int, ...]
+    action_dtype: str
+    num_actions: int | None
+    action_low: list[float]
+    action_high: list[float]
+    max_episode_steps: int | None
+    versions: dict[str, str]
+
+
+class EnvOpened(msgspec.Struct, frozen=True, kw_only=True):
+    """The session, whose subject is ``subjects.env(session)``."""
+
+    session: str
+    spec: EnvSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ResetRequest:
+    """Start new episodes. ``state_ids`` [n] are the only source of randomness: equal ids give equal episodes.
+
+    ``seq`` counts the requests of a session from 0. A repeated one is answered from memory, a refused one does not
+    count.
+    """
+
+    seq: int
+    env_ids: NDArray[np.int32]
+    state_ids: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ResetReply:
+    """First observations [n, ...]; ``state_hashes`` [n] lets a caller assert that a group starts equal."""
+
+    seq: int
+    observations: NDArray[Any]
+    episode_ids: NDArray[np.int64]
+    state_hashes: NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepRequest:
+    """Execute a chunk: ``actions`` [n, C, ...]. ``next_state_ids`` [n] (or none: [0]) are used by ``auto_reset``."""
+
+    seq: int
+    auto_reset: bool
+    env_ids: NDArray[np.int32]
+    actions: NDArray[Any]
+    next_state_ids: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepReply:
+    """What happened.
+
+    Attributes:
+        observations: [n, ...], after the chunk; of the next episode where ``ended`` and auto-reset.
+        rewards: float32 [n, C]; terminated, truncated: bool [n, C].
+        valid: int32 [n], actions that were executed.
+        ended: bool [n], episodes over; ``final_observations`` [k, ...] are their last ones, in order.
+        state_ids, episode_ids: int64 [n], of the episode that was stepped.
+        returns: float32 [n], undiscounted reward sum of that episode so far; lengths: int32 [n], its steps.
+        next_episode_ids: int64 [n], of the episode that the next step belongs to.
+    """
+
+    seq: int
+    observations: NDArray[Any]
+    rewards: NDArray[np.float32]
+    terminated: NDArray[np.bool_]
+    truncated: NDArray[np.bool_]
+    valid: NDArray[np.int32]
+    ended: NDArray[np.bool_]
+    final_observations: NDArray[Any]
+    state_ids: NDArray[np.int64]
+    episode_ids: NDArray[np.int64]
+    next_episode_ids: NDArray[np.int64]
+    returns: NDArray[np.float32]
+    lengths: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CloseRequest:
+    """End the session; answered by the same message."""
+
+    seq: int
+
+
+_DTYPES = {
+    "env_ids": "int32", "state_ids": "int64", "next_state_ids": "int64", "episode_ids": "int64",
+    "next_episode_ids": "int64", "state_hashes": "uint64", "rewards": "float32", "terminated": "bool",
+    "truncated": "bool", "valid": "int32", "ended": "bool", "returns": "float32", "lengths": "int32",
+    "observations": "", "final_observations": "", "actions": "",
+}  # fmt: skip
+"""Of every array field, whatever message it stands in; the simulator decides where it is empty."""
+
+Body = ResetRequest | ResetReply | StepRequest | StepReply | CloseRequest
+_KINDS: dict[str, type[Any]] = {c.__name__: c for c in (ResetRequest, ResetReply, StepRequest, StepReply, CloseRequest)}
+B = TypeVar("B", bound=Body)
+
+
+def encode_env(body: Body) -> bytes:
+    """One frame."""
+    tree = {f.name: getattr(body, f.name) for f in dataclasses.fields(body)}
+    return b"".join(encode_frame({"schema": SCHEMA, "kind": type(body).__name__, **tree}))
+
+
+def decode_env(data: bytes | memoryview, *kinds: type[B]) -> B:
+    """Decode a message that must be one of ``kinds``.
+
+    Raises:
+        ProtocolError: another schema or kind, missing fields, or arrays of a wrong dtype.
+    """
+    tree = decode_frame(data)
+    if not isinstance(tree, dict) or tree.pop("schema", None) != SCHEMA:
+        raise ProtocolError("not an environment message of a known schema")
+    kind = _KINDS.get(str(tree.pop("kind", "")))
+    if kind is None or kind not in kinds:
+        raise ProtocolError(f"expected {' or '.join(k.__name__ for k in kinds)}, got another message")
+    names = {f.name for f in dataclasses.fields(kind)}
+    if set(tree) != names:
+        raise ProtocolError(f"{kind.__name__} has the fields {sorted(tree)}; it needs {sorted(names)}")
+    for name, value in tree.items():
+        _check_field(f"{kind.__name__}.{name}", value, _DTYPES.get(name))
+    body: B = kind(**tree)
+    return body
+
+
+def _check_field(where: str, value: Any, dtype: str | None) -> None:
+    if dtype is None:
+        if not isinstance(value, int):
+            raise ProtocolError(f"{where} must be a number, found {type(value).__name__}")
+    elif not isinstance(value, np.ndarray) or (dtype and value.dtype != np.dtype(dtype)):
+        raise ProtocolError(f"{where} must be an array" + (f" of {dtype}" if dtype else ""))

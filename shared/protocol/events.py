@@ -1,0 +1,183 @@
+"""Ledger events: the decisions of a job, in the order in which they were made. The ledger is the only commit point.
+
+An event is per decision (a range, a batch), never per group. Folding the events from the start gives the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.shared.errors import ProtocolError
+from penstock.shared.protocol.ids import Draw
+
+__all__ = [
+    "BatchRefused",
+    "BatchSealed",
+    "BatchTrained",
+    "Checkpointed",
+    "Drawn",
+    "Dropped",
+    "Event",
+    "Finished",
+    "JobStarted",
+    "LineageForked",
+    "PhaseChanged",
+    "SealedGroup",
+    "decode_events",
+    "encode_events",
+]
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base: who wrote it (monotone leader epoch) and when (Unix seconds, for people and deadlines)."""
+
+    writer_epoch: int
+    time: float
+
+
+class JobStarted(Event, frozen=True, kw_only=True, tag=True):
+    """First event of a job; ``config_digest`` pins what was asked for."""
+
+    config_digest: str
+
+
+class Drawn(Event, frozen=True, kw_only=True, tag=True):
+    """Ordinals [start, stop) get their first draw; tickets follow. ``deadline`` is absolute.
+
+    Their groups must come from policy versions >= ``min_version``: the batch they are planned for, minus the lag bound.
+    """
+
+    start: int
+    stop: int
+    min_version: int
+    deadline: float
+
+
+class Dropped(Event, frozen=True, kw_only=True, tag=True):
+    """These draws end without training. Where ``redraw`` is set, each ordinal is drawn again in the same decision."""
+
+    draws: list[Draw]
+    reason: str
+    lengths: list[int]
+    """Mean completion length of each dropped group, 0 where unknown: dropping must not hide a length bias."""
+    redraw: bool
+    min_version: int
+    deadline: float
+
+
+class SealedGroup(msgspec.Struct, frozen=True, array_like=True):
+    """One group of a batch: where it lies, what it must hash to, and its facts for the books."""
+
+    draw: Draw
+    attempt: str
+    seq: int
+    digest: str
+    min_version: int
+    max_version: int
+    rewards: list[float]
+    tokens: int
+    worker: str
+
+
+class BatchSealed(Event, frozen=True, kw_only=True, tag=True):
+    """The groups of one policy update, in order. This event IS the commit. A higher revision replaces a refused one."""
+
+    number: int
+    revision: int
+    start_version: int
+    """Policy version from which this update starts."""
+    update_index: int
+    """Updates before this one in the lineage: the position in the learning-rate schedule."""
+    groups: list[SealedGroup]
+
+
+class BatchRefused(Event, frozen=True, kw_only=True, tag=True):
+    """The trainer could not train a sealed batch; ``bad`` draws are dropped, the others return to the pool."""
+
+    number: int
+    revision: int
+    bad: list[Draw]
+    reason: str
+    redraw: bool
+    min_version: int
+    deadline: float
+
+
+class BatchTrained(Event, frozen=True, kw_only=True, tag=True):
+    """The update was made: all draws of the batch are terminal. ``version`` carries ``digest``."""
+
+    number: int
+    revision: int
+    version: int
+    digest: str
+    trainer_epoch: int
+
+
+class Checkpointed(Event, frozen=True, kw_only=True, tag=True):
+    """The state after batch ``number`` is durable. Only now does that checkpoint exist."""
+
+    number: int
+    version: int
+    digest: str
+    path: str
+    trainer_epoch: int
+    low_seq: int
+    """Lowest EXPERIENCE sequence still needed after it."""
+
+
+class LineageForked(Event, frozen=True, kw_only=True, tag=True):
+    """A restarted trainer did not reproduce the ledger from ``from_batch`` on: those updates are rolled back.
+
+    Their draws, and those of batches sealed after them, become dropped(rolled_back) and are drawn again. The weights
+    before ``from_batch`` go on under the number ``version``, which lies above the clock.
+    """
+
+    from_batch: int
+    version: int
+    digest: str
+    reason: str
+    trainer_epoch: int
+    min_version: int
+    deadline: float
+
+
+class PhaseChanged(Event, frozen=True, kw_only=True, tag=True):
+    """running | paused | cancelled | failed, and why."""
+
+    phase: str
+    reason: str
+
+
+class Finished(Event, frozen=True, kw_only=True, tag=True):
+    """Nothing will be drawn or trained any more; what was in flight is dropped by the event before."""
+
+    reason: str
+    summary: dict[str, Any]
+
+
+AnyEvent = (
+    JobStarted | Drawn | Dropped | BatchSealed | BatchRefused | BatchTrained
+    | Checkpointed | LineageForked | PhaseChanged | Finished
+)  # fmt: skip
+
+_decoder = msgspec.msgpack.Decoder(list[AnyEvent])
+
+
+def encode_events(events: Sequence[Event]) -> bytes:
+    """Bytes of one ledger entry: the events of one atomic decision, in order."""
+    return msgspec.msgpack.encode(list(events))
+
+
+def decode_events(data: bytes) -> list[Event]:
+    """Inverse of ``encode_events``.
+
+    Raises:
+        ProtocolError: not a ledger entry of this version.
+    """
+    try:
+        return list(_decoder.decode(data))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"ledger entry does not decode: {error}") from None

@@ -1,0 +1,50 @@
+"""Names of jobs, draws and attempts."""
+
+from __future__ import annotations
+
+import secrets
+
+import msgspec
+import uuid6
+import xxhash
+
+__all__ = ["Draw", "derive_seed", "new_attempt", "new_job_id"]
+
+
+class Draw(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """``(ordinal, n)``: the n-th attempt to get a group for a place in the data order.
+
+    Allocated only by a ledger event. Ordered by ordinal, then n.
+    """
+
+    ordinal: int
+    n: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.ordinal}.{self.n}"
+
+    @classmethod
+    def parse(cls, text: str) -> Draw:
+        """Inverse of ``str``."""
+        ordinal, _, n = text.partition(".")
+        return cls(int(ordinal), int(n))
+
+    def again(self) -> Draw:
+        """The draw that replaces this one after it was dropped."""
+        return Draw(self.ordinal, self.n + 1)
+
+
+def new_job_id() -> str:
+    """``job_`` + UUIDv7 in hex: sorts by time and is one subject token."""
+    return f"job_{uuid6.uuid7().hex}"
+
+
+def new_attempt() -> str:
+    """Random id of one generation of a draw."""
+    return secrets.token_hex(8)
+
+
+def derive_seed(seed: int, *parts: int | str) -> int:
+    """A 63-bit seed for one purpose, from the job's one seed: a pure function, the same on every host."""
+    text = "/".join(str(part) for part in (seed, *parts))
+    return xxhash.xxh3_64_intdigest(text.encode()) >> 1

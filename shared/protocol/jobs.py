@@ -1,0 +1,75 @@
+"""The job record: desired spec and observed status, as stored and as the API shows it."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = ["PHASES", "TERMINAL_PHASES", "Condition", "DesiredState", "JobRecord", "JobStatus", "Phase"]
+
+Phase = Literal["pending", "running", "pausing", "paused", "cancelling", "succeeded", "failed", "cancelled"]
+PHASES: tuple[Phase, ...] = (
+    "pending",
+    "running",
+    "pausing",
+    "paused",
+    "cancelling",
+    "succeeded",
+    "failed",
+    "cancelled",
+)
+TERMINAL_PHASES: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
+DesiredState = Literal["running", "paused", "cancelled"]
+
+
+class Condition(BaseModel):
+    """One aspect of a job, in the manner of Kubernetes."""
+
+    model_config = ConfigDict(frozen=True)
+
+    type: Literal["WorkersReady", "WeightsSynced", "MakingProgress", "Checkpointed", "Succeeded"]
+    status: Literal["True", "False", "Unknown"]
+    reason: str
+    message: str = ""
+    last_transition_time: datetime
+
+
+class JobStatus(BaseModel):
+    """What the coordinator last observed."""
+
+    model_config = ConfigDict(frozen=True)
+
+    phase: Phase = "pending"
+    message: str = ""
+    step: int = 0
+    """Policy updates completed."""
+    policy_version: int = 0
+    total_steps: int | None = None
+    reward: float | None = None
+    """Mean sampled reward of the newest batch."""
+    draws: dict[str, Any] = Field(default_factory=dict)
+    """drawn, trained, in_flight and dropped by reason: the ledger equation."""
+    checkpoint: str | None = None
+    conditions: list[Condition] = Field(default_factory=list)
+    started_at: datetime | None = None
+    finished_at: datetime | None = None
+
+
+class JobRecord(BaseModel):
+    """A job. ``spec`` is the validated job file; ``revision`` is the store's and serves as ETag."""
+
+    model_config = ConfigDict(frozen=True)
+
+    id: str
+    object: Literal["rl.job"] = "rl.job"
+    name: str
+    created_at: datetime
+    generation: int = 1
+    revision: int = 0
+    spec: dict[str, Any]
+    desired_state: DesiredState = "running"
+    force: bool = False
+    """Cancel without training what is sealed and without a last checkpoint."""
+    status: JobStatus = JobStatus()

@@ -1,0 +1,153 @@
+"""The small messages between services: tickets, scoring, reports, commands, heartbeats."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.shared.protocol.events import SealedGroup
+from penstock.shared.protocol.ids import Draw
+
+__all__ = [
+    "Ack",
+    "BatchManifest",
+    "Command",
+    "EvalResult",
+    "Heartbeat",
+    "ReplayRequest",
+    "ReplayRow",
+    "Report",
+    "ScoreReply",
+    "ScoreRequest",
+    "Ticket",
+]
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks a rollout worker for one draw, or for one evaluation prompt.
+
+    A worker whose engine is older than ``min_version`` does not start it. ``max_version`` pins evaluation to one
+    version. ``deadline`` is absolute (Unix seconds); work past it is worthless.
+    """
+
+    draw: Draw
+    min_version: int
+    deadline: float
+    epoch: int
+    purpose: Literal["train", "eval_greedy", "eval_sample"] = "train"
+    version: int | None = None
+    """Evaluation only: the exact policy version asked for."""
+
+
+class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Score the completions of one prompt. ``row`` is the data row, for user functions."""
+
+    prompt: str
+    completions: list[str]
+    answer: str | None
+    row: dict[str, Any]
+
+
+class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
+    """One reward per completion; where ``failed`` is set it is 0 and means nothing. ``errors``: why, per failure."""
+
+    rewards: list[float]
+    failed: list[bool]
+    parts: dict[str, list[float]]
+    errors: list[str]
+
+
+class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Scores of one evaluation prompt at one version."""
+
+    version: int
+    ordinal: int
+    purpose: str
+    rewards: list[float]
+    failed: list[bool]
+
+
+class BatchManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """A sealed batch as the trainer reads it; derived from the ledger and re-emitted idempotently."""
+
+    number: int
+    revision: int
+    start_version: int
+    update_index: int
+    groups: list[SealedGroup]
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What a trainer tells the coordinator; answered by an Ack once it is in the ledger. Safe to repeat.
+
+    ``hello``: a trainer holds the lease and asks where to start; the Ack's data holds the newest checkpoint, the last
+    trained batch and the digests recorded after that checkpoint.
+    ``trained``: batch ``batch`` (``revision``) made ``version``.
+    ``refused``: batch cannot be trained because of ``bad`` draws.
+    ``checkpointed``: state after ``batch`` is durable at ``path``.
+    ``forked``: replay after a crash does not reproduce the ledger; numbering goes on above the clock from ``version``.
+    ``failed``: the trainer cannot go on with this job.
+    """
+
+    kind: Literal["hello", "trained", "refused", "checkpointed", "forked", "failed"]
+    epoch: int
+    batch: int = 0
+    revision: int = 0
+    version: int = 0
+    digest: str = ""
+    path: str = ""
+    bad: list[Draw] = msgspec.field(default_factory=list)
+    reason: str = ""
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True):
+    """What the coordinator asks of a job's trainer."""
+
+    kind: Literal["checkpoint"]
+    epoch: int
+    args: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Ask any trainer to repeat batches ``from_batch`` to ``to_batch`` of a job; None: as far as the log goes."""
+
+    id: str
+    from_batch: int | None = None
+    to_batch: int | None = None
+
+
+class ReplayRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Progress of a replay; the last row has ``done``."""
+
+    batch: int = 0
+    total: int = 0
+    match: bool | None = None
+    detail: str = ""
+    done: bool = False
+    ok: bool = False
+    summary: str = ""
+
+
+class Ack(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to a report or command."""
+
+    ok: bool
+    reason: str = ""
+    data: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
+    """A process is alive, what it does, and what it waits for."""
+
+    service: str
+    worker: str
+    host: str
+    pid: int
+    started: float
+    interval_s: float
+    health_port: int
+    ready: bool
+    jobs: dict[str, dict[str, Any]]
+    """Per job: policy `version`, `running`, `waiting_for`, `since`, `holds` (draws), counters and stage seconds."""

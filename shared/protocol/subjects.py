@@ -1,0 +1,153 @@
+"""Every stream, bucket and subject, as constants and functions. No other module spells one."""
+
+from __future__ import annotations
+
+__all__ = [
+    "ANNOUNCE",
+    "BATCHES",
+    "DEAD",
+    "ENV_OPEN",
+    "EVENTS",
+    "EXPERIENCE",
+    "FEEDBACK",
+    "HEARTBEATS",
+    "INTERACTIONS",
+    "JOBS",
+    "LEASES",
+    "LEDGER",
+    "MANIFESTS",
+    "METRICS",
+    "POLICY",
+    "RAW",
+    "REPLAY",
+    "TICKETS",
+    "batches",
+    "command",
+    "dead",
+    "env",
+    "evaluation",
+    "events",
+    "experience",
+    "heartbeat",
+    "ledger",
+    "metrics",
+    "raw",
+    "replay_progress",
+    "report",
+    "score",
+    "tickets",
+    "weights",
+]
+
+# Streams (JetStream, file storage).
+TICKETS = "TICKETS"  # work queue: what asks for a draw
+RAW = "RAW"  # work queue: generated groups that wait for a slow scorer
+EXPERIENCE = "EXPERIENCE"  # scored groups
+BATCHES = "BATCHES"  # sealed batches, derived from the ledger
+LEDGER = "LEDGER"  # the only commit point
+EVENTS = "EVENTS"  # what people see of a job: phases, checkpoints, warnings
+METRICS = "METRICS"  # one row per update or evaluation
+INTERACTIONS = "INTERACTIONS"  # live requests served to agents
+FEEDBACK = "FEEDBACK"  # what arrives later about them
+DEAD = "DEAD"  # dead letters
+
+# Key-value buckets.
+JOBS = "jobs"  # job records: the truth about what was asked for
+POLICY = "policy"  # the policy clock of each job
+MANIFESTS = "manifests"  # newest weight manifest of each job
+LEASES = "leases"  # who may write: coordinator and trainer, with epochs
+
+HEARTBEATS = "heartbeat.>"
+ANNOUNCE = "weights.>"
+
+
+def tickets(job: str) -> str:
+    """Tickets of a job."""
+    return f"tickets.{job}"
+
+
+def raw(job: str) -> str:
+    """Unscored groups of a job."""
+    return f"raw.{job}"
+
+
+def experience(job: str) -> str:
+    """Scored groups of a job."""
+    return f"experience.{job}"
+
+
+def batches(job: str) -> str:
+    """Sealed batches of a job."""
+    return f"batches.{job}"
+
+
+def ledger(job: str) -> str:
+    """The ledger of a job."""
+    return f"ledger.{job}"
+
+
+def events(job: str) -> str:
+    """Events of a job."""
+    return f"events.{job}"
+
+
+def metrics(job: str) -> str:
+    """Metric rows of a job."""
+    return f"metrics.{job}"
+
+
+def dead(job: str) -> str:
+    """Dead letters of a job."""
+    return f"dead.{job}"
+
+
+def heartbeat(service: str, worker: str) -> str:
+    """Heartbeats of one process (core NATS, may be lost)."""
+    return f"heartbeat.{service}.{token(worker)}"
+
+
+def weights(job: str) -> str:
+    """Announcements of new weights (core NATS; the manifest itself stands in the bucket)."""
+    return f"weights.{job}"
+
+
+def report(job: str) -> str:
+    """Request/reply: what trainer and rollout workers tell the coordinator that leads the job."""
+    return f"report.{job}"
+
+
+def command(job: str) -> str:
+    """Request/reply: what the coordinator asks of the job's trainer (checkpoint, drain)."""
+    return f"command.{job}"
+
+
+def evaluation(job: str) -> str:
+    """Request/reply: results of evaluation prompts, to the coordinator that leads the job."""
+    return f"evaluation.{job}"
+
+
+REPLAY = "replay.request"  # request/reply to any trainer: repeat batches of a job
+
+
+def replay_progress(request: str) -> str:
+    """Rows of progress of one replay (core NATS)."""
+    return f"replay.progress.{token(request)}"
+
+
+def score(job: str) -> str:
+    """Request/reply to the reward pool: score the completions of a group."""
+    return f"score.{job}"
+
+
+ENV_OPEN = "env.open"
+"""Request/reply to the env pool: open a session of simulators; answered by whoever is free."""
+
+
+def env(session: str) -> str:
+    """Request/reply to the process that holds a session: reset and step its simulators."""
+    return f"env.session.{token(session)}"
+
+
+def token(name: str) -> str:
+    """``name`` as one subject token."""
+    return "".join(c if c.isalnum() or c in "-_" else "-" for c in name) or "-"

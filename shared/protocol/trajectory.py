@@ -1,0 +1,234 @@
+"""Trajectories and groups: what a policy generated, under which versions, and what it earned.
+
+A group is columnar: flat arrays over all tokens of its trajectories plus ``cu_seqlens``, never a tensor per token list.
+
+Shapes: G trajectories of the group, N tokens of all completions, P prompt tokens, S version spans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from penstock.shared.errors import ProtocolError
+from penstock.shared.protocol.codec import SCHEMA
+from penstock.shared.protocol.frame import decode_frame, encode_frame
+from penstock.shared.protocol.ids import Draw
+
+__all__ = [
+    "FINISH_REASONS",
+    "Group",
+    "GroupHeader",
+    "decode_group",
+    "encode_group",
+    "group_headers",
+    "parse_group_header",
+]
+
+GROUP_HEADER = "Penstock-Group"
+"""Message header that carries a GroupHeader as JSON."""
+
+FINISH_REASONS = ("stop", "length", "abort")
+"""Index in ``Group.finish``: a stop token or string, the token limit, or cut off."""
+
+
+class GroupHeader(msgspec.Struct, frozen=True, array_like=True, omit_defaults=False):
+    """What the gate needs to know of a group; travels as one message header, so no payload is read.
+
+    ``lengths``, ``rewards``, ``failed`` and ``truncated`` have one entry per trajectory. ``skipped`` names why there is
+    no trajectory at all (`prompt_too_long`); then the draw is dropped for that reason and its ordinal is not redrawn.
+    ``error`` is the first scoring error, for people.
+    """
+
+    draw: Draw
+    attempt: str
+    epoch: int
+    digest: str
+    nbytes: int
+    prompt_tokens: int
+    lengths: list[int]
+    rewards: list[float]
+    failed: list[bool]
+    truncated: list[bool]
+    finite: bool
+    min_version: int
+    max_version: int
+    worker: str
+    skipped: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The G trajectories of one draw.
+
+    Attributes:
+        draw: which draw this group answers; ``attempt`` is the random id of this generation.
+        prompt_ids: int32 [P].
+        token_ids: int32 [N], the completions one after another; ``cu_seqlens`` int32 [G+1] cuts them.
+        logprobs: float32 [N], behaviour log-probs: log softmax(logits / temperature) of the token sampled.
+        mask: uint8 [N], 1 where the policy chose the token, 0 for observations.
+        rewards: float32 [G]; ``parts`` float32 [G] per reward component.
+        failed: bool [G], trajectories that must not train (scorer failed, aborted).
+        finish: uint8 [G], index into FINISH_REASONS.
+        spans: int32 [S, 4]: trajectory, version, start, end; tokens [start, end) came from that policy version.
+        meta: small JSON-like facts for people: prompt text, completions, answer, worker, seconds.
+    """
+
+    job: str
+    draw: Draw
+    attempt: str
+    epoch: int
+    prompt_ids: NDArray[np.int32]
+    token_ids: NDArray[np.int32]
+    cu_seqlens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    mask: NDArray[np.uint8]
+    rewards: NDArray[np.float32]
+    failed: NDArray[np.bool_]
+    finish: NDArray[np.uint8]
+    spans: NDArray[np.int32]
+    parts: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_trajectories(self) -> int:
+        """G."""
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """Tokens of each completion, int32 [G]."""
+        return np.diff(self.cu_seqlens).astype(np.int32)
+
+    def scored(
+        self, rewards: NDArray[np.float32], failed: NDArray[np.bool_], parts: dict[str, NDArray[np.float32]]
+    ) -> Group:
+        """A copy with rewards; a trajectory that had failed before stays failed."""
+        return replace(self, rewards=rewards, failed=self.failed | failed, parts=parts)
+
+    def check(self) -> None:
+        """Raise ProtocolError unless all arrays fit together and the spans cover every token exactly once."""
+        n, g = len(self.token_ids), self.num_trajectories
+        if g < 0 or self.cu_seqlens[0] != 0 or self.cu_seqlens[-1] != n or (np.diff(self.cu_seqlens) < 0).any():
+            raise ProtocolError(f"group {self.draw}: cu_seqlens do not cut {n} tokens")
+        if len(self.logprobs) != n or len(self.mask) != n:
+            raise ProtocolError(
+                f"group {self.draw}: {n} tokens but {len(self.logprobs)} log-probs, {len(self.mask)} mask"
+            )
+        if not len(self.rewards) == len(self.failed) == len(self.finish) == g:
+            raise ProtocolError(f"group {self.draw}: rewards, failed and finish must have {g} entries")
+        if self.spans.ndim != 2 or self.spans.shape[1] != 4:
+            raise ProtocolError(f"group {self.draw}: spans must be [S, 4]")
+        ends = np.zeros(g, np.int64)
+        for trajectory, _, start, end in self.spans.tolist():
+            if not 0 <= trajectory < g or start != ends[trajectory] or end <= start:
+                raise ProtocolError(f"group {self.draw}: version spans do not cover trajectory {trajectory} in order")
+            ends[trajectory] = end
+        if (ends != np.diff(self.cu_seqlens)).any():
+            raise ProtocolError(f"group {self.draw}: version spans do not cover every token")
+
+    def header(self, *, digest: str, nbytes: int) -> GroupHeader:
+        """The facts for the gate."""
+        versions = self.spans[:, 1]
+        finite = bool(np.isfinite(self.logprobs).all() and np.isfinite(self.rewards).all())
+        return GroupHeader(
+            draw=self.draw,
+            attempt=self.attempt,
+            epoch=self.epoch,
+            digest=digest,
+            nbytes=nbytes,
+            prompt_tokens=len(self.prompt_ids),
+            lengths=self.lengths.tolist(),
+            rewards=[float(r) if np.isfinite(r) else 0.0 for r in self.rewards],
+            failed=self.failed.tolist(),
+            truncated=(self.finish == FINISH_REASONS.index("length")).tolist(),
+            finite=finite,
+            min_version=int(versions.min()) if len(versions) else 0,
+            max_version=int(versions.max()) if len(versions) else 0,
+            worker=str(self.meta.get("worker", "")),
+            skipped=str(self.meta.get("skipped", "")),
+            error=str(self.meta.get("error", ""))[:300],
+        )
+
+
+_ARRAYS = ("prompt_ids", "token_ids", "cu_seqlens", "logprobs", "mask", "rewards", "failed", "finish", "spans")
+_DTYPES = {"prompt_ids": "int32", "token_ids": "int32", "cu_seqlens": "int32", "logprobs": "float32", "mask": "uint8",
+           "rewards": "float32", "failed": "bool", "finish": "uint8", "spans": "int32"}  # fmt: skip
+
+
+def encode_group(group: Group) -> tuple[bytes, GroupHeader]:
+    """One frame and its header; the header's digest is the xxh3-128 of the frame."""
+    group.check()
+    tree: dict[str, Any] = {
+        "schema": SCHEMA,
+        "kind": "Group",
+        "job": group.job,
+        "draw": [group.draw.ordinal, group.draw.n],
+        "attempt": group.attempt,
+        "epoch": group.epoch,
+        "meta": group.meta,
+        "parts": {name: np.asarray(values, np.float32) for name, values in group.parts.items()},
+        **{name: np.asarray(getattr(group, name), _DTYPES[name]) for name in _ARRAYS},
+    }
+    data = b"".join(encode_frame(tree))
+    return data, group.header(digest=xxhash.xxh3_128_hexdigest(data), nbytes=len(data))
+
+
+def decode_group(data: bytes | bytearray | memoryview) -> Group:
+    """Inverse of ``encode_group``; arrays are views of ``data`` where alignment allows.
+
+    Raises:
+        ProtocolError: another schema, wrong dtypes, or arrays that do not fit together.
+    """
+    tree = decode_frame(data)
+    if not isinstance(tree, dict) or tree.get("kind") != "Group" or tree.get("schema") != SCHEMA:
+        raise ProtocolError("not a group of a known schema")
+    try:
+        arrays = {name: tree[name] for name in _ARRAYS}
+        ordinal, n = tree["draw"]
+        group = Group(
+            job=tree["job"],
+            draw=Draw(ordinal, n),
+            attempt=tree["attempt"],
+            epoch=tree["epoch"],
+            meta=tree["meta"],
+            parts=tree["parts"],
+            **arrays,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProtocolError(f"group does not decode: {error!r}") from None
+    for name, array in arrays.items():
+        if not isinstance(array, np.ndarray) or array.dtype != np.dtype(_DTYPES[name]):
+            raise ProtocolError(f"group {group.draw}: '{name}' is not an array of {_DTYPES[name]}")
+    group.check()
+    return group
+
+
+_header_decoder = msgspec.json.Decoder(GroupHeader)
+
+
+def group_headers(header: GroupHeader) -> dict[str, str]:
+    """Message headers of a published group."""
+    return {GROUP_HEADER: msgspec.json.encode(header).decode()}
+
+
+def parse_group_header(headers: Mapping[str, str]) -> GroupHeader:
+    """Inverse of ``group_headers``.
+
+    Raises:
+        ProtocolError: the header is missing or malformed.
+    """
+    text = headers.get(GROUP_HEADER)
+    if text is None:
+        raise ProtocolError(f"message has no {GROUP_HEADER} header")
+    try:
+        return _header_decoder.decode(text)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"{GROUP_HEADER} header does not decode: {error}") from None

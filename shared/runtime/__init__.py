@@ -1,0 +1,1 @@
+"""What every service process needs: life cycle, leases, deadlines, health, metrics, logs."""

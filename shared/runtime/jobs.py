@@ -1,0 +1,65 @@
+"""Follow the job records: one task for every job that is not terminal. Used by every worker service."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from penstock.shared.config.job import JobConfig
+from penstock.shared.errors import ConfigError
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
+from penstock.shared.runtime.tasks import unexpected
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["watch_jobs"]
+
+logger = logging.getLogger(__name__)
+
+RESTART_S = 1.0
+
+
+async def watch_jobs(
+    bus: Bus,
+    open_session: Callable[[str, JobConfig], Awaitable[None]],
+    *,
+    on_end: Callable[[str], None] = lambda job: None,
+) -> None:
+    """Run ``open_session(job, config)`` for each running job until the job ends; again if it breaks. Until cancelled.
+
+    ``on_end(job)`` is called when a job is over and its session, if there was one, is closed; also for jobs that ended
+    while this process was not there, so it must be safe to repeat.
+    """
+    tasks: dict[str, asyncio.Task[None]] = {}
+    try:
+        async for entry in bus.kv(subjects.JOBS).watch(""):
+            if entry.value is None:
+                continue
+            try:
+                record = JobRecord.model_validate_json(entry.value)
+                config = JobConfig.parse(record.spec)
+            except (ValueError, ConfigError) as error:
+                logger.error("job record '%s' is unreadable: %s", entry.key, error)
+                continue
+            if record.status.phase in TERMINAL_PHASES:
+                task = tasks.pop(record.id, None)
+                if task is not None:
+                    task.cancel()
+                    await asyncio.gather(task, return_exceptions=True)
+                on_end(record.id)
+            elif record.id not in tasks:  # a session that returned by itself was drained: it stays closed
+                tasks[record.id] = asyncio.create_task(_keep_open(record.id, config, open_session))
+    finally:
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+
+async def _keep_open(job: str, config: JobConfig, open_session: Callable[[str, JobConfig], Awaitable[None]]) -> None:
+    while True:
+        error = await unexpected(open_session(job, config))
+        if error is None:
+            return
+        logger.error("session of job %s broke; opening it again in %g s", job, RESTART_S, exc_info=error)
+        await asyncio.sleep(RESTART_S)

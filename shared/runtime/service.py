@@ -1,0 +1,251 @@
+"""The life of a service process: settings, logs, health, bus, heartbeats, signals, drain, exit code.
+
+Exit codes: 0 ended or drained after SIGTERM/SIGINT; 1 failed, or did not drain in time; 2 wrong configuration.
+A second signal ends the drain at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Coroutine
+from typing import Any, Protocol, TypeVar
+
+from penstock.shared.config.service import ServiceSettings, load_settings
+from penstock.shared.errors import ConfigError, DeadlineError, Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack
+from penstock.shared.protocol.messages import Heartbeat
+from penstock.shared.runtime import metrics
+from penstock.shared.runtime.health import HealthServer
+from penstock.shared.runtime.logs import setup_logging
+from penstock.shared.runtime.tasks import Background, wait_for
+from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.connection import redact
+
+__all__ = ["EXIT_CONFIG", "EXIT_FAILED", "EXIT_OK", "Service", "ServiceFactory", "run_service", "serve_process"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+EXIT_OK, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
+CONNECT_S = 5.0
+"""Length of one round of connecting; after each the wait is logged."""
+RETRY_S = 0.5
+
+LOOP_LAG = metrics.gauge("event_loop_lag_seconds", "How late the event loop woke the heartbeat.")
+BUS_UP = metrics.gauge("bus_connected", "1 while the bus is connected.")
+BUS_RECONNECTS = metrics.gauge("bus_reconnects", "How often the bus connection was re-established.")
+
+
+class Service(Protocol):
+    """What ``run_service`` runs."""
+
+    ready: bool
+    """Whether work can be given to it."""
+
+    async def run(self) -> None:
+        """Serve until cancelled, or return when there is nothing left to do."""
+
+    async def drain(self) -> None:
+        """Finish what is in hand, take nothing new, return when done."""
+
+    def status(self) -> dict[str, dict[str, Any]]:
+        """Per job, for the heartbeat."""
+
+
+class ServiceFactory(Protocol):
+    """A class (or function with a ``name``) that makes a service."""
+
+    name: str
+
+    def __call__(self, bus: Bus, settings: ServiceSettings) -> Service:
+        """Make it; nothing is awaited yet."""
+
+
+def run_service(factory: ServiceFactory) -> None:
+    """Run a service process to its end; exits the interpreter with its exit code."""
+    faulthandler.enable()
+    try:
+        settings = load_settings()
+    except ConfigError as error:
+        sys.stderr.write(f"{factory.name}: {error}\n")
+        sys.exit(EXIT_CONFIG)
+    setup_logging(settings.log_level, service=factory.name, worker=settings.worker_id)
+    code = _run(serve_process(factory, settings))
+    gc.freeze()  # or the interpreter goes through every object of torch once more: a second of CPU at each exit
+    sys.exit(code)
+
+
+def _run(main: Coroutine[Any, Any, int]) -> int:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    code: int = uvloop.run(main)
+    return code
+
+
+async def serve_process(factory: ServiceFactory, settings: ServiceSettings) -> int:
+    """Everything between settings and exit code."""
+    try:
+        process = _Process(factory, settings)
+        return await process.serve()
+    except ConfigError as error:
+        log.error("%s", error)
+        return EXIT_CONFIG
+    except Exception:  # the end of the process: whatever it was, it is logged and becomes the exit code
+        log.exception("%s failed", factory.name)
+        return EXIT_FAILED
+
+
+class _Process:
+    def __init__(self, factory: ServiceFactory, settings: ServiceSettings) -> None:
+        self._factory = factory
+        self._settings = settings
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._waiting_for = f"the bus at {redact(settings.nats_url)}"
+        self._bus: Bus | None = None
+        self._service: Service | None = None
+        self._started = time.time()
+
+    async def serve(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        settings = self._settings
+        try:
+            async with HealthServer(settings.health_host, settings.health_port, self._ready) as health:
+                log.info("health on http://%s:%d", health.host, health.port)
+                bus = await self._unless_stopped(self._connect())
+                if bus is None:
+                    return EXIT_OK
+                async with bus:
+                    return await self._work(bus, health.port)
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    async def _work(self, bus: Bus, health_port: int) -> int:
+        self._waiting_for = "the streams"
+        if await self._unless_stopped(self._ensure_streams(bus)) is None:
+            return EXIT_OK
+        self._bus, self._service = bus, self._factory(bus, self._settings)
+        self._waiting_for = ""
+        async with Background() as background:
+            background.spawn(self._beat(bus, self._service, health_port), name="heartbeat")
+            running = asyncio.create_task(self._service.run(), name=self._factory.name)
+            try:
+                await self._first(running, self._stop)
+                if running.done():
+                    await running
+                    return EXIT_OK
+                return await self._drain(self._service, running)
+            finally:
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+
+    async def _drain(self, service: Service, running: asyncio.Task[None]) -> int:
+        log.info("draining for at most %g s", self._settings.drain_s)
+        draining = asyncio.create_task(service.drain(), name="drain")
+        try:
+            await wait_for(self._first(draining, self._hurry), self._settings.drain_s, "drain")
+        except DeadlineError as error:
+            log.warning("%s; ending anyway", error)
+        if not draining.done():
+            draining.cancel()
+            await asyncio.gather(draining, return_exceptions=True)
+            return EXIT_FAILED
+        await draining
+        log.info("drained")
+        return EXIT_OK
+
+    async def _connect(self) -> Bus:
+        settings = self._settings
+        while True:
+            try:
+                name = f"{self._factory.name} {settings.worker_id}"
+                return await Bus.connect(settings.nats_url, name=name, deadline_s=CONNECT_S)
+            except Unavailable as error:
+                log.warning("waiting for the bus: %s", error)
+
+    async def _ensure_streams(self, bus: Bus) -> bool:
+        """Nobody depends on who starts first. Only the coordinator changes sizes, or two settings would fight."""
+        settings = self._settings
+        while True:
+            try:
+                await bus.ensure_streams(
+                    experience_bytes=settings.experience_bytes, stream_bytes=settings.stream_bytes, update=False
+                )
+                return True
+            except Unavailable as error:
+                log.warning("waiting for the streams: %s", error)
+                await asyncio.sleep(RETRY_S)
+
+    async def _beat(self, bus: Bus, service: Service, health_port: int) -> None:
+        settings = self._settings
+        subject = subjects.heartbeat(self._factory.name, settings.worker_id)
+        loop = asyncio.get_running_loop()
+        while True:
+            beat = Heartbeat(
+                service=self._factory.name,
+                worker=settings.worker_id,
+                host=settings.host_id,
+                pid=os.getpid(),
+                started=self._started,
+                interval_s=settings.heartbeat_s,
+                health_port=health_port,
+                ready=self._ready()[0],
+                jobs=service.status(),
+            )
+            BUS_UP.set(bus.connected)
+            BUS_RECONNECTS.set(bus.reconnects)
+            try:
+                await bus.notify(subject, pack(beat))
+            except Unavailable as error:
+                log.debug("no heartbeat: %s", error)
+            due = loop.time() + settings.heartbeat_s
+            await asyncio.sleep(settings.heartbeat_s)
+            LOOP_LAG.set(max(loop.time() - due, 0.0))
+
+    def _ready(self) -> tuple[bool, dict[str, Any]]:
+        service, bus = self._service, self._bus
+        waiting_for = self._waiting_for
+        if bus is not None and not bus.connected:
+            waiting_for = "the bus to come back"
+        elif self._stop.is_set():
+            waiting_for = "the end: draining"
+        elif service is not None and not service.ready:
+            waiting_for = "the service to become ready"
+        details = {"service": self._factory.name, "worker": self._settings.worker_id, "waiting_for": waiting_for}
+        return not waiting_for, details
+
+    def _on_signal(self, number: int) -> None:
+        log.info("got %s", signal.Signals(number).name)
+        (self._hurry if self._stop.is_set() else self._stop).set()
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
+        task = asyncio.create_task(work)
+        await self._first(task, self._stop)
+        if task.done():
+            return await task
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return None
+
+    @staticmethod
+    async def _first(task: asyncio.Task[Any], event: asyncio.Event) -> None:
+        """Return when the task is done or the event is set."""
+        waiter = asyncio.create_task(event.wait())
+        try:
+            await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiter.cancel()

@@ -1,0 +1,135 @@
+"""Deadlines, retries and background tasks: no wait without an end, no task without an owner."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from penstock.shared.errors import DeadlineError
+
+__all__ = ["Background", "Deadline", "raise_if_cancelled", "retry", "unexpected", "wait_for"]
+
+T = TypeVar("T")
+
+
+class Deadline:
+    """A moment ``seconds`` from now on the monotonic clock, to be shared by the steps of one piece of work."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left, at least 0."""
+        return max(self._end - time.monotonic(), 0.0)
+
+    @property
+    def over(self) -> bool:
+        """Whether the time is used up."""
+        return self.left_s == 0.0
+
+    def check(self, what: str) -> None:
+        """Raise DeadlineError, naming ``what``, when the time is used up."""
+        if self.over:
+            raise DeadlineError(f"no {what} within {self.seconds:g} s")
+
+
+def raise_if_cancelled() -> None:
+    """Raise CancelledError if this task was told to end. A TaskGroup that is failing drops that (until Python 3.13)."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
+async def unexpected(work: Awaitable[None]) -> Exception | None:
+    """Await ``work`` and return the error that ended it, whatever it is: a bug of one must not end others."""
+    try:
+        await work
+    except Exception as error:  # the caller decides; the traceback is kept
+        raise_if_cancelled()
+        return error
+    return None
+
+
+async def wait_for(awaitable: Awaitable[T], deadline_s: float, what: str) -> T:
+    """Await with a deadline.
+
+    Raises:
+        DeadlineError: names ``what`` was waited for. The awaitable is cancelled.
+    """
+    try:
+        async with asyncio.timeout(deadline_s) as scope:
+            return await awaitable
+    except TimeoutError:
+        if not scope.expired():
+            raise  # the awaitable's own, not ours
+        raise DeadlineError(f"waited {deadline_s:g} s for {what}") from None
+
+
+async def retry(
+    attempt: Callable[[], Awaitable[T]],
+    *,
+    on: type[Exception] | tuple[type[Exception], ...],
+    deadline_s: float,
+    what: str,
+    first_pause_s: float = 0.05,
+    longest_pause_s: float = 2.0,
+) -> T:
+    """Repeat ``attempt`` while it raises one of ``on``, with doubling pauses of random length in between.
+
+    Raises:
+        DeadlineError: no attempt succeeded in time; names ``what`` and the last error.
+    """
+    deadline = Deadline(deadline_s)
+    pause_s = first_pause_s
+    while True:
+        try:
+            return await wait_for(attempt(), deadline.left_s, what)
+        except DeadlineError:
+            raise
+        except on as error:
+            wait_s = random.uniform(0.5, 1.0) * pause_s
+            if wait_s >= deadline.left_s:
+                raise DeadlineError(f"{what} did not succeed within {deadline_s:g} s: {error}") from error
+            await asyncio.sleep(wait_s)
+            pause_s = min(2 * pause_s, longest_pause_s)
+
+
+class Background:
+    """Tasks that live as long as an ``async with`` block.
+
+    At the end of the block they are cancelled and awaited. A task that raises cancels the block and the other tasks and
+    its error is raised from the block (alone if there is only one, otherwise in an ExceptionGroup).
+    """
+
+    def __init__(self) -> None:
+        self._group = asyncio.TaskGroup()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        try:
+            await self._group.__aexit__(kind, error, trace)
+        except BaseExceptionGroup as group:
+            if len(group.exceptions) == 1:
+                raise group.exceptions[0] from None
+            raise
+
+    def spawn(self, work: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
+        """Start a task; ``name`` shows in logs and debuggers."""
+        task = self._group.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

@@ -1,0 +1,148 @@
+"""The consumer's side of the bulk plane: from a claim check to bytes."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from penstock.shared.config import ServiceSettings
+from penstock.shared.errors import ProtocolError, Unavailable
+from penstock.shared.protocol.claim import Claim
+from penstock.shared.transport.bulk_header import SEGMENT_NAME, lock_content
+from penstock.shared.transport.bulk_segment import DATA_OFFSET, LockedFile, map_file
+from penstock.shared.transport.bulk_server import pull
+
+__all__ = ["Blob", "BulkReader"]
+
+_MAX_MAPPINGS = 64
+
+
+class Blob:
+    """Fetched bytes: ``data`` (read-only if it is shared memory) is valid and constant until ``release``.
+
+    Use it as a context manager, or release it when the last array made from ``data`` has served.
+    """
+
+    def __init__(self, array: NDArray[np.uint8], on_release: Callable[[], None]) -> None:
+        self.data: memoryview = array.data
+        self._on_release: Callable[[], None] | None = on_release
+
+    def release(self) -> None:
+        """Let the memory be used again. May be called twice."""
+        if self._on_release is not None:
+            self._on_release()
+            self._on_release = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class BulkReader:
+    """Fetches claims; keeps mappings of the segments it has seen. Thread-safe."""
+
+    def __init__(self, settings: ServiceSettings) -> None:
+        self._host = settings.host_id
+        self._directory = settings.shm_dir
+        self._mutex = threading.Lock()
+        self._mappings: OrderedDict[str, NDArray[np.uint8]] = OrderedDict()
+        # The locks live here: a blob that is dropped without release keeps its segment, rather than losing the lock.
+        self._locks: dict[int, LockedFile] = {}
+        self._spare = np.empty(0, np.uint8)
+
+    def fetch(self, claim: Claim, *, timeout_s: float = 10.0, verify: bool = True) -> Blob:
+        """The bytes of ``claim``; ``verify`` checks its digest if it has one.
+
+        Same host: takes microseconds. Another host: blocks for the transfer, at most ``timeout_s``.
+
+        Raises:
+            NotFound: the producer released or lost them.
+            Unavailable: the producer cannot be reached, or serves its own host only.
+            DeadlineError: the transfer took longer than ``timeout_s``.
+            ProtocolError: the bytes do not match the claim.
+        """
+        if claim.host == self._host:
+            blob = self._map(claim)
+        elif claim.address:
+            blob = self._pull(claim, timeout_s)
+        else:
+            raise Unavailable(
+                f"'{claim.name}' lies on host '{claim.host}', which serves no other host; set PENSTOCK_BULK_HOST there"
+            )
+        if verify and claim.digest and xxhash.xxh3_128_hexdigest(blob.data) != claim.digest:
+            blob.release()
+            raise ProtocolError(f"the {claim.nbytes} bytes of '{claim.name}' do not match their digest")
+        return blob
+
+    def close(self) -> None:
+        """Release every blob and forget the mappings."""
+        with self._mutex:
+            while self._locks:
+                self._locks.popitem()[1].close()
+            self._mappings.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _map(self, claim: Claim) -> Blob:
+        if not SEGMENT_NAME.fullmatch(claim.name):
+            raise ProtocolError(f"'{claim.name}' is not the name of a bulk segment")
+        lock = LockedFile.open(self._directory / claim.name)
+        header = lock_content(lock, claim.generation)
+        if header.nbytes != claim.nbytes:
+            lock.close()
+            raise ProtocolError(f"'{claim.name}' holds {header.nbytes} bytes, the claim says {claim.nbytes}")
+        data = self._mapping(claim.name, lock)
+        with self._mutex:
+            self._locks[lock.fd] = lock
+        return Blob(data[: claim.nbytes], lambda: self._unlock(lock))
+
+    def _unlock(self, lock: LockedFile) -> None:
+        with self._mutex:
+            self._locks.pop(lock.fd, None)
+            lock.close()
+
+    def _mapping(self, name: str, file: LockedFile) -> NDArray[np.uint8]:
+        """The data part of a segment; names are never used twice, so a cached mapping cannot be of another file."""
+        with self._mutex:
+            known = self._mappings.get(name)
+            if known is not None:
+                self._mappings.move_to_end(name)
+                return known
+            for other in [other for other in self._mappings if not (self._directory / other).exists()]:
+                del self._mappings[other]
+            if len(self._mappings) >= _MAX_MAPPINGS:
+                self._mappings.popitem(last=False)
+            data = np.frombuffer(map_file(file.fd, "read"), np.uint8)[DATA_OFFSET:]
+            self._mappings[name] = data
+            return data
+
+    def _pull(self, claim: Claim, timeout_s: float) -> Blob:
+        with self._mutex:
+            buffer, self._spare = self._spare, np.empty(0, np.uint8)
+        if buffer.nbytes < claim.nbytes:
+            buffer = np.empty(claim.nbytes, np.uint8)
+        pull(claim.address, claim.name, claim.generation, buffer[: claim.nbytes], timeout_s=timeout_s)
+        return Blob(buffer[: claim.nbytes], lambda: self._recycle(buffer))
+
+    def _recycle(self, buffer: NDArray[np.uint8]) -> None:
+        """Keep the largest released buffer: fresh pages cost more than filling them from a fast network."""
+        with self._mutex:
+            if buffer.nbytes > self._spare.nbytes:
+                self._spare = buffer

@@ -1,0 +1,212 @@
+"""Segments: files on tmpfs that processes of one host map, guarded by kernel locks.
+
+A lock is an ``flock`` of an open file: the kernel drops it when its holder unlocks, closes or dies, and never else. A
+stopped process keeps it. So a segment whose exclusive lock can be taken has no reader, with no clock involved.
+(A forked child shares the locks of its parent; children started with exec do not, descriptors are closed there.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
+from pathlib import Path
+from typing import Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.shared.errors import NotFound, Unavailable
+
+__all__ = ["DATA_OFFSET", "Access", "LockedFile", "Owner", "Segment", "map_file", "sweep"]
+
+DATA_OFFSET = 4096
+"""Data starts on the second page; the first one is the header."""
+_MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module has no name for it
+
+Access = Literal["write", "read", "private"]
+"""How to map: shared and writable, read-only, or writable with writes that stay in this process (copy on write)."""
+
+
+class LockedFile:
+    """An open file with a kernel lock of its own; locks of one file in one process exclude each other as well."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        self.fd = fd
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Open an existing file.
+
+        Raises:
+            NotFound: there is no such file.
+            Unavailable: it cannot be opened.
+        """
+        try:
+            return cls(path, os.open(path, os.O_RDWR))
+        except FileNotFoundError:
+            raise NotFound(f"there is no segment {path}") from None
+        except OSError as error:
+            raise Unavailable(f"cannot open segment {path} (do both processes run as one user?): {error}") from None
+
+    def try_exclusive(self) -> bool:
+        """Lock against everybody; False if somebody else holds a lock."""
+        return self._try_lock(fcntl.LOCK_EX)
+
+    def try_shared(self) -> bool:
+        """Lock against writers; False if a writer holds its lock."""
+        return self._try_lock(fcntl.LOCK_SH)
+
+    def unlock(self) -> None:
+        """Drop the lock."""
+        fcntl.flock(self.fd, fcntl.LOCK_UN)
+
+    def holders(self) -> list[int]:
+        """Process ids that hold a lock, as far as this process may see them; for messages."""
+        stat = os.fstat(self.fd)
+        file = f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x}:{stat.st_ino}"
+        try:
+            lines = Path("/proc/locks").read_text().splitlines()
+        except OSError:
+            return []
+        # 1: FLOCK ADVISORY READ <pid> <major>:<minor>:<inode> 0 EOF
+        rows = (line.split() for line in lines)
+        return sorted({int(row[4]) for row in rows if len(row) > 5 and row[1] == "FLOCK" and row[5] == file})
+
+    def is_current(self) -> bool:
+        """Whether the path still names this file."""
+        try:
+            return os.path.samestat(self.path.stat(), os.fstat(self.fd))
+        except FileNotFoundError:
+            return False
+
+    def size(self) -> int:
+        """Bytes of the file."""
+        return os.fstat(self.fd).st_size
+
+    def identity(self) -> tuple[int, int]:
+        """Device and inode: what the name is about."""
+        stat = os.fstat(self.fd)
+        return stat.st_dev, stat.st_ino
+
+    def unlink(self) -> None:
+        """Remove the name; the memory lives on until the last mapping is gone."""
+        self.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Drop the lock and the file; mappings stay."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _try_lock(self, kind: int) -> bool:
+        try:
+            fcntl.flock(self.fd, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+class Segment(LockedFile):
+    """A mapped segment: ``header`` (one page) and ``data``, uint8 [capacity].
+
+    It is unmapped once no view of ``data`` is left, so arrays made from it stay valid as long as they live; what they
+    show may change after the lock is dropped.
+    """
+
+    def __init__(self, path: Path, fd: int, access: Access = "write") -> None:
+        super().__init__(path, fd)
+        mapping = map_file(fd, access)
+        self.header = memoryview(mapping)[:DATA_OFFSET]
+        self.data: NDArray[np.uint8] = np.frombuffer(mapping, np.uint8)[DATA_OFFSET:]
+
+    @classmethod
+    def create(cls, path: Path, capacity: int) -> Segment:
+        """A new segment of zeros whose pages are allocated and mapped, so that the first write is as fast as the next.
+
+        Raises:
+            Unavailable: the directory has no room. (Without the reservation a write would end the process by SIGBUS.)
+            FileExistsError: there is such a file.
+        """
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, DATA_OFFSET + capacity)
+        except OSError as error:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            stat = os.statvfs(path.parent)
+            raise Unavailable(
+                f"no room for {capacity} bytes in {path.parent} ({stat.f_bavail * stat.f_frsize} free): "
+                f"{error.strerror}; enlarge the tmpfs (docker: shm_size) or point PENSTOCK_SHM_DIR elsewhere"
+            ) from None
+        return cls(path, fd)
+
+
+class Owner:
+    """A living process behind a set of segments: a locked file ``<prefix><id>.owner`` beside ``<prefix><id>-<n>``."""
+
+    def __init__(self, directory: Path, prefix: str) -> None:
+        self.directory = directory
+        self._count = 0
+        while True:
+            self.stem = f"{prefix}{secrets.token_hex(8)}"
+            path = directory / f"{self.stem}.owner"
+            self._file = LockedFile(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+            if self._file.try_exclusive() and self._file.is_current():
+                return
+            self._file.close()  # a sweeper came between creation and lock and removed it
+
+    def next_path(self) -> Path:
+        """A path that was never used and never will be again."""
+        self._count += 1
+        return self.directory / f"{self.stem}-{self._count}"
+
+    def close(self) -> None:
+        """Remove all segments and the owner file."""
+        for path in self.directory.glob(f"{self.stem}-*"):
+            path.unlink(missing_ok=True)
+        self._file.unlink()
+        self._file.close()
+
+
+def sweep(directory: Path, prefix: str) -> list[Path]:
+    """Remove the segments of owners that died and return what was removed."""
+    removed = []
+    for path in directory.glob(f"{prefix}*.owner"):
+        try:
+            owner = LockedFile.open(path)
+        except (NotFound, Unavailable):  # gone meanwhile, or of another user
+            continue
+        if owner.try_exclusive():
+            removed += [*directory.glob(f"{path.stem}-*"), path]
+            for file in (*directory.glob(f"{path.stem}-*"), path):
+                file.unlink(missing_ok=True)
+        owner.close()
+    return removed
+
+
+def map_file(fd: int, access: Access) -> mmap.mmap:
+    """Map a whole file with its pages in place.
+
+    A mapping keeps a duplicate of its descriptor and thereby the lock of that open file, so it gets one of its own:
+    otherwise closing ``fd`` would not drop the lock as long as an array of the mapping lives.
+    """
+    own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+    try:
+        if access == "write":
+            return mmap.mmap(own, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        if access == "read":
+            return mmap.mmap(own, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+        # MAP_POPULATE would copy every page of a private mapping; this only fills the page table.
+        private = mmap.mmap(own, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    finally:
+        os.close(own)
+    with contextlib.suppress(OSError):  # an older kernel: pages are mapped at the first access
+        private.madvise(_MADV_POPULATE_READ)
+    return private

@@ -1,0 +1,360 @@
+"""The message bus: everything services say to each other, and everything that must not be lost.
+
+One ``Bus`` per process. It reconnects by itself. While it is down, what must not be lost waits up to a deadline, and
+what may be lost fails at once. Nothing else in Penstock speaks to NATS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from penstock.shared import errors
+from penstock.shared.errors import NotFound, PenstockError, Unavailable
+from penstock.shared.transport import read as reading
+from penstock.shared.transport import streams
+from penstock.shared.transport.connection import Connection, NoResponders, Subscription
+from penstock.shared.transport.follow import Reader
+from penstock.shared.transport.inbox import Raw
+from penstock.shared.transport.jetstream import ApiError, Code, call
+from penstock.shared.transport.kv import Entry, KeyValue
+from penstock.shared.transport.message import Message, Outgoing
+from penstock.shared.transport.publish import Publisher
+from penstock.shared.transport.pull import Delivery, Puller
+from penstock.shared.transport.serve import ERROR_HEADER, Server
+
+__all__ = [
+    "Bus",
+    "ConsumerState",
+    "Delivery",
+    "Entry",
+    "KeyValue",
+    "Message",
+    "Outgoing",
+    "Puller",
+    "Reader",
+    "StreamState",
+    "Subscription",
+]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamState:
+    """What a stream holds. ``bytes`` counts the server's overhead; ``max_bytes`` is -1 without a limit."""
+
+    messages: int
+    bytes: int
+    max_bytes: int
+    first_seq: int
+    last_seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerState:
+    """Messages not delivered yet, delivered but not acknowledged, and delivered more than once."""
+
+    pending: int
+    ack_pending: int
+    redelivered: int
+
+
+class Bus:
+    """A connection to NATS as Penstock uses it. Use ``async with await Bus.connect(...)``."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._publisher = Publisher(connection)
+        self._servers: list[Server] = []
+
+    @classmethod
+    async def connect(cls, url: str, *, name: str, deadline_s: float = 10.0) -> Bus:
+        """Connect to ``url`` (or several, comma-separated); ``name`` shows in NATS's monitoring.
+
+        Raises:
+            Unavailable: not reachable within the deadline; the text names the address without credentials.
+            ConfigError: the address is none, or the credentials are refused.
+        """
+        return cls(await Connection.open(url, name=name, deadline_s=deadline_s))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def connected(self) -> bool:
+        """Whether a message could be sent now."""
+        return self._connection.connected
+
+    @property
+    def reconnects(self) -> int:
+        """How often the connection was re-established."""
+        return self._connection.reconnects
+
+    async def wait_connected(self, deadline_s: float) -> None:
+        """Return once connected. Raises Unavailable at the deadline."""
+        await self._connection.wait_connected(deadline_s)
+
+    async def rtt(self, *, deadline_s: float = 2.0) -> float:
+        """Seconds for a message to the server and back. Raises Unavailable."""
+        return await self._connection.echo(deadline_s)
+
+    async def close(self, deadline_s: float = 5.0) -> None:
+        """Let handlers finish, flush, and disconnect. Harmless when repeated."""
+        servers, self._servers = self._servers, []
+        await asyncio.gather(*(server.close(deadline_s) for server in servers))
+        await self._connection.close(deadline_s)
+
+    # Streams
+
+    async def ensure_streams(
+        self, *, experience_bytes: int, stream_bytes: int, replicas: int = 1, update: bool = True
+    ) -> None:
+        """Create all streams and buckets, and with ``update`` change those that differ; idempotent.
+
+        Raises:
+            ConfigError: the server has no room, or an existing stream cannot be changed.
+        """
+        await streams.ensure(
+            self._connection,
+            experience_bytes=experience_bytes,
+            stream_bytes=stream_bytes,
+            replicas=replicas,
+            update=update,
+        )
+
+    async def publish(
+        self,
+        subject: str,
+        data: bytes,
+        *,
+        headers: Mapping[str, str] | None = None,
+        msg_id: str | None = None,
+        expect_last_subject_seq: int | None = None,
+        deadline_s: float = 5.0,
+        allow_large: bool = False,
+    ) -> int:
+        """Store a message durably; returns its sequence after the server's acknowledgement.
+
+        Repeats with the same message id until the deadline, so the message is stored once however often it was sent
+        (on a work queue: unless it was consumed before a server restart).
+        With ``expect_last_subject_seq`` it is stored only if that is the newest sequence on the subject (0: none yet);
+        a refusal because our own earlier attempt is there counts as success.
+
+        Raises:
+            StreamFull: the stream's byte budget is used up.
+            Conflict: somebody else's message came first.
+            Unavailable: no acknowledgement until the deadline; the message may or may not be stored.
+            ProtocolError: more than 1 MiB without ``allow_large``, or not a legal subject or header.
+        """
+        return await self._publisher.publish(
+            subject,
+            data,
+            headers=headers,
+            msg_id=msg_id,
+            expect_last_subject_seq=expect_last_subject_seq,
+            deadline_s=deadline_s,
+            allow_large=allow_large,
+        )
+
+    async def publish_many(
+        self, messages: Sequence[Outgoing], *, deadline_s: float = 10.0, allow_large: bool = False
+    ) -> list[int]:
+        """Store messages of one stream, all or none (one atomic batch of up to 1000); returns their sequences.
+
+        Where the server cannot do that (before 2.12.1, or more messages), they are stored one by one, concurrently;
+        then a failure may leave some of them behind, and repeating the call with the same ids completes it.
+
+        Raises: as ``publish``.
+        """
+        return await self._publisher.publish_many(messages, deadline_s=deadline_s, allow_large=allow_large)
+
+    def follow(self, stream: str, subject: str, *, start_seq: int = 1, headers_only: bool = False) -> Reader:
+        """Messages of ``subject`` (may hold wildcards) from ``start_seq`` on, in order, once each, for ever.
+
+        Heals across reconnects and server restarts without gaps or repeats. End it with ``aclose``
+        (``contextlib.aclosing``).
+        """
+        return Reader(self._connection, stream, subject, start_seq=start_seq, headers_only=headers_only)
+
+    def scan(self, stream: str, subject: str, *, start_seq: int = 1, headers_only: bool = False) -> Reader:
+        """Like ``follow``, but ends at the stream's present end."""
+        return Reader(self._connection, stream, subject, start_seq=start_seq, headers_only=headers_only, follow=False)
+
+    async def read(
+        self, stream: str, subject: str, *, start_seq: int = 1, end_seq: int | None = None, headers_only: bool = False
+    ) -> list[Message]:
+        """All messages of ``subject`` with ``start_seq <= sequence <= end_seq`` up to the present end."""
+        found: list[Message] = []
+        async with contextlib.aclosing(self.scan(stream, subject, start_seq=start_seq, headers_only=headers_only)) as r:
+            async for message in r:
+                if end_seq is not None and message.seq > end_seq:
+                    break
+                found.append(message)
+        return found
+
+    async def last(self, stream: str, subject: str) -> Message | None:
+        """The newest message on ``subject``, or None."""
+        return await reading.last(self._connection, stream, subject)
+
+    async def get(self, stream: str, seq: int, *, deadline_s: float = 5.0) -> Message:
+        """The message with that sequence. Raises NotFound only if the stream's leader does not have it."""
+        return await reading.get(self._connection, stream, seq, deadline_s=deadline_s)
+
+    async def get_many(self, stream: str, seqs: Iterable[int], *, deadline_s: float = 10.0) -> dict[int, Message]:
+        """Messages by sequence, concurrently; those that the leader does not have are left out."""
+        return await reading.get_many(self._connection, stream, seqs, deadline_s=deadline_s)
+
+    async def pull(
+        self,
+        stream: str,
+        subject: str,
+        durable: str,
+        *,
+        ack_wait_s: float,
+        max_deliver: int = -1,
+        max_ack_pending: int = 1000,
+        deadline_s: float = 10.0,
+    ) -> Puller:
+        """Take work from ``subject`` under leases of ``ack_wait_s``; creates or updates the durable consumer.
+
+        Raises:
+            NotFound: no such stream.
+            Unavailable: JetStream refuses (a work queue allows one consumer per subject), or does not answer.
+        """
+        config = {
+            "name": durable,
+            "durable_name": durable,
+            "ack_policy": "explicit",
+            "deliver_policy": "all",
+            "ack_wait": int(ack_wait_s * 1e9),
+            "max_deliver": max_deliver,
+            "max_ack_pending": max_ack_pending,
+            "filter_subject": subject,
+        }
+        puller = Puller(self._connection, stream, config)
+        await puller.start(deadline_s=deadline_s)
+        return puller
+
+    async def delete_consumer(self, stream: str, durable: str) -> None:
+        """Delete a durable consumer; harmless if there is none."""
+        with contextlib.suppress(NotFound):
+            await self._call(f"CONSUMER.DELETE.{stream}.{durable}", None, f"delete consumer '{durable}' of {stream}")
+
+    async def delete_message(self, stream: str, seq: int) -> None:
+        """Delete one message; harmless if it is gone already."""
+        try:
+            await self._call(f"STREAM.MSG.DELETE.{stream}", {"seq": seq}, f"delete message {seq} of {stream}")
+        except NotFound:
+            return
+        except ApiError as error:
+            if error.code not in (Code.MESSAGE_DELETE_FAILED, Code.SEQUENCE_NOT_FOUND):
+                raise
+            with contextlib.suppress(NotFound):
+                await self.get(stream, seq)
+                raise
+
+    async def purge(self, stream: str, subject: str, *, below_seq: int | None = None) -> int:
+        """Delete the messages of ``subject``, all or those below a sequence; returns how many."""
+        body: dict[str, Any] = {"filter": subject} | ({"seq": below_seq} if below_seq is not None else {})
+        answer = await self._call(f"STREAM.PURGE.{stream}", body, f"purge '{subject}' of {stream}")
+        return int(answer["purged"])
+
+    async def stream_state(self, stream: str) -> StreamState:
+        """Size and bounds of a stream."""
+        info = await self._call(f"STREAM.INFO.{stream}", None, f"state of {stream}")
+        state = info["state"]
+        return StreamState(
+            state["messages"], state["bytes"], info["config"]["max_bytes"], state["first_seq"], state["last_seq"]
+        )
+
+    async def subject_counts(self, stream: str, subject: str = ">") -> dict[str, int]:
+        """Number of messages per subject that matches ``subject``."""
+        counts: dict[str, int] = {}
+        while True:
+            body = {"subjects_filter": subject, "offset": len(counts)}
+            info = await self._call(f"STREAM.INFO.{stream}", body, f"subjects of {stream}")
+            page = info["state"].get("subjects") or {}
+            counts.update(page)
+            if not page or len(counts) >= info.get("total", 0):
+                return counts
+
+    async def consumer_state(self, stream: str, durable: str) -> ConsumerState:
+        """Backlog of a durable consumer. Raises NotFound."""
+        info = await self._call(f"CONSUMER.INFO.{stream}.{durable}", None, f"state of consumer '{durable}'")
+        return ConsumerState(info["num_pending"], info["num_ack_pending"], info["num_redelivered"])
+
+    async def dead_letters(self, handler: Callable[[str, str, int], None]) -> Subscription:
+        """Call ``handler(stream, consumer, stream_seq)`` when a message ran out of deliveries.
+
+        Advisories may be lost: also scan ``consumer_state`` against the stream from time to time.
+        """
+
+        async def on_advisory(raw: Raw) -> None:
+            advisory = msgspec.json.decode(raw.data)
+            handler(advisory["stream"], advisory["consumer"], advisory["stream_seq"])
+
+        return await self._connection.subscribe("$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.>", on_advisory)
+
+    def kv(self, bucket: str) -> KeyValue:
+        """A key-value bucket that ``ensure_streams`` made."""
+        return KeyValue(self._connection, self._publisher, bucket)
+
+    # Core: at most once
+
+    async def notify(self, subject: str, data: bytes) -> None:
+        """Send to whoever listens now. Raises Unavailable at once while disconnected; nothing is buffered."""
+        await self._connection.send(subject, data)
+
+    async def subscribe(self, subject: str, handler: Callable[[str, bytes], None]) -> Subscription:
+        """Call ``handler(subject, data)`` for each notification; it must be quick. Survives reconnects."""
+
+        async def on_message(raw: Raw) -> None:
+            handler(raw.subject, raw.data)
+
+        return await self._connection.subscribe(subject, on_message)
+
+    async def request(self, subject: str, data: bytes, *, deadline_s: float) -> bytes:
+        """Ask whoever serves ``subject``.
+
+        Raises:
+            Unavailable: nobody serves it, or no answer until the deadline. It may have been carried out.
+            PenstockError: what the handler raised, by class.
+        """
+        try:
+            raw = await self._connection.request(subject, data, timeout_s=deadline_s)
+        except NoResponders:
+            raise Unavailable(f"nobody serves '{subject}'") from None
+        name = raw.headers.get(ERROR_HEADER) if raw.headers else None
+        if name is not None:
+            kind = getattr(errors, name, PenstockError) if name in errors.__all__ else PenstockError
+            raise kind(raw.data.decode("utf-8", "replace"))
+        return raw.data
+
+    async def serve(
+        self, subject: str, handler: Callable[[bytes], Awaitable[bytes]], *, queue: str = "", max_concurrent: int = 64
+    ) -> Server:
+        """Answer requests; servers with the same ``queue`` share them.
+
+        A PenstockError that the handler raises is raised at the requester; anything else is logged here and reaches the
+        requester as a PenstockError. Above ``max_concurrent`` requests wait.
+        """
+        server = Server(self._connection, subject, handler, max_concurrent)
+        await server.start(queue)
+        self._servers.append(server)
+        return server
+
+    async def _call(self, endpoint: str, body: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
+        return await call(self._connection, endpoint, body, deadline_s=5.0, what=what)

@@ -1,0 +1,89 @@
+"""Inboxes: where answers arrive. All requests of a connection share one wildcard subscription."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.shared.errors import Unavailable
+
+__all__ = ["Inboxes", "Lost", "Raw", "Reply", "Sink", "new_inbox"]
+
+
+class Lost(Unavailable):
+    """The connection broke while an answer was outstanding: the request may or may not have been carried out."""
+
+
+class Raw(Protocol):
+    """A message as it came in. ``headers`` holds 'Status' for the server's control messages."""
+
+    subject: str
+    reply: str
+    data: bytes
+    headers: Mapping[str, str] | None
+
+
+class Sink(Protocol):
+    """Receives what arrives on one inbox."""
+
+    def deliver(self, message: Raw) -> None:
+        """Take a message; must not block."""
+
+    def lost(self, error: Lost) -> None:
+        """The connection broke; nothing sent before will be answered any more."""
+
+
+@dataclass(slots=True)
+class Reply:
+    """Sink of one request: the first answer, or the error."""
+
+    future: asyncio.Future[Raw]
+
+    def deliver(self, message: Raw) -> None:
+        """Resolve."""
+        if not self.future.done():
+            self.future.set_result(message)
+
+    def lost(self, error: Lost) -> None:
+        """Fail."""
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+def new_inbox() -> str:
+    """A subject nobody else uses."""
+    return f"_INBOX.{secrets.token_hex(11)}"
+
+
+class Inboxes:
+    """The sinks below one prefix, by the last token of their subject."""
+
+    def __init__(self) -> None:
+        self.prefix = new_inbox()
+        self._sinks: dict[str, Sink] = {}
+        self._counter = 0
+
+    def attach(self, sink: Sink) -> str:
+        """Reserve an inbox for ``sink``; returns its subject."""
+        self._counter += 1
+        token = str(self._counter)
+        self._sinks[token] = sink
+        return f"{self.prefix}.{token}"
+
+    def detach(self, inbox: str) -> None:
+        """Give an inbox up; late messages to it are ignored."""
+        self._sinks.pop(inbox.rpartition(".")[2], None)
+
+    async def dispatch(self, message: Raw) -> None:
+        """Hand a message to its sink."""
+        sink = self._sinks.get(message.subject.rpartition(".")[2])
+        if sink is not None:
+            sink.deliver(message)
+
+    def fail(self, error: Lost) -> None:
+        """Tell every sink that the connection broke."""
+        for sink in list(self._sinks.values()):
+            sink.lost(error)

@@ -1,0 +1,189 @@
+"""A key-value bucket: compare-and-set and watching, on a JetStream stream with one message per key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from penstock.shared.errors import Conflict, ProtocolError
+from penstock.shared.transport.connection import Connection
+from penstock.shared.transport.follow import Reader
+from penstock.shared.transport.jetstream import call
+from penstock.shared.transport.message import Message
+from penstock.shared.transport.publish import Publisher
+from penstock.shared.transport.read import last
+
+__all__ = ["Entry", "KeyValue", "Watch"]
+
+OPERATION = "KV-Operation"
+KEY = re.compile(r"[-/_=a-zA-Z0-9]+(\.[-/_=a-zA-Z0-9]+)*\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A key at a revision; ``value`` is None where it was deleted. ``time`` is when the server stored it."""
+
+    key: str
+    value: bytes | None
+    revision: int
+    time: float
+
+
+class KeyValue:
+    """A bucket. Keys are dot-separated tokens of letters, digits, ``-``, ``_``, ``/`` and ``=``."""
+
+    def __init__(self, connection: Connection, publisher: Publisher, bucket: str) -> None:
+        self.bucket = bucket
+        self._connection = connection
+        self._publisher = publisher
+        self._stream = f"KV_{bucket}"
+        self._prefix = f"$KV.{bucket}."
+
+    async def get(self, key: str, *, deadline_s: float = 5.0) -> Entry | None:
+        """The newest value as the leader has it; None where there is none or it was deleted."""
+        entry = await self._last(key, deadline_s)
+        return entry if entry is not None and entry.value is not None else None
+
+    async def create(self, key: str, value: bytes, *, deadline_s: float = 5.0) -> int:
+        """Store a value where there is none (or a deleted one); returns its revision.
+
+        Raises:
+            Conflict: the key has a value.
+        """
+        try:
+            return await self._put(key, value, 0, deadline_s)
+        except Conflict:
+            entry = await self._last(key, deadline_s)
+            if entry is None or entry.value is not None:
+                raise
+            return await self._put(key, value, entry.revision, deadline_s)
+
+    async def update(self, key: str, value: bytes, revision: int, *, deadline_s: float = 5.0) -> int:
+        """Replace the value of ``revision``; returns the new revision.
+
+        Raises:
+            Conflict: the key is at another revision.
+        """
+        return await self._put(key, value, revision, deadline_s)
+
+    async def put(self, key: str, value: bytes, *, deadline_s: float = 5.0) -> int:
+        """Store a value whatever is there; returns its revision."""
+        return await self._put(key, value, None, deadline_s)
+
+    async def delete(self, key: str, *, revision: int | None = None, deadline_s: float = 5.0) -> None:
+        """Leave a marker instead of the value (watchers see it).
+
+        Raises:
+            Conflict: ``revision`` was given and the key is at another one.
+        """
+        await self._put(key, b"", revision, deadline_s, {OPERATION: "DEL"})
+
+    async def entries(self, prefix: str = "") -> list[Entry]:
+        """All entries whose key is ``prefix`` or begins with ``prefix.``, oldest first; without ``prefix`` all."""
+        return [entry for entry in await self._read(prefix, headers_only=False) if entry.value is not None]
+
+    async def keys(self, prefix: str = "") -> list[str]:
+        """Keys that have a value and begin with the tokens of ``prefix``."""
+        return sorted(entry.key for entry in await self._read(prefix, headers_only=True) if entry.value is not None)
+
+    def watch(self, prefix: str = "", *, include_current: bool = True) -> Watch:
+        """Follow all changes below ``prefix`` (deletions have value None), by default starting with what is there.
+
+        Heals across reconnects; of several changes of a key during an interruption only the newest is seen.
+        """
+        return Watch(self, prefix, include_current)
+
+    async def _read(self, prefix: str, *, headers_only: bool) -> list[Entry]:
+        found = []
+        for subject in self.subjects(prefix):
+            reader = self.reader(subject, headers_only=headers_only, follow=False)
+            found += [self.entry(message) async for message in reader]
+        return sorted(found, key=lambda entry: entry.revision)
+
+    def subjects(self, prefix: str) -> list[str]:
+        """Subject filters that cover a prefix."""
+        if not prefix:
+            return [self._prefix + ">"]
+        return [self._prefix + self._checked(prefix), f"{self._prefix}{prefix}.>"]
+
+    def reader(self, subject: str, *, headers_only: bool = False, follow: bool, start_seq: int | None = None) -> Reader:
+        """Reader of this bucket's stream; without ``start_seq`` from the newest value of each key."""
+        return Reader(
+            self._connection,
+            self._stream,
+            subject,
+            start_seq=start_seq or 1,
+            headers_only=headers_only,
+            follow=follow,
+            last_per_subject=start_seq is None,
+        )
+
+    async def end(self) -> int:
+        """Sequence of the bucket's newest change."""
+        info = await call(
+            self._connection, f"STREAM.INFO.{self._stream}", deadline_s=5.0, what=f"state of bucket '{self.bucket}'"
+        )
+        return int(info["state"]["last_seq"])
+
+    def entry(self, message: Message) -> Entry:
+        """A stored message as an entry."""
+        gone = message.headers.get(OPERATION) in ("DEL", "PURGE")
+        key = message.subject.removeprefix(self._prefix)
+        return Entry(key, None if gone else message.data, message.seq, message.time)
+
+    async def _last(self, key: str, deadline_s: float) -> Entry | None:
+        subject = self._prefix + self._checked(key)
+        message = await last(self._connection, self._stream, subject, deadline_s=deadline_s)
+        return self.entry(message) if message is not None else None
+
+    async def _put(
+        self, key: str, value: bytes, revision: int | None, deadline_s: float, headers: dict[str, str] | None = None
+    ) -> int:
+        return await self._publisher.publish(
+            self._prefix + self._checked(key),
+            value,
+            headers=headers,
+            msg_id=None,
+            expect_last_subject_seq=revision,
+            deadline_s=deadline_s,
+            allow_large=False,
+        )
+
+    def _checked(self, key: str) -> str:
+        if not KEY.match(key):
+            raise ProtocolError(f"'{key}' is not a key: use letters, digits, '-', '_', '/', '=' and single dots")
+        return key
+
+
+class Watch:
+    """Async iterator over the changes of a bucket; ``aclose`` when done."""
+
+    def __init__(self, bucket: KeyValue, prefix: str, include_current: bool) -> None:
+        self._bucket = bucket
+        self._prefix = prefix
+        self._include_current = include_current
+        self._reader: Reader | None = None
+
+    def __aiter__(self) -> AsyncIterator[Entry]:
+        return self
+
+    async def __anext__(self) -> Entry:
+        if self._reader is None:
+            await self.start()
+        assert self._reader is not None
+        while True:
+            entry = self._bucket.entry(await anext(self._reader))
+            if not self._prefix or entry.key == self._prefix or entry.key.startswith(self._prefix + "."):
+                return entry
+
+    async def start(self) -> None:
+        """Fix the point from which changes are seen; otherwise the first ``anext`` does."""
+        if self._reader is None:
+            start = None if self._include_current else await self._bucket.end() + 1
+            self._reader = self._bucket.reader(self._bucket.subjects("")[0], follow=True, start_seq=start)
+
+    async def aclose(self) -> None:
+        """Stop watching."""
+        if self._reader is not None:
+            await self._reader.aclose()

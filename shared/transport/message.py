@@ -1,0 +1,81 @@
+"""What the bus hands out: messages as values, without any client library in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from penstock.shared.errors import ProtocolError
+from penstock.shared.transport.inbox import Raw
+
+__all__ = ["MSG_ID", "AckInfo", "Message", "Outgoing", "from_consumer", "own_headers", "unix_time"]
+
+MSG_ID = "Nats-Msg-Id"
+"""Header by which a stream drops repeated publishes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A stored message. ``time``: when it was stored (Unix seconds). ``data`` is empty where only headers are read."""
+
+    subject: str
+    data: bytes
+    headers: Mapping[str, str]
+    seq: int
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A message to publish. Without ``msg_id`` a random one is made, so that retries are not stored twice."""
+
+    subject: str
+    data: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
+    msg_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AckInfo:
+    """What the reply subject of a delivered message says."""
+
+    stream: str
+    consumer: str
+    deliveries: int
+    stream_seq: int
+    consumer_seq: int
+    time_ns: int
+    pending: int
+
+
+def own_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
+    """The publisher's headers, without those that the server or the transport put there (the message id stays)."""
+    return {
+        str(key): value
+        for key, value in (headers or {}).items()
+        if key == MSG_ID or not (key.startswith("Nats-") or key in ("Status", "Description"))
+    }
+
+
+def unix_time(text: str) -> float:
+    """RFC 3339 with nanoseconds → Unix seconds."""
+    whole, dot, rest = text.rstrip("Z").partition(".")
+    return datetime.fromisoformat(whole + "+00:00").timestamp() + (float("0." + rest) if dot else 0.0)
+
+
+def parse_ack(reply: str) -> AckInfo:
+    """Read ``$JS.ACK[.domain.account].stream.consumer.deliveries.stream_seq.consumer_seq.time.pending[.token]``."""
+    tokens = reply.split(".")
+    if len(tokens) >= 11:
+        tokens = tokens[2:]
+    elif len(tokens) != 9:
+        raise ProtocolError(f"not an acknowledgement subject: '{reply}'")
+    deliveries, stream_seq, consumer_seq, time_ns, pending = (int(token) for token in tokens[4:9])
+    return AckInfo(tokens[2], tokens[3], deliveries, stream_seq, consumer_seq, time_ns, pending)
+
+
+def from_consumer(raw: Raw) -> tuple[Message, AckInfo]:
+    """A message as a consumer delivers it."""
+    info = parse_ack(raw.reply)
+    return Message(raw.subject, raw.data, own_headers(raw.headers), info.stream_seq, info.time_ns / 1e9), info

@@ -1,0 +1,183 @@
+"""Durable publishing: a sequence number is returned only after the server stored the message."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import msgspec
+
+from penstock.shared.errors import Conflict, ProtocolError, StreamFull, Unavailable
+from penstock.shared.protocol.codec import MAX_INLINE_BYTES
+from penstock.shared.transport.connection import Connection, NoResponders
+from penstock.shared.transport.jetstream import CONFLICTS, ApiError, Code, raise_error, retry_until
+from penstock.shared.transport.message import MSG_ID, Outgoing
+from penstock.shared.transport.read import first_at_or_after
+
+__all__ = ["Publisher"]
+
+WINDOW = 256
+"""Publishes of one process that may wait for their acknowledgement at the same time."""
+BATCH_MESSAGES = 1000
+"""Limit of nats-server for one atomic batch."""
+ATOMIC_SINCE = (2, 12, 1)
+"""First server version whose atomic batches respect message ids."""
+
+
+class Publisher:
+    """Publishes to streams with retry, de-duplication and a bounded window."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._window = asyncio.Semaphore(WINDOW)
+
+    async def publish(
+        self,
+        subject: str,
+        data: bytes,
+        *,
+        headers: Mapping[str, str] | None,
+        msg_id: str | None,
+        expect_last_subject_seq: int | None,
+        deadline_s: float,
+        allow_large: bool,
+    ) -> int:
+        """See ``Bus.publish``."""
+        check_size(subject, data, allow_large)
+        msg_id = msg_id or secrets.token_hex(12)
+        sent = {**(headers or {}), MSG_ID: msg_id}
+        if expect_last_subject_seq is not None:
+            sent["Nats-Expected-Last-Subject-Sequence"] = str(expect_last_subject_seq)
+        attempts = retry_until(self._connection, deadline_s, f"publish on '{subject}'")
+        async with self._window:
+            async for timeout_s in attempts:
+                try:
+                    answer = await self._put(subject, data, sent, timeout_s)
+                    return int(answer["seq"])
+                except (Conflict, StreamFull) as error:
+                    if isinstance(error, StreamFull) or expect_last_subject_seq is None:
+                        raise
+                    return await self._resolve(subject, msg_id, expect_last_subject_seq, error)
+                except Unavailable as error:
+                    attempts.why = _hint(subject, error)
+        raise AssertionError("retry_until ends by raising")
+
+    async def publish_many(self, messages: Sequence[Outgoing], *, deadline_s: float, allow_large: bool) -> list[int]:
+        """See ``Bus.publish_many``."""
+        for message in messages:
+            check_size(message.subject, message.data, allow_large)
+        named = [m if m.msg_id else Outgoing(m.subject, m.data, m.headers, secrets.token_hex(12)) for m in messages]
+        if 1 < len(named) <= BATCH_MESSAGES and self._connection.server_version >= ATOMIC_SINCE:
+            seqs = await self._publish_batch(named, deadline_s)
+            if seqs is not None:
+                return seqs
+        singles = [
+            self.publish(
+                m.subject,
+                m.data,
+                headers=m.headers,
+                msg_id=m.msg_id,
+                expect_last_subject_seq=None,
+                deadline_s=deadline_s,
+                allow_large=allow_large,
+            )
+            for m in named
+        ]
+        results = await asyncio.gather(*singles, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return [result for result in results if isinstance(result, int)]
+
+    async def _publish_batch(self, messages: list[Outgoing], deadline_s: float) -> list[int] | None:
+        """Sequences of one atomic batch, or None where single publishes must resolve it.
+
+        That is the case when the stream does not allow batches, and when a message id is known already: then an earlier
+        attempt was stored as a whole, and repeating the messages one by one returns their sequences.
+        """
+        attempts = retry_until(self._connection, deadline_s, f"publish {len(messages)} on '{messages[0].subject}'")
+        async with self._window:
+            async for timeout_s in attempts:
+                try:
+                    answer = await self._put_batch(messages, timeout_s)
+                except ApiError as error:
+                    if error.code in (Code.ATOMIC_DISABLED, Code.BATCH_DUPLICATE):
+                        return None
+                    attempts.why = error
+                except StreamFull:
+                    raise
+                except Unavailable as error:
+                    attempts.why = _hint(messages[0].subject, error)
+                else:
+                    last = int(answer["seq"])
+                    return list(range(last - len(messages) + 1, last + 1))
+        raise AssertionError("retry_until ends by raising")
+
+    async def _put_batch(self, messages: list[Outgoing], timeout_s: float) -> dict[str, Any]:
+        batch = secrets.token_hex(12)
+        for number, message in enumerate(messages[:-1], 1):
+            await self._connection.send(message.subject, message.data, headers=_batch_headers(message, batch, number))
+        last = messages[-1]
+        headers = {**_batch_headers(last, batch, len(messages)), "Nats-Batch-Commit": "1"}
+        return await self._put(last.subject, last.data, headers, timeout_s)
+
+    async def _put(self, subject: str, data: bytes, headers: Mapping[str, str], timeout_s: float) -> dict[str, Any]:
+        raw = await self._connection.request(subject, data, timeout_s=timeout_s, headers=headers)
+        try:
+            answer: dict[str, Any] = msgspec.json.decode(raw.data)
+        except msgspec.DecodeError:
+            raise ProtocolError(f"'{subject}' belongs to no stream: something else answered a publish") from None
+        if "error" in answer:
+            _refused(subject, answer)
+        return answer
+
+    async def _resolve(self, subject: str, msg_id: str, expected: int, error: Conflict) -> int:
+        """A refused append: was it refused because an earlier attempt of ours, whose answer got lost, is there?
+
+        The server compares the expected sequence before it looks for repeated message ids.
+        """
+        message = await first_at_or_after(self._connection, str(error.args[1]), subject, expected + 1)
+        if message is not None and message.headers.get(MSG_ID) == msg_id:
+            return message.seq
+        raise Conflict(str(error.args[0]))
+
+
+def _batch_headers(message: Outgoing, batch: str, number: int) -> dict[str, str]:
+    return {
+        **message.headers,
+        MSG_ID: message.msg_id or "",
+        "Nats-Batch-Id": batch,
+        "Nats-Batch-Sequence": str(number),
+    }
+
+
+def check_size(subject: str, data: bytes, allow_large: bool) -> None:
+    """Refuse what belongs to the bulk plane.
+
+    Raises:
+        ProtocolError: more than 1 MiB without ``allow_large``.
+    """
+    if len(data) > MAX_INLINE_BYTES and not allow_large:
+        raise ProtocolError(
+            f"{len(data)} bytes on '{subject}' are more than {MAX_INLINE_BYTES}: "
+            "send a reference (bulk plane), or split the message into parts"
+        )
+
+
+def _hint(subject: str, error: Unavailable) -> Unavailable | str:
+    if isinstance(error, NoResponders):
+        return f"no stream takes '{subject}' (JetStream is starting, or the streams were not created)"
+    return error
+
+
+def _refused(subject: str, answer: Mapping[str, Any]) -> NoReturn:
+    error = answer["error"]
+    code, text = error.get("err_code", 0), str(error.get("description", ""))
+    stream = str(answer.get("stream", ""))
+    if code in CONFLICTS:
+        raise Conflict(f"publish on '{subject}': {text}; somebody else wrote to it", stream)
+    if code in (Code.STORAGE_RESOURCES, Code.INSUFFICIENT_RESOURCES) or "maximum" in text:
+        raise StreamFull(f"stream {stream or 'of ' + subject} is full: {text}; retry when it was purged")
+    raise_error(error, f"publish on '{subject}'")

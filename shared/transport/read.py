@@ -1,0 +1,114 @@
+"""Reading stored messages by sequence: direct get, which does not need a consumer."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from penstock.shared.errors import NotFound, Unavailable
+from penstock.shared.transport.connection import Connection, NoResponders
+from penstock.shared.transport.inbox import Raw
+from penstock.shared.transport.jetstream import call, retry_until
+from penstock.shared.transport.message import Message, own_headers, unix_time
+
+__all__ = ["first_at_or_after", "get", "get_many", "last"]
+
+WINDOW = 64
+"""Direct gets of one call that are outstanding at the same time; at 1 MiB each this bounds the bytes in flight."""
+
+
+async def get(connection: Connection, stream: str, seq: int, *, deadline_s: float = 5.0) -> Message:
+    """The message with sequence ``seq``.
+
+    Raises:
+        NotFound: the leader of the stream does not have it (a replica that lags is not believed).
+        Unavailable: no answer until the deadline.
+    """
+    found = await _direct(connection, stream, {"seq": seq}, deadline_s)
+    return found or await _from_leader(connection, stream, {"seq": seq}, deadline_s)
+
+
+async def get_many(
+    connection: Connection, stream: str, seqs: Iterable[int], *, deadline_s: float = 10.0
+) -> dict[int, Message]:
+    """The messages with these sequences, fetched concurrently; those that do not exist are left out."""
+    window = asyncio.Semaphore(WINDOW)
+
+    async def one(seq: int) -> Message | None:
+        async with window:
+            try:
+                return await get(connection, stream, seq, deadline_s=deadline_s)
+            except NotFound:
+                return None
+
+    wanted = list(dict.fromkeys(seqs))
+    found = await asyncio.gather(*(one(seq) for seq in wanted))
+    return {message.seq: message for message in found if message is not None}
+
+
+async def last(connection: Connection, stream: str, subject: str, *, deadline_s: float = 5.0) -> Message | None:
+    """The newest message on ``subject``, as the leader has it, or None."""
+    try:
+        return await _from_leader(connection, stream, {"last_by_subj": subject}, deadline_s)
+    except NotFound:
+        return None
+
+
+async def first_at_or_after(
+    connection: Connection, stream: str, subject: str, seq: int, *, deadline_s: float = 5.0
+) -> Message | None:
+    """The oldest message on ``subject`` with a sequence of at least ``seq``, as the leader has it, or None."""
+    try:
+        return await _from_leader(connection, stream, {"seq": seq, "next_by_subj": subject}, deadline_s)
+    except NotFound:
+        return None
+
+
+async def _direct(connection: Connection, stream: str, body: dict[str, Any], deadline_s: float) -> Message | None:
+    data = msgspec.json.encode(body)
+    attempts = retry_until(connection, deadline_s, f"read {body} from {stream}")
+    async for timeout_s in attempts:
+        try:
+            raw = await connection.request(f"$JS.API.DIRECT.GET.{stream}", data, timeout_s=timeout_s)
+        except NoResponders:
+            return None  # no such stream, or no direct access: the leader knows
+        except Unavailable as error:
+            attempts.why = error
+            continue
+        return _from_direct(raw)
+    raise AssertionError("retry_until ends by raising")
+
+
+def _from_direct(raw: Raw) -> Message | None:
+    headers = raw.headers or {}
+    if "Status" in headers or "Nats-Sequence" not in headers:
+        return None
+    return Message(
+        headers["Nats-Subject"],
+        raw.data,
+        own_headers(headers),
+        int(headers["Nats-Sequence"]),
+        unix_time(headers["Nats-Time-Stamp"]),
+    )
+
+
+async def _from_leader(connection: Connection, stream: str, body: dict[str, Any], deadline_s: float) -> Message:
+    what = f"message {body} of {stream}"
+    answer = await call(connection, f"STREAM.MSG.GET.{stream}", body, deadline_s=deadline_s, what=what)
+    stored = answer["message"]
+    return Message(
+        stored["subject"],
+        base64.b64decode(stored.get("data", "")),
+        own_headers(_parse_headers(base64.b64decode(stored.get("hdrs", "")))),
+        stored["seq"],
+        unix_time(stored["time"]),
+    )
+
+
+def _parse_headers(block: bytes) -> dict[str, str]:
+    pairs = (line.partition(":") for line in block.decode("utf-8", "replace").split("\r\n")[1:] if line)
+    return {key.strip(): value.strip() for key, _, value in pairs}

@@ -1,0 +1,91 @@
+"""Answering requests: each in its own task, bounded, errors sent back by name."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from penstock.shared.errors import PenstockError, ProtocolError, Unavailable
+from penstock.shared.transport.connection import Connection, Subscription
+from penstock.shared.transport.inbox import Raw
+
+__all__ = ["ERROR_HEADER", "Server"]
+
+log = logging.getLogger(__name__)
+
+ERROR_HEADER = "Penstock-Error"
+"""Header of an error reply: the name of a class of shared/errors.py; the body is its text."""
+
+
+class Server:
+    """A handler that serves a subject. Made by ``Bus.serve``; ends with ``close``."""
+
+    def __init__(
+        self, connection: Connection, subject: str, handler: Callable[[bytes], Awaitable[bytes]], max_concurrent: int
+    ) -> None:
+        self.subject = subject
+        self._connection = connection
+        self._handler = handler
+        self._slots = asyncio.Semaphore(max_concurrent)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._subscription: Subscription | None = None
+
+    async def __aenter__(self) -> Server:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def start(self, queue: str) -> None:
+        """Begin to serve."""
+        self._subscription = await self._connection.subscribe(self.subject, self._on_request, queue=queue)
+
+    async def close(self, deadline_s: float = 5.0) -> None:
+        """Take no more requests; give running ones ``deadline_s`` to finish, then cancel them."""
+        if self._subscription is not None:
+            subscription, self._subscription = self._subscription, None
+            await subscription.close()
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=deadline_s)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late, timeout=1.0)
+
+    async def _on_request(self, raw: Raw) -> None:
+        await self._slots.acquire()
+        task = asyncio.create_task(self._answer(raw), name=f"serve {self.subject}")
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._slots.release()
+        self._tasks.discard(task)
+
+    async def _answer(self, raw: Raw) -> None:
+        headers = None
+        handling = asyncio.ensure_future(self._handler(raw.data))
+        try:
+            await asyncio.wait([handling])
+        finally:
+            handling.cancel()
+        error = asyncio.CancelledError("cancelled") if handling.cancelled() else handling.exception()
+        if error is None:
+            data = handling.result()
+            if len(data) > self._connection.max_payload:
+                error = ProtocolError(f"the answer on '{self.subject}' has {len(data)} bytes: too large")
+        if error is not None:
+            headers, data = self._error_reply(error)
+        if not raw.reply:
+            return
+        try:
+            await self._connection.send(raw.reply, data, headers=headers)
+        except Unavailable as failure:
+            log.warning("an answer on %s could not be sent: %s", self.subject, failure)
+
+    def _error_reply(self, error: BaseException) -> tuple[dict[str, str], bytes]:
+        if isinstance(error, PenstockError):
+            return {ERROR_HEADER: type(error).__name__}, str(error).encode()
+        log.error("handler of %s failed", self.subject, exc_info=error)
+        return {ERROR_HEADER: "PenstockError"}, f"'{self.subject}' failed inside: {error!r}".encode()

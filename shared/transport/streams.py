@@ -1,0 +1,106 @@
+"""Creation of all streams and buckets. Idempotent: every service may call it at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from penstock.shared.errors import ConfigError
+from penstock.shared.protocol import subjects
+from penstock.shared.transport.connection import Connection
+from penstock.shared.transport.jetstream import ApiError, Code, call, retry_until
+
+__all__ = ["BUCKETS", "STREAMS", "ensure"]
+
+STREAMS = (
+    subjects.TICKETS,
+    subjects.RAW,
+    subjects.EXPERIENCE,
+    subjects.BATCHES,
+    subjects.LEDGER,
+    subjects.EVENTS,
+    subjects.METRICS,
+    subjects.INTERACTIONS,
+    subjects.FEEDBACK,
+    subjects.DEAD,
+)
+WORK_QUEUES = frozenset({subjects.TICKETS, subjects.RAW})
+BUCKETS = (subjects.JOBS, subjects.POLICY, subjects.MANIFESTS, subjects.LEASES)
+BUCKET_BYTES = 64 << 20
+DUPLICATES_S = 300
+"""How long a stream remembers message ids; longer than any publish retries."""
+ATOMIC_SINCE = (2, 12, 1)
+
+
+async def ensure(
+    connection: Connection,
+    *,
+    experience_bytes: int,
+    stream_bytes: int,
+    replicas: int = 1,
+    update: bool = True,
+    deadline_s: float = 30.0,
+) -> None:
+    """Create what is missing and, with ``update``, change what differs.
+
+    Raises:
+        ConfigError: the server has no room for these sizes, or an existing stream cannot be changed to fit.
+        Unavailable: no answer until the deadline.
+    """
+    atomic = connection.server_version >= ATOMIC_SINCE
+    configs = []
+    for name in STREAMS:
+        size = experience_bytes if name == subjects.EXPERIENCE else stream_bytes
+        configs.append(
+            _base(name, [f"{name.lower()}.>"], size, replicas)
+            | {"retention": "workqueue" if name in WORK_QUEUES else "limits", "allow_atomic": atomic}
+        )
+    for bucket in BUCKETS:
+        configs.append(
+            _base(f"KV_{bucket}", [f"$KV.{bucket}.>"], min(BUCKET_BYTES, stream_bytes), replicas)
+            | {"retention": "limits", "max_msgs_per_subject": 1, "allow_rollup_hdrs": True, "deny_delete": True}
+        )
+    made = (_ensure_one(connection, config, update, deadline_s) for config in configs)
+    for result in await asyncio.gather(*made, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+
+
+def _base(name: str, stream_subjects: list[str], max_bytes: int, replicas: int) -> dict[str, Any]:
+    return {
+        "name": name,
+        "subjects": stream_subjects,
+        "storage": "file",
+        "discard": "new",
+        "max_bytes": max_bytes,
+        "num_replicas": replicas,
+        "allow_direct": True,
+        "duplicate_window": DUPLICATES_S * 1_000_000_000,
+    }
+
+
+async def _ensure_one(connection: Connection, config: dict[str, Any], update: bool, deadline_s: float) -> None:
+    name = config["name"]
+    what = f"create stream {name}"
+    attempts = retry_until(connection, deadline_s, what)
+    verb = "CREATE"
+    async for _ in attempts:
+        try:
+            await call(connection, f"STREAM.{verb}.{name}", config, deadline_s=deadline_s, what=what)
+            return
+        except ApiError as error:
+            if error.code == Code.STREAM_EXISTS and not update:
+                return
+            if error.code == Code.STREAM_EXISTS and verb == "CREATE":
+                verb = "UPDATE"
+            elif error.code == Code.STORE_BUSY:
+                attempts.why = error
+            elif error.code in (Code.STORAGE_RESOURCES, Code.INSUFFICIENT_RESOURCES):
+                raise ConfigError(
+                    f"{error}: NATS has no room for {config['max_bytes']} bytes; lower PENSTOCK_STREAM_BYTES or "
+                    "PENSTOCK_EXPERIENCE_BYTES, or raise jetstream.max_file"
+                ) from None
+            else:
+                raise ConfigError(
+                    f"{error}: the existing stream does not fit; remove it or use another server"
+                ) from None

@@ -1,0 +1,68 @@
+"""What every weight transport offers: publish on the trainer's side, stage on the engine's.
+
+``publish`` copies a policy version out of the trainer's tensors and returns a manifest; the trainer may change its
+weights as soon as it returns. ``stage`` makes the version reachable and verifies it while the engine serves on; the
+engine then adopts ``Staged.tensors`` at a token boundary (swap), or copies from them, and releases what it no longer
+reads. Nothing here talks to the bus; all of it blocks, so callers use a thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from torch import Tensor
+
+from penstock.shared.protocol.weights import SlotRef, WeightManifest
+
+__all__ = ["Staged", "WeightPublisher", "WeightReceiver"]
+
+
+class Staged(Protocol):
+    """A verified policy version in memory that stays constant until ``release``."""
+
+    @property
+    def manifest(self) -> WeightManifest:
+        """What was announced."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Views of the staged bytes, by name, without a copy. Not to be used after ``release``."""
+
+    def intact(self) -> bool:
+        """Whether nobody has written to the bytes since; cheap enough for every decode step."""
+
+    def release(self) -> None:
+        """Give the memory back. May be called twice."""
+
+
+class WeightPublisher(Protocol):
+    """Hands out policy versions of one job."""
+
+    def publish(self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int) -> WeightManifest:
+        """Copy ``tensors`` out and describe where they are.
+
+        Raises:
+            WeightsError: they do not fit the layout, or the bytes cannot be stored.
+            DeadlineError: receivers hold every slot.
+            Fenced: a publisher with a higher epoch exists.
+        """
+
+    def close(self) -> None:
+        """Stop serving; what was published stays until ``cleanup``."""
+
+
+class WeightReceiver(Protocol):
+    """Stages policy versions on one host."""
+
+    def accepts(self, ref: SlotRef) -> bool:
+        """Whether this receiver can reach such a reference."""
+
+    def stage(self, manifest: WeightManifest) -> Staged:
+        """Reach, check and verify the bytes of ``manifest``.
+
+        Raises:
+            WeightsError: it cannot; nothing is held and the engine keeps its version.
+        """
+
+    def close(self) -> None:
+        """Forget cached mappings and buffers; staged versions stay valid."""

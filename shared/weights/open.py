@@ -1,0 +1,107 @@
+"""Choosing weight transports: by explicit host id, never by what happens to open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import msgspec
+from torch import Tensor
+
+from penstock.shared.config import ServiceSettings
+from penstock.shared.errors import ConfigError, WeightsError
+from penstock.shared.protocol.weights import Layout, SlotRef, WeightManifest
+from penstock.shared.weights.base import Staged, WeightPublisher, WeightReceiver
+from penstock.shared.weights.disk import DiskPublisher, DiskReceiver, weights_directory
+from penstock.shared.weights.shm import ShmPublisher, ShmReceiver
+from penstock.shared.weights.slots import slot_paths
+from penstock.shared.weights.tcp import TcpReceiver
+
+__all__ = ["Publisher", "Receiver", "cleanup", "open_publisher", "open_receiver"]
+
+Transport = Literal["shm", "disk"]
+
+
+class Publisher:
+    """Publishes through several transports; the manifest lists all references, the fastest first."""
+
+    def __init__(self, publishers: Sequence[WeightPublisher]) -> None:
+        self._publishers = publishers
+
+    def publish(self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int) -> WeightManifest:
+        """See ``WeightPublisher``. If one transport fails, nothing is announced."""
+        named = list(tensors)
+        manifests = [each.publish(named, version=version, epoch=epoch) for each in self._publishers]
+        if len({manifest.digest for manifest in manifests}) != 1:
+            raise WeightsError(f"the tensors of version {version} changed while they were published")
+        return msgspec.structs.replace(manifests[0], refs=tuple(ref for each in manifests for ref in each.refs))
+
+    def close(self) -> None:
+        """Close every transport."""
+        for publisher in self._publishers:
+            publisher.close()
+
+
+class Receiver:
+    """Tries the transports that can reach a manifest: shared memory on the publisher's host, else TCP, else disk."""
+
+    def __init__(self, receivers: Sequence[WeightReceiver]) -> None:
+        self._receivers = receivers
+        self._epochs: dict[str, int] = {}
+
+    def accepts(self, ref: SlotRef) -> bool:
+        """Whether one of the transports can reach ``ref``."""
+        return any(receiver.accepts(ref) for receiver in self._receivers)
+
+    def stage(self, manifest: WeightManifest) -> Staged:
+        """See ``WeightReceiver``; what one transport cannot give, the next one is asked for.
+
+        Raises:
+            WeightsError: no transport works (all reasons are named), or the manifest is of a trainer that was replaced.
+        """
+        known = self._epochs.get(manifest.job, 0)
+        if manifest.epoch < known:
+            raise WeightsError(f"version {manifest.version} is of epoch {manifest.epoch}, epoch {known} took over")
+        reasons = []
+        for receiver in self._receivers:
+            if any(receiver.accepts(ref) for ref in manifest.refs):
+                try:
+                    staged = receiver.stage(manifest)
+                except WeightsError as error:
+                    reasons.append(str(error))
+                else:
+                    self._epochs[manifest.job] = manifest.epoch
+                    return staged
+        tried = "; ".join(reasons) or f"no transport for {[(ref.transport, ref.host) for ref in manifest.refs]}"
+        raise WeightsError(f"cannot stage version {manifest.version} of job '{manifest.job}': {tried}")
+
+    def close(self) -> None:
+        """Close every transport."""
+        for receiver in self._receivers:
+            receiver.close()
+
+
+def open_publisher(
+    job: str, layout: Layout, settings: ServiceSettings, *, transports: Sequence[Transport] = ("shm",)
+) -> Publisher:
+    """A publisher of ``job`` through ``transports``; shm also serves TCP if ``settings.bulk_host`` is set.
+
+    Raises:
+        ConfigError: no transport, or an unknown one.
+        Unavailable: shared memory has no room, or the address cannot be bound.
+    """
+    makers = {"shm": ShmPublisher, "disk": DiskPublisher}
+    if not transports or not set(transports) <= set(makers):
+        raise ConfigError(f"weight transports are {sorted(makers)}, not {list(transports)}")
+    return Publisher([makers[name](job, layout, settings) for name in transports])
+
+
+def open_receiver(settings: ServiceSettings, layout: Layout | None = None) -> Receiver:
+    """A receiver for any job; with ``layout`` (the engine's) manifests of other layouts are refused."""
+    return Receiver([ShmReceiver(settings, layout), TcpReceiver(layout), DiskReceiver(settings, layout)])
+
+
+def cleanup(job: str, settings: ServiceSettings) -> None:
+    """Remove slots and weight files of a finished job. Versions in use stay mapped until their engines release them."""
+    for path in [*slot_paths(settings.shm_dir, job), *weights_directory(settings, job).glob("*")]:
+        path.unlink(missing_ok=True)

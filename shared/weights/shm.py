@@ -1,0 +1,191 @@
+"""Weights through shared memory: the publisher fills a slot, receivers of the same host map it and adopt the views."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.shared.config import ServiceSettings
+from penstock.shared.errors import NotFound, Unavailable, WeightsError
+from penstock.shared.protocol.weights import Layout, SlotRef, WeightManifest
+from penstock.shared.transport.bulk_segment import DATA_OFFSET, LockedFile, map_file
+from penstock.shared.transport.bulk_server import BlobServer, ServedBlob
+from penstock.shared.weights.flat import check_layout, digest_of, fill, view
+from penstock.shared.weights.slot_header import SlotHeader, read_slot, sequence_of, write_slot
+from penstock.shared.weights.slots import SlotPool, is_slot_name
+
+__all__ = ["ShmPublisher", "ShmReceiver", "ShmStaged"]
+
+
+class ShmPublisher:
+    """Publishes into slots under ``settings.shm_dir``; with ``settings.bulk_host`` other hosts can pull them."""
+
+    def __init__(
+        self,
+        job: str,
+        layout: Layout,
+        settings: ServiceSettings,
+        *,
+        slots: int = 2,
+        max_slots: int = 4,
+        timeout_s: float = 30.0,
+    ) -> None:
+        """Make the slots (this takes about a second per gigabyte) or adopt those of a crashed predecessor.
+
+        Raises:
+            Unavailable: ``settings.shm_dir`` has no room for them, or ``settings.bulk_host`` cannot be bound.
+        """
+        self._job, self._layout, self._host, self._timeout_s = job, layout, settings.host_id, timeout_s
+        self._directory = settings.shm_dir
+        self._pool = SlotPool(settings.shm_dir, job, layout.nbytes, count=slots, max_count=max_slots)
+        self._server = BlobServer(settings.bulk_host, self._serve) if settings.bulk_host else None
+
+    def publish(self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int) -> WeightManifest:
+        """Fill a free slot. The slot of the version before stays as it is.
+
+        Raises:
+            WeightsError: the tensors do not fit the layout; nothing is announced.
+            DeadlineError: receivers held every slot for ``timeout_s``; the message names them.
+            Fenced: a publisher with a higher epoch has written here.
+        """
+        layout = self._layout
+        slot = self._pool.acquire(epoch=epoch, timeout_s=self._timeout_s)
+        try:
+            sequence = read_slot(slot).sequence | 1  # a crashed writer left it odd already
+            header = SlotHeader(sequence, version, epoch, layout.nbytes, layout.id)
+            write_slot(slot, header)
+            digest = fill(slot.data, layout, tensors)
+            write_slot(slot, msgspec.structs.replace(header, sequence=sequence + 1, digest=digest))
+        finally:
+            slot.unlock()
+        refs = [SlotRef("shm", self._host, slot.path.name, layout.nbytes)]
+        if self._server:
+            handle = f"{self._server.address}/{slot.path.name}/{sequence + 1}"
+            refs.append(SlotRef("tcp", self._host, handle, layout.nbytes))
+        return WeightManifest(
+            job=self._job,
+            version=version,
+            epoch=epoch,
+            layout=layout,
+            digest=digest,
+            refs=tuple(refs),
+            created=time.time(),
+        )
+
+    def close(self) -> None:
+        """Stop serving other hosts and let go of the slots; the files stay for receivers and for a successor."""
+        if self._server:
+            self._server.close()
+        self._pool.close()
+
+    @contextlib.contextmanager
+    def _serve(self, name: str, generation: int) -> Iterator[ServedBlob]:
+        """For the server: the slot of this job whose sequence is ``generation``, locked while it is on its way."""
+        if not is_slot_name(self._job, name):
+            raise NotFound(f"'{name}' is not a slot of job '{self._job}'")
+        file = LockedFile.open(self._directory / name)
+        try:
+            if not file.try_shared() or read_slot(file).sequence != generation:
+                raise NotFound(f"slot '{name}' was written anew")
+            yield ServedBlob(file.path, DATA_OFFSET, self._layout.nbytes)
+        finally:
+            file.close()
+
+
+# Only ``release`` or the end of the process may drop a lock: tensors can outlive the ``ShmStaged`` they came from.
+_held: set[LockedFile] = set()
+
+
+class ShmStaged:
+    """A slot whose lock this process holds."""
+
+    def __init__(self, manifest: WeightManifest, lock: LockedFile, mapping: NDArray[np.uint8], layout: Layout) -> None:
+        self.manifest = manifest
+        self._lock = lock
+        self._page = mapping[:DATA_OFFSET].data
+        self._sequence = read_slot(lock).sequence
+        self._tensors = view(mapping[DATA_OFFSET:], layout)
+        _held.add(lock)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Views of the slot. Writes to them stay in this process, and make later versions in this slot fail once."""
+        return self._tensors
+
+    def intact(self) -> bool:
+        """Whether the slot was not written since it was staged: one read of its sequence counter."""
+        return sequence_of(self._page) == self._sequence
+
+    def release(self) -> None:
+        """Drop the lock: the publisher may write the slot from now on."""
+        _held.discard(self._lock)
+        self._lock.close()
+
+
+class ShmReceiver:
+    """Maps slots of publishers on this host; keeps the mappings, because slots take turns."""
+
+    def __init__(self, settings: ServiceSettings, layout: Layout | None = None) -> None:
+        self._host, self._directory, self._layout = settings.host_id, settings.shm_dir, layout
+        self._mappings: dict[str, tuple[tuple[int, int], NDArray[np.uint8]]] = {}
+
+    def accepts(self, ref: SlotRef) -> bool:
+        """Slots of the same host id."""
+        return ref.transport == "shm" and ref.host == self._host
+
+    def stage(self, manifest: WeightManifest) -> ShmStaged:
+        """Lock the slot, compare its header with the manifest, verify its digest.
+
+        Raises:
+            WeightsError: no such slot, another version by now, or damaged bytes. The lock is dropped.
+        """
+        ref = next((ref for ref in manifest.refs if self.accepts(ref)), None)
+        if ref is None:
+            raise WeightsError(f"version {manifest.version} has no slot on host '{self._host}'")
+        layout = check_layout(manifest.layout, self._layout)
+        if not is_slot_name(manifest.job, ref.handle):
+            raise WeightsError(f"'{ref.handle}' is not a slot of job '{manifest.job}'")
+        try:
+            lock = LockedFile.open(self._directory / ref.handle)
+        except (NotFound, Unavailable) as error:
+            raise WeightsError(f"version {manifest.version}: {error}") from None
+        try:
+            return ShmStaged(manifest, lock, self._verified(manifest, lock), layout)
+        except BaseException:
+            lock.close()
+            raise
+
+    def close(self) -> None:
+        """Forget the mappings."""
+        self._mappings.clear()
+
+    def _verified(self, manifest: WeightManifest, lock: LockedFile) -> NDArray[np.uint8]:
+        what = f"slot {lock.path.name} for version {manifest.version}"
+        if not lock.try_shared():
+            raise WeightsError(f"{what} is being written")
+        if reason := read_slot(lock).mismatch(manifest):
+            raise WeightsError(f"{what}: {reason}")
+        if lock.size() != DATA_OFFSET + manifest.layout.nbytes:
+            raise WeightsError(f"{what} has {lock.size()} bytes, the layout needs {manifest.layout.nbytes}")
+        for _ in range(2):
+            mapping = self._mapping(lock)
+            if digest_of(mapping[DATA_OFFSET:]) == manifest.digest:
+                return mapping
+            del self._mappings[lock.path.name]  # pages that this process wrote to are its own: look at the file again
+        raise WeightsError(f"{what}: the bytes do not match digest {manifest.digest}")
+
+    def _mapping(self, lock: LockedFile) -> NDArray[np.uint8]:
+        """The mapped file; a successor may have put another one under the same name."""
+        known = self._mappings.get(lock.path.name)
+        if known is None or known[0] != lock.identity():
+            gone = [name for name in self._mappings if not (self._directory / name).exists()]
+            for name in gone:
+                del self._mappings[name]
+            mapping = np.frombuffer(map_file(lock.fd, "private"), np.uint8)
+            known = self._mappings[lock.path.name] = (lock.identity(), mapping)
+        return known[1]

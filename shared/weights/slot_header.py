@@ -1,0 +1,70 @@
+"""The header page of a weight slot: which version it holds, and a counter that is odd while it is being written."""
+
+from __future__ import annotations
+
+import os
+import struct
+
+import msgspec
+
+from penstock.shared.errors import WeightsError
+from penstock.shared.protocol.weights import WeightManifest
+from penstock.shared.transport.bulk_segment import LockedFile
+
+__all__ = ["SlotHeader", "read_slot", "sequence_of", "write_slot"]
+
+_MAGIC = b"PSWSLOT1"
+_FORMAT = struct.Struct("<8sQQQQ16s32s")
+_SEQUENCE = struct.Struct("<Q")
+_SEQUENCE_OFFSET = 8
+
+
+class SlotHeader(msgspec.Struct, frozen=True):
+    """``sequence`` grows with every write to the slot: odd while it runs, even once the content is complete."""
+
+    sequence: int = 0
+    version: int = 0
+    epoch: int = 0
+    nbytes: int = 0
+    layout: str = ""
+    digest: str = ""
+
+    @property
+    def sealed(self) -> bool:
+        """Whether the slot holds a complete version."""
+        return self.sequence > 0 and self.sequence % 2 == 0
+
+    def mismatch(self, manifest: WeightManifest) -> str:
+        """Why this is not what ``manifest`` announced; empty if it is."""
+        if not self.sealed:
+            return "it is being written, or its writer died"
+        wanted = (manifest.version, manifest.epoch, manifest.layout.nbytes, manifest.layout.id, manifest.digest)
+        if (self.version, self.epoch, self.nbytes, self.layout, self.digest) != wanted:
+            return f"it holds version {self.version} of epoch {self.epoch} ({self.layout}, {self.digest[:8]})"
+        return ""
+
+
+def write_slot(file: LockedFile, header: SlotHeader) -> None:
+    """Store ``header``."""
+    names = header.layout.encode(), header.digest.encode()
+    numbers = header.sequence, header.version, header.epoch, header.nbytes
+    os.pwrite(file.fd, _FORMAT.pack(_MAGIC, *numbers, *names), 0)
+
+
+def read_slot(file: LockedFile) -> SlotHeader:
+    """The header.
+
+    Raises:
+        WeightsError: not a weight slot.
+    """
+    data = os.pread(file.fd, _FORMAT.size, 0)
+    if len(data) < _FORMAT.size or not data.startswith(_MAGIC):
+        raise WeightsError(f"{file.path} is not a weight slot")
+    _, sequence, version, epoch, nbytes, layout, digest = _FORMAT.unpack(data)
+    return SlotHeader(sequence, version, epoch, nbytes, layout.rstrip(b"\0").decode(), digest.rstrip(b"\0").decode())
+
+
+def sequence_of(header_page: memoryview) -> int:
+    """The sequence counter of a mapped slot."""
+    sequence: int = _SEQUENCE.unpack_from(header_page, _SEQUENCE_OFFSET)[0]
+    return sequence

@@ -1,0 +1,134 @@
+"""The shared-memory slots of one job on one host, as its publisher sees them.
+
+A slot is a file; a receiver keeps its shared lock for as long as it uses the slot, so only its release or its death
+frees it. Files of a crashed publisher are adopted: their versions stay reachable until they are overwritten.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from penstock.shared.errors import DeadlineError, Fenced, NotFound, WeightsError
+from penstock.shared.protocol.subjects import token
+from penstock.shared.transport.bulk_segment import DATA_OFFSET, LockedFile, Segment
+from penstock.shared.weights.slot_header import SlotHeader, read_slot, write_slot
+
+__all__ = ["SlotPool", "is_slot_name", "slot_name", "slot_paths"]
+
+_POLL_S = 0.005
+
+
+def slot_name(job: str, number: int) -> str:
+    """File name of a slot. ``token`` leaves no dot in the job, so no job's names begin with another's."""
+    return f"penstock-weights-{token(job)}.{number}"
+
+
+def is_slot_name(job: str, name: str) -> bool:
+    """Whether ``name`` came from ``slot_name``."""
+    number = name.rpartition(".")[2]
+    return number.isascii() and number.isdecimal() and len(number) < 10 and name == slot_name(job, int(number))
+
+
+def slot_paths(directory: Path, job: str) -> list[Path]:
+    """Every slot file of a job."""
+    return sorted(directory.glob(slot_name(job, 0).removesuffix("0") + "*"))
+
+
+class SlotPool:
+    """``count`` slots of ``nbytes`` bytes, allocated at once; up to ``max_count`` when receivers hold them."""
+
+    def __init__(self, directory: Path, job: str, nbytes: int, *, count: int, max_count: int) -> None:
+        self._directory, self._job, self._nbytes = directory, job, nbytes
+        self._max_count = max_count
+        self._slots: list[Segment] = []
+        for path in slot_paths(directory, job):
+            self._adopt(path)
+        while len(self._slots) < count:
+            self._slots.append(self._create())
+
+    def acquire(self, *, epoch: int, timeout_s: float) -> Segment:
+        """A slot with its exclusive lock that neither holds the newest version nor has a reader.
+
+        Raises:
+            DeadlineError: receivers hold all of ``max_count`` slots for longer than ``timeout_s``.
+            Fenced: a slot was written by a higher epoch.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._slots = [slot for slot in self._slots if slot.is_current()]  # not what a cleanup removed
+            newest = self._newest(epoch)
+            for slot in self._slots:
+                if slot is not newest and slot.try_exclusive():
+                    return slot
+            if len(self._slots) < self._max_count:
+                slot = self._create()
+                self._slots.append(slot)
+                if slot.try_exclusive():
+                    return slot
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"waited {timeout_s:.1f} s for a weight slot of job '{self._job}': {len(self._slots)} of at most "
+                    f"{self._max_count} exist, held by {self._holders()}; end or resume those processes"
+                )
+            time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        """Let go of the files; they stay."""
+        for slot in self._slots:
+            slot.close()
+        self._slots.clear()
+
+    def _newest(self, epoch: int) -> Segment | None:
+        """The slot of the newest complete version: late joiners read it."""
+        newest, best = None, (-1, -1)
+        for slot in self._slots:
+            header = read_slot(slot)
+            if header.epoch > epoch:
+                raise Fenced(
+                    f"{slot.path.name} was written by epoch {header.epoch}; epoch {epoch} must stop publishing"
+                )
+            if header.sealed and (header.epoch, header.version) > best:
+                newest, best = slot, (header.epoch, header.version)
+        return newest
+
+    def _adopt(self, path: Path) -> None:
+        """Keep a slot of the right size; remove another one unless somebody still uses it."""
+        try:
+            file = LockedFile.open(path)
+        except NotFound:
+            return
+        try:
+            read_slot(file)
+            usable = file.size() == DATA_OFFSET + self._nbytes
+        except WeightsError:  # its maker died before it was complete
+            usable = False
+        if usable:
+            self._slots.append(Segment.open(path))
+        elif file.try_exclusive():
+            file.unlink()
+        file.close()
+
+    def _create(self) -> Segment:
+        number = 0
+        while True:  # a number whose file exists belongs to somebody: never write there
+            try:
+                slot = Segment.create(self._directory / slot_name(self._job, number), self._nbytes)
+            except FileExistsError:
+                number += 1
+                continue
+            write_slot(slot, SlotHeader())
+            return slot
+
+    def _holders(self) -> str:
+        pids = sorted({pid for slot in self._slots for pid in slot.holders()})
+        return ", ".join(f"process {pid}{_state(pid)}" for pid in pids) or "processes outside of this pid namespace"
+
+
+def _state(pid: int) -> str:
+    """`` (stopped)`` for a process that SIGSTOP stopped."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return " (stopped)" if status.rpartition(")")[2].split()[:1] == ["T"] else ""

@@ -1,0 +1,6 @@
+"""``python -m penstock.cli``."""
+
+from penstock.cli.app import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""All commands in one table."""
+
+from __future__ import annotations
+
+import typer
+
+from penstock.cli import books, demo, doctor, jobs, machine, views, watching
+from penstock.cli.exits import Commands
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="penstock",
+    cls=Commands,
+    help="On-policy reinforcement learning as services. Start with: penstock demo",
+    epilog="PENSTOCK_URL (default http://127.0.0.1:8000) and PENSTOCK_API_KEY say which API to use. "
+    "Exit codes: 0 ok, 1 failed, 2 usage or a bad job file, 3 cancelled, 4 unreachable.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+for _command in (
+    demo.demo,
+    machine.up,
+    machine.down,
+    doctor.doctor,
+    jobs.submit,
+    jobs.ls,
+    jobs.get,
+    jobs.wait,
+    jobs.cancel,
+    jobs.pause,
+    jobs.resume,
+    watching.top,
+    views.events,
+    views.metrics,
+    views.logs,
+    views.samples,
+    views.workers,
+    views.why,
+    books.audit,
+    books.replay,
+):
+    app.command()(_command)
+
+
+def main() -> None:
+    """Entry point of the ``penstock`` command."""
+    app()

@@ -1,0 +1,64 @@
+"""Commands that check: do the books hold, and does the past repeat itself bit by bit."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from penstock.cli.exits import FAILED, OK
+from penstock.cli.printing import Job, Json, console, note, show_json, show_line, table
+from penstock.client import Client
+from penstock.shared.errors import Unavailable
+
+__all__ = ["audit", "equation", "replay"]
+
+
+def audit(job: Job, as_json: Json = False) -> None:
+    """Check the ledger against itself and the streams; exit 1 on any violation."""
+    with Client() as client:
+        report = client.audit(client.find(job).id)
+    if as_json:
+        show_json(report)
+    else:
+        typer.echo(equation(report["equation"]))
+        rows = [("ok" if c["ok"] else "VIOLATED", c["name"], c.get("detail")) for c in report["checks"]]
+        console().print(table(("", "CHECK", "DETAIL"), rows))
+        for violation in report["violations"]:
+            note(f"violation: {violation}")
+    raise typer.Exit(OK if report["ok"] else FAILED)
+
+
+def equation(draws: dict[str, object]) -> str:
+    """``drawn 6 = trained 4 + dropped 1 (failed 1) + in flight 1``."""
+    dropped = draws.get("dropped") or {}
+    by_reason = dict(dropped) if isinstance(dropped, dict) else {}
+    total = sum(by_reason.values()) if by_reason else 0
+    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(by_reason.items()))
+    return (
+        f"drawn {draws.get('drawn', 0)} = trained {draws.get('trained', 0)} + dropped {total}"
+        f"{f' ({reasons})' if reasons else ''} + in flight {draws.get('in_flight', 0)}"
+    )
+
+
+def replay(
+    job: Job,
+    from_batch: Annotated[int | None, typer.Option("--from", min=0, help="First batch.")] = None,
+    to_batch: Annotated[int | None, typer.Option("--to", min=0, help="Last batch.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Train sealed batches again from a checkpoint and compare digests; exit 1 where they differ."""
+    done, ok = False, False
+    with Client() as client:
+        for row in client.replay(client.find(job).id, from_batch=from_batch, to_batch=to_batch):
+            done, ok = bool(row.get("done")), bool(row.get("ok"))
+            if as_json:
+                show_line(row)
+            elif done:
+                typer.echo(str(row.get("summary", "")))
+            else:
+                verdict = "identical" if row.get("match") else "DIFFERENT"
+                typer.echo(f"batch {row.get('batch')}: {verdict}  {row.get('detail', '')}".rstrip())
+    if not done:
+        raise Unavailable("the replay ended without a verdict; try again")
+    raise typer.Exit(OK if ok else FAILED)

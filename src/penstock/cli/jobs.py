@@ -1,0 +1,152 @@
+"""Commands that submit, show and steer jobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli.exits import result_code
+from penstock.cli.printing import Job, Json, ago, console, note, number, show_json, table
+from penstock.cli.watching import follow
+from penstock.client import Client
+from penstock.shared.config.base import load_yaml, with_overrides
+from penstock.shared.config.job import JobConfig
+from penstock.shared.errors import ConfigError
+from penstock.shared.protocol.jobs import PHASES, JobRecord
+
+__all__ = ["cancel", "get", "load_job", "ls", "pause", "resume", "submit", "wait"]
+
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override, like train.seed=3.")]
+
+
+def submit(
+    *,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Job file (YAML).")],
+    overrides: Overrides = None,
+    follow_it: Annotated[bool, typer.Option("--follow", "-f", help="Watch to the end; exit with its result.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate and show the plan.")] = False,
+    key: Annotated[str | None, typer.Option("--idempotency-key", help="The same key submits once.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Submit a job file."""
+    job = load_job(file, overrides or [])
+    with Client() as client:
+        if dry_run:
+            show_json(client.dry_run(job))
+            return
+        record = client.submit(job, idempotency_key=key)
+    if not follow_it:
+        if as_json:
+            show_json(record)
+        else:
+            typer.echo(record.id)
+            note(f"submitted '{record.name}'; watch it with: penstock top {record.id}")
+        return
+    raise typer.Exit(follow(record, as_json=as_json))
+
+
+def load_job(file: Path, overrides: list[str]) -> JobConfig:
+    """A job file with overrides, validated. Raises ConfigError."""
+    return JobConfig.parse(with_overrides(load_yaml(file), overrides), where=str(file))
+
+
+def ls(
+    phase: Annotated[str | None, typer.Option(help="Only this phase.")] = None,
+    name: Annotated[str | None, typer.Option(help="Only this name.")] = None,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="At most so many.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """List jobs, newest first."""
+    if phase is not None and phase not in PHASES:
+        raise ConfigError(f"'{phase}' is no phase; there are: {', '.join(PHASES)}")
+    with Client() as client:
+        records = client.list(limit=limit, phase=phase, name=name)
+    if as_json:
+        show_json([record.model_dump(mode="json") for record in records])
+        return
+    rows = [(r.id, r.name, r.status.phase, _progress(r), number(r.status.reward), ago(r.created_at)) for r in records]
+    console().print(table(("ID", "NAME", "PHASE", "STEP#", "REWARD#", "AGE#"), rows))
+
+
+def get(job: Job, as_json: Json = False) -> None:
+    """Show a job: its state, its books and its conditions."""
+    with Client() as client:
+        record = client.find(job)
+    if as_json:
+        show_json(record)
+        return
+    status = record.status
+    dropped = status.draws.get("dropped", {})
+    rows = [
+        ("id", record.id),
+        ("name", record.name),
+        ("phase", f"{status.phase} {status.message}".strip()),
+        ("wanted", record.desired_state),
+        ("step", _progress(record)),
+        ("policy version", status.policy_version),
+        ("reward", number(status.reward)),
+        ("drawn", number(status.draws.get("drawn"))),
+        ("  trained", number(status.draws.get("trained"))),
+        ("  in flight", number(status.draws.get("in_flight"))),
+        *((f"  dropped: {reason}", number(count)) for reason, count in sorted(dropped.items())),
+        ("checkpoint", status.checkpoint),
+        ("created", record.created_at.isoformat(timespec="seconds")),
+        *((c.type, f"{c.status} {c.reason} {c.message}".strip()) for c in status.conditions),
+    ]
+    console().print(table(("FIELD", "VALUE"), rows))
+
+
+def wait(
+    job: Job,
+    goal: Annotated[str, typer.Option("--for", help="terminal, or a phase.")] = "terminal",
+    timeout: Annotated[float | None, typer.Option(help="Give up after this many seconds (exit code 1).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Wait for the end of a job, or for a phase; exit with its result."""
+    if goal not in ("terminal", *PHASES):
+        raise ConfigError(f"'{goal}' is no phase; there are: terminal, {', '.join(PHASES)}")
+    with Client() as client:
+        record = client.find(job)
+        note(f"waiting for {record.id} ({record.status.phase}, update {_progress(record)}) to be {goal}")
+        record = client.wait(record.id, goal=goal, timeout_s=timeout)
+    if as_json:
+        show_json(record)
+    else:
+        typer.echo(f"{record.id} {record.status.phase} {record.status.message}".strip())
+    raise typer.Exit(result_code(record))
+
+
+def cancel(
+    job: Job,
+    force: Annotated[bool, typer.Option("--force", help="Neither drain nor checkpoint.")] = False,
+    as_json: Json = False,
+) -> None:
+    """End a job. It drains and writes a checkpoint first."""
+    with Client() as client:
+        _show(client.cancel(client.find(job).id, force=force), as_json)
+
+
+def pause(job: Job, as_json: Json = False) -> None:
+    """Let a job stop after its present update."""
+    with Client() as client:
+        _show(client.pause(client.find(job).id), as_json)
+
+
+def resume(job: Job, as_json: Json = False) -> None:
+    """Let a paused job go on."""
+    with Client() as client:
+        _show(client.resume(client.find(job).id), as_json)
+
+
+def _show(record: JobRecord, as_json: bool) -> None:
+    if as_json:
+        show_json(record)
+    else:
+        typer.echo(f"{record.id} is {record.status.phase}, wanted: {record.desired_state}")
+
+
+def _progress(record: JobRecord) -> str:
+    total = record.status.total_steps
+    return f"{record.status.step}/{total}" if total else str(record.status.step)

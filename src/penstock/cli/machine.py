@@ -1,0 +1,179 @@
+"""Commands that run a whole deployment on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import httpx
+import psutil
+import typer
+
+from penstock.cli.exits import FAILED
+from penstock.cli.printing import Json, note, show_json
+from penstock.local import Stack, StackOptions, UpState, read_state
+from penstock.shared.config.service import load_settings
+from penstock.shared.errors import DeadlineError, Unavailable
+
+__all__ = ["DataDir", "down", "ready_with_progress", "up"]
+
+READY_S = 120.0
+DOWN_S = 60.0
+
+DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Folder of the store, the logs and checkpoints.")]
+
+
+def up(
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Go on in the background.")] = False,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port of the API; 0 takes a free one.")] = None,
+    data_dir: DataDir = None,
+    rollouts: Annotated[int, typer.Option(min=1, max=64, help="Rollout workers.")] = 1,
+) -> None:
+    """Run the bus and all services here; processes that die are started again. Ctrl-C stops everything."""
+    settings = load_settings()
+    options = StackOptions(
+        data_dir=(data_dir or settings.data_dir).expanduser().resolve(),
+        http_host=settings.http_host,
+        http_port=settings.http_port if port is None else port,
+        nats_url=os.environ.get("PENSTOCK_NATS_URL"),
+        redis_url=settings.redis_url,
+        workers={"rollout": rollouts},
+        drain_s=settings.drain_s,
+    )
+    if detach:
+        _detached(options, rollouts)
+    else:
+        asyncio.run(_serve(options))
+
+
+def down(data_dir: DataDir = None, as_json: Json = False) -> None:
+    """Stop the deployment that 'penstock up' runs here."""
+    directory = (data_dir or load_settings().data_dir).expanduser().resolve()
+    state = read_state(directory)
+    if state is None:
+        if as_json:
+            show_json({"stopped": False})
+        note(f"nothing runs in {directory}")
+        return
+    note(f"stopping process {state.pid} ({state.url}); services finish what they have in hand")
+    began = time.monotonic()
+    _signal(state, signal.SIGTERM)
+    while read_state(directory) is not None or _lives(state.pid):
+        waited = time.monotonic() - began
+        if waited > DOWN_S:
+            _signal(state, signal.SIGKILL)
+            raise DeadlineError(f"it did not stop within {DOWN_S:g} s and was killed; nothing acknowledged is lost")
+        time.sleep(0.1)
+    if as_json:
+        show_json({"stopped": True, "seconds": round(time.monotonic() - began, 3)})
+    note(f"stopped after {time.monotonic() - began:.1f} s")
+
+
+async def ready_with_progress(stack: Stack) -> None:
+    """Wait for every service, and say who is missing whenever that changes."""
+    began = time.monotonic()
+    before: list[str] = []
+
+    def tell(missing: list[str]) -> None:
+        nonlocal before
+        if missing and missing != before:
+            note(f"{time.monotonic() - began:6.1f} s  waiting for {', '.join(missing)}")
+        before = list(missing)
+
+    await stack.ready(deadline_s=READY_S, waiting=tell)
+
+
+async def _serve(options: StackOptions) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, _on_signal, stop)
+    note(f"starting in {options.data_dir}")
+    async with Stack(options, note) as stack:
+        await _first(stop, ready_with_progress(stack))
+        if not stop.is_set():
+            note(f"ready at {stack.url}; submit with: penstock submit FILE   (Ctrl-C stops everything)")
+            await _first(stop, stack.broken())
+        note("stopping; services finish what they have in hand (Ctrl-C again: at once)")
+
+
+def _on_signal(stop: asyncio.Event) -> None:
+    if stop.is_set():
+        os._exit(FAILED)  # the children are on a leash and end with this process
+    stop.set()
+
+
+async def _first(stop: asyncio.Event, work: object) -> None:
+    """Wait for ``work`` or the signal; errors of ``work`` are raised."""
+    assert asyncio.iscoroutine(work)
+    task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not task.done():
+        task.cancel()
+    results = await asyncio.gather(task, return_exceptions=True)
+    if isinstance(results[0], Exception):
+        raise results[0]
+
+
+def _detached(options: StackOptions, rollouts: int) -> None:
+    log = options.data_dir / "logs" / "up.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "penstock.cli", "up", "--data-dir", str(options.data_dir)]
+    command += ["--port", str(options.http_port), "--rollouts", str(rollouts)]
+    start = log.stat().st_size if log.exists() else 0
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+    deadline = time.monotonic() + READY_S + 10
+    shown = start
+    while time.monotonic() < deadline:
+        shown = _copy_new_lines(log, shown)
+        if process.poll() is not None:
+            _copy_new_lines(log, shown)
+            raise typer.Exit(process.returncode or FAILED)
+        state = read_state(options.data_dir)
+        if state is not None and state.pid == process.pid and _is_ready(state.url):
+            note(f"runs in the background (process {process.pid}); stop it with: penstock down")
+            typer.echo(state.url)
+            return
+        time.sleep(0.2)
+    raise DeadlineError(f"not ready after {READY_S:g} s; see {log}, and 'penstock down' to stop it")
+
+
+def _copy_new_lines(log: Path, start: int) -> int:
+    data = log.read_bytes()[start:]
+    end = data.rfind(b"\n") + 1
+    if end:
+        note(data[:end].decode("utf-8", "replace").rstrip("\n"))
+    return start + end
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/readyz", timeout=2.0).is_success
+    except httpx.TransportError:
+        return False
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _signal(state: UpState, number: signal.Signals) -> None:
+    try:
+        os.kill(state.pid, number)
+    except ProcessLookupError:
+        return
+    except PermissionError:
+        raise Unavailable(f"process {state.pid} belongs to another user") from None

@@ -1,0 +1,113 @@
+"""What commands print: tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import orjson
+import typer
+from pydantic import BaseModel
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+__all__ = [
+    "Job",
+    "Json",
+    "ago",
+    "console",
+    "event_line",
+    "note",
+    "number",
+    "show_json",
+    "show_line",
+    "sparkline",
+    "table",
+]
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Job = Annotated[str, typer.Argument(metavar="JOB", help="Id, unique start of an id, or name (the newest).")]
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_STYLES = {"error": "red", "warning": "yellow"}
+_PIPE_WIDTH = 200
+
+
+def console() -> Console:
+    """Standard output; wide where it is no terminal, so that nothing is cut."""
+    plain = Console(highlight=False, emoji=False, markup=False)
+    return plain if plain.is_terminal else Console(highlight=False, emoji=False, markup=False, width=_PIPE_WIDTH)
+
+
+def note(text: str) -> None:
+    """A remark beside the result, on stderr."""
+    typer.echo(text, err=True)
+
+
+def show_json(value: Any) -> None:
+    """One indented JSON document."""
+    typer.echo(orjson.dumps(_plain(value), option=orjson.OPT_INDENT_2).decode())
+
+
+def show_line(value: Any) -> None:
+    """One JSON object on one line."""
+    typer.echo(orjson.dumps(_plain(value)).decode())
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
+    """A plain table; columns whose name ends in ``#`` are numbers."""
+    found = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for name in columns:
+        found.add_column(name.rstrip("#"), justify="right" if name.endswith("#") else "left", overflow="fold")
+    for row in rows:
+        found.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
+    return found
+
+
+def event_line(row: dict[str, Any]) -> Text:
+    """One event for people."""
+    clock = datetime.fromtimestamp(float(row.get("time", 0)), UTC).astimezone().strftime("%H:%M:%S")
+    level = str(row.get("level", "info"))
+    text = Text(f"{clock} {row.get('type', ''):<12} ")
+    return text.append(str(row.get("message", "")), _STYLES.get(level, ""))
+
+
+def number(value: Any) -> str:
+    """A number with four significant digits; nothing for None."""
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return f"{int(value):,}" if value == round(value) and abs(value) < 1e15 else f"{value:.4g}"
+
+
+def ago(moment: datetime | None) -> str:
+    """``3m``: how long ago."""
+    if moment is None:
+        return ""
+    seconds = max(0.0, time.time() - moment.timestamp())
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= size:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds:.0f}s"
+
+
+def sparkline(values: Sequence[float | None], width: int = 40) -> str:
+    """The values as a line of blocks, averaged down to ``width``; scaled to their own range."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return ""
+    count = min(width, len(known))
+    edges = [round(i * len(known) / count) for i in range(count + 1)]
+    means = [sum(known[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[round((mean - low) * scale)] for mean in means)
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else value

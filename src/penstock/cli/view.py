@@ -1,0 +1,156 @@
+"""A running job as people see it: what is collected, and how it is drawn."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from penstock.cli.printing import number, sparkline, table
+from penstock.client import AsyncClient
+from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
+
+__all__ = ["REWARD", "Observer", "View", "panel", "progress_line", "worker_table"]
+
+REWARD = "reward/mean"
+LAG = "lag/max"
+_STAGES = "seconds/"
+_RATE_WINDOW_S = 8.0
+_COLOURS = {"succeeded": "green", "failed": "red", "cancelled": "yellow", "paused": "yellow"}
+
+
+@dataclass
+class View:
+    """One moment of a job."""
+
+    record: JobRecord
+    elapsed_s: float = 0.0
+    series: dict[str, list[float | None]] = field(default_factory=dict)
+    workers: list[dict[str, Any]] = field(default_factory=list)
+    waits: list[dict[str, Any]] = field(default_factory=list)
+    tokens_per_s: float | None = None
+
+    def last(self, name: str) -> float | None:
+        """Newest value of a metric."""
+        return next((v for v in reversed(self.series.get(name, [])) if v is not None), None)
+
+    @property
+    def running(self) -> int:
+        """Sequences that are decoded at the moment."""
+        return sum(int(row.get("running") or 0) for row in self.workers if row.get("service") == "rollout")
+
+    def stages(self) -> dict[str, float]:
+        """Share of the trainer's time by stage."""
+        seconds = {
+            name.removeprefix(_STAGES): self.last(name) or 0.0 for name in self.series if name.startswith(_STAGES)
+        }
+        total = sum(seconds.values())
+        return {name: value / total for name, value in seconds.items()} if total > 0 else {}
+
+
+class Observer:
+    """Collects views of one job."""
+
+    def __init__(self, client: AsyncClient, job: str) -> None:
+        self._client, self._job = client, job
+        self._began = time.monotonic()
+        self._tokens: deque[tuple[float, int]] = deque()
+
+    async def look(self) -> View:
+        """The job now. Raises Unavailable when the API does not answer."""
+        record = await self._client.get(self._job)
+        metrics = await self._client.metrics(self._job, max_points=400)
+        view = View(record, time.monotonic() - self._began, metrics["series"])
+        if record.status.phase not in TERMINAL_PHASES:
+            view.workers = await self._client.workers(self._job)
+            view.waits = await self._client.why(self._job)
+            view.tokens_per_s = self._rate(view.workers)
+        return view
+
+    def _rate(self, workers: list[dict[str, Any]]) -> float | None:
+        now = time.monotonic()
+        total = sum(int(row.get("generated_tokens") or 0) for row in workers)
+        if self._tokens and total < self._tokens[-1][1]:  # a worker started again and counts from 0
+            self._tokens.clear()
+        self._tokens.append((now, total))
+        while now - self._tokens[0][0] > _RATE_WINDOW_S:
+            self._tokens.popleft()
+        first_time, first_total = self._tokens[0]
+        return (total - first_total) / (now - first_time) if now - first_time > 0.5 else None
+
+
+def progress_line(view: View) -> str:
+    """The view in one line, for logs and pipes."""
+    status = view.record.status
+    total = f"/{status.total_steps}" if status.total_steps else ""
+    parts = [f"{view.elapsed_s:6.1f} s  {status.phase:<9} update {status.step}{total}"]
+    reward = _reward(view)
+    if reward is not None:
+        parts.append(f"reward {reward:.3f} {sparkline(view.series.get(REWARD, []), 20)}".rstrip())
+    lag = view.last(LAG)
+    if lag is not None:
+        parts.append(f"lag {lag:.0f}")
+    if view.tokens_per_s is not None:
+        parts.append(f"{view.tokens_per_s:,.0f} tokens/s")
+    parts.append(f"in flight {status.draws.get('in_flight', 0)}")
+    if not status.step and view.waits:
+        parts.append(f"waits for {view.waits[0]['waiting_for']}")
+    return "  ".join(parts)
+
+
+def panel(view: View) -> RenderableType:
+    """The view as a box."""
+    status = view.record.status
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    grid.add_row("update", _steps(view))
+    reward = _reward(view)
+    history = sparkline(view.series.get(REWARD, []))
+    grid.add_row("reward", Text(f"{number(reward) or '-':<8} {history}", "green"))
+    lag = view.last(LAG)
+    grid.add_row("policy", f"version {status.policy_version}   lag {number(lag) or '-'}")
+    rate = f"{view.tokens_per_s:,.0f} tokens/s" if view.tokens_per_s is not None else "-"
+    grid.add_row("rollout", f"{rate}   {view.running} sequences   {status.draws.get('in_flight', 0)} draws in flight")
+    stages = view.stages()
+    if stages:
+        grid.add_row("trainer", "   ".join(f"{name} {share:.0%}" for name, share in stages.items() if share >= 0.005))
+    if view.waits:
+        wait = view.waits[0]
+        holder = f" ({wait['holder']})" if wait.get("holder") else ""
+        grid.add_row("waits for", f"{wait['waiting_for']}{holder}, {number(wait['age_s'])} s")
+    if status.message:
+        grid.add_row("says", status.message)
+    colour = _COLOURS.get(status.phase, "cyan")
+    title = Text(f"{view.record.name}  {status.phase}  {view.elapsed_s:.0f} s", f"bold {colour}")
+    return Panel(grid, title=title, title_align="left", subtitle=view.record.id, subtitle_align="left")
+
+
+def worker_table(view: View) -> RenderableType:
+    """Who works for the job."""
+    rows = [
+        (row["worker"], "alive" if row.get("alive") else "lost", row.get("version"), row.get("waiting_for") or "")
+        for row in view.workers
+    ]
+    return Group(panel(view), table(("WORKER", "STATE", "VERSION#", "WAITS FOR"), rows))
+
+
+def _steps(view: View) -> RenderableType:
+    status = view.record.status
+    if not status.total_steps:
+        return str(status.step)
+    row = Table.grid(padding=(0, 1))
+    row.add_row(f"{status.step}/{status.total_steps}", ProgressBar(status.total_steps, status.step, width=40))
+    return row
+
+
+def _reward(view: View) -> float | None:
+    reward = view.last(REWARD)
+    return view.record.status.reward if reward is None else reward

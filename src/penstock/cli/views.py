@@ -1,0 +1,181 @@
+"""Commands that show what a job does."""
+
+from __future__ import annotations
+
+import csv
+import sys
+import time
+from typing import Annotated, Any
+
+import typer
+
+from penstock.cli.exits import result_code
+from penstock.cli.printing import (
+    Job,
+    Json,
+    console,
+    event_line,
+    note,
+    number,
+    show_json,
+    show_line,
+    sparkline,
+    table,
+)
+from penstock.client import Client
+from penstock.shared.errors import ConfigError
+from penstock.shared.protocol.jobs import TERMINAL_PHASES
+
+__all__ = ["events", "logs", "metrics", "samples", "why", "workers"]
+
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on to the end of the job.")]
+_LOG_POLL_S = 1.0
+
+
+def events(
+    job: Job,
+    follow: Follow = False,
+    after: Annotated[int, typer.Option(min=0, help="Only events past this id.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Show a job's events; with -f go on to its end (Ctrl-C leaves the job alone)."""
+    screen = console()
+    with Client() as client:
+        record = client.find(job)
+        try:
+            for row in client.events(record.id, after=after, follow=follow):
+                if as_json:
+                    show_line(row)
+                else:
+                    screen.print(event_line(row), soft_wrap=True)
+        except KeyboardInterrupt:
+            note(f"the job goes on; see it again with: penstock events -f {record.id}")
+            raise
+        if follow:
+            raise typer.Exit(result_code(client.get(record.id)))
+
+
+def metrics(
+    job: Job,
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Default: all, newest values.")] = None,
+    last: Annotated[int, typer.Option("--last", "-n", min=1, help="Rows of the table.")] = 20,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, every update.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show metrics: a summary of all of them, or a table of some."""
+    with Client() as client:
+        found = client.metrics(client.find(job).id, names=",".join(names) if names else None, max_points=10_000)
+    if as_json:
+        show_json(found)
+        return
+    series: dict[str, list[float | None]] = found["series"]
+    unknown = sorted(set(names or ()) - set(series))
+    if unknown and found["steps"]:
+        raise ConfigError(f"no metric '{unknown[0]}' yet; 'penstock metrics {job}' lists those there are")
+    columns = list(zip(found["steps"], *series.values(), strict=True))
+    if as_csv:
+        writer = csv.writer(sys.stdout)
+        writer.writerow(["step", *series])
+        writer.writerows(columns)
+    elif names:
+        rows = [(step, *(number(value) for value in values)) for step, *values in columns[-last:]]
+        console().print(table(("STEP#", *(f"{name}#" for name in series)), rows))
+    else:
+        rows = [(name, number(_newest(values)), sparkline(values)) for name, values in series.items()]
+        console().print(table(("METRIC", "LAST#", "HISTORY"), rows))
+
+
+def logs(
+    job: Job,
+    follow: Follow = False,
+    service: Annotated[str | None, typer.Option(help="Only this service, like trainer or rollout-0.")] = None,
+    tail: Annotated[int, typer.Option("--tail", "-n", min=1, max=10_000, help="Lines of each log to start with.")] = 50,
+    as_json: Json = False,
+) -> None:
+    """Show the services' logs (of the host of the coordinator)."""
+    with Client() as client:
+        record = client.find(job)
+        cursor: str | None = None
+        while True:
+            found = client.logs(record.id, service=service, tail=tail, after=cursor)
+            for line in found["lines"]:
+                if as_json:
+                    show_line(line)
+                else:
+                    typer.echo(f"{line.get('worker') or line['service']}: {line['text']}")
+            if not follow:
+                return
+            if client.get(record.id).status.phase in TERMINAL_PHASES and cursor is not None:
+                return
+            cursor = found["next"]
+            time.sleep(_LOG_POLL_S)
+
+
+def samples(
+    job: Job,
+    step: Annotated[int | None, typer.Option(min=0, help="Of this update; default: the newest.")] = None,
+    sort: Annotated[str | None, typer.Option(help="reward, -reward, length or -length.")] = None,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=100, help="At most so many.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """Show completions with their rewards."""
+    with Client() as client:
+        rows = client.samples(client.find(job).id, step=step, sort=sort, limit=limit)
+    if as_json:
+        show_json(rows)
+        return
+    shown = [
+        (
+            row.get("step"),
+            number(row.get("reward")),
+            number(row.get("advantage")),
+            _oneline(row.get("prompt")),
+            _oneline(row.get("completion")),
+            _oneline(row.get("answer")),
+        )
+        for row in rows
+    ]
+    console().print(table(("STEP#", "REWARD#", "ADVANTAGE#", "PROMPT", "COMPLETION", "ANSWER"), shown))
+
+
+def workers(job: Job, as_json: Json = False) -> None:
+    """Show who works for a job, at which policy version, waiting for what."""
+    with Client() as client:
+        rows = client.workers(client.find(job).id)
+    if as_json:
+        show_json(rows)
+        return
+    shown = [
+        (
+            row["worker"],
+            "alive" if row.get("alive") else "lost",
+            row.get("version"),
+            row.get("running"),
+            number(row.get("age_s")),
+            row.get("waiting_for"),
+        )
+        for row in rows
+    ]
+    console().print(table(("WORKER", "STATE", "VERSION#", "RUNNING#", "HEARD S AGO#", "WAITS FOR"), shown))
+
+
+def why(job: Job, as_json: Json = False) -> None:
+    """Say what a job waits for right now, on what, held by whom, for how long."""
+    with Client() as client:
+        rows = client.why(client.find(job).id)
+    if as_json:
+        show_json(rows)
+    elif rows:
+        shown = [(r["waiting_for"], number(r["age_s"]), r.get("holder"), r.get("id"), r.get("subject")) for r in rows]
+        console().print(table(("WAITS FOR", "S#", "HELD BY", "ID", "SUBJECT"), shown))
+    else:
+        note("it waits for nothing")
+
+
+def _newest(values: list[float | None]) -> float | None:
+    return next((value for value in reversed(values) if value is not None), None)
+
+
+def _oneline(value: Any, width: int = 60) -> str:
+    text = " ".join(str(value).split()) if value is not None else ""
+    return text if len(text) <= width else text[: width - 1] + "…"

@@ -1,0 +1,187 @@
+"""Watching a job to its end: events as they come, and below them how far it is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+from penstock.cli.exits import INTERRUPTED, result_code
+from penstock.cli.printing import Json, console, event_line, note, show_json, show_line
+from penstock.cli.view import Observer, View, panel, progress_line, worker_table
+from penstock.client import AsyncClient
+from penstock.client.patience import Patience
+from penstock.shared.errors import NotFound, Unavailable
+from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
+
+__all__ = ["follow", "top", "watch"]
+
+LOOK_S = 0.5
+LINE_S = 3.0
+"""Seconds between progress lines where there is no terminal."""
+PATIENCE_S = 60.0
+_LAST_EVENTS_S = 2.0
+
+
+def top(
+    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Default: the newest job that runs.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Watch a job: update, reward, lag, speed, workers, what it waits for. Ctrl-C leaves it alone."""
+    asyncio.run(_top(job, as_json))
+
+
+def follow(record: JobRecord, *, as_json: bool) -> int:
+    """Watch a job to its end; its exit code. Ctrl-C detaches and says how to come back."""
+    try:
+        last = asyncio.run(_follow(record, as_json))
+    except KeyboardInterrupt:
+        note(f"detached; the job goes on. Watch it again with: penstock top {record.id}")
+        return INTERRUPTED
+    if as_json:
+        show_line(last)
+    else:
+        typer.echo(f"{last.id} {last.status.phase} {last.status.message}".strip())
+    return result_code(last)
+
+
+async def watch(
+    client: AsyncClient,
+    job: str,
+    screen: Console,
+    *,
+    draw: Callable[[View], RenderableType] = panel,
+    with_events: bool = True,
+) -> View:
+    """Show a job until it is terminal; the last view of it.
+
+    On a terminal a panel is kept up to date below the events; elsewhere a line every LINE_S says how far it is.
+
+    Raises:
+        Unavailable: the API was away for longer than PATIENCE_S.
+    """
+    show = _Panel(screen, draw) if screen.is_terminal else _Lines(screen)
+    teller = asyncio.create_task(_tell_events(client, job, screen)) if with_events else None
+    try:
+        with show:
+            view = await _look_until_done(Observer(client, job), show)
+            if teller is not None:
+                await asyncio.wait({teller}, timeout=_LAST_EVENTS_S)
+            return view
+    finally:
+        if teller is not None:
+            teller.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Unavailable):
+                await teller
+
+
+async def _look_until_done(observer: Observer, show: _Panel | _Lines) -> View:
+    patience = Patience(PATIENCE_S)
+    while True:
+        try:
+            view = await observer.look()
+        except Unavailable as error:
+            pause = patience.after(error)
+            show.warn(f"the API does not answer; trying again in {pause:.1f} s")
+            await asyncio.sleep(pause)
+            continue
+        patience.renew()
+        done = view.record.status.phase in TERMINAL_PHASES
+        show.update(view, last=done)
+        if done:
+            return view
+        await asyncio.sleep(LOOK_S)
+
+
+async def _tell_events(client: AsyncClient, job: str, screen: Console) -> None:
+    async for row in client.events(job):
+        screen.print(event_line(row), soft_wrap=True)
+
+
+class _Panel:
+    """A panel that redraws itself."""
+
+    def __init__(self, screen: Console, draw: Callable[[View], RenderableType]) -> None:
+        self._draw = draw
+        self._live = Live(console=screen, refresh_per_second=8, transient=False)
+
+    def __enter__(self) -> None:
+        self._live.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def update(self, view: View, *, last: bool) -> None:
+        """Show a newer view."""
+        self._live.update(self._draw(view), refresh=last)
+
+    def warn(self, text: str) -> None:
+        """Say something above the panel."""
+        self._live.console.print(text)
+
+
+class _Lines:
+    """A line every few seconds, where nothing can be redrawn."""
+
+    def __init__(self, screen: Console) -> None:
+        self._screen = screen
+        self._due = 0.0
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def update(self, view: View, *, last: bool) -> None:
+        """Show a newer view if it is time."""
+        if last or time.monotonic() >= self._due:
+            self._screen.print(progress_line(view), soft_wrap=True)
+            self._due = time.monotonic() + LINE_S
+
+    def warn(self, text: str) -> None:
+        """Say something."""
+        self._screen.print(text, soft_wrap=True)
+
+
+async def _follow(record: JobRecord, as_json: bool) -> JobRecord:
+    async with AsyncClient() as client:
+        if not as_json:
+            note(f"following {record.id}; Ctrl-C detaches, the job goes on")
+            return (await watch(client, record.id, console())).record
+        async for row in client.events(record.id):
+            show_line(row)
+        return await client.get(record.id)
+
+
+async def _top(ref: str | None, as_json: bool) -> None:
+    async with AsyncClient() as client:
+        record = await client.find(ref) if ref is not None else await _newest(client)
+        if as_json:
+            view = await Observer(client, record.id).look()
+            show_json(_plain(view))
+            return
+        await watch(client, record.id, console(), draw=worker_table, with_events=False)
+
+
+async def _newest(client: AsyncClient) -> JobRecord:
+    records = await client.list(limit=100)
+    live = [record for record in records if record.status.phase not in TERMINAL_PHASES]
+    if not records:
+        raise NotFound("there are no jobs; submit one with: penstock submit FILE")
+    return (live or records)[0]
+
+
+def _plain(view: View) -> dict[str, Any]:
+    return {
+        "job": view.record.model_dump(mode="json"),
+        "metrics": {name: view.last(name) for name in view.series},
+        "workers": view.workers,
+        "why": view.waits,
+    }

@@ -1,0 +1,15 @@
+"""The Python client of the job API: ``Client`` blocks, ``AsyncClient`` awaits; both have the same methods.
+
+::
+
+    with Client() as client:                       # PENSTOCK_URL, PENSTOCK_API_KEY
+        job = client.submit(Path("job.yaml"))
+        for event in client.events(job.id):        # resumes by itself
+            ...
+        print(client.get(job.id).status.reward)
+"""
+
+from penstock.client.asynchronous import AsyncClient
+from penstock.client.synchronous import Client
+
+__all__ = ["AsyncClient", "Client"]

@@ -1,0 +1,96 @@
+"""From HTTP replies to values and errors; and when to ask again."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import httpx
+
+from penstock.shared.errors import (
+    ConfigError,
+    Conflict,
+    DeadlineError,
+    NotFound,
+    PenstockError,
+    ProtocolError,
+    StreamFull,
+    Unavailable,
+)
+
+__all__ = ["DEFAULT_URL", "base_url", "body_of", "default_headers", "error_of", "pause_s", "unreachable"]
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+LONGEST_PAUSE_S = 5.0
+_AGAIN = frozenset({429, 502, 503, 504})
+
+
+def base_url(url: str | None) -> str:
+    """``url``, or PENSTOCK_URL, or the local default. Raises ConfigError for what is no http(s) URL."""
+    found = (url or os.environ.get("PENSTOCK_URL") or DEFAULT_URL).rstrip("/")
+    if not found.startswith(("http://", "https://")):
+        raise ConfigError(f"'{found}' is not a URL of the API; it should look like {DEFAULT_URL}")
+    return found
+
+
+def default_headers(api_key: str | None) -> dict[str, str]:
+    """Authorization from ``api_key`` or PENSTOCK_API_KEY."""
+    key = api_key or os.environ.get("PENSTOCK_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def pause_s(attempt: int, response: httpx.Response | None) -> float | None:
+    """Seconds to wait before the next attempt, or None when another one is pointless."""
+    if response is None:
+        return float(min(0.1 * 2**attempt, LONGEST_PAUSE_S) * random.uniform(0.75, 1.25))
+    if response.status_code not in _AGAIN and response.headers.get("x-should-retry") != "true":
+        return None
+    wanted = response.headers.get("retry-after", "")
+    if wanted.isdigit():
+        return float(wanted) if int(wanted) <= LONGEST_PAUSE_S else None
+    return pause_s(attempt, None)
+
+
+def unreachable(url: str, error: Exception | None) -> Unavailable:
+    """The error for a server that gives no answer."""
+    reason = f" ({error or type(error).__name__})" if error is not None else ""
+    return Unavailable(
+        f"no answer from {url}{reason}; start one with 'penstock up', or set PENSTOCK_URL to where it runs"
+    )
+
+
+def body_of(response: httpx.Response) -> Any:
+    """The JSON of a good reply. Raises what ``error_of`` makes of a bad one."""
+    if response.is_success:
+        try:
+            return response.json()
+        except ValueError:
+            raise ProtocolError(f"{response.request.url} did not answer with JSON: is it a Penstock API?") from None
+    raise error_of(response)
+
+
+def error_of(response: httpx.Response) -> PenstockError:
+    """The error that a problem document stands for; its body must have been read."""
+    status = response.status_code
+    try:
+        problem = response.json()
+        detail = str(problem["detail"])
+        code = str(problem["error"]["code"])
+        flaws = [(str(e["pointer"]), str(e["detail"])) for e in problem.get("errors", [])]
+    except (ValueError, KeyError, TypeError):
+        return Unavailable(
+            f"{response.request.url} answered {status} without a problem document: is it a Penstock API?"
+        )
+    if flaws and code == "invalid_job":
+        lines = [f"{pointer.strip('/').replace('/', '.') or '(top level)'}: {text}" for pointer, text in flaws]
+        return ConfigError("job is not valid:\n  " + "\n  ".join(lines))
+    return _kind(status, code)(detail)
+
+
+def _kind(status: int, code: str) -> type[PenstockError]:
+    if code == "backlog_full":
+        return StreamFull
+    if status >= 500:
+        return {503: Unavailable, 502: Unavailable, 504: DeadlineError}.get(status, PenstockError)
+    return {404: NotFound, 409: Conflict, 412: Conflict, 429: Unavailable}.get(status, ConfigError)

@@ -1,0 +1,271 @@
+"""The client for asyncio programs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from types import TracebackType
+from typing import TypeVar
+
+import httpx
+import orjson
+
+from penstock.client import calls
+from penstock.client.answers import base_url, body_of, default_headers, error_of, pause_s, unreachable
+from penstock.client.calls import Call, Goal, JobFile, Order, Records, Row, Rows
+from penstock.client.patience import Patience, Search
+from penstock.client.sse import EventReader
+from penstock.shared.errors import DeadlineError, Unavailable
+from penstock.shared.protocol.jobs import JobRecord
+
+__all__ = ["AsyncClient"]
+
+T = TypeVar("T")
+_PAGE = 100
+_HOLD_S = 25.0
+_RECONNECT_S = 0.5
+
+
+class AsyncClient:
+    """The job API. Failed requests raise the errors of ``penstock.shared.errors``.
+
+    Requests are repeated up to ``retries`` times when the server cannot be reached or asks for it; a POST carries an
+    idempotency key, so it has one effect. Calls that wait put up with an absent server for ``patience_s``.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 30.0,
+        retries: int = 3,
+        patience_s: float = 60.0,
+    ) -> None:
+        self.url = base_url(url)
+        self._retries, self._timeout_s, self._patience_s = retries, timeout_s, patience_s
+        self._http = httpx.AsyncClient(base_url=self.url, headers=default_headers(api_key), timeout=timeout_s)
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Drop the connections."""
+        await self._http.aclose()
+
+    # -- jobs --------------------------------------------------------------------------------------------------------
+
+    async def submit(self, job: JobFile, *, idempotency_key: str | None = None) -> JobRecord:
+        """Submit a job; the same key submits it once. Raises ConfigError with one line per flaw."""
+        return await self._send(calls.submit(job, idempotency_key))
+
+    async def dry_run(self, job: JobFile) -> Row:
+        """Validate a job and show what it would do."""
+        return await self._send(calls.dry_run(job))
+
+    async def get(self, job: str) -> JobRecord:
+        """Show a job by its id. Raises NotFound."""
+        return await self._send(calls.get(job))
+
+    async def find(self, ref: str) -> JobRecord:
+        """Show a job by id, unique prefix of an id, or name (the newest). Raises NotFound, Conflict if ambiguous."""
+        search = Search(ref)
+        while (call := search.next_call()) is not None:
+            search.take(await self._send(call))
+        return search.result()
+
+    async def list(
+        self,
+        *,
+        limit: int = 20,
+        after: str | None = None,
+        order: Order = "desc",
+        phase: str | None = None,
+        name: str | None = None,
+    ) -> Records:
+        """Up to ``limit`` jobs, newest first; as many requests as that takes."""
+        found: Records = []
+        while len(found) < limit:
+            size = min(_PAGE, limit - len(found))
+            got = await self._send(calls.page(after=after, limit=size, order=order, phase=phase, name=name))
+            found += got
+            if len(got) < size:
+                break
+            after = got[-1].id
+        return found
+
+    async def wait(self, job: str, *, goal: Goal = "terminal", timeout_s: float | None = None) -> JobRecord:
+        """Wait until a job is terminal (or reaches another ``goal``) and show it.
+
+        Raises:
+            DeadlineError: it did not within ``timeout_s``.
+            Unavailable: the server was away for longer than ``patience_s``.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        patience = Patience(self._patience_s)
+        while True:
+            left = _HOLD_S if deadline is None else min(_HOLD_S, deadline - time.monotonic())
+            try:
+                record = await self._send(calls.hold(job, goal, max(0.0, left)))
+            except Unavailable as error:
+                await asyncio.sleep(patience.after(error))
+                continue
+            patience.renew()
+            if calls.reached(record, goal):
+                return record
+            if deadline is not None and time.monotonic() >= deadline:
+                raise DeadlineError(f"job '{job}' is {record.status.phase} after {timeout_s:g} s, not {goal}")
+
+    async def cancel(self, job: str, *, force: bool = False) -> JobRecord:
+        """Ask a job to end; ``force`` skips draining and the last checkpoint. Raises Conflict when terminal."""
+        return await self._send(calls.steer(job, "cancel", force=force))
+
+    async def pause(self, job: str) -> JobRecord:
+        """Ask a job to stop after its present update."""
+        return await self._send(calls.steer(job, "pause"))
+
+    async def resume(self, job: str) -> JobRecord:
+        """Let a paused job go on."""
+        return await self._send(calls.steer(job, "resume"))
+
+    # -- views -------------------------------------------------------------------------------------------------------
+
+    async def events(self, job: str, *, after: int = 0, follow: bool = True) -> AsyncIterator[Row]:
+        """Events past ``after``, each once, oldest first; ``follow`` goes on to the job's end across reconnects."""
+        if follow:
+            async for row in self._follow(job, after):
+                yield row
+            return
+        more = True
+        while more:
+            rows, more = await self._send(calls.events_page(job, after, 1000))
+            for row in rows:
+                after = row["id"]
+                yield row
+
+    async def metrics(
+        self,
+        job: str,
+        *,
+        names: str | None = None,
+        step_from: int | None = None,
+        step_to: int | None = None,
+        max_points: int = 1000,
+    ) -> Row:
+        """Columns ``steps``, ``wall`` and ``series``; ``names`` is comma-separated."""
+        params = {"names": names, "step_from": step_from, "step_to": step_to, "max_points": max_points}
+        return await self._send(calls.view(job, "metrics", **params))
+
+    async def samples(
+        self, job: str, *, step: int | None = None, limit: int = 20, sort: str | None = None, after: str | None = None
+    ) -> Rows:
+        """Completions with rewards, newest update first."""
+        return await self._send(calls.rows(job, "samples", step=step, limit=limit, sort=sort, after=after))
+
+    async def workers(self, job: str) -> Rows:
+        """Who works for the job."""
+        return await self._send(calls.rows(job, "workers"))
+
+    async def why(self, job: str) -> Rows:
+        """What the job waits for."""
+        return await self._send(calls.rows(job, "why"))
+
+    async def audit(self, job: str) -> Row:
+        """The ledger equation and its checks."""
+        return await self._send(calls.view(job, "audit"))
+
+    async def logs(self, job: str, *, service: str | None = None, tail: int = 100, after: str | None = None) -> Row:
+        """``lines`` of the services' logs, and ``next`` to go on from."""
+        return await self._send(calls.view(job, "logs", service=service, tail=tail, after=after))
+
+    async def replay(
+        self, job: str, *, from_batch: int | None = None, to_batch: int | None = None
+    ) -> AsyncIterator[Row]:
+        """Train sealed batches again and compare; rows of progress, the last with ``done``, ``ok`` and ``summary``."""
+        body = orjson.dumps({"from_batch": from_batch, "to_batch": to_batch})
+        headers = {"Content-Type": "application/json"}
+        timeout = httpx.Timeout(self._timeout_s, read=None)
+        request = self._http.build_request(
+            "POST", f"/v1/jobs/{job}/replay", content=body, headers=headers, timeout=timeout
+        )
+        try:
+            response = await self._http.send(request, stream=True)
+            try:
+                if not response.is_success:
+                    await response.aread()
+                    raise error_of(response)
+                async for line in response.aiter_lines():
+                    yield orjson.loads(line)
+            finally:
+                await response.aclose()
+        except httpx.TransportError as error:
+            raise unreachable(self.url, error) from None
+
+    async def limits(self) -> Row:
+        """What the deployment allows and guarantees."""
+        return await self._send(calls.about("limits"))
+
+    async def version(self) -> Row:
+        """What the server runs."""
+        return await self._send(calls.about("version"))
+
+    # -- plumbing ----------------------------------------------------------------------------------------------------
+
+    async def _send(self, call: Call[T]) -> T:
+        headers, query = call.headers(), call.query()
+        timeout = call.timeout_s or self._timeout_s
+        for attempt in range(self._retries + 1):
+            response: httpx.Response | None = None
+            failure: httpx.TransportError | None = None
+            try:
+                response = await self._http.request(
+                    call.method, call.path, params=query, content=call.body, headers=headers, timeout=timeout
+                )
+                if response.is_success:
+                    break
+            except httpx.TransportError as error:
+                failure = error
+            pause = pause_s(attempt, response)
+            if pause is None or attempt == self._retries:
+                break
+            await asyncio.sleep(pause)
+        if response is None:
+            raise unreachable(self.url, failure)
+        return call.read(body_of(response))
+
+    async def _follow(self, job: str, after: int) -> AsyncIterator[Row]:
+        reader = EventReader(after)
+        patience = Patience(self._patience_s)
+        while not reader.ended:
+            reader = EventReader(reader.last_id)
+            try:
+                async with contextlib.aclosing(self._lines(job, reader.last_id)) as lines:
+                    async for line in lines:
+                        patience.renew()
+                        event = reader.feed(line)
+                        if event is not None:
+                            yield event.row
+                if not reader.ended:
+                    await asyncio.sleep(_RECONNECT_S)
+            except Unavailable as error:
+                await asyncio.sleep(patience.after(error))
+
+    async def _lines(self, job: str, after: int) -> AsyncGenerator[str, None]:
+        headers = {"Accept": "text/event-stream", "Last-Event-ID": str(after)}
+        timeout = httpx.Timeout(self._timeout_s, read=45)  # the server pings every 15 s
+        try:
+            async with self._http.stream("GET", f"/v1/jobs/{job}/events", headers=headers, timeout=timeout) as response:
+                if not response.is_success:
+                    await response.aread()
+                    raise error_of(response)
+                async for line in response.aiter_lines():
+                    yield line
+        except httpx.TransportError as error:
+            raise unreachable(self.url, error) from None

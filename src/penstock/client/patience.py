@@ -1,0 +1,92 @@
+"""Small state machines of the clients: how long to put up with an absent server, how to find a job by a short name."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+from penstock.client import calls
+from penstock.client.calls import Call
+from penstock.shared.errors import Conflict, NotFound, Unavailable
+from penstock.shared.protocol.jobs import JobRecord
+
+__all__ = ["Patience", "Search"]
+
+_FULL_ID = re.compile(r"job_[0-9a-f]{32}", re.ASCII)
+_ID_PREFIX = re.compile(r"(job_)?[0-9a-f]{1,32}", re.ASCII)
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}", re.ASCII)
+
+
+class Patience:
+    """Counts from the last sign of life."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._since = time.monotonic()
+        self._failures = 0
+
+    def renew(self) -> None:
+        """The server answered."""
+        self._since = time.monotonic()
+        self._failures = 0
+
+    def after(self, error: Unavailable) -> float:
+        """Seconds to pause before the next attempt; raises ``error`` when patience has run out."""
+        if time.monotonic() - self._since > self._seconds:
+            raise error
+        self._failures += 1
+        return float(min(0.2 * 2**self._failures, 2.0))
+
+
+class Search:
+    """Finds a job by id, by name (the newest), or by the unique start of its id: requests out, pages in."""
+
+    def __init__(self, ref: str) -> None:
+        self._ref = ref
+        self._prefix = ref if ref.startswith("job_") else f"job_{ref}"
+        self._found: list[JobRecord] = []
+        self._queue: list[Call[Any]] = []
+        self._scanning = False
+        if _FULL_ID.fullmatch(ref):
+            self._queue.append(calls.get(ref))
+        elif _NAME.fullmatch(ref) and not ref.startswith("job_"):
+            self._queue.append(_page(name=ref, limit=1))
+        elif _ID_PREFIX.fullmatch(ref):
+            self._scan(None)
+
+    def next_call(self) -> Call[Any] | None:
+        """The next request, or None when ``result`` knows."""
+        return self._queue.pop(0) if self._queue else None
+
+    def take(self, reply: Any) -> None:
+        """The answer to the last request."""
+        records: list[JobRecord] = reply if isinstance(reply, list) else [reply]
+        if not self._scanning:
+            self._found += records
+            if not records and _ID_PREFIX.fullmatch(self._ref):
+                self._scan(None)
+            return
+        self._found += [record for record in records if record.id.startswith(self._prefix)]
+        if len(records) == _PAGE:
+            self._scan(records[-1].id)
+
+    def result(self) -> JobRecord:
+        """The job. Raises NotFound, or Conflict when several ids start like that."""
+        if not self._found:
+            raise NotFound(f"no job has the id, the id prefix or the name '{self._ref}'; see 'penstock ls'")
+        if len(self._found) > 1:
+            ids = ", ".join(record.id for record in self._found[:3])
+            raise Conflict(f"{len(self._found)} jobs start with '{self._ref}' ({ids}, ...); give more of the id")
+        return self._found[0]
+
+    def _scan(self, after: str | None) -> None:
+        self._scanning = True
+        self._queue.append(_page(after=after, limit=_PAGE))
+
+
+_PAGE = 100
+
+
+def _page(*, after: str | None = None, limit: int, name: str | None = None) -> Call[Any]:
+    return calls.page(after=after, limit=limit, order="desc", phase=None, name=name)

@@ -1,0 +1,216 @@
+"""Processes that are kept alive: what can be started, and the loop that starts it again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from penstock.local.leash import leashed
+from penstock.shared.errors import ConfigError, DeadlineError
+from penstock.shared.transport.server import NatsServer, ValkeyServer
+
+__all__ = ["Backoff", "Child", "KeptAlive", "LeashedNats", "LeashedValkey", "ServiceProcess"]
+
+POLL_S = 0.1
+LOG_BYTES = 64 << 20
+"""A longer log file is set aside as ``.1`` when its process starts again."""
+LAST_BYTES = 64 << 10
+EXIT_CONFIG = 2
+
+
+class Child(Protocol):
+    """A process that can be started again in the same place."""
+
+    name: str
+
+    @property
+    def running(self) -> bool:
+        """It lives."""
+        ...
+
+    @property
+    def pid(self) -> int:
+        """Process id; 0 while stopped."""
+        ...
+
+    def start(self) -> None:
+        """Start it; blocks. Raises ConfigError or DeadlineError."""
+        ...
+
+    def stop(self, *, deadline_s: float) -> None:
+        """Ask it to end, kill it at the deadline; blocks."""
+        ...
+
+
+class LeashedNats(NatsServer):
+    """nats-server that does not outlive its supervisor."""
+
+    def _command(self) -> list[str]:
+        return leashed(super()._command())
+
+
+class LeashedValkey(ValkeyServer):
+    """Valkey that does not outlive its supervisor."""
+
+    def _command(self) -> list[str]:
+        return leashed(super()._command())
+
+
+class ServiceProcess:
+    """``python -m penstock.services.NAME`` with its log appended to ``LOG_DIR/WORKER.log``."""
+
+    def __init__(self, service: str, worker: str, *, environment: Mapping[str, str], log_dir: Path) -> None:
+        self.name = worker
+        self.service = service
+        self.log = log_dir / f"{worker}.log"
+        self._environment = dict(environment)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def running(self) -> bool:
+        """It lives."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """Process id; 0 before the first start."""
+        return self._process.pid if self._process is not None else 0
+
+    @property
+    def exit_code(self) -> int | None:
+        """How it ended; negative for a signal."""
+        return self._process.poll() if self._process is not None else None
+
+    def start(self) -> None:
+        """Start it; it is ready later."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        if self.log.exists() and self.log.stat().st_size > LOG_BYTES:
+            self.log.replace(self.log.with_suffix(".log.1"))
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                leashed([sys.executable, "-m", f"penstock.services.{self.service}"]),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **self._environment},
+                start_new_session=True,  # Ctrl-C reaches the supervisor alone, which then stops things in order
+            )
+
+    def stop(self, *, deadline_s: float) -> None:
+        """Ask it to drain; kill it and what it started at the deadline."""
+        process = self._process
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        try:
+            os.killpg(process.pid, signal.SIGKILL)  # what it left behind in its session
+        except ProcessLookupError:
+            return
+
+    def last_words(self) -> str:
+        """What the last line of the log says."""
+        try:
+            lines = self.log.read_bytes()[-LAST_BYTES:].decode("utf-8", "replace").strip().splitlines()
+        except OSError:
+            return ""
+        return _said(lines[-1]) if lines else ""
+
+
+def _said(line: str) -> str:
+    """The message of a JSON log line, and the last line of its traceback; any other line as it is."""
+    try:
+        record = msgspec.json.decode(line, type=dict[str, object])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return line
+    error = str(record.get("error", "")).strip().splitlines()
+    return ": ".join([str(record.get("message", line)), *error[-1:]])
+
+
+class Backoff:
+    """0.2 s, doubling to 5 s; starts over after 10 s of good health."""
+
+    FIRST_S, LONGEST_S, HEALTHY_S = 0.2, 5.0, 10.0
+
+    def __init__(self) -> None:
+        self._next_s = self.FIRST_S
+
+    def after(self, alive_s: float) -> float:
+        """Seconds to wait after a process that lived for ``alive_s``."""
+        if alive_s >= self.HEALTHY_S:
+            self._next_s = self.FIRST_S
+        pause, self._next_s = self._next_s, min(self._next_s * 2, self.LONGEST_S)
+        return pause
+
+
+class KeptAlive:
+    """Starts a child, and again whenever it ends, until told to stop.
+
+    All children are started from the one thread of ``starter``: the leash is tied to the thread, not to the process.
+    """
+
+    def __init__(self, child: Child, starter: ThreadPoolExecutor, tell: Callable[[str], None]) -> None:
+        self.child = child
+        self.restarts = 0
+        self._starter, self._tell = starter, tell
+        self._backoff = Backoff()
+
+    async def start(self) -> None:
+        """The first start. Raises ConfigError or DeadlineError."""
+        await asyncio.get_running_loop().run_in_executor(self._starter, self.child.start)
+
+    async def keep(self, on_restart: Callable[[], None]) -> None:
+        """Until cancelled. Raises ConfigError when a service ends because its configuration is wrong."""
+        began = time.monotonic()
+        while True:
+            await self._end_of_child()
+            alive_s = time.monotonic() - began
+            self._check(alive_s)
+            pause = self._backoff.after(alive_s)
+            self._tell(f"{self.child.name} {self._fate()} after {alive_s:.1f} s; starting it again in {pause:.1f} s")
+            await asyncio.sleep(pause)
+            began = time.monotonic()
+            self.restarts += 1
+            try:
+                await self.start()
+            except (ConfigError, DeadlineError) as error:
+                self._tell(f"{self.child.name} did not start: {error}")
+                continue
+            on_restart()
+
+    async def stop(self, deadline_s: float) -> None:
+        """End the process; its thread-bound start is not involved."""
+        await asyncio.to_thread(partial(self.child.stop, deadline_s=deadline_s))
+
+    async def _end_of_child(self) -> None:
+        while self.child.running:
+            await asyncio.sleep(POLL_S)
+
+    def _check(self, alive_s: float) -> None:
+        child = self.child
+        if isinstance(child, ServiceProcess) and child.exit_code == EXIT_CONFIG and alive_s < Backoff.HEALTHY_S:
+            raise ConfigError(f"{child.name} cannot run as configured: {child.last_words()} (log: {child.log})")
+
+    def _fate(self) -> str:
+        code = self.child.exit_code if isinstance(self.child, ServiceProcess) else None
+        if code is None:
+            return "ended"
+        if code < 0:
+            return f"was ended by {signal.Signals(-code).name}"
+        assert isinstance(self.child, ServiceProcess)
+        return f"ended with code {code} ({self.child.last_words()})"

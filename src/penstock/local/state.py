@@ -1,0 +1,105 @@
+"""Who runs a stack in a data directory: a lock that ends with its holder, and a file that says where things are."""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from penstock.shared.errors import ConfigError
+
+__all__ = ["Claim", "UpState", "read_state"]
+
+
+PATIENCE_S = 0.5
+"""Readers of the state touch the lock for a moment."""
+
+
+class UpState(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of ``up.json``."""
+
+    pid: int
+    url: str
+    nats_url: str
+    redis_url: str | None
+    data_dir: str
+    started: float
+    processes: dict[str, int]
+    """Process id by name."""
+
+
+class Claim:
+    """The right to run a stack in ``data_dir``; held until ``release`` or the end of the process.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
+
+    def __init__(self, data_dir: Path) -> None:
+        self._state = data_dir / "up.json"
+        try:
+            data_dir.mkdir(parents=True, exist_ok=True)
+            self._lock = (data_dir / "up.lock").open("wb")
+        except OSError as error:
+            raise ConfigError(f"cannot write to {data_dir}: {error.strerror}; choose another with --data-dir") from None
+        if not _locked_within(self._lock.fileno(), PATIENCE_S):
+            self._lock.close()
+            running = read_state(data_dir)
+            where = f" (process {running.pid}, {running.url})" if running else ""
+            raise ConfigError(
+                f"a stack already runs in {data_dir}{where}; end it with 'penstock down', or choose another --data-dir"
+            )
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def write(self, state: UpState) -> None:
+        """Publish where things are; replaces the file in one step."""
+        draft = self._state.with_suffix(".tmp")
+        draft.write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+        draft.replace(self._state)
+
+    def release(self) -> None:
+        """Give the directory back."""
+        if not self._lock.closed:
+            self._state.unlink(missing_ok=True)
+            self._lock.close()
+
+
+def read_state(data_dir: Path) -> UpState | None:
+    """The running stack of ``data_dir``, or None. A file left behind by a crash does not count."""
+    try:
+        state = msgspec.json.decode((data_dir / "up.json").read_bytes(), type=UpState)
+        with (data_dir / "up.lock").open("rb") as lock:
+            return None if _is_free(lock.fileno()) else state
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _locked_within(lock: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        else:
+            return True
+
+
+def _is_free(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True  # and released again when the caller closes the file

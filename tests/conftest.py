@@ -1,0 +1,41 @@
+"""A real NATS server and a bus with all streams, for every test that needs one."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.server import NatsServer
+
+SHM, SHM_ROOM_BYTES = Path("/dev/shm"), 2 << 30
+EXPERIENCE_BYTES, STREAM_BYTES = 64 << 20, 16 << 20
+
+
+@pytest.fixture
+def store_dir(tmp_path: Path) -> Iterator[Path]:
+    """Where servers of this test keep their data: in memory where there is room, for then an fsync costs nothing."""
+    if not SHM.is_dir() or shutil.disk_usage(SHM).free < SHM_ROOM_BYTES:
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="penstock-test-", dir=SHM) as directory:
+        yield Path(directory)
+
+
+@pytest.fixture
+def nats_server(store_dir: Path) -> Iterator[NatsServer]:
+    """A server of this test alone, so that it may be killed; starts in about 20 ms. Synced, as in production."""
+    with NatsServer(store_dir / "nats") as server:
+        yield server
+
+
+@pytest.fixture
+async def bus(nats_server: NatsServer) -> AsyncIterator[Bus]:
+    """A connected bus; all streams and buckets exist."""
+    async with await Bus.connect(nats_server.url, name="test") as connected:
+        await connected.ensure_streams(experience_bytes=EXPERIENCE_BYTES, stream_bytes=STREAM_BYTES)
+        yield connected

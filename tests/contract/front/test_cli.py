@@ -1,0 +1,301 @@
+"""The command line against a real server: what it prints, where, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from penstock.cli import app
+from penstock.client import Client
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(served: Any, monkeypatch: Any) -> Run:
+    """Run a command against the server."""
+    monkeypatch.setenv("PENSTOCK_URL", served.url)
+    runner = CliRunner()
+
+    def invoke(*words: str) -> Result:
+        return runner.invoke(app, list(words))
+
+    return invoke
+
+
+@pytest.fixture
+def file(tmp_path: Path, job: Any) -> str:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(job))
+    return str(path)
+
+
+def submit(run: Run, file: str, *more: str) -> str:
+    result = run("submit", file, *more)
+    assert result.exit_code == 0, result.output
+    return result.stdout.strip()
+
+
+def test_submit_prints_the_id_and_nothing_else_on_stdout(run: Run, books: Any, file: str) -> None:
+    id = submit(run, file, "--set", "train.max_updates=7", "--set", "seed=5")
+    assert list(books.jobs) == [id]
+    assert books.jobs[id].status.total_steps == 7
+    assert books.jobs[id].spec["seed"] == 5
+
+
+def test_submit_once_per_key(run: Run, books: Any, file: str) -> None:
+    assert submit(run, file, "--idempotency-key", "k") == submit(run, file, "--idempotency-key", "k")
+    assert books.submitted == 1
+
+
+def test_dry_run(run: Run, books: Any, file: str) -> None:
+    assert json.loads(run("submit", file, "--dry-run").stdout)["groups_per_batch"] == 2
+    assert not books.jobs
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--set", "train.max_update=3"], "train.max_update: unknown key; did you mean 'max_updates'?"),
+        (["--set", "train.batch_size=7"], "not divisible"),
+        (["--set", "nonsense"], "must look like key.subkey=value"),
+        (["--set", "name=too-big"], "no room"),
+    ],
+)
+def test_bad_job_files_are_usage_errors(run: Run, file: str, words: list[str], message: str) -> None:
+    result = run("submit", file, *words)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_usage_errors(run: Run, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("a: [")
+    for words in (["submit", "nowhere.yaml"], ["submit", str(broken)], ["nonsense"], ["ls", "--phase", "x"], ["get"]):
+        assert run(*words).exit_code == 2, words
+    assert "line 1" in run("submit", str(broken)).stderr
+
+
+def test_unknown_jobs(run: Run) -> None:
+    result = run("get", "nobody")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: no job has")
+
+
+def test_unreachable(run: Run, file: str, served: Any) -> None:
+    served.stop()
+    for words in (["ls"], ["submit", file], ["events", "-f", "x"], ["top"]):
+        result = run(*words)
+        assert result.exit_code == 4, words
+        assert "penstock up" in result.stderr
+        assert result.stderr.count("\n") == 1
+
+
+def test_ls_and_get(run: Run, books: Any, file: str) -> None:
+    ids = [submit(run, file, "--set", f"name=n{i}") for i in range(3)]
+    books.advance(
+        ids[0],
+        "running",
+        step=2,
+        reward=0.25,
+        draws={"drawn": 9, "trained": 5, "in_flight": 3, "dropped": {"failed": 1}},
+    )
+    table = run("ls").stdout.splitlines()
+    assert table[0].split() == ["ID", "NAME", "PHASE", "STEP", "REWARD", "AGE"]
+    assert [line.split()[0] for line in table[1:]] == ids[::-1]
+    assert "2/3" in table[3]
+    assert "0.25" in table[3]
+    assert len(json.loads(run("ls", "--json", "-n", "2").stdout)) == 2
+    assert [row["id"] for row in json.loads(run("ls", "--json", "--phase", "running").stdout)] == [ids[0]]
+    text = run("get", "n0").stdout
+    assert "dropped: failed" in text
+    assert json.loads(run("get", "n0", "--json").stdout)["id"] == ids[0]
+
+
+def test_steering(run: Run, books: Any, file: str) -> None:
+    id = submit(run, file)
+    for verb, state in (("pause", "paused"), ("resume", "running"), ("cancel", "cancelled")):
+        assert f"wanted: {state}" in run(verb, id).stdout
+    assert json.loads(run("cancel", id, "--force", "--json").stdout)["desired_state"] == "cancelled"
+    books.advance(id, "cancelled")
+    result = run("pause", id)
+    assert (result.exit_code, result.stderr) == (1, f"error: job '{id}' is cancelled; it cannot become paused\n")
+
+
+@pytest.mark.parametrize(("phase", "code"), [("succeeded", 0), ("failed", 1), ("cancelled", 3)])
+def test_the_result_of_a_job_is_the_exit_code(run: Run, books: Any, file: str, phase: str, code: int) -> None:
+    id = submit(run, file)
+    threading.Timer(0.3, books.advance, (id, phase)).start()
+    assert run("wait", id).exit_code == code
+    assert run("events", "-f", id).exit_code == code
+    assert json.loads(run("wait", id, "--json").stdout)["status"]["phase"] == phase
+
+
+def test_wait_gives_up(run: Run, file: str) -> None:
+    id = submit(run, file)
+    result = run("wait", id, "--timeout", "0.2")
+    assert result.exit_code == 1
+    assert "pending" in result.stderr
+
+
+def test_follow_shows_events_and_progress(run: Run, books: Any, file: str) -> None:
+    def play() -> None:
+        while not books.jobs:
+            time.sleep(0.01)
+        id = next(iter(books.jobs))
+        books.advance(id, "running", step=1, draws={"in_flight": 4})
+        time.sleep(0.7)
+        books.emit(id, "checkpoint", "checkpoint after update 2")
+        books.advance(id, "failed", message="the data ran out")
+
+    threading.Thread(target=play).start()
+    result = run("submit", file, "--follow")
+    assert result.exit_code == 1
+    assert "checkpoint after update 2" in result.stdout
+    assert "update 1/3" in result.stdout
+    assert "in flight 4" in result.stdout
+    assert result.stdout.splitlines()[-1].endswith("failed the data ran out")
+
+
+def test_follow_as_json_is_one_object_per_line(run: Run, books: Any, file: str) -> None:
+    def play() -> None:
+        while not books.jobs:
+            time.sleep(0.01)
+        books.advance(next(iter(books.jobs)), "succeeded")
+
+    threading.Thread(target=play).start()
+    result = run("submit", file, "--follow", "--json")
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row["id"] for row in rows[:2]] == [1, 2]
+    assert rows[-1]["status"]["phase"] == "succeeded"
+
+
+INTERRUPTIBLE = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs us in the background has it ignored
+runpy.run_module("penstock.cli", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("words", [["submit", "FILE", "--follow"], ["top"], ["events", "-f", "addition"]])
+def test_interrupts_detach(run: Run, books: Any, file: str, served: Any, words: list[str]) -> None:
+    if words[0] != "submit":
+        submit(run, file)
+    command = [sys.executable, "-c", INTERRUPTIBLE, *(file if w == "FILE" else w for w in words)]
+    env = {**os.environ, "PENSTOCK_URL": served.url}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    assert process.stdout is not None
+    assert process.stdout.readline()  # something is shown
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert words[0] == "top" or "goes on" in err
+    assert next(iter(books.jobs.values())).desired_state == "running"
+
+
+def test_top_plays_to_the_end(run: Run, books: Any, file: str) -> None:
+    id = submit(run, file)
+    books.advance(id, "running")
+    snapshot = json.loads(run("top", "--json").stdout)
+    assert snapshot["metrics"]["loss"] == 1.0
+    assert snapshot["why"][0]["holder"] == "rollout-0"
+    threading.Timer(0.2, books.advance, (id, "succeeded")).start()
+    assert "succeeded" in run("top").stdout
+
+
+def test_events(run: Run, books: Any, file: str) -> None:
+    id = submit(run, file)
+    books.emit(id, "dropped", "2 draws dropped: failed", level="warning")
+    assert "2 draws dropped" in run("events", id).stdout
+    assert json.loads(run("events", id, "--json", "--after", "1").stdout)["type"] == "dropped"
+
+
+def test_metrics(run: Run, file: str) -> None:
+    submit(run, file)
+    summary = run("metrics", "addition").stdout.splitlines()
+    assert summary[0].split() == ["METRIC", "LAST", "HISTORY"]
+    assert summary[1].split()[:2] == ["reward", "0.9"]
+    assert run("metrics", "addition", "loss", "-n", "1").stdout.split() == ["STEP", "loss", "4", "1"]
+    assert run("metrics", "addition", "--csv").stdout.splitlines()[3] == "2,,3.0"
+    assert json.loads(run("metrics", "addition", "reward", "--json").stdout)["series"]["reward"][2] is None
+
+
+def test_logs_samples_workers_and_why(run: Run, books: Any, file: str) -> None:
+    id = submit(run, file)
+    assert run("logs", id, "-n", "2").stdout == "trainer: line 1\ntrainer: line 2\n"
+    assert json.loads(run("logs", id, "--json", "-n", "1").stdout)["text"] == "line 2"
+    books.advance(id, "succeeded")
+    assert run("logs", id, "-f", "-n", "1").exit_code == 0
+    assert "0+1=" in run("samples", id, "--limit", "3").stdout
+    assert len(json.loads(run("samples", id, "--limit", "3", "--json").stdout)) == 3
+    assert "rollout-0" in run("workers", id).stdout
+    assert "2 groups of 2 per batch" in run("why", id).stdout
+
+
+def test_audit_is_a_verdict(run: Run, books: Any, file: str) -> None:
+    id = submit(run, file)
+    result = run("audit", id)
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[0] == "drawn 6 = trained 4 + dropped 1 (failed 1) + in flight 1"
+    books.audit_ok = False
+    result = run("audit", id)
+    assert result.exit_code == 1
+    assert "violation: equation" in result.stderr
+    assert run("audit", id, "--json").exit_code == 1
+
+
+def test_replay_is_a_verdict(run: Run, books: Any, file: str) -> None:
+    id = submit(run, file)
+    assert run("replay", id).exit_code == 1
+    books.advance(id, "succeeded")
+    result = run("replay", id, "--from", "1")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines() == [
+        "batch 1: identical  identical", "batch 2: identical  identical", "3 of 3 batches are bit-identical"
+    ]  # fmt: skip
+
+
+def test_debug_shows_the_traceback(run: Run, monkeypatch: Any) -> None:
+    monkeypatch.setenv("PENSTOCK_DEBUG", "1")
+    assert run("get", "nobody").exception.__class__.__name__ == "NotFound"  # type: ignore[union-attr]
+
+
+def test_a_terminal_gets_a_panel(served: Any, books: Any, job: Any) -> None:
+    """Under a pseudo-terminal, `top` draws a box and ends with the job."""
+    import pty
+
+    with Client(served.url) as client:
+        id = client.submit(job).id
+    books.advance(id, "running", step=1, reward=0.5)
+    ours, theirs = pty.openpty()
+    env = {**os.environ, "PENSTOCK_URL": served.url, "TERM": "xterm", "COLUMNS": "100"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock.cli", "top", id], stdout=theirs, stderr=theirs, stdin=theirs, env=env
+    )
+    os.close(theirs)
+    threading.Timer(2.0, books.advance, (id, "succeeded")).start()
+    text = b""
+    try:
+        while chunk := os.read(ours, 1 << 16):
+            text += chunk
+    except OSError:  # the other side is closed
+        pass
+    os.close(ours)
+    assert process.wait(20) == 0
+    shown = text.decode()
+    for part in ("╭", "addition", "succeeded", "version 0", "rollout-0", "2 groups of 2 per batch"):
+        assert part in shown, part

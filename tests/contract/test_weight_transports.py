@@ -1,0 +1,252 @@
+"""Every weight transport keeps the same contract: what was published is what is staged, bit by bit, or nothing is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.shared.config import ServiceSettings
+from penstock.shared.errors import WeightsError
+from penstock.shared.protocol.weights import Layout, WeightManifest
+from penstock.shared.transport.bulk_segment import DATA_OFFSET
+from penstock.shared.weights import WeightReceiver, cleanup, layout_of, open_publisher, open_receiver
+from penstock.shared.weights.disk import DiskReceiver
+from penstock.shared.weights.open import Publisher, Receiver
+from penstock.shared.weights.shm import ShmReceiver
+from penstock.shared.weights.tcp import TcpReceiver
+
+
+def weights(seed: int) -> dict[str, Tensor]:
+    """Tensors of every dtype, with odd sizes, an empty one, a scalar and a transposed one."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "embed": torch.randn(7, 5, generator=generator),
+        "bf16": torch.randn(33, generator=generator).to(torch.bfloat16),
+        "half": torch.randn(3, generator=generator).half(),
+        "double": torch.randn(2, 2, generator=generator).double(),
+        "transposed": torch.randn(4, 6, generator=generator).T,
+        "large": torch.randn(700_000, generator=generator),
+        "parameter": torch.nn.Parameter(torch.randn(9, generator=generator)),
+        "steps": torch.tensor(seed),
+        "flags": torch.rand(11, generator=generator) > 0.5,
+        "bytes": torch.arange(5, dtype=torch.uint8),
+        "ints": torch.arange(3, dtype=torch.int32) + seed,
+        "empty": torch.empty(0, 4),
+    }
+
+
+@dataclass
+class Plane:
+    """A publisher of one job and receivers for one transport."""
+
+    name: str
+    publisher: Publisher
+    layout: Layout
+    receiver: Callable[[], WeightReceiver]
+    settings: ServiceSettings
+
+    def publish(self, seed: int, *, version: int, epoch: int = 1) -> WeightManifest:
+        return self.publisher.publish(weights(seed).items(), version=version, epoch=epoch)
+
+    def flip_a_bit(self, manifest: WeightManifest) -> None:
+        ref = next(ref for ref in manifest.refs if ref.transport in {"shm", "disk"})
+        path = Path(ref.handle) if ref.transport == "disk" else self.settings.shm_dir / ref.handle
+        at = DATA_OFFSET + 1000 if ref.transport == "shm" else path.stat().st_size - 1000
+        with path.open("r+b") as file:
+            file.seek(at)
+            byte = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([byte ^ 4]))
+
+
+@pytest.fixture(params=["shm", "tcp", "disk"])
+def plane(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Plane]:
+    name: str = request.param
+    host = "127.0.0.1" if name == "tcp" else ""
+    settings = ServiceSettings(host_id="trainer-host", shm_dir=tmp_path, data_dir=tmp_path / "data", bulk_host=host)
+    layout = layout_of(weights(0).items())
+    makers: dict[str, Callable[[], WeightReceiver]] = {
+        "shm": lambda: ShmReceiver(settings, layout),
+        "tcp": lambda: TcpReceiver(layout, timeout_s=10),
+        "disk": lambda: DiskReceiver(settings, layout),
+    }
+    publisher = open_publisher("job_a", layout, settings, transports=("disk",) if name == "disk" else ("shm",))
+    yield Plane(name, publisher, layout, makers[name], settings)
+    publisher.close()
+
+
+def assert_equal(staged: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(staged) == list(expected)
+    for name, tensor in expected.items():
+        assert staged[name].dtype == tensor.dtype
+        assert staged[name].shape == tensor.shape
+        assert not staged[name].requires_grad
+        assert torch.equal(staged[name], tensor.detach()), name
+
+
+def test_staged_tensors_equal_the_published_ones(plane: Plane) -> None:
+    receiver = plane.receiver()
+    for version in range(1, 5):
+        staged = receiver.stage(plane.publish(version, version=version))
+        assert staged.manifest.version == version
+        assert_equal(staged.tensors(), weights(version))
+        assert staged.intact()
+        staged.release()
+        staged.release()
+
+
+def test_version_in_use_outlives_the_next_ones(plane: Plane) -> None:
+    receiver = plane.receiver()
+    serving = receiver.stage(plane.publish(1, version=1))
+    for version in range(2, 6):
+        staged = receiver.stage(plane.publish(version, version=version))
+        assert_equal(serving.tensors(), weights(version - 1))
+        assert serving.intact()
+        serving.release()
+        serving = staged
+
+
+def test_two_receivers_stage_the_same_version(plane: Plane) -> None:
+    manifest = plane.publish(3, version=1)
+    first, second = plane.receiver().stage(manifest), plane.receiver().stage(manifest)
+    first.release()
+    plane.publish(4, version=2)
+    plane.publish(5, version=3)
+    assert_equal(second.tensors(), weights(3))
+    assert second.intact()
+
+
+def test_late_joiner_stages_the_newest_manifest(plane: Plane) -> None:
+    for version in (1, 2, 3):
+        manifest = plane.publish(version, version=version)
+    assert_equal(plane.receiver().stage(manifest).tensors(), weights(3))
+
+
+def test_digest_depends_on_values_only(plane: Plane) -> None:
+    first = plane.publish(1, version=1)
+    shuffled = dict(reversed(weights(1).items()))
+    again = plane.publisher.publish(shuffled.items(), version=2, epoch=1)
+    assert first.digest == again.digest != plane.publish(2, version=3).digest
+
+
+def test_flipped_bit_is_refused_and_the_next_version_works(plane: Plane) -> None:
+    receiver = plane.receiver()
+    receiver.stage(plane.publish(1, version=1)).release()
+    manifest = plane.publish(2, version=2)
+    plane.flip_a_bit(manifest)
+    with pytest.raises(WeightsError, match=r"digest|version 2"):
+        receiver.stage(manifest)
+    staged = receiver.stage(plane.publish(3, version=3))
+    assert_equal(staged.tensors(), weights(3))
+
+
+def test_manifest_of_an_overwritten_version_is_refused(plane: Plane) -> None:
+    receiver = plane.receiver()
+    stale = plane.publish(1, version=1)
+    for version in (2, 3, 4):
+        plane.publish(version, version=version)
+    with pytest.raises(WeightsError, match="version 1"):
+        receiver.stage(stale)
+
+
+def test_bytes_without_the_digest_of_the_manifest_are_refused(plane: Plane) -> None:
+    manifest = msgspec.structs.replace(plane.publish(1, version=1), digest="0" * 32)
+    with pytest.raises(WeightsError, match="version 1"):
+        plane.receiver().stage(manifest)
+
+
+def test_other_layouts_are_refused(plane: Plane) -> None:
+    other = layout_of([*weights(0).items(), ("extra", torch.zeros(1))])
+    manifest = plane.publish(1, version=1)
+    with pytest.raises(WeightsError, match="another model"):
+        plane.receiver().stage(msgspec.structs.replace(manifest, layout=other))
+
+
+def test_manifests_survive_the_wire(plane: Plane) -> None:
+    manifest = plane.publish(1, version=1)
+    wired = msgspec.msgpack.decode(msgspec.msgpack.encode(manifest), type=WeightManifest)
+    assert wired == manifest
+    assert_equal(plane.receiver().stage(wired).tensors(), weights(1))
+
+
+def test_publishing_refuses_tensors_that_do_not_fit(plane: Plane) -> None:
+    good = weights(1)
+    cases = {
+        "missing": {name: good[name] for name in good if name != "bf16"},
+        "not in layout": {**good, "extra": torch.zeros(1)},
+        "layout says": {**good, "embed": good["embed"].double()},
+        "layout says float32": {**good, "embed": good["embed"].T},
+    }
+    for reason, tensors in cases.items():
+        with pytest.raises(WeightsError, match=reason):
+            plane.publisher.publish(tensors.items(), version=1, epoch=1)
+    assert_equal(plane.receiver().stage(plane.publish(1, version=1)).tensors(), good)
+
+
+def test_restarted_publisher_goes_on(plane: Plane) -> None:
+    serving = plane.receiver().stage(plane.publish(1, version=1))
+    plane.publisher.close()
+    transports = ("disk",) if plane.name == "disk" else ("shm",)
+    successor = open_publisher("job_a", plane.layout, plane.settings, transports=transports)  # type: ignore[arg-type]
+    for version in (2, 3, 4):
+        manifest = successor.publish(weights(version).items(), version=version, epoch=2)
+    assert_equal(plane.receiver().stage(manifest).tensors(), weights(4))
+    assert_equal(serving.tensors(), weights(1))
+    assert serving.intact()
+    successor.close()
+
+
+def test_cleanup_leaves_nothing_and_versions_in_use_stay(plane: Plane) -> None:
+    staged = plane.receiver().stage(plane.publish(1, version=1))
+    neighbour = open_publisher("job_ab", plane.layout, plane.settings)
+    cleanup("job_a", plane.settings)
+    left = [path.name for path in plane.settings.shm_dir.rglob("*") if path.is_file()]
+    assert sorted(left) == ["penstock-weights-job_ab.0", "penstock-weights-job_ab.1"]
+    assert_equal(staged.tensors(), weights(1))
+    neighbour.close()
+
+
+def test_open_receiver_prefers_the_slot_and_falls_back(tmp_path: Path) -> None:
+    trainer = ServiceSettings(host_id="a", shm_dir=tmp_path / "a", data_dir=tmp_path, bulk_host="127.0.0.1")
+    near = ServiceSettings(host_id="a", shm_dir=tmp_path / "a", data_dir=tmp_path)
+    far = ServiceSettings(host_id="b", shm_dir=tmp_path / "b", data_dir=tmp_path)
+    trainer.shm_dir.mkdir()
+    layout = layout_of(weights(0).items())
+    publisher = open_publisher("job_a", layout, trainer, transports=("shm", "disk"))
+    manifest = publisher.publish(weights(1).items(), version=1, epoch=1)
+    assert [ref.transport for ref in manifest.refs] == ["shm", "tcp", "disk"]
+
+    def kind(receiver: Receiver) -> str:
+        staged = receiver.stage(manifest)
+        assert_equal(staged.tensors(), weights(1))
+        staged.release()
+        return type(staged).__name__
+
+    assert kind(open_receiver(near, layout)) == "ShmStaged"
+    assert kind(open_receiver(far)) == "LocalStaged"
+    publisher.close()
+    for path in trainer.shm_dir.iterdir():
+        path.unlink()
+    assert kind(open_receiver(near, layout)) == "LocalStaged"  # from disk
+    cleanup("job_a", trainer)
+    with pytest.raises(WeightsError, match=r"no segment.*cannot fetch"):
+        open_receiver(near, layout).stage(manifest)
+
+
+def test_receiver_refuses_the_epoch_of_a_replaced_trainer(tmp_path: Path) -> None:
+    settings = ServiceSettings(host_id="a", shm_dir=tmp_path, data_dir=tmp_path)
+    publisher = open_publisher("job_a", layout_of(weights(0).items()), settings)
+    old = publisher.publish(weights(1).items(), version=1, epoch=1)
+    new = publisher.publish(weights(2).items(), version=1, epoch=2)
+    receiver = open_receiver(settings)
+    receiver.stage(old).release()
+    receiver.stage(new).release()
+    with pytest.raises(WeightsError, match="epoch 2 took over"):
+        receiver.stage(old)
+    publisher.close()

@@ -1,0 +1,301 @@
+"""The whole system as processes of its own, looked at from outside: HTTP, the streams, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+import httpx
+import pytest
+from typer.testing import CliRunner, Result
+
+from penstock.cli import app
+from penstock.client import Client
+from penstock.local import Stack, StackOptions, read_state
+from penstock.local.ports import free_ports
+from penstock.shared.config.base import with_overrides
+from penstock.shared.errors import Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.events import Event, Finished, decode_events
+from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
+from penstock.shared.protocol.trajectory import Group, decode_group
+from penstock.shared.transport.bus import Bus
+
+T = TypeVar("T")
+
+API_KEY = "e2e-key"
+LEASE_S = 1.5
+SHM = Path("/dev/shm")
+USER_CODE = Path(__file__).with_name("user_code")
+LOOK_S = 0.05
+EXPERIENCE_BYTES = 32 << 20
+"""Small enough to be filled by a test."""
+
+JOB: dict[str, Any] = {
+    "name": "e2e",
+    "model": {
+        "config": {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_layers": 2,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "max_position_embeddings": 32,
+        },
+        "tokenizer": "char",
+        "characters": "0123456789+=",
+    },
+    "data": {"train": {"type": "addition", "digits": 1}, "prompt": {"max_tokens": 8}},
+    # About half of what random weights write begins like this, so that every batch has something to learn.
+    "reward": {"scorers": [{"type": "format", "pattern": "[0-4+].*"}]},
+    "algorithm": {"group_size": 4},
+    "sampling": {"max_new_tokens": 6},
+    "optimizer": {"learning_rate": 1e-4},
+    "train": {"batch_size": 16, "max_updates": 8, "max_lag": 1, "draw_timeout_s": 15},
+    "checkpoint": {"every": 7, "keep": 2},
+    "limits": {"byte_budget": 4 << 20},
+}
+
+
+class Deployment:
+    """A running stack. It lives on an event loop in a thread, so tests are plain functions."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        (directory / "shm").mkdir(parents=True)
+        self.shm = directory / "shm"
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.told: list[str] = []
+        self.environment = {
+            "PENSTOCK_LEASE_S": str(LEASE_S),
+            "PENSTOCK_HEARTBEAT_S": "0.3",
+            "PENSTOCK_API_KEYS": API_KEY,
+            "PENSTOCK_RATE_LIMIT": "100000/minute",
+            "PENSTOCK_EXPERIENCE_BYTES": str(EXPERIENCE_BYTES),
+            "PENSTOCK_SHM_DIR": str(self.shm),
+            "PYTHONPATH": str(USER_CODE),
+        }
+        options = StackOptions(data_dir=directory / "data", environment=self.environment, drain_s=5)
+        self.stack = Stack(options, self.told.append)
+
+    def __enter__(self) -> Deployment:
+        self.run(self.stack.__aenter__())
+        try:
+            self.run(self.stack.ready(deadline_s=60))
+        except BaseException:
+            self.close()
+            raise
+        self.client = Client(self.stack.url, api_key=API_KEY, retries=10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+        self.close()
+
+    def close(self) -> None:
+        """End every process, and the thread."""
+        self.run(self.stack.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def run(self, work: Coroutine[Any, Any, T], seconds: float = 90.0) -> T:
+        """The result of a coroutine on the stack's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
+
+    # -- processes ---------------------------------------------------------------------------------------------------
+
+    def pid(self, name: str) -> int:
+        """Present process id of a service or server."""
+        return self.stack.processes[name]
+
+    def kill(self, name: str) -> None:
+        """SIGKILL; returns once the supervisor has started it again."""
+        before = self.pid(name)
+        os.kill(before, signal.SIGKILL)
+        self.until(lambda: self.pid(name) not in (0, before), f"restart of {name}")
+
+    @contextmanager
+    def frozen(self, name: str) -> Iterator[None]:
+        """SIGSTOP for the length of the block."""
+        pid = self.pid(name)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    @contextmanager
+    def attached(self, module: str, worker: str) -> Iterator[subprocess.Popen[bytes]]:
+        """One more worker, started by hand and ready; killed at the end of the block."""
+        state = read_state(self.directory / "data")
+        assert state is not None
+        port = free_ports(1)[0]
+        env = {
+            **os.environ,
+            **self.environment,
+            "PENSTOCK_NATS_URL": state.nats_url,
+            "PENSTOCK_DATA_DIR": state.data_dir,
+            "PENSTOCK_WORKER_ID": worker,
+            "PENSTOCK_HEALTH_PORT": str(port),
+        }
+        with (self.directory / "data" / "logs" / f"{worker}.log").open("wb") as log:
+            command = [sys.executable, "-m", module]
+            with subprocess.Popen(command, env=env, stdout=log, stderr=log) as process:
+                try:
+                    self.until(lambda: is_ready(port), f"{worker} is ready", 60, lambda: self.log(worker)[-2000:])
+                    yield process
+                finally:
+                    process.kill()
+
+    def log(self, worker: str) -> str:
+        """What a service wrote so far."""
+        return (self.directory / "data" / "logs" / f"{worker}.log").read_text()
+
+    # -- jobs --------------------------------------------------------------------------------------------------------
+
+    def submit(self, *changes: str, **sections: Any) -> str:
+        """Submit the small job with ``a.b=value`` changes and whole sections replaced; returns its id."""
+        return self.client.submit(job_file(*changes, **sections)).id
+
+    def status(self, job: str) -> Any:
+        """Observed status."""
+        return self.client.get(job).status
+
+    def reach(self, job: str, step: int, seconds: float = 90.0) -> int:
+        """Wait until ``step`` updates are done; returns how many are."""
+
+        def there() -> bool:
+            status = self.status(job)
+            assert status.phase not in TERMINAL_PHASES or status.step >= step, (status.phase, status.message)
+            return bool(status.step >= step)
+
+        self.until(there, f"update {step} of {job}", seconds, lambda: self.client.why(job))
+        return int(self.status(job).step)
+
+    def finish(self, job: str, seconds: float = 60.0) -> JobRecord:
+        """Wait for the end of a job."""
+        self.until(
+            lambda: self.status(job).phase in TERMINAL_PHASES,
+            f"the end of {job}", seconds, lambda: (self.status(job), self.client.why(job)),
+        )  # fmt: skip
+        return self.client.get(job)
+
+    def until(
+        self, true: Callable[[], Any], what: str, seconds: float = 60.0, story: Callable[[], object] = lambda: ""
+    ) -> Any:
+        """Wait for something; a failure says what and, by ``story``, how things stand."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                if found := true():
+                    return found
+            except Unavailable:
+                pass
+            if time.monotonic() > deadline:
+                pytest.fail(f"{what}: not within {seconds:g} s; {story()}; restarts: {self.told}")
+            time.sleep(LOOK_S)
+
+    def check_books(self, job: str) -> dict[str, Any]:
+        """The equation in the status and everything that the audit checks; returns the audit."""
+        status = self.status(job)
+        draws = status.draws
+        assert status.phase not in TERMINAL_PHASES or isinstance(self.ledger(job)[-1], Finished), "nothing comes after"
+        assert draws["drawn"] == draws["trained"] + sum(draws["dropped"].values()) + draws["in_flight"]
+        audit = self.client.audit(job)
+        assert audit["ok"], audit["violations"]
+        equation = {name: audit["equation"][name] for name in draws}
+        assert equation == draws
+        return audit
+
+    def check_replay(self, job: str, at_least: int) -> None:
+        """Training the log again gives the digests that the ledger recorded, for ``at_least`` updates."""
+        rows = list(self.client.replay(job))
+        assert rows[-1]["ok"], rows[-1]
+        assert sum(row["match"] is True for row in rows) >= at_least, rows
+
+    # -- streams -----------------------------------------------------------------------------------------------------
+
+    def on_bus(self, ask: Callable[[Bus], Awaitable[T]]) -> T:
+        """What ``ask`` gets from the bus of this stack."""
+
+        async def go() -> T:
+            state = read_state(self.directory / "data")
+            assert state is not None
+            async with await Bus.connect(state.nats_url, name="test") as bus:
+                return await ask(bus)
+
+        return self.run(go())
+
+    def ledger(self, job: str) -> list[Event]:
+        """Every event of a job."""
+        messages = self.on_bus(lambda bus: bus.read(subjects.LEDGER, subjects.ledger(job)))
+        return [event for message in messages for event in decode_events(message.data)]
+
+    def groups(self, job: str) -> dict[int, Group]:
+        """Every group of a job that is in the stream, by sequence."""
+        messages = self.on_bus(lambda bus: bus.read(subjects.EXPERIENCE, subjects.experience(job)))
+        return {message.seq: decode_group(message.data) for message in messages}
+
+    # -- command line ------------------------------------------------------------------------------------------------
+
+    def cli(self, *words: str, **environment: str) -> Result:
+        """Run ``penstock`` against this stack, in this process."""
+        env = {"PENSTOCK_URL": self.stack.url, "PENSTOCK_API_KEY": API_KEY, **environment}
+        return CliRunner().invoke(app, list(words), env=env)
+
+
+def is_ready(port: int) -> bool:
+    """A worker on this machine can work."""
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/readyz").is_success
+    except httpx.TransportError:
+        return False
+
+
+def job_file(*changes: str, **sections: Any) -> dict[str, Any]:
+    """The small job."""
+    return with_overrides({**copy.deepcopy(JOB), **sections}, changes)
+
+
+@pytest.fixture(scope="session")
+def stack() -> Iterator[Deployment]:
+    """One stack for all tests: what they kill is started again. Its store lies in memory where there is room, for then
+    an fsync costs nothing."""
+    root = SHM if SHM.is_dir() and shutil.disk_usage(SHM).free > 2 << 30 else None
+    directory = tempfile.TemporaryDirectory(prefix="penstock-e2e-", dir=root)
+    with directory as path, Deployment(Path(path)) as deployment:
+        yield deployment
+
+
+@pytest.fixture(scope="session")
+def make_job() -> Callable[..., dict[str, Any]]:
+    """The small job file with changes."""
+    return job_file
+
+
+@pytest.fixture(scope="session")
+def user_code() -> ModuleType:
+    """The scorers of ``user_code/``, as the reward service imports them."""
+    spec = importlib.util.spec_from_file_location("e2e_scorers", USER_CODE / "e2e_scorers.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,82 @@
+"""Streams that fill: the job's own budget, a budget that is too small, and a stream that others have filled."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from penstock.shared.config.job import JobConfig
+from penstock.shared.errors import ConfigError, StreamFull
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.events import BatchSealed, Checkpointed, Dropped
+from penstock.shared.transport.bus import Bus
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(120)]
+
+JUNK = subjects.experience("junk")
+
+
+def smallest_budget(job: dict[str, Any]) -> int:
+    config = JobConfig.parse(job)
+    return 2 * (config.train.max_lag + 2) * config.groups_per_batch * config.max_group_bytes
+
+
+def test_a_small_budget_is_kept_by_checkpoints(stack: Any, make_job: Callable[..., Any]) -> None:
+    changes = ["train.max_updates=80", "checkpoint.every=1000"]
+    budget = smallest_budget(make_job(*changes))
+    job = stack.submit(*changes, f"limits.byte_budget={budget}")
+    assert stack.finish(job).status.step == 80
+    stack.check_books(job)
+
+    events = stack.ledger(job)
+    checkpoints = [event for event in events if isinstance(event, Checkpointed)]
+    forced = [event for event in checkpoints if 0 < event.number < 80]
+    assert len(forced) >= 3, "the interval alone asks for none"
+    told = [row["message"] for row in stack.client.events(job, follow=False) if row["type"] == "checkpoint"]
+    assert [f"checkpoint after update {event.number} at {event.path}" for event in checkpoints] == told
+
+    kept = stack.groups(job)
+    assert min(kept, default=1 << 62) >= max(event.low_seq for event in checkpoints)
+    sealed = [group.seq for event in events if isinstance(event, BatchSealed) for group in event.groups]
+    assert sum(seq in kept for seq in sealed) < len(sealed) / 2
+    stored = stack.on_bus(lambda bus: bus.read(subjects.EXPERIENCE, subjects.experience(job)))
+    assert sum(len(message.data) for message in stored) <= budget
+    stack.check_replay(job, at_least=0)
+
+
+def test_batches_that_can_never_fit_are_refused(stack: Any, make_job: Callable[..., Any]) -> None:
+    budget = smallest_budget(make_job())
+    with pytest.raises(ConfigError, match=rf"need {budget // 2} bytes .* raise it to at least {budget}"):
+        stack.submit(f"limits.byte_budget={budget - 2}")
+    stack.client.dry_run(make_job(f"limits.byte_budget={budget}"))
+
+
+async def fill(bus: Bus) -> None:
+    for nbytes in (1 << 20, 1 << 16, 1 << 10, 1):
+        with contextlib.suppress(StreamFull):
+            while True:
+                await bus.publish(JUNK, b"x" * nbytes)
+
+
+def test_a_full_stream_is_waited_for(stack: Any) -> None:
+    total = 60
+    job = stack.submit(f"train.max_updates={total}")
+    stack.reach(job, 3)
+    try:
+        stack.on_bus(fill)
+
+        def blocked() -> bool:
+            waits = [row["waiting_for"] for row in stack.client.why(job)]
+            return any("EXPERIENCE is full" in text for text in waits)
+
+        stack.until(blocked, "why names the full stream", 10, lambda: stack.client.why(job))
+        held = stack.status(job).step
+        assert held < total
+    finally:
+        stack.on_bus(lambda bus: bus.purge(subjects.EXPERIENCE, JUNK))
+    assert stack.finish(job).status.step == total
+    stack.check_books(job)
+    assert not [event for event in stack.ledger(job) if isinstance(event, Dropped)], "back-pressure costs no draw"

@@ -1,0 +1,55 @@
+"""Any process may die or stall at any moment of a job: nothing is lost, nothing is trained twice, nobody helps."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from penstock.shared.protocol.events import BatchTrained, LineageForked
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
+
+VICTIMS = ("coordinator-0", "rollout-0", "reward-0", "trainer-0", "nats", "valkey")
+STALL_S = 2.0
+"""Longer than the leases of the coordinator and the trainer."""
+STALL_OF_ROLLOUT_S = 5.5
+"""Longer than the lease of a ticket."""
+
+
+def check_end(stack: Any, job: str, total: int, *, trainers: int) -> None:
+    """The job ended by itself, every update counts once, and a restarted trainer repeated what the ledger has."""
+    record = stack.finish(job)
+    assert (record.status.phase, record.status.step) == ("succeeded", total), record.status
+    stack.check_books(job)
+    events = stack.ledger(job)
+    trained = [event for event in events if isinstance(event, BatchTrained)]
+    assert [event.number for event in trained] == list(range(1, total + 1))
+    assert not any(isinstance(event, LineageForked) for event in events), "a restarted trainer gave other digests"
+    assert len({event.digest for event in trained}) > total / 2, "the updates changed the weights"
+    assert len({event.trainer_epoch for event in trained}) >= trainers
+    assert len({event.writer_epoch for event in events}) >= 2, "the coordinator came back with a higher epoch"
+    stack.check_replay(job, at_least=1)
+    stack.until(lambda: not list(stack.shm.glob(f"*{job}*")), "no weights of a finished job in shared memory", 10)
+
+
+def test_every_process_is_killed(stack: Any) -> None:
+    total = 120
+    job = stack.submit(f"train.max_updates={total}")
+    for victim in VICTIMS:
+        step = stack.reach(job, stack.status(job).step + 3)
+        assert step < total, f"the job was over before {victim} was killed"
+        stack.kill(victim)
+    check_end(stack, job, total, trainers=2)
+
+
+def test_every_process_stalls(stack: Any) -> None:
+    total = 160
+    job = stack.submit(f"train.max_updates={total}")
+    for victim in VICTIMS:
+        step = stack.reach(job, stack.status(job).step + 3)
+        assert step < total, f"the job was over before {victim} stalled"
+        with stack.frozen(victim):
+            time.sleep(STALL_OF_ROLLOUT_S if victim == "rollout-0" else STALL_S)
+    check_end(stack, job, total, trainers=2)

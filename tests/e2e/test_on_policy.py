@@ -1,0 +1,72 @@
+"""What the trainer learns from was written by the policy that it updates, and both agree on its probability."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.shared.protocol.events import BatchSealed, BatchTrained
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(120)]
+
+MISMATCH = 1e-4
+"""Largest KL (nats) between sampler and trainer on the same tokens, in float32."""
+
+
+def trained_batches(stack: Any, job: str) -> dict[int, BatchSealed]:
+    """The last revision of every batch that was trained."""
+    events = stack.ledger(job)
+    sealed = {event.number: event for event in events if isinstance(event, BatchSealed)}
+    return {event.number: sealed[event.number] for event in events if isinstance(event, BatchTrained)}
+
+
+def lags(stack: Any, job: str) -> set[int]:
+    """Update's start version minus token's version, over every token that was trained."""
+    groups, found, tokens = stack.groups(job), set(), 0
+    for batch in trained_batches(stack, job).values():
+        for sealed in batch.groups:
+            group = groups[sealed.seq]
+            tokens += sum(int(end - start) for _, _, start, end in group.spans)
+            found |= {batch.start_version - int(version) for version in group.spans[:, 1]}
+    metrics = stack.client.metrics(job, names="tokens/scored")["series"]["tokens/scored"]
+    assert tokens == sum(metrics), "the spans cover every token"
+    return found
+
+
+def mismatches(stack: Any, job: str) -> list[float]:
+    """KL between sampler and trainer, of each update that had something to learn."""
+    series = stack.client.metrics(job, names="mismatch/kl")["series"]["mismatch/kl"]
+    return [value for value in series if value is not None]
+
+
+def test_every_token_comes_from_the_version_that_is_updated(stack: Any) -> None:
+    total = 25
+    job = stack.submit("train.max_lag=0", f"train.max_updates={total}")
+    assert stack.finish(job).status.step == total
+    assert lags(stack, job) == {0}
+    audit = stack.check_books(job)
+    assert {check["name"]: check["detail"] for check in audit["checks"]}["lag bound"] == "largest lag 0"
+    kl = [
+        value for value in stack.client.metrics(job, names="mismatch/kl")["series"]["mismatch/kl"] if value is not None
+    ]
+    assert len(kl) > total / 2, "most batches have something to learn"
+    assert max(kl) < MISMATCH
+    stack.check_replay(job, at_least=total)
+
+
+def test_the_bound_is_used_and_kept(stack: Any) -> None:
+    job = stack.submit("train.max_lag=2", "train.max_updates=25")
+    assert stack.finish(job).status.step == 25
+    assert 0 < max(lags(stack, job)) <= 2
+    stack.check_books(job)
+
+
+def test_a_label_that_is_newer_than_the_weights_shows(stack: Any) -> None:
+    """The measure above can fail: one of two workers serves old weights under new labels."""
+    with stack.attached("stale_rollout", "rollout-stale"):
+        job = stack.submit("train.max_lag=0", "train.max_updates=25", "optimizer.learning_rate=2e-3")
+        assert stack.finish(job).status.step == 25
+    workers = {group.worker for batch in trained_batches(stack, job).values() for group in batch.groups}
+    assert workers == {"rollout-0", "rollout-stale"}
+    assert max(mismatches(stack, job)) > 100 * MISMATCH

@@ -1,0 +1,129 @@
+"""Steering a job, and evaluations that mean exactly what they say."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from penstock.services.trainer.checkpoint import load_checkpoint
+from penstock.services.trainer.learner import Learner
+from penstock.shared.config.job import JobConfig
+from penstock.shared.data.prompts import PromptSource
+from penstock.shared.models.loading import build_tokenizer, stop_token_ids
+from penstock.shared.protocol.events import BatchSealed, BatchTrained, Checkpointed, Event
+
+T = TypeVar("T", bound=Event)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+def test_pause_resume_cancel(stack: Any) -> None:
+    job = stack.submit("train.max_updates=1000", "checkpoint.every=1000")
+    stack.reach(job, 5)
+    stack.client.pause(job)
+    assert stack.client.wait(job, goal="paused", timeout_s=20).status.phase == "paused"
+    paused = stack.status(job)
+    events = stack.ledger(job)
+    last = [newest(events, kind).number for kind in (BatchSealed, BatchTrained, Checkpointed)]
+    assert last == [paused.step] * 3, "a step boundary, and durable"
+    assert Path(newest(events, Checkpointed).path, "COMMIT").exists()
+    time.sleep(1.0)
+    assert stack.status(job).step == paused.step
+    assert stack.ledger(job) == events
+
+    stack.client.resume(job)
+    stack.reach(job, paused.step + 5)
+    stack.client.cancel(job)
+    end = stack.finish(job, 20).status
+    events = stack.ledger(job)
+    assert end.phase == "cancelled"
+    assert newest(events, Checkpointed).number == newest(events, BatchTrained).number == end.step, "nothing is undone"
+    assert newest(events, BatchSealed).number == end.step, "what was sealed was trained"
+    check_dropped(stack, job)
+
+
+def test_a_forced_cancel_does_not_wait(stack: Any) -> None:
+    job = stack.submit("train.max_updates=1000", "checkpoint.every=1000")
+    stack.reach(job, 3)
+    stack.client.cancel(job, force=True)
+    end = stack.finish(job, 20).status
+    assert end.phase == "cancelled"
+    assert newest(stack.ledger(job), Checkpointed).number == 0
+    assert check_dropped(stack, job) > 0
+
+
+def newest(events: list[Event], kind: type[T]) -> T:
+    """The last event of a kind."""
+    return next(event for event in reversed(events) if isinstance(event, kind))
+
+
+def check_dropped(stack: Any, job: str) -> int:
+    """Every draw that was not trained is dropped(cancelled); returns how many."""
+    draws = stack.status(job).draws
+    assert draws["in_flight"] == 0
+    num_dropped = draws["drawn"] - draws["trained"]
+    assert draws["dropped"] == ({"cancelled": num_dropped} if num_dropped else {})
+    stack.check_books(job)
+    return int(num_dropped)
+
+
+def greedy_score(model: Any, config: JobConfig, score: Callable[..., float]) -> float:
+    """What a transformers model writes greedily, scored: one prompt at a time, without a cache."""
+    tokenizer = build_tokenizer(config.model)
+    source, stops = PromptSource(config.data, tokenizer, config.seed), stop_token_ids(tokenizer, None)
+    scores = []
+    for index in range(config.evaluation.num_prompts):
+        prompt = source.eval(index)
+        ids = list(prompt.token_ids)
+        while len(ids) < len(prompt.token_ids) + config.sampling.max_new_tokens:
+            with torch.no_grad():
+                token = int(model(torch.tensor([ids])).logits[0, -1].argmax())
+            if token in stops:
+                break
+            ids.append(token)
+        completion = tokenizer.decode(ids[len(prompt.token_ids) :], skip_special_tokens=False)
+        scores.append(score(prompt.text, completion, prompt.answer, prompt.row))
+    return sum(scores) / len(scores)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As the trainer of the small job computes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_an_evaluation_is_of_its_version(stack: Any, user_code: Any) -> None:
+    """Train the log again here, and at each point let the weights of that very version write."""
+    every, total = 4, 12
+    job = stack.submit(
+        f"train.max_updates={total}", "checkpoint.every=1000", "optimizer.learning_rate=1e-2",
+        "data.eval={type: addition, digits: 1}", f"evaluation={{every: {every}, num_prompts: 16}}",
+        reward={"scorers": [{"type": "function", "path": "e2e_scorers:fingerprint"}]},
+    )  # fmt: skip
+    record = stack.finish(job)
+    assert record.status.step == total
+    stack.check_books(job)
+    columns = stack.client.metrics(job, names="eval/greedy")
+    pairs = zip(columns["steps"], columns["series"]["eval/greedy"], strict=True)
+    measured = {step: value for step, value in pairs if value is not None}
+
+    config, events, groups = JobConfig.parse(record.spec), stack.ledger(job), stack.groups(job)
+    learner = Learner(config)
+    initial = next(event for event in events if isinstance(event, Checkpointed))
+    learner.load_state(load_checkpoint(Path(initial.path)).state)
+    expected = {0: greedy_score(learner.model, config, user_code.fingerprint)}
+    for batch in (event for event in events if isinstance(event, BatchSealed)):
+        learner.update([groups[group.seq] for group in batch.groups], update_index=batch.update_index)
+        if batch.number % every == 0:
+            expected[batch.number] = greedy_score(learner.model, config, user_code.fingerprint)
+    assert measured == pytest.approx(expected, abs=1e-6)
+    assert len({round(value, 6) for value in measured.values()}) > 1, "versions write different things"

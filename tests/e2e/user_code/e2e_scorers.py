@@ -1,0 +1,33 @@
+"""Scorers as users write them, the bad ones included. The reward service imports this file by PYTHONPATH."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from typing import Any
+
+
+def fingerprint(prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
+    """A number in [0, 1) that tells one completion from another."""
+    return zlib.crc32(f"{prompt}|{completion}".encode()) % 1000 / 1000
+
+
+def raises(prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
+    raise ValueError("the judge is out to lunch")
+
+
+def hangs(prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
+    time.sleep(3600)
+    return 1.0
+
+
+def not_a_number(prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
+    return float("nan")
+
+
+def sometimes(prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
+    """Breaks on about every fourth completion."""
+    number = fingerprint(prompt, completion, answer, row)
+    if number < 0.25:
+        raise ValueError("not this one")
+    return number

@@ -1,0 +1,229 @@
+"""Publishing to and reading from streams, against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import time
+
+import pytest
+
+from penstock.shared.errors import ConfigError, Conflict, NotFound, ProtocolError, StreamFull, Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.transport.bus import Bus, Outgoing
+from penstock.shared.transport.server import NatsServer
+
+JOB = "job_1"
+LEDGER, EXPERIENCE = subjects.ledger(JOB), subjects.experience(JOB)
+
+
+async def test_streams_can_be_ensured_again_and_resized(bus: Bus) -> None:
+    await bus.ensure_streams(experience_bytes=1 << 20, stream_bytes=2 << 20, update=False)
+    assert (await bus.stream_state(subjects.EXPERIENCE)).max_bytes == 64 << 20
+    await bus.ensure_streams(experience_bytes=1 << 20, stream_bytes=2 << 20)
+    assert (await bus.stream_state(subjects.EXPERIENCE)).max_bytes == 1 << 20
+    assert (await bus.stream_state(subjects.LEDGER)).max_bytes == 2 << 20
+
+
+async def test_many_services_may_ensure_at_once(nats_server: NatsServer) -> None:
+    async with await Bus.connect(nats_server.url, name="a") as one, await Bus.connect(nats_server.url, name="b") as two:
+        ensure = [b.ensure_streams(experience_bytes=8 << 20, stream_bytes=8 << 20) for b in (one, two, one, two)]
+        await asyncio.gather(*ensure)
+        assert (await two.stream_state(subjects.LEDGER)).messages == 0
+
+
+async def test_a_server_without_room_is_a_configuration_error(nats_server: NatsServer) -> None:
+    async with await Bus.connect(nats_server.url, name="greedy") as bus:
+        with pytest.raises(ConfigError, match="PENSTOCK_STREAM_BYTES"):
+            await bus.ensure_streams(experience_bytes=1 << 60, stream_bytes=1 << 20)
+
+
+async def test_a_message_keeps_its_parts(bus: Bus) -> None:
+    before = time.time()
+    seq = await bus.publish(EXPERIENCE, b"body", headers={"Penstock-Group": "ü: x"}, msg_id="m")
+    for message in (
+        await bus.get(subjects.EXPERIENCE, seq),
+        await bus.last(subjects.EXPERIENCE, EXPERIENCE),
+        (await bus.read(subjects.EXPERIENCE, EXPERIENCE))[0],
+        (await bus.get_many(subjects.EXPERIENCE, [seq, seq + 7]))[seq],
+    ):
+        assert message is not None
+        assert (message.subject, message.data, message.seq) == (EXPERIENCE, b"body", seq)
+        assert message.headers == {"Penstock-Group": "ü: x", "Nats-Msg-Id": "m"}
+        assert before - 1 < message.time < time.time() + 1
+
+
+async def test_a_repeated_id_is_stored_once(bus: Bus) -> None:
+    seqs = [await bus.publish(EXPERIENCE, b"x", msg_id="same") for _ in range(3)]
+    assert seqs == [seqs[0]] * 3
+    assert (await bus.stream_state(subjects.EXPERIENCE)).messages == 1
+
+
+async def test_appends_conflict_unless_they_are_ours(bus: Bus) -> None:
+    first = await bus.publish(LEDGER, b"1", expect_last_subject_seq=0)
+    second = await bus.publish(LEDGER, b"2", expect_last_subject_seq=first, msg_id="mine")
+    with pytest.raises(Conflict, match=LEDGER):
+        await bus.publish(LEDGER, b"3", expect_last_subject_seq=first)
+    with pytest.raises(Conflict):
+        await bus.publish(LEDGER, b"3", expect_last_subject_seq=0)
+    # The answer to an append got lost and it is repeated, even after somebody went on:
+    await bus.publish(LEDGER, b"3", expect_last_subject_seq=second)
+    assert await bus.publish(LEDGER, b"2", expect_last_subject_seq=first, msg_id="mine") == second
+    assert [m.data for m in await bus.read(subjects.LEDGER, LEDGER)] == [b"1", b"2", b"3"]
+
+
+async def test_of_many_writers_one_appends(bus: Bus) -> None:
+    tries = [bus.publish(LEDGER, b"%d" % i, expect_last_subject_seq=0) for i in range(16)]
+    results = await asyncio.gather(*tries, return_exceptions=True)
+    assert sum(isinstance(r, int) for r in results) == 1
+    assert sum(isinstance(r, Conflict) for r in results) == 15
+
+
+async def test_a_full_stream_refuses_at_once_and_recovers(bus: Bus) -> None:
+    await bus.ensure_streams(experience_bytes=1 << 20, stream_bytes=1 << 20)
+    payload = os.urandom(300_000)
+    stored = [await bus.publish(EXPERIENCE, payload) for _ in range(3)]
+    start = time.monotonic()
+    with pytest.raises(StreamFull, match="EXPERIENCE"):
+        await bus.publish(EXPERIENCE, payload)
+    with pytest.raises(StreamFull):
+        await bus.publish_many([Outgoing(EXPERIENCE, payload) for _ in range(2)])
+    assert time.monotonic() - start < 1
+    assert (await bus.stream_state(subjects.EXPERIENCE)).messages == 3, "nothing old was discarded"
+    assert await bus.purge(subjects.EXPERIENCE, EXPERIENCE, below_seq=stored[1]) == 1
+    await bus.publish(EXPERIENCE, payload)
+
+
+async def test_payloads_are_limited(bus: Bus) -> None:
+    with pytest.raises(ProtocolError, match="bulk plane"):
+        await bus.publish(EXPERIENCE, bytes((1 << 20) + 1))
+    assert await bus.publish(EXPERIENCE, bytes((1 << 20) + 1), allow_large=True)
+    with pytest.raises(ProtocolError, match="max_payload"):  # with its headers it is too large
+        await bus.publish(EXPERIENCE, bytes(8 << 20), allow_large=True)
+    assert bus.reconnects == 0
+    with pytest.raises(ProtocolError):
+        await bus.publish("two words", b"")
+
+
+async def test_a_subject_without_a_stream_is_named(bus: Bus) -> None:
+    with pytest.raises(Unavailable, match=r"no stream takes 'nowhere\.x'"):
+        await bus.publish("nowhere.x", b"", deadline_s=0.2)
+
+
+async def test_a_batch_is_stored_whole_or_not_at_all(bus: Bus) -> None:
+    parts = [Outgoing(EXPERIENCE, b"%d" % i, {"part": str(i)}, f"g.{i}") for i in range(5)]
+    seqs = await bus.publish_many(parts)
+    assert seqs == list(range(seqs[0], seqs[0] + 5)), "consecutive: nothing came in between"
+    assert await bus.publish_many(parts) == seqs, "a repeated batch returns what is there"
+    assert (await bus.stream_state(subjects.EXPERIENCE)).messages == 5
+    await bus.ensure_streams(experience_bytes=1 << 20, stream_bytes=16 << 20)
+    with pytest.raises(StreamFull):
+        await bus.publish_many([Outgoing(EXPERIENCE, os.urandom(400_000)) for _ in range(3)])
+    assert (await bus.stream_state(subjects.EXPERIENCE)).messages == 5, "no part of a batch that did not fit"
+
+
+async def test_batches_do_not_interleave(bus: Bus) -> None:
+    batches = [[Outgoing(EXPERIENCE, b"x", {}, f"{b}.{i}") for i in range(7)] for b in range(20)]
+    for seqs in await asyncio.gather(*(bus.publish_many(batch) for batch in batches)):
+        assert seqs == list(range(seqs[0], seqs[0] + 7))
+
+
+async def test_a_batch_above_the_servers_limit_is_stored_singly(bus: Bus) -> None:
+    seqs = await bus.publish_many([Outgoing(subjects.metrics(JOB), b"x", {}, str(i)) for i in range(1001)])
+    assert len(set(seqs)) == 1001
+
+
+async def test_reading_ends_at_the_present_end(bus: Bus) -> None:
+    assert await bus.read(subjects.EXPERIENCE, EXPERIENCE) == []
+    seqs = await bus.publish_many([Outgoing(EXPERIENCE, b"%d" % i) for i in range(700)])
+    await bus.publish(subjects.experience("other"), b"not ours")
+    messages = await bus.read(subjects.EXPERIENCE, EXPERIENCE)
+    assert [m.data for m in messages] == [b"%d" % i for i in range(700)]
+    part = await bus.read(subjects.EXPERIENCE, EXPERIENCE, start_seq=seqs[10], end_seq=seqs[19])
+    assert [m.seq for m in part] == seqs[10:20]
+    assert await bus.read(subjects.EXPERIENCE, EXPERIENCE, start_seq=seqs[-1] + 1) == []
+    assert len(await bus.read(subjects.EXPERIENCE, "experience.*")) == 701
+
+
+async def test_headers_can_be_read_without_bodies(bus: Bus) -> None:
+    await bus.publish_many([Outgoing(EXPERIENCE, bytes(100_000), {"n": str(i)}) for i in range(20)])
+    heads = await bus.read(subjects.EXPERIENCE, EXPERIENCE, headers_only=True)
+    assert [m.headers["n"] for m in heads] == [str(i) for i in range(20)]
+    assert {m.data for m in heads} == {b""}
+
+
+async def test_large_messages_are_all_read(bus: Bus) -> None:
+    sizes = [1 << 20] * 20 + [(8 << 20) - 1000]
+    for size in sizes:
+        await bus.publish(EXPERIENCE, bytes(size), allow_large=True)
+    assert [len(m.data) for m in await bus.read(subjects.EXPERIENCE, EXPERIENCE)] == sizes
+
+
+async def test_following_sees_old_and_new_messages_in_order(bus: Bus) -> None:
+    await bus.publish(EXPERIENCE, b"0")
+    async with contextlib.aclosing(bus.follow(subjects.EXPERIENCE, EXPERIENCE)) as feed:
+        consumers = set()
+        for i in range(600):
+            await bus.publish_many([Outgoing(EXPERIENCE, b"%d" % i)]) if i else None
+            assert (await asyncio.wait_for(anext(feed), 2)).data == b"%d" % i
+            consumers.add(feed._consumer)
+        assert len(consumers) == 1, "it was rebuilt without need"
+
+
+async def test_a_wait_for_a_message_can_be_given_up_and_taken_up_again(bus: Bus) -> None:
+    async with contextlib.aclosing(bus.follow(subjects.EXPERIENCE, EXPERIENCE)) as feed:
+        for i in range(3):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(anext(feed), 0.1)
+            await bus.publish(EXPERIENCE, b"%d" % i)
+            assert (await asyncio.wait_for(anext(feed), 2)).data == b"%d" % i
+
+
+async def test_a_slow_follower_loses_nothing(bus: Bus) -> None:
+    await bus.publish_many([Outgoing(EXPERIENCE, bytes(60_000), {"n": str(i)}) for i in range(600)])
+    feed = bus.follow(subjects.EXPERIENCE, EXPERIENCE)
+    seen = []
+    async with contextlib.aclosing(feed):
+        async for message in feed:
+            seen.append(int(message.headers["n"]))
+            if len(seen) % 200 == 1:
+                time.sleep(0.2)  # noqa: ASYNC251  a handler that blocks the loop
+            if len(seen) == 600:
+                break
+    assert seen == list(range(600))
+
+
+async def test_a_forgotten_follower_leaves_nothing_behind(bus: Bus, nats_server: NatsServer) -> None:
+    subscriptions = len(bus._connection._subscriptions)
+    feed = bus.follow(subjects.EXPERIENCE, EXPERIENCE)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(anext(feed), 0.05)
+    del feed
+    gc.collect()
+    await bus.publish(EXPERIENCE, b"wakes the inbox")
+    await asyncio.sleep(0.1)
+    assert len(bus._connection._subscriptions) == subscriptions
+
+
+async def test_missing_things_are_not_found(bus: Bus) -> None:
+    with pytest.raises(NotFound):
+        await bus.get(subjects.LEDGER, 99)
+    with pytest.raises(NotFound):
+        await bus.stream_state("NOPE")
+    with pytest.raises(NotFound):
+        await bus.read("NOPE", "nope.x")
+    assert await bus.last(subjects.LEDGER, LEDGER) is None
+    assert await bus.get_many(subjects.LEDGER, [1, 2]) == {}
+
+
+async def test_messages_can_be_deleted_and_counted(bus: Bus) -> None:
+    seqs = [await bus.publish(subjects.experience(job), b"x") for job in ("a", "a", "b")]
+    assert await bus.subject_counts(subjects.EXPERIENCE) == {"experience.a": 2, "experience.b": 1}
+    for _ in range(2):  # repeating is harmless
+        await bus.delete_message(subjects.EXPERIENCE, seqs[0])
+    await bus.delete_message(subjects.EXPERIENCE, 12345)
+    assert await bus.purge(subjects.EXPERIENCE, "experience.b") == 1
+    assert await bus.subject_counts(subjects.EXPERIENCE) == {"experience.a": 1}
+    assert await bus.subject_counts(subjects.EXPERIENCE, "experience.zzz") == {}

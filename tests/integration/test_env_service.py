@@ -1,0 +1,209 @@
+"""The env service over a real bus: whole CartPole episodes, repeated requests, idle sessions, the real process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import gymnasium
+import numpy as np
+import pytest
+
+from penstock.services.env.service import EnvService
+from penstock.shared.config.service import ServiceSettings
+from penstock.shared.errors import ConfigError, Conflict, ProtocolError, Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.environment import (
+    CloseRequest,
+    EnvOpened,
+    OpenEnv,
+    ResetReply,
+    ResetRequest,
+    StepReply,
+    StepRequest,
+    decode_env,
+    encode_env,
+)
+from penstock.shared.protocol.messages import Heartbeat
+from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.server import NatsServer
+
+JOB = "job_env_test"
+
+
+class Wide(gymnasium.Env[np.ndarray, np.ndarray]):
+    """An environment whose observation is too large for a message."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (200_000,), np.float32)
+    action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+
+
+gymnasium.register("Wide-v0", entry_point=Wide)
+
+
+@asynccontextmanager
+async def run_env(bus: Bus) -> AsyncIterator[EnvService]:
+    service = EnvService(bus, ServiceSettings())
+    task = asyncio.create_task(service.run())
+    try:
+        yield service
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def open_session(bus: Bus, within_s: float = 10.0, **request: object) -> EnvOpened:
+    data = pack(OpenEnv(**{"env_id": "CartPole-v1", "num_envs": 2, **request}), job=JOB)  # type: ignore[arg-type]
+    async with asyncio.timeout(within_s):
+        while True:
+            try:
+                reply = await bus.request(subjects.ENV_OPEN, data, deadline_s=within_s)
+            except Unavailable:
+                await asyncio.sleep(0.02)
+            else:
+                return unpack(reply, EnvOpened)[0]
+
+
+class Client:
+    """Sends the requests of one session in order."""
+
+    def __init__(self, bus: Bus, opened: EnvOpened) -> None:
+        self.bus, self.subject, self.seq = bus, subjects.env(opened.session), 0
+
+    async def reset(self, *states: int) -> ResetReply:
+        envs = np.arange(len(states), dtype=np.int32)
+        body = ResetRequest(seq=self.seq, env_ids=envs, state_ids=np.asarray(states, np.int64))
+        return decode_env(await self.send(encode_env(body)), ResetReply)
+
+    def step_request(self, *actions: int) -> bytes:
+        envs, empty = np.arange(len(actions), dtype=np.int32), np.zeros(0, np.int64)
+        chunk = np.asarray(actions, np.int64)[:, None]
+        return encode_env(StepRequest(seq=self.seq, auto_reset=True, env_ids=envs, actions=chunk, next_state_ids=empty))
+
+    async def step(self, *actions: int) -> StepReply:
+        return decode_env(await self.send(self.step_request(*actions)), StepReply)
+
+    async def send(self, data: bytes) -> bytes:
+        reply = await self.bus.request(self.subject, data, deadline_s=5)
+        self.seq += 1
+        return reply
+
+    async def close(self) -> None:
+        decode_env(await self.bus.request(self.subject, encode_env(CloseRequest(seq=0)), deadline_s=5), CloseRequest)
+
+
+async def test_episodes_over_the_bus_equal_episodes_in_place(bus: Bus) -> None:
+    """A simple controller balances two poles; each observation is what Gymnasium gives for the same seed."""
+    async with run_env(bus) as service:
+        opened = await open_session(bus)
+        assert (opened.spec.observation_shape, opened.spec.num_actions) == ((4,), 2)
+        client = Client(bus, opened)
+        local = [gymnasium.make("CartPole-v1") for _ in range(2)]
+        expected = np.stack([env.reset(seed=seed)[0] for env, seed in zip(local, (3, 4), strict=True)])
+        observations = (await client.reset(3, 4)).observations
+        ended = np.zeros(2, np.bool_)
+        for _ in range(120):
+            assert np.array_equal(observations, expected)
+            actions = [int(o[2] + 0.3 * o[3] > 0) for o in observations]
+            reply = await client.step(*actions)
+            steps = [env.step(action) for env, action in zip(local, actions, strict=True)]
+            expected = np.stack([step[0] for step in steps])
+            observations, ended = reply.observations, reply.ended
+            assert reply.rewards[:, 0].tolist() == [step[1] for step in steps]
+            assert ended.tolist() == [step[2] or step[3] for step in steps]
+            if ended.any():
+                break
+        assert reply.lengths.min() > 100, "the controller keeps the poles up"
+        assert service.status() == {JOB: {"sessions": 1, "envs": 2, "steps": 240, "episodes": 0}}
+        await client.close()
+        await eventually(lambda: not_serving(bus, client))
+        assert service.status() == {}
+        for env in local:
+            env.close()
+
+
+async def not_serving(bus: Bus, client: Client) -> bool:
+    try:
+        await bus.request(client.subject, encode_env(CloseRequest(seq=0)), deadline_s=2)
+    except Unavailable:
+        return True
+    return False
+
+
+async def eventually(holds: Callable[[], Awaitable[bool]], within_s: float = 10.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not await holds():
+            await asyncio.sleep(0.05)
+
+
+async def test_repeated_request_is_answered_but_not_executed_again(bus: Bus) -> None:
+    async with run_env(bus) as service:
+        client = Client(bus, await open_session(bus))
+        await client.reset(1, 2)
+        request = client.step_request(0, 1)
+        answers = [await bus.request(client.subject, request, deadline_s=5) for _ in range(3)]
+        assert answers[0] == answers[1] == answers[2]
+        assert service.status()[JOB]["steps"] == 2
+        with pytest.raises(Conflict, match="request 5 after request 1"):
+            client.seq = 5
+            await client.step(0, 1)
+
+
+async def test_refusals_reach_the_client_and_do_not_count(bus: Bus) -> None:
+    async with run_env(bus):
+        with pytest.raises(ConfigError, match="'NoSuchTask-v1' cannot be made"):
+            await open_session(bus, env_id="NoSuchTask-v1")
+        with pytest.raises(ConfigError, match="use fewer environments per session"):
+            await open_session(bus, env_id="Wide-v0")
+        client = Client(bus, await open_session(bus))
+        await client.reset(1, 2)
+        with pytest.raises(ProtocolError, match=r"must lie in 0\.\.1"):
+            await client.step(0, 7)
+        with pytest.raises(ProtocolError):
+            await bus.request(client.subject, b"rubbish", deadline_s=5)
+        assert (await client.step(0, 1)).lengths.tolist() == [1, 1]
+
+
+async def test_idle_session_is_closed(bus: Bus) -> None:
+    async with run_env(bus) as service:
+        client = Client(bus, await open_session(bus, idle_s=0.3))
+        await client.reset(1, 2)
+        assert service.sessions
+
+        async def gone() -> bool:
+            return not service.sessions
+
+        await eventually(gone)
+        with pytest.raises(Unavailable, match="nobody serves"):
+            await client.step(0, 1)
+
+
+async def test_process_registers_serves_and_drains(bus: Bus, nats_server: NatsServer) -> None:
+    beats: asyncio.Queue[Heartbeat] = asyncio.Queue(1000)
+    await bus.subscribe(subjects.HEARTBEATS, lambda _, data: beats.put_nowait(unpack(data, Heartbeat)[0]))
+    env = {**os.environ, "PENSTOCK_NATS_URL": nats_server.url, "PENSTOCK_HEARTBEAT_S": "0.1"}
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "penstock.services.env", env=env)
+    try:
+        client = Client(bus, await open_session(bus, within_s=30))
+        await client.reset(1, 2)
+        for _ in range(5):
+            await client.step(0, 1)
+        await eventually(lambda: beaten(beats, steps=10))
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(15):
+            assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def beaten(beats: asyncio.Queue[Heartbeat], *, steps: int) -> bool:
+    """A heartbeat of a ready env process that executed ``steps`` came."""
+    seen = [beats.get_nowait() for _ in range(beats.qsize())]
+    return any(b.service == "env" and b.ready and b.jobs.get(JOB, {}).get("steps") == steps for b in seen)

@@ -1,0 +1,161 @@
+"""The GSM8K examples load, and the full one runs on a Hugging Face model directory: prompt, group, score."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+
+from penstock.services.reward.scorers import open_scorer
+from penstock.services.rollout.engines import open_engine
+from penstock.services.rollout.episode import build_group, completion_texts, sampling_for
+from penstock.shared.config.base import load_yaml, with_overrides
+from penstock.shared.config.job import JobConfig
+from penstock.shared.data.check import check_data
+from penstock.shared.data.prompts import PromptSource
+from penstock.shared.models.loading import build_tokenizer
+from penstock.shared.protocol.generation import GenRequest
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.messages import Ticket
+from penstock.shared.protocol.trajectory import Group
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TRAIN = [
+    ("Nina sold 48 cakes in May, half as many in June. How many?", "<<48/2=24>>24. 48+24 = <<48+24=72>>72\n#### 72"),
+    ("A pen costs $3. What do 4 pens cost?", "It is 3*4 = $<<3*4=12>>12.\n#### 12"),
+]
+TEST = [("Tom has 90 beans, eats 25. How many are left?", "90-25 = <<90-25=65>>65, not <<3*4=12>>12\n#### 65")]
+
+
+def write_rows(path: Path, rows: list[tuple[str, str]]) -> Path:
+    path.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`train.jsonl` and `test.jsonl` in GSM8K's format, and `model`: random weights with a byte-level BPE."""
+    root = tmp_path_factory.mktemp("gsm8k")
+    write_rows(root / "train.jsonl", TRAIN)
+    write_rows(root / "test.jsonl", TEST)
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|pad|>", "<|eos|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    core.train_from_iterator([text for row in TRAIN for text in row], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<|pad|>", eos_token="<|eos|>")
+    tokenizer.save_pretrained(root / "model")
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=512, bos_token_id=None,
+        eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(root / "model")
+    return root
+
+
+def load_example(name: str, *overrides: str) -> JobConfig:
+    return JobConfig.parse(with_overrides(load_yaml(EXAMPLES / name), overrides))
+
+
+def full(files: Path) -> JobConfig:
+    paths = {"model": "model", "data.train": "train.jsonl", "data.eval": "test.jsonl"}
+    overrides = [f"{key}.path={files / name}" for key, name in paths.items()]
+    small = ["model.dtype=float32", "sampling.max_new_tokens=12", "algorithm.group_size=4"]
+    return load_example("gsm8k.yaml", *overrides, *small)
+
+
+async def generate(config: JobConfig, ordinal: int) -> tuple[Group, str]:
+    """A group the way a rollout worker makes it, and the text of the prompt as the tokenizer gives it back."""
+    tokenizer = build_tokenizer(config.model)
+    prompt = PromptSource(config.data, tokenizer, config.seed).train(ordinal)
+    assert not prompt.too_long
+    engine = open_engine(config.model, tokenizer, max_running=8, seed=config.seed)
+    sampling, n = sampling_for(config, Ticket(draw=Draw(ordinal), epoch=1, deadline=0.0, min_version=0))
+    await engine.start()
+    try:
+        request = GenRequest(request_id="r", prompt_ids=prompt.token_ids, sampling=sampling, n=n)
+        result = await asyncio.wait_for(engine.generate(request), 30)
+    finally:
+        await engine.close()
+    texts = completion_texts(
+        result.samples, tokenizer.decode, stop_tokens=frozenset(engine.stop_ids), stop=sampling.stop_strings
+    )
+    group = build_group(
+        job="j",
+        draw=Draw(ordinal),
+        epoch=1,
+        worker="w",
+        prompt=prompt,
+        samples=result.samples,
+        texts=texts,
+        seconds=0.0,
+    )
+    return group, str(tokenizer.decode(prompt.token_ids))
+
+
+def test_full_example_generates_and_scores_a_group(files: Path) -> None:
+    config = full(files)
+    group, seen = asyncio.run(generate(config, 0))
+    row = group.meta["row"]
+    assert seen == group.meta["prompt"]
+    assert seen == f"Question: {row['question']}\nThink step by step and write the final number after ####.\nAnswer:"
+    assert group.num_trajectories == 4
+    assert not group.failed.any()
+    assert np.isfinite(group.logprobs).all()
+    assert all("Question:" not in text for text in group.meta["completions"])
+    scorer = open_scorer(config.reward.scorers[0])
+    final = row["answer"].rpartition("#### ")[2]
+    completions = [*group.meta["completions"], f"I add them up.\n#### {final}", "I add them up.\n#### 71"]
+    scores = [float(scorer.score(seen, c, group.meta["answer"], row)) for c in completions]  # type: ignore[arg-type]
+    assert scores == [0.0] * 4 + [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [
+        (" Half of 48 is 24, and 48 + 24 = 72.\n#### 72", 1.0),
+        (" #### 72.0", 1.0),
+        (" #### $72", 1.0),
+        (" 72 cakes in May.\n#### 48", 0.0),
+        (" #### 720", 0.0),
+        (" ####", 0.0),
+    ],
+)
+def test_full_example_scores_the_final_answer(files: Path, completion: str, score: float) -> None:
+    config = full(files)
+    question, answer = TRAIN[0]
+    assert open_scorer(config.reward.scorers[0]).score(question, completion, answer, {}) == score
+
+
+def test_full_example_reads_both_files(files: Path) -> None:
+    summary = check_data(full(files).data)
+    assert (summary.rows_per_epoch, summary.num_eval) == (2, 1)
+
+
+def test_calculator_example_holds_out_what_it_trains_on(files: Path) -> None:
+    train = {"path": str(files / "train.jsonl")}
+    held_out = {"path": str(files / "test.jsonl"), "exclude_path": train["path"]}
+    spec: dict[str, Any] = load_yaml(EXAMPLES / "gsm8k-calc.yaml")
+    assert spec["data"]["eval"].keys() >= held_out.keys()
+    spec["data"]["train"].update(train, skip=0)
+    spec["data"]["eval"].update(held_out)
+    spec["warm_start"]["data"][0].update(train, limit=2)
+    config = JobConfig.parse(spec)
+    source = PromptSource(config.data, build_tokenizer(config.model), config.seed)
+    assert {source.train(i).text for i in range(source.rows_per_epoch)} == {"48/2=", "48+24=", "3*4="}
+    assert [source.eval(i).text for i in range(source.num_eval)] == ["90-25="]
+    demonstrations = PromptSource(config.warm_start_data, build_tokenizer(config.model), config.seed)
+    assert {demonstrations.train(i).text for i in range(demonstrations.rows_per_epoch)} == {"48/2=", "48+24="}

@@ -1,0 +1,109 @@
+"""Sessions of a worker follow the job records."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from datetime import UTC, datetime
+
+import pytest
+
+from penstock.shared.config.job import JobConfig
+from penstock.shared.errors import Fenced
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.jobs import JobRecord, JobStatus
+from penstock.shared.runtime.jobs import watch_jobs
+from penstock.shared.transport.bus import Bus
+
+SPEC = {
+    "name": "addition",
+    "model": {"config": {"hidden_size": 64}, "tokenizer": "char"},
+    "data": {"train": {"type": "addition"}},
+    "reward": {"scorers": [{"type": "exact"}]},
+    "algorithm": {"group_size": 4},
+    "train": {"batch_size": 8, "max_updates": 3},
+}
+
+
+async def store(bus: Bus, job: str, **status: str) -> None:
+    record = JobRecord(id=job, name=job, created_at=datetime.now(UTC), spec=SPEC, status=JobStatus(**status))
+    await bus.kv(subjects.JOBS).put(job, record.model_dump_json().encode())
+
+
+async def test_sessions_come_and_go_with_their_jobs(bus: Bus, caplog: pytest.LogCaptureFixture) -> None:
+    opened: Counter[str] = Counter()
+    closed: set[str] = set()
+
+    async def session(job: str, config: JobConfig) -> None:
+        assert config.name == "addition"
+        opened[job] += 1
+        if job == "job_breaks" and opened[job] == 1:
+            raise ValueError("a bug in a session")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            closed.add(job)
+
+    await store(bus, "job_old", phase="succeeded")
+    await store(bus, "job_runs")
+    await bus.kv(subjects.JOBS).put("job_broken_record", b"{}")
+    watching = asyncio.create_task(watch_jobs(bus, session))
+    await store(bus, "job_breaks")
+    for _ in range(200):
+        if opened == {"job_runs": 1, "job_breaks": 2}:
+            break
+        await asyncio.sleep(0.02)
+    assert opened == {"job_runs": 1, "job_breaks": 2}
+    assert "a bug in a session" in caplog.text
+    assert "job_broken_record" in caplog.text
+    await store(bus, "job_runs", phase="running")
+    await store(bus, "job_breaks", phase="cancelled")
+    await asyncio.sleep(0.1)
+    assert not watching.done(), watching.exception()
+    assert closed == {"job_breaks"}
+    watching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await watching
+    assert closed == {"job_breaks", "job_runs"}
+    assert opened["job_runs"] == 1
+    caplog.set_level(logging.CRITICAL)
+
+
+async def test_a_session_that_fails_while_its_job_ends_is_closed(bus: Bus) -> None:
+    """A task group that is failing drops a cancellation that comes from outside (until Python 3.13)."""
+    opened: list[str] = []
+    ended: list[str] = []
+    failing = asyncio.Event()
+
+    async def fail() -> None:
+        failing.set()
+        raise Fenced("somebody else writes")
+
+    async def close_slowly() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.3)
+
+    async def session(job: str, config: JobConfig) -> None:
+        opened.append(job)
+        if opened == ["job_ends"]:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(close_slowly())
+                await asyncio.sleep(0)
+                tasks.create_task(fail())
+        await asyncio.Event().wait()
+
+    await store(bus, "job_old", phase="failed")
+    await store(bus, "job_ends")
+    watching = asyncio.create_task(watch_jobs(bus, session, on_end=ended.append))
+    async with asyncio.timeout(5):
+        await failing.wait()
+        await store(bus, "job_ends", phase="cancelled")
+        await store(bus, "job_next")
+        while opened != ["job_ends", "job_next"]:
+            await asyncio.sleep(0.02)
+    assert ended == ["job_old", "job_ends"]
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)

@@ -1,0 +1,127 @@
+"""Buckets: compare-and-set, deletion, watching."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from penstock.shared.errors import Conflict, NotFound, ProtocolError
+from penstock.shared.protocol import subjects
+from penstock.shared.transport.bus import Bus, Entry
+from penstock.shared.transport.server import NatsServer
+
+
+async def test_values_are_compared_and_set(bus: Bus) -> None:
+    kv = bus.kv(subjects.POLICY)
+    assert await kv.get("job_1") is None
+    first = await kv.create("job_1", b"0")
+    with pytest.raises(Conflict):
+        await kv.create("job_1", b"0")
+    second = await kv.update("job_1", b"1", first)
+    with pytest.raises(Conflict):
+        await kv.update("job_1", b"2", first)
+    entry = await kv.get("job_1")
+    assert entry is not None
+    assert (entry.key, entry.value, entry.revision) == ("job_1", b"1", second)
+    assert await kv.put("job_1", b"3") > second
+
+
+async def test_a_deleted_key_can_be_created_again(bus: Bus) -> None:
+    kv = bus.kv(subjects.POLICY)
+    revision = await kv.create("a", b"1")
+    with pytest.raises(Conflict):
+        await kv.delete("a", revision=revision + 5)
+    await kv.delete("a")
+    assert await kv.get("a") is None
+    assert await kv.keys() == []
+    assert await kv.create("a", b"2") > revision
+    with pytest.raises(Conflict):
+        await kv.create("a", b"3")
+
+
+async def test_of_many_writers_one_wins(bus: Bus) -> None:
+    kv = bus.kv(subjects.LEASES)
+    results = await asyncio.gather(*(kv.create("x", b"%d" % i) for i in range(10)), return_exceptions=True)
+    assert sum(isinstance(r, Conflict) for r in results) == 9
+
+
+async def test_keys_are_listed_by_prefix(bus: Bus) -> None:
+    kv = bus.kv(subjects.LEASES)
+    for key in ("trainer.job_1", "trainer.job_2", "trainers.x", "trainer"):
+        await kv.put(key, key.encode())
+    await kv.delete("trainer.job_2")
+    assert await kv.keys("trainer") == ["trainer", "trainer.job_1"]
+    assert await kv.keys() == ["trainer", "trainer.job_1", "trainers.x"]
+    assert [(e.key, e.value) for e in await kv.entries("trainer")] == [
+        ("trainer.job_1", b"trainer.job_1"),
+        ("trainer", b"trainer"),
+    ]
+
+
+async def test_bad_names_are_refused(bus: Bus) -> None:
+    for key in ("", "a b", "a..b", ".a", "a.", "*", "a\n"):
+        with pytest.raises(ProtocolError):
+            await bus.kv(subjects.JOBS).put(key, b"")
+    with pytest.raises(NotFound):
+        await bus.kv("nope").keys()
+
+
+async def collect(bus: Bus, n: int, seen: list[Entry], prefix: str = "", *, include_current: bool = True) -> None:
+    async with contextlib.aclosing(bus.kv(subjects.JOBS).watch(prefix, include_current=include_current)) as changes:
+        async for entry in changes:
+            seen.append(entry)
+            if len(seen) == n:
+                return
+
+
+async def test_a_watch_shows_what_is_there_and_what_changes(bus: Bus) -> None:
+    kv = bus.kv(subjects.JOBS)
+    await kv.put("job_1", b"old")
+    await kv.put("job_1", b"1")
+    await kv.put("other.x", b"1")
+    seen: list[Entry] = []
+    watching = asyncio.create_task(collect(bus, 4, seen, "job_1"))
+    await asyncio.sleep(0.1)
+    await kv.put("job_1.part", b"2")
+    await kv.delete("job_1")
+    await kv.put("job_12", b"not below the prefix")
+    await kv.put("job_1", b"3")
+    await asyncio.wait_for(watching, 2)
+    assert [(e.key, e.value) for e in seen] == [
+        ("job_1", b"1"), ("job_1.part", b"2"), ("job_1", None), ("job_1", b"3"),
+    ]  # fmt: skip
+
+
+async def test_a_watch_of_changes_only(bus: Bus) -> None:
+    kv = bus.kv(subjects.JOBS)
+    await kv.put("a", b"old")
+    watch = kv.watch(include_current=False)
+    await watch.start()
+    await kv.put("a", b"new")
+    assert (await asyncio.wait_for(anext(watch), 2)).value == b"new"
+    await watch.aclose()
+
+
+async def test_a_watch_heals_across_a_restart(bus: Bus, nats_server: NatsServer) -> None:
+    kv = bus.kv(subjects.JOBS)
+    await kv.put("a", b"0")
+    seen: list[Entry] = []
+    watching = asyncio.create_task(collect(bus, 3, seen))
+    await asyncio.sleep(0.1)
+    nats_server.restart()
+    await kv.put("a", b"1")
+    await kv.put("b", b"2")
+    await asyncio.wait_for(watching, 4)
+    assert [(e.key, e.value) for e in seen] == [("a", b"0"), ("a", b"1"), ("b", b"2")]
+
+
+async def test_values_survive_a_crash(bus: Bus, nats_server: NatsServer) -> None:
+    kv = bus.kv(subjects.LEASES)
+    revision = await kv.create("x", b"1")
+    nats_server.restart()
+    entry = await kv.get("x")
+    assert entry is not None
+    assert entry.revision == revision
+    await kv.update("x", b"2", revision)

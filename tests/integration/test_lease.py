@@ -1,0 +1,153 @@
+"""Leases: takeover by observed silence, fencing, epochs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from penstock.shared.errors import DeadlineError, Fenced
+from penstock.shared.protocol import subjects
+from penstock.shared.runtime.lease import Lease
+from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.server import NatsServer
+
+LEASE_S = 0.5
+
+
+def lease(bus: Bus, holder: str) -> Lease:
+    return Lease(bus, "trainer.job_1", holder=holder, lease_s=LEASE_S)
+
+
+async def test_the_first_holder_gets_epoch_one(bus: Bus) -> None:
+    a = lease(bus, "a")
+    assert not a.held
+    with pytest.raises(Fenced):
+        a.check()
+    assert await a.acquire() == 1
+    a.check()
+    await a.release()
+    assert not a.held
+    await a.release()
+
+
+async def test_a_living_holder_keeps_it(bus: Bus) -> None:
+    a, b = lease(bus, "a"), lease(bus, "b")
+    await a.acquire()
+    keeping = asyncio.create_task(a.keep())
+    with pytest.raises(DeadlineError, match="held by 'a'"):
+        await b.acquire(deadline_s=3 * LEASE_S)
+    assert a.held
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def test_silence_is_taken_over_and_the_old_holder_is_fenced(bus: Bus) -> None:
+    a, b = lease(bus, "a"), lease(bus, "b")
+    assert await a.acquire() == 1  # then a is stopped: it renews nothing
+    start = time.monotonic()
+    assert await b.acquire(deadline_s=3) == 2
+    assert LEASE_S <= time.monotonic() - start < 2 * LEASE_S + 0.5
+    assert not a.held, "its own clock told it before anybody could take over"
+    with pytest.raises(Fenced):
+        await a.keep()
+    assert b.held
+
+
+async def test_two_holders_are_never_valid_together(bus: Bus) -> None:
+    """Holders that stall at random: whenever one believes it holds the lease, no other does."""
+    leases = [lease(bus, name) for name in "abc"]
+    epochs: list[int] = []
+    until = time.monotonic() + 2.5
+
+    async def live(mine: Lease, stall_s: float) -> None:
+        while time.monotonic() < until:
+            try:
+                epochs.append(await mine.acquire(deadline_s=1.0))
+            except DeadlineError:
+                continue
+            assert sum(other.held for other in leases) == 1
+            await asyncio.sleep(0.1)
+            await mine.renew()
+            assert sum(other.held for other in leases) == 1
+            await asyncio.sleep(stall_s)  # longer than the lease: the others may take it
+
+    await asyncio.gather(*(live(mine, LEASE_S * k) for mine, k in zip(leases, (1.1, 1.4, 1.8), strict=True)))
+    assert len(epochs) >= 3
+    assert epochs == sorted(set(epochs)), "epochs only grow"
+
+
+async def test_a_release_is_taken_at_once(bus: Bus) -> None:
+    a, b = lease(bus, "a"), lease(bus, "b")
+    await a.acquire()
+    waiting = asyncio.create_task(b.acquire(deadline_s=3))
+    await asyncio.sleep(0.15)
+    await a.release()
+    start = time.monotonic()
+    assert await waiting == 2
+    assert time.monotonic() - start < LEASE_S / 2
+
+
+async def test_a_restarted_process_reclaims_its_own_lease_at_once(bus: Bus) -> None:
+    before, after = lease(bus, "trainer-0"), lease(bus, "trainer-0")
+    await before.acquire()
+    start = time.monotonic()
+    assert await after.acquire() == 2
+    assert time.monotonic() - start < LEASE_S / 2
+    with pytest.raises(Fenced, match="epoch 2 > 1"):
+        await before.renew()
+    assert not before.held
+
+
+async def test_of_many_candidates_one_wins(bus: Bus) -> None:
+    candidates = [lease(bus, f"c{i}") for i in range(6)]
+    await lease(bus, "gone").acquire()
+    epochs: list[int] = []
+
+    async def run(mine: Lease) -> None:
+        epochs.append(await mine.acquire())
+        await mine.keep()
+
+    running = [asyncio.create_task(run(candidate)) for candidate in candidates]
+    await asyncio.sleep(3 * LEASE_S)
+    assert (epochs, sum(c.held for c in candidates)) == ([2], 1)
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+
+
+async def test_a_short_outage_does_not_cost_the_lease(bus: Bus, nats_server: NatsServer) -> None:
+    a = Lease(bus, "coordinator", holder="a", lease_s=1.2)
+    await a.acquire()
+    keeping = asyncio.create_task(a.keep())
+    nats_server.restart()
+    await asyncio.sleep(1.5)
+    assert a.held
+    assert not keeping.done()
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def test_a_long_outage_ends_the_lease_and_counts_as_no_silence(bus: Bus, nats_server: NatsServer) -> None:
+    a, b = lease(bus, "a"), lease(bus, "b")
+    await a.acquire()
+    keeping = asyncio.create_task(a.keep())
+    waiting = asyncio.create_task(b.acquire(deadline_s=5))
+    await asyncio.sleep(0.1)
+    nats_server.kill()
+    with pytest.raises(Fenced):
+        await asyncio.wait_for(keeping, 2)
+    await asyncio.sleep(LEASE_S)
+    nats_server.start()
+    await bus.wait_connected(3)
+    start = time.monotonic()
+    assert await waiting == 2
+    assert time.monotonic() - start > LEASE_S * 0.8, "the outage was taken for silence"
+
+
+async def test_the_record_can_be_read_by_people(bus: Bus) -> None:
+    await lease(bus, "a").acquire()
+    entry = await bus.kv(subjects.LEASES).get("trainer.job_1")
+    assert entry is not None
+    assert entry.value == b'{"holder":"a","epoch":1,"lease_s":0.5}'

@@ -1,0 +1,343 @@
+"""Gate, ledger and dispatcher as one state machine against a world that misbehaves.
+
+The world keeps what the real one keeps durably (ledger entries, stored groups, tickets) and loses what a real one may
+lose (the leader's memory, in-flight work). Hypothesis reorders, duplicates, delays, crashes and fences at will.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from penstock.services.coordinator.audit import audit_ledger
+from penstock.services.coordinator.gate import Verdict
+from penstock.services.coordinator.ledger import LedgerState, fold
+from penstock.services.coordinator.reports import Refusal
+from penstock.services.coordinator.run import Effects, JobRun
+from penstock.shared.config.job import JobConfig
+from penstock.shared.protocol.events import BatchTrained, Event, LineageForked
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.messages import Report
+from penstock.shared.protocol.trajectory import GroupHeader
+
+GROUP = 2
+
+
+def job(max_lag: int, staleness: str, groups: int, oversample: float, max_updates: int) -> JobConfig:
+    return JobConfig.parse(
+        {
+            "name": "machine",
+            "model": {"config": {}, "tokenizer": "char"},
+            "data": {"train": {"type": "addition"}},
+            "reward": {"scorers": [{"type": "exact"}]},
+            "algorithm": {"group_size": GROUP},
+            "sampling": {"max_new_tokens": 4},
+            "train": {
+                "batch_size": groups * GROUP,
+                "max_updates": max_updates,
+                "max_lag": max_lag,
+                "staleness": staleness,
+                "oversample": oversample,
+                "draw_timeout_s": 100.0,
+            },
+        }
+    )
+
+
+@dataclass
+class World:
+    """What survives every crash."""
+
+    entries: list[list[Event]] = field(default_factory=list)
+    stored: dict[int, GroupHeader] = field(default_factory=dict)
+    next_seq: int = 1
+    tickets: dict[Draw, int] = field(default_factory=dict)  # draw -> min_version
+    engine_version: int = 0
+
+
+class CoordinatorMachine(RuleBasedStateMachine):
+    @initialize(
+        max_lag=st.integers(0, 2),
+        staleness=st.sampled_from(["wait", "in_order", "drop"]),
+        groups=st.integers(1, 3),
+        oversample=st.sampled_from([1.0, 1.5]),
+        max_updates=st.integers(2, 6),
+    )
+    def begin(self, max_lag: int, staleness: str, groups: int, oversample: float, max_updates: int) -> None:
+        self.config = job(max_lag, staleness, groups, oversample, max_updates)
+        self.world = World()
+        self.now = 1000.0
+        self.epoch = 1
+        self.trainer_epoch = 1
+        self.run = self.new_leader()
+        self.decide()
+        self.report(Report(kind="checkpointed", epoch=1, batch=0, version=0, digest="w0", path="ckpt-0"))
+
+    # -- the leader --------------------------------------------------------------------------------------------------
+
+    def new_leader(self) -> JobRun:
+        """A leader that knows only what is durable, as after a crash."""
+        state = fold(event for entry in self.world.entries for event in entry)
+        run = JobRun(self.config, state, num_ordinals=None, writer_epoch=self.epoch)
+        for seq, header in sorted(self.world.stored.items()):
+            if run.on_group(seq, header) is Verdict.DUPLICATE:
+                run.forget_stored([seq])
+                self.world.stored.pop(seq)
+        for draw in state.in_flight:
+            if draw not in run.candidates:
+                self.world.tickets[draw] = state.open[draw].min_version
+        return run
+
+    def append(self, events: list[Event]) -> None:
+        if events:
+            self.world.entries.append(events)
+            self.carry_out(self.run.commit(events))
+
+    def carry_out(self, effects: Effects) -> None:
+        for draw in effects.tickets:
+            self.world.tickets[draw] = self.run.state.open[draw].min_version
+        for seq in effects.delete:
+            self.world.stored.pop(seq, None)
+        if effects.purge_below is not None:
+            self.world.stored = {s: h for s, h in self.world.stored.items() if s >= effects.purge_below}
+
+    def decide(self) -> None:
+        self.append(self.run.decide(self.now))
+
+    def report(self, report: Report) -> bool:
+        try:
+            events = self.run.on_report(report, self.now)
+        except Refusal:
+            return False
+        if events:
+            self.append(events + self.run.decide(self.now, after=events))
+        return True
+
+    # -- what may happen ---------------------------------------------------------------------------------------------
+
+    def store(self, draw: Draw, oldest: int, bad: str = "") -> None:
+        seq, self.world.next_seq = self.world.next_seq, self.world.next_seq + 1
+        size = 0 if bad == "skipped" else GROUP
+        self.world.stored[seq] = GroupHeader(
+            draw=draw, attempt=f"a{seq}", epoch=self.epoch, digest=f"d{seq}", nbytes=100, prompt_tokens=2,
+            lengths=[2] * size, rewards=[1.0] * size, failed=[bad == "failed"] * size, truncated=[False] * size,
+            finite=bad != "nan", min_version=oldest, max_version=self.world.engine_version, worker="w",
+            skipped="prompt_too_long" if bad == "skipped" else "",
+        )  # fmt: skip
+
+    @rule(data=st.data(), bad=st.sampled_from(["", "", "", "failed", "nan", "skipped"]), keep=st.booleans())
+    def generate(self, data: st.DataObject, bad: str, keep: bool) -> None:
+        """Some worker answers some ticket, maybe one that was answered before (lost acks redeliver), maybe with tokens
+        from an older policy than the ticket asked for: the gate must not depend on workers keeping to it."""
+        if not self.world.tickets:
+            return
+        draw = data.draw(st.sampled_from(sorted(self.world.tickets)))
+        if not keep:
+            self.world.tickets.pop(draw)
+        newest = self.world.engine_version
+        self.store(draw, data.draw(st.integers(max(0, newest - 3), newest)), bad)
+
+    @rule()
+    def answer_all(self) -> None:
+        """Every ticket that the engines may start is answered well, and the leader sees it."""
+        for draw, min_version in sorted(self.world.tickets.items()):
+            if min_version <= self.world.engine_version:
+                self.world.tickets.pop(draw)
+                self.store(draw, self.world.engine_version)
+        self.deliver_all()
+
+    @rule()
+    def one_update(self) -> None:
+        """The usual course: answer, train, publish."""
+        self.answer_all()
+        self.train(publish=True)
+
+    @rule(data=st.data())
+    def deliver(self, data: st.DataObject) -> None:
+        """The leader sees some stored groups, in any order, some twice."""
+        if not self.world.stored:
+            return
+        chosen = data.draw(st.lists(st.sampled_from(sorted(self.world.stored)), max_size=6))
+        for seq in chosen:
+            if seq in self.world.stored and self.run.on_group(seq, self.world.stored[seq]) is Verdict.DUPLICATE:
+                self.run.forget_stored([seq])
+                self.world.stored.pop(seq)
+        self.decide()
+
+    @rule()
+    def deliver_all(self) -> None:
+        for seq in sorted(self.world.stored):
+            if self.run.on_group(seq, self.world.stored[seq]) is Verdict.DUPLICATE:
+                self.run.forget_stored([seq])
+                self.world.stored.pop(seq)
+        self.decide()
+
+    @rule(publish=st.booleans())
+    def train(self, publish: bool) -> None:
+        """The trainer trains the next sealed batch; its weights reach the engines now or later."""
+        sealed = self.run.state.sealed.get(self.run.state.last_trained + 1)
+        if sealed is None:
+            return
+        version = sealed.start_version + 1
+        digest = f"w{version}"
+        assert self.report(
+            Report(
+                kind="trained", epoch=self.trainer_epoch, batch=sealed.number, revision=sealed.revision,
+                version=version, digest=digest,
+            )
+        )  # fmt: skip
+        if publish:
+            self.world.engine_version = max(self.world.engine_version, self.run.state.version)
+
+    @rule()
+    def publish(self) -> None:
+        self.world.engine_version = max(self.world.engine_version, self.run.state.version)
+
+    @rule()
+    def train_again(self) -> None:
+        """A repeated report is harmless; one with another digest, or of a fenced trainer, is refused."""
+        number = self.run.state.last_trained
+        known = self.run.state.batches.get(number)
+        if known is None:
+            return
+        entries = len(self.world.entries)
+        good = Report(
+            kind="trained", epoch=self.trainer_epoch, batch=number, revision=known.revision,
+            version=known.version, digest=known.digest,
+        )  # fmt: skip
+        assert self.report(good)
+        assert not self.report(Report(kind="trained", epoch=self.trainer_epoch, batch=number, digest="other"))
+        assert not self.report(Report(kind="trained", epoch=0, batch=number + 1, digest="other"))
+        assert len(self.world.entries) == entries
+
+    @rule(data=st.data())
+    def refuse(self, data: st.DataObject) -> None:
+        """The trainer cannot train a batch: some of its groups are lost."""
+        sealed = self.run.state.sealed.get(self.run.state.last_trained + 1)
+        if sealed is None:
+            return
+        draws = [group.draw for group in sealed.groups]
+        bad = data.draw(st.lists(st.sampled_from(draws), unique=True, max_size=len(draws)))
+        self.report(
+            Report(
+                kind="refused", epoch=self.trainer_epoch, batch=sealed.number, revision=sealed.revision,
+                bad=bad, reason="lost",
+            )
+        )  # fmt: skip
+
+    @rule()
+    def checkpoint(self) -> None:
+        state = self.run.state
+        if state.checkpoint is not None and state.last_trained > state.checkpoint.number:
+            assert self.report(
+                Report(
+                    kind="checkpointed", epoch=self.trainer_epoch, batch=state.last_trained, version=state.version,
+                    digest=state.digest, path=f"ckpt-{state.last_trained}",
+                )
+            )  # fmt: skip
+
+    @rule()
+    def trainer_crash_and_fork(self) -> None:
+        """A restarted trainer cannot reproduce the batches after its checkpoint."""
+        state = self.run.state
+        if state.checkpoint is None:
+            return
+        self.trainer_epoch += 1
+        lost = [n for n in state.batches if n > state.checkpoint.number]
+        if not lost:
+            return
+        version = state.version + 1
+        digest = f"fork{version}"
+        assert self.report(
+            Report(
+                kind="forked", epoch=self.trainer_epoch, batch=min(lost), version=version, digest=digest, reason="gone"
+            )
+        )
+        self.world.engine_version = version
+
+    @rule()
+    def leader_crash(self) -> None:
+        """Another leader folds the ledger."""
+        self.epoch += 1
+        self.run = self.new_leader()
+        self.decide()
+
+    @rule()
+    def crash_after_append(self) -> None:
+        """The append reached the ledger, its acknowledgement did not reach the leader: the next one carries on."""
+        events = self.run.decide(self.now)
+        if events:
+            self.world.entries.append(events)
+        self.epoch += 1
+        self.run = self.new_leader()
+        self.decide()
+
+    @rule()
+    def time_passes(self) -> None:
+        self.now += 60.0
+        self.decide()
+
+    @rule(pause=st.booleans())
+    def pause(self, pause: bool) -> None:
+        self.run.desired = "paused" if pause else "running"
+        self.decide()
+
+    @precondition(lambda self: hasattr(self, "run") and self.run.state.open)
+    @rule(data=st.data())
+    def dead_letter(self, data: st.DataObject) -> None:
+        draw = data.draw(st.sampled_from(sorted(self.run.state.open)))
+        self.append(self.run.on_dead_ticket(draw, self.now))
+
+    # -- what must always hold ---------------------------------------------------------------------------------------
+
+    @invariant()
+    def ledger_balances(self) -> None:
+        if not hasattr(self, "run"):
+            return
+        state = self.run.state
+        assert state.drawn == state.trained + state.dropped.total() + len(state.open)
+        refold = fold((event for entry in self.world.entries for event in entry), LedgerState())
+        assert refold == state, "the leader's state is not the fold of the ledger"
+
+    @invariant()
+    def bounds_hold(self) -> None:
+        if not hasattr(self, "run"):
+            return
+        audit = audit_ledger(self.world.entries, self.config)
+        assert not audit.violations, audit.violations
+        forked = any(isinstance(event, LineageForked) for entry in self.world.entries for event in entry)
+        assert forked or len(self.run.state.open) <= self.config.max_draws  # a fork redraws all at once
+        trained = [e for entry in self.world.entries for e in entry if isinstance(e, BatchTrained)]
+        versions = [event.version for event in trained]
+        assert versions == sorted(set(versions))
+        if self.config.train.max_lag == 0:
+            for batch in audit.trained.values():
+                assert all(g.min_version == g.max_version == batch.start_version for g in batch.groups)
+
+    @invariant()
+    def sealed_groups_are_stored(self) -> None:
+        """What a sealed batch or a restart needs is never deleted or purged."""
+        if not hasattr(self, "run"):
+            return
+        state = self.run.state
+        needed = {group.seq for batch in state.sealed.values() for group in batch.groups}
+        after = state.checkpoint.number if state.checkpoint else 0
+        needed |= {seq for number, batch in state.batches.items() if number > after for seq in batch.seqs}
+        assert needed <= set(self.world.stored)
+
+    @invariant()
+    def nothing_is_hoarded(self) -> None:
+        """Every group the leader has seen is waiting, sealed or in the log of a trained batch; others were deleted."""
+        if not hasattr(self, "run"):
+            return
+        state = self.run.state
+        useful = {candidate.seq for candidate in self.run.candidates.values()}
+        useful |= {seq for batch in state.batches.values() for seq in batch.seqs}
+        assert set(self.run.stored) & set(self.world.stored) <= useful
+
+
+TestCoordinatorMachine = CoordinatorMachine.TestCase
+TestCoordinatorMachine.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)

@@ -1,0 +1,76 @@
+"""What is installed: one top-level name, and a control plane without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LIGHT = ["penstock.client", "penstock.shared.protocol", "penstock.shared.config", "penstock.shared.transport",
+         "penstock.shared.runtime", "penstock.services.coordinator"]  # fmt: skip
+
+
+def python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` as a user would: outside the repository, with the installed environment alone."""
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("name", ["shared", "services"])
+def test_bare_names_are_not_installed(name: str, tmp_path: Path) -> None:
+    result = python(f"import {name}", tmp_path)
+    assert result.returncode == 1 and f"No module named '{name}'" in result.stderr
+
+
+def test_the_full_names_are_installed(tmp_path: Path) -> None:
+    result = python("import penstock.shared.errors, penstock.services; print(penstock.__version__)", tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("package", LIGHT)
+def test_the_control_plane_never_imports_torch(package: str, tmp_path: Path) -> None:
+    code = f"""
+import importlib, pkgutil, sys
+package = importlib.import_module("{package}")
+for module in pkgutil.walk_packages(getattr(package, "__path__", []), "{package}."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+print(sorted({{"torch", "transformers", "vllm", "sglang"}} & set(sys.modules)))
+"""
+    result = python(code, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "[]"
+
+
+def test_the_import_contracts_hold() -> None:
+    program = Path(sys.executable).with_name("lint-imports")
+    result = subprocess.run([program], cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    assert result.returncode == 0, result.stdout[-4000:]
+
+
+def test_the_symlinks_of_the_editable_install_are_there() -> None:
+    for name in ("shared", "services"):
+        assert (ROOT / "src/penstock" / name).resolve() == ROOT / name
+
+
+def test_the_wheel_holds_every_module_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    packed = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")]
+    front = [
+        path for path in (ROOT / "src/penstock").rglob("*.py") if not path.resolve().is_relative_to(ROOT / "shared")
+    ]
+    front = [path for path in front if not path.resolve().is_relative_to(ROOT / "services")]
+    expected = [str(path.relative_to(ROOT / "src")) for path in front]
+    expected += [
+        f"penstock/{path.relative_to(ROOT)}" for name in ("shared", "services") for path in (ROOT / name).rglob("*.py")
+    ]
+    assert sorted(packed) == sorted(expected)

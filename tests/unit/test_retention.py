@@ -1,0 +1,30 @@
+"""Which finished job gives up its groups, and which job is refused for lack of room."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+
+from penstock.services.coordinator.retention import check_room, oldest_finished
+from penstock.shared.errors import ConfigError
+from penstock.shared.protocol.jobs import JobRecord, JobStatus, Phase
+
+
+def record(job: str, phase: Phase, budget: int = 100) -> JobRecord:
+    spec = {"limits": {"byte_budget": budget}}
+    return JobRecord(id=job, name="x", created_at=datetime.now(UTC), spec=spec, status=JobStatus(phase=phase))
+
+
+def test_the_oldest_finished_job_with_groups_goes_first() -> None:
+    records = [record("job_3", "failed"), record("job_1", "succeeded"), record("job_0", "running")]
+    assert oldest_finished(records, {"experience.job_0": 9, "experience.job_1": 2, "experience.job_3": 1}) == "job_1"
+    assert oldest_finished(records, {"experience.job_0": 9, "experience.job_3": 1}) == "job_3"
+    assert oldest_finished(records, {"experience.job_0": 9}) is None
+
+
+def test_budgets_of_running_jobs_are_reserved() -> None:
+    records = [record("job_1", "running", 600), record("job_2", "succeeded", 5000)]
+    check_room(records, 400, experience_bytes=1000)
+    with pytest.raises(ConfigError, match="401 bytes beside the 600 of 1 running jobs"):
+        check_room(records, 401, experience_bytes=1000)

@@ -1,0 +1,120 @@
+"""Deadlines, retries, background tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from penstock.shared.errors import DeadlineError, Unavailable
+from penstock.shared.runtime.tasks import Background, Deadline, retry, wait_for
+
+
+async def test_a_wait_that_runs_out_names_what_it_waited_for() -> None:
+    with pytest.raises(DeadlineError, match=r"waited 0\.05 s for a group of job_1"):
+        await wait_for(asyncio.Event().wait(), 0.05, "a group of job_1")
+    assert await wait_for(asyncio.sleep(0, "value"), 1, "nothing") == "value"
+
+
+async def test_a_timeout_from_inside_is_not_taken_for_ours() -> None:
+    async def inner() -> None:
+        raise TimeoutError("their own")
+
+    with pytest.raises(TimeoutError, match="their own") as caught:
+        await wait_for(inner(), 1, "x")
+    assert not isinstance(caught.value, DeadlineError)
+
+
+def test_a_deadline_counts_down() -> None:
+    deadline = Deadline(0.05)
+    deadline.check("answer")
+    assert 0 < deadline.left_s <= 0.05
+    time.sleep(0.06)
+    assert deadline.over
+    with pytest.raises(DeadlineError, match=r"no answer within 0\.05 s"):
+        deadline.check("answer")
+
+
+async def test_retry_repeats_until_it_works() -> None:
+    calls = 0
+
+    async def attempt() -> int:
+        nonlocal calls
+        calls += 1
+        if calls < 4:
+            raise Unavailable("not yet")
+        return calls
+
+    assert await retry(attempt, on=Unavailable, deadline_s=5, what="x", first_pause_s=0.001) == 4
+
+
+async def test_retry_gives_up_with_the_last_reason() -> None:
+    async def attempt() -> None:
+        raise Unavailable("still away")
+
+    start = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"connect did not succeed within 0\.2 s: still away"):
+        await retry(attempt, on=Unavailable, deadline_s=0.2, what="connect", first_pause_s=0.01)
+    assert time.monotonic() - start < 0.4
+
+
+async def test_retry_lets_other_errors_through_and_bounds_each_attempt() -> None:
+    async def broken() -> None:
+        raise ValueError("a bug")
+
+    with pytest.raises(ValueError, match="a bug"):
+        await retry(broken, on=Unavailable, deadline_s=1, what="x")
+    with pytest.raises(DeadlineError):
+        await retry(asyncio.Event().wait, on=Unavailable, deadline_s=0.05, what="x")
+
+
+async def test_background_tasks_end_with_their_block() -> None:
+    ended = asyncio.Event()
+
+    async def forever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async with Background() as background:
+        task = background.spawn(forever(), name="watcher")
+        await asyncio.sleep(0.01)
+        assert task.get_name() == "watcher"
+    assert ended.is_set()
+    assert task.cancelled()
+
+
+async def test_a_background_task_that_raises_ends_the_block() -> None:
+    async def fail() -> None:
+        await asyncio.sleep(0.01)
+        raise ValueError("a bug")
+
+    with pytest.raises(ValueError, match="a bug"):
+        async with Background() as background:
+            background.spawn(fail(), name="fails")
+            await asyncio.sleep(5)
+
+
+async def test_the_blocks_own_error_wins() -> None:
+    with pytest.raises(KeyError):
+        async with Background() as background:
+            background.spawn(asyncio.sleep(5), name="x")
+            raise KeyError("mine")
+
+
+async def test_cancelling_the_block_cancels_its_tasks() -> None:
+    inner: list[asyncio.Task[None]] = []
+
+    async def block() -> None:
+        async with Background() as background:
+            inner.append(background.spawn(asyncio.sleep(5), name="x"))
+            await asyncio.sleep(5)
+
+    task = asyncio.create_task(block())
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert inner[0].cancelled()

@@ -1,0 +1,181 @@
+"""A checkpoint is complete or does not exist; what it holds continues a run bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from penstock.services.trainer import checkpoint as module
+from penstock.services.trainer.backends.base import BackendState
+from penstock.services.trainer.checkpoint import (
+    list_checkpoints,
+    load_checkpoint,
+    read_manifest,
+    retain,
+    save_checkpoint,
+)
+from penstock.services.trainer.environment import environment_differences
+from penstock.services.trainer.learner import Learner
+from penstock.shared.config.job import JobConfig
+from penstock.shared.errors import CheckpointError
+from penstock.shared.protocol.trajectory import Group
+
+Config = Callable[..., JobConfig]
+
+
+def small_state(value: float = 1.0) -> BackendState:
+    tensor = torch.full((4,), value)
+    return BackendState(
+        weights={"w": tensor}, optimizer={"exp_avg.w": tensor.clone()}, reference={},
+        rng={"cpu": torch.get_rng_state()}, files={"config.json": b"{}"}, environment={"threads": "1"},
+    )  # fmt: skip
+
+
+def numbers(root: Path) -> list[int]:
+    return [c.manifest.number for c in list_checkpoints(root, "job_1")]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"train": {"epochs": 2, "minibatches": 2}, "algorithm": {"kl_coef": 0.1}},
+        {"model": {"dtype": "bfloat16"}, "optimizer": {"learning_rate": 1e-3}},
+    ],
+    ids=["float32", "bfloat16"],
+)
+def test_save_load_continue_equals_uninterrupted(
+    tmp_path: Path, make_config: Config, make_group: Callable[..., Group], sections: dict[str, Any]
+) -> None:
+    batches = [[make_group(4 * step + i, seed=step) for i in range(4)] for step in range(6)]
+    config = make_config(**sections)
+    learner = Learner(config)
+    for step in range(3):
+        learner.update(batches[step], update_index=step)
+    path = save_checkpoint(tmp_path, "job_1", 3, learner.state(), {"version": 3})
+    expected = [learner.update(batches[step], update_index=step) for step in range(3, 6)]
+
+    resumed = Learner(config)
+    loaded = load_checkpoint(path)
+    torch.rand(5)  # the generator of this process stands elsewhere
+    resumed.load_state(loaded.state)
+    assert torch.equal(torch.get_rng_state(), loaded.state.rng["cpu"])
+    metrics = [resumed.update(batches[step], update_index=step) for step in range(loaded.number, 6)]
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(learner.weights(), resumed.weights(), strict=True))
+    for before, after in zip(expected, metrics, strict=True):
+        assert {k: v for k, v in before.items() if "update_s/" not in k} == {
+            k: v for k, v in after.items() if "update_s/" not in k
+        }
+
+
+def test_it_is_a_model_directory(tmp_path: Path, make_config: Config) -> None:
+    learner = Learner(make_config())
+    path = save_checkpoint(tmp_path, "job_1", 0, learner.state(), {})
+    model = AutoModelForCausalLM.from_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    ids = tokenizer("12+7=", return_tensors="pt")["input_ids"]
+    assert ids.tolist() == learner.tokenizer("12+7=", return_tensors="pt")["input_ids"].tolist()
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits, learner.model(input_ids=ids).logits)
+    assert json.loads((path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+
+
+def test_manifest_holds_facts_and_pins(tmp_path: Path, make_config: Config) -> None:
+    learner = Learner(make_config())
+    path = save_checkpoint(tmp_path, "job_1", 7, learner.state(), {"version": 9, "epoch": 2})
+    loaded = load_checkpoint(path)
+    assert (loaded.number, loaded.meta) == (7, {"version": 9, "epoch": 2})
+    pins = loaded.stored.manifest.environment
+    assert pins["torch"] == torch.__version__
+    assert pins["threads"] == "1"
+    assert environment_differences(pins, learner.environment()) == []
+    assert environment_differences(pins, {**pins, "threads": "2"}) == ["threads: checkpoint '1', here '2'"]
+
+
+def test_the_same_state_is_written_once(tmp_path: Path) -> None:
+    first = save_checkpoint(tmp_path, "job_1", 1, small_state(), {})
+    assert save_checkpoint(tmp_path, "job_1", 1, small_state(), {}) == first
+    assert save_checkpoint(tmp_path, "job_1", 1, small_state(2.0), {}) != first
+    assert numbers(tmp_path) == [1, 1]
+
+
+def crash_points() -> list[str]:
+    return ["fsync 1", "fsync 3", "rename 1", "rename 2"]
+
+
+@pytest.mark.parametrize("point", crash_points())
+def test_a_crash_leaves_nothing_that_is_picked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str) -> None:
+    """The disk fails at one operation after another; what lies there then is what a crash would leave."""
+    save_checkpoint(tmp_path, "job_1", 1, small_state(), {})
+    name, _, count = point.partition(" ")
+    owner: Any = os if name == "fsync" else Path
+    original, calls = getattr(owner, name), iter(range(1, 100))
+
+    def failing(*args: Any) -> Any:
+        if next(calls) == int(count):
+            raise OSError(28, "No space left on device")
+        return original(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, failing)
+        with pytest.raises(CheckpointError, match="No space left"):
+            save_checkpoint(tmp_path, "job_1", 2, small_state(2.0), {})
+    assert numbers(tmp_path) == [1]
+    assert len(list((tmp_path / "job_1").iterdir())) == 2, "something was left behind"
+    save_checkpoint(tmp_path, "job_1", 2, small_state(2.0), {})
+    assert numbers(tmp_path) == [1, 2]
+    retain(tmp_path, "job_1", keep=5)
+    assert len(list((tmp_path / "job_1").iterdir())) == 2
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "rng.safetensors", "config.json"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
+def test_damage_is_found(tmp_path: Path, name: str, damage: str) -> None:
+    path = save_checkpoint(tmp_path, "job_1", 1, small_state(), {})
+    data = (path / name).read_bytes()
+    if damage == "gone":
+        (path / name).unlink()
+    else:
+        (path / name).write_bytes(data[:-1] if damage == "cut" else data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        load_checkpoint(path)
+
+
+def test_without_marker_or_with_another_manifest_it_is_no_checkpoint(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, "job_1", 1, small_state(), {"version": 1})
+    manifest = (path / module.MANIFEST).read_text()
+    (path / module.MANIFEST).write_text(manifest.replace('"version": 1', '"version": 2'))
+    with pytest.raises(CheckpointError, match="does not match its COMMIT"):
+        read_manifest(path)
+    assert numbers(tmp_path) == []
+    (path / module.COMMIT).unlink()
+    with pytest.raises(CheckpointError, match="not a committed checkpoint"):
+        load_checkpoint(path)
+
+
+def test_retention_keeps_the_newest_and_the_pinned(tmp_path: Path) -> None:
+    paths = [save_checkpoint(tmp_path, "job_1", n, small_state(n), {}) for n in range(6)]
+    deleted = retain(tmp_path, "job_1", keep=2, pinned={0, 3})
+    assert numbers(tmp_path) == [0, 3, 4, 5]
+    assert deleted == [paths[1], paths[2]]
+    assert not paths[1].exists()
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, make_config: Config) -> None:
+    learner = Learner(make_config())
+    with pytest.raises(CheckpointError, match="does not fit the model"):
+        learner.load_state(small_state())
+    with_reference = Learner(make_config(algorithm={"kl_coef": 0.1}))
+    with pytest.raises(CheckpointError, match="reference policy"):
+        with_reference.load_state(learner.state())
+
+
+def test_no_checkpoint_no_list(tmp_path: Path) -> None:
+    assert list_checkpoints(tmp_path, "job_1") == []
+    assert retain(tmp_path, "job_1", keep=1) == []

@@ -1,0 +1,56 @@
+"""Supervised training before version 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from penstock.services.trainer.learner import Learner
+from penstock.shared.config.job import JobConfig
+from penstock.shared.errors import ProtocolError
+from penstock.shared.protocol.trajectory import Group
+
+Config = Callable[..., JobConfig]
+ROWS = [([5, 14, 6, 18], [15, 16]), ([7, 14, 7, 18], [9, 2]), ([4, 18], [4])]
+EOS = 2
+
+
+def test_first_loss_is_the_cross_entropy_of_answers_and_end(make_config: Config) -> None:
+    learner = Learner(make_config())
+    total = count = 0.0
+    with torch.no_grad():
+        for prompt, answer in ROWS:
+            ids = torch.tensor([*prompt, *answer, *([] if answer[-1] == EOS else [EOS])])
+            logits = learner.model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1]
+            total += cross_entropy(logits, ids[len(prompt) :], reduction="sum").item()
+            count += len(ids) - len(prompt)
+    seen: list[tuple[int, float]] = []
+    learner.warm_start([ROWS], lambda step, loss: seen.append((step, loss)))
+    assert seen == [(1, pytest.approx(total / count, abs=1e-5))]
+
+
+def test_it_learns_and_leaves_a_fresh_optimizer(make_config: Config) -> None:
+    learner = Learner(make_config(warm_start={"steps": 30, "learning_rate": 1e-2}))
+    losses: list[float] = []
+    learner.warm_start([ROWS] * 30, lambda step, loss: losses.append(loss))
+    assert len(losses) == 30
+    assert losses[0] > 2
+    assert losses[-1] < 0.3
+    assert not any(t.any() for name, t in learner.state().optimizer.items() if not name.startswith("master."))
+
+
+def test_the_reference_policy_is_the_warm_one(make_config: Config, batch: list[Group]) -> None:
+    learner = Learner(make_config(algorithm={"kl_coef": 0.5}))
+    learner.warm_start([ROWS] * 3)
+    state = learner.state()
+    assert all(torch.equal(tensor, state.reference[name]) for name, tensor in state.weights.items())
+    assert learner.update(batch, update_index=0)["policy/kl_ref"] == pytest.approx(0, abs=1e-9)
+    assert learner.update(batch, update_index=1)["policy/kl_ref"] > 1e-6
+
+
+def test_a_row_without_prompt_is_refused(make_config: Config) -> None:
+    with pytest.raises(ProtocolError, match="empty prompt"):
+        Learner(make_config()).warm_start([[([], [5])]])
