@@ -3,12 +3,13 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 TRL_VENV ?= .bench/trl
+PEERS_VENV ?= .bench/peers
 FRESH ?= ../shared/tools/fresh.sh
 GSM8K ?= data/gsm8k
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lint format type imports check test e2e docs docs-serve reference compose-config compose-test up down \
-	demo bench bench-bus bench-weights bench-vs-trl bench-gsm8k fresh package release clean
+	demo bench bench-bus bench-ledger bench-weights bench-vs-trl bench-gsm8k bench-algorithms fresh package release clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -71,11 +72,18 @@ demo: $(BIN)/pytest  ## one job on this machine, start to end
 
 bench: bench-bus bench-weights  ## the benchmarks that need nothing but this machine
 
-bench-bus: $(BIN)/pytest  ## what the bus costs per update
-	$(BIN)/python benchmarks/bus.py
+$(PEERS_VENV)/bin/ray:
+	$(PYTHON) -m venv $(PEERS_VENV)
+	$(PEERS_VENV)/bin/pip install -q numpy pyzmq ray
+
+bench-bus: $(BIN)/pytest $(PEERS_VENV)/bin/ray  ## the bus beside raw TCP, ZeroMQ and Ray (in an environment of their own)
+	$(BIN)/python benchmarks/bus.py --peers $(PEERS_VENV)/bin/python $(ARGS)
+
+bench-ledger: $(BIN)/pytest  ## how long a new leader takes to know the state of a long job
+	$(BIN)/python benchmarks/ledger.py $(ARGS)
 
 bench-weights: $(BIN)/pytest  ## publish, stage, commit: time and pause
-	$(BIN)/python benchmarks/weights.py
+	$(BIN)/python benchmarks/weights.py $(ARGS)
 
 $(TRL_VENV)/bin/trl:
 	$(PYTHON) -m venv $(TRL_VENV)
@@ -86,7 +94,10 @@ bench-vs-trl: $(BIN)/pytest $(TRL_VENV)/bin/trl  ## the same task, model and see
 	$(BIN)/python benchmarks/vs_trl.py --trl-python $(TRL_VENV)/bin/python $(ARGS)
 
 bench-gsm8k: $(BIN)/pytest  ## RL beside more supervised training on GSM8K's calculator expressions (GSM8K=directory of its files)
-	$(BIN)/python benchmarks/gsm8k_calc.py --train $(GSM8K)/train.jsonl --test $(GSM8K)/test.jsonl --out docs/results/gsm8k_calc
+	$(BIN)/python benchmarks/gsm8k_calc.py --train $(GSM8K)/train.jsonl --test $(GSM8K)/test.jsonl --out docs/results/gsm8k_calc $(ARGS)
+
+bench-algorithms: $(BIN)/pytest  ## learning curves of every algorithm in examples/algorithms, three seeds each
+	$(BIN)/python benchmarks/algorithms.py --out docs/results/algorithms $(ARGS)
 
 fresh:  ## both commands of the README on a clean machine
 	$(FRESH) . "python3 -m venv .venv && .venv/bin/pip install -q -e '.[demo]' && .venv/bin/penstock demo"

@@ -24,7 +24,7 @@ from pathlib import Path
 import yaml
 from calc.continued import continue_supervised
 from calc.curve import Curve, Seed, draw
-from calc.penstock_run import run_job
+from calc.penstock_run import run_arm
 from report import Report
 
 from penstock.shared.config.job import JobConfig
@@ -49,7 +49,7 @@ def one_seed(args: argparse.Namespace, seed: int) -> Seed:
     """RL through the services, then every supervised arm from the same version 0."""
     config = config_of(args, seed)
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
-        rl, checkpoint = run_job(config, Path(scratch))
+        rl, checkpoint = run_arm(config, Path(scratch))
         _tell(seed, rl)
         arms = []
         for factor in args.sft_rates:

@@ -22,6 +22,7 @@ from penstock.services.rollout.engines.batch import Batch
 from penstock.services.rollout.engines.completion import Completion, Finished
 from penstock.services.rollout.episode import build_group, completion_texts
 from penstock.services.trainer.learner import Learner
+from penstock.services.trainer.sharding import BatchShard
 from penstock.shared.config.job import JobConfig
 from penstock.shared.data.prompts import Prompt
 from penstock.shared.protocol.generation import Sampling
@@ -54,7 +55,7 @@ class Loop:
         rows = [self._rows[(start + i) % len(self._rows)] for i in range(task.PROMPTS)]
         prompts = [self._prompt(row) for row in rows]
         groups = list(self._groups(prompts, self._generate(prompts)))
-        self._learner.update(groups, update_index=self._updates)
+        self._learner.update(BatchShard.whole(groups), update_index=self._updates)
         self._updates += 1
         self._batch.adopt(self._updates)
         rewards = [float(group.rewards.mean()) for group in groups]

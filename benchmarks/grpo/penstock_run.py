@@ -37,11 +37,11 @@ BENCHMARKS = str(Path(__file__).resolve().parent.parent)
 async def run(args: argparse.Namespace, data_dir: Path) -> task.Run:
     """Start the services, run the job, collect what it left."""
     workload = task.WORKLOADS[args.workload]
-    train: dict[str, Any] = {"max_lag": args.max_lag}
-    if args.goal:
-        train["stop_at_reward"] = args.goal
     placement = {"rollout_threads": args.rollout_threads, "trainer_threads": args.trainer_threads}
-    spec = job(workload, args.model, args.rows, seed=args.seed, updates=args.steps, train=train, placement=placement)
+    sections: dict[str, Any] = {"train": {"max_lag": args.max_lag}, "placement": placement}
+    if args.goal:
+        sections["early_stop"] = {"metric": "reward/mean", "window": 10, "goal": args.goal}
+    spec = job(workload, args.model, args.rows, seed=args.seed, updates=args.steps, **sections)
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, [BENCHMARKS, os.environ.get("PYTHONPATH")]))}
     environment |= dict(pair.split("=", 1) for pair in args.env)
     async with Stack(StackOptions(data_dir=data_dir, environment=environment)) as stack:

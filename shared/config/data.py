@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import string
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from penstock.shared.config.base import StrictModel
 
-__all__ = ["AdditionSource", "CalculatorSource", "DataConfig", "FileSource", "PromptConfig", "Source"]
+__all__ = [
+    "SORTING_SYMBOLS",
+    "AdditionSource",
+    "CalculatorSource",
+    "DataConfig",
+    "FileSource",
+    "PromptConfig",
+    "SortingSource",
+    "Source",
+]
+
+SORTING_SYMBOLS = "#" + string.digits + "@" + string.ascii_uppercase + string.ascii_lowercase
+"""The 64 symbols of the sorting task, in their order."""
 
 
 class _Weighted(StrictModel):
@@ -52,7 +65,29 @@ class AdditionSource(_Weighted):
     """Rows in one epoch."""
 
 
-Source = Annotated[FileSource | CalculatorSource | AdditionSource, Field(discriminator="type")]
+class SortingSource(_Weighted):
+    """Endless sorting problems: ``b7Ka=`` must be continued with ``7Kab``. Answers are as long as their prompts.
+
+    No symbol occurs twice; the order is that of the character codes. The `char` tokenizer needs
+    ``#0123456789@ABC...XYZabc...xyz=`` as its `characters`.
+    """
+
+    type: Literal["sorting"] = "sorting"
+    min_items: int = Field(8, ge=1, le=64)
+    """Fewest symbols of a problem."""
+    max_items: int = Field(64, ge=1, le=64)
+    """Most symbols of a problem."""
+    num_rows: int = Field(4096, ge=1)
+    """Rows in one epoch."""
+
+    @model_validator(mode="after")
+    def _min_below_max(self) -> SortingSource:
+        if self.min_items > self.max_items:
+            raise ValueError(f"min_items {self.min_items} is larger than max_items {self.max_items}")
+        return self
+
+
+Source = Annotated[FileSource | CalculatorSource | AdditionSource | SortingSource, Field(discriminator="type")]
 
 
 class PromptConfig(StrictModel):
@@ -60,6 +95,8 @@ class PromptConfig(StrictModel):
 
     template: str = "{prompt}"
     """Python format string over the row's fields; ignored when `messages` is set."""
+    chat: bool = False
+    """Send the filled-in template as one user message through the tokenizer's chat template."""
     messages: str | None = None
     """Field that holds chat messages; rendered with the tokenizer's chat template."""
     system: str | None = None
@@ -72,6 +109,14 @@ class PromptConfig(StrictModel):
     """Put the beginning-of-sequence token before a plain prompt."""
     max_tokens: int = Field(256, ge=1)
     """Longer prompts are filtered: their draw ends as `dropped(prompt_too_long)` and is counted."""
+
+    @model_validator(mode="after")
+    def _one_kind_of_chat(self) -> PromptConfig:
+        if self.chat and self.messages is not None:
+            raise ValueError(f"messages: '{self.messages}' is a chat already; leave out chat, or messages")
+        if self.chat and self.add_bos:
+            raise ValueError("add_bos: a chat template writes its own beginning-of-sequence token")
+        return self
 
 
 class DataConfig(StrictModel):

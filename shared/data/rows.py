@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from penstock.shared.config.data import AdditionSource, CalculatorSource, Source
+from penstock.shared.config.data import AdditionSource, CalculatorSource, SortingSource, Source
 from penstock.shared.data.addition import AdditionRows
 from penstock.shared.data.calculator import open_calculator
 from penstock.shared.data.files import open_file
+from penstock.shared.data.sorting import SortingRows
 
 __all__ = ["Rows", "check_rows", "open_rows"]
 
@@ -45,6 +46,8 @@ def open_rows(source: Source, *, seed: int = 0) -> Rows:
     """
     if isinstance(source, AdditionSource):
         return AdditionRows(source, seed)
+    if isinstance(source, SortingSource):
+        return SortingRows(source, seed)
     if isinstance(source, CalculatorSource):
         return open_calculator(source)
     return open_file(Path(source.path), source.limit)

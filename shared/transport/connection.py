@@ -244,9 +244,14 @@ class Connection:
         return time.perf_counter() - start
 
     async def close(self, deadline_s: float) -> None:
-        """Flush what was sent and end. Pending requests fail."""
+        """Wait until the server has everything that was sent, at most ``deadline_s``, and end. Pending requests fail."""
         if self._closing:
             return
+        if self.connected:
+            try:
+                await self.echo(deadline_s)  # nats-py's close leaves behind what the socket has not taken yet
+            except Unavailable as error:
+                log.warning("closing the connection to %s: what was sent last may be lost: %s", self.where, error)
         self._closing = True
         if self._supervisor is not None:
             self._supervisor.cancel()
@@ -371,7 +376,7 @@ class Connection:
             log.debug("closing the connection to %s: %s", self.where, error)
         client._pending, client._pending_data_size = [], 0
         writer = getattr(client._transport, "_io_writer", None)
-        if writer is not None:
+        if writer is not None and not (writer.transport.is_closing() and not writer.transport.get_write_buffer_size()):
             writer.transport.abort()
         tasks = [client._reading_task, client._ping_interval_task, client._flusher_task]
         tasks += [sub._wait_for_msgs_task for sub in client._subs.values()]

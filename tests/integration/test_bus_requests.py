@@ -112,3 +112,18 @@ async def test_notifications_reach_those_who_listen(bus: Bus) -> None:
     await bus.notify("heartbeat.rollout.w1", b"2")
     assert await bus.rtt() < 1
     assert seen == [("heartbeat.rollout.w1", b"1")]
+
+
+async def test_what_was_sent_before_close_arrives(bus: Bus, nats_server: NatsServer) -> None:
+    """More than a socket buffers, so that it is still in this process when ``close`` begins."""
+    seen: list[int] = []
+    subject = "test.flushed"
+    await bus.subscribe(subject, lambda _subject, data: seen.append(data[0]))
+    await bus.rtt()
+    async with await Bus.connect(nats_server.url, name="sender") as sender:
+        for number in range(100):
+            await sender.notify(subject, bytes([number]) * (256 << 10))
+    async with asyncio.timeout(30):
+        while len(seen) < 100:
+            await asyncio.sleep(0.01)
+    assert seen == list(range(100))

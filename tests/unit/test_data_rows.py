@@ -11,10 +11,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from penstock.shared.config.data import AdditionSource, CalculatorSource, FileSource
+from penstock.shared.config.data import AdditionSource, CalculatorSource, FileSource, SortingSource
 from penstock.shared.data.calculator import find_annotations, normalize
 from penstock.shared.data.rows import open_rows
-from penstock.shared.errors import DataError
+from penstock.shared.errors import ConfigError, DataError
 
 ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(5)]
 
@@ -160,3 +160,19 @@ def test_calculator_says_when_nothing_remains(tmp_path: Path) -> None:
     bad = write_lines(tmp_path / "b.jsonl", [{"answer": "<<1+1=2>>2"}, {"question": "?"}])
     with pytest.raises(DataError, match=r"line 2: no text field 'answer'; the row has: question"):
         open_rows(CalculatorSource(path=str(bad)))
+
+
+def test_sorting_rows_are_ragged_repeatable_and_right() -> None:
+    rows = open_rows(SortingSource(min_items=8, max_items=64), seed=3)
+    again = open_rows(SortingSource(min_items=8, max_items=64), seed=3)
+    for index in range(200):
+        row = rows[index]
+        assert row == again[index]
+        assert row["prompt"][-1] == "="
+        assert row["answer"] == "".join(sorted(row["prompt"][:-1]))
+        assert len(set(row["answer"])) == row["items"]
+    lengths = {rows[index]["items"] for index in range(2000)}
+    assert lengths == set(range(8, 65))
+    assert rows[0] != open_rows(SortingSource(), seed=4)[0]
+    with pytest.raises(ConfigError, match="min_items 9 is larger than max_items 8"):
+        SortingSource.parse({"min_items": 9, "max_items": 8})

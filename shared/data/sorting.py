@@ -1,0 +1,39 @@
+"""Endless sorting problems with answers of very different lengths, a pure function of seed and index."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import xxhash
+
+from penstock.shared.config.data import SORTING_SYMBOLS, SortingSource
+
+__all__ = ["SortingRows"]
+
+
+class SortingRows:
+    """Row i is ``{"prompt": "b7Ka=", "answer": "7Kab", "items": 4}``: different symbols, to be put in their order."""
+
+    endless = True
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, source: SortingSource, seed: int) -> None:
+        self.name = f"sorting of {source.min_items} to {source.max_items} symbols"
+        self._source = source
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return self._source.num_rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index < 0:
+            raise IndexError(f"row {index}: indices start at 0")
+        draws = random.Random(xxhash.xxh3_128_intdigest(f"{self._seed}:{index}".encode()))
+        num_items = draws.randint(self._source.min_items, self._source.max_items)
+        items = draws.sample(SORTING_SYMBOLS, num_items)
+        return {"prompt": "".join(items) + "=", "answer": "".join(sorted(items)), "items": num_items}
+
+    def where(self, index: int) -> str:
+        """Description and row number."""
+        return f"{self.name}, row {index}"
