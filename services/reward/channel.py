@@ -32,9 +32,10 @@ class Score(msgspec.Struct, frozen=True, array_like=True, tag="score"):
 
 
 class Opened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
-    """The scorers are ready, or why not."""
+    """The scorers are ready, or why not; ``about`` is what they say of themselves, by name."""
 
     error: str = ""
+    about: dict[str, str] = {}
 
 
 class Result(msgspec.Struct, frozen=True, array_like=True, tag="result"):

@@ -16,23 +16,12 @@ from penstock.shared.errors import ScoringError
 from penstock.shared.protocol.messages import ScoreReply, ScoreRequest
 from penstock.shared.runtime import metrics
 
-__all__ = ["Refusal", "ScorerPool", "component_names"]
+__all__ = ["Refusal", "ScorerPool"]
 
 KILLED = metrics.counter("reward_processes_killed", "Scorer processes that hung, crashed or lost their group.")
 
 _QUEUE_LIMIT_S = 60.0
 _RETRY_OPEN_S = 5.0
-
-
-def component_names(config: RewardConfig) -> list[str]:
-    """One name per scorer: its name or type, numbered where it would repeat."""
-    names: list[str] = []
-    for scorer in config.scorers:
-        name, number = scorer.name or scorer.type, 2
-        while name in names:
-            name, number = f"{scorer.name or scorer.type}_{number}", number + 1
-        names.append(name)
-    return names
 
 
 class Refusal(NamedTuple):
@@ -68,12 +57,14 @@ class ScorerPool:
 
     def __init__(self, config: RewardConfig, num_processes: int) -> None:
         self._config = config
-        self._names = component_names(config)
+        self._names = config.component_names
         self._weights = [scorer.weight for scorer in config.scorers]
         self._slots: asyncio.LifoQueue[ScorerProcess | None] = asyncio.LifoQueue(num_processes)
         self._num_processes = num_processes
         self.refused: Refusal | None = None
         """Set while the scorers cannot be opened."""
+        self.about: dict[str, str] = {}
+        """What the open scorers say of themselves, by name: digests, mechanisms, addresses."""
         for _ in range(num_processes):
             self._slots.put_nowait(None)
 
@@ -94,11 +85,12 @@ class ScorerPool:
     async def score(self, request: ScoreRequest) -> ScoreReply:
         """Score a group. Never raises for what a scorer does: a failed completion says so in the reply.
 
-        A group goes to one process in one message; where scorers are declared slow, each completion goes alone.
+        A group goes to one process in one message; where scorers are declared slow, each completion goes alone, unless
+        one of them works on whole groups.
         """
         sheet = _Sheet(len(request.completions))
         indices = list(range(sheet.num_completions))
-        if self._config.slow and len(indices) > 1:
+        if self._config.slow and len(indices) > 1 and not self._config.whole_groups:
             await self._score_apart(request, indices, sheet)
         elif indices:
             await self._score_together(request, indices, sheet)
@@ -199,4 +191,5 @@ class ScorerPool:
             self.refused = Refusal(str(error), since, time.time())
             raise
         self.refused = None
+        self.about = process.about
         return process

@@ -16,8 +16,6 @@ from penstock.shared.errors import ProtocolError, ScoringError
 
 __all__ = ["ScorerProcess"]
 
-OPEN_LIMIT_S = 60.0
-"""Importing scorers may load large libraries."""
 _EXIT_LIMIT_S = 5.0
 _CATCH_UP_S = 0.01
 
@@ -70,6 +68,8 @@ class ScorerProcess:
         self._process = process
         self._transport = transport
         self._channel = channel
+        self.about: dict[str, str] = {}
+        """What the open scorers say of themselves, by name."""
 
     @classmethod
     async def start(cls, config: RewardConfig) -> ScorerProcess:
@@ -103,16 +103,17 @@ class ScorerProcess:
     async def _open(self, config: RewardConfig) -> None:
         self._transport.write(encode(Open([s.model_dump(mode="json") for s in config.scorers])))
         try:
-            opened = await self._channel.next(OPEN_LIMIT_S)
+            opened = await self._channel.next(config.open_timeout_s)
         except TimeoutError:
             raise ScoringError(
-                f"opening the scorers took longer than {OPEN_LIMIT_S:g} s: importing them hangs"
+                f"opening the scorers took longer than reward.open_timeout_s ({config.open_timeout_s:g} s)"
             ) from None
         if opened is None:
             raise ScoringError(f"the scorer process {await self._exit_text()} while it opened the scorers")
         assert isinstance(opened, Opened)
         if opened.error:
             raise ScoringError(opened.error)
+        self.about = opened.about
 
     @property
     def pid(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.services.reward.session import RewardSession
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import AnyJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.runtime.jobs import watch_jobs
 from penstock.shared.transport.bus import Bus
@@ -27,9 +27,9 @@ class RewardService:
     async def run(self) -> None:
         """Serve until drained or cancelled."""
         self.ready = True
-        await watch_jobs(self.bus, self._run_session)
+        await watch_jobs(self.bus, self._run_session, open_evaluation=self._run_session)
 
-    async def _run_session(self, job: str, config: JobConfig) -> None:
+    async def _run_session(self, job: str, config: AnyJob) -> None:
         if self._draining:
             return
         session = RewardSession(self.bus, self.settings, job, config)

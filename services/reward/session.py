@@ -7,21 +7,23 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import numpy as np
 
 from penstock.services.reward.pool import ScorerPool
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import AnyJob
+from penstock.shared.config.reward import RewardConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.messages import ScoreReply, ScoreRequest
+from penstock.shared.protocol.parts import count_of
 from penstock.shared.protocol.trajectory import Group, decode_group, encode_group, group_headers
 from penstock.shared.runtime import metrics
-from penstock.shared.transport.bus import Bus, Delivery
+from penstock.shared.transport.bus import Bus, Delivery, Outgoing
 
 __all__ = ["RewardSession", "num_processes", "request_of", "with_reply"]
 
@@ -37,6 +39,8 @@ ACK_WAIT_S = 5.0
 MAX_DELIVER = 5
 FETCH_WAIT_S = 1.0
 PUBLISH_DEADLINE_S = 5.0
+SLOWEST_BYTES_PER_S = 4 << 20
+"""A large group gets more time than a small one."""
 UNREADABLE_PAUSE_S = 0.5
 CLOSE_S = 0.5
 MAX_PROCESSES = 4
@@ -44,17 +48,17 @@ REMEMBER_S = 15.0
 """An answer is kept this long for a requester that did not get it."""
 
 
-def num_processes() -> int:
-    """Scorer processes of one job: one per core that this process may use, at most four."""
-    return max(1, min(MAX_PROCESSES, len(os.sched_getaffinity(0))))
+def num_processes(config: RewardConfig) -> int:
+    """Scorer processes of one job: as configured, else one per core that this process may use, at most four."""
+    return config.processes or max(1, min(MAX_PROCESSES, len(os.sched_getaffinity(0))))
 
 
 class RewardSession:
     """Scores completions of one job until cancelled."""
 
-    def __init__(self, bus: Bus, settings: ServiceSettings, job: str, config: JobConfig) -> None:
+    def __init__(self, bus: Bus, settings: ServiceSettings, job: str, config: AnyJob) -> None:
         self._bus, self._settings, self.job, self.config = bus, settings, job, config
-        self._pool = ScorerPool(config.reward, num_processes())
+        self._pool = ScorerPool(config.reward, num_processes(config.reward))
         self.ended = asyncio.Event()
         """Set by the owner when ``run`` is over."""
         self._draining = asyncio.Event()
@@ -130,7 +134,7 @@ class RewardSession:
     # -- slow: from RAW to EXPERIENCE --------------------------------------------------------------------------------
 
     async def _take_groups(self) -> None:
-        slots = asyncio.Semaphore(num_processes())
+        slots = asyncio.Semaphore(num_processes(self.config.reward))
         puller = await self._bus.pull(
             subjects.RAW, subjects.raw(self.job), f"reward-{self.job}", ack_wait_s=ACK_WAIT_S, max_deliver=MAX_DELIVER
         )
@@ -150,7 +154,8 @@ class RewardSession:
         A group that cannot be read is given back: after its last delivery it becomes a dead letter.
         """
         try:
-            group = decode_group(delivery.data)
+            parts = count_of(delivery.headers)
+            group = decode_group(await self._payload(delivery, parts))
             request = request_of(group)
         except ProtocolError as error:
             logger.error("group %d of %s cannot be scored: %s", delivery.seq, self.job, error)
@@ -162,24 +167,39 @@ class RewardSession:
             async with _kept(delivery):
                 await self._publish(with_reply(group, await self._score(request)))
                 await delivery.ack()
+                await self._delete(range(delivery.seq + 1, delivery.seq + parts))
         finally:
             self._holds.pop(key, None)
+
+    async def _payload(self, delivery: Delivery, parts: int) -> bytes:
+        """What was delivered, with the parts that follow it.
+
+        Raises:
+            ProtocolError: parts are missing.
+        """
+        if parts == 1:
+            return delivery.data
+        found = await self._bus.get_whole(subjects.RAW, [delivery.seq])
+        if delivery.seq not in found:
+            raise ProtocolError(f"of its {parts} parts some are missing")
+        return found[delivery.seq].data
+
+    async def _delete(self, seqs: Iterable[int]) -> None:
+        """Delete the parts of a group that is done; what stays goes with the job."""
+        with contextlib.suppress(Unavailable):
+            for seq in seqs:
+                await self._bus.delete_message(subjects.RAW, seq)
 
     async def _publish(self, group: Group) -> None:
         """Returns once the group is durable; waits while the stream is full or the bus is away."""
         data, header = encode_group(group)
         subject = subjects.experience(self.job)
         msg_id = f"{self.job}:{group.draw}:{group.attempt}:scored"
+        message = Outgoing(subject, data, group_headers(header), msg_id)
+        deadline_s = PUBLISH_DEADLINE_S + len(data) / SLOWEST_BYTES_PER_S
         while True:
             try:
-                await self._bus.publish(
-                    subject,
-                    data,
-                    headers=group_headers(header),
-                    msg_id=msg_id,
-                    deadline_s=PUBLISH_DEADLINE_S,
-                    allow_large=True,
-                )
+                await self._bus.publish_whole([message], deadline_s=deadline_s)
             except Unavailable as error:
                 since = self._blocked[0] if self._blocked else time.time()
                 self._blocked = (since, str(error), subject)
@@ -198,6 +218,8 @@ class RewardSession:
             "score_s": self._score_s,
             "holds": list(self._holds)[:64],
         }
+        if self._pool.about:
+            row["scorers"] = self._pool.about
         refused = self._pool.refused
         if refused is not None:
             row |= {"waiting_for": refused.error, "since": refused.since, "subject": subjects.score(self.job)}

@@ -14,14 +14,14 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, SupportsFloat
 
 from pydantic import TypeAdapter
 
 from penstock.services.reward.channel import Decoder, Open, Opened, Result, Score, ToProcess, encode
-from penstock.services.reward.scorers import Scorer, open_scorer
-from penstock.shared.config.reward import ScorerConfig
+from penstock.services.reward.scorers import Closable, Described, GroupScorer, Scorer, open_scorer
+from penstock.shared.config.scorers import ScorerConfig
 from penstock.shared.errors import ScoringError
 
 __all__ = ["main"]
@@ -29,7 +29,7 @@ __all__ = ["main"]
 _PR_SET_PDEATHSIG = 1
 _MAX_ERROR_CHARS = 600
 
-Named = list[tuple[str, Scorer]]
+Named = list[tuple[str, Scorer | GroupScorer]]
 
 
 def main() -> None:
@@ -42,10 +42,14 @@ def main() -> None:
     for message in _messages(channel):
         if isinstance(message, Open):
             scorers, error = _open(message)
-            channel.sendall(encode(Opened(error)))
+            about = {name: scorer.about for name, scorer in scorers if isinstance(scorer, Described)}
+            channel.sendall(encode(Opened(error, about)))
         elif isinstance(message, Score):
-            for index in range(len(message.completions)):
-                channel.sendall(encode(_score(scorers, message, index)))
+            for result in _results(scorers, message):
+                channel.sendall(encode(result))
+    for _, scorer in scorers:
+        if isinstance(scorer, Closable):
+            scorer.close()
 
 
 def _messages(channel: socket.socket) -> Iterator[Any]:
@@ -68,14 +72,44 @@ def _open(message: Open) -> tuple[Named, str]:
     return scorers, ""
 
 
-def _score(scorers: Named, request: Score, index: int) -> Result:
-    """Scores of one completion; the first scorer that fails, fails it."""
+def _results(scorers: Named, request: Score) -> Iterator[Result]:
+    """One result per completion. What works on whole groups goes first, in the time of the first completion."""
     started = time.monotonic()
+    columns = {
+        place: _column(name, scorer, request)
+        for place, (name, scorer) in enumerate(scorers)
+        if isinstance(scorer, GroupScorer)
+    }
+    for index in range(len(request.completions)):
+        yield _score(scorers, columns, request, index, started)
+        started = time.monotonic()
+
+
+def _column(name: str, scorer: GroupScorer, request: Score) -> Sequence[float | ScoringError]:
+    """The scores of one scorer for a whole group; where it fails, all of them have failed."""
+    size = len(request.completions)
+    try:
+        scores = scorer.score_group(request.prompt, request.completions, request.answer, request.row)
+    except ScoringError as error:
+        return [error] * size
+    except (Exception, SystemExit) as error:  # a library below it may raise anything
+        return [ScoringError(_describe(f"scorer '{name}'", error))] * size
+    assert len(scores) == size, f"{name} scored {len(scores)} of {size} completions"
+    return scores
+
+
+def _score(
+    scorers: Named, columns: Mapping[int, Sequence[float | ScoringError]], request: Score, index: int, started: float
+) -> Result:
+    """Scores of one completion; the first scorer that fails, fails it."""
     scores: list[float] = []
     problem = ""
-    for name, scorer in scorers:
+    for place, (name, scorer) in enumerate(scorers):
         try:
-            value = scorer.score(request.prompt, request.completions[index], request.answer, request.row)
+            if isinstance(scorer, GroupScorer):
+                value: object = columns[place][index]
+            else:
+                value = scorer.score(request.prompt, request.completions[index], request.answer, request.row)
             scores.append(_number(value, name))
         except ScoringError as error:
             problem = str(error)
@@ -88,6 +122,8 @@ def _score(scorers: Named, request: Score, index: int) -> Result:
 
 
 def _number(value: object, name: str) -> float:
+    if isinstance(value, ScoringError):
+        raise value
     if not isinstance(value, SupportsFloat):
         raise ScoringError(f"scorer '{name}' returned a {type(value).__name__}; it must return a number")
     number = float(value)

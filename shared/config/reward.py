@@ -1,74 +1,62 @@
-"""Scorers: a weighted sum of verifiable rewards. Each runs in a killable process."""
+"""How completions are scored: a weighted sum of scorers."""
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Any, Literal
+from collections import Counter
 
-from pydantic import Field, field_validator
+from pydantic import Field, model_validator
 
 from penstock.shared.config.base import StrictModel
+from penstock.shared.config.scorers import HttpScorer, JudgeScorer, RewardModelScorer, ScorerConfig
 
-__all__ = ["ExactScorer", "FormatScorer", "FunctionScorer", "MathScorer", "RewardConfig", "ScorerConfig"]
-
-
-class _Scorer(StrictModel):
-    weight: float = 1.0
-    """Factor in the sum."""
-    name: str | None = None
-    """Name of this component in metrics; default: its type."""
-
-
-class ExactScorer(_Scorer):
-    """1 if the stripped completion equals the reference answer, else 0."""
-
-    type: Literal["exact"] = "exact"
-    ignore_case: bool = False
-    """Compare without regard to case."""
-
-
-class MathScorer(_Scorer):
-    """1 if the final answer is mathematically equal to the reference (library math-verify), else 0."""
-
-    type: Literal["math"] = "math"
-
-
-class FormatScorer(_Scorer):
-    """1 if the whole completion matches a regular expression, else 0."""
-
-    type: Literal["format"] = "format"
-    pattern: str
-    """Python regular expression; `.` matches newlines."""
-
-    @field_validator("pattern")
-    @classmethod
-    def _compiles(cls, value: str) -> str:
-        try:
-            re.compile(value, re.DOTALL)
-        except re.error as error:
-            raise ValueError(f"not a regular expression: {error}") from None
-        return value
-
-
-class FunctionScorer(_Scorer):
-    """A Python function of the user: ``score(prompt, completion, answer, row, **args) -> float``."""
-
-    type: Literal["function"] = "function"
-    path: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
-    """`package.module:function`, importable by the reward service."""
-    args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments passed on each call."""
-
-
-ScorerConfig = Annotated[ExactScorer | MathScorer | FormatScorer | FunctionScorer, Field(discriminator="type")]
+__all__ = ["RewardConfig"]
 
 
 class RewardConfig(StrictModel):
     """How completions are scored."""
 
-    scorers: list[ScorerConfig] = Field(min_length=1)
+    scorers: list[ScorerConfig] = Field(min_length=1, max_length=8)
     """The reward is the sum of weight * score over these."""
     timeout_s: float = Field(10.0, gt=0, le=3600)
-    """Wall-clock limit of scoring one completion, counted from the start of scoring."""
+    """Wall-clock limit of scoring one completion, counted from the start of scoring. Where a scorer takes groups whole
+    (`reward_model`, `judge`, `http`), limit for that group."""
+    open_timeout_s: float = Field(60.0, gt=0, le=3600)
+    """Limit of starting a scorer process: imports, loading a reward model."""
+    processes: int | None = Field(None, ge=1, le=256)
+    """Scorer processes of this job in each reward service; null: one per core, at most four."""
     slow: bool = False
     """Score from the RAW stream after generation, not before the group is published."""
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> RewardConfig:
+        twice = [name for name, count in Counter(s.name for s in self.scorers if s.name).items() if count > 1]
+        if twice:
+            raise ValueError(f"scorers: two components are named '{twice[0]}'")
+        return self
+
+    @model_validator(mode="after")
+    def _limits_fit(self) -> RewardConfig:
+        need_s = sum(scorer.budget_s for scorer in self.scorers)
+        if need_s >= self.timeout_s:
+            raise ValueError(
+                f"timeout_s ({self.timeout_s:g}) must be larger than the limits of the scorers together ({need_s:g} s: "
+                "time_limit_s and deadline_s), or a scorer is killed before it can answer"
+            )
+        return self
+
+    @property
+    def component_names(self) -> list[str]:
+        """One name per scorer: its name or type, numbered where it would repeat."""
+        names: list[str] = []
+        taken = {scorer.name for scorer in self.scorers}
+        for scorer in self.scorers:
+            name, number = scorer.name or scorer.type, 2
+            while scorer.name is None and (name in names or name in taken):
+                name, number = f"{scorer.type}_{number}", number + 1
+            names.append(name)
+        return names
+
+    @property
+    def whole_groups(self) -> bool:
+        """A scorer works on all completions of a group at once."""
+        return any(isinstance(scorer, RewardModelScorer | JudgeScorer | HttpScorer) for scorer in self.scorers)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
 from typing import Any, SupportsFloat
 
 import pytest
 from pydantic import TypeAdapter
 
-from penstock.services.reward.scorers import Scorer, open_scorer
-from penstock.shared.config.reward import ScorerConfig
+from penstock.services.reward.scorers import Closable, GroupScorer, Scorer, open_scorer
+from penstock.shared.config.scorers import ScorerConfig
 from penstock.shared.errors import ScoringError
 
 ADAPTER: TypeAdapter[ScorerConfig] = TypeAdapter(ScorerConfig)
@@ -31,35 +32,80 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "<answer>12</answer>.",
     ),
     "function": ({"type": "function", "path": "scorers_under_test:length", "args": {"scale": 0.5}}, "12", ""),
+    "code": ({"type": "code"}, "So:\n```python\nprint(6 + 6)\n```", "print(13)"),
+    "reward_model": ({"type": "reward_model", "path": "CLASSIFIER", "max_tokens": 2048}, "12", "11"),
+    "judge": (
+        {"type": "judge", "base_url": "WEB/v1", "model": "m", "template": "{prompt}{completion}|{answer}"},
+        "12",
+        "13",
+    ),
+    "http": ({"type": "http", "url": "WEB/score"}, "12", "13"),
 }
 """Configuration, a completion that scores 1 for the answer "12", one that scores 0."""
+ROW = {"prompt": "6+6=", "tests": [{"stdin": "", "stdout": "12"}, {"stdin": "x", "stdout": "12\n"}]}
+
+
+def grade(asked: Any) -> dict[str, Any]:
+    """What the judge and the web service of these tests say: 12 is right."""
+    if asked.path == "/score":
+        return {"results": [{"score": float(text == "12")} for text in asked.json["completions"]]}
+    assert asked.path == "/v1/chat/completions"
+    right = asked.json["messages"][-1]["content"] == "6+6=12|12"
+    return {"choices": [{"message": {"content": f"Score: {10 if right else 0}"}, "finish_reason": "stop"}]}
 
 
 @pytest.fixture(params=list(CASES))
-def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Scorer, str, str]:
+def case(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, web: Any
+) -> Iterator[tuple[Scorer | GroupScorer, str, str]]:
     monkeypatch.setitem(sys.modules, "scorers_under_test", sys.modules[__name__])
+    web.answer = lambda asked: web.reply(grade(asked))
     spec, right, wrong = CASES[request.param]
-    return open_scorer(ADAPTER.validate_python(spec)), right, wrong
+    found = {k: v.replace("WEB", web.url) if isinstance(v, str) else v for k, v in spec.items()}
+    if found.get("path") == "CLASSIFIER":
+        found["path"] = str(request.getfixturevalue("classifier"))
+    scorer = open_scorer(ADAPTER.validate_python(found))
+    yield scorer, right, wrong
+    if isinstance(scorer, Closable):
+        scorer.close()
 
 
-def score(scorer: Scorer, completion: str, answer: str | None = "12") -> float:
-    value = scorer.score("6+6=", completion, answer, {"prompt": "6+6="})
-    assert isinstance(value, SupportsFloat)
-    return float(value)
+def score(scorer: Scorer | GroupScorer, completion: str, answer: str | None = "12") -> float:
+    if isinstance(scorer, GroupScorer):
+        (value,) = scorer.score_group("6+6=", [completion], answer, ROW)
+        if isinstance(value, ScoringError):
+            raise value
+        return value
+    number = scorer.score("6+6=", completion, answer, ROW)
+    assert isinstance(number, SupportsFloat)
+    return float(number)
 
 
-def test_right_is_one_and_wrong_is_zero_each_time(case: tuple[Scorer, str, str]) -> None:
+def test_right_is_one_and_wrong_is_zero_each_time(case: tuple[Scorer | GroupScorer, str, str]) -> None:
     scorer, right, wrong = case
     for _ in range(2):
-        assert score(scorer, right) == 1.0
+        assert score(scorer, right) == pytest.approx(1.0, abs=1e-6)
         assert score(scorer, wrong) == 0.0
+
+
+def test_a_group_scores_as_its_completions_do_alone(case: tuple[Scorer | GroupScorer, str, str]) -> None:
+    scorer, right, wrong = case
+    if isinstance(scorer, GroupScorer):
+        together = scorer.score_group("6+6=", [right, wrong, "", right], "12", ROW)
+        alone = [score(scorer, text) for text in (right, wrong, "", right)]
+        assert list(together) == pytest.approx(alone, abs=1e-6)
 
 
 @pytest.mark.parametrize(
     "text", ["", " ", "\x00", "🦆" * 50, "\\frac{1", "$$", "1/0", "####", "\n" * 100, "{}{", "a" * 20_000]
 )
-def test_any_text_gets_a_finite_number(case: tuple[Scorer, str, str], text: str) -> None:
-    assert math.isfinite(score(case[0], text))
+def test_any_text_gets_a_finite_number_or_an_error_that_says_why(
+    case: tuple[Scorer | GroupScorer, str, str], text: str
+) -> None:
+    try:
+        assert math.isfinite(score(case[0], text))
+    except ScoringError as error:
+        assert "more than max_tokens 2048" in str(error) and len(text) > 2048, "only a reward model has a longest text"
 
 
 @pytest.mark.parametrize("name", ["exact", "math"])

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from penstock.services.reward.pool import ScorerPool, component_names
+from penstock.services.reward.pool import ScorerPool
 from penstock.shared.config.reward import RewardConfig
 from penstock.shared.protocol.messages import ScoreRequest
 
@@ -282,8 +282,3 @@ def test_services_run_on_uvloop(user_module: Path) -> None:
 async def test_empty_group() -> None:
     async with open_pool({"type": "exact"}) as pool:
         assert (await pool.score(ask())).rewards == []
-
-
-def test_component_names_are_unique() -> None:
-    config = RewardConfig.parse({"scorers": [{"type": "exact"}, {"type": "exact"}, {"type": "math", "name": "exact"}]})
-    assert component_names(config) == ["exact", "exact_2", "exact_3"]

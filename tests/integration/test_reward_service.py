@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from penstock.shared.protocol.ids import Draw, new_attempt
 from penstock.shared.protocol.jobs import JobRecord, JobStatus
 from penstock.shared.protocol.messages import Heartbeat, ScoreReply, ScoreRequest
 from penstock.shared.protocol.trajectory import Group, decode_group, encode_group, group_headers, parse_group_header
-from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.bus import Bus, Outgoing
 from penstock.shared.transport.server import NatsServer
 
 JOB = "job_reward_test"
@@ -147,6 +148,29 @@ async def test_scorer_that_cannot_be_opened_is_visible_everywhere(bus: Bus) -> N
         assert row["subject"] == subjects.score(JOB)
 
 
+async def test_missing_key_of_a_judge_is_visible_and_fails_every_completion(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    judge = {"type": "judge", "base_url": "http://127.0.0.1:1/v1", "model": "m", "template": "{completion}"}
+    async with run_reward(bus) as service:
+        await put_job(bus, {"scorers": [{**judge, "api_key_env": "NO_SUCH_KEY"}], "timeout_s": 90, "processes": 1})
+        reply = await ask(bus, "4")
+        assert reply.failed == [True]
+        assert "NO_SUCH_KEY of the reward service is not set" in reply.errors[0]
+        assert "NO_SUCH_KEY" in service.status()[JOB]["waiting_for"]
+
+
+async def test_open_scorers_say_what_they_are(bus: Bus) -> None:
+    async with run_reward(bus) as service:
+        await put_job(bus, {"scorers": [{"type": "code", "weight": 2.0}, {"type": "exact"}], "processes": 1})
+        tests = ["assert x == 4"]
+        reply = await ask(bus, "x = 4", "4", tests=tests)
+        assert reply.rewards == [2.0, 1.0]
+        assert reply.parts == {"code": [1.0, 0.0], "exact": [0.0, 1.0]}
+        assert service.status()[JOB]["scorers"]["code"] in {"sandbox: namespaces", "sandbox: landlock"}
+
+
 async def test_slow_groups_move_from_raw_to_experience(bus: Bus, user_module: None) -> None:
     """The group takes longer than its lease: it is extended, so it is scored once."""
     reward = {"scorers": [{"type": "function", "path": "service_scorers:score"}], "slow": True, "timeout_s": 30}
@@ -167,6 +191,25 @@ async def test_slow_groups_move_from_raw_to_experience(bus: Bus, user_module: No
         assert (await bus.stream_state(subjects.EXPERIENCE)).messages == 1
         state = await bus.consumer_state(subjects.RAW, f"reward-{JOB}")
         assert state.redelivered == 0
+
+
+async def test_a_group_above_one_message_is_scored_whole(bus: Bus, user_module: None) -> None:
+    """It comes in parts and goes on in parts; none of them stays behind."""
+    async with run_reward(bus):
+        await put_job(bus, {"scorers": [{"type": "exact"}], "slow": True})
+        group = raw_group("4", "5")
+        large = replace(group, meta={**group.meta, "note": "x" * (9 << 20)})
+        data, header = encode_group(large)
+        await bus.publish_whole([Outgoing(subjects.raw(JOB), data, group_headers(header))])
+        scored = await first_experience(bus)
+        assert scored.rewards.tolist() == [1.0, 0.0]
+        assert scored.meta["note"] == large.meta["note"]
+
+        async def nothing_left() -> bool:
+            return (await bus.stream_state(subjects.RAW)).messages == 0
+
+        await eventually(nothing_left)
+        assert (await bus.stream_state(subjects.EXPERIENCE)).messages == 10
 
 
 async def test_who_asks_again_joins_the_first_request(bus: Bus, user_module: None) -> None:
@@ -192,7 +235,8 @@ async def first_experience(bus: Bus) -> Group:
         finally:
             await reader.aclose()
     header = parse_group_header(message.headers)
-    group = decode_group(message.data)
+    found = await bus.get_whole(subjects.EXPERIENCE, [message.seq])
+    group = decode_group(found[message.seq].data)
     assert (header.draw, header.attempt, header.epoch) == (Draw(3), "a1", 7)
     assert header.rewards == group.rewards.tolist()
     assert header.failed == group.failed.tolist()

@@ -1,27 +1,57 @@
-"""Scorers. Adding one: a config class in ``shared/config/reward.py``, one file here, one line in ``open_scorer``."""
+"""Scorers. Adding one: a config class in ``shared/config/scorers.py``, one file here, one line in ``open_scorer``."""
 
 from __future__ import annotations
 
-from penstock.services.reward.scorers.base import Scorer
+from collections.abc import Callable
+from typing import Any
+
+from penstock.services.reward.scorers.base import Closable, Described, GroupScorer, Scorer
+from penstock.services.reward.scorers.code import Code
 from penstock.services.reward.scorers.exact import Exact
 from penstock.services.reward.scorers.format import Format
 from penstock.services.reward.scorers.function import Function
 from penstock.services.reward.scorers.math import Math
-from penstock.shared.config.reward import ExactScorer, FormatScorer, FunctionScorer, ScorerConfig
+from penstock.shared.config.scorers import (
+    CodeScorer,
+    ExactScorer,
+    FormatScorer,
+    FunctionScorer,
+    HttpScorer,
+    JudgeScorer,
+    MathScorer,
+    RewardModelScorer,
+    ScorerConfig,
+)
 
-__all__ = ["Scorer", "open_scorer"]
+__all__ = ["Closable", "Described", "GroupScorer", "Scorer", "open_scorer"]
+
+_TYPES: dict[type, Callable[[Any], Scorer | GroupScorer]] = {
+    ExactScorer: Exact,
+    FormatScorer: Format,
+    FunctionScorer: Function,
+    MathScorer: Math,
+    CodeScorer: Code,
+}
 
 
-def open_scorer(config: ScorerConfig) -> Scorer:
-    """The scorer of a configuration. Runs code of the user for `function`: call it in a worker process.
+def open_scorer(config: ScorerConfig) -> Scorer | GroupScorer:
+    """The scorer of a configuration. May run code of the user and load a model: call it in a worker process.
 
     Raises:
         ScoringError: the scorer cannot be opened, with what to do.
     """
-    if isinstance(config, ExactScorer):
-        return Exact(config)
-    if isinstance(config, FormatScorer):
-        return Format(config)
-    if isinstance(config, FunctionScorer):
-        return Function(config)
-    return Math(config)
+    if isinstance(config, JudgeScorer | HttpScorer | RewardModelScorer):
+        return _open_group_scorer(config)
+    return _TYPES[type(config)](config)
+
+
+def _open_group_scorer(config: JudgeScorer | HttpScorer | RewardModelScorer) -> GroupScorer:
+    """Imported only where they are used: clients and numpy would double the start of every scorer process."""
+    if isinstance(config, RewardModelScorer):
+        from penstock.services.reward.scorers.reward_model import RewardModel
+
+        return RewardModel(config)
+    from penstock.services.reward.scorers.http import Http
+    from penstock.services.reward.scorers.judge import Judge
+
+    return Judge(config) if isinstance(config, JudgeScorer) else Http(config)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from penstock.shared.errors import ScoringError
 
-__all__ = ["Scorer", "need_answer"]
+__all__ = ["Closable", "Described", "GroupScorer", "Scorer", "need_answer"]
 
 
+@runtime_checkable
 class Scorer(Protocol):
     """Scores one completion. Blocking and single-threaded; whoever calls it can kill the process."""
 
@@ -27,6 +29,37 @@ class Scorer(Protocol):
         Raises:
             Exception: of any kind; it fails the completion.
         """
+
+
+@runtime_checkable
+class GroupScorer(Protocol):
+    """Scores all completions of a prompt at once, for what is cheaper or faster together. Blocking too."""
+
+    def score_group(
+        self, prompt: str, completions: Sequence[str], answer: str | None, row: dict[str, Any]
+    ) -> Sequence[float | ScoringError]:
+        """One score per completion, or why that one has none.
+
+        Raises:
+            Exception: of any kind; it fails all completions.
+        """
+
+
+@runtime_checkable
+class Described(Protocol):
+    """A scorer that has something to say of itself once it is open: a digest, a mechanism, an address."""
+
+    @property
+    def about(self) -> str:
+        """One line, without secrets; shown in the status of the reward service."""
+
+
+@runtime_checkable
+class Closable(Protocol):
+    """A scorer that holds processes or connections."""
+
+    def close(self) -> None:
+        """Let go of them."""
 
 
 def need_answer(answer: str | None, scorer: str) -> str:

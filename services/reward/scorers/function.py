@@ -6,7 +6,7 @@ import importlib
 import sys
 from typing import Any
 
-from penstock.shared.config.reward import FunctionScorer
+from penstock.shared.config.scorers import FunctionScorer
 from penstock.shared.errors import ScoringError
 
 __all__ = ["Function"]

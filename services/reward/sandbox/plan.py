@@ -1,0 +1,53 @@
+"""What the handle, the warden and a run agree on: limits, how to contain, one job, its outcome."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+__all__ = ["READY", "Job", "Mechanism", "Plan", "Verdict"]
+
+Mechanism = Literal["namespaces", "landlock"]
+"""`namespaces`: own mounts, network, process ids, scratch directory; `landlock`: one process, no file changes."""
+
+READY = b"ready\n"
+"""A run writes this once it is contained, before it looks at the program."""
+
+
+class Plan(NamedTuple):
+    """Fixed for the life of a warden."""
+
+    mechanism: Mechanism
+    parent: int
+    """Process id of the handle's process."""
+    readable: list[str]
+    """Directories that a program may read."""
+    packages: list[str]
+    """Directories put on the program's import path after the standard library."""
+    preload: list[str]
+    """Modules that are imported before runs are forked."""
+    cpu_s: int
+    memory_bytes: int
+    scratch_bytes: int
+    max_processes: int
+
+    @property
+    def single(self) -> bool:
+        """A program may not start processes."""
+        return self.max_processes == 1
+
+
+class Job(NamedTuple):
+    """What a run executes. ``steps`` empty: run the program as a script, standard input to standard output."""
+
+    program: str
+    steps: list[dict[str, Any]]
+    nonce: str
+    """Written beside each result of a step; a program that prints results of its own does not know it."""
+
+
+class Verdict(NamedTuple):
+    """How a run ended, by the warden."""
+
+    ending: Literal["exit", "signal", "time"]
+    status: int
+    """Exit status or number of the signal."""

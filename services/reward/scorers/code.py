@@ -1,0 +1,129 @@
+"""Programs against tests, in a sandbox."""
+
+from __future__ import annotations
+
+import math
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.services.reward.sandbox.plan import Job
+from penstock.services.reward.sandbox.sandbox import Sandbox
+from penstock.shared.config.scorers import CodeScorer
+from penstock.shared.data.code_tests import CallTest, StatementTest, StreamTest, parse_tests
+from penstock.shared.errors import DataError, ScoringError
+
+__all__ = ["Code", "equal_values", "program_of"]
+
+_BLOCK = re.compile(
+    r"^[ \t]*```[ \t]*(?P<language>\w*)[^\n]*\n(?P<code>.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE
+)
+_PYTHON = {"", "py", "python", "python3"}
+_FLOAT_TOLERANCE = 1e-9
+
+
+class Code:
+    """1 if the program of a completion passes all tests of the row, or the fraction of them, else 0.
+
+    A program that fails, crashes, takes too long or tries to get out scores 0. A sandbox that fails, fails the
+    completion.
+    """
+
+    def __init__(self, config: CodeScorer) -> None:
+        """Raises ScoringError where nothing on this machine contains programs."""
+        self._config = config
+        self._sandbox = Sandbox(config)
+        self.about = f"sandbox: {self._sandbox.mechanism}"
+
+    def close(self) -> None:
+        """End the sandbox."""
+        self._sandbox.close()
+
+    def score(self, prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
+        """From 0 to 1.
+
+        Raises:
+            ScoringError: the row has no usable tests, or the sandbox failed.
+        """
+        try:
+            tests = parse_tests(row, self._config.tests, "the row")
+        except DataError as error:
+            raise ScoringError(str(error)) from None
+        program = program_of(completion)
+        if not program.strip():
+            return 0.0
+        deadline = time.monotonic() + self._config.time_limit_s
+        steps: list[StatementTest | CallTest] = [test for test in tests if not isinstance(test, StreamTest)]
+        passed = self._passed_steps(program, steps, deadline)
+        done = len(steps)
+        for test in tests:
+            if isinstance(test, StreamTest) and (self._config.partial or passed == done):
+                passed += self._passes(program, test, deadline)
+                done += 1
+        return passed / len(tests) if self._config.partial else float(passed == len(tests))
+
+    def _passed_steps(self, program: str, tests: Sequence[StatementTest | CallTest], deadline: float) -> int:
+        """Statements and calls, one after another in one run."""
+        if not tests:
+            return 0
+        outcome = self._sandbox.run(
+            Job(program, [_step(test) for test in tests], secrets.token_hex(16)), "", _left(deadline)
+        )
+        return sum(
+            isinstance(test, StatementTest) or equal_values(outcome.steps[index], test.returns)
+            for index, test in enumerate(tests)
+            if index in outcome.steps
+        )
+
+    def _passes(self, program: str, test: StreamTest, deadline: float) -> bool:
+        """A run of its own. Expected output stays here: a program cannot look for it."""
+        if time.monotonic() >= deadline:
+            return False
+        outcome = self._sandbox.run(Job(program, [], ""), test.stdin, _left(deadline))
+        return outcome.ok and _lines(outcome.stdout.decode(errors="replace")) == _lines(test.stdout)
+
+
+def program_of(completion: str) -> str:
+    """The last fenced block that is marked as Python or not marked, or the whole text."""
+    blocks = [match["code"] for match in _BLOCK.finditer(completion) if match["language"].lower() in _PYTHON]
+    return blocks[-1] if blocks else completion
+
+
+def equal_values(found: Any, wanted: Any) -> bool:
+    """Equality of JSON values; floats within 1e-9, relative or absolute; ``True`` is not 1."""
+    if isinstance(found, bool) or isinstance(wanted, bool):
+        return found is wanted
+    if isinstance(found, int | float) and isinstance(wanted, int | float):
+        if isinstance(found, int) and isinstance(wanted, int):
+            return found == wanted
+        return math.isclose(_float(found), _float(wanted), rel_tol=_FLOAT_TOLERANCE, abs_tol=_FLOAT_TOLERANCE)
+    if isinstance(found, list) and isinstance(wanted, list):
+        return len(found) == len(wanted) and all(map(equal_values, found, wanted))
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        return found.keys() == wanted.keys() and all(equal_values(found[key], wanted[key]) for key in wanted)
+    return bool(found == wanted)
+
+
+def _float(value: float) -> float:
+    """An integer beyond all floats is as good as infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _step(test: StatementTest | CallTest) -> dict[str, Any]:
+    if isinstance(test, StatementTest):
+        return {"code": test.code}
+    return {"call": test.call, "args": test.args, "kwargs": test.kwargs}
+
+
+def _left(deadline: float) -> float:
+    return max(0.01, deadline - time.monotonic())
+
+
+def _lines(text: str) -> list[str]:
+    """Without blanks at the ends of lines, and empty lines at the end."""
+    return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -1,0 +1,141 @@
+"""A web service that scorers ask: many requests at once, retried while a deadline allows."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import httpx
+
+from penstock.shared.errors import ScoringError
+
+__all__ = ["Call", "Endpoint", "variable"]
+
+_MAX_REPLY_BYTES = 8 << 20
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 8.0
+_QUOTED = 200
+_NOT_TAKEN = {429, 503}
+"""The server says that it did not take the request."""
+_PASSING = {408, 425, 500, 502, 504} | _NOT_TAKEN
+"""May be better next time, where asking twice does no harm."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request body and headers of its own."""
+
+    body: bytes
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+class _Passing(Exception):  # noqa: N818  it says what kind of failure it is
+    """A failure that another attempt may not meet."""
+
+    def __init__(self, text: str, wait_s: float = 0.0) -> None:
+        super().__init__(text)
+        self.wait_s = wait_s
+
+
+class Endpoint:
+    """POSTs JSON to one address. Keeps its event loop and connections between groups."""
+
+    def __init__(
+        self, url: str, headers: dict[str, str], *, concurrency: int, timeout_s: float, repeatable: bool
+    ) -> None:
+        """``repeatable``: asking again is harmless even where the server may have worked on the first request."""
+        self._url, self._repeatable, self._timeout_s = url, repeatable, timeout_s
+        self._runner = asyncio.Runner()
+        self._client = httpx.AsyncClient(
+            headers={"Content-Type": "application/json", **headers},
+            timeout=timeout_s,
+            limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
+        )
+        self._concurrency = concurrency
+
+    def close(self) -> None:
+        """Drop the connections and the loop."""
+        self._runner.run(self._client.aclose())
+        self._runner.close()
+
+    def post_all(self, calls: Sequence[Call], deadline_s: float) -> list[bytes | ScoringError]:
+        """The body of each successful (2xx) reply, or why there is none after ``deadline_s`` at the latest."""
+        return self._runner.run(self._post_all(calls, time.monotonic() + deadline_s))
+
+    async def _post_all(self, calls: Sequence[Call], deadline: float) -> list[bytes | ScoringError]:
+        slots = asyncio.Semaphore(self._concurrency)
+
+        async def post(call: Call) -> bytes | ScoringError:
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()), slots:
+                    return await self._until_answered(call, deadline)
+            except ScoringError as error:
+                return error
+            except TimeoutError:
+                return ScoringError(f"{self._url} did not answer before the deadline")
+
+        return await asyncio.gather(*(post(call) for call in calls))
+
+    async def _until_answered(self, call: Call, deadline: float) -> bytes:
+        pause_s, attempts = _FIRST_PAUSE_S, 0
+        while True:
+            attempts += 1
+            try:
+                return await self._post(call)
+            except _Passing as problem:
+                wait_s = max(problem.wait_s, pause_s * random.uniform(0.5, 1.0))
+                if time.monotonic() + wait_s >= deadline:
+                    raise ScoringError(f"{problem} (attempt {attempts}, the last before the deadline)") from None
+            await asyncio.sleep(wait_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _post(self, call: Call) -> bytes:
+        """One attempt. Raises ScoringError where another is pointless, else _Passing."""
+        try:
+            async with (
+                asyncio.timeout(self._timeout_s),
+                self._client.stream("POST", self._url, content=call.body, headers=call.headers) as reply,
+            ):
+                body = await self._read(reply)
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise _Passing(f"{self._url} cannot be reached: {error or type(error).__name__}") from None
+        except (httpx.HTTPError, TimeoutError) as error:
+            text = f"{self._url} did not answer: {error or type(error).__name__}"
+            raise (_Passing(text) if self._repeatable else ScoringError(text)) from None
+        if reply.is_success:
+            return body
+        text = f"{self._url} answers {reply.status_code}: {body[:_QUOTED].decode(errors='replace')}"
+        if reply.status_code in (_PASSING if self._repeatable else _NOT_TAKEN):
+            raise _Passing(text, _retry_after_s(reply))
+        raise ScoringError(text)
+
+    async def _read(self, reply: httpx.Response) -> bytes:
+        body = bytearray()
+        async for chunk in reply.aiter_bytes():
+            body += chunk
+            if len(body) > _MAX_REPLY_BYTES:
+                raise ScoringError(f"{self._url} answers with more than {_MAX_REPLY_BYTES} bytes")
+        return bytes(body)
+
+
+def variable(name: str, what: str) -> str:
+    """A secret from the environment.
+
+    Raises:
+        ScoringError: the variable is not set in the reward service.
+    """
+    value = os.environ.get(name, "")
+    if not value:
+        raise ScoringError(f"the environment variable {name} of the reward service is not set; {what} needs it")
+    return value
+
+
+def _retry_after_s(reply: httpx.Response) -> float:
+    """Seconds that the server asks for; dates and nonsense count as nothing."""
+    try:
+        return max(0.0, float(reply.headers.get("Retry-After", "0")))
+    except ValueError:
+        return 0.0
