@@ -1,6 +1,6 @@
 """Advantages of whole trajectories, computed over the complete batch.
 
-Shape legend: B = trajectories of the batch.
+Shape legend: B = trajectories of the batch, G = groups.
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["grpo_advantages"]
+from penstock.shared.algorithms.statistics import Moments, whiten
+
+__all__ = ["grpo_advantages", "reinforce_pp_baseline_advantages", "remax_advantages", "rloo_advantages"]
 
 STD_EPSILON = 1e-6
 
@@ -29,19 +31,71 @@ def grpo_advantages(rewards_B: Tensor, groups_B: Tensor, valid_B: Tensor, *, sca
     Returns:
         float32 [B]. A group with a single valid trajectory has no baseline and gets 0.
     """
-    if not len(rewards_B):
-        return torch.zeros(0)
-    num_groups = int(groups_B.max()) + 1
-    valid = valid_B.double()
-    rewards = torch.where(valid_B, rewards_B, 0).double()
-    count = _sum_by_group(valid, groups_B, num_groups)
-    mean = _sum_by_group(rewards, groups_B, num_groups) / count.clamp_min(1)
-    centred_B = (rewards - mean[groups_B]) * valid
-    if scale_by_std:
-        variance = _sum_by_group(centred_B.square(), groups_B, num_groups) / (count - 1).clamp_min(1)
-        centred_B = centred_B / (variance.sqrt()[groups_B] + STD_EPSILON)
+    centred_B, count_B = _centred_by_group(rewards_B, groups_B, valid_B)
+    if scale_by_std and len(rewards_B):
+        variance_B = _sum_by_group(centred_B.square(), groups_B)[groups_B] / (count_B - 1).clamp_min(1)
+        centred_B = centred_B / (variance_B.sqrt() + STD_EPSILON)
     return centred_B.float()
 
 
-def _sum_by_group(values_B: Tensor, groups_B: Tensor, num_groups: int) -> Tensor:
-    return torch.zeros(num_groups, dtype=values_B.dtype, device=values_B.device).index_add_(0, groups_B, values_B)
+def rloo_advantages(rewards_B: Tensor, groups_B: Tensor, valid_B: Tensor) -> Tensor:
+    """Reward less the mean of the *other* trajectories of the group (RLOO, arXiv 2402.14740).
+
+    ``A_i = r_i - Σ_{j≠i} r_j / (n - 1) = n / (n - 1) · (r_i - mean)`` for the n valid trajectories of a group.
+
+    Args, returns: as ``grpo_advantages``.
+    """
+    centred_B, count_B = _centred_by_group(rewards_B, groups_B, valid_B)
+    return (centred_B * (count_B / (count_B - 1).clamp_min(1))).float()
+
+
+def remax_advantages(rewards_B: Tensor, baselines_B: Tensor, valid_B: Tensor) -> Tensor:
+    """``A = r - b`` where b is the reward of the greedy completion of the same prompt (ReMax, arXiv 2310.10505).
+
+    Args:
+        rewards_B: float [B].
+        baselines_B: float [B], reward of the greedy completion for the prompt of each trajectory.
+        valid_B: bool [B]; a trajectory that is not valid gets 0.
+
+    Returns:
+        float32 [B].
+    """
+    return torch.where(valid_B, rewards_B.double() - baselines_B.double(), 0).float()
+
+
+def reinforce_pp_baseline_advantages(rewards_B: Tensor, groups_B: Tensor, valid_B: Tensor, lengths_B: Tensor) -> Tensor:
+    """REINFORCE++ with baseline (arXiv 2501.03262): less the mean of the group, then whitened over the whole batch.
+
+    With ``a = r - mean_group`` it is ``A = (a - mean) / sqrt(var + 1e-8)``, where mean and variance are over all scored
+    tokens of the batch, each of which has the a of its trajectory.
+
+    Args:
+        lengths_B: scored tokens of each trajectory.
+        Others as ``grpo_advantages``.
+
+    Returns:
+        float32 [B].
+    """
+    centred_B, _ = _centred_by_group(rewards_B, groups_B, valid_B)
+    weights_B = torch.where(valid_B, lengths_B, 0).double()
+    over = Moments(
+        float(weights_B.sum()),
+        float((weights_B * centred_B).sum()),
+        float((weights_B * centred_B.square()).sum()),
+    )
+    return whiten(centred_B, valid_B, over)
+
+
+def _centred_by_group(rewards_B: Tensor, groups_B: Tensor, valid_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Reward less the mean of the group (0 where not valid), and the valid trajectories of the group; float64 [B]."""
+    if not len(rewards_B):
+        empty = torch.zeros(0, dtype=torch.float64)
+        return empty, empty
+    count_B = _sum_by_group(valid_B.double(), groups_B)[groups_B]
+    rewards_B = torch.where(valid_B, rewards_B, 0).double()
+    mean_B = _sum_by_group(rewards_B, groups_B)[groups_B] / count_B.clamp_min(1)
+    return torch.where(valid_B, rewards_B - mean_B, 0), count_B
+
+
+def _sum_by_group(values_B: Tensor, groups_B: Tensor) -> Tensor:
+    return values_B.new_zeros(int(groups_B.max()) + 1).index_add_(0, groups_B, values_B)

@@ -1,18 +1,25 @@
 """Entropy of the policy.
 
-Shape legend: M = scored tokens.
+Shape legend: M = scored tokens, V = vocabulary.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-__all__ = ["sampled_entropy"]
+__all__ = ["exact_entropy", "sampled_entropy"]
 
 
 def sampled_entropy(logprobs_M: Tensor) -> Tensor:
     """Monte-Carlo estimate of the mean entropy, in nats: ``-mean log pi`` over tokens that pi itself sampled.
 
-    Unbiased, and free where the log-probs are known anyway.
+    Unbiased, and free where the log-probs are known anyway. A measurement: its gradient is not that of the entropy.
     """
     return -logprobs_M.mean()
+
+
+def exact_entropy(logits_MV: Tensor) -> Tensor:
+    """``-Σ_v pi(v) log pi(v)`` at each token, in nats, [M]; a logit of -inf counts 0."""
+    logprobs_MV = torch.log_softmax(logits_MV, -1)
+    return -torch.where(logprobs_MV.isneginf(), 0, logprobs_MV.exp() * logprobs_MV).sum(-1)

@@ -1,15 +1,19 @@
-"""Estimators of ``KL(pi || pi_ref)`` from tokens sampled by pi (Schulman, "Approximating KL divergence", 2020).
+"""``KL(pi || pi_ref)``: exact, and estimated from tokens sampled by pi (Schulman, "Approximating KL divergence", 2020).
 
-Shape legend: M = scored tokens.
+What each is good for (arXiv 2506.09477): as a *reward* only k1 gives the gradient of the KL, as a *loss* only k2 and
+the exact sum do; k3 as a loss is the usual choice of GRPO and has the gradient of KL(pi_ref || pi).
+
+Shape legend: M = scored tokens, V = vocabulary.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
-__all__ = ["KLEstimator", "k1", "k2", "k3", "kl_estimate"]
+__all__ = ["KLEstimator", "full_kl", "k1", "k2", "k3", "kl_estimate"]
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
@@ -36,3 +40,10 @@ def k3(logprobs_M: Tensor, reference_logprobs_M: Tensor) -> Tensor:
 def kl_estimate(estimator: KLEstimator, logprobs_M: Tensor, reference_logprobs_M: Tensor) -> Tensor:
     """The estimator that is named, for each token."""
     return {"k1": k1, "k2": k2, "k3": k3}[estimator](logprobs_M, reference_logprobs_M)
+
+
+def full_kl(logits_MV: Tensor, reference_logits_MV: Tensor) -> Tensor:
+    """``Σ_v pi(v) · (log pi(v) - log pi_ref(v))`` at each token, in nats, [M]: exact, no sampling noise."""
+    logprobs_MV = torch.log_softmax(logits_MV, -1)
+    difference_MV = logprobs_MV - torch.log_softmax(reference_logits_MV, -1)
+    return torch.where(logprobs_MV.isneginf(), 0, logprobs_MV.exp() * difference_MV).sum(-1)

@@ -1,16 +1,27 @@
 """Policy-gradient losses for each token; aggregation is a separate step.
 
+In each of them ``behaviour_logprobs_M`` is the denominator of the ratio: the policy that sampled the tokens, or a
+recomputed one whose distance to the sampler ``importance`` corrects.
+
 Shape legend: M = scored tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-__all__ = ["PolicyLoss", "clipped_ratio_loss", "log_ratio"]
+__all__ = [
+    "PolicyLoss",
+    "clipped",
+    "clipped_ratio_loss",
+    "dual_clipped_ratio_loss",
+    "log_ratio",
+    "policy_gradient_loss",
+    "weighted",
+]
 
 MAX_LOG_RATIO = 20.0
 """exp of this is still finite in float32 after multiplication with any sensible advantage."""
@@ -22,9 +33,9 @@ class PolicyLoss:
 
     Attributes:
         loss_M: differentiable in the log-probs.
-        ratio_M: pi / pi_behaviour, detached.
-        clipped_low_M: bool, the lower bound cut the gradient (A < 0 and the ratio is below it).
-        clipped_high_M: bool, the upper bound cut the gradient (A > 0 and the ratio is above it).
+        ratio_M: pi / pi_behaviour, detached; of the sequence where the ratio is one of sequences.
+        clipped_low_M: bool, the lower bound acted (cut the gradient, or raised the weight).
+        clipped_high_M: bool, the upper bound acted (cut the gradient, or lowered the weight).
     """
 
     loss_M: Tensor
@@ -36,6 +47,17 @@ class PolicyLoss:
 def log_ratio(logprobs_M: Tensor, behaviour_logprobs_M: Tensor) -> Tensor:
     """``log(pi / pi_behaviour)``, limited to [-20, 20] so that its exponential is finite."""
     return (logprobs_M - behaviour_logprobs_M).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def policy_gradient_loss(logprobs_M: Tensor, behaviour_logprobs_M: Tensor, advantages_M: Tensor) -> PolicyLoss:
+    """``-A log pi`` (REINFORCE, Williams, 1992): the gradient of on-policy data, no ratio and no clip.
+
+    Args:
+        behaviour_logprobs_M: only reported, as the ratio.
+    """
+    never_M = torch.zeros_like(advantages_M, dtype=torch.bool)
+    ratio_M = log_ratio(logprobs_M.detach(), behaviour_logprobs_M).exp()
+    return PolicyLoss(-advantages_M * logprobs_M, ratio_M, never_M, never_M)
 
 
 def clipped_ratio_loss(
@@ -51,7 +73,11 @@ def clipped_ratio_loss(
         advantages_M: of the trajectory each token belongs to.
     """
     ratio_M = log_ratio(logprobs_M, behaviour_logprobs_M).exp()
-    low, high = 1 - clip_low, 1 + clip_high
+    return clipped(ratio_M, advantages_M, low=1 - clip_low, high=1 + clip_high)
+
+
+def clipped(ratio_M: Tensor, advantages_M: Tensor, *, low: float, high: float) -> PolicyLoss:
+    """``max(-A r, -A clip(r, low, high))`` for ratios of tokens or of sequences."""
     loss_M = torch.maximum(-advantages_M * ratio_M, -advantages_M * ratio_M.clamp(low, high))
     ratio_M = ratio_M.detach()
     return PolicyLoss(
@@ -60,3 +86,37 @@ def clipped_ratio_loss(
         clipped_low_M=(advantages_M < 0) & (ratio_M < low),
         clipped_high_M=(advantages_M > 0) & (ratio_M > high),
     )
+
+
+def dual_clipped_ratio_loss(
+    logprobs_M: Tensor,
+    behaviour_logprobs_M: Tensor,
+    advantages_M: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float,
+) -> PolicyLoss:
+    """``clipped_ratio_loss``, and for A < 0 at most ``dual_clip · |A|`` (arXiv 1912.09729).
+
+    A bad token that has become much likelier than when it was sampled no longer gives an unbounded loss.
+
+    Args:
+        dual_clip: bound of the ratio where A < 0, above 1 + clip_high.
+        Others as ``clipped_ratio_loss``.
+    """
+    loss = clipped_ratio_loss(logprobs_M, behaviour_logprobs_M, advantages_M, clip_low=clip_low, clip_high=clip_high)
+    beyond_M = (advantages_M < 0) & (loss.ratio_M > dual_clip)
+    return replace(
+        loss,
+        loss_M=torch.where(beyond_M, -advantages_M * dual_clip, loss.loss_M),
+        clipped_high_M=loss.clipped_high_M | beyond_M,
+    )
+
+
+def weighted(loss: PolicyLoss, weights_M: Tensor) -> PolicyLoss:
+    """The loss of each token times its importance weight, through which no gradient flows.
+
+    A token of weight 0 is left out of the sum; denominators still count it.
+    """
+    return replace(loss, loss_M=loss.loss_M * weights_M.detach())

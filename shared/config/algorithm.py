@@ -1,49 +1,325 @@
-"""One config class per algorithm, told apart by ``type``. A key an algorithm does not use does not exist here."""
+"""One config class per algorithm, told apart by ``type``. A key an algorithm does not use does not exist in its class.
+
+Every class answers the same questions (`group_size`, `aggregation`, `critic`, `dynamic_sampling`, …), either by a key
+or by a property that is fixed for the algorithm, so that services need not ask which algorithm they serve.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from penstock.shared.config.base import StrictModel
+from penstock.shared.config.correction import ImportanceConfig, KLConfig, OverlongPunishment, RewardShaping
+from penstock.shared.config.optimizer import OptimizerConfig
 
-__all__ = ["AlgorithmConfig", "GRPOConfig"]
+__all__ = [
+    "AlgorithmConfig",
+    "CISPOConfig",
+    "CriticConfig",
+    "DAPOConfig",
+    "DrGRPOConfig",
+    "DynamicSampling",
+    "GRPOConfig",
+    "GSPOConfig",
+    "PPOConfig",
+    "REMAXConfig",
+    "RLOOConfig",
+    "ReinforcePPBaselineConfig",
+    "ReinforcePPConfig",
+]
+
+Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 
 
-class GRPOConfig(StrictModel):
-    """Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300, eq. 3 and §4.1.2)."""
+class DynamicSampling(StrictModel):
+    """Groups whose rewards are all equal are replaced by new draws (DAPO, arXiv 2503.14476, eq. 11)."""
 
-    type: Literal["grpo"] = "grpo"
+    max_resampled: float = Field(3.0, ge=0)
+    """At most this many times the groups of a batch are replaced for one batch; beyond it they train as they are."""
+
+
+class CriticConfig(StrictModel):
+    """The value model of PPO: the policy's architecture with a scalar head, started from the policy's weights."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer of the critic."""
+    warmup_updates: int = Field(0, ge=0)
+    """First updates that train the critic alone."""
+    clip: float | None = Field(0.2, gt=0)
+    """A value that has moved this far towards its target in an update gets no further gradient; null: no limit."""
+    huber_delta: float | None = Field(None, gt=0)
+    """Errors beyond this count linearly; null is the squared error."""
+
+
+ChosenAggregation = Annotated[
+    Aggregation,
+    Field(
+        description="Denominator of the loss: tokens of the minibatch, tokens of each sequence then sequences, or "
+        "sequences times max_new_tokens."
+    ),
+]
+DualClip = Annotated[
+    float | None,
+    Field(gt=1, description="Bound of ratio * |A| for negative advantages (arXiv 1912.09729); null: none."),
+]
+ScaleByStd = Annotated[
+    bool, Field(description="Divide advantages by the standard deviation of the group (unbiased, + 1e-6).")
+]
+Resampling = Annotated[
+    DynamicSampling | None,
+    Field(description="Replace groups without signal by new draws; null trains on them as drawn."),
+]
+Discount = Annotated[float, Field(gt=0, le=1, description="Discount of each scored token.")]
+
+
+class _Algorithm(StrictModel):
+    smallest: ClassVar[int] = 2
+    """Fewest trajectories with which a group has a baseline."""
+
     group_size: int = Field(8, ge=2)
-    """Completions of each prompt, G."""
-    min_group: int | None = Field(None, ge=2)
-    """A group with fewer trajectories that did not fail is dropped and redrawn; default: group_size / 2, at least 2."""
-    scale_by_std: bool = True
-    """Divide by the group's standard deviation (unbiased, + 1e-6); false is Dr. GRPO's advantage (arXiv 2503.20783)."""
+    """Sampled completions of each prompt, G."""
+    min_group: int | None = Field(None, ge=1)
+    """A group with fewer trajectories that did not fail is dropped and redrawn; default: half of group_size."""
     clip_low: float = Field(0.2, gt=0, lt=1)
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: float = Field(0.2, gt=0)
     """The ratio is clipped above at 1 + clip_high."""
-    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """Denominator of the loss: tokens of the minibatch, tokens of each sequence then sequences, or max_new_tokens."""
-    kl_coef: float = Field(0.0, ge=0)
-    """Weight of KL(policy || initial policy) in the loss; 0 keeps no reference model."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of that KL (Schulman, 2020)."""
+    proximal: Literal["behaviour", "recomputed"] = "behaviour"
+    """Denominator of the ratio: log-probs of the sampler, or of the trainer's weights at the start of the update."""
+    importance: ImportanceConfig | None = None
+    """Correction of recomputed against sampled log-probs; needs `proximal: recomputed`. null: weights of 1."""
+    kl: KLConfig | None = None
+    """KL to a reference policy; null keeps no reference model."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
+    shaping: RewardShaping = RewardShaping()
+    """What happens to rewards before advantages."""
+    overlong_punishment: OverlongPunishment | None = None
+    """Soft punishment of long completions; null: none."""
+    overlong_filter: bool = False
+    """Leave completions that hit the token limit out of the loss and its denominators (statistics keep them)."""
 
     @model_validator(mode="after")
-    def _min_group_fits(self) -> GRPOConfig:
-        if self.min_group is not None and self.min_group > self.group_size:
-            raise ValueError(f"min_group {self.min_group} is larger than group_size {self.group_size}")
+    def _min_group_fits(self) -> _Algorithm:
+        if self.min_group is not None and not self.smallest <= self.min_group <= self.group_size:
+            raise ValueError(f"min_group {self.min_group} must lie in {self.smallest}..group_size ({self.group_size})")
+        return self
+
+    @model_validator(mode="after")
+    def _importance_has_two_policies(self) -> _Algorithm:
+        if self.importance is not None and self.proximal == "behaviour":
+            raise ValueError(
+                "importance corrects recomputed against sampled log-probs and needs 'proximal: recomputed': with "
+                "'proximal: behaviour' the ratio itself is that correction"
+            )
         return self
 
     @property
     def smallest_group(self) -> int:
         """Fewest trajectories with which a group still trains."""
-        return self.min_group if self.min_group is not None else max(2, self.group_size // 2)
+        return self.min_group if self.min_group is not None else max(self.smallest, self.group_size // 2)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a frozen reference policy is kept."""
+        return self.kl is not None
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether a value model is trained beside the policy."""
+        return False
+
+    @property
+    def greedy_baseline(self) -> bool:
+        """Whether each group holds one more completion, decoded greedily, whose reward is the baseline."""
+        return False
 
 
-AlgorithmConfig = GRPOConfig
+class _CriticFree(_Algorithm):
+    @property
+    def critic(self) -> CriticConfig | None:
+        """None: the baseline is not learnt."""
+        return None
+
+
+class _Alone(_CriticFree):
+    smallest: ClassVar[int] = 1
+
+    group_size: int = Field(1, ge=1)
+    """Sampled completions of each prompt."""
+
+    @property
+    def dynamic_sampling(self) -> DynamicSampling | None:
+        """None: equal rewards of a group are no lack of signal."""
+        return None
+
+
+class GRPOConfig(_CriticFree):
+    """Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300, eq. 3 and §4.1.2)."""
+
+    type: Literal["grpo"] = "grpo"
+    scale_by_std: ScaleByStd = True
+    aggregation: ChosenAggregation = "token_mean"
+    dual_clip: DualClip = None
+    dynamic_sampling: Resampling = None
+
+
+class DrGRPOConfig(_CriticFree):
+    """GRPO without its two biases (arXiv 2503.20783): no division by the deviation, a constant as denominator."""
+
+    type: Literal["dr_grpo"] = "dr_grpo"
+    dual_clip: DualClip = None
+    dynamic_sampling: Resampling = None
+
+    @property
+    def scale_by_std(self) -> bool:
+        """False: the deviation weighs prompts by their difficulty."""
+        return False
+
+    @property
+    def aggregation(self) -> Aggregation:
+        """The constant is max_new_tokens: a mean over the sequence favours long wrong answers."""
+        return "constant"
+
+
+class DAPOConfig(_CriticFree):
+    """Decoupled clip and dynamic sampling (arXiv 2503.14476): clip-higher, token-level loss, soft punishment."""
+
+    type: Literal["dapo"] = "dapo"
+    clip_high: float = Field(0.28, gt=0)
+    """The ratio is clipped above at 1 + clip_high."""
+    dual_clip: DualClip = None
+    dynamic_sampling: Resampling = DynamicSampling()
+    overlong_punishment: OverlongPunishment | None = OverlongPunishment()
+    """Soft punishment of long completions; null: none."""
+
+    @property
+    def scale_by_std(self) -> bool:
+        """True, as in the paper (eq. 9)."""
+        return True
+
+    @property
+    def aggregation(self) -> Aggregation:
+        """Every token weighs the same (eq. 8)."""
+        return "token_mean"
+
+
+class RLOOConfig(_CriticFree):
+    """REINFORCE with the mean of the other completions as baseline (arXiv 2402.14740)."""
+
+    type: Literal["rloo"] = "rloo"
+    aggregation: ChosenAggregation = "token_mean"
+    dual_clip: DualClip = None
+    dynamic_sampling: Resampling = None
+
+
+class ReinforcePPConfig(_Alone):
+    """REINFORCE++ (arXiv 2501.03262): discounted returns, normalised over all tokens of the batch."""
+
+    type: Literal["reinforce_pp"] = "reinforce_pp"
+    gamma: Discount = 1.0
+    aggregation: ChosenAggregation = "token_mean"
+    dual_clip: DualClip = None
+
+
+class ReinforcePPBaselineConfig(_CriticFree):
+    """REINFORCE++ with baseline (arXiv 2501.03262): less the mean of the group, then normalised over the batch."""
+
+    type: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
+    aggregation: ChosenAggregation = "token_mean"
+    dual_clip: DualClip = None
+    dynamic_sampling: Resampling = None
+
+
+class REMAXConfig(_Alone):
+    """REINFORCE with the reward of the greedy completion as baseline (ReMax, arXiv 2310.10505)."""
+
+    type: Literal["remax"] = "remax"
+    aggregation: ChosenAggregation = "token_mean"
+    dual_clip: DualClip = None
+
+    @property
+    def greedy_baseline(self) -> bool:
+        """True: group_size does not count it."""
+        return True
+
+
+class PPOConfig(_Algorithm):
+    """Proximal Policy Optimization with a critic (arXiv 1707.06347; GAE: arXiv 1506.02438)."""
+
+    smallest: ClassVar[int] = 1
+
+    type: Literal["ppo"] = "ppo"
+    group_size: int = Field(1, ge=1)
+    """Sampled completions of each prompt."""
+    gamma: Discount = 1.0
+    lam: float = Field(1.0, ge=0, le=1)
+    """λ of GAE: 0 trusts the critic, 1 uses whole returns."""
+    normalise_advantages: bool = True
+    """Mean 0 and deviation 1 over all scored tokens of the batch."""
+    critic: CriticConfig = CriticConfig()
+    """The value model."""
+    aggregation: ChosenAggregation = "token_mean"
+    dual_clip: DualClip = None
+
+    @property
+    def needs_critic(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def dynamic_sampling(self) -> DynamicSampling | None:
+        """None: equal rewards of a group are no lack of signal."""
+        return None
+
+
+class GSPOConfig(_CriticFree):
+    """Group Sequence Policy Optimization (arXiv 2507.18071, eq. 5-7): one ratio for each sequence."""
+
+    type: Literal["gspo"] = "gspo"
+    clip_low: float = Field(3e-4, gt=0, lt=1)
+    """The length-normalised ratio is clipped below at 1 - clip_low."""
+    clip_high: float = Field(4e-4, gt=0)
+    """The length-normalised ratio is clipped above at 1 + clip_high."""
+    scale_by_std: ScaleByStd = True
+    dynamic_sampling: Resampling = None
+
+    @property
+    def aggregation(self) -> Aggregation:
+        """Mean over the tokens of each sequence: the loss of a sequence is its ratio times its advantage."""
+        return "sequence_mean"
+
+
+class CISPOConfig(_CriticFree):
+    """Clipped importance weights, no token loses its gradient (MiniMax-M1, arXiv 2506.13585, eq. 4-5)."""
+
+    type: Literal["cispo"] = "cispo"
+    clip_low: float = Field(1.0, gt=0, le=1)
+    """The weight is at least 1 - clip_low; 1 is no lower bound."""
+    clip_high: float = Field(4.0, gt=0)
+    """The weight is at most 1 + clip_high."""
+    scale_by_std: ScaleByStd = True
+    aggregation: ChosenAggregation = "token_mean"
+    dynamic_sampling: Resampling = None
+
+
+def _grpo_unless_named(data: Any) -> Any:
+    return {"type": "grpo", **data} if isinstance(data, dict) else data
+
+
+AlgorithmConfig = Annotated[
+    GRPOConfig
+    | DrGRPOConfig
+    | DAPOConfig
+    | RLOOConfig
+    | ReinforcePPConfig
+    | ReinforcePPBaselineConfig
+    | REMAXConfig
+    | PPOConfig
+    | GSPOConfig
+    | CISPOConfig,
+    Field(discriminator="type"),
+    BeforeValidator(_grpo_unless_named),
+]

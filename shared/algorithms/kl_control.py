@@ -1,0 +1,24 @@
+"""A KL coefficient that follows a target."""
+
+from __future__ import annotations
+
+__all__ = ["adapt_kl_coef"]
+
+MAX_ERROR = 0.2
+
+
+def adapt_kl_coef(coef: float, kl: float, *, target: float, horizon: float, num_sequences: int) -> float:
+    """``coef · (1 + clip(kl / target - 1, -0.2, 0.2) · num_sequences / horizon)`` (arXiv 1909.08593, §2.2).
+
+    Args:
+        coef: coefficient of the update just made.
+        kl: mean KL per sequence of that update, in nats, over the whole batch.
+        target: KL per sequence to steer to, in nats.
+        horizon: sequences after which a full error has changed the coefficient by a fifth.
+        num_sequences: sequences of that update.
+
+    Returns:
+        The coefficient of the next update; never negative.
+    """
+    error = min(max(kl / target - 1, -MAX_ERROR), MAX_ERROR)
+    return max(0.0, coef * (1 + error * num_sequences / horizon))

@@ -1,0 +1,64 @@
+"""Mean and deviation over a whole batch, from sums that ranks and runs can add up.
+
+Shape legend: N = any elements.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Moments", "moments", "whiten"]
+
+VARIANCE_EPSILON = 1e-8
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Count, sum and sum of squares. Adding the moments of parts gives the moments of the whole.
+
+    The sums are float64: relative to the variance an offset of c deviations costs about c² · 1e-16.
+    """
+
+    count: float = 0.0
+    total: float = 0.0
+    total_squares: float = 0.0
+
+    def __add__(self, other: Moments) -> Moments:
+        """The moments of both."""
+        return Moments(
+            count=self.count + other.count,
+            total=self.total + other.total,
+            total_squares=self.total_squares + other.total_squares,
+        )
+
+    @property
+    def mean(self) -> float:
+        """Mean; 0 of nothing."""
+        return self.total / self.count if self.count else 0.0
+
+    @property
+    def variance(self) -> float:
+        """Unbiased variance; 0 of fewer than two."""
+        if self.count <= 1:
+            return 0.0
+        return max(0.0, (self.total_squares - self.total * self.mean) / (self.count - 1))
+
+
+def moments(values_N: Tensor, mask_N: Tensor) -> Moments:
+    """Moments of the values where ``mask_N`` is not 0; what stands elsewhere, NaN included, does not matter."""
+    chosen = values_N.detach()[mask_N.bool()].double()
+    return Moments(float(len(chosen)), float(chosen.sum()), float(chosen.square().sum()))
+
+
+def whiten(values_N: Tensor, mask_N: Tensor, over: Moments) -> Tensor:
+    """``(v - mean) / sqrt(variance + 1e-8)`` with the moments of the whole batch, float32; 0 where ``mask_N`` is 0.
+
+    Args:
+        over: moments of the whole batch, not of the part that a rank holds.
+    """
+    scaled_N = (values_N.detach().double() - over.mean) / math.sqrt(over.variance + VARIANCE_EPSILON)
+    return torch.where(mask_N.bool(), scaled_N, 0).float()

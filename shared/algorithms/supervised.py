@@ -1,0 +1,52 @@
+"""Losses for answers that somebody else gave: to be imitated, or compared.
+
+Shape legend: M = scored tokens, S = sequences, P = pairs of a chosen and a rejected answer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+__all__ = ["dpo_loss", "sequence_logprobs", "supervised_loss"]
+
+
+def supervised_loss(logprobs_M: Tensor) -> Tensor:
+    """``-log pi`` of each token of a demonstration, [M]; aggregation is a separate step."""
+    return -logprobs_M
+
+
+def sequence_logprobs(logprobs_M: Tensor, rows_M: Tensor, *, num_rows: int, normalise: bool) -> Tensor:
+    """Log-prob of each whole sequence, [S]: the sum over its tokens, or with ``normalise`` their mean.
+
+    Args:
+        rows_M: int64, sequence that each token belongs to, below ``num_rows``. One without tokens gets 0.
+    """
+    sums_S = logprobs_M.new_zeros(num_rows).index_add(0, rows_M, logprobs_M)
+    if not normalise:
+        return sums_S
+    return sums_S / torch.bincount(rows_M, minlength=num_rows).clamp_min(1)
+
+
+def dpo_loss(
+    chosen_P: Tensor,
+    rejected_P: Tensor,
+    reference_chosen_P: Tensor,
+    reference_rejected_P: Tensor,
+    *,
+    beta: float,
+    label_smoothing: float,
+) -> Tensor:
+    """``-(1 - ε) log σ(h) - ε log σ(-h)``, [P] (DPO, arXiv 2305.18290, eq. 7; ε: Mitchell, 2023).
+
+    ``h = beta · ((log pi(chosen) - log ref(chosen)) - (log pi(rejected) - log ref(rejected)))``.
+
+    Args:
+        chosen_P, rejected_P: of the policy, from ``sequence_logprobs``; normalised ones let long answers weigh no more
+            than short ones.
+        beta: how strongly the reference holds.
+        label_smoothing: ε in [0, 0.5), probability that a pair is labelled the wrong way round.
+    """
+    h_P = beta * ((chosen_P - reference_chosen_P) - (rejected_P - reference_rejected_P))
+    return -(1 - label_smoothing) * logsigmoid(h_P) - label_smoothing * logsigmoid(-h_P)

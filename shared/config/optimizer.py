@@ -1,0 +1,34 @@
+"""Optimizers and their learning-rate schedules."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from penstock.shared.config.base import StrictModel
+
+__all__ = ["OptimizerConfig"]
+
+
+class OptimizerConfig(StrictModel):
+    """AdamW and its learning-rate schedule."""
+
+    type: Literal["adamw", "adamw_8bit"] = "adamw"
+    """`adamw_8bit` keeps the moments in 8 bits (needs bitsandbytes; backend `local` only): 2 bytes a weight, not 8."""
+    learning_rate: float = Field(1e-4, gt=0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Adam's decay rates."""
+    eps: float = Field(1e-8, gt=0)
+    """Adam's epsilon."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay of matrices; norms, biases and embeddings are not decayed."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are clipped to this global norm."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the decay after warmup, over max_updates."""
+    warmup_updates: int = Field(0, ge=0)
+    """Updates of linear warmup."""
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """The schedule ends at this fraction of the peak."""

@@ -1,0 +1,134 @@
+"""Algorithms in the job file: what each answers, and what each refuses."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+
+from penstock.shared.config.algorithm import AlgorithmConfig
+from penstock.shared.config.job import JobConfig
+from penstock.shared.errors import ConfigError
+
+TYPES = [model.model_fields["type"].default for model in get_args(get_args(AlgorithmConfig)[0])]
+
+
+def algorithm(**keys: Any) -> AlgorithmConfig:
+    return JobConfig.parse(
+        {
+            "name": "tiny",
+            "model": {"config": {}, "tokenizer": "char"},
+            "data": {"train": {"type": "addition"}},
+            "reward": {"scorers": [{"type": "exact"}]},
+            "train": {"batch_size": 32, "max_updates": 1},
+            **({"algorithm": keys} if keys else {}),
+        }
+    ).algorithm
+
+
+def test_all_algorithms_are_there() -> None:
+    assert TYPES == [
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "rloo",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "remax",
+        "ppo",
+        "gspo",
+        "cispo",
+    ]
+
+
+def test_without_a_type_it_is_grpo() -> None:
+    assert algorithm().type == "grpo"
+    assert algorithm(group_size=4).type == "grpo"
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_every_algorithm_answers_the_same_questions(name: str) -> None:
+    config = algorithm(type=name)
+    assert config.type == name
+    assert 1 <= config.smallest_group <= config.group_size
+    assert config.aggregation in ("token_mean", "sequence_mean", "constant")
+    assert config.needs_critic == (config.critic is not None) == (name == "ppo")
+    assert config.greedy_baseline == (name == "remax")
+    assert (config.dynamic_sampling is not None) == (name == "dapo")
+    assert (config.overlong_punishment is not None) == (name == "dapo")
+    assert not config.needs_reference
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("dr_grpo", "constant"), ("dapo", "token_mean"), ("gspo", "sequence_mean")]
+)
+def test_what_an_algorithm_fixes_cannot_be_chosen(name: str, value: str) -> None:
+    assert algorithm(type=name).aggregation == value
+    with pytest.raises(ConfigError, match=rf"algorithm\.{name}\.aggregation: unknown key"):
+        algorithm(type=name, aggregation=value)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("gspo", "dual_clip"),
+        ("cispo", "dual_clip"),
+        ("rloo", "scale_by_std"),
+        ("dr_grpo", "scale_by_std"),
+        ("grpo", "lam"),
+        ("grpo", "gamma"),
+        ("grpo", "critic"),
+        ("ppo", "dynamic_sampling"),
+        ("remax", "dynamic_sampling"),
+        ("reinforce_pp", "lam"),
+    ],
+)
+def test_a_key_that_an_algorithm_does_not_use_is_refused(name: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"algorithm\.{name}\.{key}: unknown key"):
+        algorithm(type=name, **{key: 1})
+
+
+@pytest.mark.parametrize("name", ["ppo", "remax", "reinforce_pp"])
+def test_a_group_of_one(name: str) -> None:
+    assert algorithm(type=name, group_size=1).smallest_group == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"type": "grp"}, "does not match any of the expected tags: 'grpo', 'dr_grpo'"),
+        ({"clip_hihg": 0.3}, "did you mean 'clip_high'"),
+        ({"type": "rloo", "group_size": 1}, "greater than or equal to 2"),
+        ({"group_size": 4, "min_group": 5}, r"must lie in 2\.\.group_size \(4\)"),
+        ({"group_size": 4, "min_group": 1}, r"must lie in 2\.\.group_size \(4\)"),
+        ({"kl": {"coef": 0.1, "estimator": "k1"}}, "k1 has no gradient in the loss"),
+        ({"kl": {"coef": 0.1, "place": "reward", "estimator": "full"}}, "full is a term of the loss"),
+        ({"kl": {"coef": 0}}, "greater than 0"),
+        ({"importance": {"type": "tis"}}, "needs 'proximal: recomputed'"),
+        ({"proximal": "recomputed", "importance": {"type": "tis", "low": 0.5}}, "unknown key"),
+        ({"proximal": "recomputed", "importance": {"type": "icepop", "low": 2.0}}, "less than 1"),
+        ({"shaping": {"clip": [1.0, -1.0]}}, "smaller bound first"),
+        ({"overlong_punishment": {"buffer": 1.5}}, "less than or equal to 1"),
+        ({"dual_clip": 1.0}, "greater than 1"),
+    ],
+)
+def test_what_is_wrong_is_said(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        algorithm(**keys)
+
+
+def test_kl_in_the_reward_is_k1_unless_said() -> None:
+    in_reward = algorithm(kl={"coef": 0.1, "place": "reward"})
+    assert in_reward.kl is not None
+    assert in_reward.kl.estimator == "k1"
+    in_loss = algorithm(kl={"coef": 0.1})
+    assert in_loss.kl is not None
+    assert in_loss.kl.estimator == "k3"
+    assert in_loss.needs_reference
+
+
+def test_defaults_of_the_papers() -> None:
+    dapo, gspo, cispo = (algorithm(type=name) for name in ("dapo", "gspo", "cispo"))
+    assert (dapo.clip_low, dapo.clip_high) == (0.2, 0.28)
+    assert (gspo.clip_low, gspo.clip_high) == (3e-4, 4e-4)
+    assert (cispo.clip_low, cispo.clip_high) == (1.0, 4.0)
