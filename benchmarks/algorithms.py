@@ -1,8 +1,8 @@
 """Learning curves of every algorithm that ships as a job file in ``examples/algorithms``, three seeds each.
 
-    python benchmarks/algorithms.py [--algorithms grpo ppo ...] [--seeds 3] [--parallel 2] [--out docs/results/algorithms]
+    python benchmarks/algorithms.py [--algorithms grpo ...] [--seeds 3] [--parallel 2] [--out STEM]
 
-Each run goes through the services and stops at the goal of its job file (``train.stop_at_reward``) or at its limit. The
+Each run goes through the services and stops at the goal of its job file (``early_stop``) or at its limit. The
 target: every seed of every algorithm reaches a mean sampled reward of 0.9 over ten updates within ``--budget`` samples.
 ``--out STEM`` writes STEM.json and STEM.png.
 """

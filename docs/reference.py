@@ -18,11 +18,13 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
+from typer.core import TyperGroup
 from typer.main import get_group
 
 from penstock.cli.app import app
 from penstock.shared import errors
 from penstock.shared.config import JobConfig, ServiceSettings
+from penstock.shared.config.evaluation_job import EvaluationJob
 
 __all__ = ["TABLES", "commands", "environment", "error_tree", "job_file", "render"]
 
@@ -55,6 +57,14 @@ def job_file() -> str:
     return "\n\n".join(_section(path, model) for path, model in _sections(JobConfig, "", set()))
 
 
+def evaluation_job() -> str:
+    """The sections of an evaluation job that a training job does not have."""
+    seen: set[type] = set()
+    list(_sections(JobConfig, "", seen))
+    text = "\n\n".join(_section(path, model) for path, model in _sections(EvaluationJob, "", seen))
+    return re.sub(r"^## (.*)$", r"## \1 of an evaluation job", text, flags=re.MULTILINE)
+
+
 def error_tree() -> str:
     """The tree of errors, as drawn in shared/errors.py."""
     tree = (errors.__doc__ or "").partition("::\n\n")[2].partition("\n\n")[0]
@@ -63,18 +73,24 @@ def error_tree() -> str:
 
 def commands() -> str:
     """One row per command of the command line."""
-    rows = ["| command | does | options |", "|---|---|---|"]
-    for name, command in get_group(app).commands.items():
+    return "\n".join(["| command | does | options |", "|---|---|---|", *_commands("penstock", get_group(app))])
+
+
+def _commands(prefix: str, group: TyperGroup) -> Iterator[str]:
+    for name, command in group.commands.items():
+        if isinstance(command, TyperGroup):
+            yield from _commands(f"{prefix} {name}", command)
+            continue
         options = [f"`{max(p.opts, key=len)}`" for p in command.params if p.param_type_name == "option"]
         places = [str(p.name).upper() for p in command.params if p.param_type_name == "argument"]
-        rows.append(f"| `{' '.join(['penstock', name, *places])}` | {_text(command.help)} | {', '.join(options)} |")
-    return "\n".join(rows)
+        yield f"| `{' '.join([prefix, name, *places])}` | {_text(command.help)} | {', '.join(options)} |"
 
 
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "environment": ("operations.md", environment),
     "commands": ("cli.md", commands),
     "job": ("job-file.md", job_file),
+    "evaluation-job": ("job-file.md", evaluation_job),
     "errors": ("architecture.md", error_tree),
 }
 """Marker -> page and what writes it."""

@@ -9,7 +9,8 @@
     │   └── FrameError                  a tensor frame is malformed
     ├── DeadlineError (TimeoutError)    a wait ran out; says what it waited for
     ├── Unavailable (ConnectionError)   a service or the bus does not answer
-    │   └── StreamFull                  the stream's byte budget is used up: back off and retry
+    │   ├── StreamFull                  the stream's byte budget is used up: back off and retry
+    │   └── RankLost                    another process of the same trainer died or hangs: all of them start over
     ├── Fenced                          somebody with a higher epoch took over: step down, write nothing
     ├── Conflict                        the state does not allow it (HTTP 409)
     ├── NotFound (KeyError)             no such job, message or checkpoint
@@ -33,6 +34,7 @@ __all__ = [
     "NotFound",
     "PenstockError",
     "ProtocolError",
+    "RankLost",
     "ScoringError",
     "StreamFull",
     "Unavailable",
@@ -70,6 +72,10 @@ class Unavailable(PenstockError, ConnectionError):  # noqa: N818
 
 class StreamFull(Unavailable):
     """A stream refused a message because its byte budget is used up (back-pressure)."""
+
+
+class RankLost(Unavailable):
+    """A rank of the trainer died or does not answer; what the ranks did together cannot go on."""
 
 
 class Fenced(PenstockError):  # noqa: N818

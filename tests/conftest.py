@@ -1,11 +1,13 @@
-"""A real NATS server and a bus with all streams, for every test that needs one."""
+"""A real NATS server and a bus with all streams, and processes that are ranks, for every test that needs them."""
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,3 +41,16 @@ async def bus(nats_server: NatsServer) -> AsyncIterator[Bus]:
     async with await Bus.connect(nats_server.url, name="test") as connected:
         await connected.ensure_streams(experience_bytes=EXPERIENCE_BYTES, stream_bytes=STREAM_BYTES)
         yield connected
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Any]:
+    """A ``RankPool``: ``ranks.run(2, function, *args)`` calls ``function(world, *args)`` on two gloo ranks."""
+    spec = importlib.util.spec_from_file_location("rank_pool", Path(__file__).with_name("rank_pool.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    pool = module.RankPool()
+    yield pool
+    pool.close()

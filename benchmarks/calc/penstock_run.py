@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from calc.curve import Curve
 from service_run import run_job
 
+from calc.curve import Curve
 from penstock.shared.config.job import JobConfig
 
 __all__ = ["run_arm"]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.ledger import NO_SIGNAL, LedgerState
 from penstock.shared.config.job import JobConfig
-from penstock.shared.protocol.events import BatchSealed, BatchTrained, Event, LineageForked, SealedGroup
+from penstock.shared.protocol.events import BatchSealed, BatchTrained, Dropped, Event, LineageForked, SealedGroup
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.trajectory import Group
 
@@ -25,6 +25,8 @@ CHECKS = {
     "digests": "stored groups hash to what the ledger sealed",
     "spans": "version spans cover every token and agree with what the gate saw",
     "finite": "every log-prob and reward that was trained is finite",
+    "resampling": "no more groups without signal were replaced than algorithm.dynamic_sampling allows",
+    "snapshots": "each snapshot equals the fold of the entries that it covers",
 }
 
 
@@ -39,6 +41,7 @@ class Audit:
     groups_gone: int = 0
     tokens_checked: int = 0
     max_lag_seen: int = 0
+    snapshots_checked: int = 0
 
     def find(self, check: str, text: str) -> None:
         """Note a violation."""
@@ -51,6 +54,7 @@ class Audit:
             "lag bound": f"largest lag {self.max_lag_seen}",
             "digests": f"{self.groups_checked} groups read, {self.groups_gone} purged after a checkpoint",
             "finite": f"{self.tokens_checked} tokens",
+            "snapshots": f"{self.snapshots_checked} equal the fold",
         }
         checks = [
             {"name": name, "ok": name not in self.violations, "detail": detail.get(name, text)}
@@ -72,21 +76,42 @@ class Audit:
         }
 
 
-def audit_ledger(entries: Iterable[list[Event]], config: JobConfig) -> Audit:
-    """Fold the ledger and check every decision on the way."""
+def audit_ledger(
+    entries: Sequence[list[Event]], config: JobConfig, snapshots: Mapping[int, LedgerState] | None = None
+) -> Audit:
+    """Fold the ledger and check every decision on the way, and each of ``snapshots``.
+
+    Those stand under the number of entries that they cover; 0: they name an entry that the ledger does not have.
+    """
     audit = Audit()
     sealed: dict[int, BatchSealed] = {}
-    for event in (event for entry in entries for event in entry):
-        before = audit.state.version
+    if snapshots and 0 in snapshots:
+        audit.find("snapshots", "one covers an entry that the ledger does not have")
+    for count, entry in enumerate(entries, 1):
         try:
-            audit.state.apply(event)
+            _audit_entry(audit, entry, config, sealed)
         except (AssertionError, KeyError) as error:
-            audit.find("ledger equation", f"{type(event).__name__}: {error!r}")
+            audit.find("ledger equation", f"entry {count}: {error!r}")
             return audit
+        snapshot = (snapshots or {}).get(count)
+        if snapshot is not None:
+            audit.snapshots_checked += 1
+            if snapshot != audit.state:
+                audit.find("snapshots", f"the one after entry {count} is not the fold of the entries up to there")
+    _check_once(audit)
+    return audit
+
+
+def _audit_entry(audit: Audit, entry: list[Event], config: JobConfig, sealed: dict[int, BatchSealed]) -> None:
+    for event in entry:
+        before = audit.state.version
+        audit.state.apply(event)
         match event:
             case BatchSealed():
                 sealed[event.number] = event
                 _check_lag(audit, event, config.train.max_lag)
+            case Dropped() if event.reason == NO_SIGNAL:
+                _check_resampling(audit, config)
             case BatchTrained():
                 if event.version != before + 1:
                     audit.find("version monotone", f"batch {event.number} made {event.version} after {before}")
@@ -97,8 +122,6 @@ def audit_ledger(entries: Iterable[list[Event]], config: JobConfig) -> Audit:
                 audit.trained = {n: b for n, b in audit.trained.items() if n < event.from_batch}
             case _:
                 pass
-    _check_once(audit)
-    return audit
 
 
 def _check_lag(audit: Audit, batch: BatchSealed, max_lag: int) -> None:
@@ -109,6 +132,13 @@ def _check_lag(audit: Audit, batch: BatchSealed, max_lag: int) -> None:
             audit.find("lag bound", f"batch {batch.number}: draw {group.draw} has lag {lag} > {max_lag}")
         if group.max_version > batch.start_version:
             audit.find("spans", f"batch {batch.number}: draw {group.draw} is newer than the policy that trained it")
+
+
+def _check_resampling(audit: Audit, config: JobConfig) -> None:
+    dynamic, found = config.algorithm.dynamic_sampling, audit.state.resampled
+    bound = 0 if dynamic is None else int(dynamic.max_resampled * config.groups_per_batch)
+    if found > bound:
+        audit.find("resampling", f"{found} groups were replaced for batch {audit.state.next_number}, {bound} may be")
 
 
 def _check_once(audit: Audit) -> None:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterable, Sequence
 
 from penstock.services.coordinator.run import Effects, JobRun
-from penstock.shared.errors import NotFound, Unavailable
+from penstock.shared.errors import NotFound, ProtocolError, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
+from penstock.shared.protocol.events import BatchRefused, Event
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.messages import BatchManifest, Ticket
-from penstock.shared.transport.bus import Bus, Outgoing
+from penstock.shared.protocol.messages import DRAW_HEADER, BatchManifest, Ticket
+from penstock.shared.protocol.parts import count_of
+from penstock.shared.transport.bus import MSG_ID, Bus, Message, Outgoing
 
 __all__ = ["Carrier"]
 
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.2
+MAX_REASON = 500
 
 
 class Carrier:
@@ -35,8 +39,7 @@ class Carrier:
             self.sealed_at = time.time()
         if effects.tickets:
             await self.publish_tickets([self._ticket(run, draw) for draw in effects.tickets])
-        for seq in effects.delete:
-            await self.delete(seq)
+        await self.delete(effects.delete)
         if effects.purge_below is not None:
             await self.bus.purge(subjects.EXPERIENCE, subjects.experience(self.job), below_seq=effects.purge_below)
 
@@ -64,7 +67,9 @@ class Carrier:
         """Publish tickets, all or none; waits while the bus is away."""
         subject = subjects.tickets(self.job)
         outgoing = [
-            Outgoing(subject, pack(t, job=self.job, id=str(t.draw), epoch=t.epoch), {}, ticket_id(self.job, t))
+            Outgoing(
+                subject, pack(t, job=self.job, id=str(t.draw), epoch=t.epoch), headers_of(t), ticket_id(self.job, t)
+            )
             for t in tickets
         ]
         while True:
@@ -84,12 +89,67 @@ class Carrier:
                 logger.warning("publish on %s waits: %s", subject, error)
                 await asyncio.sleep(RETRY_S)
 
-    async def delete(self, seq: int) -> None:
-        """Delete a group that nobody needs; harmless if it stays."""
-        try:
-            await self.bus.delete_message(subjects.EXPERIENCE, seq)
-        except (NotFound, Unavailable) as error:
-            logger.debug("group %d was not deleted: %s", seq, error)
+    async def delete(self, seqs: Iterable[int], *, stream: str = subjects.EXPERIENCE) -> None:
+        """Delete messages that nobody needs; harmless if they stay."""
+        for seq in seqs:
+            try:
+                await self.bus.delete_message(stream, seq)
+            except (NotFound, Unavailable) as error:
+                logger.debug("message %d of %s was not deleted: %s", seq, stream, error)
+
+    async def keep_dead(self, stream: str, seq: int, *, reason: str, attempts: int) -> int:
+        """Copy a payload to DEAD, before it is deleted; returns of how many messages it consists.
+
+        Harmless when repeated, and where it is gone already. Waits while the bus is away. A full DEAD stops nobody:
+        then the payload is lost and the log says so.
+        """
+        place, count = 0, 1
+        while place < count:
+            try:
+                message = await self.bus.get(stream, seq + place)
+                count = max(count, _count(message))
+                await self._copy_dead(message, stream, reason, attempts)
+                place += 1
+            except NotFound:
+                place += 1
+            except StreamFull as error:
+                logger.error("%s: message %d of %s is not kept (%s): %s", self.job, seq, stream, reason, error)
+                place += 1
+            except Unavailable as error:
+                logger.warning("a dead letter of %s waits: %s", self.job, error)
+                await asyncio.sleep(RETRY_S)
+        return count
+
+    async def keep_refused(self, run: JobRun, events: Sequence[Event]) -> None:
+        """Copy the groups that the trainer could not train to DEAD, before the decision that deletes them."""
+        refusals = [event for event in events if isinstance(event, BatchRefused)]
+        for draw, reason in [(draw, refusal.reason) for refusal in refusals for draw in refusal.bad]:
+            if (candidate := run.candidates.get(draw)) is not None:
+                await self.keep_dead(subjects.EXPERIENCE, candidate.seq, reason=f"refused: {reason}", attempts=1)
+
+    async def _copy_dead(self, message: Message, stream: str, reason: str, attempts: int) -> None:
+        headers = {
+            **{name: value for name, value in message.headers.items() if name != MSG_ID},
+            "Penstock-Stream": stream,
+            "Penstock-Sequence": str(message.seq),
+            "Penstock-Attempts": str(attempts),
+            "Penstock-Reason": " ".join(reason.split())[:MAX_REASON],
+        }
+        msg_id = f"dead:{stream}:{message.seq}"
+        await self.bus.publish(subjects.dead(self.job), message.data, headers=headers, msg_id=msg_id, deadline_s=5)
+
+
+def _count(message: Message) -> int:
+    """Messages of the payload that this one begins; an unreadable header stands for itself alone."""
+    try:
+        return count_of(message.headers)
+    except ProtocolError:
+        return 1
+
+
+def headers_of(ticket: Ticket) -> dict[str, str]:
+    """Headers of a ticket: a dead one still says which draw it asked for."""
+    return {DRAW_HEADER: str(ticket.draw)} if ticket.purpose == "train" else {}
 
 
 def ticket_id(job: str, ticket: Ticket) -> str:

@@ -60,7 +60,7 @@ def _progress(run: JobRun, lost: Sequence[str]) -> Fact:
     if run.state.finished:
         return "False", "Ended", ""
     if run.desired == "paused":
-        return "False", "Paused", "by request"
+        return "False", "Paused", run.halted or "by request"
     if lost:
         return "False", f"{lost[0].capitalize()}Missing", "no heartbeat"
     if run.state.checkpoint is None:

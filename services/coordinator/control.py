@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -15,23 +15,26 @@ import xxhash
 from penstock.services.coordinator.api.control import Order, Row
 from penstock.services.coordinator.api.logfiles import read_logs
 from penstock.services.coordinator.audit import audit_group, audit_ledger, sealed_by_seq
+from penstock.services.coordinator.checkpoints import checkpoint_row, checkpoint_rows, find_file
+from penstock.services.coordinator.journal import Journal, read_snapshots
+from penstock.services.coordinator.leader import Leader
+from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.members import Members
-from penstock.services.coordinator.retention import check_room
-from penstock.services.coordinator.runner import JobRunner
-from penstock.services.coordinator.samples import sample_rows
+from penstock.services.coordinator.samples import choose_samples, sample_rows
 from penstock.services.coordinator.series import columns
 from penstock.services.coordinator.store import JobStore
+from penstock.services.coordinator.submission import plan_job, resolve_model
 from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import AnyJob, job_model, parse_job
 from penstock.shared.config.service import ServiceSettings
-from penstock.shared.data.check import check_data
-from penstock.shared.errors import ConfigError, Conflict, DataError, PenstockError
+from penstock.shared.errors import Conflict, PenstockError, ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.events import BatchSealed, BatchTrained, decode_events
 from penstock.shared.protocol.ids import new_attempt
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, DesiredState, JobRecord
 from penstock.shared.protocol.messages import Ack, ReplayRequest, ReplayRow
-from penstock.shared.protocol.trajectory import decode_group
+from penstock.shared.protocol.trajectory import GroupHeader, decode_group, parse_group_header
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.server import durability
 
@@ -45,54 +48,28 @@ class CoordinatorControl:
     """Implements ``api.control.Control``."""
 
     def __init__(
-        self, bus: Bus, store: JobStore, members: Members, runners: dict[str, JobRunner], settings: ServiceSettings
+        self, bus: Bus, store: JobStore, members: Members, runners: Mapping[str, Leader], settings: ServiceSettings
     ) -> None:
         self.bus, self.store, self.members, self.runners, self.settings = bus, store, members, runners, settings
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
-    async def submit(self, spec: JobConfig, raw: Row) -> JobRecord:
+    async def submit(self, spec: AnyJob, raw: Row) -> JobRecord:
         """See ``Control.submit``."""
-        await self.dry_run(spec)
+        spec = await resolve_model(spec, self._state)
+        await self._plan(spec)
         return await self.store.create(spec)
 
-    async def dry_run(self, spec: JobConfig) -> Row:
+    async def dry_run(self, spec: AnyJob) -> Row:
         """See ``Control.dry_run``."""
-        self._check_model(spec)
-        try:
-            data = await asyncio.to_thread(check_data, spec.data)
-            if spec.warm_start.data:
-                await asyncio.to_thread(check_data, spec.warm_start_data)
-        except DataError as error:
-            raise ConfigError(str(error)) from None
-        size = spec.groups_per_batch
-        prompts = data.rows_per_epoch * (spec.train.data_epochs or size)
-        if prompts < size:
-            raise ConfigError(f"train.data_epochs: {prompts} prompts do not fill one batch of {size} groups")
-        check_room(
-            await self.store.list_all(), spec.limits.byte_budget, experience_bytes=self.settings.experience_bytes
-        )
-        return {
-            "spec": spec.model_dump(mode="json"),
-            "batch": {
-                "trajectories": spec.train.batch_size,
-                "groups": size,
-                "group_size": spec.algorithm.group_size,
-                "optimizer_steps": spec.train.epochs * spec.train.minibatches,
-                "draws_in_flight": spec.max_draws,
-            },
-            "data": msgspec.to_builtins(data),
-            "bytes": {"group_max": spec.max_group_bytes, "budget": spec.limits.byte_budget},
-        }
+        return await self._plan(await resolve_model(spec, self._state))
 
-    def _check_model(self, spec: JobConfig) -> None:
-        path = spec.model.path
-        if path is not None and (path.startswith((".", "/", "~")) or Path(path).exists()):
-            folder = Path(path).expanduser()
-            if not folder.is_dir():
-                raise ConfigError(f"model.path: '{path}' does not exist (as seen by the coordinator)")
-            if not (folder / "config.json").is_file():
-                raise ConfigError(f"model.path: '{path}' holds no config.json; is it a Hugging Face model directory?")
+    async def _plan(self, spec: AnyJob) -> Row:
+        return await plan_job(spec, await self.store.list_all(), experience_bytes=self.settings.experience_bytes)
+
+    async def _state(self, job: str) -> LedgerState:
+        await self.store.get(job)
+        return await Journal(self.bus, job).load()
 
     async def get(self, job: str) -> JobRecord:
         """See ``Control.get``."""
@@ -157,7 +134,8 @@ class CoordinatorControl:
         self, job: str, *, step: int | None, limit: int, sort: str | None, after: str | None
     ) -> list[Row]:
         """See ``Control.samples``."""
-        await self.store.get(job)
+        if job_model((await self.store.get(job)).spec) is not JobConfig:
+            return await self._evaluated_samples(job, limit=limit, sort=sort, after=after)
         batches = await self._trained_batches(job)
         rows: list[Row] = []
         steps = [step] if step is not None else sorted(batches, reverse=True)
@@ -165,7 +143,7 @@ class CoordinatorControl:
             batch = batches.get(number)
             if batch is None:
                 continue
-            messages = await self.bus.get_many(subjects.EXPERIENCE, [group.seq for group in batch.groups])
+            messages = await self.bus.get_whole(subjects.EXPERIENCE, [group.seq for group in batch.groups])
             groups = [decode_group(messages[g.seq].data) for g in batch.groups if g.seq in messages]
             rows += sample_rows(number, groups)
             if len(rows) >= limit * 4 or step is not None:
@@ -177,6 +155,34 @@ class CoordinatorControl:
         if after is not None:
             rows = list(itertools.dropwhile(lambda row: row["id"] != after, rows))[1:]
         return rows[:limit]
+
+    async def _evaluated_samples(self, job: str, *, limit: int, sort: str | None, after: str | None) -> list[Row]:
+        headers: list[tuple[int, GroupHeader]] = []
+        for message in await self.bus.read(subjects.EXPERIENCE, subjects.experience(job), headers_only=True):
+            with contextlib.suppress(ProtocolError):
+                headers.append((message.seq, parse_group_header(message.headers)))
+        chosen = choose_samples(headers, sort=sort, after=after, limit=limit)
+        messages = await self.bus.get_whole(subjects.EXPERIENCE, [seq for seq, _ in chosen])
+        rows = {row["id"]: row for m in messages.values() for row in sample_rows(0, [decode_group(m.data)])}
+        return [rows[row_id] for _, row_id in chosen if row_id in rows]
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    async def checkpoints(self, job: str) -> list[Row]:
+        """See ``Control.checkpoints``."""
+        state = await self._state(job)
+        return await asyncio.to_thread(checkpoint_rows, state)
+
+    async def checkpoint(self, job: str, number: int) -> Row:
+        """See ``Control.checkpoint``."""
+        state = await self._state(job)
+        return await asyncio.to_thread(checkpoint_row, state, number)
+
+    async def checkpoint_file(self, job: str, number: int, name: str) -> tuple[Path, str]:
+        """See ``Control.checkpoint_file``."""
+        state = await self._state(job)
+        path, file = await asyncio.to_thread(find_file, state, number, name)
+        return path, file.sha256
 
     async def _trained_batches(self, job: str) -> dict[int, BatchSealed]:
         sealed: dict[int, BatchSealed] = {}
@@ -213,12 +219,17 @@ class CoordinatorControl:
     async def audit(self, job: str) -> Row:
         """See ``Control.audit``."""
         record = await self.store.get(job)
-        config = JobConfig.parse(record.spec)
+        config = parse_job(record.spec)
+        if not isinstance(config, JobConfig):
+            raise Conflict(f"job '{job}' is an evaluation: it has no ledger to check")
+        snapshots = await read_snapshots(self.bus, job)  # before the ledger, which then has every entry that they cover
         messages = await self.bus.read(subjects.LEDGER, subjects.ledger(job))
-        audit = audit_ledger([decode_events(message.data) for message in messages], config)
+        place = {message.seq: count for count, message in enumerate(messages, 1)}
+        folds = {place.get(snapshot.seq, 0): state for snapshot, state, _ in snapshots}
+        audit = audit_ledger([decode_events(message.data) for message in messages], config, folds)
         wanted = sealed_by_seq(audit)
         for chunk in _chunks(sorted(wanted)):
-            found = await self.bus.get_many(subjects.EXPERIENCE, chunk)
+            found = await self.bus.get_whole(subjects.EXPERIENCE, chunk)
             for seq in chunk:
                 number, sealed = wanted[seq]
                 if seq not in found:
@@ -236,7 +247,8 @@ class CoordinatorControl:
 
     async def replay(self, job: str, *, from_batch: int | None, to_batch: int | None) -> AsyncIterator[Row]:
         """See ``Control.replay``."""
-        await self.store.get(job)
+        if job_model((await self.store.get(job)).spec) is not JobConfig:
+            raise Conflict(f"job '{job}' is an evaluation: it trained nothing that could be repeated")
         request = ReplayRequest(id=new_attempt(), from_batch=from_batch, to_batch=to_batch)
         rows: asyncio.Queue[ReplayRow] = asyncio.Queue()
 

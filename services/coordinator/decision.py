@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from penstock.services.coordinator.gate import MAX_REDRAWS, Candidate, Verdict, choose, is_stale
-from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.ledger import NO_SIGNAL, LedgerState
 from penstock.shared.config.job import JobConfig
 from penstock.shared.protocol.events import (
     BatchRefused,
@@ -63,6 +63,7 @@ class Draft:
         self.config = run.config
         self.candidates = dict(run.candidates)
         self.events: list[Event] = []
+        self.freed_bytes = 0
 
     def add(self, event: Event) -> None:
         self.state.apply(event)
@@ -117,6 +118,7 @@ class Draft:
         if not draws:
             return
         gone = [self.candidates.pop(draw, None) for draw in draws]
+        self.freed_bytes += sum(candidate.header.nbytes for candidate in gone if candidate is not None)
         min_version, deadline = plan_draw(self.config, self.state, self.now)
         self.add(
             Dropped(
@@ -130,6 +132,28 @@ class Draft:
                 deadline=deadline,
             )
         )
+
+    def resample(self) -> None:
+        """Drop groups without signal; ``draw`` gives each of them another ordinal in the same decision.
+
+        At most ``max_resampled`` times a batch for one batch, and only while the data order has ordinals left: beyond
+        that they train as they are.
+        """
+        dynamic, run = self.config.algorithm.dynamic_sampling, self.run
+        if dynamic is None or not self.may_draw():
+            return
+        room = int(dynamic.max_resampled * self.config.groups_per_batch) - self.state.resampled
+        if run.num_ordinals is not None:
+            room = min(room, run.num_ordinals - self.state.next_ordinal)
+        idle = [
+            draw
+            for draw, candidate in sorted(self.candidates.items())
+            if candidate.verdict is Verdict.ACCEPT
+            and not candidate.header.has_signal
+            and draw in self.state.open
+            and not self.state.open[draw].batch
+        ]
+        self.drop_draws(idle[: max(0, room)], NO_SIGNAL, redraw=False)
 
     # -- seal and draw -----------------------------------------------------------------------------------------------
 
@@ -155,17 +179,17 @@ class Draft:
                     number=number,
                     revision=state.revisions.get(number, 0) + 1,
                     start_version=start,
-                    update_index=state.updates + number - state.last_trained - 1,
+                    update_index=state.update_index(number),
                     groups=[sealed_group(self.candidates[draw]) for draw in chosen],
                 )
             )
 
     def may_seal(self) -> bool:
         run, state = self.run, self.state
-        if state.phase != "running" or run.desired != "running" or run.stop_early:
+        if not self.may_draw():
             return False
         number = state.next_number
-        if number - state.last_trained > self.config.train.max_lag + 1 or run.hold(number):
+        if number - state.last_trained > self.config.train.max_lag + 1 or run.hold(state.update_index(number)):
             return False
         remaining = self.remaining_batches()
         return remaining is None or remaining > 0
@@ -174,9 +198,12 @@ class Draft:
         limit = self.config.train.max_updates
         return None if limit is None else limit - self.state.updates - len(self.state.sealed)
 
+    def may_draw(self) -> bool:
+        return self.state.phase == "running" and self.run.desired == "running" and not self.run.stop_early
+
     def draw(self) -> None:
         run, state, config = self.run, self.state, self.config
-        if state.phase != "running" or run.desired != "running" or run.stop_early:
+        if not self.may_draw():
             return
         size = config.groups_per_batch
         waiting = sum(1 for info in state.open.values() if not info.batch)
@@ -202,7 +229,7 @@ class Draft:
     def byte_credits(self) -> int:
         """Groups that may be drawn so that all in flight still fit into the job's byte budget at their largest."""
         in_flight = sum(1 for draw, info in self.state.open.items() if not info.batch and draw not in self.candidates)
-        free = self.config.limits.byte_budget - self.run.stored_bytes
+        free = self.config.limits.byte_budget - self.run.stored_bytes + self.freed_bytes
         return max(0, free // self.config.max_group_bytes - in_flight)
 
 

@@ -6,14 +6,15 @@ completion of a point comes from one policy version.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import comb
 
-from penstock.shared.config.job import EvaluationConfig
+from penstock.shared.config.evaluation import EvaluationConfig, MeasureConfig
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import EvalResult, Ticket
 
-__all__ = ["Evaluation", "EvaluationPlan", "pass_at_k"]
+__all__ = ["Evaluation", "EvaluationPlan", "Scores", "evaluation_tickets", "pass_at_k"]
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -23,42 +24,79 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
+def evaluation_tickets(prompts: Iterable[int], version: int, *, deadline: float, epoch: int) -> list[Ticket]:
+    """One ticket per held-out prompt, pinned to ``version``."""
+    return [
+        Ticket(draw=Draw(i), min_version=version, version=version, deadline=deadline, epoch=epoch, purpose="eval")
+        for i in sorted(prompts)
+    ]
+
+
+@dataclass(slots=True)
+class Scores:
+    """What the completions of one policy earned. What could not be scored is counted and has no reward.
+
+    Attributes:
+        sampled: rewards of the sampled completions of each prompt; ``greedy``: of the greedy one.
+        failed: completions without a reward.
+    """
+
+    sampled: dict[int, list[float]] = field(default_factory=dict)
+    greedy: dict[int, float] = field(default_factory=dict)
+    failed: int = 0
+
+    def take(self, prompt: int, rewards: Sequence[float], failed: Sequence[bool], greedy: Sequence[bool]) -> None:
+        """The completions of one prompt."""
+        self.sampled[prompt] = []
+        self.failed += sum(failed)
+        for reward, is_failed, is_greedy in zip(rewards, failed, greedy, strict=True):
+            if is_failed:
+                continue
+            if is_greedy:
+                self.greedy[prompt] = reward
+            else:
+                self.sampled[prompt].append(reward)
+
+    def values(self, config: MeasureConfig) -> dict[str, float]:
+        """`eval/greedy`, `eval/avg@k`, `eval/pass@k` over prompts; a completion is correct when its reward is >= 1.
+
+        pass@k is over the prompts that have at least k rewards.
+        """
+        values = {"eval/failed": float(self.failed)}
+        if self.greedy:
+            values["eval/greedy"] = sum(self.greedy.values()) / len(self.greedy)
+        flat = [reward for rewards in self.sampled.values() for reward in rewards]
+        if flat:
+            values[f"eval/avg@{config.samples}"] = sum(flat) / len(flat)
+        for k in config.pass_k:
+            solved = [pass_at_k(len(s), sum(x >= 1 for x in s), k) for s in self.sampled.values() if len(s) >= k]
+            if solved:
+                values[f"eval/pass@{k}"] = sum(solved) / len(solved)
+        return values
+
+
 @dataclass(slots=True)
 class Evaluation:
-    """One point being evaluated. ``expected`` are the (purpose, prompt index) pairs still missing."""
+    """One point being evaluated. ``expected`` are the prompts still missing; times are Unix seconds.
+
+    ``held_since``: when a batch could have been sealed but for this evaluation, 0 while there is none.
+    """
 
     point: int
     version: int
     deadline: float
-    expected: set[tuple[str, int]]
-    rewards: dict[str, dict[int, list[float]]] = field(default_factory=dict)
-    failed: int = 0
+    expected: set[int]
+    started: float
+    scores: Scores = field(default_factory=Scores)
+    held_since: float = 0.0
 
     def take(self, result: EvalResult) -> bool:
         """Take one prompt's scores; False when it is not awaited (another version, or known already)."""
-        key = (result.purpose, result.ordinal)
-        if result.version != self.version or key not in self.expected:
+        if result.version != self.version or result.ordinal not in self.expected:
             return False
-        self.expected.discard(key)
-        self.failed += sum(result.failed)
-        scores = [0.0 if bad else reward for reward, bad in zip(result.rewards, result.failed, strict=True)]
-        self.rewards.setdefault(result.purpose, {})[result.ordinal] = scores
+        self.expected.discard(result.ordinal)
+        self.scores.take(result.ordinal, result.rewards, result.failed, result.greedy)
         return True
-
-    def values(self, config: EvaluationConfig) -> dict[str, float]:
-        """`eval/greedy`, `eval/avg@k`, `eval/pass@k`; a completion is correct when its reward is >= 1."""
-        values = {"eval/failed": float(self.failed), "eval/missing": float(len(self.expected))}
-        greedy = self.rewards.get("eval_greedy", {})
-        if greedy:
-            values["eval/greedy"] = sum(scores[0] for scores in greedy.values() if scores) / len(greedy)
-        sampled = [scores for scores in self.rewards.get("eval_sample", {}).values() if scores]
-        if sampled:
-            flat = [score for scores in sampled for score in scores]
-            values[f"eval/avg@{config.samples}"] = sum(flat) / len(flat)
-            for k in config.pass_k:
-                solved = [pass_at_k(len(s), sum(x >= 1 for x in s), k) for s in sampled if len(s) >= k]
-                values[f"eval/pass@{k}"] = sum(solved) / len(solved) if solved else 0.0
-        return values
 
 
 class EvaluationPlan:
@@ -73,7 +111,7 @@ class EvaluationPlan:
     @property
     def enabled(self) -> bool:
         """Whether there is anything to evaluate."""
-        return self.num_prompts > 0 and (self.config.greedy or self.config.samples > 0)
+        return self.num_prompts > 0 and self.config.completions > 0
 
     def due(self, point: int, *, final: bool = False) -> bool:
         """Whether ``point`` (completed updates) must be evaluated and is not yet."""
@@ -83,27 +121,29 @@ class EvaluationPlan:
             return self.config.at_start
         return (self.config.every > 0 and point % self.config.every == 0) or (final and self.config.at_end)
 
-    def start(self, point: int, version: int, *, deadline: float, epoch: int) -> list[Ticket]:
+    def start(self, point: int, version: int, *, now: float, deadline: float, epoch: int) -> list[Ticket]:
         """Begin a point; returns its tickets."""
-        purposes = (["eval_greedy"] if self.config.greedy else []) + (["eval_sample"] if self.config.samples else [])
-        expected = {(purpose, index) for purpose in purposes for index in range(self.num_prompts)}
-        self.current = Evaluation(point, version, deadline, expected)
-        return [
-            Ticket(
-                draw=Draw(index),
-                min_version=version,
-                version=version,
-                deadline=deadline,
-                epoch=epoch,
-                purpose="eval_greedy" if purpose == "eval_greedy" else "eval_sample",
-            )
-            for purpose, index in sorted(expected)
-        ]
+        self.current = Evaluation(point, version, deadline, set(range(self.num_prompts)), now)
+        return evaluation_tickets(self.current.expected, version, deadline=deadline, epoch=epoch)
 
-    def finish(self) -> dict[str, float]:
-        """Close the point in progress and return its values."""
-        assert self.current is not None, "no evaluation in progress"
-        values = self.current.values(self.config)
-        self.done.add(self.current.point)
+    def waits(self, now: float, *, batch_ready: bool) -> bool:
+        """Whether results are still awaited; ``batch_ready``: a batch could be sealed if this point were done."""
+        current = self.current
+        if current is None or not current.expected or now >= current.deadline:
+            return False
+        if batch_ready and not current.held_since:
+            current.held_since = now
+        return True
+
+    def finish(self, now: float) -> dict[str, float]:
+        """Close the point in progress and return its values, with how long it took and how long it held a batch."""
+        current = self.current
+        assert current is not None, "no evaluation in progress"
+        values = current.scores.values(self.config) | {
+            "eval/missing": float(len(current.expected)),
+            "eval/seconds": now - current.started,
+            "eval/held_seconds": now - current.held_since if current.held_since else 0.0,
+        }
+        self.done.add(current.point)
         self.current = None
         return values

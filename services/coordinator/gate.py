@@ -31,7 +31,7 @@ class Verdict(StrEnum):
     SKIPPED = "skipped"
     """The worker refused the prompt; dropped under the worker's reason, not redrawn."""
     FAILED = "failed"
-    """Too few trajectories are left without a scorer failure; dropped and redrawn."""
+    """Too few trajectories are left without a scorer failure, or no baseline; dropped and redrawn."""
     NOT_FINITE = "not_finite"
     """A log-prob or reward is not finite; dropped and redrawn."""
 
@@ -45,22 +45,33 @@ class Candidate:
     verdict: Verdict
 
     @property
+    def messages(self) -> range:
+        """Sequences of the messages that hold it."""
+        return range(self.seq, self.seq + self.header.num_messages)
+
+    @property
     def mean_length(self) -> int:
         """Mean completion length in tokens."""
         lengths = self.header.lengths
         return round(sum(lengths) / len(lengths)) if lengths else 0
 
 
-def judge(header: GroupHeader, info: OpenDraw | None, *, taken: bool, smallest_group: int) -> Verdict:
-    """Decide on a group by its header. ``info``: the draw's ledger entry; ``taken``: it has a group already."""
+def judge(
+    header: GroupHeader, info: OpenDraw | None, *, taken: bool, smallest_group: int, needs_baseline: bool = False
+) -> Verdict:
+    """Decide on a group by its header. ``info``: the draw's ledger entry; ``taken``: it has a group already.
+
+    ``smallest_group`` counts sampled completions; with ``needs_baseline`` the greedy one must have a reward, too.
+    """
     if info is None or info.batch or taken:
         return Verdict.DUPLICATE
     if header.skipped:
         return Verdict.SKIPPED
     if not header.finite:
         return Verdict.NOT_FINITE
-    usable = sum(1 for failed, length in zip(header.failed, header.lengths, strict=True) if not failed and length > 0)
-    return Verdict.ACCEPT if usable >= smallest_group else Verdict.FAILED
+    if needs_baseline and header.baseline is None:
+        return Verdict.FAILED
+    return Verdict.ACCEPT if len(header.counted) >= smallest_group else Verdict.FAILED
 
 
 def is_stale(min_version: int, start_version: int, max_lag: int) -> bool:

@@ -1,17 +1,28 @@
-"""The ledger on the bus: read it, and append to it as its one writer."""
+"""The ledger on the bus: read it, append to it as its one writer, and keep snapshots of its fold."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import Awaitable, Callable, Sequence
 
+from penstock.services.coordinator.decision import copy_state
 from penstock.services.coordinator.ledger import LedgerState, fold
-from penstock.shared.errors import Conflict, Fenced, Unavailable
+from penstock.services.coordinator.snapshot import Snapshot, decode_snapshot, digest_of, encode_snapshot
+from penstock.shared.errors import ConfigError, Conflict, Fenced, ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import Event, decode_events, encode_events
-from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.bus import Bus, Message, Outgoing
 
-__all__ = ["Journal"]
+__all__ = ["Journal", "read_snapshots"]
+
+logger = logging.getLogger(__name__)
+
+SNAPSHOT_ENTRIES = 256
+"""A snapshot is due after this many entries, and after as many bytes of entries as the last snapshot has: snapshots
+never write more than the ledger itself, and a leader never reads much more than one of them."""
+KEEP = 2
+"""Newest snapshots that stay; the older one serves when the newer cannot be verified."""
 
 
 class Journal:
@@ -22,16 +33,36 @@ class Journal:
     """
 
     def __init__(self, bus: Bus, job: str) -> None:
-        self._bus = bus
+        self._bus, self._job = bus, job
         self._subject = subjects.ledger(job)
         self._last_seq = 0
+        self._last_data = b""
+        self._entries = self._bytes = self._snapshot_bytes = 0  # since the last snapshot, and its size
 
     async def load(self) -> LedgerState:
-        """Fold everything that was ever appended."""
-        state = LedgerState()
-        for message in await self._bus.read(subjects.LEDGER, self._subject):
+        """The fold of everything that was ever appended: the newest snapshot that can be verified, and what followed.
+
+        A snapshot that cannot be verified is ignored; without one the fold starts at the first entry.
+        """
+        for snapshot, state, nbytes in await read_snapshots(self._bus, self._job):
+            tail = await self._bus.read(subjects.LEDGER, self._subject, start_seq=snapshot.seq)
+            if not tail or tail[0].seq != snapshot.seq or digest_of(tail[0].data) != snapshot.entry:
+                logger.warning("%s: the snapshot of entry %d is of another ledger; ignored", self._job, snapshot.seq)
+                continue
+            self._snapshot_bytes = nbytes
+            try:
+                return self._fold(state, tail[1:], tail[0])
+            except (AssertionError, KeyError) as error:
+                logger.error("%s: the snapshot of entry %d is wrong (%r); ignored", self._job, snapshot.seq, error)
+        return self._fold(LedgerState(), await self._bus.read(subjects.LEDGER, self._subject), None)
+
+    def _fold(self, state: LedgerState, tail: Sequence[Message], last: Message | None) -> LedgerState:
+        for message in tail:
             fold(decode_events(message.data), state)
-            self._last_seq = message.seq
+            last = message
+        self._entries, self._bytes = len(tail), sum(len(message.data) for message in tail)
+        if last is not None:
+            self._last_seq, self._last_data = last.seq, last.data
         return state
 
     async def append(self, events: Sequence[Event]) -> int:
@@ -51,7 +82,8 @@ class Journal:
                 await asyncio.sleep(0.2)
                 continue
             if seq:
-                self._last_seq = seq
+                self._last_seq, self._last_data = seq, data
+                self._entries, self._bytes = self._entries + 1, self._bytes + len(data)
                 return seq
 
     async def _resolve(self, data: bytes) -> int:
@@ -62,3 +94,46 @@ class Journal:
         if tail[0].data == data:
             return tail[0].seq
         raise Fenced(f"{self._subject}: entry {tail[0].seq} was written by somebody else; stepping down")
+
+    # -- snapshots ---------------------------------------------------------------------------------------------------
+
+    def snapshot(self, state: LedgerState) -> Callable[[], Awaitable[None]] | None:
+        """What writes a snapshot of ``state``, the fold of all that was appended; None while none is due."""
+        if self._entries < SNAPSHOT_ENTRIES or self._bytes < self._snapshot_bytes:
+            return None
+        self._entries = self._bytes = 0
+        copy, seq, entry = copy_state(state), self._last_seq, digest_of(self._last_data)
+        return lambda: self._write(copy, seq, entry)
+
+    async def _write(self, state: LedgerState, seq: int, entry: str) -> None:
+        data = await asyncio.to_thread(encode_snapshot, state, job=self._job, seq=seq, entry=entry)
+        self._snapshot_bytes = len(data)
+        subject = subjects.snapshots(self._job)
+        message = Outgoing(subject, data, msg_id=f"snapshot:{self._job}:{seq}:{state.epoch}")
+        try:
+            await self._bus.publish_whole([message], deadline_s=10)
+        except (ConfigError, ProtocolError) as error:  # too large for this server: leaders fold more
+            logger.warning("%s: the snapshot of entry %d is not stored: %s", self._job, seq, error)
+            return
+        begun = await _begun(self._bus, self._job)
+        if len(begun) > KEEP:
+            await self._bus.purge(subjects.SNAPSHOTS, subject, below_seq=begun[-KEEP])
+
+
+async def read_snapshots(bus: Bus, job: str) -> list[tuple[Snapshot, LedgerState, int]]:
+    """Snapshots of a job that are sound in themselves, each with its state and its size, the newest first.
+
+    Whether the ledger has the entry that a snapshot names is for the caller to check.
+    """
+    found = []
+    for seq, message in (await bus.get_whole(subjects.SNAPSHOTS, await _begun(bus, job))).items():
+        try:
+            found.append((*decode_snapshot(message.data, job=job), len(message.data)))
+        except ProtocolError as error:
+            logger.warning("%s: snapshot %d is ignored: %s", job, seq, error)
+    return sorted(found, key=lambda one: one[0].seq, reverse=True)
+
+
+async def _begun(bus: Bus, job: str) -> list[int]:
+    """Sequences at which snapshots begin."""
+    return [m.seq for m in await bus.read(subjects.SNAPSHOTS, subjects.snapshots(job), headers_only=True)]

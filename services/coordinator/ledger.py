@@ -21,6 +21,7 @@ from penstock.shared.protocol.events import (
     BatchRefused,
     BatchSealed,
     BatchTrained,
+    BestCheckpoint,
     Checkpointed,
     Drawn,
     Dropped,
@@ -32,7 +33,10 @@ from penstock.shared.protocol.events import (
 )
 from penstock.shared.protocol.ids import Draw
 
-__all__ = ["LedgerState", "OpenDraw", "TrainedBatch", "fold"]
+__all__ = ["NO_SIGNAL", "LedgerState", "OpenDraw", "TrainedBatch", "fold"]
+
+NO_SIGNAL = "no_signal"
+"""Reason of a draw that was replaced because the rewards of its group are all equal."""
 
 
 @dataclass(slots=True)
@@ -64,12 +68,14 @@ class LedgerState:
         next_ordinal: first ordinal never drawn.
         open: draws that are not terminal.
         drawn, trained, dropped: counts of draws; ``dropped`` by reason.
+        resampled: draws dropped for lack of signal since the newest batch was sealed.
         sealed: batches sealed and not yet trained, by number.
         revisions: highest revision used for a number that is not trained.
         batches: trained batches of this lineage that are still in the log, by number.
         last_trained: highest trained batch number; ``updates`` counts those of this lineage.
         version, digest: the newest policy version and its weight digest.
-        checkpoint: the newest one that exists; ``checkpoints``: number -> event, of this lineage.
+        checkpoint: the newest one that exists; ``checkpoints``: number -> event, of this lineage; ``best``: which of
+            them is the best by the metric that the job follows.
     """
 
     epoch: int = 0
@@ -82,6 +88,7 @@ class LedgerState:
     trained: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     dropped_tokens: Counter[str] = field(default_factory=Counter)
+    resampled: int = 0
     open: dict[Draw, OpenDraw] = field(default_factory=dict)
     sealed: dict[int, BatchSealed] = field(default_factory=dict)
     revisions: dict[int, int] = field(default_factory=dict)
@@ -93,6 +100,7 @@ class LedgerState:
     trainer_epoch: int = 0
     checkpoint: Checkpointed | None = None
     checkpoints: dict[int, Checkpointed] = field(default_factory=dict)
+    best: BestCheckpoint | None = None
 
     # -- queries -----------------------------------------------------------------------------------------------------
 
@@ -112,6 +120,15 @@ class LedgerState:
     def start_version(self, number: int) -> int:
         """Policy version from which the update of batch ``number`` starts."""
         return self.version + number - self.last_trained - 1
+
+    @property
+    def pinned(self) -> list[int]:
+        """Checkpoints that stay whatever their age: the initial and the best one."""
+        return [0] if self.best is None else sorted({0, self.best.number})
+
+    def update_index(self, number: int) -> int:
+        """Updates of the lineage before batch ``number``: the position in schedules, and the point of evaluations."""
+        return self.updates + number - self.last_trained - 1
 
     def balanced(self) -> bool:
         """The ledger equation."""
@@ -158,6 +175,7 @@ class LedgerState:
         assert all(not self.open[draw].batch for draw in event.draws), "a sealed draw cannot be dropped"
         self._drop(event.draws, event.reason)
         self.dropped_tokens[event.reason] += sum(event.lengths)
+        self.resampled += len(event.draws) if event.reason == NO_SIGNAL else 0
         if event.redraw:
             for draw in event.draws:
                 self._open(draw.again(), event.min_version, event.deadline)
@@ -172,6 +190,7 @@ class LedgerState:
             info.batch = event.number
         self.sealed[event.number] = event
         self.revisions[event.number] = event.revision
+        self.resampled = 0
 
     def _refused(self, event: BatchRefused) -> None:
         batch = self.sealed.pop(event.number)
@@ -206,6 +225,10 @@ class LedgerState:
             self.version, self.digest = event.version, event.digest
         self.batches = {n: b for n, b in self.batches.items() if any(s >= event.low_seq for s in b.seqs)}
 
+    def _best_checkpoint(self, event: BestCheckpoint) -> None:
+        assert event.number in self.checkpoints, f"no checkpoint {event.number} in this lineage"
+        self.best = event
+
     def _forked(self, event: LineageForked) -> None:
         assert event.version > self.version, "a fork continues above the clock"
         redraw: list[Draw] = []
@@ -222,6 +245,8 @@ class LedgerState:
         for draw in redraw:
             self._open(draw.again(), event.min_version, event.deadline)
         self.checkpoints = {n: c for n, c in self.checkpoints.items() if n < event.from_batch}
+        if self.best is not None and self.best.number not in self.checkpoints:
+            self.best = None
         self.version, self.digest = event.version, event.digest
         self.trainer_epoch = max(self.trainer_epoch, event.trainer_epoch)
 
@@ -234,6 +259,7 @@ _HANDLERS: dict[type[Event], Callable[[LedgerState, Any], None]] = {
     BatchRefused: LedgerState._refused,
     BatchTrained: LedgerState._trained,
     Checkpointed: LedgerState._checkpointed,
+    BestCheckpoint: LedgerState._best_checkpoint,
     LineageForked: LedgerState._forked,
     PhaseChanged: LedgerState._phase_changed,
     Finished: LedgerState._finished,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from penstock.services.coordinator.decision import RunFacts, plan_draw
 from penstock.shared.protocol.events import BatchRefused, BatchTrained, Checkpointed, Event, LineageForked
 from penstock.shared.protocol.messages import Report
+from penstock.shared.protocol.parts import num_parts
 
 __all__ = ["Refusal", "events_of_report"]
 
@@ -101,6 +102,7 @@ def _checkpointed(run: RunFacts, report: Report, now: float) -> list[Event]:
             path=report.path,
             trainer_epoch=report.epoch,
             low_seq=_low_seq(run, report.batch),
+            reason=report.reason or ("" if report.batch else "initial"),
         )
     ]
 
@@ -112,7 +114,7 @@ def _low_seq(run: RunFacts, checkpoint: int) -> int:
     needed = {seq for n, batch in run.state.batches.items() if n > checkpoint for seq in batch.seqs}
     needed |= {group.seq for batch in run.state.sealed.values() for group in batch.groups}
     needed |= {candidate.seq for candidate in run.candidates.values()}
-    return min(needed, default=max(run.stored, default=0) + 1)
+    return min(needed, default=max((seq + num_parts(nbytes) for seq, nbytes in run.stored.items()), default=1))
 
 
 def _forked(run: RunFacts, report: Report, now: float) -> list[Event]:

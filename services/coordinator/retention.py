@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
+from penstock.shared.protocol.parts import part_subject
 
 __all__ = ["FULL_SHARE", "check_room", "oldest_finished"]
 
@@ -18,7 +19,8 @@ DEFAULT_BUDGET = 256 << 20
 def oldest_finished(records: Iterable[JobRecord], counts: Mapping[str, int]) -> str | None:
     """The finished job that was created first and still has groups; ``counts``: messages by subject of EXPERIENCE."""
     for record in sorted(records, key=lambda record: record.id):
-        if record.status.phase in TERMINAL_PHASES and counts.get(subjects.experience(record.id), 0):
+        subject = subjects.experience(record.id)
+        if record.status.phase in TERMINAL_PHASES and any(counts.get(s, 0) for s in (subject, part_subject(subject))):
             return record.id
     return None
 

@@ -30,6 +30,7 @@ from penstock.shared.protocol.events import (
 )
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import Report
+from penstock.shared.protocol.parts import num_parts
 from penstock.shared.protocol.trajectory import GroupHeader
 
 __all__ = ["Effects", "JobRun"]
@@ -40,7 +41,7 @@ FAILED_STREAK = 4
 
 @dataclass(slots=True)
 class Effects:
-    """What follows from committed events."""
+    """What follows from committed events; ``delete`` are messages of EXPERIENCE."""
 
     tickets: list[Draw] = field(default_factory=list)
     delete: list[int] = field(default_factory=list)
@@ -56,7 +57,7 @@ class JobRun:
         state: the folded ledger.
         num_ordinals: places in the data order, None for as many as asked for.
         writer_epoch: epoch of this leader, stands in every event it writes.
-        hold: whether a batch number must not be sealed yet (evaluation pins the version before it).
+        hold: whether the update after so many completed ones must not be sealed yet (evaluation pins its version).
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class JobRun:
         *,
         num_ordinals: int | None,
         writer_epoch: int,
-        hold: Callable[[int], bool] = lambda number: False,
+        hold: Callable[[int], bool] = lambda point: False,
     ) -> None:
         self.config = config
         self.state = state
@@ -76,14 +77,23 @@ class JobRun:
         self.hold = hold
         self.candidates: dict[Draw, Candidate] = {}
         self.stored: dict[int, int] = {}
-        """EXPERIENCE sequence -> bytes of every group of this job that is in the stream."""
+        """EXPERIENCE sequence -> bytes of every group of this job that is in the stream (of its first message)."""
         self.stored_bytes = 0
         self.desired = "running"
         self.cancel_now = False
         """Cancel without waiting for what is sealed and for a last checkpoint."""
         self.failed_streak = 0
         self.failure = ""
+        self.halted = ""
+        """Why the trainer had the job paused, until somebody resumes it."""
         self.stop_early = ""
+        self.new_best = ""
+        """Why a checkpoint is wanted for a metric's new best, or ''."""
+
+    def want(self, desired: str) -> None:
+        """What the user wants of the job; anything but a pause ends one that the trainer asked for."""
+        self.desired = desired
+        self.halted = self.halted if desired == "paused" else ""
 
     # -- facts -------------------------------------------------------------------------------------------------------
 
@@ -99,6 +109,7 @@ class JobRun:
             info,
             taken=header.draw in self.candidates,
             smallest_group=self.config.algorithm.smallest_group,
+            needs_baseline=self.config.algorithm.greedy_baseline,
         )
         if verdict is Verdict.DUPLICATE:
             return self._known(seq, header)
@@ -142,9 +153,17 @@ class JobRun:
             return "byte budget half used"
         if self.desired != "running" or self.training_done:
             return "run is at an end" if self.training_done else "pause"
+        if self.new_best:
+            return self.new_best
         if state.last_trained - checkpoint.number >= self.config.checkpoint.every:
             return "interval"
         return ""
+
+    @property
+    def batch_ready(self) -> bool:
+        """Enough groups wait for a batch, and none is sealed."""
+        waiting = [draw for draw, found in self.candidates.items() if found.verdict is Verdict.ACCEPT]
+        return not self.state.sealed and len(waiting) >= self.config.groups_per_batch
 
     @property
     def training_done(self) -> bool:
@@ -180,6 +199,7 @@ class JobRun:
             return []
         draft.phase()
         draft.drop()
+        draft.resample()
         draft.seal()
         draft.draw()
         return draft.events
@@ -198,8 +218,8 @@ class JobRun:
         """The events that a trainer's report becomes, [] when it is known already. Raises Refusal."""
         return events_of_report(self, report, now)
 
-    def on_dead_ticket(self, draw: Draw, now: float) -> list[Event]:
-        """A ticket used up its deliveries: its draw is dropped in the decision that dead-letters the message."""
+    def on_dead_letter(self, draw: Draw, now: float) -> list[Event]:
+        """A ticket or a raw group cannot be used: its draw is dropped in the decision that buries the message."""
         if draw not in self.state.open or self.state.open[draw].batch or draw in self.candidates:
             return []
         draft = Draft(self, copy_state(self.state), now)
@@ -234,8 +254,8 @@ class JobRun:
                     self.forget_stored([seq for seq in self.stored if seq < event.low_seq])
                 case LineageForked():
                     self.candidates = {d: c for d, c in self.candidates.items() if d in self.state.open}
+                    effects.delete += [message for seq in rolled_back for message in self._messages(seq)]
                     self.forget_stored(rolled_back)
-                    effects.delete += rolled_back
                     effects.tickets += sorted(set(self.state.open) - before)
                 case _:
                     pass
@@ -248,6 +268,10 @@ class JobRun:
         return [seq for seqs in given_up for seq in seqs]
 
     def _release(self, draws: Iterable[Draw]) -> list[int]:
-        seqs = [candidate.seq for draw in draws if (candidate := self.candidates.pop(draw, None)) is not None]
-        self.forget_stored(seqs)
-        return seqs
+        gone = [candidate for draw in draws if (candidate := self.candidates.pop(draw, None)) is not None]
+        self.forget_stored(candidate.seq for candidate in gone)
+        return [message for candidate in gone for message in candidate.messages]
+
+    def _messages(self, seq: int) -> range:
+        """Sequences of the messages that hold a stored group."""
+        return range(seq, seq + num_parts(self.stored.get(seq, 0)))

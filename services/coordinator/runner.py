@@ -7,34 +7,41 @@ from the ledger and repeated by the next leader, so it may be lost or happen twi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from penstock.services.coordinator.announcements import announce
 from penstock.services.coordinator.carrier import Carrier
 from penstock.services.coordinator.conditions import conditions
-from penstock.services.coordinator.evaluation import EvaluationPlan
 from penstock.services.coordinator.gate import Verdict
 from penstock.services.coordinator.journal import Journal
+from penstock.services.coordinator.measures import Measures
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.outbox import Outbox
 from penstock.services.coordinator.reports import Refusal
 from penstock.services.coordinator.run import Effects, JobRun
 from penstock.services.coordinator.store import JobStore
+from penstock.services.coordinator.summary import best_of, draws_of, summary_of
+from penstock.services.coordinator.trackers import Run
+from penstock.services.coordinator.tracking import Tracking
 from penstock.services.coordinator.why import explain_waits
 from penstock.shared.config.job import JobConfig
 from penstock.shared.data.check import check_data
-from penstock.shared.errors import DataError, ProtocolError, Unavailable
+from penstock.shared.errors import Conflict, DataError, ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.events import BatchTrained, Checkpointed, Dropped, Event, LineageForked
+from penstock.shared.protocol.events import Checkpointed, Event, LineageForked
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.jobs import Condition, JobRecord
 from penstock.shared.protocol.messages import Ack, Command, EvalResult, Report
+from penstock.shared.protocol.parts import count_of
 from penstock.shared.protocol.trajectory import parse_group_header
 from penstock.shared.transport.bus import Bus
 
@@ -52,7 +59,9 @@ CANCEL_GRACE_S = 15.0
 class JobRunner:
     """The leader's task for one job; ends when the job does. Raises Fenced when somebody else leads."""
 
-    def __init__(self, bus: Bus, store: JobStore, members: Members, record: JobRecord, *, epoch: int) -> None:
+    def __init__(
+        self, bus: Bus, store: JobStore, members: Members, record: JobRecord, *, epoch: int, data_dir: Path
+    ) -> None:
         self.bus, self.store, self.members = bus, store, members
         self.job, self.record, self.epoch = record.id, record, epoch
         self.config = JobConfig.parse(record.spec)
@@ -60,14 +69,15 @@ class JobRunner:
         self.outbox = Outbox(bus, store, self.job)
         self.carrier = Carrier(bus, self.job, epoch)
         self.run: JobRun
-        self.plan = EvaluationPlan(self.config.evaluation, 0)
+        self.measures = Measures(self.config, self.outbox)
+        run = Run(self.job, record.name, record.spec, data_dir / "tracking" / self.job)
+        self.tracking = Tracking(bus, self.outbox, self.config.tracking, run)
         self._inbox: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue(maxsize=4096)
         self._desired = record.desired_state
         self._cancelled_at = time.monotonic() if self._desired == "cancelled" else 0.0
         self._force = record.force
         self._asked_checkpoint = 0.0
         self._asked_after: Checkpointed | None = None
-        self._rewards: list[float] = []
         self._known: list[Condition] = list(record.status.conditions)
         self.ready = False
 
@@ -85,10 +95,12 @@ class JobRunner:
                 tasks.create_task(self.outbox.run()),
                 tasks.create_task(self._follow_experience()),
                 tasks.create_task(self._serve()),
+                tasks.create_task(self.tracking.follow()),
             ]
             self.ready = True
             await self._decide_until_finished()
             await self.outbox.flush()
+            await self.tracking.finish()
             for task in running:
                 task.cancel()
 
@@ -96,18 +108,17 @@ class JobRunner:
         state = await self.journal.load()
         summary = await asyncio.to_thread(check_data, self.config.data)
         epochs = self.config.train.data_epochs
-        self.plan = EvaluationPlan(self.config.evaluation, summary.num_eval)
         self.run = JobRun(
             self.config,
             state,
             num_ordinals=None if epochs is None else epochs * summary.rows_per_epoch,
             writer_epoch=self.epoch,
-            hold=lambda number: self.plan.due(number - 1),
+            hold=lambda point: self.measures.holds(self.run.state, point),
         )
-        for message in await self.bus.read(subjects.METRICS, subjects.metrics(self.job)):
-            row = msgspec.json.decode(message.data)
-            if row.get("kind") == "eval":
-                self.plan.done.add(int(row["step"]))
+        rows = await self.bus.read(subjects.METRICS, subjects.metrics(self.job))
+        self.measures.recall(
+            (msgspec.json.decode(row.data) for row in rows), state, num_eval=summary.num_eval, now=time.time()
+        )
         self._next_seq = 1
         for message in await self.bus.read(subjects.EXPERIENCE, subjects.experience(self.job), headers_only=True):
             await self._take_group(message.seq, message.headers)
@@ -118,7 +129,7 @@ class JobRunner:
 
     async def _decide_until_finished(self) -> None:
         while not self.run.state.finished:
-            self.run.desired = self._desired
+            self.run.want(self._desired)
             waited = time.monotonic() - self._cancelled_at if self._cancelled_at else 0.0
             self.run.cancel_now = self._force or waited > CANCEL_GRACE_S
             self._check_limits()
@@ -126,10 +137,11 @@ class JobRunner:
             if self.run.state.finished:
                 break
             await self._evaluate()
+            await self._follow_best()
             await self._ask_for_checkpoint()
             self._report_status()
             if self._may_finish():
-                await self._commit(self.run.finish(time.time(), self._summary()))
+                await self._commit(self.run.finish(time.time(), summary_of(self.run.state)))
                 break
             await self._take_facts()
         self._report_status(force=True)
@@ -149,15 +161,13 @@ class JobRunner:
         limit, started = self.config.limits.timeout_s, self.record.created_at.timestamp()
         if limit is not None and time.time() - started > limit:
             self.run.failure = self.run.failure or f"limits.timeout_s: {limit:g} s are over"
-        goal = self.config.train.stop_at_reward
-        if goal is not None and len(self._rewards) >= 10 and sum(self._rewards[-10:]) / 10 >= goal:
-            self.run.stop_early = f"reward reached {goal:g}"
+        self.run.stop_early = self.measures.goals.stop_reason
 
     def _may_finish(self) -> bool:
         run, state = self.run, self.run.state
         if state.finished or state.checkpoint is None or not run.training_done or self._desired == "paused":
             return False
-        if self.plan.current is not None or self.plan.due(state.updates, final=True):
+        if self.measures.pending(state):
             return False
         return state.checkpoint.number >= state.last_trained
 
@@ -182,8 +192,13 @@ class JobRunner:
         if not events:
             return
         await self.journal.append(events)
+        self.measures.tally.on_events(events, self.run.candidates)
         effects = self.run.commit(events)
-        self._tell(events)
+        if any(isinstance(event, LineageForked) for event in events):
+            self.measures.goals.begin(self.run.state.best)
+        if (write := self.journal.snapshot(self.run.state)) is not None:
+            self.outbox.later(write, keep=False)
+        announce(self.outbox, events)
         await self.carrier.carry_out(self.run, effects)
 
     # -- facts -------------------------------------------------------------------------------------------------------
@@ -199,13 +214,18 @@ class JobRunner:
     async def _take_group(self, seq: int, headers: Any) -> None:
         try:
             header = parse_group_header(headers)
+            if count_of(headers) != header.num_messages:
+                raise ProtocolError(f"{header.nbytes} bytes in {count_of(headers)} messages")
         except ProtocolError as error:
-            self.outbox.event("warning", "dead_letter", f"group {seq} is unreadable: {error}")
-            await self.carrier.delete(seq)
+            await self._bury(subjects.EXPERIENCE, seq, None, f"undecodable: {error}", 1)
             return
-        if self.run.on_group(seq, header) is Verdict.DUPLICATE:
+        is_new = seq not in self.run.stored
+        is_duplicate = self.run.on_group(seq, header) is Verdict.DUPLICATE
+        if is_new and self.ready:
+            self.measures.tally.on_group(header, duplicate=is_duplicate)
+        if is_duplicate:
             self.run.forget_stored([seq])
-            await self.carrier.delete(seq)
+            await self.carrier.delete(range(seq, seq + header.num_messages))
 
     async def _serve(self) -> None:
         servers = [
@@ -236,15 +256,29 @@ class JobRunner:
         if report.kind == "failed":
             self.run.failure = self.run.failure or f"trainer: {report.reason}"
             return Ack(ok=True)
-        now = time.time()
+        if report.kind == "halted":
+            return await self._halt(f"batch {report.batch} is not trained: {report.reason}")
+        now, state = time.time(), self.run.state
+        batch = state.sealed.get(report.batch)
         try:
             events = self.run.on_report(report, now)
         except Refusal as refusal:
             return Ack(ok=False, reason=str(refusal))
         if events:
+            if report.kind == "refused":
+                await self.carrier.keep_refused(self.run, events)
             await self._commit(events + self.run.decide(now, after=events))
-            if report.kind == "trained":
-                self._after_update(report)
+            if report.kind == "trained" and batch is not None:
+                self.measures.after_update(report, batch, state, now)
+                self.outbox.clock(report.version, report.digest, self.epoch)
+        return Ack(ok=True, data={"pinned": state.pinned} if report.kind == "checkpointed" else {})
+
+    async def _halt(self, reason: str) -> Ack:
+        """Pause for the trainer; the batch stays sealed, and whoever resumes the job lets it be tried again."""
+        self.outbox.event("error", "halted", reason)
+        with contextlib.suppress(Conflict):  # it is being cancelled or has ended
+            self.want(await self.store.set_desired(self.job, "paused"))
+        self.run.halted = reason if self._desired == "paused" else ""
         return Ack(ok=True)
 
     def _where_to_start(self) -> dict[str, Any]:
@@ -256,6 +290,7 @@ class JobRunner:
             "version": state.version,
             "digest": state.digest,
             "last_trained": state.last_trained,
+            "pinned": state.pinned,
             "batches": [[n, b.revision, b.version, b.digest] for n, b in sorted(state.batches.items()) if n > after],
         }
 
@@ -263,41 +298,42 @@ class JobRunner:
         result, _ = unpack(data, EvalResult)
 
         async def fact() -> None:
-            if self.plan.current is not None:
-                self.plan.current.take(result)
+            if self.measures.plan.current is not None:
+                self.measures.plan.current.take(result)
 
         await self._inbox.put(fact)
         return pack(Ack(ok=True), job=self.job, epoch=self.epoch)
 
-    async def on_dead_ticket(self, draw: Draw) -> None:
-        """A ticket used up its deliveries."""
+    async def bury(self, stream: str, seq: int, draw: Draw | None, *, reason: str, attempts: int) -> None:
+        """Keep a message that nobody can use in DEAD and drop its draw, in one decision; only then is it deleted."""
+        await self._inbox.put(lambda: self._bury(stream, seq, draw, reason, attempts))
 
-        async def fact() -> None:
-            await self._commit(self.run.on_dead_ticket(draw, time.time()))
-
-        await self._inbox.put(fact)
+    async def _bury(self, stream: str, seq: int, draw: Draw | None, reason: str, attempts: int) -> None:
+        count = await self.carrier.keep_dead(stream, seq, reason=reason, attempts=attempts)
+        if draw is not None:
+            await self._commit(self.run.on_dead_letter(draw, time.time()))
+        self.outbox.event("warning", "dead_letter", f"message {seq} of {stream}: {reason} ({attempts} attempts)")
+        await self.carrier.delete(range(seq, seq + count), stream=stream)
 
     # -- evaluation and checkpoints ----------------------------------------------------------------------------------
 
     async def _evaluate(self) -> None:
-        state, plan = self.run.state, self.plan
+        state, measures, now = self.run.state, self.measures, time.time()
         if state.checkpoint is None or state.finished:
             return
-        now = time.time()
-        if plan.current is not None:
-            if plan.current.expected and now < plan.current.deadline:
-                return
-            point = plan.current.point
-            values = plan.finish()
-            self.outbox.metrics("eval", point, state.version, values)
-            shown = [f"{name} {x:.3f}" for name, x in values.items() if not name.endswith(("failed", "missing"))]
-            self.outbox.event("info", "evaluation", f"update {point}: {', '.join(shown)}")
+        if measures.plan.waits(now, batch_ready=self.run.batch_ready):
+            return
+        if measures.end_evaluation(state, now):
             await self._commit(self.run.decide(now))
-        if not state.sealed and plan.due(state.updates, final=self.run.training_done):
-            tickets = plan.start(
-                state.updates, state.version, deadline=now + self.config.train.draw_timeout_s, epoch=self.epoch
-            )
+        tickets = measures.begin_evaluation(state, final=self.run.training_done, now=now, epoch=self.epoch)
+        if tickets:
             await self.carrier.publish_tickets(tickets)
+
+    async def _follow_best(self) -> None:
+        """Name the best checkpoint once it exists; until then it is wanted."""
+        goals, state = self.measures.goals, self.run.state
+        await self._commit([*goals.mark(state, writer_epoch=self.epoch, now=time.time())])
+        self.run.new_best = goals.wanted(state)
 
     async def _ask_for_checkpoint(self) -> None:
         reason, newest = self.run.wants_checkpoint, self.run.state.checkpoint
@@ -316,47 +352,6 @@ class JobRunner:
 
     # -- what people see ---------------------------------------------------------------------------------------------
 
-    def _after_update(self, report: Report) -> None:
-        state = self.run.state
-        reward = report.metrics.get("reward/mean")
-        if reward is not None:
-            self._rewards.append(reward)
-        values = dict(report.metrics)
-        values["draws/in_flight"] = float(len(state.open))
-        values["draws/dropped"] = float(state.dropped.total())
-        self.outbox.metrics("train", report.batch, report.version, values)
-        self.outbox.clock(report.version, report.digest, self.epoch)
-
-    def _tell(self, events: list[Event]) -> None:
-        for event in events:
-            match event:
-                case Checkpointed():
-                    self.outbox.event("info", "checkpoint", f"checkpoint after update {event.number} at {event.path}")
-                case Dropped() if event.reason not in ("run_ended", "cancelled"):
-                    self.outbox.event("warning", "dropped", f"{len(event.draws)} draws dropped: {event.reason}")
-                case LineageForked():
-                    self.outbox.event(
-                        "warning", "lineage_forked", f"rolled back from batch {event.from_batch}: {event.reason}"
-                    )
-                case BatchTrained() if event.number == 1:
-                    self.outbox.event("info", "step", "first policy update done")
-                case _:
-                    pass
-
-    def draws(self) -> dict[str, Any]:
-        """The ledger equation, for people."""
-        state = self.run.state
-        return {
-            "drawn": state.drawn,
-            "trained": state.trained,
-            "dropped": dict(state.dropped),
-            "in_flight": len(state.open),
-        }
-
-    def _summary(self) -> dict[str, Any]:
-        state = self.run.state
-        return {"updates": state.updates, "version": state.version, "digest": state.digest, "draws": self.draws()}
-
     def phase(self) -> str:
         """Phase as users see it."""
         state = self.run.state
@@ -365,7 +360,7 @@ class JobRunner:
         if self._desired == "cancelled":
             return "cancelling"
         if self._desired == "paused":
-            settled = not state.sealed and not self.run.wants_checkpoint
+            settled = self.run.halted or not (state.sealed or self.run.wants_checkpoint)
             return "paused" if settled else "pausing"
         return "running" if state.checkpoint is not None or state.started else "pending"
 
@@ -374,12 +369,13 @@ class JobRunner:
         checkpoint = state.checkpoint
         fields = {
             "phase": self.phase(),
-            "message": self.run.failure or self.run.stop_early,
+            "message": self.run.failure or self.run.halted or self.run.stop_early,
             "step": state.updates,
             "policy_version": state.version,
-            "reward": self._rewards[-1] if self._rewards else self.record.status.reward,
-            "draws": self.draws(),
+            "reward": self.measures.reward if self.measures.reward is not None else self.record.status.reward,
+            "draws": draws_of(state),
             "checkpoint": checkpoint.path if checkpoint else None,
+            "best_checkpoint": best_of(state),
             "conditions": self._conditions(),
             "started_at": self.record.status.started_at or self.record.created_at,
             "finished_at": datetime.now(UTC) if state.finished else None,
@@ -391,9 +387,13 @@ class JobRunner:
         self._known = conditions(self.run, self.job, self.members, self._known, clock=clock, now=now)
         return self._known
 
+    def status(self) -> dict[str, Any]:
+        """What this leader sees."""
+        return {"version": self.run.state.version, "running": len(self.run.state.open)}
+
     def why(self) -> list[dict[str, Any]]:
         """What the job waits for."""
         return explain_waits(
-            self.job, self.run, self.plan, self.members,
+            self.job, self.run, self.measures.plan, self.members,
             clock=time.monotonic(), now=time.time(), sealed_at=self.carrier.sealed_at,
         )  # fmt: skip

@@ -7,16 +7,36 @@ from typing import Any
 
 import numpy as np
 
-from penstock.shared.protocol.trajectory import FINISH_REASONS, Group
+from penstock.shared.protocol.trajectory import FINISH_REASONS, Group, GroupHeader
 
-__all__ = ["sample_rows"]
+__all__ = ["choose_samples", "sample_rows"]
+
+
+def choose_samples(
+    headers: Sequence[tuple[int, GroupHeader]], *, sort: str | None, after: str | None, limit: int
+) -> list[tuple[int, str]]:
+    """(sequence, row id) of one page of completions, chosen without reading a group; ids are those of step 0.
+
+    ``sort``: ``reward``, ``-reward``, ``length``, ``-length``, or None for the order of the prompts; ``after``: the
+    last id of the page before.
+    """
+    found = [
+        (reward, length, seq, f"0-{header.draw}-{index}")
+        for seq, header in sorted(headers, key=lambda one: one[1].draw)
+        for index, (reward, length) in enumerate(zip(header.rewards, header.lengths, strict=True))
+    ]
+    if sort is not None:
+        found.sort(key=lambda one: one[0] if "reward" in sort else one[1], reverse=sort.startswith("-"))
+    ids = [row_id for *_, row_id in found]
+    start = ids.index(after) + 1 if after in ids else len(ids) if after else 0
+    return [(seq, row_id) for _, _, seq, row_id in found[start : start + limit]]
 
 
 def sample_rows(step: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
     """One row per completion of a batch, in batch order."""
     rows = []
     for group in groups:
-        usable = group.rewards[~group.failed]
+        usable = group.rewards[~(group.failed | group.greedy)]
         mean = float(usable.mean()) if len(usable) else 0.0
         std = float(usable.std(ddof=1)) if len(usable) > 1 else 0.0
         completions = group.meta.get("completions") or [""] * group.num_trajectories
@@ -36,6 +56,7 @@ def sample_rows(step: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
                     "reward": reward,
                     "parts": {name: float(values[index]) for name, values in group.parts.items()},
                     "advantage": 0.0 if group.failed[index] or std == 0 else (reward - mean) / (std + 1e-6),
+                    "greedy": bool(group.greedy[index]),
                     "failed": bool(group.failed[index]),
                     "finish": FINISH_REASONS[int(group.finish[index])],
                     "tokens": end - start,

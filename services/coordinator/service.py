@@ -17,19 +17,24 @@ import uvicorn
 
 from penstock.services.coordinator.api import create_app
 from penstock.services.coordinator.control import CoordinatorControl
+from penstock.services.coordinator.deadletters import DeadLetters
+from penstock.services.coordinator.evaluation_runner import EvaluationRunner
+from penstock.services.coordinator.leader import Leader
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.retention import FULL_SHARE, oldest_finished
 from penstock.services.coordinator.runner import JobRunner
 from penstock.services.coordinator.store import JobStore
+from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import job_model
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, Fenced, ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
-from penstock.shared.protocol.messages import Heartbeat, Ticket
+from penstock.shared.protocol.messages import Heartbeat
 from penstock.shared.runtime.lease import Lease
 from penstock.shared.runtime.tasks import unexpected
-from penstock.shared.transport.bus import Bus, Message
+from penstock.shared.transport.bus import Bus
 
 __all__ = ["CoordinatorService"]
 
@@ -51,7 +56,7 @@ class CoordinatorService:
         self.bus, self.settings = bus, settings
         self.members = Members()
         self.store = JobStore(bus)
-        self.runners: dict[str, JobRunner] = {}
+        self.runners: dict[str, Leader] = {}
         self.leading = False
         self.ready = False
         self.control = CoordinatorControl(bus, self.store, self.members, self.runners, settings)
@@ -71,7 +76,7 @@ class CoordinatorService:
             self._http = tasks.create_task(self._serve_http())
             tasks.create_task(self._hear_heartbeats())
             tasks.create_task(self._lead_forever())
-            tasks.create_task(self._bury_dead_tickets())
+            tasks.create_task(DeadLetters(self.bus, self.members, self.runners).run())
             tasks.create_task(self._keep_room())
             self.ready = True
 
@@ -86,11 +91,7 @@ class CoordinatorService:
 
     def status(self) -> dict[str, dict[str, Any]]:
         """Per job: what this leader sees."""
-        return {
-            job: {"version": runner.run.state.version, "running": len(runner.run.state.open)}
-            for job, runner in self.runners.items()
-            if runner.ready
-        }
+        return {job: runner.status() for job, runner in self.runners.items() if runner.ready}
 
     async def _serve_http(self) -> None:
         app = create_app(self.control, self.settings, stopping=self._stopping)
@@ -163,7 +164,7 @@ class CoordinatorService:
         """Lead one job; an error of one job never ends another. What keeps breaking for no known reason is failed."""
         broken = 0
         while True:
-            runner = self.runners[record.id] = JobRunner(self.bus, self.store, self.members, record, epoch=epoch)
+            runner = self.runners[record.id] = self._leader(record, epoch)
             error = await unexpected(runner.lead())
             self.runners.pop(record.id, None)
             if error is None:
@@ -179,8 +180,15 @@ class CoordinatorService:
         self._tasks.pop(record.id, None)
         await self._clean_up(record.id)
 
+    def _leader(self, record: JobRecord, epoch: int) -> Leader:
+        if job_model(record.spec) is not JobConfig:
+            return EvaluationRunner(self.bus, self.store, self.members, record, epoch=epoch)
+        data_dir = self.settings.data_dir
+        return JobRunner(self.bus, self.store, self.members, record, epoch=epoch, data_dir=data_dir)
+
     async def _clean_up(self, job: str) -> None:
-        """A finished job leaves no tickets and no raw groups behind; its groups stay for audit and replay."""
+        """A finished job leaves no tickets, raw groups and snapshots; its groups stay for audit and replay."""
+        await self.bus.purge(subjects.SNAPSHOTS, subjects.snapshots(job))
         for stream, subject in ((subjects.TICKETS, subjects.tickets(job)), (subjects.RAW, subjects.raw(job))):
             await self.bus.purge(stream, subject)
         await self.bus.delete_consumer(subjects.TICKETS, f"rollout-{job}")
@@ -212,47 +220,6 @@ class CoordinatorService:
                     await self.bus.purge(subjects.EXPERIENCE, subjects.experience(job))
             except Unavailable as error:
                 logger.info("room is not checked: %s", error)
-
-    # -- dead letters ------------------------------------------------------------------------------------------------
-
-    async def _bury_dead_tickets(self) -> None:
-        """Copy messages past their deliveries to DEAD, and tell the job that leads their draw.
-
-        An advisory may be lost; then the draw ends at its own deadline and the message with its job.
-        """
-        dead: asyncio.Queue[tuple[str, int]] = asyncio.Queue(maxsize=10_000)
-
-        def hear(stream: str, consumer: str, seq: int) -> None:
-            if stream in (subjects.TICKETS, subjects.RAW) and not dead.full():
-                dead.put_nowait((stream, seq))
-
-        await self.bus.dead_letters(hear)
-        while True:
-            stream, seq = await dead.get()
-            if self.leading:
-                await self._bury(stream, seq)
-
-    async def _bury(self, stream: str, seq: int) -> None:
-        found = await self.bus.get_many(stream, [seq])
-        message = found.get(seq)
-        if message is None:
-            return
-        job = message.subject.partition(".")[2]
-        await self._copy_to_dead(job, stream, message)
-        runner = self.runners.get(job)
-        if stream == subjects.TICKETS and runner is not None:
-            ticket, _ = unpack(message.data, Ticket)
-            if ticket.purpose == "train":
-                await runner.on_dead_ticket(ticket.draw)
-        await self.bus.delete_message(stream, seq)
-
-    async def _copy_to_dead(self, job: str, stream: str, message: Message) -> None:
-        headers = {
-            "Penstock-Stream": stream,
-            "Penstock-Sequence": str(message.seq),
-            "Penstock-Reason": "max deliveries",
-        }
-        await self.bus.publish(subjects.dead(job), message.data, headers=headers, msg_id=f"dead:{stream}:{message.seq}")
 
 
 def _only(error: BaseException, *kinds: type[Exception]) -> bool:

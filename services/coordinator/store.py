@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import AnyJob, job_model
 from penstock.shared.errors import Conflict, NotFound, ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.ids import new_job_id
@@ -24,14 +25,15 @@ class JobStore:
     def __init__(self, bus: Bus) -> None:
         self._kv = bus.kv(subjects.JOBS)
 
-    async def create(self, config: JobConfig) -> JobRecord:
+    async def create(self, config: AnyJob) -> JobRecord:
         """Store a new job durably."""
+        steps = config.train.max_updates if isinstance(config, JobConfig) else config.evaluation.num_prompts
         record = JobRecord(
             id=new_job_id(),
             name=config.name,
             created_at=datetime.now(UTC),
             spec=config.model_dump(mode="json", exclude_unset=True),
-            status=JobStatus(total_steps=config.train.max_updates),
+            status=JobStatus(total_steps=steps),
         )
         revision = await self._kv.create(record.id, record.model_dump_json().encode())
         return record.model_copy(update={"revision": revision})
@@ -68,6 +70,8 @@ class JobStore:
         def edit(record: JobRecord) -> JobRecord:
             if record.status.phase in TERMINAL_PHASES:
                 raise Conflict(f"job '{job}' is {record.status.phase}; it cannot become {state}")
+            if state == "paused" and job_model(record.spec) is not JobConfig:
+                raise Conflict(f"job '{job}' is an evaluation: it can be cancelled, not paused")
             if record.desired_state == "cancelled" and state != "cancelled":
                 raise Conflict(f"job '{job}' is being cancelled")
             wanted = {"desired_state": state, "force": record.force or force}

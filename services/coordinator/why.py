@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from penstock.services.coordinator.evaluation import EvaluationPlan
@@ -9,7 +10,7 @@ from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.run import JobRun
 from penstock.shared.protocol import subjects
 
-__all__ = ["explain_waits"]
+__all__ = ["explain_waits", "wait_row", "worker_waits"]
 
 
 def explain_waits(
@@ -18,27 +19,33 @@ def explain_waits(
     """Rows of waits, most important first. ``clock`` is monotonic (heartbeats), ``now`` is Unix time (deadlines)."""
     if run.state.finished:
         return []
-    rows = _worker_waits(job, members, clock, now)
+    rows = worker_waits(job, members, clock, now)
     if run.desired == "paused":
-        rows.append(_row("a request to resume", subjects.JOBS, job))
+        reason = f" ({run.halted})" if run.halted else ""
+        rows.append(wait_row(f"a request to resume{reason}", subjects.JOBS, job))
     if run.state.checkpoint is None:
-        rows.append(_row("the initial checkpoint (warm start and version 0)", subjects.report(job), "batch 0"))
+        rows.append(wait_row("the initial checkpoint (warm start and version 0)", subjects.report(job), "batch 0"))
         return rows
     if plan.current is not None:
         what = f"evaluation of version {plan.current.version}: {len(plan.current.expected)} prompts left"
-        rows.append(_row(what, subjects.evaluation(job), f"update {plan.current.point}"))
+        rows.append(wait_row(what, subjects.evaluation(job), f"update {plan.current.point}"))
+    if run.new_best:
+        rows.append(wait_row(f"a checkpoint: {run.new_best}", subjects.command(job), job))
     for number, batch in sorted(run.state.sealed.items()):
         what = f"the trainer to train batch {number}"
-        rows.append(_row(what, subjects.batches(job), f"{number}.{batch.revision}", age_s=now - sealed_at))
+        rows.append(wait_row(what, subjects.batches(job), f"{number}.{batch.revision}", age_s=now - sealed_at))
     rows += _group_waits(job, run, members, clock, now)
     if run.stored_bytes * 2 >= run.config.limits.byte_budget:
         used = f"{run.stored_bytes} of {run.config.limits.byte_budget} bytes used"
         what = f"room in the byte budget ({used}); a checkpoint frees it"
-        rows.append(_row(what, subjects.experience(job), f"checkpoint {run.state.checkpoint.number}"))
+        rows.append(wait_row(what, subjects.experience(job), f"checkpoint {run.state.checkpoint.number}"))
     return rows
 
 
-def _row(waiting_for: str, subject: str, id: str, *, holder: str | None = None, age_s: float = 0.0) -> dict[str, Any]:
+def wait_row(
+    waiting_for: str, subject: str, id: str, *, holder: str | None = None, age_s: float = 0.0
+) -> dict[str, Any]:
+    """One row."""
     return {
         "waiting_for": waiting_for,
         "subject": subject,
@@ -48,11 +55,13 @@ def _row(waiting_for: str, subject: str, id: str, *, holder: str | None = None, 
     }
 
 
-def _worker_waits(job: str, members: Members, clock: float, now: float) -> list[dict[str, Any]]:
+def worker_waits(
+    job: str, members: Members, clock: float, now: float, services: Sequence[str] = ("trainer", "rollout", "reward")
+) -> list[dict[str, Any]]:
     """Services without a live worker, then what live workers say they wait for."""
-    live = {service: members.of(service, clock) for service in ("trainer", "rollout", "reward")}
+    live = {service: members.of(service, clock) for service in services}
     rows = [
-        _row(f"a live {service} worker (none gives heartbeats)", f"heartbeat.{service}.*", service)
+        wait_row(f"a live {service} worker (none gives heartbeats)", f"heartbeat.{service}.*", service)
         for service, found in live.items()
         if not found
     ]
@@ -61,7 +70,7 @@ def _worker_waits(job: str, members: Members, clock: float, now: float) -> list[
         if entry.get("waiting_for"):
             age_s = now - float(entry.get("since", now))
             subject = str(entry.get("subject", ""))
-            rows.append(_row(str(entry["waiting_for"]), subject, job, holder=member.beat.worker, age_s=age_s))
+            rows.append(wait_row(str(entry["waiting_for"]), subject, job, holder=member.beat.worker, age_s=age_s))
     return rows
 
 
@@ -74,7 +83,7 @@ def _group_waits(job: str, run: JobRun, members: Members, clock: float, now: flo
     age_s = now - (state.open[oldest].deadline - run.config.train.draw_timeout_s)
     holder = _holders(job, members, clock).get(str(oldest))
     what = f"{len(waiting)} groups ({run.config.groups_per_batch} make a batch)"
-    return [_row(what, subjects.tickets(job), str(oldest), holder=holder, age_s=age_s)]
+    return [wait_row(what, subjects.tickets(job), str(oldest), holder=holder, age_s=age_s)]
 
 
 def _holders(job: str, members: Members, clock: float) -> dict[str, str]:

@@ -13,6 +13,7 @@ from penstock.shared.config.service import ServiceSettings
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.environment import EnvOpened, OpenEnv
+from penstock.shared.transport.bulk_message import FrameMail
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["EnvService"]
@@ -34,9 +35,11 @@ class EnvService:
         self.ready = False
         self._draining = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
+        self._mail: FrameMail
 
     async def run(self) -> None:
         """Serve until drained or cancelled."""
+        self._mail = await asyncio.to_thread(FrameMail, self.settings)
         opening = await self.bus.serve(subjects.ENV_OPEN, self._on_open, queue=QUEUE)
         try:
             async with self._tasks:
@@ -45,6 +48,7 @@ class EnvService:
                 await opening.close()
         finally:
             await opening.close()
+            await asyncio.to_thread(self._mail.close)
 
     async def drain(self) -> None:
         """Open no more sessions; answer what is in hand and close them. Their clients open others elsewhere."""
@@ -65,7 +69,7 @@ class EnvService:
 
     async def _on_open(self, data: bytes) -> bytes:
         request, envelope = unpack(data, OpenEnv)
-        session = EnvSession(envelope.job, request)
+        session = EnvSession(envelope.job, request, self._mail)
         spec = await session.open()
         name = secrets.token_hex(8)
         self.sessions[name] = session

@@ -14,8 +14,7 @@ import numpy as np
 
 from penstock.services.env.pool import EnvPool
 from penstock.services.env.simulators import Simulator, open_simulator
-from penstock.shared.errors import ConfigError, Conflict, PenstockError
-from penstock.shared.protocol.codec import MAX_INLINE_BYTES
+from penstock.shared.errors import Conflict, PenstockError
 from penstock.shared.protocol.environment import (
     Body,
     CloseRequest,
@@ -25,10 +24,16 @@ from penstock.shared.protocol.environment import (
     StepRequest,
     decode_env,
     encode_env,
+    env_frame,
 )
+from penstock.shared.protocol.frame import Buffer, is_frame
 from penstock.shared.runtime import metrics
+from penstock.shared.transport.bulk_message import FrameMail, Sent, is_large
 
 __all__ = ["EnvSession"]
+
+REST_BYTES = 1 << 16
+"""What an answer holds beside observations, in all but extreme cases."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,8 +45,9 @@ STEPS = metrics.counter("env_steps", "Actions executed, over all environments.")
 class EnvSession:
     """Answers the requests of one client. A repeated request gets the same answer and is not executed again."""
 
-    def __init__(self, job: str, request: OpenEnv) -> None:
+    def __init__(self, job: str, request: OpenEnv, mail: FrameMail) -> None:
         self.job = job
+        self._mail = mail
         self.closed = asyncio.Event()
         """Set when nothing more will be answered."""
         self.ended = asyncio.Event()
@@ -49,7 +55,10 @@ class EnvSession:
         self._request = request
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"env {request.env_id}")
         self._lock = asyncio.Lock()
-        self._last: tuple[int, bytes] = (-1, b"")
+        self._seq = -1
+        self._frame: list[Buffer] = []
+        self._reply: Sent | None = None
+        """The answer to request ``_seq``: first its frame, then its message, until the next request."""
         self._used = time.monotonic()
         self._simulator: Simulator | None = None
         self._pool: EnvPool | None = None
@@ -58,13 +67,13 @@ class EnvSession:
         """Make the environments.
 
         Raises:
-            ConfigError: they cannot be made, or their observations do not fit into a message.
+            ConfigError: they cannot be made, or their observations could not reach the client.
         """
         opened = False
         try:
             self._simulator = await self._in_thread(open_simulator, self._request)
             spec = self._simulator.spec
-            _check_size(spec)
+            self._mail.check(_reply_bytes(spec), self._request.host, f"a reply of '{spec.env_id}'")
             self._pool = EnvPool(self._simulator)
             self._used = time.monotonic()
             opened = True
@@ -86,37 +95,60 @@ class EnvSession:
             Conflict: it is out of order, or steps an episode that is over.
         """
         started = time.perf_counter()
-        body = decode_env(data, ResetRequest, StepRequest, CloseRequest)
         async with self._lock:
             self._used = time.monotonic()
+            if not is_frame(data):
+                data = await self._in_thread(self._fetch, data)
+            body = decode_env(data, ResetRequest, StepRequest, CloseRequest)
             if isinstance(body, CloseRequest):
                 self.closed.set()
                 return encode_env(body)
-            seq, reply = self._last
-            if body.seq == seq:
-                return reply
-            if body.seq != seq + 1:
-                raise Conflict(f"request {body.seq} after request {seq}: a session answers them in order")
-            reply = await self._execute(body)
-            self._last = (body.seq, reply)
+            assert isinstance(body, ResetRequest | StepRequest)
+            if body.seq != self._seq:
+                await self._take(body)
+            reply = await self._message()
             self._used = time.monotonic()
         STEP_SECONDS.observe(time.perf_counter() - started)
         return reply
 
-    async def _execute(self, body: Body) -> bytes:
+    def _fetch(self, data: bytes) -> bytes:
+        """The frame that a claim check leads to, copied: a simulator may keep its actions for longer."""
+        with self._mail.open(data) as blob:
+            return bytes(blob.data)
+
+    async def _take(self, body: ResetRequest | StepRequest) -> None:
+        """Execute the next request. Who sends it has the answer to the one before."""
+        if body.seq != self._seq + 1:
+            raise Conflict(f"request {body.seq} after request {self._seq}: a session answers them in order")
+        frame = await self._execute(body)
+        self._release()
+        self._seq, self._frame = body.seq, frame
+
+    async def _message(self) -> bytes:
+        """The answer to the last request. Without room for it now, whoever asks again gets it."""
+        if self._reply is None:
+            pack = partial(self._mail.pack, self._frame, job=self.job)
+            self._reply = await self._in_thread(pack) if is_large(self._frame) else pack()
+            self._frame = []
+        return self._reply.data
+
+    def _release(self) -> None:
+        if self._reply is not None:
+            self._reply.release()
+            self._reply = None
+
+    async def _execute(self, body: ResetRequest | StepRequest) -> list[Buffer]:
         """Run one request; a simulator that breaks ends the session, for its state is unknown."""
         assert self._pool is not None
         broken = True
         try:
             if isinstance(body, ResetRequest):
-                reply = encode_env(await self._in_thread(self._pool.reset, body))
+                reply: Body = await self._in_thread(self._pool.reset, body)
             else:
-                assert isinstance(body, StepRequest)
-                result = await self._in_thread(self._pool.step, body)
+                reply = result = await self._in_thread(self._pool.step, body)
                 STEPS.inc(int(result.valid.sum()))
-                reply = encode_env(result)
             broken = False
-            return reply
+            return env_frame(reply)
         except PenstockError:
             broken = False
             raise
@@ -125,9 +157,10 @@ class EnvSession:
                 self.closed.set()
 
     async def close(self) -> None:
-        """Close the simulator in its own thread."""
+        """Close the simulator in its own thread, and give back what the client has not fetched."""
         async with self._lock:
             self.closed.set()
+            self._release()
             if self._simulator is not None:
                 simulator, self._simulator = self._simulator, None
                 await self._in_thread(simulator.close)
@@ -146,11 +179,7 @@ class EnvSession:
         }
 
 
-def _check_size(spec: EnvSpec) -> None:
-    """Raise ConfigError where a reply (current and final observations) would not fit into a message."""
+def _reply_bytes(spec: EnvSpec) -> int:
+    """Largest answer: current and final observations of all environments, and room for the rest."""
     size = spec.num_envs * prod(spec.observation_shape) * np.dtype(spec.observation_dtype).itemsize
-    if size > MAX_INLINE_BYTES // 2:
-        raise ConfigError(
-            f"{spec.num_envs} observations of '{spec.env_id}' have {size} bytes; a message takes half of "
-            f"{MAX_INLINE_BYTES}: use fewer environments per session"
-        )
+    return 2 * size + REST_BYTES

@@ -7,27 +7,30 @@ from typing import Any
 
 import numpy as np
 
-from penstock.shared.config.job import JobConfig, SamplingConfig
+from penstock.services.rollout.routes import group_experts
+from penstock.shared.config.evaluation_job import EvaluationJob
+from penstock.shared.config.job import JobConfig
+from penstock.shared.config.sampling import SamplingConfig
 from penstock.shared.data.prompts import Prompt
 from penstock.shared.protocol.generation import Sample, Sampling
 from penstock.shared.protocol.ids import Draw, derive_seed, new_attempt
 from penstock.shared.protocol.messages import ScoreReply, Ticket
 from penstock.shared.protocol.trajectory import FINISH_REASONS, Group
 
-__all__ = ["build_group", "completion_texts", "sampling_for", "skipped_group", "with_scores"]
+__all__ = ["build_group", "completion_texts", "requests_for", "skipped_group", "with_scores"]
 
 
-def sampling_for(config: JobConfig, ticket: Ticket) -> tuple[Sampling, int]:
-    """Sampling parameters and number of completions of a ticket."""
-    if ticket.purpose == "train":
-        return _sampling(config.sampling, derive_seed(config.seed, "draw", ticket.draw.ordinal, ticket.draw.n)), (
-            config.algorithm.group_size
-        )
-    chosen = config.evaluation.sampling or config.sampling
-    seed = derive_seed(config.seed, ticket.purpose, ticket.draw.ordinal)
-    if ticket.purpose == "eval_greedy":
-        return _sampling(chosen.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0}), seed), 1
-    return _sampling(chosen, seed), config.evaluation.samples
+def requests_for(config: JobConfig | EvaluationJob, ticket: Ticket) -> list[tuple[Sampling, int]]:
+    """What a ticket asks an engine for: sampling parameters and number of completions; the greedy one is the last."""
+    if ticket.purpose == "train" and isinstance(config, JobConfig):
+        chosen, seed = config.sampling, derive_seed(config.seed, "draw", ticket.draw.ordinal, ticket.draw.n)
+        num_samples, greedy = config.algorithm.group_size, config.algorithm.greedy_baseline
+    else:
+        chosen, seed = config.evaluation_sampling, derive_seed(config.seed, "eval_sample", ticket.draw.ordinal)
+        num_samples, greedy = config.evaluation.samples, config.evaluation.greedy
+    sampled = [(_sampling(chosen, seed), num_samples)] if num_samples else []
+    plain = chosen.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0})
+    return [*sampled, (_sampling(plain, seed), 1)] if greedy else sampled
 
 
 def _sampling(config: SamplingConfig, seed: int) -> Sampling:
@@ -70,9 +73,11 @@ def build_group(
     prompt: Prompt,
     samples: Sequence[Sample],
     texts: Sequence[str],
+    num_greedy: int,
     seconds: float,
 ) -> Group:
-    """An unscored group. An aborted completion is a failed trajectory: it is counted and never trained."""
+    """An unscored group; the last ``num_greedy`` samples are greedy ones. An aborted completion is a failed trajectory:
+    it is counted and never trained."""
     lengths = [len(sample.token_ids) for sample in samples]
     cu_seqlens = np.zeros(len(samples) + 1, np.int32)
     np.cumsum(lengths, out=cu_seqlens[1:])
@@ -92,6 +97,8 @@ def build_group(
         failed=np.asarray([sample.finish == "abort" or not sample.token_ids for sample in samples], np.bool_),
         finish=np.asarray(finish, np.uint8),
         spans=np.asarray(spans, np.int32).reshape(-1, 4),
+        greedy=np.arange(len(samples)) >= len(samples) - num_greedy,
+        experts=group_experts(samples, len(prompt.token_ids)),
         meta={
             "prompt": prompt.text,
             "completions": list(texts),

@@ -45,7 +45,7 @@ class PolicyFollower:
                 manifest, _ = unpack(entry.value, WeightManifest)
                 while not self._outdated(manifest) and not await self._adopt(manifest):
                     await asyncio.sleep(RETRY_S)
-                    manifest = await self._newest() or manifest
+                    manifest = await self._newest(self._job) or manifest
         finally:
             if self._serving is not None:
                 await self._engine.close()
@@ -54,9 +54,9 @@ class PolicyFollower:
     def _outdated(self, manifest: WeightManifest) -> bool:
         return manifest.epoch < self.epoch or (manifest.version, manifest.digest) == (self.version, self.digest)
 
-    async def _newest(self) -> WeightManifest | None:
+    async def _newest(self, key: str) -> WeightManifest | None:
         try:
-            entry = await self._bus.kv(subjects.MANIFESTS).get(self._job)
+            entry = await self._bus.kv(subjects.MANIFESTS).get(key)
         except Unavailable:
             return None
         return unpack(entry.value, WeightManifest)[0] if entry is not None and entry.value is not None else None
@@ -66,26 +66,17 @@ class PolicyFollower:
         clock = asyncio.get_running_loop().time
         try:
             start = clock()
+            await self._have_base(manifest.base)
             staged = await asyncio.to_thread(self._receiver.stage, manifest)
             self.stage_s = clock() - start
         except WeightsError as error:
             logger.warning("version %d not staged: %s", manifest.version, error)
             return False
-        committed = False
         try:
-            await self._engine.begin_update(
-                version=manifest.version, digest=manifest.digest, mode="swap", guard=staged.intact
-            )
-            await self._engine.load_chunk(staged.tensors())
-            self.pause_s = await self._engine.commit_update()
-            committed = True
+            self.pause_s = await self._load(manifest, staged, base=False)
         except WeightsError as error:
             logger.warning("version %d not committed: %s", manifest.version, error)
             return False
-        finally:
-            if not committed:  # also when this worker is being stopped
-                await self._engine.abort_update()
-                staged.release()
         before, self._serving = self._serving, staged
         if before is not None:
             before.release()
@@ -93,6 +84,45 @@ class PolicyFollower:
             self.version, self.digest, self.epoch = manifest.version, manifest.digest, manifest.epoch
             self._changed.notify_all()
         return True
+
+    async def _load(self, manifest: WeightManifest, staged: Staged, *, base: bool) -> float:
+        """Begin, load, commit; what fails is aborted and released, also when this worker is being stopped."""
+        committed = False
+        try:
+            await self._engine.begin_update(
+                version=manifest.version,
+                digest=manifest.digest,
+                mode="in_place" if base else "swap",
+                guard=None if base else staged.intact,
+                base=base,
+            )
+            await self._engine.load_chunk(staged.tensors())
+            pause_s = await self._engine.commit_update()
+            committed = True
+        finally:
+            if not committed:
+                await self._engine.abort_update()
+                staged.release()
+        return pause_s
+
+    async def _have_base(self, digest: str) -> None:
+        """Make sure that the adapter to come belongs to the weights under it.
+
+        Raises:
+            WeightsError: the engine loaded another base, and the trainer's cannot be reached.
+        """
+        own = (await self._engine.weight_info()).base
+        if own == digest:
+            return
+        manifest = await self._newest(subjects.base_manifest(self._job))
+        if manifest is None or manifest.digest != digest:
+            raise WeightsError(
+                f"its adapter belongs to base '{digest}', this engine has '{own}' and the trainer publishes none: "
+                "model.path must be the same model on every host"
+            )
+        staged = await asyncio.to_thread(self._receiver.stage, manifest)
+        await self._load(manifest, staged, base=True)
+        staged.release()
 
     async def reach(self, wanted: Callable[[int], bool], *, deadline_s: float, what: str) -> None:
         """Wait until the engine's version is ``wanted``. Raises DeadlineError naming ``what``."""

@@ -15,6 +15,9 @@ __all__ = ["GroupPublisher"]
 logger = logging.getLogger(__name__)
 
 MAX_AT_ONCE = 64
+BYTES_AT_ONCE = 8 << 20
+SLOWEST_BYTES_PER_S = 4 << 20
+"""A large group gets more time than a small one."""
 RETRY_S = 0.2
 
 
@@ -39,17 +42,20 @@ class GroupPublisher:
         """Send until cancelled."""
         while True:
             batch = [await self._queue.get()]
-            while not self._queue.empty() and len(batch) < MAX_AT_ONCE:
+            nbytes = len(batch[0][0].data)
+            while not self._queue.empty() and len(batch) < MAX_AT_ONCE and nbytes < BYTES_AT_ONCE:
                 batch.append(self._queue.get_nowait())
+                nbytes += len(batch[-1][0].data)
             await self._send([outgoing for outgoing, _ in batch])
             for _, done in batch:
                 if not done.done():
                     done.set_result(None)
 
     async def _send(self, messages: list[Outgoing]) -> None:
+        deadline_s = 5 + sum(len(message.data) for message in messages) / SLOWEST_BYTES_PER_S
         while True:
             try:
-                await self._bus.publish_many(messages, deadline_s=5, allow_large=True)
+                await self._bus.publish_whole(messages, deadline_s=deadline_s)
             except Unavailable as error:
                 self.blocked = str(error)
                 logger.warning("groups of %s wait: %s", self._job, error)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from penstock.services.rollout.session import RolloutSession
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import AnyJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.runtime.jobs import watch_jobs
 from penstock.shared.transport.bus import Bus
@@ -32,9 +32,9 @@ class RolloutService:
     async def run(self) -> None:
         """Serve until drained or cancelled."""
         self.ready = True
-        await watch_jobs(self.bus, self._run_session)
+        await watch_jobs(self.bus, self._run_session, open_evaluation=self._run_session)
 
-    async def _run_session(self, job: str, config: JobConfig) -> None:
+    async def _run_session(self, job: str, config: AnyJob) -> None:
         torch.set_num_threads(config.placement.rollout_threads)
         session = RolloutSession(self.bus, self.settings, job, config)
         self.sessions[job] = session

@@ -8,19 +8,22 @@ import time
 from typing import Any
 
 from penstock.services.rollout.engines import Engine, open_engine
-from penstock.services.rollout.episode import build_group, completion_texts, sampling_for, skipped_group, with_scores
+from penstock.services.rollout.episode import build_group, completion_texts, requests_for, skipped_group, with_scores
+from penstock.services.rollout.fixed import FixedPolicy
 from penstock.services.rollout.policy import PolicyFollower
 from penstock.services.rollout.publisher import GroupPublisher
+from penstock.services.rollout.scoring import joined, score_requests
 from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import AnyJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.data.prompts import Prompt, PromptSource
-from penstock.shared.errors import DeadlineError, ProtocolError, Unavailable
+from penstock.shared.errors import ConfigError, DataError, DeadlineError, ProtocolError, Unavailable
 from penstock.shared.models.loading import build_tokenizer, resolve_device
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.generation import GenRequest, GenResult
 from penstock.shared.protocol.ids import new_attempt
-from penstock.shared.protocol.messages import EvalResult, ScoreReply, ScoreRequest, Ticket
+from penstock.shared.protocol.messages import EvalResult, Report, ScoreReply, Ticket
 from penstock.shared.protocol.trajectory import Group
 from penstock.shared.transport.bus import Bus, Delivery
 
@@ -35,18 +38,19 @@ ASK_DEADLINE_S = 5.0
 """A request is repeated under the same id after this long: its server may be gone, or just slow."""
 FETCH_WAIT_S = 1.0
 RETRY_S = 0.2
+UNREADABLE_PAUSE_S = 0.5
 
 
 class RolloutSession:
     """Takes tickets of a job while there is room in the engine."""
 
-    def __init__(self, bus: Bus, settings: ServiceSettings, job: str, config: JobConfig) -> None:
+    def __init__(self, bus: Bus, settings: ServiceSettings, job: str, config: AnyJob) -> None:
         self._bus, self._settings, self.job, self.config = bus, settings, job, config
         self._publisher = GroupPublisher(bus, job)
         self._waits: dict[str, tuple[float, str, str]] = {}
         self._holds: dict[str, float] = {}
         self._engine: Engine | None = None
-        self._policy: PolicyFollower | None = None
+        self._policy: PolicyFollower | FixedPolicy | None = None
         self._draining = False
         self.groups = 0
 
@@ -54,11 +58,18 @@ class RolloutSession:
 
     async def run(self) -> None:
         """Work until cancelled, or until ``drain`` and the last ticket in hand is done."""
-        await asyncio.to_thread(self._load)
+        try:
+            await asyncio.to_thread(self._load)
+        except (ConfigError, DataError) as error:
+            await self._report_unusable(error)
+            raise
         assert self._engine is not None
         await self._engine.start()
-        self._policy = PolicyFollower(self._bus, self._settings, self.job, self._engine)
-        slots = asyncio.Semaphore(max(1, self.config.placement.max_running // self.config.algorithm.group_size))
+        if isinstance(self.config, JobConfig):
+            self._policy = PolicyFollower(self._bus, self._settings, self.job, self._engine)
+        else:
+            self._policy = FixedPolicy(self._engine)
+        slots = asyncio.Semaphore(max(1, self.config.placement.max_running // self.config.completions_per_group))
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(self._policy.run()), tasks.create_task(self._publisher.run())]
             self._wait("policy", "the first policy version", subjects.MANIFESTS)
@@ -69,9 +80,16 @@ class RolloutSession:
             for task in background:
                 task.cancel()
 
+    async def _report_unusable(self, error: Exception) -> None:
+        """An evaluation job has no trainer that would say that its model cannot be loaded."""
+        if not isinstance(self.config, JobConfig):
+            report = pack(Report(kind="failed", epoch=0, reason=str(error)), job=self.job)
+            await self._ask(subjects.report(self.job), report, "model", "the coordinator to take a failure")
+
     def _load(self) -> None:
         self._tokenizer = build_tokenizer(self.config.model)
-        self._source = PromptSource(self.config.data, self._tokenizer, self.config.seed)
+        data = self.config.data if isinstance(self.config, JobConfig) else self.config.data_config
+        self._source = PromptSource(data, self._tokenizer, self.config.seed)
         self._engine = open_engine(
             self.config.model, self._tokenizer, max_running=self.config.placement.max_running, seed=self.config.seed,
             device=resolve_device(self.config.placement.device),
@@ -108,9 +126,9 @@ class RolloutSession:
     async def _work(self, delivery: Delivery) -> None:
         try:
             ticket, _ = unpack(delivery.data, Ticket)
-        except ProtocolError as error:
+        except ProtocolError as error:  # given back: after its last delivery it becomes a dead letter
             logger.error("ticket %d is unreadable: %s", delivery.seq, error)
-            await delivery.term()
+            await delivery.nak(UNREADABLE_PAUSE_S)
             return
         key = f"{ticket.purpose}:{ticket.draw}"
         if key in self._holds:  # redelivered while in hand (a stalled process): the first delivery's ack counts
@@ -119,10 +137,10 @@ class RolloutSession:
         keeper = asyncio.create_task(self._keep(delivery, ticket))
         try:
             async with asyncio.timeout(max(0.0, ticket.deadline - time.time())):
-                if ticket.purpose == "train":
-                    await self._answer(ticket, key)
-                else:
+                if ticket.purpose == "eval" and isinstance(self.config, JobConfig):
                     await self._evaluate(ticket, key)
+                else:
+                    await self._answer(ticket, key)
         except (TimeoutError, DeadlineError):
             logger.info("ticket %s is past its deadline", key)
         finally:
@@ -143,7 +161,8 @@ class RolloutSession:
             before = tokens
 
     async def _answer(self, ticket: Ticket, key: str) -> None:
-        prompt = self._source.train(ticket.draw.ordinal)
+        ordinal = ticket.draw.ordinal
+        prompt = self._source.train(ordinal) if ticket.purpose == "train" else self._source.eval(ordinal)
         if prompt.too_long:
             group = skipped_group(
                 job=self.job, draw=ticket.draw, epoch=ticket.epoch, worker=self._settings.worker_id,
@@ -159,18 +178,17 @@ class RolloutSession:
 
     async def _evaluate(self, ticket: Ticket, key: str) -> None:
         prompt = self._source.eval(ticket.draw.ordinal)
-        if prompt.too_long:
-            rewards, failed = [0.0], [True]
-        else:
+        rewards, failed, greedy = [0.0], [True], [False]
+        if not prompt.too_long:
             group = await self._generate(ticket, prompt, key, wanted=lambda version: version == ticket.version)
             reply = await self._score(group, key)
-            rewards, failed = reply.rewards, (group.failed | reply.failed).tolist()
+            rewards, failed, greedy = reply.rewards, (group.failed | reply.failed).tolist(), group.greedy.tolist()
         result = EvalResult(
             version=ticket.version or 0,
             ordinal=ticket.draw.ordinal,
-            purpose=ticket.purpose,
             rewards=rewards,
             failed=failed,
+            greedy=greedy,
         )
         data = pack(result, job=self.job, id=key, epoch=ticket.epoch)
         await self._ask(subjects.evaluation(self.job), data, key, "the coordinator to take an evaluation result")
@@ -184,30 +202,30 @@ class RolloutSession:
                 wanted, deadline_s=ticket.deadline - time.time(), what=f"version {ticket.min_version}"
             )
             self._done(key)
-        sampling, n = sampling_for(self.config, ticket)
-        start = time.perf_counter()
-        request = GenRequest(request_id=f"{key}@{new_attempt()}", prompt_ids=prompt.token_ids, sampling=sampling, n=n)
-        result: GenResult = await self._engine.generate(request)
-        texts = completion_texts(
-            result.samples, self._decode, stop_tokens=self._stop_tokens, stop=sampling.stop_strings
-        )
+        asked = requests_for(self.config, ticket)
+        start, attempt = time.perf_counter(), new_attempt()
+        requests = [
+            GenRequest(request_id=f"{key}@{attempt}.{i}", prompt_ids=prompt.token_ids, sampling=sampling, n=n)
+            for i, (sampling, n) in enumerate(asked)
+        ]
+        results: list[GenResult] = await asyncio.gather(*(self._engine.generate(request) for request in requests))
+        samples = [sample for result in results for sample in result.samples]
+        texts = completion_texts(samples, self._decode, stop_tokens=self._stop_tokens, stop=asked[0][0].stop_strings)
         return build_group(
             job=self.job, draw=ticket.draw, epoch=ticket.epoch, worker=self._settings.worker_id, prompt=prompt,
-            samples=result.samples, texts=texts, seconds=time.perf_counter() - start,
+            samples=samples, texts=texts, seconds=time.perf_counter() - start,
+            num_greedy=sum(n for sampling, n in asked if sampling.temperature == 0),
         )  # fmt: skip
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
     async def _score(self, group: Group, key: str) -> ScoreReply:
-        meta = group.meta
-        request = ScoreRequest(
-            prompt=meta["prompt"], completions=meta["completions"], answer=meta["answer"], row=meta["row"]
-        )
-        data = await self._ask(
-            subjects.score(self.job), pack(request, job=self.job, id=group.attempt), key, "a reward worker"
-        )
-        reply, _ = unpack(data, ScoreReply)
+        asked = [
+            pack(request, job=self.job, id=f"{group.attempt}.{i}") for i, request in enumerate(score_requests(group))
+        ]
+        answers = (self._ask(subjects.score(self.job), data, key, "a reward worker") for data in asked)
+        reply = joined([unpack(data, ScoreReply)[0] for data in await asyncio.gather(*answers)])
         if len(reply.rewards) != group.num_trajectories:
             raise ProtocolError(f"{len(reply.rewards)} rewards for {group.num_trajectories} completions")
         return reply

@@ -1,96 +1,97 @@
-"""Checkpoints that exist completely or not at all.
+"""What a checkpoint holds of a learner, and how any number of ranks reads it back.
 
 ::
 
-    <root>/<job>/<batch number, 8 digits>-<digest, 12 digits>/
-        model.safetensors  config.json  tokenizer.json ...    loadable with from_pretrained
-        optimizer.safetensors  reference.safetensors  rng.safetensors
-        manifest.json     number, the caller's facts, pins, and size and xxh3-128 of every file above
-        COMMIT            xxh3-128 of manifest.json: the checkpoint's digest
+    model.safetensors  config.json  tokenizer.json ...             the policy, loadable with from_pretrained
+    adapter_model.safetensors  adapter_config.json                 a low-rank adapter, where there is one
+    optimizer.safetensors  reference.safetensors                   moments and reference that a process holds whole
+    shards/                                                        weights, moments and reference cut over ranks (DCP)
+    rng.safetensors  rule.safetensors                              generators, what the update rule remembers
+    critic/...                                                     the critic, in the same files
+    manifest.json  COMMIT                                          see ``checkpoint_store``
 
-Files are written and fsync'd in a directory of another name, which is then renamed; COMMIT is written last. Whatever a
-crash leaves behind has no COMMIT and is never picked. There is no pickle.
+All tensors go by the names of the Hugging Face model, so a checkpoint of any backend and any number of ranks is read by
+every other. Nothing that is loaded can run code.
 """
 
 from __future__ import annotations
 
-import os
 import secrets
-import shutil
-from collections.abc import Collection
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import msgspec
-import xxhash
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from penstock.services.trainer.backends.base import BackendState
+from penstock.services.trainer.backends.base import BackendState, LearnerState, Role
+from penstock.services.trainer.checkpoint_parts import CheckpointRanks, gathered_files
+from penstock.services.trainer.checkpoint_store import (
+    CheckpointManifest,
+    StoredCheckpoint,
+    StoredFile,
+    commit,
+    list_checkpoints,
+    partial_directory,
+    read_manifest,
+    retain,
+    sync_directory,
+    verify_files,
+    write_bytes,
+)
+from penstock.services.trainer.optimizer import check_fits
+from penstock.services.trainer.row_shards import is_sharded, local_part, rows_of_mesh
+from penstock.services.trainer.whole_tensors import (
+    TensorTable,
+    read_slices,
+    read_tensors,
+    table_of,
+    tensor_table,
+    write_tensors,
+)
 from penstock.shared.errors import CheckpointError
 
 __all__ = [
     "Checkpoint",
-    "CheckpointManifest",
-    "StoredCheckpoint",
-    "StoredFile",
+    "help_save",
     "list_checkpoints",
     "load_checkpoint",
     "read_manifest",
     "retain",
     "save_checkpoint",
+    "verify_share",
 ]
 
-SCHEMA = 1
-MANIFEST, COMMIT = "manifest.json", "COMMIT"
-_TEMPORARY = ".partial-"
-_TENSOR_FILES = {
+Part = Literal["weights", "adapter", "optimizer", "reference"]
+
+_MODELS: dict[Role, str] = {"policy": "", "critic": "critic/"}
+"""Directory of each model's files in a checkpoint."""
+_FILES: dict[Part, str] = {
     "weights": "model.safetensors",
+    "adapter": "adapter_model.safetensors",
     "optimizer": "optimizer.safetensors",
     "reference": "reference.safetensors",
-    "rng": "rng.safetensors",
 }
-
-
-class StoredFile(msgspec.Struct, frozen=True):
-    """Size and xxh3-128 of one file."""
-
-    nbytes: int
-    digest: str
-
-
-class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint says of itself.
-
-    ``number`` is the last batch in it (0: none). ``environment`` holds the pins of a bit-identical replay. ``meta``
-    belongs to the caller: policy version, epoch, configuration.
-    """
-
-    schema: int
-    job: str
-    number: int
-    meta: dict[str, Any]
-    environment: dict[str, str]
-    files: dict[str, StoredFile]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredCheckpoint:
-    """A committed checkpoint on disk. ``digest`` is that of its manifest and so of every byte in it."""
-
-    path: Path
-    digest: str
-    manifest: CheckpointManifest
+_WHAT: dict[Part, str] = {
+    "weights": "checkpoint",
+    "adapter": "adapter",
+    "optimizer": "optimizer state",
+    "reference": "reference policy",
+}
+_SHARDS, _RNG, _RULE = "shards", "rng.safetensors", "rule.safetensors"
+_EXPORT_BYTES = 1 << 28
+"""Weights that are put together at once for the export of a sharded model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A committed checkpoint whose every byte was verified, in memory."""
+    """A committed checkpoint whose bytes were verified, in memory."""
 
     stored: StoredCheckpoint
-    state: BackendState
+    state: LearnerState
 
     @property
     def number(self) -> int:
@@ -103,173 +104,202 @@ class Checkpoint:
         return self.stored.manifest.meta
 
 
-def save_checkpoint(root: Path, job: str, number: int, state: BackendState, meta: dict[str, Any]) -> Path:
-    """Write a checkpoint; when this returns it is durable. The same content at the same number is written once.
+# -- write -----------------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(
+    root: Path,
+    job: str,
+    number: int,
+    state: LearnerState,
+    meta: dict[str, Any],
+    *,
+    token: str | None = None,
+    ranks: CheckpointRanks | None = None,
+) -> Path:
+    """Write a checkpoint; when this returns it is durable. Of several ranks, rank 0 calls this and the others
+    ``help_save`` with the same ``root``, ``job``, ``number`` and ``token``, on a file system that all of them see.
 
     Args:
         root: directory of all jobs' checkpoints.
         number: last batch in the state, 0 before the first.
         meta: facts that are stored with it; anything JSON can hold.
+        token: tells this attempt from others at the same number.
 
     Returns:
         Directory of the checkpoint; also a model directory for ``from_pretrained``.
 
     Raises:
-        CheckpointError: the directory cannot be written (disk full, no permission).
+        CheckpointError: it cannot be written (disk full, no permission), here or by another rank.
     """
-    contents = {**state.files, **_tensor_files(state)}
-    manifest = CheckpointManifest(
-        schema=SCHEMA,
-        job=job,
-        number=number,
-        meta=meta,
-        environment=state.environment,
-        files={name: StoredFile(len(data), _digest(data)) for name, data in sorted(contents.items())},
-    )
-    contents[MANIFEST] = msgspec.json.format(msgspec.json.encode(manifest, order="sorted"), indent=1)
-    digest = _digest(contents[MANIFEST])
-    path = root / job / f"{number:08d}-{digest[:12]}"
-    if (path / COMMIT).exists():
-        return path
+    partial = partial_directory(root, job, number, token or secrets.token_hex(4))
     try:
-        _write(path, contents, digest)
+        partial.mkdir(parents=True, exist_ok=True)
+        files = gathered_files(partial, _write_shards(partial, state, ranks), ranks)
+        for role, model in state.models.items():
+            files |= _write_whole(partial, _MODELS[role], model)
+        if state.rule:
+            files[_RULE] = write_tensors(partial / _RULE, table_of(state.rule), state.rule.values())
+        for directory in sorted({(partial / name).parent for name in files} - {partial}):
+            sync_directory(directory)
+        environment = state.models["policy"].environment
+        return commit(partial, job=job, number=number, meta=meta, environment=environment, files=files)
     except OSError as error:
-        raise CheckpointError(f"cannot write checkpoint {path}: {error}") from error
-    return path
+        raise CheckpointError(f"cannot write checkpoint {number} of job '{job}' under {root}: {error}") from error
 
 
-def list_checkpoints(root: Path, job: str) -> list[StoredCheckpoint]:
-    """Committed checkpoints of ``job`` whose manifest is intact, oldest batch first. Files are not read: see load."""
-    found = []
-    for path in sorted((root / job).glob("*-*")) if (root / job).is_dir() else []:
-        if path.name.startswith(_TEMPORARY) or not (path / COMMIT).exists():
-            continue
-        try:
-            found.append(read_manifest(path))
-        except CheckpointError:
-            continue
-    return sorted(found, key=lambda c: c.manifest.number)
-
-
-def read_manifest(path: Path) -> StoredCheckpoint:
-    """The checkpoint at ``path`` without its state.
+def help_save(root: Path, job: str, number: int, state: LearnerState, *, token: str, ranks: CheckpointRanks) -> None:
+    """Write what this rank holds; see ``save_checkpoint``.
 
     Raises:
-        CheckpointError: it is not committed, or its manifest was changed.
+        CheckpointError: a rank cannot write.
     """
-    try:
-        digest = (path / COMMIT).read_text(encoding="ascii").strip()
-        data = (path / MANIFEST).read_bytes()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is not a committed checkpoint: {error}") from None
-    if _digest(data) != digest:
-        raise CheckpointError(f"{path / MANIFEST} does not match its COMMIT marker: use another checkpoint")
-    try:
-        manifest = msgspec.json.decode(data, type=CheckpointManifest)
-    except msgspec.DecodeError as error:
-        raise CheckpointError(f"{path / MANIFEST} does not decode: {error}") from None
-    if manifest.schema != SCHEMA:
-        raise CheckpointError(f"{path} has schema {manifest.schema}; this build reads {SCHEMA}")
-    return StoredCheckpoint(path, digest, manifest)
+    partial = partial_directory(root, job, number, token)
+    gathered_files(partial, _write_shards(partial, state, ranks), ranks)
 
 
-def load_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint and verify every byte of it.
+def _write_shards(partial: Path, state: LearnerState, ranks: CheckpointRanks | None) -> list[str]:
+    """Write this rank's parts of the models that are cut over ranks; returns the files."""
+    written = []
+    for role, model in state.models.items():
+        if _is_cut(model):
+            from penstock.services.trainer.sharded_tensors import own_files, write_shards
+
+            directory = partial / _MODELS[role] / _SHARDS
+            write_shards(directory, _flat(model), None if ranks is None else ranks.handle)
+            written += own_files(directory, 0 if ranks is None else ranks.rank)
+    return [path.relative_to(partial).as_posix() for path in written]
+
+
+def _write_whole(partial: Path, prefix: str, model: BackendState) -> dict[str, StoredFile]:
+    directory = partial / prefix
+    directory.mkdir(exist_ok=True)
+    files = {prefix + name: write_bytes(directory / name, data) for name, data in model.files.items()}
+    files[prefix + _RNG] = write_tensors(directory / _RNG, table_of(model.rng), model.rng.values())
+    if _is_cut(model):
+        path, table = directory / _FILES["weights"], table_of(model.weights)
+        files[prefix + path.name] = write_tensors(path, table, _put_together(directory / _SHARDS, table))
+        return files
+    for part, name in _FILES.items():
+        tensors: dict[str, Tensor] = getattr(model, part)
+        if tensors:
+            files[prefix + name] = write_tensors(directory / name, table_of(tensors), tensors.values())
+    return files
+
+
+def _put_together(shards: Path, table: TensorTable) -> Iterator[Tensor]:
+    """Whole weights from the shards on disk, a bucket at a time: nothing is asked of the ranks that train on."""
+    from penstock.services.trainer.sharded_tensors import read_shards
+
+    bucket: dict[str, Tensor] = {}
+    for place, (name, shape, dtype) in enumerate(table, 1):
+        bucket[f"weights.{name}"] = torch.empty(shape, dtype=dtype)
+        if place == len(table) or sum(tensor.nbytes for tensor in bucket.values()) >= _EXPORT_BYTES:
+            read_shards(shards, bucket)
+            yield from bucket.values()
+            bucket = {}
+
+
+# -- read ------------------------------------------------------------------------------------------------------------
+
+
+def verify_share(path: Path, *, rank: int, ranks: int) -> None:
+    """Compare this rank's share of the files with the manifest; all ranks must agree before any of them reads.
 
     Raises:
-        CheckpointError: it is not committed, or a file is missing or was changed.
+        CheckpointError: it is not committed, a file is missing or was changed.
+    """
+    verify_files(read_manifest(path), rank=rank, ranks=ranks)
+
+
+def load_checkpoint(path: Path, *, into: LearnerState | None = None, verified: bool = False) -> Checkpoint:
+    """Verify a checkpoint and read it.
+
+    Args:
+        into: a state of the learner that will load it; where its tensors are cut over ranks, they are overwritten with
+            this rank's parts, so that no rank ever holds the whole. None: whole tensors.
+        verified: somebody has compared the files with the manifest already.
+
+    Raises:
+        CheckpointError: it is not committed, a file is missing or was changed, or ``into`` is of another model.
     """
     found = read_manifest(path)
-    for name, stored in found.manifest.files.items():
-        _verify(path / name, stored)
-    files = {name: (path / name).read_bytes() for name in found.manifest.files if name not in _TENSOR_FILES.values()}
-    tensors = {part: _read_tensors(path / name, found.manifest) for part, name in _TENSOR_FILES.items()}
-    return Checkpoint(found, BackendState(**tensors, files=files, environment=found.manifest.environment))
+    if not verified:
+        verify_files(found)
+    models = {}
+    for role, prefix in _MODELS.items():
+        if prefix + _RNG in found.manifest.files:
+            models[role] = _read_model(path, prefix, found.manifest, into.models.get(role) if into else None)
+    rule = read_tensors(path / _RULE) if _RULE in found.manifest.files else {}
+    return Checkpoint(found, LearnerState(models=models, rule=rule))
 
 
-def retain(root: Path, job: str, *, keep: int, pinned: Collection[int] = ()) -> list[Path]:
-    """Delete all but the newest ``keep`` checkpoints and those of the batch numbers in ``pinned``.
-
-    What crashed writers left behind goes too, so only the writer of ``job`` may call this. The marker is removed first:
-    a checkpoint that is being deleted is not picked.
-
-    Returns:
-        The committed checkpoints that were deleted.
-    """
-    committed = list_checkpoints(root, job)
-    kept = {c.path for c in committed[-keep:]} | {c.path for c in committed if c.manifest.number in pinned}
-    deleted = [c.path for c in committed if c.path not in kept]
-    for path in deleted:
-        (path / COMMIT).unlink()
-        _fsync(path)
-    for path in (root / job).iterdir() if (root / job).is_dir() else ():
-        if path.is_dir() and path not in kept:
-            shutil.rmtree(path)
-    return deleted
-
-
-def _tensor_files(state: BackendState) -> dict[str, bytes]:
-    parts: dict[str, dict[str, Tensor]] = {part: getattr(state, part) for part in _TENSOR_FILES}
-    return {
-        _TENSOR_FILES[part]: save({n: t.contiguous() for n, t in tensors.items()}, metadata={"format": "pt"})
-        for part, tensors in parts.items()
-        if tensors
-    }
+def _read_model(path: Path, prefix: str, manifest: CheckpointManifest, into: BackendState | None) -> BackendState:
+    directory, stored = path / prefix, _in_directory(manifest, prefix)
+    if into is not None and _is_cut(into):
+        parts = _fill(directory, stored, into)
+    elif f"{_SHARDS}/.metadata" in stored:
+        parts = _join(directory / _SHARDS)
+    else:
+        parts = {part: read_tensors(directory / name) if name in stored else {} for part, name in _FILES.items()}
+    described = [name for name in stored if "/" not in name and not name.endswith(".safetensors")]
+    return BackendState(
+        weights=parts["weights"],
+        adapter=parts["adapter"],
+        optimizer=parts["optimizer"],
+        reference=parts["reference"],
+        rng=read_tensors(directory / _RNG),
+        files={name: (directory / name).read_bytes() for name in described},
+        environment=manifest.environment,
+    )
 
 
-def _read_tensors(path: Path, manifest: CheckpointManifest) -> dict[str, Tensor]:
-    if path.name not in manifest.files:
-        return {}
-    try:
-        tensors: dict[str, Tensor] = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-    return tensors
+def _in_directory(manifest: CheckpointManifest, prefix: str) -> list[str]:
+    """Files of one model, relative to its directory."""
+    own = [name.removeprefix(prefix) for name in manifest.files if name.startswith(prefix)]
+    return own if prefix else [name for name in own if not name.startswith(_MODELS["critic"])]
 
 
-def _write(path: Path, contents: dict[str, bytes], digest: str) -> None:
-    if path.exists():  # left by a crash before its COMMIT
-        shutil.rmtree(path)
-    partial = path.parent / f"{_TEMPORARY}{path.name}-{secrets.token_hex(4)}"
-    partial.mkdir(parents=True)
-    for name, data in contents.items():
-        _write_file(partial / name, data)
-    _fsync(partial)
-    partial.rename(path)
-    _fsync(path.parent)
-    _write_file(path / (COMMIT + ".partial"), digest.encode())
-    (path / (COMMIT + ".partial")).rename(path / COMMIT)
-    _fsync(path)
+def _join(shards: Path) -> dict[Part, dict[str, Tensor]]:
+    """Whole tensors of shards."""
+    from penstock.services.trainer.sharded_tensors import read_shards, shard_table
+
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in shard_table(shards)}
+    read_shards(shards, tensors)
+    return {part: _of_part(tensors, part) for part in _FILES}
 
 
-def _write_file(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+def _fill(directory: Path, stored: list[str], into: BackendState) -> dict[Part, dict[str, Tensor]]:
+    """Overwrite this rank's parts with what is stored, cut or whole."""
+    if f"{_SHARDS}/.metadata" in stored:
+        from penstock.services.trainer.sharded_tensors import read_shards, shard_table
+
+        table = _empty(shard_table(directory / _SHARDS))
+        for part in _FILES:
+            check_fits(getattr(into, part), _of_part(table, part), what=_WHAT[part])
+        read_shards(directory / _SHARDS, _flat(into))
+    else:
+        for part, name in _FILES.items():
+            own: dict[str, Tensor] = getattr(into, part)
+            check_fits(own, _empty(tensor_table(directory / name) if name in stored else []), what=_WHAT[part])
+            if own:
+                mesh = next(t.device_mesh for t in into.weights.values() if isinstance(t, DTensor))
+                parts = {key: local_part(tensor) for key, tensor in own.items()}
+                read_slices(directory / name, parts, partial(rows_of_mesh, mesh=mesh))
+    return {part: getattr(into, part) for part in _FILES}
 
 
-def _fsync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _is_cut(model: BackendState) -> bool:
+    return any(is_sharded(tensor) for tensor in model.weights.values())
 
 
-def _verify(path: Path, stored: StoredFile) -> None:
-    try:
-        with path.open("rb") as file:
-            hasher = xxhash.xxh3_128()
-            while block := file.read(1 << 22):
-                hasher.update(block)
-            nbytes = file.tell()
-    except OSError as error:
-        raise CheckpointError(f"{path} is part of the checkpoint but cannot be read: {error}") from None
-    if nbytes != stored.nbytes or hasher.hexdigest() != stored.digest:
-        raise CheckpointError(f"{path} was changed after the checkpoint was written: use another checkpoint")
+def _flat(model: BackendState) -> dict[str, Tensor]:
+    return {f"{part}.{name}": tensor for part in _FILES for name, tensor in getattr(model, part).items()}
 
 
-def _digest(data: bytes) -> str:
-    digest: str = xxhash.xxh3_128_hexdigest(data)
-    return digest
+def _of_part(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
+    return {name.removeprefix(f"{part}."): t for name, t in tensors.items() if name.startswith(f"{part}.")}
+
+
+def _empty(table: TensorTable) -> dict[str, Tensor]:
+    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in table}

@@ -1,24 +1,31 @@
-"""Sealed batches and their groups, as the trainer reads them from the bus."""
+"""Sealed batches and their groups, as a rank of the trainer reads them from the bus."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable, Sequence
 
 import xxhash
 
+from penstock.services.trainer.sharding import BatchShard
 from penstock.shared.errors import NotFound, ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
+from penstock.shared.protocol.events import SealedGroup
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import BatchManifest
 from penstock.shared.protocol.trajectory import Group, decode_group
 from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.message import Message
 
-__all__ = ["BatchInputs", "Untrainable", "fetch_groups", "read_manifests"]
+__all__ = ["BatchInputs", "Pick", "Untrainable", "fetch_shard", "read_manifests"]
 
 logger = logging.getLogger(__name__)
+
+Pick = Callable[[BatchManifest], Sequence[int]]
+"""Positions of the groups that this rank trains, ascending."""
 
 
 class Untrainable(Exception):  # noqa: N818
@@ -29,33 +36,38 @@ class Untrainable(Exception):  # noqa: N818
         self.bad, self.reason = bad, reason
 
 
-async def fetch_groups(bus: Bus, manifest: BatchManifest, *, max_lag: int) -> list[Group]:
-    """The groups of a batch in order, each checked against its digest and the lag bound.
+async def fetch_shard(bus: Bus, manifest: BatchManifest, positions: Sequence[int], *, max_lag: int) -> BatchShard:
+    """The groups at ``positions``, each checked against its digest and the lag bound.
 
     Raises:
-        Untrainable: groups are gone, differ from what was sealed, or are too old.
+        Untrainable: groups are gone, differ from what was sealed, are too old or cannot be scored.
     """
-    messages = await bus.get_many(subjects.EXPERIENCE, [group.seq for group in manifest.groups])
+    sealed = [manifest.groups[position] for position in positions]
+    messages = await bus.get_whole(subjects.EXPERIENCE, [group.seq for group in sealed]) if sealed else {}
     groups, bad, reasons = [], [], []
-    for sealed in manifest.groups:
+    for one in sealed:
         try:
-            message = messages.get(sealed.seq)
-            if message is None:
-                raise NotFound("it is not in the stream any more")
-            if xxhash.xxh3_128_hexdigest(message.data) != sealed.digest:
-                raise ProtocolError("its bytes do not hash to the sealed digest")
-            group = decode_group(message.data)
-            oldest = int(group.spans[:, 1].min()) if len(group.spans) else 0
-            if group.draw != sealed.draw or manifest.start_version - oldest > max_lag:
-                raise ProtocolError(f"it is draw {group.draw} from version {oldest}")
+            groups.append(_checked(messages.get(one.seq), one, manifest, max_lag))
         except (NotFound, ProtocolError) as error:
-            bad.append(sealed.draw)
-            reasons.append(f"draw {sealed.draw}: {error}")
-        else:
-            groups.append(group)
+            bad.append(one.draw)
+            reasons.append(f"draw {one.draw}: {error}")
     if bad:
         raise Untrainable(bad, "; ".join(reasons[:3]))
-    return groups
+    return BatchShard(groups, list(positions), len(manifest.groups))
+
+
+def _checked(message: Message | None, sealed: SealedGroup, manifest: BatchManifest, max_lag: int) -> Group:
+    if message is None:
+        raise NotFound("it is not in the stream any more")
+    if xxhash.xxh3_128_hexdigest(message.data) != sealed.digest:
+        raise ProtocolError("its bytes do not hash to the sealed digest")
+    group = decode_group(message.data)
+    oldest = int(group.spans[:, 1].min()) if len(group.spans) else 0
+    if group.draw != sealed.draw or manifest.start_version - oldest > max_lag:
+        raise ProtocolError(f"it is draw {group.draw} from version {oldest}")
+    if not len(group.prompt_ids):
+        raise ProtocolError("its prompt is empty, so its first token cannot be scored")
+    return group
 
 
 async def read_manifests(bus: Bus, job: str) -> dict[tuple[int, int], BatchManifest]:
@@ -68,12 +80,12 @@ async def read_manifests(bus: Bus, job: str) -> dict[tuple[int, int], BatchManif
 
 
 class BatchInputs:
-    """Follows the sealed batches of a job and fetches their groups ahead of their turn."""
+    """Follows the sealed batches of a job and fetches this rank's groups ahead of their turn."""
 
-    def __init__(self, bus: Bus, job: str, *, max_lag: int, last_trained: int) -> None:
-        self._bus, self._job, self._max_lag, self._last = bus, job, max_lag, last_trained
+    def __init__(self, bus: Bus, job: str, pick: Pick, *, max_lag: int, last_trained: int) -> None:
+        self._bus, self._job, self._pick, self._max_lag, self._last = bus, job, pick, max_lag, last_trained
         self._newest: dict[int, BatchManifest] = {}
-        self._fetching: dict[tuple[int, int], asyncio.Task[list[Group]]] = {}
+        self._fetching: dict[tuple[int, int], asyncio.Task[BatchShard]] = {}
         self._refused: dict[int, int] = {}
         self._epoch = 0
         self.arrived = asyncio.Event()
@@ -90,25 +102,16 @@ class BatchInputs:
                 self._epoch = envelope.epoch
                 self._take(manifest)
 
-    def _take(self, manifest: BatchManifest) -> None:
-        known = self._newest.get(manifest.number)
-        if manifest.number <= self._last or manifest.revision <= self._refused.get(manifest.number, 0):
-            return
-        if known is not None and known.revision >= manifest.revision:
-            return
-        self._newest[manifest.number] = manifest
-        key = manifest.number, manifest.revision
-        self._fetching[key] = asyncio.create_task(fetch_groups(self._bus, manifest, max_lag=self._max_lag))
-        self._fetching[key].add_done_callback(_retrieve)
-        self.arrived.set()
-
     def peek(self, number: int) -> BatchManifest | None:
         """The newest revision of batch ``number``, if it is sealed."""
         return self._newest.get(number)
 
-    async def groups(self, manifest: BatchManifest) -> list[Group]:
-        """The groups of a batch. Raises Untrainable."""
-        return await self._fetching.pop((manifest.number, manifest.revision))
+    async def shard(self, manifest: BatchManifest) -> BatchShard:
+        """This rank's groups of a batch. Raises Untrainable."""
+        key = manifest.number, manifest.revision
+        if key not in self._fetching:  # the order was faster than the stream, or the batch is tried again
+            self._fetch(manifest)
+        return await self._fetching.pop(key)
 
     def refused(self, manifest: BatchManifest) -> None:
         """Wait for a higher revision of this batch."""
@@ -118,10 +121,28 @@ class BatchInputs:
     def trained(self, manifest: BatchManifest) -> None:
         """This batch is done."""
         self._last = manifest.number
-        self._newest.pop(manifest.number, None)
+        for number in [number for number in self._newest if number <= self._last]:
+            del self._newest[number]
+        for key in [key for key in self._fetching if key[0] <= self._last]:
+            self._fetching.pop(key).cancel()
+
+    def _take(self, manifest: BatchManifest) -> None:
+        known = self._newest.get(manifest.number)
+        if manifest.number <= self._last or manifest.revision <= self._refused.get(manifest.number, 0):
+            return
+        if known is not None and known.revision >= manifest.revision:
+            return
+        self._newest[manifest.number] = manifest
+        self._fetch(manifest)
+        self.arrived.set()
+
+    def _fetch(self, manifest: BatchManifest) -> None:
+        fetching = fetch_shard(self._bus, manifest, self._pick(manifest), max_lag=self._max_lag)
+        task = self._fetching[manifest.number, manifest.revision] = asyncio.create_task(fetching)
+        task.add_done_callback(_retrieve)
 
 
-def _retrieve(task: asyncio.Task[list[Group]]) -> None:
+def _retrieve(task: asyncio.Task[BatchShard]) -> None:
     """Mark the error as seen: whoever asks for the groups gets it."""
     if not task.cancelled():
         task.exception()

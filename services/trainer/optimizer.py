@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.shared.config.job import OptimizerConfig
+from penstock.services.trainer.optimizer_8bit import AdamW8bit
+from penstock.shared.config.optimizer import OptimizerConfig
 from penstock.shared.errors import CheckpointError
 
 __all__ = ["Optimizer", "check_fits", "copy_into", "decayed_names"]
@@ -25,30 +27,35 @@ class Optimizer:
 
     Parameters narrower than float32 get float32 masters: gradients of microbatches are summed there, the step is made
     there, and the parameter is its rounded copy. Otherwise small steps would be lost to rounding.
+
+    Args:
+        model: a module, or its parameters (or this rank's shards of them) by name.
+        decayed: names of the parameters that are decayed; default for a module: ``decayed_names(model)``.
     """
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
-        self._params = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    def __init__(
+        self,
+        model: nn.Module | Mapping[str, nn.Parameter],
+        config: OptimizerConfig,
+        *,
+        decayed: frozenset[str] | None = None,
+    ) -> None:
+        named = dict(model.named_parameters()) if isinstance(model, nn.Module) else dict(model)
+        self._params = {n: p for n, p in named.items() if p.requires_grad}
         self._max_grad_norm = config.max_grad_norm
         narrow = {n: p for n, p in self._params.items() if p.dtype != torch.float32}
         self._masters = {n: nn.Parameter(p.detach().float()) for n, p in narrow.items()}
         self._trained: dict[str, Tensor] = {**self._params, **self._masters}
         for param in self._trained.values():
             param.grad = torch.zeros_like(param)
-        decayed = decayed_names(model)
+        if decayed is None:
+            assert isinstance(model, nn.Module), "shards do not show which parameters are matrices: name them"
+            decayed = decayed_names(model)
         groups = [
             {"params": [p for n, p in self._trained.items() if n in decayed], "weight_decay": config.weight_decay},
             {"params": [p for n, p in self._trained.items() if n not in decayed], "weight_decay": 0.0},
         ]
-        self._adam = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True
-        )
-        for param in self._trained.values():  # made now, so that state and load_state need no first step
-            self._adam.state[param] = {
-                "step": torch.zeros((), dtype=torch.float32, device=param.device),
-                "exp_avg": torch.zeros_like(param),
-                "exp_avg_sq": torch.zeros_like(param),
-            }
+        self._adam = _open([group for group in groups if group["params"]], config)
 
     def collect(self) -> None:
         """Move the gradients of narrow parameters into their masters; call after each backward."""
@@ -59,6 +66,10 @@ class Optimizer:
                 master.grad.add_(grad)
                 self._params[name].grad = None
 
+    def grad_norm(self, grads: Mapping[str, Tensor]) -> Tensor:
+        """Global L2 norm of the gradients; overridden where a rank holds shards of them."""
+        return torch.nn.utils.get_total_norm(list(grads.values()))
+
     def step(self, learning_rate: float) -> float:
         """Clip, step and zero the gradients.
 
@@ -66,8 +77,10 @@ class Optimizer:
             The global gradient norm before clipping. If it is not finite, no parameter and no moment was changed.
         """
         trained = list(self._trained.values())
-        norm = float(torch.nn.utils.clip_grad_norm_(trained, self._max_grad_norm))
+        total = self.grad_norm({name: param.grad for name, param in self._trained.items() if param.grad is not None})
+        norm = float(total)
         if math.isfinite(norm):
+            torch.nn.utils.clip_grads_with_norm_(trained, self._max_grad_norm, total)
             for group in self._adam.param_groups:
                 group["lr"] = learning_rate
             self._adam.step()
@@ -95,6 +108,20 @@ class Optimizer:
         """All state by name, live: to be copied into."""
         moments = {f"{kind}.{n}": v for n, p in self._trained.items() for kind, v in self._adam.state[p].items()}
         return moments | {f"master.{name}": master for name, master in self._masters.items()}
+
+
+def _open(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.AdamW | AdamW8bit:
+    """The optimizer of the job; its state is made now, so that saving and loading need no first step."""
+    if config.type == "adamw_8bit":
+        return AdamW8bit(groups, config)
+    adam = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
+    for param in (param for group in groups for param in group["params"]):
+        adam.state[param] = {
+            "step": torch.zeros((), dtype=torch.float32, device=param.device),
+            "exp_avg": torch.zeros_like(param),
+            "exp_avg_sq": torch.zeros_like(param),
+        }
+    return adam
 
 
 def copy_into(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], *, what: str) -> None:

@@ -1,15 +1,17 @@
-"""From the groups of a batch to minibatches and microbatches of packed sequences.
+"""From groups to columns, and from columns to microbatches of packed sequences.
 
 A pure function of the groups in manifest order and the configuration: a replay packs the same tokens at the same
 places. Columnar throughout: work per trajectory is a handful of array operations, never a loop over tokens.
 
-Shape legend: B = trajectories that count (not failed), T = packed tokens, M = scored tokens, S1 = sequences + 1.
+Shape legend: B = trajectories that count (neither failed nor greedy), G = groups, T = packed tokens, M = scored tokens,
+S1 = sequences + 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,31 +22,36 @@ from penstock.shared.errors import ProtocolError
 from penstock.shared.models.packed import PackedTokens
 from penstock.shared.protocol.trajectory import FINISH_REASONS, Group
 
-__all__ = ["Columns", "Microbatch", "Minibatch", "columns_of", "columns_of_rows", "microbatches", "minibatches"]
+__all__ = ["Columns", "Microbatch", "columns_of", "columns_of_rows", "concatenated_ranges", "microbatches"]
 
 Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """All trajectories of a batch that did not fail, one row each, and their tokens in two flat arrays.
+    """All trajectories of some groups that count, one row each, and their tokens in two flat arrays.
 
     Attributes:
-        group_B: number of the group in manifest order.
+        group_B: number of the group in the order given.
         rewards_B: float32.
+        parts: float32 [B] by reward component; not a number where a group has no such component.
+        baseline_G: float32, reward of the group's greedy completion; not a number without one.
         truncated_B: bool, cut off by the token limit.
         prompt_start_B, prompt_length_B: the prompt inside ``tokens``.
         start_B, length_B: the completion inside ``logprobs`` and ``mask``; inside ``tokens`` it is ``offset`` later.
         offset: where completions begin in ``tokens``; prompts come first.
-        tokens: int64, all prompts, then all completions (failed ones included, but no row points at them).
+        tokens: int64, all prompts, then all completions (those that do not count included, but no row points at them).
         logprobs, mask: behaviour log-probs and 1 where the policy chose the token, for completions.
         scored_B: tokens with mask 1.
-        num_groups: groups of the batch.
-        num_failed: trajectories left out.
+        num_groups: groups.
+        num_failed: failed trajectories.
+        experts: the router table to replay, one row for each of ``tokens``; None where there is none.
     """
 
     group_B: Ints
     rewards_B: NDArray[np.float32]
+    parts: dict[str, NDArray[np.float32]]
+    baseline_G: NDArray[np.float32]
     truncated_B: NDArray[np.bool_]
     prompt_start_B: Ints
     prompt_length_B: Ints
@@ -57,10 +64,11 @@ class Columns:
     scored_B: Ints
     num_groups: int
     num_failed: int
+    experts: NDArray[Any] | None = None
 
     def counted(self) -> Ints:
-        """Places in ``logprobs`` of all scored tokens."""
-        places = _ranges(self.start_B, self.length_B)
+        """Places in ``logprobs`` of all scored tokens, row after row."""
+        places = concatenated_ranges(self.start_B, self.length_B)
         return places[self.mask[places]]
 
 
@@ -74,6 +82,8 @@ class Microbatch:
         rows_M: row (in the batch's columns) of the trajectory a token belongs to.
         behaviour_M: behaviour log-probs, float32.
         lengths_M: scored tokens of the token's trajectory, float32.
+        source_M: place of the token in the columns' ``logprobs`` and ``mask``.
+        experts_TNK: experts of each packed token in each layer with experts, to be replayed; None: free choice.
     """
 
     tokens: PackedTokens
@@ -82,6 +92,8 @@ class Microbatch:
     rows_M: Tensor
     behaviour_M: Tensor
     lengths_M: Tensor
+    source_M: Tensor
+    experts_TNK: Tensor | None = None
 
     def to(self, device: torch.device) -> Microbatch:
         """The same microbatch on ``device``."""
@@ -92,54 +104,49 @@ class Microbatch:
             self.rows_M.to(device),
             self.behaviour_M.to(device),
             self.lengths_M.to(device),
+            self.source_M.to(device),
+            None if self.experts_TNK is None else self.experts_TNK.to(device),
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Minibatch:
-    """One optimizer step: its microbatches, and denominators over all its sequences, those skipped included."""
-
-    microbatches: list[Microbatch]
-    num_tokens: int
-    num_sequences: int
-
-
 def columns_of(groups: Sequence[Group]) -> Columns:
-    """Flatten ``groups``.
+    """Flatten ``groups``; there may be none.
 
     Raises:
-        ProtocolError: a group has no prompt token, so that its first completion token has no distribution; or every
-            trajectory failed.
+        ProtocolError: a group has no prompt token, so that its first completion token has no distribution; or some
+            groups have router tables and others not, or of another model.
     """
     for group in groups:
         if not len(group.prompt_ids):
             raise ProtocolError(f"group {group.draw} of job '{group.job}' has an empty prompt: it cannot be scored")
     sizes = np.array([g.num_trajectories for g in groups], np.int64)
     prompt_lengths = np.array([len(g.prompt_ids) for g in groups], np.int64)
-    lengths = np.concatenate([np.diff(g.cu_seqlens) for g in groups]).astype(np.int64)
-    mask = np.concatenate([g.mask for g in groups]) != 0
+    lengths = _joined([np.diff(g.cu_seqlens) for g in groups], np.int64)
+    mask = _joined([g.mask for g in groups], np.uint8) != 0
     starts = _starts(lengths)
-    keep = ~np.concatenate([g.failed for g in groups])
-    if not keep.any():
-        raise ProtocolError(f"all {len(keep)} trajectories of the batch failed: there is nothing to train on")
+    failed, greedy = (_joined([getattr(g, name) for g in groups], np.bool_) for name in ("failed", "greedy"))
+    keep = ~(failed | greedy)
     group_B = np.repeat(np.arange(len(groups)), sizes)[keep]
     scored_before = np.concatenate([[0], np.cumsum(mask)])
-    finish = np.concatenate([g.finish for g in groups])
+    finish = _joined([g.finish for g in groups], np.uint8)
     return Columns(
         group_B=group_B,
-        rewards_B=np.concatenate([g.rewards for g in groups])[keep],
+        rewards_B=_joined([g.rewards for g in groups], np.float32)[keep],
+        parts={name: _part(groups, name)[keep] for name in sorted({name for g in groups for name in g.parts})},
+        baseline_G=np.array([np.nan if g.baseline is None else g.baseline for g in groups], np.float32),
         truncated_B=(finish == FINISH_REASONS.index("length"))[keep],
         prompt_start_B=_starts(prompt_lengths)[group_B],
         prompt_length_B=prompt_lengths[group_B],
         start_B=starts[keep],
         length_B=lengths[keep],
         offset=int(prompt_lengths.sum()),
-        tokens=np.concatenate([*(g.prompt_ids for g in groups), *(g.token_ids for g in groups)]).astype(np.int64),
-        logprobs=np.concatenate([g.logprobs for g in groups]),
+        tokens=_joined([*(g.prompt_ids for g in groups), *(g.token_ids for g in groups)], np.int64),
+        logprobs=_joined([g.logprobs for g in groups], np.float32),
         mask=mask,
         scored_B=(scored_before[starts + lengths] - scored_before[starts])[keep],
         num_groups=len(groups),
-        num_failed=int((~keep).sum()),
+        num_failed=int((failed & ~greedy).sum()),
+        experts=_router_table(groups),
     )
 
 
@@ -158,6 +165,8 @@ def columns_of_rows(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Colu
     return Columns(
         group_B=np.arange(len(rows)),
         rewards_B=np.zeros(len(rows), np.float32),
+        parts={},
+        baseline_G=np.full(len(rows), np.nan, np.float32),
         truncated_B=np.zeros(len(rows), np.bool_),
         prompt_start_B=_starts(prompt_lengths),
         prompt_length_B=prompt_lengths,
@@ -171,24 +180,6 @@ def columns_of_rows(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Colu
         num_groups=len(rows),
         num_failed=0,
     )
-
-
-def minibatches(columns: Columns, *, number: int, max_tokens: int, skip_B: NDArray[np.bool_]) -> list[Minibatch]:
-    """Cut the batch into ``number`` contiguous runs of whole groups in manifest order, as equal as they can be.
-
-    Rows in ``skip_B`` are not packed, but the denominators count them.
-    """
-    parts = []
-    for groups in np.array_split(np.arange(columns.num_groups), number):
-        rows = np.flatnonzero(np.isin(columns.group_B, groups))
-        parts.append(
-            Minibatch(
-                microbatches=microbatches(columns, rows[~skip_B[rows]], max_tokens),
-                num_tokens=int(columns.scored_B[rows].sum()),
-                num_sequences=int((columns.scored_B[rows] > 0).sum()),
-            )
-        )
-    return parts
 
 
 def microbatches(columns: Columns, rows: Ints, max_tokens: int) -> list[Microbatch]:
@@ -220,15 +211,16 @@ def _pack(columns: Columns, rows: Ints) -> Microbatch:
     total = int(cu_seqlens[-1])
     segment_starts = np.stack([columns.prompt_start_B[rows], columns.start_B[rows] + columns.offset], 1).ravel()
     segment_lengths = np.stack([prompt, completion - 1], 1).ravel()
+    packed = concatenated_ranges(segment_starts, segment_lengths)
     tokens = PackedTokens(
-        token_ids_T=torch.from_numpy(columns.tokens[_ranges(segment_starts, segment_lengths)]),
+        token_ids_T=torch.from_numpy(columns.tokens[packed]),
         position_ids_T=torch.from_numpy(np.arange(total) - np.repeat(cu_seqlens[:-1], lengths)),
         cu_seqlens_S1=torch.from_numpy(cu_seqlens),
         lengths=tuple(lengths.tolist()),
         max_seqlen=int(lengths.max()),
     )
-    source = _ranges(columns.start_B[rows], completion)
-    place = _ranges(cu_seqlens[:-1] + prompt - 1, completion)
+    source = concatenated_ranges(columns.start_B[rows], completion)
+    place = concatenated_ranges(cu_seqlens[:-1] + prompt - 1, completion)
     row = np.repeat(rows, completion)
     chosen = columns.mask[source]
     if not chosen.all():
@@ -240,14 +232,41 @@ def _pack(columns: Columns, rows: Ints) -> Microbatch:
         rows_M=torch.from_numpy(row),
         behaviour_M=torch.from_numpy(columns.logprobs[source]),
         lengths_M=torch.from_numpy(columns.scored_B[row].astype(np.float32)),
+        source_M=torch.from_numpy(source),
+        experts_TNK=None if columns.experts is None else torch.from_numpy(columns.experts[packed]),
     )
+
+
+def concatenated_ranges(starts: Ints, lengths: Ints) -> Ints:
+    """The concatenation of ``arange(start, start + length)``."""
+    shift = np.repeat(starts - _starts(lengths), lengths)
+    return np.arange(len(shift)) + shift
 
 
 def _starts(lengths: Ints) -> Ints:
     return np.cumsum(lengths) - lengths
 
 
-def _ranges(starts: Ints, lengths: Ints) -> Ints:
-    """The concatenation of ``arange(start, start + length)``."""
-    shift = np.repeat(starts - _starts(lengths), lengths)
-    return np.arange(len(shift)) + shift
+def _joined(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+    return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype, copy=False)
+
+
+def _router_table(groups: Sequence[Group]) -> NDArray[Any] | None:
+    """Router tables in the order of ``Columns.tokens``; as int32 where uint8 is too narrow."""
+    tables = [g.experts for g in groups if g.experts is not None]
+    if not tables:
+        return None
+    shapes = {table.shape[1:] for table in tables}
+    if len(shapes) > 1 or any(g.experts is None and not (g.failed | g.greedy).all() for g in groups):
+        raise ProtocolError(f"router tables of some groups are missing or of different models: {sorted(shapes)}")
+    width = tables[0].dtype if tables[0].dtype == np.uint8 else np.dtype(np.int32)
+    empty = [np.zeros((len(g.prompt_ids) + len(g.token_ids), *tables[0].shape[1:]), width) for g in groups]
+    filled = [none if g.experts is None else g.experts for g, none in zip(groups, empty, strict=True)]
+    prompts = [table[: len(g.prompt_ids)] for g, table in zip(groups, filled, strict=True)]
+    completions = [table[len(g.prompt_ids) :] for g, table in zip(groups, filled, strict=True)]
+    return np.concatenate([*prompts, *completions]).astype(width, copy=False)
+
+
+def _part(groups: Sequence[Group], name: str) -> NDArray[np.float32]:
+    absent = (np.full(g.num_trajectories, np.nan, np.float32) for g in groups)
+    return np.concatenate([g.parts.get(name, nan) for g, nan in zip(groups, absent, strict=True)])

@@ -1,5 +1,7 @@
 """Repeat the trained batches of a job from a retained checkpoint and compare every weight digest with the ledger.
 
+On another environment than that of the training the digests differ; then what else was recorded is compared.
+
 ``python -m penstock.services.trainer.replay JOB REQUEST_ID [FROM_BATCH] [TO_BATCH]``; rows of progress go to
 ``subjects.replay_progress(REQUEST_ID)``. Needs no engine: prompts, tokens and rewards come from the log.
 """
@@ -8,17 +10,27 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from penstock.services.trainer.checkpoint import load_checkpoint, read_manifest
+from penstock.services.trainer.checkpoint import read_manifest
 from penstock.services.trainer.environment import environment_differences
-from penstock.services.trainer.inputs import Untrainable, fetch_groups, read_manifests
-from penstock.services.trainer.learner import open_learner
+from penstock.services.trainer.inputs import Untrainable, read_manifests
+from penstock.services.trainer.learner import Learner
+from penstock.services.trainer.nearness import Nearness, copy_weights
+from penstock.services.trainer.process_group import Place
+from penstock.services.trainer.ranks import Threads, meet
+from penstock.services.trainer.replica import Replica
+from penstock.shared.config.backend import MegatronConfig
 from penstock.shared.config.job import JobConfig
-from penstock.shared.config.service import load_settings
+from penstock.shared.config.service import ServiceSettings, load_settings
 from penstock.shared.errors import CheckpointError, NotFound, PenstockError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
@@ -26,20 +38,40 @@ from penstock.shared.protocol.events import BatchTrained, Checkpointed, LineageF
 from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.protocol.messages import ReplayRow
 from penstock.shared.transport.bus import Bus
-from penstock.shared.weights import layout_of
 from penstock.shared.weights.flat import fill
 
-__all__ = ["Replay"]
+__all__ = ["Recorded", "Replay"]
+
+GRADIENT_NORM = "optimizer/grad_norm"
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What is left of the training beside digests: gradient norms by batch, and checkpoints."""
+
+    gradient_norms: dict[int, float | None]
+    checkpoints: dict[int, Path]
+
+    async def compare(self, near: Nearness, replica: Replica, number: int, metrics: Mapping[str, float]) -> list[str]:
+        """Compare what was replayed up to batch ``number``; says what came out. The replica is left as it was."""
+        found = [near.gradient(metrics.get(GRADIENT_NORM), self.gradient_norms.get(number))]
+        if number in self.checkpoints:
+            replayed = await replica.write(copy_weights)
+            await replica.remember()
+            await replica.load(self.checkpoints[number])
+            found.append(near.checkpoint(number, replayed, await replica.write(copy_weights)))
+            await replica.recall()
+        return [text for text in found if text]
 
 
 class Replay:
     """One replay of one job."""
 
-    def __init__(self, bus: Bus, job: str, request: str) -> None:
-        self._bus, self._job, self._request = bus, job, request
+    def __init__(self, bus: Bus, settings: ServiceSettings, job: str, request: str) -> None:
+        self._bus, self._settings, self._job, self._request = bus, settings, job, request
 
     async def run(self, from_batch: int | None, to_batch: int | None) -> bool:
-        """Replay and report; returns whether every digest came out the same."""
+        """Replay and report; returns whether every digest is the same or, on another environment, all is near."""
         try:
             done = await self._run(from_batch, to_batch)
         except PenstockError as error:
@@ -60,28 +92,56 @@ class Replay:
         purged = max((m.number for m in batches if any(g.seq < low for g in m.groups)), default=0)
         base = self._base(checkpoints, from_batch, purged)
         last = min(to_batch, max(trained, default=0)) if to_batch is not None else max(trained, default=0)
-        learner = open_learner(config)
-        learner.load_state(load_checkpoint(Path(base.path)).state)
-        layout = layout_of(learner.weights())
-        buffer = np.zeros(layout.nbytes, np.uint8)
+        replica = await self._open(config)
+        await replica.load(Path(base.path))
+        compare = partial(_digest, np.zeros(replica.learner.layout().nbytes, np.uint8))
+        pins = read_manifest(Path(base.path)).manifest.environment
+        differences = environment_differences(pins, replica.learner.environment())
+        recorded = await self._recorded(checkpoints) if differences else None
+        near = Nearness(await replica.write(copy_weights) if differences else {}, pins.get("dtype", ""))
         same = total = 0
         for number in range(base.number + 1, last + 1):
             event = trained[number]
             try:
-                groups = await fetch_groups(self._bus, manifests[number, event.revision], max_lag=config.train.max_lag)
+                shard = await replica.fetch(manifests[number, event.revision], None)
             except (KeyError, Untrainable) as error:
                 return ReplayRow(done=True, ok=False, summary=f"the log of batch {number} is gone: {error}")
-            learner.update(groups, update_index=manifests[number, event.revision].update_index)
-            digest = fill(buffer, layout, learner.weights())
+            metrics = await replica.update(shard, update_index=manifests[number, event.revision].update_index)
+            digest = await replica.write(compare)
             match, total = digest == event.digest, total + 1
             same += match
-            await self._tell(ReplayRow(batch=number, total=last, match=match, detail=digest))
+            row = ReplayRow(batch=number, total=last, match=match, detail=digest)
+            if recorded is not None and not match:
+                found = await recorded.compare(near, replica, number, metrics)
+                row = msgspec.structs.replace(row, near=near.within, detail="; ".join([digest, *found]))
+            await self._tell(row)
         summary = f"{same} of {total} updates after checkpoint {base.number} gave the same weight digest"
-        pins = read_manifest(Path(base.path)).manifest.environment
-        differences = environment_differences(pins, learner.environment())
         if differences:
-            summary += "; different environment, so other bits are expected: " + ", ".join(differences)
-        return ReplayRow(done=True, ok=same == total, total=total, summary=summary)
+            summary += f"; another environment ({', '.join(differences)}) gives other bits"
+        if differences and same < total:
+            summary += f"; {near.summary()}"
+        ok = same == total or (bool(differences) and near.compared and near.within)
+        return ReplayRow(done=True, ok=ok, total=total, summary=summary)
+
+    async def _recorded(self, checkpoints: list[Checkpointed]) -> Recorded:
+        messages = await self._bus.read(subjects.METRICS, subjects.metrics(self._job))
+        rows = [msgspec.json.decode(message.data) for message in messages]
+        norms = {row["step"]: row["values"].get(GRADIENT_NORM) for row in rows if row["kind"] == "train"}
+        return Recorded(norms, {c.number: Path(c.path) for c in checkpoints if (Path(c.path) / "COMMIT").exists()})
+
+    async def _open(self, config: JobConfig) -> Replica:
+        """The job on this process alone; a model that is cut over ranks gets one rank."""
+        settings = self._settings
+        if isinstance(config.backend, MegatronConfig):
+            config = config.model_copy(update={"backend": config.backend.on_one_rank()})
+        cut = config.backend.type != "local"
+        ranks = await meet(Place(), deadline_s=settings.rank_deadline_s) if cut else None
+        replica = Replica(
+            self._bus, self._job, config, world=None if ranks is None else ranks.world,
+            threads=Threads() if ranks is None else ranks.threads, checkpoints=settings.data_dir / "checkpoints",
+        )  # fmt: skip
+        await replica.open()
+        return replica
 
     async def _ledger(self) -> tuple[dict[int, BatchTrained], list[Checkpointed]]:
         trained: dict[int, BatchTrained] = {}
@@ -115,11 +175,16 @@ class Replay:
         await self._bus.notify(subjects.replay_progress(self._request), pack(row, job=self._job))
 
 
+def _digest(buffer: NDArray[np.uint8], learner: Learner) -> str:
+    """Of the weights as they would be published."""
+    return fill(buffer, learner.layout(), learner.weights())
+
+
 async def main(job: str, request: str, from_batch: int | None, to_batch: int | None) -> int:
     """Connect, replay, disconnect."""
     settings = load_settings()
     async with await Bus.connect(settings.nats_url, name=f"replay-{request}") as bus:
-        return 0 if await Replay(bus, job, request).run(from_batch, to_batch) else 1
+        return 0 if await Replay(bus, settings, job, request).run(from_batch, to_batch) else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The trainer process: a session for every job that runs, and replays on request."""
+"""The trainer process: a session for every job that runs, and replays on request; or a rank that follows another."""
 
 from __future__ import annotations
 
@@ -6,17 +6,24 @@ import asyncio
 import contextlib
 import logging
 import sys
+from functools import partial
 from typing import Any
 
 import torch
 
+from penstock.services.trainer.follower import Follower
+from penstock.services.trainer.orders import Leave, Orders
+from penstock.services.trainer.process_group import place_from_environment
+from penstock.services.trainer.ranks import Ranks, meet
 from penstock.services.trainer.session import TrainerSession
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
+from penstock.shared.errors import RankLost
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.messages import Ack, ReplayRequest
 from penstock.shared.runtime.jobs import watch_jobs
+from penstock.shared.runtime.tasks import unexpected
 from penstock.shared.transport.bus import Bus
 from penstock.shared.weights import cleanup
 
@@ -24,9 +31,12 @@ __all__ = ["TrainerService"]
 
 logger = logging.getLogger(__name__)
 
+LEAVE_S = 2.0
+"""Followers have this long to hear that it is over."""
+
 
 class TrainerService:
-    """Opens and closes sessions as jobs come and go."""
+    """Opens and closes sessions as jobs come and go. On a rank above 0 it only follows."""
 
     name = "trainer"
 
@@ -34,33 +44,98 @@ class TrainerService:
         self.bus, self.settings = bus, settings
         self.sessions: dict[str, TrainerSession] = {}
         self.ready = False
+        self._place = place_from_environment()
+        self._ranks: Ranks | None = None
+        self._meeting = asyncio.Lock()
+        self._follower: Follower | None = None
+        self._ended = asyncio.Event()
+        self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._replays: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Serve until drained or cancelled."""
+        """Serve until drained or cancelled.
+
+        Raises:
+            RankLost: another rank of this trainer is gone: all of them must be started again. With several ranks, every
+                error that ends a session does so, too.
+        """
+        try:
+            if self._place.size > 1:
+                await self._meet()
+            if self._place.rank:
+                await self._follow()
+            else:
+                await self._lead()
+        finally:
+            self._ended.set()
+
+    async def _lead(self) -> None:
         await self.bus.serve(subjects.REPLAY, self._on_replay, queue="trainer")
         self.ready = True
-        await watch_jobs(self.bus, self._run_session, on_end=lambda job: cleanup(job, self.settings))
+        jobs = watch_jobs(self.bus, self._run_session, on_end=self._cleanup)
+        watching = asyncio.create_task(jobs, name="jobs")
+        try:
+            await asyncio.wait({watching, self._lost}, return_when=asyncio.FIRST_COMPLETED)
+            if self._lost.done():
+                self._lost.result()
+            await watching
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+    def _cleanup(self, job: str) -> None:
+        for name in (job, subjects.base_manifest(job)):
+            cleanup(name, self.settings)
+
+    async def _follow(self) -> None:
+        ranks = await self._meet()
+        self._follower = Follower(self.bus, ranks, self.settings.data_dir / "checkpoints")
+        self.ready = True
+        await self._follower.run()
+
+    async def _meet(self) -> Ranks:
+        """The ranks; a process that is the only one of its trainer becomes a rank when a job needs it."""
+        async with self._meeting:
+            if self._ranks is None:
+                logger.info("meeting the %d ranks of this trainer as rank %d", self._place.size, self._place.rank)
+                self._ranks = await meet(self._place, deadline_s=self.settings.rank_deadline_s)
+        return self._ranks
 
     async def _run_session(self, job: str, config: JobConfig) -> None:
         torch.set_num_threads(config.placement.trainer_threads)
-        session = TrainerSession(self.bus, self.settings, job, config)
+        ranks = await self._meet() if config.backend.type != "local" else None
+        session = TrainerSession(self.bus, self.settings, job, config, ranks)
         self.sessions[job] = session
         try:
-            await session.run()
+            error = await unexpected(session.run())
         finally:
             self.sessions.pop(job, None)
+        if error is not None and ranks is not None and ranks.place.size > 1:
+            # The others may stand anywhere: only a common new start brings the ranks together again.
+            if not self._lost.done():
+                self._lost.set_exception(error)
+            await asyncio.Event().wait()  # the process ends
+        if error is not None:
+            raise error
 
     async def drain(self) -> None:
-        """Stop every session at its next step boundary."""
+        """Stop every session at its next step boundary, then the followers. A follower leaves when rank 0 says so."""
         self.ready = False
+        if self._place.rank:
+            await self._ended.wait()
+            return
         for session in list(self.sessions.values()):
             session.drain()
         while self.sessions:
             await asyncio.sleep(0.05)
+        if self._ranks is not None and self._place.size > 1:
+            with contextlib.suppress(RankLost):
+                await self._ranks.threads.compute(partial(_dismiss, self._ranks.orders))
 
     def status(self) -> dict[str, dict[str, Any]]:
         """Per job."""
+        if self._follower is not None:
+            return self._follower.status()
         return {job: session.status() for job, session in self.sessions.items()}
 
     async def _on_replay(self, data: bytes) -> bytes:
@@ -82,3 +157,8 @@ class TrainerService:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
+
+
+def _dismiss(orders: Orders) -> None:
+    orders.give(Leave())
+    orders.wait_until_taken(LEAVE_S)

@@ -1,30 +1,63 @@
 """What an update reports about itself: facts of the batch, and sums over the scored tokens that went forward.
 
-Shape legend: B = trajectories that count, M = scored tokens of a microbatch.
+Shape legend: B = trajectories that count, N = scored tokens of the batch, M = scored tokens of a microbatch.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.services.trainer.collective import Collective, union
+from penstock.services.trainer.facts import BatchFacts
 from penstock.services.trainer.packing import Columns
-from penstock.shared.algorithms.entropy import sampled_entropy
 from penstock.shared.algorithms.kl import k3
 from penstock.shared.algorithms.policy_loss import PolicyLoss
+from penstock.shared.protocol.messages import BatchManifest
 
-__all__ = ["Mismatch", "TokenSums", "batch_facts"]
+__all__ = [
+    "Mismatch",
+    "TokenSums",
+    "advantage_facts",
+    "batch_facts",
+    "lag_facts",
+    "optimizer_facts",
+    "sampled_entropy_of",
+]
+
+QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
+RATIO_QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
+
+
+def reduced_sums(sums: dict[str, float], collective: Collective) -> dict[str, float]:
+    """Sums over ranks; a rank that lacks a name adds 0."""
+    return collective.sum({name: sums.get(name, 0.0) for name in union(sums, collective)})
+
+
+def quantiles(name: str, values: NDArray[np.floating], places: dict[str, float]) -> dict[str, float]:
+    """``{name}_{suffix}`` of ``values`` at each place, linearly interpolated; empty for no value."""
+    if not len(values):
+        return {}
+    found = np.quantile(values, list(places.values()))
+    return {f"{name}_{suffix}": float(value) for suffix, value in zip(places, found, strict=True)}
 
 
 @dataclass(slots=True)
 class TokenSums:
     """Sums over all tokens of an update that went forward, epochs counted again each time."""
 
-    tokens: int = 0
-    ratio_max: float = 0.0
-    sums: dict[str, float] = field(default_factory=dict)
+    sums: dict[str, float] = field(default_factory=lambda: {"tokens": 0.0})
+    ratios: list[Tensor] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of this rank."""
+        return int(self.sums["tokens"])
 
     def add(self, logprobs_M: Tensor, behaviour_M: Tensor, loss: PolicyLoss, extra: dict[str, Tensor]) -> None:
         """Count one microbatch; ``extra`` are further values per token, [M]."""
@@ -38,14 +71,23 @@ class TokenSums:
         totals = torch.stack([values.detach().sum(dtype=torch.float64) for values in per_token.values()]).tolist()
         for name, total in zip(per_token, totals, strict=True):
             self.sums[name] = self.sums.get(name, 0.0) + total
-        self.tokens += len(logprobs_M)
-        self.ratio_max = max(self.ratio_max, float(loss.ratio_M.max()))
+        self.sums["tokens"] += len(logprobs_M)
+        self.ratios.append(loss.ratio_M.detach().float().cpu())
 
-    def means(self) -> dict[str, float]:
-        """Mean over tokens of each sum, and the largest ratio; empty if no token went forward."""
-        if not self.tokens:
-            return {}
-        return {**{name: total / self.tokens for name, total in self.sums.items()}, "policy/ratio_max": self.ratio_max}
+    def means(self, collective: Collective) -> dict[str, float]:
+        """Mean over the tokens of all ranks of each sum, and quantiles of the ratio; empty if no token went forward."""
+        sums = reduced_sums(self.sums, collective)
+        own = torch.cat(self.ratios).numpy() if self.ratios else np.zeros(0, np.float32)
+        ratios = np.concatenate([part["ratio"] for part in collective.gather({"ratio": own})])
+        tokens = sums.pop("tokens")
+        if not tokens:
+            return {"tokens/forward": 0.0}
+        return {
+            "tokens/forward": tokens,
+            **{name: total / tokens for name, total in sums.items()},
+            "policy/ratio_max": float(ratios.max()),
+            **quantiles("policy/ratio", ratios, RATIO_QUANTILES),
+        }
 
 
 @dataclass(slots=True)
@@ -63,35 +105,79 @@ class Mismatch:
         self.absolute += float((logprobs_M - behaviour_M).abs().sum(dtype=torch.float64))
         self.kl += float(k3(behaviour_M, logprobs_M).sum(dtype=torch.float64))
 
-    def means(self) -> dict[str, float]:
+    def means(self, collective: Collective) -> dict[str, float]:
         """Mean absolute difference of log-probs, and k3 of KL(sampler || trainer); empty if nothing went forward."""
-        if not self.tokens:
+        total = collective.sum({"tokens": float(self.tokens), "absolute": self.absolute, "kl": self.kl})
+        if not total["tokens"]:
             return {}
-        return {"mismatch/logprob": self.absolute / self.tokens, "mismatch/kl": self.kl / self.tokens}
+        return {
+            "mismatch/logprob": total["absolute"] / total["tokens"],
+            "mismatch/kl": total["kl"] / total["tokens"],
+        }
 
 
-def batch_facts(columns: Columns, advantages_B: Tensor) -> dict[str, float]:
-    """Rewards, advantages and lengths of the whole batch, failed trajectories excluded."""
-    rewards_B = torch.from_numpy(columns.rewards_B).double()
-    lengths_B = torch.from_numpy(columns.length_B).double()
-    behaviour = torch.from_numpy(columns.logprobs[columns.counted()])
-    signal = torch.zeros(columns.num_groups, dtype=torch.bool)
-    signal[torch.from_numpy(columns.group_B)[advantages_B != 0]] = True
+def batch_facts(facts: BatchFacts) -> dict[str, float]:
+    """Rewards and lengths of the whole batch, failed trajectories excluded."""
+    rewards_B, lengths_B = facts.rewards_B.astype(np.float64), facts.length_B.astype(np.float64)
     return {
         "reward/mean": float(rewards_B.mean()),
-        "reward/std": float(rewards_B.std(correction=0)),
+        "reward/std": float(rewards_B.std()),
         "reward/min": float(rewards_B.min()),
         "reward/max": float(rewards_B.max()),
-        "advantage/mean": float(advantages_B.double().mean()),
-        "advantage/std": float(advantages_B.double().std(correction=0)),
-        "advantage/min": float(advantages_B.min()),
-        "advantage/max": float(advantages_B.max()),
-        "policy/entropy": float(sampled_entropy(behaviour)),
-        "groups/count": float(columns.num_groups),
-        "groups/no_signal": float((~signal).sum()),
+        **quantiles("reward/quantile", rewards_B, QUANTILES),
+        **_parts(facts),
+        "groups/count": float(facts.num_groups),
         "sequences/count": float(len(rewards_B)),
-        "sequences/failed": float(columns.num_failed),
-        "tokens/scored": float(columns.scored_B.sum()),
+        "sequences/failed": float(facts.num_failed),
+        "tokens/scored": float(facts.scored_B.sum()),
         "length/mean": float(lengths_B.mean()),
-        "length/truncated": float(columns.truncated_B.mean()),
+        "length/max": float(lengths_B.max()),
+        **quantiles("length/quantile", lengths_B, QUANTILES),
+        "length/truncated": float(facts.truncated_B.mean()),
     }
+
+
+def advantage_facts(facts: BatchFacts, advantages: Tensor, *, per_token: bool) -> dict[str, float]:
+    """Advantages of trajectories [B] or of tokens [N], and the groups to which they give no signal at all."""
+    values = advantages.double()
+    groups = np.repeat(facts.group_B, facts.scored_B) if per_token else facts.group_B
+    signal = np.zeros(facts.num_groups, np.bool_)
+    signal[groups[(values != 0).numpy()]] = True
+    return {
+        "advantage/mean": float(values.mean()),
+        "advantage/std": float(values.std(correction=0)),
+        "advantage/min": float(values.min()),
+        "advantage/max": float(values.max()),
+        "groups/no_signal": float((~signal).sum()),
+    }
+
+
+def lag_facts(manifest: BatchManifest) -> dict[str, float]:
+    """Lag of the groups of a batch: mean, largest, and the share of groups with each lag."""
+    lags = np.array([manifest.start_version - group.min_version for group in manifest.groups], np.int64)
+    shares = np.bincount(lags) / len(lags)
+    return {
+        "lag/mean": float(lags.mean()),
+        "lag/max": float(lags.max()),
+        **{f"lag/share_{lag}": float(share) for lag, share in enumerate(shares)},
+    }
+
+
+def optimizer_facts(name: str, rate: float, grad_norms: list[float]) -> dict[str, float]:
+    """Learning rate, steps, and the mean of the gradient norms that are finite."""
+    finite = [norm for norm in grad_norms if math.isfinite(norm)]
+    facts = {f"{name}/lr": rate, f"{name}/steps": float(len(grad_norms))}
+    return facts | ({f"{name}/grad_norm": sum(finite) / len(finite)} if finite else {})
+
+
+def sampled_entropy_of(columns: Columns, collective: Collective) -> dict[str, float]:
+    """The sampler's mean entropy over all scored tokens, as its own log-probs estimate it."""
+    behaviour = columns.logprobs[columns.counted()]
+    total = collective.sum({"logprob": float(behaviour.sum(dtype=np.float64)), "tokens": float(len(behaviour))})
+    return {"policy/entropy": -total["logprob"] / total["tokens"]} if total["tokens"] else {}
+
+
+def _parts(facts: BatchFacts) -> dict[str, float]:
+    present = {name: values[np.isfinite(values)] for name, values in facts.parts.items()}
+    means = {name: float(values.mean(dtype=np.float64)) for name, values in present.items() if len(values)}
+    return {f"reward/part/{name}": mean for name, mean in means.items()}

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from torch import Tensor
 
-from penstock.services.trainer.backends.base import Backend
+from penstock.services.trainer.backends.base import Backend, Scores
+from penstock.services.trainer.collective import Collective
 from penstock.services.trainer.packing import Columns, columns_of_rows, microbatches
 from penstock.shared.algorithms.aggregation import token_mean
 from penstock.shared.config.job import JobConfig
@@ -19,6 +20,7 @@ def warm_start(
     backend: Backend,
     batches: Iterable[Sequence[tuple[list[int], list[int]]]],
     config: JobConfig,
+    collective: Collective,
     *,
     eos: int,
     on_step: Callable[[int, float], None],
@@ -26,34 +28,39 @@ def warm_start(
     """Cross-entropy on the answer tokens and the end of sequence: one optimizer step for each batch.
 
     The learning rate is constant; everything else of the optimizer is the job's. Afterwards the optimizer starts anew,
-    and the weights reached are the reference policy.
+    and the weights reached are the reference policy, unless the job names another one. A job with adapters trains the
+    weights under them here, too.
 
     Args:
-        batches: rows of (prompt ids, answer ids); ``eos`` is appended where the answer does not end with it.
+        batches: rows of (prompt ids, answer ids), the same on every rank, which takes its share of them; ``eos`` is
+            appended where the answer does not end with it.
         on_step: called with the number of the step, from 1, and its mean loss in nats per token.
 
     Raises:
         ProtocolError: a prompt is empty.
     """
-    rate = config.warm_start.learning_rate
-    backend.new_optimizer(config.optimizer)
+    backend.new_optimizer(config.optimizer, whole=True)
     for step, rows in enumerate(batches, start=1):
-        columns = columns_of_rows([(p, a if a and a[-1] == eos else [*a, eos]) for p, a in rows])
-        on_step(step, _step(backend, columns, config.train.max_tokens_per_microbatch, rate))
+        ended = [(prompt, answer if answer and answer[-1] == eos else [*answer, eos]) for prompt, answer in rows]
+        num_tokens = sum(len(answer) for _, answer in ended)
+        columns = columns_of_rows(ended[collective.rank :: collective.size])
+        on_step(step, _step(backend, columns, collective, config, num_tokens=num_tokens))
     backend.new_optimizer(config.optimizer)
-    backend.freeze_reference()
+    if config.algorithm.kl is None or config.algorithm.kl.reference is None:
+        backend.freeze_reference()
 
 
-def _step(backend: Backend, columns: Columns, max_tokens: int, rate: float) -> float:
+def _step(backend: Backend, columns: Columns, collective: Collective, config: JobConfig, *, num_tokens: int) -> float:
     losses: list[float] = []
-    num_tokens = int(columns.scored_B.sum())
 
-    def loss(logprobs_M: Tensor, entropy_M: Tensor | None) -> Tensor:
-        value = token_mean(-logprobs_M, num_tokens=num_tokens)
+    def loss(scores: Scores) -> Tensor:
+        value = token_mean(-scores.values_M, num_tokens=num_tokens)
         losses.append(float(value.detach()))
         return value
 
-    for microbatch in microbatches(columns, np.arange(len(columns.group_B)), max_tokens):
-        backend.accumulate(microbatch, loss, temperature=1.0, entropy=False)
-    backend.step(rate)
-    return sum(losses)
+    own = microbatches(columns, np.arange(len(columns.group_B)), config.train.max_tokens_per_microbatch)
+    most = int(collective.max({"microbatches": float(len(own))})["microbatches"])
+    for microbatch in [*own, *[None] * (most - len(own))]:
+        backend.accumulate(microbatch, loss, temperature=1.0)
+    backend.step(config.warm_start.learning_rate)
+    return collective.sum({"loss": sum(losses)})["loss"]

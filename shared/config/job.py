@@ -6,11 +6,17 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from penstock.shared.config.algorithm import AlgorithmConfig
+from penstock.shared.config.algorithm import AlgorithmConfig, GRPOConfig
+from penstock.shared.config.backend import BackendConfig, LocalConfig, MegatronConfig
 from penstock.shared.config.base import StrictModel
 from penstock.shared.config.data import DataConfig, Source
+from penstock.shared.config.evaluation import EvaluationConfig
+from penstock.shared.config.goals import EarlyStopConfig, KeepBestConfig
 from penstock.shared.config.model import ModelConfig
+from penstock.shared.config.optimizer import OptimizerConfig
 from penstock.shared.config.reward import RewardConfig
+from penstock.shared.config.sampling import SamplingConfig
+from penstock.shared.config.tracking import TrackerConfig
 
 __all__ = [
     "CheckpointConfig",
@@ -22,60 +28,21 @@ __all__ = [
     "SamplingConfig",
     "TrainConfig",
     "WarmStartConfig",
+    "group_bytes",
 ]
 
 BYTES_PER_TOKEN = 24
 """A token's share in a stored group: id, log-prob and mask (9), its text, spans, frame padding."""
-MAX_GROUP_BYTES = 7 << 20
-"""Largest group that one message carries, below the bus's limit of 8 MB."""
+MAX_GROUP_BYTES = 64 << 20
+"""Largest group: it is stored all or none, in parts of 1 MiB, and held in memory by who writes and who reads it."""
 GROUP_OVERHEAD_BYTES = 4096
 """Upper bound of a group's headers, answers and reward parts."""
 
 
-class SamplingConfig(StrictModel):
-    """How tokens are sampled. Training samples the untruncated distribution, so that log-probs mean what they say."""
-
-    max_new_tokens: int = Field(64, ge=1)
-    """Longest completion in tokens."""
-    min_new_tokens: int = Field(0, ge=0)
-    """No stop before this many tokens (stop tokens are masked out until then)."""
-    temperature: float = Field(1.0, ge=0)
-    """Logits are divided by this; 0 is greedy (evaluation only)."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus sampling (evaluation only; training needs 1)."""
-    top_k: int = Field(0, ge=0)
-    """Keep the k likeliest tokens, 0 keeps all (evaluation only)."""
-    stop: list[str] = Field(default_factory=list)
-    """A completion ends after any of these strings; the tokens that wrote it stay part of the completion."""
-    stop_token_ids: list[int] = Field(default_factory=list)
-    """Further stop tokens beside the tokenizer's end-of-sequence."""
-
-    @model_validator(mode="after")
-    def _min_below_max(self) -> SamplingConfig:
-        if self.min_new_tokens > self.max_new_tokens:
-            raise ValueError("min_new_tokens is larger than max_new_tokens")
-        return self
-
-
-class OptimizerConfig(StrictModel):
-    """AdamW and its learning-rate schedule."""
-
-    learning_rate: float = Field(1e-4, gt=0)
-    """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Adam's decay rates."""
-    eps: float = Field(1e-8, gt=0)
-    """Adam's epsilon."""
-    weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay of matrices; norms, biases and embeddings are not decayed."""
-    max_grad_norm: float = Field(1.0, gt=0)
-    """Gradients are clipped to this global norm."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the decay after warmup, over max_updates."""
-    warmup_updates: int = Field(0, ge=0)
-    """Updates of linear warmup."""
-    min_lr_ratio: float = Field(0.0, ge=0, le=1)
-    """The schedule ends at this fraction of the peak."""
+def group_bytes(prompt_tokens: int, completions: int, new_tokens: int, *, table_bytes: int = 0) -> int:
+    """Upper bound of one stored group, in bytes; ``new_tokens`` of each completion, ``table_bytes`` more per token."""
+    tokens = prompt_tokens + completions * new_tokens
+    return GROUP_OVERHEAD_BYTES + 64 * completions + (BYTES_PER_TOKEN + table_bytes) * tokens
 
 
 class WarmStartConfig(StrictModel):
@@ -114,8 +81,8 @@ class TrainConfig(StrictModel):
     """Draws in flight relative to what the bound needs."""
     draw_timeout_s: float = Field(120.0, gt=0)
     """Deadline of a draw from the moment it is dispatched; then it is dropped and redrawn."""
-    stop_at_reward: float | None = None
-    """Finish early once the mean reward of the last 10 batches reaches this."""
+    on_nonfinite: Literal["pause", "skip"] = "pause"
+    """A loss or gradient that is not finite: pause the job with the batch kept, or leave out that optimizer step."""
 
     @model_validator(mode="after")
     def _has_an_end(self) -> TrainConfig:
@@ -131,33 +98,8 @@ class CheckpointConfig(StrictModel):
     """Policy updates between checkpoints; the coordinator may ask for one earlier when a stream fills."""
     keep: int = Field(2, ge=1)
     """Newest checkpoints kept; the initial and the final one are kept beside them."""
-
-
-class EvaluationConfig(StrictModel):
-    """Held-out evaluation, at an exact version: no batch is sealed past a version that is still being evaluated."""
-
-    every: int = Field(0, ge=0)
-    """Policy updates between evaluations; 0 evaluates only where at_start / at_end say so."""
-    at_start: bool = True
-    """Evaluate version 0."""
-    at_end: bool = True
-    """Evaluate the final version."""
-    num_prompts: int = Field(128, ge=1)
-    """Held-out prompts, from the start of the evaluation data."""
-    greedy: bool = True
-    """One greedy completion of each prompt: `eval/greedy`."""
-    samples: int = Field(0, ge=0, le=1024)
-    """Sampled completions of each prompt, for `eval/avg@k` and `eval/pass@k`."""
-    pass_k: list[int] = Field(default_factory=list)
-    """The k of pass@k (unbiased estimator, arXiv 2107.03374 eq. 1); each at most `samples`."""
-    sampling: SamplingConfig | None = None
-    """Sampling of the sampled completions; default: the training sampling."""
-
-    @model_validator(mode="after")
-    def _k_fits(self) -> EvaluationConfig:
-        if any(k < 1 or k > self.samples for k in self.pass_k):
-            raise ValueError(f"each k of pass_k must lie in 1..samples ({self.samples})")
-        return self
+    keep_best: KeepBestConfig | None = None
+    """Keep the best checkpoint by a metric, too."""
 
 
 class LimitsConfig(StrictModel):
@@ -180,6 +122,8 @@ class PlacementConfig(StrictModel):
     """Where trainer and sampler compute; `auto` takes a GPU where torch sees one."""
     max_running: int = Field(256, ge=1)
     """Sequences that one rollout engine decodes at once (slots of its KV cache)."""
+    peak_tflops: float | None = Field(None, gt=0)
+    """Peak TFLOP/s of one trainer device at the model's dtype, for the metric `speed/mfu`; null: not reported."""
 
 
 class JobConfig(StrictModel):
@@ -197,10 +141,12 @@ class JobConfig(StrictModel):
     """Training and held-out prompts."""
     reward: RewardConfig
     """How completions are scored."""
-    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    algorithm: AlgorithmConfig = Field(default_factory=GRPOConfig)
     """Advantages and loss."""
     sampling: SamplingConfig = SamplingConfig()
     """How training completions are sampled."""
+    backend: BackendConfig = LocalConfig()
+    """Where and how the trainer holds the model."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its schedule."""
     warm_start: WarmStartConfig = WarmStartConfig()
@@ -211,12 +157,27 @@ class JobConfig(StrictModel):
     """Durability of the trainer's state."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out evaluation."""
+    early_stop: EarlyStopConfig | None = None
+    """When the run ends before its last update."""
     limits: LimitsConfig = LimitsConfig()
     """Budgets of the job on shared streams."""
     placement: PlacementConfig = PlacementConfig()
     """How the services share the cores."""
+    tracking: list[TrackerConfig] = Field(default_factory=list)
+    """Where the metrics are written beside their stream."""
     metadata: dict[str, str] = Field(default_factory=dict, max_length=16)
     """Free labels."""
+
+    @model_validator(mode="after")
+    def _optimizers_fit_the_backend(self) -> JobConfig:
+        critic = self.algorithm.critic
+        types = {self.optimizer.type, critic.optimizer.type if critic is not None else "adamw"}
+        if "adamw_8bit" in types and self.backend.type != "local":
+            raise ValueError(
+                f"optimizer.type 'adamw_8bit' needs backend 'local'; backend '{self.backend.type}' shards the moments "
+                "instead: use 'adamw'"
+            )
+        return self
 
     @model_validator(mode="after")
     def _batch_algebra(self) -> JobConfig:
@@ -228,6 +189,22 @@ class JobConfig(StrictModel):
                 f"the {self.groups_per_batch} groups of a batch are not divisible by train.minibatches "
                 f"{self.train.minibatches}: a group never straddles two optimizer steps"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _evaluation_metrics_exist(self) -> JobConfig:
+        followed = {"early_stop.metric": self.early_stop, "checkpoint.keep_best.metric": self.checkpoint.keep_best}
+        known = self.evaluation.metrics if self.data.eval else []
+        for key, rule in followed.items():
+            if rule is not None and rule.metric.startswith("eval/") and rule.metric not in known:
+                names = ", ".join(known) or "nothing, for there is no evaluation or no data.eval"
+                raise ValueError(f"{key}: no evaluation of this job measures '{rule.metric}'; they measure {names}")
+        return self
+
+    @model_validator(mode="after")
+    def _backend_can_cut_the_model(self) -> JobConfig:
+        if isinstance(self.backend, MegatronConfig):
+            self.backend.check(self.model)
         return self
 
     @model_validator(mode="after")
@@ -245,7 +222,7 @@ class JobConfig(StrictModel):
         if self.max_group_bytes > MAX_GROUP_BYTES:
             raise ValueError(
                 f"a group of {self.algorithm.group_size} completions of up to {self.sampling.max_new_tokens} tokens "
-                f"may take {self.max_group_bytes} bytes, more than one message carries ({MAX_GROUP_BYTES}): "
+                f"may take {self.max_group_bytes} bytes, more than a group may have ({MAX_GROUP_BYTES}): "
                 "lower algorithm.group_size or sampling.max_new_tokens"
             )
         need = (self.train.max_lag + 2) * self.groups_per_batch * self.max_group_bytes
@@ -263,6 +240,16 @@ class JobConfig(StrictModel):
         return self.data.model_copy(update={"train": self.warm_start.data}) if self.warm_start.data else self.data
 
     @property
+    def evaluation_sampling(self) -> SamplingConfig:
+        """How held-out completions are sampled."""
+        return self.evaluation.sampling or self.sampling
+
+    @property
+    def completions_per_group(self) -> int:
+        """Completions of one training prompt, the greedy one included that some algorithms take as a baseline."""
+        return self.algorithm.group_size + self.algorithm.greedy_baseline
+
+    @property
     def groups_per_batch(self) -> int:
         """Groups (prompts) of one policy update."""
         return self.train.batch_size // self.algorithm.group_size
@@ -270,8 +257,10 @@ class JobConfig(StrictModel):
     @property
     def max_group_bytes(self) -> int:
         """Upper bound of one stored group, in bytes."""
-        tokens = self.data.prompt.max_tokens + self.algorithm.group_size * self.sampling.max_new_tokens
-        return GROUP_OVERHEAD_BYTES + 64 * self.algorithm.group_size + BYTES_PER_TOKEN * tokens
+        return group_bytes(
+            self.data.prompt.max_tokens, self.completions_per_group, self.sampling.max_new_tokens,
+            table_bytes=self.model.replay_bytes_per_token,
+        )  # fmt: skip
 
     @property
     def max_draws(self) -> int:

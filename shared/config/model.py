@@ -7,6 +7,8 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from penstock.shared.config.base import StrictModel
+from penstock.shared.config.experts import ExpertsConfig, MoEConfig
+from penstock.shared.config.lora import LoraConfig
 
 __all__ = ["ArchitectureConfig", "ModelConfig"]
 
@@ -14,12 +16,14 @@ __all__ = ["ArchitectureConfig", "ModelConfig"]
 class ArchitectureConfig(StrictModel):
     """A decoder built from scratch with random weights; the defaults make about one million parameters."""
 
-    arch: Literal["qwen2", "qwen3", "llama"] = "qwen3"
+    arch: Literal["qwen2", "qwen3", "llama", "qwen3_moe"] = "qwen3"
     """Architecture family of the transformers library."""
     hidden_size: int = Field(128, ge=8, multiple_of=8)
     """Width of the residual stream."""
     intermediate_size: int = Field(512, ge=8)
-    """Width of the MLP."""
+    """Width of the MLP; with `experts` of one expert."""
+    experts: ExpertsConfig | None = None
+    """Experts of a `qwen3_moe`; other families have none."""
     num_layers: int = Field(4, ge=1, le=128)
     """Number of decoder layers."""
     num_heads: int = Field(4, ge=1)
@@ -43,12 +47,20 @@ class ArchitectureConfig(StrictModel):
             raise ValueError(f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
         return self
 
+    @model_validator(mode="after")
+    def _experts_where_they_belong(self) -> ArchitectureConfig:
+        if (self.experts is not None) != (self.arch == "qwen3_moe"):
+            wrong = f"arch '{self.arch}' needs experts" if self.experts is None else "experts need arch 'qwen3_moe'"
+            raise ValueError(wrong)
+        return self
+
 
 class ModelConfig(StrictModel):
     """Which policy is trained. Exactly one of ``path`` and ``config``."""
 
     path: str | None = None
-    """Directory of a Hugging Face causal LM (config.json, safetensors, tokenizer), or a hub id."""
+    """Directory of a Hugging Face causal LM (config.json, safetensors, tokenizer), a hub id, or `job:ID@NUMBER`: a
+    checkpoint of another job (instead of a number also `initial`, `newest`, `final`, `best`)."""
     config: ArchitectureConfig | None = None
     """Build a model with random weights from this architecture."""
     tokenizer: str | None = None
@@ -59,6 +71,10 @@ class ModelConfig(StrictModel):
     """Parameter and compute type of trainer and sampler."""
     trust_remote_code: bool = False
     """Passed to transformers; executes code from the model directory."""
+    lora: LoraConfig | None = None
+    """Train adapters instead of the weights; null trains the weights."""
+    moe: MoEConfig | None = None
+    """Load balancing and router replay of a mixture of experts."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
@@ -67,3 +83,25 @@ class ModelConfig(StrictModel):
         if self.config is not None and self.tokenizer is None:
             raise ValueError("model.tokenizer is needed with model.config: 'char' or a path")
         return self
+
+    @model_validator(mode="after")
+    def _routers_exist(self) -> ModelConfig:
+        if self.moe is None:
+            return self
+        if self.config is not None and self.config.experts is None:
+            raise ValueError(f"moe: arch '{self.config.arch}' has no routers")
+        if self.moe.router_replay and self.config is None and not self.moe.replay_bytes_per_token:
+            raise ValueError("moe.router_replay with model.path needs moe.replay_bytes_per_token: the budget counts it")
+        if self.moe.aux_loss_coef and self.lora is not None:
+            raise ValueError("moe.aux_loss_coef: adapters leave the routers as they are; there is nothing to balance")
+        return self
+
+    @property
+    def replay_bytes_per_token(self) -> int:
+        """Bytes of the router table that each token of a group brings along; 0 without router replay."""
+        if self.moe is None or not self.moe.router_replay:
+            return 0
+        if self.config is None or self.config.experts is None:
+            return self.moe.replay_bytes_per_token or 0
+        experts = self.config.experts
+        return self.config.num_layers * experts.per_token * (1 if experts.number <= 1 << 8 else 2)

@@ -57,6 +57,13 @@ class ServiceSettings(BaseSettings):
     """Interval of heartbeats."""
     drain_s: float = Field(20.0, gt=0)
     """Most time spent on finishing work after SIGTERM."""
+    log_files: bool = False
+    """Also write the log to a file under data_dir/logs, where `GET /v1/jobs/{id}/logs` finds it if the coordinator sees
+    the same data_dir. `penstock up` keeps such files by itself."""
+    trainer_ranks: int = Field(1, ge=1, le=1024)
+    """Processes that `penstock up` starts as one trainer, for models cut over ranks (`backend` in the job file)."""
+    rank_deadline_s: float = Field(600.0, gt=0)
+    """Longest that one rank of a trainer waits for another, while models are built and in every collective."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe level that is logged."""
     rate_limit: str = "600/minute"

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.shared.config.data import DataConfig, PromptConfig, Source
+from penstock.shared.config.reward import RewardConfig
 from penstock.shared.data.prompts import check_messages
 from penstock.shared.data.rows import Rows, check_rows, open_rows
+from penstock.shared.data.scorer_needs import ScorerNeeds
 from penstock.shared.data.template import Template
 from penstock.shared.errors import DataError
 
@@ -36,15 +38,16 @@ class DataSummary:
     notes: tuple[str, ...]
 
 
-def check_data(config: DataConfig) -> DataSummary:
+def check_data(config: DataConfig, reward: RewardConfig | None = None) -> DataSummary:
     """Open every source, parse every row and render the first ones. Reads files: call it off the event loop.
 
-    The curriculum function is code of the user and is not loaded here.
+    With ``reward`` the rows must also hold what its scorers need. The curriculum function is code of the user and is
+    not loaded here.
 
     Raises:
         DataError: a source cannot be used; names the file, the line and the field.
     """
-    use = _renderer(config.prompt)
+    use = _renderer(config.prompt, reward)
     train, eval_ = _open(config.train, use), _open(config.eval, use)
     return DataSummary(
         train=tuple(SourceSummary(rows.name, len(rows)) for rows in train),
@@ -62,9 +65,10 @@ def _open(sources: Sequence[Source], use: Callable[[dict[str, Any], str], object
     return opened
 
 
-def _renderer(config: PromptConfig) -> Callable[[dict[str, Any], str], object]:
+def _renderer(config: PromptConfig, reward: RewardConfig | None) -> Callable[[dict[str, Any], str], object]:
     template = Template(config.template, "data.prompt.template")
     answer = None if config.answer is None else Template(config.answer, "data.prompt.answer")
+    needs = None if reward is None else ScorerNeeds(reward, has_answer=answer is not None)
 
     def use(row: dict[str, Any], place: str) -> None:
         if config.messages is not None:
@@ -73,5 +77,7 @@ def _renderer(config: PromptConfig) -> Callable[[dict[str, Any], str], object]:
             raise DataError(f"{place}: the prompt is empty")
         if answer is not None:
             answer.render(row, place)
+        if needs is not None:
+            needs(row, place)
 
     return use

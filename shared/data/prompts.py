@@ -62,7 +62,7 @@ class PromptBuilder:
         Raises:
             DataError: a field is missing or of the wrong kind, or the chat template refuses the messages.
         """
-        chat = self._config.messages is not None
+        chat = self._config.chat or self._config.messages is not None
         text = self._chat_text(row, place) if chat else self._plain_text(row, place)
         token_ids = list(self._tokenizer.encode(text, add_special_tokens=False))
         if self._config.add_bos and not chat and self._tokenizer.bos_token_id is not None:
@@ -88,7 +88,10 @@ class PromptBuilder:
         return text if self._config.system is None else f"{self._config.system}\n{text}"
 
     def _chat_text(self, row: dict[str, Any], place: str) -> str:
-        messages = check_messages(row, self._config.messages or "", place)
+        if self._config.messages is None:
+            messages = [{"role": "user", "content": self._template.render(row, place)}]
+        else:
+            messages = check_messages(row, self._config.messages, place)
         if self._config.system is not None:
             messages = [{"role": "system", "content": self._config.system}, *messages]
         try:

@@ -3,18 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import (
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MixtralForCausalLM,
+    MixtralForSequenceClassification,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+    Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
+    Qwen3MoeForCausalLM,
+    Qwen3MoeForSequenceClassification,
+)
 
-__all__ = ["Layer", "Norm", "Plan", "plan_of"]
+from penstock.shared.models.experts import Routing, Sparse
+
+__all__ = ["Adapted", "Dense", "Layer", "Linear", "Norm", "Plan", "RunBlock", "forget_plan", "plan_of", "run_blocks_by"]
 
 _ROPE_TYPES = {"default", "linear", "llama3", "yarn"}
 """Rotary embeddings whose angles depend on the position alone; `dynamic` and `longrope` also look at the length."""
-_FAMILIES = (LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+_DENSE = (
+    *(LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM),
+    *(LlamaForSequenceClassification, Qwen2ForSequenceClassification, Qwen3ForSequenceClassification),
+)
+_SPARSE = (
+    *(Qwen3MoeForCausalLM, MixtralForCausalLM),
+    *(Qwen3MoeForSequenceClassification, MixtralForSequenceClassification),
+)
+
+Linear = Callable[[Tensor], Tensor]
 
 
 class Norm:
@@ -32,26 +56,54 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapted:
+    """A linear layer with a low-rank adapter: ``base(x) + scale · B(A(x))`` (LoRA, arXiv 2106.09685, eq. 3)."""
+
+    base: nn.Linear
+    a: nn.Linear
+    b: nn.Linear
+    scale: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base(x) + self.b(self.a(x)) * self.scale
+        return y
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A gated MLP (SwiGLU, arXiv 2002.05202, eq. 6)."""
+
+    gate: Linear
+    up: Linear
+    down: Linear
+
+    def __call__(self, h_TD: Tensor, routing: Routing | None) -> Tensor:
+        return self.down(F.silu(self.gate(h_TD)) * self.up(h_TD))
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """One decoder block."""
 
     input_norm: Norm
-    q: nn.Linear
-    k: nn.Linear
-    v: nn.Linear
-    o: nn.Linear
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
     q_norm: Norm | None
     k_norm: Norm | None
     mlp_norm: Norm
-    gate: nn.Linear
-    up: nn.Linear
-    down: nn.Linear
+    mlp: Dense | Sparse
     head_dim: int
+
+
+RunBlock = Callable[[int, Callable[[Tensor], Tensor], Tensor], Tensor]
+"""``(index of the block, block, x_TD) -> block(x_TD)``: who calls a block, with the block's weights at hand."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A dense decoder: embedding, blocks, final norm, head, and the model's own rotary embedding."""
+    """A decoder: embedding, blocks, final norm, head, and the model's own rotary embedding."""
 
     embedding: nn.Embedding
     rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -61,6 +113,13 @@ class Plan:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    run_block: RunBlock | None = None
+    """Set where the weights of a block exist only during the call: a sharded model gathers them around it."""
+
+    @property
+    def sparse(self) -> tuple[Sparse, ...]:
+        """The mixture-of-experts layers; empty in a dense model."""
+        return tuple(layer.mlp for layer in self.layers if isinstance(layer.mlp, Sparse))
 
 
 _plans: WeakKeyDictionary[PreTrainedModel, Plan | None] = WeakKeyDictionary()
@@ -73,46 +132,88 @@ def plan_of(model: PreTrainedModel) -> Plan | None:
     return _plans[model]
 
 
+def run_blocks_by(model: PreTrainedModel, run_block: RunBlock) -> None:
+    """From now on every block of ``model`` is called through ``run_block``; the model must have a plan."""
+    plan = plan_of(model)
+    assert plan is not None, "only the functional decoder can be told how to run its blocks"
+    _plans[model] = replace(plan, run_block=run_block)
+
+
+def forget_plan(model: PreTrainedModel) -> None:
+    """Look at the modules of ``model`` again: some were replaced."""
+    _plans.pop(model, None)
+
+
 def _is_plain_decoder(model: PreTrainedModel) -> bool:
     config = model.config
     return (
-        type(model) in _FAMILIES
+        type(model) in (*_DENSE, *_SPARSE)
         and config.hidden_act == "silu"
         and config.rope_parameters["rope_type"] in _ROPE_TYPES
         and set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+        and not (type(model) in _SPARSE and config.sliding_window)
         and not config.attention_dropout
-        and all(type(m) is nn.Linear for m in model.modules() if isinstance(m, nn.Linear) or hasattr(m, "base_layer"))
+        and all(_is_plain(m) for m in model.modules() if isinstance(m, nn.Linear) or hasattr(m, "base_layer"))
     )
+
+
+def _is_plain(module: Any) -> bool:
+    """A linear layer, or one with a single low-rank adapter of the plain kind."""
+    if not hasattr(module, "base_layer"):
+        return type(module) is nn.Linear
+    plain = getattr(module, "lora_A", None) is not None and len(module.lora_A) == 1 and not module.lora_variant
+    return plain and type(module.base_layer) is nn.Linear and not module.merged
 
 
 def _plan(model: PreTrainedModel) -> Plan:
     config, decoder = model.config, model.model
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    sparse_before = [0]
+    for block in decoder.layers:
+        sparse_before.append(sparse_before[-1] + hasattr(block.mlp, "experts"))
     return Plan(
         embedding=decoder.embed_tokens,
         rotary=decoder.rotary_emb,
-        layers=tuple(_layer(block, head_dim) for block in decoder.layers),
+        layers=tuple(_layer(block, head_dim, n) for block, n in zip(decoder.layers, sparse_before, strict=False)),
         final_norm=Norm(decoder.norm),
-        head=model.lm_head,
+        head=model.lm_head if hasattr(model, "lm_head") else model.score,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=head_dim,
     )
 
 
-def _layer(block: Any, head_dim: int) -> Layer:
-    attention, mlp = block.self_attn, block.mlp
+def _layer(block: Any, head_dim: int, sparse_before: int) -> Layer:
+    attention = block.self_attn
     return Layer(
         input_norm=Norm(block.input_layernorm),
-        q=attention.q_proj,
-        k=attention.k_proj,
-        v=attention.v_proj,
-        o=attention.o_proj,
+        q=_linear(attention.q_proj),
+        k=_linear(attention.k_proj),
+        v=_linear(attention.v_proj),
+        o=_linear(attention.o_proj),
         q_norm=Norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
         k_norm=Norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
         mlp_norm=Norm(block.post_attention_layernorm),
-        gate=mlp.gate_proj,
-        up=mlp.up_proj,
-        down=mlp.down_proj,
+        mlp=_mlp(block.mlp, sparse_before),
         head_dim=head_dim,
     )
+
+
+def _mlp(mlp: Any, sparse_before: int) -> Dense | Sparse:
+    if not hasattr(mlp, "experts"):
+        return Dense(_linear(mlp.gate_proj), _linear(mlp.up_proj), _linear(mlp.down_proj))
+    return Sparse(
+        number=sparse_before,
+        router=mlp.gate,
+        experts=mlp.experts,
+        top_k=mlp.gate.top_k,
+        normalise=getattr(mlp.gate, "norm_topk_prob", True),
+    )
+
+
+def _linear(module: Any) -> Linear:
+    if not hasattr(module, "base_layer"):
+        assert isinstance(module, nn.Linear)
+        return module
+    (name,) = module.lora_A
+    return Adapted(module.base_layer, module.lora_A[name], module.lora_B[name], float(module.scaling[name]))

@@ -1,4 +1,4 @@
-"""One decoder for trainer and sampler: a functional forward over the weights of Llama, Qwen2 and Qwen3 modules.
+"""One decoder for trainer and sampler: a functional forward over the weights of Llama, Qwen and Mixtral modules.
 
 The weights belong to the Hugging Face module and are used by reference. Linear layers and norms see the flat row of
 tokens, so padding costs nothing there; only attention works on padded blocks.
@@ -9,6 +9,7 @@ Shape legend: T = tokens, D = model width, M = selected positions, V = vocabular
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from transformers import PreTrainedModel
 
 from penstock.shared.models.architecture import Layer, Plan, plan_of
 from penstock.shared.models.attention import CausalBlocks, rotate
+from penstock.shared.models.experts import Routes, Routing
 from penstock.shared.models.packed import PackedTokens
 
-__all__ = ["Attend", "decode", "hidden_states", "rope_at", "selected_logprobs", "supports"]
+__all__ = ["Attend", "decode", "hidden_states", "rope_at", "selected_logits", "selected_logprobs", "supports"]
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
@@ -36,22 +38,29 @@ def supports(model: PreTrainedModel) -> bool:
     return plan_of(model) is not None
 
 
-def hidden_states(model: PreTrainedModel, tokens: PackedTokens) -> Tensor:
-    """Final normalised hidden states [T, D] of each sequence under causal attention. Differentiable."""
+def hidden_states(model: PreTrainedModel, tokens: PackedTokens, routes: Routes | None = None) -> Tensor:
+    """Final normalised hidden states [T, D] of each sequence under causal attention. Differentiable.
+
+    ``routes`` decides and counts what the routers of a mixture of experts do; other architectures have none.
+    """
     plan = plan_of(model)
     if plan is None:
         padded_SLD: Tensor = _padded_forward(model.base_model, tokens).last_hidden_state
         return padded_SLD[_places(tokens)]
-    if tokens.num_tokens <= BLOCK_TOKENS or tokens.token_ids_T.device.type != "cpu":
-        return _decode(plan, tokens)
+    one_pass = plan.run_block is not None or tokens.token_ids_T.device.type != "cpu"
+    if one_pass or tokens.num_tokens <= BLOCK_TOKENS:  # ranks of a sharded model must call each block equally often
+        return _decode(plan, tokens, routes)
     blocks, place_T = tokens.blocks(BLOCK_TOKENS)
-    return torch.cat([_decode(plan, block) for block in blocks]).index_select(0, place_T)
+    sizes = [block.num_tokens for block in blocks]
+    parts = [None] * len(blocks) if routes is None else routes.blocks(place_T, sizes)
+    decoded = [_decode(plan, block, part) for block, part in zip(blocks, parts, strict=True)]
+    return torch.cat(decoded).index_select(0, place_T)
 
 
-def _decode(plan: Plan, tokens: PackedTokens) -> Tensor:
+def _decode(plan: Plan, tokens: PackedTokens, routes: Routes | None) -> Tensor:
     blocks = CausalBlocks.of(tokens)
     rope = rope_at(plan, tokens.position_ids_T)
-    return decode(plan, tokens.token_ids_T, rope, lambda _, q, k, v: blocks.attend(q, k, v))
+    return decode(plan, tokens.token_ids_T, rope, lambda _, q, k, v: blocks.attend(q, k, v), routes)
 
 
 def rope_at(plan: Plan, position_ids_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,19 +69,32 @@ def rope_at(plan: Plan, position_ids_T: Tensor) -> tuple[Tensor, Tensor]:
     return cos_1Td[0, :, None], sin_1Td[0, :, None]
 
 
-def decode(plan: Plan, token_ids_T: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+def decode(
+    plan: Plan, token_ids_T: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, routing: Routing | None = None
+) -> Tensor:
     """Final normalised hidden states [T, D]; what a token may look at is up to ``attend``.
 
     Args:
         attend: called as ``attend(layer index, q_THd, k_TKd, v_TKd)`` with rotated q and k; returns [T, H, d].
+        routing: which experts tokens go to; None: the likeliest.
     """
     x_TD = F.embedding(token_ids_T, plan.embedding.weight)
     for index, layer in enumerate(plan.layers):
-        q, k, v = _queries_keys_values(layer, F.rms_norm(x_TD, *layer.input_norm), rope)
-        x_TD = x_TD + layer.o(attend(index, q, k, v).flatten(1))
-        h_TD = F.rms_norm(x_TD, *layer.mlp_norm)
-        x_TD = x_TD + layer.down(F.silu(layer.gate(h_TD)) * layer.up(h_TD))
+        block = partial(_block, layer, rope, partial(attend, index), routing)
+        x_TD = block(x_TD) if plan.run_block is None else plan.run_block(index, block, x_TD)
     return F.rms_norm(x_TD, *plan.final_norm)
+
+
+def _block(
+    layer: Layer,
+    rope: tuple[Tensor, Tensor],
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    routing: Routing | None,
+    x_TD: Tensor,
+) -> Tensor:
+    q, k, v = _queries_keys_values(layer, F.rms_norm(x_TD, *layer.input_norm), rope)
+    x_TD = x_TD + layer.o(attend(q, k, v).flatten(1))
+    return x_TD + layer.mlp(F.rms_norm(x_TD, *layer.mlp_norm), routing)
 
 
 def selected_logprobs(
@@ -83,6 +105,7 @@ def selected_logprobs(
     *,
     temperature: float,
     entropy: bool,
+    routes: Routes | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of ``targets_M`` at flat positions ``select_M``, and the entropy there.
 
@@ -95,7 +118,7 @@ def selected_logprobs(
     if plan_of(model) is None:
         logits_TV = _padded_forward(model, tokens).logits[_places(tokens)]
         return _score(logits_TV[select_M], targets_M, temperature, entropy)
-    hidden_MD = hidden_states(model, tokens).index_select(0, select_M)
+    hidden_MD = hidden_states(model, tokens, routes).index_select(0, select_M)
     head = model.get_output_embeddings()
     rows = max(1, MAX_LOGITS // head.weight.shape[0])
     if len(targets_M) <= rows:
@@ -108,6 +131,21 @@ def selected_logprobs(
     scores = [checkpoint(chunk, hidden, targets, use_reentrant=False) for hidden, targets in chunks]
     logprobs_M = torch.cat([logprobs for logprobs, _ in scores])
     return logprobs_M, torch.cat([e for _, e in scores]) if entropy else None
+
+
+def selected_logits(
+    model: PreTrainedModel, tokens: PackedTokens, select_M: Tensor, routes: Routes | None = None
+) -> Callable[[Tensor], Tensor]:
+    """One forward pass, and a function from indices into ``select_M`` to the logits [., V] there.
+
+    Logits exist only while they are used: a caller with many positions takes them in chunks.
+    """
+    if plan_of(model) is None:
+        logits_MV = _padded_forward(model, tokens).logits[_places(tokens)][select_M]
+        return lambda places: logits_MV[places]
+    hidden_MD = hidden_states(model, tokens, routes).index_select(0, select_M)
+    head = model.get_output_embeddings()
+    return lambda places: head(hidden_MD[places])
 
 
 def _score(logits_MV: Tensor, targets_M: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from penstock.shared.config.model import ArchitectureConfig, ModelConfig
 from penstock.shared.errors import ConfigError
+from penstock.shared.models.lora import without_adapter
 
 __all__ = ["build_model", "build_tokenizer", "resolve_device", "stop_token_ids"]
 
@@ -20,7 +22,7 @@ SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 CHAR_CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """A small character model knows no roles: a chat is the text of its messages."""
 
-_ARCHITECTURES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
+_ARCHITECTURES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "qwen3_moe": "Qwen3Moe"}
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -118,6 +120,7 @@ def _initialise(
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
+        **_experts(architecture),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -127,16 +130,37 @@ def _initialise(
     return model
 
 
+def _experts(architecture: ArchitectureConfig) -> dict[str, int | bool]:
+    if architecture.experts is None:
+        return {}
+    return {
+        "num_experts": architecture.experts.number,
+        "num_experts_per_tok": architecture.experts.per_token,
+        "norm_topk_prob": architecture.experts.normalise,
+        "moe_intermediate_size": architecture.intermediate_size,
+    }
+
+
 def _load(path: str, config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     _check_source(path, key="model.path")
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+    adapted = (Path(path) / "adapter_config.json").is_file()
+    if Path(path).is_dir() and not adapted and not (Path(path) / "config.json").is_file():
         raise ConfigError(f"model.path '{path}' has no config.json: it is not a Hugging Face model directory")
     args = _load_args(path, config)
     try:
+        if adapted:
+            return _load_adapted(path, dtype, args)
         described = AutoConfig.from_pretrained(path, **args)
         return AutoModelForCausalLM.from_pretrained(path, config=described, dtype=dtype, **args)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"cannot load a causal language model from '{path}': {_first_line(error)}") from None
+
+
+def _load_adapted(path: str, dtype: torch.dtype, args: dict[str, bool]) -> PreTrainedModel:
+    """A directory with an adapter: the model under it, with the adapter added to its weights."""
+    if importlib.util.find_spec("peft") is None:  # without it transformers would leave the adapter out silently
+        raise ConfigError(f"model.path '{path}' holds an adapter and needs the package 'peft': install penstock[lora]")
+    return without_adapter(AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **args))
 
 
 def _check_source(source: str, *, key: str) -> None:

@@ -1,4 +1,6 @@
-"""Simulators over the bus: open a session, reset and step its environments. Arrays travel as frames.
+"""Simulators over the bus: open a session, reset and step its environments.
+
+Arrays travel as frames; in the place of one above 1 MiB stands a claim check of the bulk plane.
 
 Semantics, whatever a simulator does inside: ``step`` executes up to C actions of a chunk and stops for an environment
 at its first termination or truncation; rewards after that are 0 and not ``valid``. The observation at that moment is
@@ -20,7 +22,7 @@ from numpy.typing import NDArray
 
 from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol.codec import SCHEMA
-from penstock.shared.protocol.frame import decode_frame, encode_frame
+from penstock.shared.protocol.frame import Buffer, decode_frame, encode_frame
 
 __all__ = [
     "Body",
@@ -34,11 +36,15 @@ __all__ = [
     "StepRequest",
     "decode_env",
     "encode_env",
+    "env_frame",
 ]
 
 
 class OpenEnv(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks for a session: ``num_envs`` copies of ``env_id``; closed after ``idle_s`` without a request."""
+    """Asks for a session: ``num_envs`` copies of ``env_id``; closed after ``idle_s`` without a request.
+
+    ``host`` is the host id of who asks: observations above 1 MiB reach it through shared memory, others by TCP.
+    """
 
     env_id: str
     num_envs: int
@@ -46,6 +52,7 @@ class OpenEnv(msgspec.Struct, frozen=True, kw_only=True):
     options: dict[str, Any] = msgspec.field(default_factory=dict)
     """Keyword arguments of the environment."""
     idle_s: float = 60.0
+    host: str = ""
 
 
 class EnvSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,10 +162,15 @@ _KINDS: dict[str, type[Any]] = {c.__name__: c for c in (ResetRequest, ResetReply
 B = TypeVar("B", bound=Body)
 
 
+def env_frame(body: Body) -> list[Buffer]:
+    """One frame, as buffers that alias the arrays of ``body``."""
+    tree = {f.name: getattr(body, f.name) for f in dataclasses.fields(body)}
+    return encode_frame({"schema": SCHEMA, "kind": type(body).__name__, **tree})
+
+
 def encode_env(body: Body) -> bytes:
     """One frame."""
-    tree = {f.name: getattr(body, f.name) for f in dataclasses.fields(body)}
-    return b"".join(encode_frame({"schema": SCHEMA, "kind": type(body).__name__, **tree}))
+    return b"".join(env_frame(body))
 
 
 def decode_env(data: bytes | memoryview, *kinds: type[B]) -> B:

@@ -17,6 +17,7 @@ __all__ = [
     "BatchRefused",
     "BatchSealed",
     "BatchTrained",
+    "BestCheckpoint",
     "Checkpointed",
     "Drawn",
     "Dropped",
@@ -126,6 +127,17 @@ class Checkpointed(Event, frozen=True, kw_only=True, tag=True):
     trainer_epoch: int
     low_seq: int
     """Lowest EXPERIENCE sequence still needed after it."""
+    reason: str = ""
+    """Why it was taken: initial, interval, a new best, room, pause, the end."""
+
+
+class BestCheckpoint(Event, frozen=True, kw_only=True, tag=True):
+    """Checkpoint ``number`` is the best one so far by ``metric``, whose ``value`` was measured after batch ``step``."""
+
+    number: int
+    metric: str
+    value: float
+    step: int
 
 
 class LineageForked(Event, frozen=True, kw_only=True, tag=True):
@@ -160,7 +172,7 @@ class Finished(Event, frozen=True, kw_only=True, tag=True):
 
 AnyEvent = (
     JobStarted | Drawn | Dropped | BatchSealed | BatchRefused | BatchTrained
-    | Checkpointed | LineageForked | PhaseChanged | Finished
+    | Checkpointed | BestCheckpoint | LineageForked | PhaseChanged | Finished
 )  # fmt: skip
 
 _decoder = msgspec.msgpack.Decoder(list[AnyEvent])

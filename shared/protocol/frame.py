@@ -34,6 +34,7 @@ __all__ = [
     "Buffer",
     "decode_frame",
     "encode_frame",
+    "is_frame",
 ]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -75,6 +76,11 @@ class _Tensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 _tensors = msgspec.msgpack.Decoder(_Tensor)
+
+
+def is_frame(data: Buffer) -> bool:
+    """Whether the bytes begin as a frame does; an envelope never does."""
+    return bytes(data[: len(MAGIC)]) == MAGIC
 
 
 def encode_frame(tree: Any) -> list[Buffer]:

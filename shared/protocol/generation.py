@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
+from numpy.typing import NDArray
 
 __all__ = ["Caps", "GenRequest", "GenResult", "PauseMode", "Sample", "Sampling", "Span", "WeightInfo"]
 
@@ -44,12 +45,17 @@ class GenRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One completion: the stop token is included in ``token_ids``; spans cover every token."""
+    """One completion: the stop token is included in ``token_ids``; spans cover every token.
+
+    ``experts`` is the router table where it is recorded, uint8 or uint16 [prompt + completion − 1, layers with experts,
+    experts of a token]: the last token went through no layer.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
     finish: Literal["stop", "length", "abort"]
     spans: list[Span]
+    experts: NDArray[Any] | None = None
 
 
 class GenResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,8 +75,12 @@ class Caps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Version the engine serves; ``dirty`` after a failed in-place update until a full one succeeds."""
+    """Version the engine serves; ``dirty`` after a failed in-place update until a full one succeeds.
+
+    ``base`` is the digest of the frozen weights under an adapter; empty where whole weights are updated.
+    """
 
     version: int
     digest: str
     dirty: bool
+    base: str = ""

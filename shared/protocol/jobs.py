@@ -52,6 +52,8 @@ class JobStatus(BaseModel):
     draws: dict[str, Any] = Field(default_factory=dict)
     """drawn, trained, in_flight and dropped by reason: the ledger equation."""
     checkpoint: str | None = None
+    best_checkpoint: dict[str, Any] | None = None
+    """number, path, and by which metric, value and update: where `checkpoint.keep_best` is set."""
     conditions: list[Condition] = Field(default_factory=list)
     started_at: datetime | None = None
     finished_at: datetime | None = None

@@ -10,6 +10,7 @@ from penstock.shared.protocol.events import SealedGroup
 from penstock.shared.protocol.ids import Draw
 
 __all__ = [
+    "DRAW_HEADER",
     "Ack",
     "BatchManifest",
     "Command",
@@ -24,18 +25,22 @@ __all__ = [
 ]
 
 
+DRAW_HEADER = "Penstock-Draw"
+"""Header of a training ticket: its draw, readable where the ticket is not."""
+
+
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """Asks a rollout worker for one draw, or for one evaluation prompt.
 
-    A worker whose engine is older than ``min_version`` does not start it. ``max_version`` pins evaluation to one
-    version. ``deadline`` is absolute (Unix seconds); work past it is worthless.
+    A worker whose engine is older than ``min_version`` does not start it. ``deadline`` is absolute (Unix seconds); work
+    past it is worthless.
     """
 
     draw: Draw
     min_version: int
     deadline: float
     epoch: int
-    purpose: Literal["train", "eval_greedy", "eval_sample"] = "train"
+    purpose: Literal["train", "eval"] = "train"
     version: int | None = None
     """Evaluation only: the exact policy version asked for."""
 
@@ -59,13 +64,13 @@ class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Scores of one evaluation prompt at one version."""
+    """Scores of one evaluation prompt at one version; ``greedy`` marks the completion decoded at temperature 0."""
 
     version: int
     ordinal: int
-    purpose: str
     rewards: list[float]
     failed: list[bool]
+    greedy: list[bool]
 
 
 class BatchManifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,12 +90,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     trained batch and the digests recorded after that checkpoint.
     ``trained``: batch ``batch`` (``revision``) made ``version``.
     ``refused``: batch cannot be trained because of ``bad`` draws.
-    ``checkpointed``: state after ``batch`` is durable at ``path``.
+    ``checkpointed``: state after ``batch`` is durable at ``path``; ``reason`` is the one of the command that asked for
+    it. The data of its Ack, as of ``hello``'s, names the checkpoints that must stay (``pinned``).
     ``forked``: replay after a crash does not reproduce the ledger; numbering goes on above the clock from ``version``.
+    ``halted``: batch cannot be trained as it is (a loss that is not finite); it stays sealed and the job is paused.
     ``failed``: the trainer cannot go on with this job.
     """
 
-    kind: Literal["hello", "trained", "refused", "checkpointed", "forked", "failed"]
+    kind: Literal["hello", "trained", "refused", "checkpointed", "forked", "halted", "failed"]
     epoch: int
     batch: int = 0
     revision: int = 0
@@ -103,7 +110,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
-    """What the coordinator asks of a job's trainer."""
+    """What the coordinator asks of a job's trainer; ``args["reason"]`` says why a checkpoint is wanted."""
 
     kind: Literal["checkpoint"]
     epoch: int
@@ -119,11 +126,16 @@ class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplayRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Progress of a replay; the last row has ``done``."""
+    """Progress of a replay; the last row has ``done``.
+
+    ``match``: the weight digest is the one in the ledger. ``near``: it is not, on another environment than that of the
+    training, and whether what was recorded of the update is within the bound that ``detail`` names.
+    """
 
     batch: int = 0
     total: int = 0
     match: bool | None = None
+    near: bool | None = None
     detail: str = ""
     done: bool = False
     ok: bool = False

@@ -20,7 +20,9 @@ __all__ = [
     "POLICY",
     "RAW",
     "REPLAY",
+    "SNAPSHOTS",
     "TICKETS",
+    "base_manifest",
     "batches",
     "command",
     "dead",
@@ -35,6 +37,7 @@ __all__ = [
     "replay_progress",
     "report",
     "score",
+    "snapshots",
     "tickets",
     "weights",
 ]
@@ -45,6 +48,7 @@ RAW = "RAW"  # work queue: generated groups that wait for a slow scorer
 EXPERIENCE = "EXPERIENCE"  # scored groups
 BATCHES = "BATCHES"  # sealed batches, derived from the ledger
 LEDGER = "LEDGER"  # the only commit point
+SNAPSHOTS = "SNAPSHOTS"  # folds of the ledger, so that a leader need not start at its first event
 EVENTS = "EVENTS"  # what people see of a job: phases, checkpoints, warnings
 METRICS = "METRICS"  # one row per update or evaluation
 INTERACTIONS = "INTERACTIONS"  # live requests served to agents
@@ -86,6 +90,11 @@ def ledger(job: str) -> str:
     return f"ledger.{job}"
 
 
+def snapshots(job: str) -> str:
+    """Snapshots of the ledger of a job."""
+    return f"snapshots.{job}"
+
+
 def events(job: str) -> str:
     """Events of a job."""
     return f"events.{job}"
@@ -104,6 +113,11 @@ def dead(job: str) -> str:
 def heartbeat(service: str, worker: str) -> str:
     """Heartbeats of one process (core NATS, may be lost)."""
     return f"heartbeat.{service}.{token(worker)}"
+
+
+def base_manifest(job: str) -> str:
+    """Key in MANIFESTS of the frozen weights under the adapters of a job, where workers cannot load them themselves."""
+    return f"{job}.base"
 
 
 def weights(job: str) -> str:

@@ -20,6 +20,7 @@ from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol.codec import SCHEMA
 from penstock.shared.protocol.frame import decode_frame, encode_frame
 from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.parts import num_parts
 
 __all__ = [
     "FINISH_REASONS",
@@ -43,7 +44,8 @@ class GroupHeader(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fa
 
     ``lengths``, ``rewards``, ``failed`` and ``truncated`` have one entry per trajectory. ``skipped`` names why there is
     no trajectory at all (`prompt_too_long`); then the draw is dropped for that reason and its ordinal is not redrawn.
-    ``error`` is the first scoring error, for people.
+    ``error`` is the first scoring error, for people. ``greedy`` marks completions decoded at temperature 0; empty means
+    that there are none.
     """
 
     draw: Draw
@@ -62,6 +64,31 @@ class GroupHeader(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fa
     worker: str
     skipped: str = ""
     error: str = ""
+    greedy: list[bool] = msgspec.field(default_factory=list)
+
+    @property
+    def num_messages(self) -> int:
+        """Messages of the stream that hold the group: consecutive ones from the one with this header on."""
+        return num_parts(self.nbytes)
+
+    @property
+    def counted(self) -> list[int]:
+        """Trajectories that may be trained: sampled, not failed, not empty."""
+        greedy = self.greedy or [False] * len(self.lengths)
+        rows = zip(self.failed, self.lengths, greedy, strict=True)
+        return [i for i, (failed, length, is_greedy) in enumerate(rows) if not failed and length > 0 and not is_greedy]
+
+    @property
+    def baseline(self) -> float | None:
+        """Reward of the greedy completion; None where there is none or it could not be scored."""
+        rows = zip(self.rewards, self.failed, self.greedy, strict=False)
+        return next((reward for reward, failed, is_greedy in rows if is_greedy and not failed), None)
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether the rewards that count, the baseline's among them, differ: without that no advantage is above 0."""
+        rewards = {self.rewards[i] for i in self.counted}
+        return len(rewards if self.baseline is None else rewards | {self.baseline}) > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +104,10 @@ class Group:
         rewards: float32 [G]; ``parts`` float32 [G] per reward component.
         failed: bool [G], trajectories that must not train (scorer failed, aborted).
         finish: uint8 [G], index into FINISH_REASONS.
+        greedy: bool [G], completions decoded at temperature 0: never trained and outside every statistic of the group.
+            In training the reward of one is the group's baseline; default: none.
+        experts: uint8 or uint16 [P + N, layers with experts, experts of a token], the router table of prompt and
+            completions where the job replays it; None otherwise.
         spans: int32 [S, 4]: trajectory, version, start, end; tokens [start, end) came from that policy version.
         meta: small JSON-like facts for people: prompt text, completions, answer, worker, seconds.
     """
@@ -94,8 +125,14 @@ class Group:
     failed: NDArray[np.bool_]
     finish: NDArray[np.uint8]
     spans: NDArray[np.int32]
+    greedy: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    experts: NDArray[Any] | None = None
     parts: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not len(self.greedy):
+            object.__setattr__(self, "greedy", np.zeros(self.num_trajectories, np.bool_))
 
     @property
     def num_trajectories(self) -> int:
@@ -106,6 +143,12 @@ class Group:
     def lengths(self) -> NDArray[np.int32]:
         """Tokens of each completion, int32 [G]."""
         return np.diff(self.cu_seqlens).astype(np.int32)
+
+    @property
+    def baseline(self) -> float | None:
+        """Reward of the greedy completion (REMAX); None where there is none or it could not be scored."""
+        scored = self.rewards[self.greedy & ~self.failed]
+        return float(scored[0]) if len(scored) else None
 
     def scored(
         self, rewards: NDArray[np.float32], failed: NDArray[np.bool_], parts: dict[str, NDArray[np.float32]]
@@ -122,8 +165,12 @@ class Group:
             raise ProtocolError(
                 f"group {self.draw}: {n} tokens but {len(self.logprobs)} log-probs, {len(self.mask)} mask"
             )
-        if not len(self.rewards) == len(self.failed) == len(self.finish) == g:
-            raise ProtocolError(f"group {self.draw}: rewards, failed and finish must have {g} entries")
+        if not len(self.rewards) == len(self.failed) == len(self.finish) == len(self.greedy) == g:
+            raise ProtocolError(f"group {self.draw}: rewards, failed, finish and greedy must have {g} entries")
+        if self.experts is not None:
+            self._check_experts(len(self.prompt_ids) + n)
+        if self.greedy.sum() > 1:
+            raise ProtocolError(f"group {self.draw}: at most one completion is greedy, found {self.greedy.sum()}")
         if self.spans.ndim != 2 or self.spans.shape[1] != 4:
             raise ProtocolError(f"group {self.draw}: spans must be [S, 4]")
         ends = np.zeros(g, np.int64)
@@ -133,6 +180,14 @@ class Group:
             ends[trajectory] = end
         if (ends != np.diff(self.cu_seqlens)).any():
             raise ProtocolError(f"group {self.draw}: version spans do not cover every token")
+
+    def _check_experts(self, num_tokens: int) -> None:
+        assert self.experts is not None
+        if self.experts.ndim != 3 or len(self.experts) != num_tokens or self.experts.dtype.name not in _EXPERT_DTYPES:
+            raise ProtocolError(
+                f"group {self.draw}: a router table of {self.experts.dtype}{list(self.experts.shape)} for {num_tokens} "
+                f"tokens; it is [tokens, layers, experts of a token] of {' or '.join(_EXPERT_DTYPES)}"
+            )
 
     def header(self, *, digest: str, nbytes: int) -> GroupHeader:
         """The facts for the gate."""
@@ -155,12 +210,16 @@ class Group:
             worker=str(self.meta.get("worker", "")),
             skipped=str(self.meta.get("skipped", "")),
             error=str(self.meta.get("error", ""))[:300],
+            greedy=self.greedy.tolist() if self.greedy.any() else [],
         )
 
 
-_ARRAYS = ("prompt_ids", "token_ids", "cu_seqlens", "logprobs", "mask", "rewards", "failed", "finish", "spans")
+_ARRAYS = (
+    "prompt_ids", "token_ids", "cu_seqlens", "logprobs", "mask", "rewards", "failed", "finish", "spans", "greedy",
+)  # fmt: skip
+_EXPERT_DTYPES = ("uint8", "uint16")
 _DTYPES = {"prompt_ids": "int32", "token_ids": "int32", "cu_seqlens": "int32", "logprobs": "float32", "mask": "uint8",
-           "rewards": "float32", "failed": "bool", "finish": "uint8", "spans": "int32"}  # fmt: skip
+           "rewards": "float32", "failed": "bool", "finish": "uint8", "spans": "int32", "greedy": "bool"}  # fmt: skip
 
 
 def encode_group(group: Group) -> tuple[bytes, GroupHeader]:
@@ -176,6 +235,7 @@ def encode_group(group: Group) -> tuple[bytes, GroupHeader]:
         "meta": group.meta,
         "parts": {name: np.asarray(values, np.float32) for name, values in group.parts.items()},
         **{name: np.asarray(getattr(group, name), _DTYPES[name]) for name in _ARRAYS},
+        **({} if group.experts is None else {"experts": group.experts}),
     }
     data = b"".join(encode_frame(tree))
     return data, group.header(digest=xxhash.xxh3_128_hexdigest(data), nbytes=len(data))
@@ -200,6 +260,7 @@ def decode_group(data: bytes | bytearray | memoryview) -> Group:
             epoch=tree["epoch"],
             meta=tree["meta"],
             parts=tree["parts"],
+            experts=tree.get("experts"),
             **arrays,
         )
     except (KeyError, TypeError, ValueError) as error:

@@ -44,7 +44,10 @@ class SlotRef(msgspec.Struct, frozen=True):
 
 
 class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """A published policy version. ``epoch`` is the trainer's; receivers refuse lower ones."""
+    """A published policy version. ``epoch`` is the trainer's; receivers refuse lower ones.
+
+    ``base`` is the digest of the frozen weights where the tensors are adapters; empty where they are whole weights.
+    """
 
     job: str
     version: int
@@ -54,6 +57,7 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     """xxh3-128 of the flat buffer, padding included (zeros)."""
     refs: tuple[SlotRef, ...]
     created: float
+    base: str = ""
 
 
 def make_layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Layout:

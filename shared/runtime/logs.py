@@ -1,18 +1,30 @@
-"""Logs as JSON lines on stderr. What a task works on travels in context variables and stands in every line."""
+"""Logs as JSON lines on stderr, and in files where asked for.
+
+What a task works on travels in context variables and stands in every line.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
 from typing import Any
 
 import orjson
 
+from penstock.shared.errors import ConfigError
+
 __all__ = ["JsonFormatter", "bound", "setup_logging"]
+
+FILE_BYTES = 16 << 20
+KEEP_S = 7 * 86_400.0
+"""A file that nobody has written to for this long is removed when a service starts."""
 
 _context: ContextVar[dict[str, Any] | None] = ContextVar("penstock_log_context", default=None)
 _STANDARD = frozenset(vars(logging.LogRecord("", 0, "", 0, "", None, None))) | {"message", "asctime", "taskName"}
@@ -46,13 +58,37 @@ def bound(**fields: Any) -> Iterator[None]:
         _context.reset(token)
 
 
-def setup_logging(level: str, *, service: str, worker: str) -> None:
-    """Replace the root logger's handlers by one that writes JSON lines to stderr."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter())
+def setup_logging(level: str, *, service: str, worker: str, directory: Path | None = None) -> None:
+    """Replace the root logger's handlers by one that writes JSON lines to stderr, and one for a file in ``directory``.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    if directory is not None:
+        handlers.append(_open_file(directory, service, worker))
+    for handler in handlers:
+        handler.setFormatter(JsonFormatter())
     root = logging.getLogger()
-    root.handlers[:] = [handler]
+    for handler in root.handlers:
+        if isinstance(handler, RotatingFileHandler):
+            handler.close()
+    root.handlers[:] = handlers
     root.setLevel(level.upper())
     for chatty in ("asyncio", "httpx", "httpcore", "nats"):
         logging.getLogger(chatty).setLevel(max(root.level, logging.WARNING))
     _context.set({"service": service, "worker": worker})
+
+
+def _open_file(directory: Path, service: str, worker: str) -> logging.Handler:
+    """Lines go to ``<service>-<worker>.log``, which is set aside once when it is full; old files are removed."""
+    name = worker if worker.startswith(f"{service}-") else f"{service}-{worker}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for path in directory.glob("*.log*"):
+            if time.time() - path.stat().st_mtime > KEEP_S:
+                path.unlink(missing_ok=True)
+        path = directory / f"{name.replace('/', '-')}.log"
+        return RotatingFileHandler(path, maxBytes=FILE_BYTES, backupCount=1, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"PENSTOCK_LOG_FILES: cannot write to {directory}: {error.strerror}") from None

@@ -75,10 +75,11 @@ def run_service(factory: ServiceFactory) -> None:
     faulthandler.enable()
     try:
         settings = load_settings()
+        directory = settings.data_dir / "logs" if settings.log_files else None
+        setup_logging(settings.log_level, service=factory.name, worker=settings.worker_id, directory=directory)
     except ConfigError as error:
         sys.stderr.write(f"{factory.name}: {error}\n")
         sys.exit(EXIT_CONFIG)
-    setup_logging(settings.log_level, service=factory.name, worker=settings.worker_id)
     code = _run(serve_process(factory, settings))
     gc.freeze()  # or the interpreter goes through every object of torch once more: a second of CPU at each exit
     sys.exit(code)

@@ -18,6 +18,7 @@ import msgspec
 
 from penstock.shared import errors
 from penstock.shared.errors import NotFound, PenstockError, Unavailable
+from penstock.shared.protocol.parts import part_subject
 from penstock.shared.transport import read as reading
 from penstock.shared.transport import streams
 from penstock.shared.transport.connection import Connection, NoResponders, Subscription
@@ -25,12 +26,13 @@ from penstock.shared.transport.follow import Reader
 from penstock.shared.transport.inbox import Raw
 from penstock.shared.transport.jetstream import ApiError, Code, call
 from penstock.shared.transport.kv import Entry, KeyValue
-from penstock.shared.transport.message import Message, Outgoing
+from penstock.shared.transport.message import MSG_ID, Message, Outgoing
 from penstock.shared.transport.publish import Publisher
 from penstock.shared.transport.pull import Delivery, Puller
 from penstock.shared.transport.serve import ERROR_HEADER, Server
 
 __all__ = [
+    "MSG_ID",
     "Bus",
     "ConsumerState",
     "Delivery",
@@ -60,11 +62,17 @@ class StreamState:
 
 @dataclass(frozen=True, slots=True)
 class ConsumerState:
-    """Messages not delivered yet, delivered but not acknowledged, and delivered more than once."""
+    """Messages not delivered yet, delivered but not acknowledged, and delivered more than once.
+
+    ``delivered_seq`` is the highest sequence that was ever delivered; the others are the consumer's settings.
+    """
 
     pending: int
     ack_pending: int
     redelivered: int
+    delivered_seq: int
+    max_deliver: int
+    ack_wait_s: float
 
 
 class Bus:
@@ -144,7 +152,6 @@ class Bus:
         msg_id: str | None = None,
         expect_last_subject_seq: int | None = None,
         deadline_s: float = 5.0,
-        allow_large: bool = False,
     ) -> int:
         """Store a message durably; returns its sequence after the server's acknowledgement.
 
@@ -157,7 +164,7 @@ class Bus:
             StreamFull: the stream's byte budget is used up.
             Conflict: somebody else's message came first.
             Unavailable: no acknowledgement until the deadline; the message may or may not be stored.
-            ProtocolError: more than 1 MiB without ``allow_large``, or not a legal subject or header.
+            ProtocolError: more than 1 MiB, or not a legal subject or header.
         """
         return await self._publisher.publish(
             subject,
@@ -166,12 +173,9 @@ class Bus:
             msg_id=msg_id,
             expect_last_subject_seq=expect_last_subject_seq,
             deadline_s=deadline_s,
-            allow_large=allow_large,
         )
 
-    async def publish_many(
-        self, messages: Sequence[Outgoing], *, deadline_s: float = 10.0, allow_large: bool = False
-    ) -> list[int]:
+    async def publish_many(self, messages: Sequence[Outgoing], *, deadline_s: float = 10.0) -> list[int]:
         """Store messages of one stream, all or none (one atomic batch of up to 1000); returns their sequences.
 
         Where the server cannot do that (before 2.12.1, or more messages), they are stored one by one, concurrently;
@@ -179,7 +183,14 @@ class Bus:
 
         Raises: as ``publish``.
         """
-        return await self._publisher.publish_many(messages, deadline_s=deadline_s, allow_large=allow_large)
+        return await self._publisher.publish_many(messages, deadline_s=deadline_s)
+
+    async def publish_whole(self, messages: Sequence[Outgoing], *, deadline_s: float = 10.0) -> None:
+        """Store payloads of one stream, all or none, those above 1 MiB in parts (``get_whole`` reads them).
+
+        Raises: as ``publish``; ConfigError where the server cannot store parts atomically.
+        """
+        await self._publisher.publish_whole(messages, deadline_s=deadline_s)
 
     def follow(self, stream: str, subject: str, *, start_seq: int = 1, headers_only: bool = False) -> Reader:
         """Messages of ``subject`` (may hold wildcards) from ``start_seq`` on, in order, once each, for ever.
@@ -205,6 +216,17 @@ class Bus:
                 found.append(message)
         return found
 
+    async def walk(self, stream: str, subject: str, *, last_seq: int) -> list[Message]:
+        """Messages of ``subject`` up to ``last_seq``, one request each: a work queue allows no second reader."""
+        found: list[Message] = []
+        seq = 1
+        while (message := await reading.first_at_or_after(self._connection, stream, subject, seq)) is not None:
+            if message.seq > last_seq:
+                break
+            found.append(message)
+            seq = message.seq + 1
+        return found
+
     async def last(self, stream: str, subject: str) -> Message | None:
         """The newest message on ``subject``, or None."""
         return await reading.last(self._connection, stream, subject)
@@ -216,6 +238,10 @@ class Bus:
     async def get_many(self, stream: str, seqs: Iterable[int], *, deadline_s: float = 10.0) -> dict[int, Message]:
         """Messages by sequence, concurrently; those that the leader does not have are left out."""
         return await reading.get_many(self._connection, stream, seqs, deadline_s=deadline_s)
+
+    async def get_whole(self, stream: str, seqs: Iterable[int], *, deadline_s: float = 10.0) -> dict[int, Message]:
+        """Payloads by the sequence of their first message, put together; those that lack a part are left out."""
+        return await reading.get_whole(self._connection, stream, seqs, deadline_s=deadline_s)
 
     async def pull(
         self,
@@ -267,10 +293,13 @@ class Bus:
                 raise
 
     async def purge(self, stream: str, subject: str, *, below_seq: int | None = None) -> int:
-        """Delete the messages of ``subject``, all or those below a sequence; returns how many."""
-        body: dict[str, Any] = {"filter": subject} | ({"seq": below_seq} if below_seq is not None else {})
-        answer = await self._call(f"STREAM.PURGE.{stream}", body, f"purge '{subject}' of {stream}")
-        return int(answer["purged"])
+        """Delete the messages of ``subject``, all or those below a sequence, and their parts; returns how many."""
+        purged = 0
+        for each in (subject, part_subject(subject)):
+            body: dict[str, Any] = {"filter": each} | ({"seq": below_seq} if below_seq is not None else {})
+            answer = await self._call(f"STREAM.PURGE.{stream}", body, f"purge '{each}' of {stream}")
+            purged += int(answer["purged"])
+        return purged
 
     async def stream_state(self, stream: str) -> StreamState:
         """Size and bounds of a stream."""
@@ -294,12 +323,16 @@ class Bus:
     async def consumer_state(self, stream: str, durable: str) -> ConsumerState:
         """Backlog of a durable consumer. Raises NotFound."""
         info = await self._call(f"CONSUMER.INFO.{stream}.{durable}", None, f"state of consumer '{durable}'")
-        return ConsumerState(info["num_pending"], info["num_ack_pending"], info["num_redelivered"])
+        config = info["config"]
+        return ConsumerState(
+            info["num_pending"], info["num_ack_pending"], info["num_redelivered"], info["delivered"]["stream_seq"],
+            config.get("max_deliver", -1), config["ack_wait"] / 1e9,
+        )  # fmt: skip
 
     async def dead_letters(self, handler: Callable[[str, str, int], None]) -> Subscription:
         """Call ``handler(stream, consumer, stream_seq)`` when a message ran out of deliveries.
 
-        Advisories may be lost: also scan ``consumer_state`` against the stream from time to time.
+        Advisories may be lost: also compare ``consumer_state`` with the stream from time to time.
         """
 
         async def on_advisory(raw: Raw) -> None:

@@ -244,7 +244,7 @@ class Connection:
         return time.perf_counter() - start
 
     async def close(self, deadline_s: float) -> None:
-        """Wait until the server has everything that was sent, at most ``deadline_s``, and end. Pending requests fail."""
+        """Wait until the server has what was sent, at most ``deadline_s``, and end. Pending requests fail."""
         if self._closing:
             return
         if self.connected:

@@ -147,7 +147,6 @@ class KeyValue:
             msg_id=None,
             expect_last_subject_seq=revision,
             deadline_s=deadline_s,
-            allow_large=False,
         )
 
     def _checked(self, key: str) -> str:

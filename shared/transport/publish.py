@@ -9,21 +9,25 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from penstock.shared.errors import Conflict, ProtocolError, StreamFull, Unavailable
+from penstock.shared.errors import ConfigError, Conflict, ProtocolError, StreamFull, Unavailable
 from penstock.shared.protocol.codec import MAX_INLINE_BYTES
+from penstock.shared.protocol.parts import MAX_PARTS
 from penstock.shared.transport.connection import Connection, NoResponders
 from penstock.shared.transport.jetstream import CONFLICTS, ApiError, Code, raise_error, retry_until
 from penstock.shared.transport.message import MSG_ID, Outgoing
+from penstock.shared.transport.parts import cut
 from penstock.shared.transport.read import first_at_or_after
 
 __all__ = ["Publisher"]
 
 WINDOW = 256
 """Publishes of one process that may wait for their acknowledgement at the same time."""
-BATCH_MESSAGES = 1000
-"""Limit of nats-server for one atomic batch."""
 ATOMIC_SINCE = (2, 12, 1)
 """First server version whose atomic batches respect message ids."""
+FLUSH_BYTES = 8 << 20
+"""Of a batch this much is sent before the server has to show that it took it: the send buffer stays small."""
+SLOWEST_BYTES_PER_S = 16 << 20
+"""A large batch gets more time for its acknowledgement than a small one."""
 
 
 class Publisher:
@@ -42,10 +46,9 @@ class Publisher:
         msg_id: str | None,
         expect_last_subject_seq: int | None,
         deadline_s: float,
-        allow_large: bool,
     ) -> int:
         """See ``Bus.publish``."""
-        check_size(subject, data, allow_large)
+        check_size(subject, data)
         msg_id = msg_id or secrets.token_hex(12)
         sent = {**(headers or {}), MSG_ID: msg_id}
         if expect_last_subject_seq is not None:
@@ -64,12 +67,25 @@ class Publisher:
                     attempts.why = _hint(subject, error)
         raise AssertionError("retry_until ends by raising")
 
-    async def publish_many(self, messages: Sequence[Outgoing], *, deadline_s: float, allow_large: bool) -> list[int]:
+    async def publish_whole(self, messages: Sequence[Outgoing], *, deadline_s: float) -> None:
+        """See ``Bus.publish_whole``."""
+        named = [part for message in messages for part in cut(_named(message))]
+        if len(named) == len(messages):
+            await self.publish_many(named, deadline_s=deadline_s)
+            return
+        what = f"{len(messages)} payloads on '{messages[0].subject}' in {len(named)} parts"
+        if len(named) > MAX_PARTS:
+            raise ProtocolError(f"{what} are more than one atomic batch holds ({MAX_PARTS})")
+        if self._connection.server_version < ATOMIC_SINCE:
+            raise ConfigError(f"{what} need a NATS server from {'.'.join(map(str, ATOMIC_SINCE))} on")
+        await self._publish_batch(named, deadline_s, parts=True)
+
+    async def publish_many(self, messages: Sequence[Outgoing], *, deadline_s: float) -> list[int]:
         """See ``Bus.publish_many``."""
         for message in messages:
-            check_size(message.subject, message.data, allow_large)
-        named = [m if m.msg_id else Outgoing(m.subject, m.data, m.headers, secrets.token_hex(12)) for m in messages]
-        if 1 < len(named) <= BATCH_MESSAGES and self._connection.server_version >= ATOMIC_SINCE:
+            check_size(message.subject, message.data)
+        named = [_named(message) for message in messages]
+        if 1 < len(named) <= MAX_PARTS and self._connection.server_version >= ATOMIC_SINCE:
             seqs = await self._publish_batch(named, deadline_s)
             if seqs is not None:
                 return seqs
@@ -81,7 +97,6 @@ class Publisher:
                 msg_id=m.msg_id,
                 expect_last_subject_seq=None,
                 deadline_s=deadline_s,
-                allow_large=allow_large,
             )
             for m in named
         ]
@@ -91,18 +106,24 @@ class Publisher:
                 raise result
         return [result for result in results if isinstance(result, int)]
 
-    async def _publish_batch(self, messages: list[Outgoing], deadline_s: float) -> list[int] | None:
+    async def _publish_batch(
+        self, messages: list[Outgoing], deadline_s: float, *, parts: bool = False
+    ) -> list[int] | None:
         """Sequences of one atomic batch, or None where single publishes must resolve it.
 
         That is the case when the stream does not allow batches, and when a message id is known already: then an earlier
-        attempt was stored as a whole, and repeating the messages one by one returns their sequences.
+        attempt was stored as a whole, and repeating the messages one by one returns their sequences. ``parts`` of one
+        payload are never published one by one: the first case is an error, and the second the end of it.
         """
         attempts = retry_until(self._connection, deadline_s, f"publish {len(messages)} on '{messages[0].subject}'")
+        more_s = sum(len(message.data) for message in messages) / SLOWEST_BYTES_PER_S
         async with self._window:
             async for timeout_s in attempts:
                 try:
-                    answer = await self._put_batch(messages, timeout_s)
+                    answer = await self._put_batch(messages, timeout_s + more_s)
                 except ApiError as error:
+                    if parts and error.code == Code.ATOMIC_DISABLED:
+                        raise ConfigError(f"{error}: the stream was made by another version; remove it") from None
                     if error.code in (Code.ATOMIC_DISABLED, Code.BATCH_DUPLICATE):
                         return None
                     attempts.why = error
@@ -116,9 +137,13 @@ class Publisher:
         raise AssertionError("retry_until ends by raising")
 
     async def _put_batch(self, messages: list[Outgoing], timeout_s: float) -> dict[str, Any]:
-        batch = secrets.token_hex(12)
+        batch, unseen = secrets.token_hex(12), 0
         for number, message in enumerate(messages[:-1], 1):
             await self._connection.send(message.subject, message.data, headers=_batch_headers(message, batch, number))
+            unseen += len(message.data)
+            if unseen > FLUSH_BYTES:
+                await self._connection.echo(timeout_s)
+                unseen = 0
         last = messages[-1]
         headers = {**_batch_headers(last, batch, len(messages)), "Nats-Batch-Commit": "1"}
         return await self._put(last.subject, last.data, headers, timeout_s)
@@ -144,6 +169,12 @@ class Publisher:
         raise Conflict(str(error.args[0]))
 
 
+def _named(message: Outgoing) -> Outgoing:
+    if message.msg_id:
+        return message
+    return Outgoing(message.subject, message.data, message.headers, secrets.token_hex(12))
+
+
 def _batch_headers(message: Outgoing, batch: str, number: int) -> dict[str, str]:
     return {
         **message.headers,
@@ -153,16 +184,16 @@ def _batch_headers(message: Outgoing, batch: str, number: int) -> dict[str, str]
     }
 
 
-def check_size(subject: str, data: bytes, allow_large: bool) -> None:
+def check_size(subject: str, data: bytes) -> None:
     """Refuse what belongs to the bulk plane.
 
     Raises:
-        ProtocolError: more than 1 MiB without ``allow_large``.
+        ProtocolError: more than 1 MiB.
     """
-    if len(data) > MAX_INLINE_BYTES and not allow_large:
+    if len(data) > MAX_INLINE_BYTES:
         raise ProtocolError(
             f"{len(data)} bytes on '{subject}' are more than {MAX_INLINE_BYTES}: "
-            "send a reference (bulk plane), or split the message into parts"
+            "send a reference (bulk plane), or publish it in parts"
         )
 
 

@@ -10,12 +10,14 @@ from typing import Any
 import msgspec
 
 from penstock.shared.errors import NotFound, Unavailable
+from penstock.shared.protocol.parts import count_of
 from penstock.shared.transport.connection import Connection, NoResponders
 from penstock.shared.transport.inbox import Raw
 from penstock.shared.transport.jetstream import call, retry_until
 from penstock.shared.transport.message import Message, own_headers, unix_time
+from penstock.shared.transport.parts import whole
 
-__all__ = ["first_at_or_after", "get", "get_many", "last"]
+__all__ = ["first_at_or_after", "get", "get_many", "get_whole", "last"]
 
 WINDOW = 64
 """Direct gets of one call that are outstanding at the same time; at 1 MiB each this bounds the bytes in flight."""
@@ -48,6 +50,17 @@ async def get_many(
     wanted = list(dict.fromkeys(seqs))
     found = await asyncio.gather(*(one(seq) for seq in wanted))
     return {message.seq: message for message in found if message is not None}
+
+
+async def get_whole(
+    connection: Connection, stream: str, seqs: Iterable[int], *, deadline_s: float = 10.0
+) -> dict[int, Message]:
+    """The payloads that the messages with these sequences begin, parts put together; incomplete ones are left out."""
+    found = await get_many(connection, stream, seqs, deadline_s=deadline_s)
+    begun = list(found.values())
+    more = [message.seq + place for message in begun for place in range(1, count_of(message.headers))]
+    found |= await get_many(connection, stream, more, deadline_s=deadline_s)
+    return {first.seq: message for first in begun if (message := whole(first, found)) is not None}
 
 
 async def last(connection: Connection, stream: str, subject: str, *, deadline_s: float = 5.0) -> Message | None:

@@ -18,6 +18,7 @@ STREAMS = (
     subjects.EXPERIENCE,
     subjects.BATCHES,
     subjects.LEDGER,
+    subjects.SNAPSHOTS,
     subjects.EVENTS,
     subjects.METRICS,
     subjects.INTERACTIONS,
@@ -27,6 +28,8 @@ STREAMS = (
 WORK_QUEUES = frozenset({subjects.TICKETS, subjects.RAW})
 BUCKETS = (subjects.JOBS, subjects.POLICY, subjects.MANIFESTS, subjects.LEASES)
 BUCKET_BYTES = 64 << 20
+SNAPSHOT_BYTES = 256 << 20
+"""Two snapshots of each job that runs, a few hundred bytes for each batch that is still in the log."""
 DUPLICATES_S = 300
 """How long a stream remembers message ids; longer than any publish retries."""
 ATOMIC_SINCE = (2, 12, 1)
@@ -50,7 +53,10 @@ async def ensure(
     atomic = connection.server_version >= ATOMIC_SINCE
     configs = []
     for name in STREAMS:
-        size = experience_bytes if name == subjects.EXPERIENCE else stream_bytes
+        size = {
+            subjects.EXPERIENCE: experience_bytes,
+            subjects.SNAPSHOTS: min(SNAPSHOT_BYTES, stream_bytes),
+        }.get(name, stream_bytes)
         configs.append(
             _base(name, [f"{name.lower()}.>"], size, replicas)
             | {"retention": "workqueue" if name in WORK_QUEUES else "limits", "allow_atomic": atomic}

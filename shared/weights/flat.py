@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.shared.errors import WeightsError
 from penstock.shared.protocol.weights import ALIGN, Layout, TensorSpec, make_layout
 
-__all__ = ["check_layout", "digest_of", "fill", "layout_of", "view"]
+__all__ = ["check_layout", "digest_of", "digest_of_tensors", "fill", "layout_of", "view"]
 
 _DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
@@ -79,6 +79,16 @@ def view(buffer: NDArray[np.uint8], layout: Layout) -> dict[str, Tensor]:
 def digest_of(buffer: NDArray[np.uint8]) -> str:
     """xxh3-128 of the buffer, in hex."""
     return str(xxhash.xxh3_128_hexdigest(buffer.data))
+
+
+def digest_of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """The digest that ``fill`` returns for these tensors in this order, without a buffer."""
+    hasher = xxhash.xxh3_128()
+    for _, tensor in tensors:
+        data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
+        hasher.update(data.data)
+        hasher.update(bytes(-data.nbytes % ALIGN))
+    return str(hasher.hexdigest())
 
 
 def fill(buffer: NDArray[np.uint8], layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -> str:

@@ -29,8 +29,13 @@ class Publisher:
         self._publishers = publishers
 
     def publish(self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int) -> WeightManifest:
-        """See ``WeightPublisher``. If one transport fails, nothing is announced."""
-        named = list(tensors)
+        """See ``WeightPublisher``. If one transport fails, nothing is announced.
+
+        A single transport takes tensors one at a time, each valid until the next: see sharded models.
+        """
+        if len(self._publishers) == 1:
+            return self._publishers[0].publish(tensors, version=version, epoch=epoch)
+        named = [(name, tensor.detach().clone()) for name, tensor in tensors]
         manifests = [each.publish(named, version=version, epoch=epoch) for each in self._publishers]
         if len({manifest.digest for manifest in manifests}) != 1:
             raise WeightsError(f"the tensors of version {version} changed while they were published")

@@ -4,37 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from penstock.services.trainer.backends.base import Backend
+from penstock.services.trainer.backends.base import Backend, Role, Scores
 from penstock.services.trainer.backends.local import LocalBackend
 from penstock.services.trainer.packing import Microbatch, columns_of_rows, microbatches
 from penstock.shared.config.job import OptimizerConfig
+from penstock.shared.config.lora import LoraConfig
 from penstock.shared.config.model import ArchitectureConfig, ModelConfig
 from penstock.shared.errors import CheckpointError
+from penstock.shared.models.critic import critic_of
 from penstock.shared.models.loading import build_model, build_tokenizer
+from penstock.shared.models.lora import add_adapter
 
 ROWS = [([5, 6, 7], [8, 9, 2]), ([10], [11, 2]), ([12, 13, 14, 15], [16])]
 MODEL = ModelConfig(
     config=ArchitectureConfig(hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2), tokenizer="char"
 )
-Open = Callable[[], Backend]
+Open = Callable[..., Backend]
 
 
-def local(device: str) -> Backend:
+def local(device: str, lora: LoraConfig | None = None, role: Role = "policy") -> Backend:
     tokenizer = build_tokenizer(MODEL)
     model = build_model(MODEL, len(tokenizer), seed=5)
-    return LocalBackend(model, tokenizer, OptimizerConfig(max_grad_norm=1e9), keep_reference=True, device=device)
+    if role == "critic":
+        model, lora = critic_of(model), None
+    if lora is not None:
+        add_adapter(model, lora, seed=5)
+    config = OptimizerConfig(max_grad_norm=1e9)
+    return LocalBackend(model, tokenizer, config, keep_reference=role == "policy", device=device, role=role, lora=lora)
 
 
-BACKENDS = {"local": lambda: local("cpu"), "local-cuda": lambda: local("cuda")}
+BACKENDS = {
+    "local": partial(local, "cpu"),
+    "local-lora": partial(local, "cpu", LoraConfig(rank=4)),
+    "local-cuda": partial(local, "cuda"),
+}
 
 
-@pytest.fixture(params=["local", pytest.param("local-cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["local", "local-lora", pytest.param("local-cuda", marks=pytest.mark.gpu)])
 def open_backend(request: pytest.FixtureRequest) -> Open:
     if request.param == "local-cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
@@ -46,8 +60,8 @@ def packed(rows: list[tuple[list[int], list[int]]]) -> Microbatch:
     return microbatch
 
 
-def nll(logprobs_M: Tensor, entropy_M: Tensor | None) -> Tensor:
-    return -logprobs_M.sum()
+def nll(scores: Scores) -> Tensor:
+    return -scores.values_M.sum()
 
 
 def weights(backend: Backend) -> dict[str, Tensor]:
@@ -68,10 +82,10 @@ def test_gradients_add_up_until_the_step(open_backend: Open) -> None:
 def test_log_probs_and_entropy_are_those_of_the_scaled_logits(open_backend: Open) -> None:
     seen: list[tuple[Tensor, Tensor]] = []
 
-    def keep(logprobs_M: Tensor, entropy_M: Tensor | None) -> Tensor:
-        assert entropy_M is not None
-        seen.append((logprobs_M.detach().cpu(), entropy_M.detach().cpu()))
-        return logprobs_M.sum()
+    def keep(scores: Scores) -> Tensor:
+        assert scores.entropy_M is not None
+        seen.append((scores.values_M.detach().cpu(), scores.entropy_M.detach().cpu()))
+        return scores.values_M.sum()
 
     microbatch = packed([ROWS[0]])
     open_backend().accumulate(microbatch, keep, temperature=0.5, entropy=True)
@@ -81,6 +95,84 @@ def test_log_probs_and_entropy_are_those_of_the_scaled_logits(open_backend: Open
     expected = torch.distributions.Categorical(logits=logits)
     torch.testing.assert_close(seen[0][0], expected.log_prob(torch.tensor([8, 9, 2])), atol=1e-4, rtol=0)
     torch.testing.assert_close(seen[0][1], expected.entropy(), atol=1e-4, rtol=0)
+
+
+def test_scores_without_gradient_are_those_of_the_loss(open_backend: Open) -> None:
+    seen: list[Tensor] = []
+
+    def keep(scores: Scores) -> Tensor:
+        seen.append(scores.values_M.detach().cpu())
+        return scores.values_M.sum()
+
+    for role in ("policy", "critic"):
+        backend = open_backend(role=role)
+        scored = backend.score(packed(ROWS), temperature=0.5)
+        backend.accumulate(packed(ROWS), keep, temperature=0.5)
+        torch.testing.assert_close(scored.cpu(), seen[-1], atol=1e-6, rtol=0)
+        assert not scored.requires_grad
+
+
+def test_a_rank_without_a_microbatch_takes_part_and_adds_nothing(open_backend: Open) -> None:
+    backend = open_backend()
+    assert len(backend.score(None, temperature=1.0)) == 0
+    assert len(backend.reference_logprobs(None, temperature=1.0)) == 0
+    backend.accumulate(None, nll, temperature=1.0)
+    assert backend.step(1e-3) == 0
+
+
+def test_exact_kl_to_the_reference(open_backend: Open) -> None:
+    """0 at the reference with no gradient; afterwards the sum over the vocabulary."""
+    seen: list[Tensor] = []
+
+    def keep(scores: Scores) -> Tensor:
+        assert scores.kl_M is not None
+        seen.append(scores.kl_M.detach().cpu())
+        return scores.kl_M.sum()
+
+    backend, microbatch = open_backend(), packed([ROWS[0]])
+    backend.accumulate(microbatch, keep, temperature=0.5, kl=True)
+    assert seen[0].abs().max() < 1e-6
+    assert backend.step(1e-3) < 1e-5
+    backend.accumulate(microbatch, nll, temperature=0.5)
+    backend.step(1e-2)
+    backend.accumulate(microbatch, keep, temperature=0.5, kl=True)
+    models = [build_model(MODEL, 54, seed=5) for _ in range(2)]
+    models[0].load_state_dict(weights(backend), strict=False)
+    with torch.no_grad():
+        ours, theirs = (
+            torch.distributions.Categorical(logits=m(input_ids=torch.tensor([[5, 6, 7, 8, 9]])).logits[0, 2:] / 0.5)
+            for m in models
+        )
+    torch.testing.assert_close(seen[1], torch.distributions.kl_divergence(ours, theirs), atol=1e-4, rtol=1e-3)
+
+
+def test_a_critic_begins_at_zero_and_learns(open_backend: Open) -> None:
+    def error(scores: Scores) -> Tensor:
+        return (scores.values_M - 1).square().sum()
+
+    critic, microbatch = open_backend(role="critic"), packed(ROWS)
+    assert not critic.score(microbatch, temperature=1.0).any()
+    for _ in range(30):
+        critic.accumulate(microbatch, error, temperature=1.0)
+        critic.step(1e-2)
+    assert (critic.score(microbatch, temperature=1.0) - 1).abs().max() < 0.2
+    names = [name for name, _, _ in critic.layout()]
+    assert "score.weight" in names
+    assert [(name, tuple(tensor.shape)) for name, tensor in critic.weights()] == [
+        (name, shape) for name, shape, _ in critic.layout()
+    ]
+
+
+def test_weights_of_another_model_are_loaded_by_name(open_backend: Open) -> None:
+    policy, critic = open_backend(), open_backend(role="critic")
+    policy.accumulate(packed(ROWS), nll, temperature=1.0)
+    policy.step(1e-2)
+    names = {name for name, _, _ in critic.layout()}
+    critic.load_weights((name, tensor) for name, tensor in policy.weights() if name in names)
+    expected, loaded = weights(policy), weights(critic)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.items() if name != "score.weight")
+    with pytest.raises(CheckpointError, match="'nothing'"):
+        critic.load_weights([("nothing", torch.zeros(1))])
 
 
 def test_the_reference_stays_until_it_is_frozen_again(open_backend: Open) -> None:
@@ -113,7 +205,10 @@ def test_state_is_a_copy_that_restores_everything(open_backend: Open) -> None:
         return weights(b)
 
     expected = one_more(backend)
-    assert any(not torch.equal(tensor, expected[name]) for name, tensor in state.weights.items())
+    saved = {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in state.weights.items()
+    }
+    assert any(not torch.equal(tensor, expected[name]) for name, tensor in saved.items())
     other = open_backend()
     other.load_state(state)
     for name, tensor in one_more(other).items():

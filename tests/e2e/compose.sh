@@ -100,6 +100,13 @@ call "/v1/jobs/$job" | field 'd["status"]["draws"]'
 [[ $(call "/v1/limits" | field 'd["durability"]') == fsync ]] || fail "the bus is not verified to fsync: $(call /v1/limits)"
 say "ledger equation and audit hold; the bus is verified to fsync"
 
+where="the logs"
+for service in coordinator rollout reward trainer; do
+  [[ $(call "/v1/jobs/$job/logs?service=$service" | field 'len(d["lines"]) > 0') == True ]] \
+    || fail "the API has no log of $service"
+done
+say "the API serves the logs of every service"
+
 where="the end"
 docker compose --progress quiet stop --timeout 30
 say "stopped"

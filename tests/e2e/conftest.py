@@ -33,7 +33,7 @@ from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import Event, Finished, decode_events
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
 from penstock.shared.protocol.trajectory import Group, decode_group
-from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.bus import Bus, Message
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ LEASE_S = 1.5
 SHM = Path("/dev/shm")
 USER_CODE = Path(__file__).with_name("user_code")
 LOOK_S = 0.05
-EXPERIENCE_BYTES = 32 << 20
+EXPERIENCE_BYTES = 80 << 20
 """Small enough to be filled by a test."""
 
 JOB: dict[str, Any] = {
@@ -74,7 +74,7 @@ JOB: dict[str, Any] = {
 class Deployment:
     """A running stack. It lives on an event loop in a thread, so tests are plain functions."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, trainer_ranks: int = 1) -> None:
         self.directory = directory
         (directory / "shm").mkdir(parents=True)
         self.shm = directory / "shm"
@@ -91,7 +91,9 @@ class Deployment:
             "PENSTOCK_SHM_DIR": str(self.shm),
             "PYTHONPATH": str(USER_CODE),
         }
-        options = StackOptions(data_dir=directory / "data", environment=self.environment, drain_s=5)
+        options = StackOptions(
+            data_dir=directory / "data", environment=self.environment, trainer_ranks=trainer_ranks, drain_s=5
+        )
         self.stack = Stack(options, self.told.append)
 
     def __enter__(self) -> Deployment:
@@ -250,8 +252,12 @@ class Deployment:
 
     def groups(self, job: str) -> dict[int, Group]:
         """Every group of a job that is in the stream, by sequence."""
-        messages = self.on_bus(lambda bus: bus.read(subjects.EXPERIENCE, subjects.experience(job)))
-        return {message.seq: decode_group(message.data) for message in messages}
+
+        async def read(bus: Bus) -> dict[int, Message]:
+            heads = await bus.read(subjects.EXPERIENCE, subjects.experience(job), headers_only=True)
+            return await bus.get_whole(subjects.EXPERIENCE, [head.seq for head in heads])
+
+        return {seq: decode_group(message.data) for seq, message in self.on_bus(read).items()}
 
     # -- command line ------------------------------------------------------------------------------------------------
 
@@ -274,13 +280,23 @@ def job_file(*changes: str, **sections: Any) -> dict[str, Any]:
     return with_overrides({**copy.deepcopy(JOB), **sections}, changes)
 
 
+def store() -> tempfile.TemporaryDirectory[str]:
+    """For a stack: in memory where there is room, for then an fsync costs nothing."""
+    root = SHM if SHM.is_dir() and shutil.disk_usage(SHM).free > 2 << 30 else None
+    return tempfile.TemporaryDirectory(prefix="penstock-e2e-", dir=root)
+
+
 @pytest.fixture(scope="session")
 def stack() -> Iterator[Deployment]:
-    """One stack for all tests: what they kill is started again. Its store lies in memory where there is room, for then
-    an fsync costs nothing."""
-    root = SHM if SHM.is_dir() and shutil.disk_usage(SHM).free > 2 << 30 else None
-    directory = tempfile.TemporaryDirectory(prefix="penstock-e2e-", dir=root)
-    with directory as path, Deployment(Path(path)) as deployment:
+    """One stack for all tests: what they kill is started again."""
+    with store() as path, Deployment(Path(path)) as deployment:
+        yield deployment
+
+
+@pytest.fixture
+def stack_of_ranks() -> Iterator[Deployment]:
+    """A stack whose trainer is two ranks."""
+    with store() as path, Deployment(Path(path), trainer_ranks=2) as deployment:
         yield deployment
 
 

@@ -189,3 +189,20 @@ def test_a_scorer_that_fails_at_times_costs_only_its_completions(stack: Any, use
     assert sum(series["sequences/failed"]) == num_failed
     assert sum(series["sequences/count"]) == len(trained) * 4 - num_failed
     assert sum(series["tokens/scored"]) == num_tokens
+
+
+def test_a_loss_that_is_not_finite_pauses_the_job_and_keeps_the_batch(stack: Any) -> None:
+    """Rewards beyond float32: the advantages of the first batch are not numbers."""
+    job = stack.submit(algorithm={"type": "dr_grpo", "group_size": 4, "shaping": {"scale": 1e39}})
+    for _ in range(2):
+        stack.until(lambda: stack.status(job).phase == "paused", "the pause", 60, lambda: stack.client.why(job))
+        assert "batch 1 is not trained: the gradient of the policy has norm nan" in stack.status(job).message
+        assert any("request to resume (batch 1" in row["waiting_for"] for row in stack.client.why(job))
+        stack.client.resume(job)  # nothing is different: it is tried again and fails again
+        stack.until(lambda: stack.client.get(job).desired_state == "paused", "the next pause")
+    events = stack.ledger(job)
+    assert {(event.number, event.revision) for event in events if isinstance(event, BatchSealed)} <= {(1, 1), (2, 1)}
+    assert not any(isinstance(event, BatchTrained) for event in events)
+    stack.client.cancel(job, force=True)
+    assert stack.finish(job).status.phase == "cancelled"
+    stack.check_books(job)

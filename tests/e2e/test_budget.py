@@ -36,7 +36,7 @@ def test_a_small_budget_is_kept_by_checkpoints(stack: Any, make_job: Callable[..
     forced = [event for event in checkpoints if 0 < event.number < 80]
     assert len(forced) >= 3, "the interval alone asks for none"
     told = [row["message"] for row in stack.client.events(job, follow=False) if row["type"] == "checkpoint"]
-    assert [f"checkpoint after update {event.number} at {event.path}" for event in checkpoints] == told
+    assert [f"checkpoint after update {event.number} ({event.reason}) at {event.path}" for event in checkpoints] == told
 
     kept = stack.groups(job)
     assert min(kept, default=1 << 62) >= max(event.low_seq for event in checkpoints)

@@ -11,7 +11,7 @@ from penstock.shared.protocol.events import BatchTrained, LineageForked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 
-VICTIMS = ("coordinator-0", "rollout-0", "reward-0", "trainer-0", "nats", "valkey")
+VICTIMS = ("coordinator-0", "rollout-0", "reward-0", "env-0", "trainer-0", "nats", "valkey")
 STALL_S = 2.0
 """Longer than the leases of the coordinator and the trainer."""
 STALL_OF_ROLLOUT_S = 5.5

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import yaml
 
 from penstock.client import Client
 from penstock.local import UpState, read_state
+from penstock.shared.config.base import with_overrides
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -53,63 +53,74 @@ def gone(pid: int) -> bool:
         return True
 
 
-@pytest.fixture
-def up(tmp_path: Path) -> Iterator[UpState]:
-    result = penstock("up", "--detach", "--port", "0", "--data-dir", str(tmp_path))
+def up(directory: Path) -> UpState:
+    result = penstock("up", "--detach", "--port", "0", "--data-dir", str(directory))
     assert result.returncode == 0, result.stderr
-    state = running(tmp_path)
+    state = running(directory)
     assert result.stdout.strip() == state.url
-    yield state
+    return state
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
     if read_state(tmp_path) is not None:
         penstock("down", "--data-dir", str(tmp_path))
 
 
-def test_a_job_survives_the_death_of_every_process(up: UpState, tmp_path: Path) -> None:
-    again = penstock("up", "--port", "0", "--data-dir", str(tmp_path))
+def test_a_deployment_from_up_to_down(directory: Path) -> None:
+    """Refusals, a job through the death of every process at once, a killed supervisor, a second life, the end."""
+    state = up(directory)
+    check_refusals(state, directory)
+    check_job(state, directory)
+
+    state = running(directory)
+    os.kill(state.pid, signal.SIGKILL)
+    wait_until(lambda: all(gone(pid) for pid in state.processes.values()), "death of the children", 10)
+    assert read_state(directory) is None
+    state = up(directory)
+    with Client(state.url, retries=8) as client:
+        assert client.audit(client.find("smoke").id)["ok"], "the ledger outlives them all"
+
+    processes = running(directory).processes
+    down = penstock("down", "--data-dir", str(directory))
+    assert down.returncode == 0, down.stderr
+    assert all(gone(pid) for pid in (*processes.values(), state.pid))
+    assert "nothing runs" in penstock("down", "--data-dir", str(directory)).stderr
+
+
+def check_refusals(state: UpState, directory: Path) -> None:
+    """Nothing starts where something runs, and not on a port that is taken."""
+    again = penstock("up", "--port", "0", "--data-dir", str(directory))
     assert again.returncode == 2
-    assert f"process {up.pid}, {up.url}" in again.stderr
-    taken = penstock("up", "--port", up.url.rpartition(":")[2], "--data-dir", str(tmp_path / "other"))
+    assert f"process {state.pid}, {state.url}" in again.stderr
+    taken = penstock("up", "--port", state.url.rpartition(":")[2], "--data-dir", str(directory / "other"))
     assert taken.returncode == 2
     assert "is not free" in taken.stderr
-    assert not (tmp_path / "other").exists()
+    assert not (directory / "other").exists()
 
-    job = yaml.safe_load(SMOKE.read_text())
-    with Client(up.url, retries=8) as client:
+
+def check_job(state: UpState, directory: Path) -> None:
+    """Every process is killed in the middle of a job; nobody helps, and it ends as it should."""
+    total = 20
+    job = with_overrides(yaml.safe_load(SMOKE.read_text()), [f"train.max_updates={total}", "warm_start.steps=20"])
+    with Client(state.url, retries=8) as client:
         record = client.submit(job)
-        total = job["train"]["max_updates"]
         client.wait(record.id, goal="running", timeout_s=120)
-
-        def reached(step: int) -> bool:
-            return client.get(record.id).status.step >= step
-
-        def is_new(name: str, before: int) -> bool:
-            return running(tmp_path).processes[name] != before
-
-        victims = sorted(up.processes)
-        for i, name in enumerate(victims, 1):
-            wait_until(partial(reached, i * total // (len(victims) + 1)), f"progress before {name} is killed", 120)
-            before = running(tmp_path).processes[name]
-            os.kill(before, signal.SIGKILL)
-            wait_until(partial(is_new, name, before), f"restart of {name}")
+        wait_until(lambda: client.get(record.id).status.step >= 3, "progress before the kill", 120)
+        before = dict(running(directory).processes)
+        for pid in before.values():
+            os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: no_longer(before, running(directory).processes), "restart of every process")
         end = client.wait(record.id, timeout_s=200)
         assert (end.status.phase, end.status.step) == ("succeeded", total)
         report = client.audit(record.id)
         assert report["ok"], report["violations"]
         assert client.samples(record.id, limit=3)
-    env = {"PENSTOCK_URL": up.url}
+    env = {"PENSTOCK_URL": state.url}
     assert json.loads(penstock("audit", "smoke", "--json", **env).stdout)["ok"]
     assert penstock("logs", "smoke", "--service", "trainer-0", **env).returncode == 0
 
-    processes = running(tmp_path).processes
-    down = penstock("down", "--data-dir", str(tmp_path))
-    assert down.returncode == 0, down.stderr
-    assert all(gone(pid) for pid in (*processes.values(), up.pid))
-    assert "nothing runs" in penstock("down", "--data-dir", str(tmp_path)).stderr
 
-
-def test_nothing_outlives_a_killed_supervisor(up: UpState, tmp_path: Path) -> None:
-    os.kill(up.pid, signal.SIGKILL)
-    wait_until(lambda: all(gone(pid) for pid in up.processes.values()), "death of the children", 10)
-    assert read_state(tmp_path) is None
-    again = penstock("up", "--detach", "--port", "0", "--data-dir", str(tmp_path))
-    assert again.returncode == 0, again.stderr
+def no_longer(before: dict[str, int], now: dict[str, int]) -> bool:
+    return all(now[name] not in (0, pid) for name, pid in before.items())

@@ -12,6 +12,7 @@ import torch
 
 from penstock.services.trainer.checkpoint import load_checkpoint
 from penstock.services.trainer.learner import Learner
+from penstock.services.trainer.sharding import BatchShard
 from penstock.shared.config.job import JobConfig
 from penstock.shared.data.prompts import PromptSource
 from penstock.shared.models.loading import build_tokenizer, stop_token_ids
@@ -122,7 +123,8 @@ def test_an_evaluation_is_of_its_version(stack: Any, user_code: Any) -> None:
     learner.load_state(load_checkpoint(Path(initial.path)).state)
     expected = {0: greedy_score(learner.model, config, user_code.fingerprint)}
     for batch in (event for event in events if isinstance(event, BatchSealed)):
-        learner.update([groups[group.seq] for group in batch.groups], update_index=batch.update_index)
+        shard = BatchShard.whole([groups[group.seq] for group in batch.groups])
+        learner.update(shard, update_index=batch.update_index)
         if batch.number % every == 0:
             expected[batch.number] = greedy_score(learner.model, config, user_code.fingerprint)
     assert measured == pytest.approx(expected, abs=1e-6)

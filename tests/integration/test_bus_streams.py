@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import gc
 import os
+import signal
+import sys
 import time
 
 import pytest
@@ -99,9 +101,9 @@ async def test_a_full_stream_refuses_at_once_and_recovers(bus: Bus) -> None:
 async def test_payloads_are_limited(bus: Bus) -> None:
     with pytest.raises(ProtocolError, match="bulk plane"):
         await bus.publish(EXPERIENCE, bytes((1 << 20) + 1))
-    assert await bus.publish(EXPERIENCE, bytes((1 << 20) + 1), allow_large=True)
+    assert await bus.publish(EXPERIENCE, bytes(1 << 20))
     with pytest.raises(ProtocolError, match="max_payload"):  # with its headers it is too large
-        await bus.publish(EXPERIENCE, bytes(8 << 20), allow_large=True)
+        await bus.notify("anybody", bytes(8 << 20))
     assert bus.reconnects == 0
     with pytest.raises(ProtocolError):
         await bus.publish("two words", b"")
@@ -155,9 +157,9 @@ async def test_headers_can_be_read_without_bodies(bus: Bus) -> None:
 
 
 async def test_large_messages_are_all_read(bus: Bus) -> None:
-    sizes = [1 << 20] * 20 + [(8 << 20) - 1000]
+    sizes = [1 << 20] * 40
     for size in sizes:
-        await bus.publish(EXPERIENCE, bytes(size), allow_large=True)
+        await bus.publish(EXPERIENCE, bytes(size))
     assert [len(m.data) for m in await bus.read(subjects.EXPERIENCE, EXPERIENCE)] == sizes
 
 
@@ -227,3 +229,66 @@ async def test_messages_can_be_deleted_and_counted(bus: Bus) -> None:
     assert await bus.purge(subjects.EXPERIENCE, "experience.b") == 1
     assert await bus.subject_counts(subjects.EXPERIENCE) == {"experience.a": 1}
     assert await bus.subject_counts(subjects.EXPERIENCE, "experience.zzz") == {}
+
+
+def payload(nbytes: int) -> bytes:
+    return os.urandom(nbytes)
+
+
+async def test_large_payloads_are_stored_in_parts_and_read_whole(bus: Bus) -> None:
+    sizes = [10, 1 << 20, (1 << 20) + 1, 9_500_000]
+    stored = [payload(size) for size in sizes]
+    messages = [Outgoing(EXPERIENCE, data, {"n": str(i)}, f"p.{i}") for i, data in enumerate(stored)]
+    await bus.publish_whole(messages)
+    await bus.publish_whole(messages)
+    heads = await bus.read(subjects.EXPERIENCE, EXPERIENCE, headers_only=True)
+    assert [head.headers["n"] for head in heads] == ["0", "1", "2", "3"], "one for each, none for repeats"
+    found = await bus.get_whole(subjects.EXPERIENCE, [head.seq for head in heads])
+    assert [found[head.seq].data for head in heads] == stored
+    assert [found[head.seq].headers["n"] for head in heads] == ["0", "1", "2", "3"]
+    assert (await bus.stream_state(subjects.EXPERIENCE)).messages == 1 + 1 + 2 + 10
+
+    await bus.delete_message(subjects.EXPERIENCE, heads[3].seq + 4)
+    assert heads[3].seq not in await bus.get_whole(subjects.EXPERIENCE, [head.seq for head in heads]), "a part is gone"
+    assert await bus.purge(subjects.EXPERIENCE, EXPERIENCE, below_seq=heads[3].seq) == 4
+    assert await bus.purge(subjects.EXPERIENCE, EXPERIENCE) == 9
+
+
+async def test_payloads_without_room_leave_nothing(bus: Bus) -> None:
+    await bus.ensure_streams(experience_bytes=4 << 20, stream_bytes=16 << 20)
+    with pytest.raises(StreamFull):
+        await bus.publish_whole([Outgoing(EXPERIENCE, payload(2_500_000)), Outgoing(EXPERIENCE, payload(2_500_000))])
+    assert (await bus.stream_state(subjects.EXPERIENCE)).messages == 0
+    await bus.publish_whole([Outgoing(EXPERIENCE, payload(2_500_000))])
+
+
+HALF_A_GROUP = """
+import asyncio, os, signal, sys
+from penstock.shared.transport.bus import Bus, Outgoing
+from penstock.shared.transport.connection import Connection
+
+async def main():
+    bus = await Bus.connect(sys.argv[1], name="dies")
+    send, sent = Connection.send, 0
+    async def dying(self, subject, data, **more):
+        nonlocal sent
+        if sent == 5 and subject.startswith("experience."):
+            await self.echo(5.0)  # the server has the first five parts
+            os.kill(os.getpid(), signal.SIGKILL)
+        sent += subject.startswith("experience.")
+        await send(self, subject, data, **more)
+    Connection.send = dying
+    await bus.publish_whole([Outgoing(sys.argv[2], bytes(9 << 20), {}, "half")])
+
+asyncio.run(main())
+"""
+
+
+async def test_a_writer_that_dies_between_parts_leaves_nothing(bus: Bus, nats_server: NatsServer) -> None:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", HALF_A_GROUP, nats_server.url, EXPERIENCE)
+    assert await asyncio.wait_for(process.wait(), 60) == -signal.SIGKILL
+    assert (await bus.stream_state(subjects.EXPERIENCE)).messages == 0
+    assert await bus.read(subjects.EXPERIENCE, f"{EXPERIENCE}.>") == []
+    await bus.publish_whole([Outgoing(EXPERIENCE, bytes(9 << 20), {}, "half")])
+    head = (await bus.read(subjects.EXPERIENCE, EXPERIENCE, headers_only=True))[0]
+    assert len((await bus.get_whole(subjects.EXPERIENCE, [head.seq]))[head.seq].data) == 9 << 20

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 
 from penstock.services.reward.scorers import open_scorer
 from penstock.services.rollout.engines import open_engine
-from penstock.services.rollout.episode import build_group, completion_texts, sampling_for
+from penstock.services.rollout.episode import build_group, completion_texts, requests_for
 from penstock.shared.config.base import load_yaml, with_overrides
 from penstock.shared.config.job import JobConfig
 from penstock.shared.data.check import check_data
@@ -83,7 +83,7 @@ async def generate(config: JobConfig, ordinal: int) -> tuple[Group, str]:
     prompt = PromptSource(config.data, tokenizer, config.seed).train(ordinal)
     assert not prompt.too_long
     engine = open_engine(config.model, tokenizer, max_running=8, seed=config.seed)
-    sampling, n = sampling_for(config, Ticket(draw=Draw(ordinal), epoch=1, deadline=0.0, min_version=0))
+    [(sampling, n)] = requests_for(config, Ticket(draw=Draw(ordinal), epoch=1, deadline=0.0, min_version=0))
     await engine.start()
     try:
         request = GenRequest(request_id="r", prompt_ids=prompt.token_ids, sampling=sampling, n=n)
@@ -101,6 +101,7 @@ async def generate(config: JobConfig, ordinal: int) -> tuple[Group, str]:
         prompt=prompt,
         samples=result.samples,
         texts=texts,
+        num_greedy=0,
         seconds=0.0,
     )
     return group, str(tokenizer.decode(prompt.token_ids))

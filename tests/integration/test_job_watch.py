@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 
 import pytest
 
+from penstock.shared.config.evaluation_job import EvaluationJob
 from penstock.shared.config.job import JobConfig
 from penstock.shared.errors import Fenced
 from penstock.shared.protocol import subjects
@@ -107,3 +108,33 @@ async def test_a_session_that_fails_while_its_job_ends_is_closed(bus: Bus) -> No
     assert ended == ["job_old", "job_ends"]
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
+
+
+async def test_evaluations_go_to_the_services_that_have_a_part_in_them(bus: Bus) -> None:
+    spec = {key: SPEC[key] for key in ("name", "model", "reward")}
+    spec |= {"kind": "evaluation", "data": {"eval": {"type": "addition"}}}
+    record = JobRecord(id="job_evaluation", name="e", created_at=datetime.now(UTC), spec=spec, status=JobStatus())
+    opened: dict[str, set[str]] = {"training": set(), "evaluation": set()}
+
+    async def training(job: str, config: JobConfig) -> None:
+        opened["training"].add(job)
+
+    async def evaluation(job: str, config: EvaluationJob) -> None:
+        opened["evaluation"].add(f"{job} {config.kind}")
+
+    async def only_training(job: str, config: JobConfig) -> None:
+        assert job != "job_evaluation"
+
+    watching = [
+        asyncio.create_task(watch_jobs(bus, training, open_evaluation=evaluation)),
+        asyncio.create_task(watch_jobs(bus, only_training)),
+    ]
+    await bus.kv(subjects.JOBS).put("job_evaluation", record.model_dump_json().encode())
+    await store(bus, "job_runs")
+    async with asyncio.timeout(30):
+        while not (opened["training"] and opened["evaluation"]):
+            await asyncio.sleep(0.02)
+    assert opened == {"training": {"job_runs"}, "evaluation": {"job_evaluation evaluation"}}
+    for task in watching:
+        task.cancel()
+    await asyncio.gather(*watching, return_exceptions=True)

@@ -16,12 +16,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.local import read_state
+from penstock.local import Stack, StackOptions, read_state
 from penstock.local.child import Backoff, KeptAlive, LeashedNats, ServiceProcess
 from penstock.local.leash import leashed
 from penstock.local.ports import claimable, free_ports
 from penstock.local.state import Claim, UpState
-from penstock.shared.errors import ConfigError
+from penstock.shared.errors import ConfigError, Unavailable
 
 
 def wait_until(true: Callable[[], bool], what: str, seconds: float = 10.0) -> None:
@@ -51,6 +51,20 @@ def test_a_leash_passes_arguments_and_exit_code() -> None:
         leashed(["sh", "-c", 'echo "$0 $1"; exit 7', "a b", "*"]), capture_output=True, text=True, check=False
     )
     assert (result.returncode, result.stdout) == (7, "a b *\n")
+
+
+async def test_a_bus_that_does_not_answer_is_named_before_anything_starts(tmp_path: Path) -> None:
+    with socket.socket() as probe:  # bound and not listening: refuses every connection
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        stack = Stack(StackOptions(data_dir=tmp_path / "data", nats_url=f"nats://user:secret@127.0.0.1:{port}"))
+        with pytest.raises(Unavailable, match=rf"cannot reach NATS at nats://127\.0\.0\.1:{port} within") as error:
+            async with stack:
+                pass
+    assert "PENSTOCK_NATS_URL" in str(error.value)
+    assert "secret" not in str(error.value)
+    assert stack.processes == {}
+    assert not (tmp_path / "data").exists()
 
 
 def state(directory: Path) -> UpState:

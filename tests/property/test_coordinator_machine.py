@@ -6,6 +6,7 @@ lose (the leader's memory, in-flight work). Hypothesis reorders, duplicates, del
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
@@ -17,23 +18,29 @@ from penstock.services.coordinator.gate import Verdict
 from penstock.services.coordinator.ledger import LedgerState, fold
 from penstock.services.coordinator.reports import Refusal
 from penstock.services.coordinator.run import Effects, JobRun
+from penstock.services.coordinator.snapshot import decode_snapshot, encode_snapshot
 from penstock.shared.config.job import JobConfig
-from penstock.shared.protocol.events import BatchTrained, Event, LineageForked
+from penstock.shared.errors import ProtocolError
+from penstock.shared.protocol.events import BatchSealed, BatchTrained, Drawn, Dropped, Event, LineageForked
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import Report
 from penstock.shared.protocol.trajectory import GroupHeader
 
 GROUP = 2
+JOB = "job_machine"
 
 
-def job(max_lag: int, staleness: str, groups: int, oversample: float, max_updates: int) -> JobConfig:
+def job(
+    *, max_lag: int, staleness: str, groups: int, oversample: float, max_updates: int, max_resampled: float | None
+) -> JobConfig:
+    dynamic = None if max_resampled is None else {"max_resampled": max_resampled}
     return JobConfig.parse(
         {
             "name": "machine",
             "model": {"config": {}, "tokenizer": "char"},
             "data": {"train": {"type": "addition"}},
             "reward": {"scorers": [{"type": "exact"}]},
-            "algorithm": {"group_size": GROUP},
+            "algorithm": {"group_size": GROUP, "dynamic_sampling": dynamic},
             "sampling": {"max_new_tokens": 4},
             "train": {
                 "batch_size": groups * GROUP,
@@ -52,7 +59,9 @@ class World:
     """What survives every crash."""
 
     entries: list[list[Event]] = field(default_factory=list)
+    snapshots: list[bytes] = field(default_factory=list)
     stored: dict[int, GroupHeader] = field(default_factory=dict)
+    later_parts: set[int] = field(default_factory=set)  # messages of stored groups beside the first one of each
     next_seq: int = 1
     tickets: dict[Draw, int] = field(default_factory=dict)  # draw -> min_version
     engine_version: int = 0
@@ -65,9 +74,18 @@ class CoordinatorMachine(RuleBasedStateMachine):
         groups=st.integers(1, 3),
         oversample=st.sampled_from([1.0, 1.5]),
         max_updates=st.integers(2, 6),
+        max_resampled=st.sampled_from([None, 0.0, 1.0, 2.5]),
+        num_ordinals=st.sampled_from([None, 6]),
     )
-    def begin(self, max_lag: int, staleness: str, groups: int, oversample: float, max_updates: int) -> None:
-        self.config = job(max_lag, staleness, groups, oversample, max_updates)
+    def begin(
+        self, *, max_lag: int, staleness: str, groups: int, oversample: float, max_updates: int,
+        max_resampled: float | None, num_ordinals: int | None,
+    ) -> None:  # fmt: skip
+        self.config = job(
+            max_lag=max_lag, staleness=staleness, groups=groups, oversample=oversample, max_updates=max_updates,
+            max_resampled=max_resampled,
+        )  # fmt: skip
+        self.num_ordinals = num_ordinals
         self.world = World()
         self.now = 1000.0
         self.epoch = 1
@@ -80,16 +98,27 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     def new_leader(self) -> JobRun:
         """A leader that knows only what is durable, as after a crash."""
-        state = fold(event for entry in self.world.entries for event in entry)
-        run = JobRun(self.config, state, num_ordinals=None, writer_epoch=self.epoch)
+        covered, state = self.newest_snapshot()
+        fold((event for entry in self.world.entries[covered:] for event in entry), state)
+        run = JobRun(self.config, state, num_ordinals=self.num_ordinals, writer_epoch=self.epoch)
         for seq, header in sorted(self.world.stored.items()):
             if run.on_group(seq, header) is Verdict.DUPLICATE:
                 run.forget_stored([seq])
-                self.world.stored.pop(seq)
+                self.delete(range(seq, seq + header.num_messages))
         for draw in state.in_flight:
             if draw not in run.candidates:
                 self.world.tickets[draw] = state.open[draw].min_version
         return run
+
+    def newest_snapshot(self) -> tuple[int, LedgerState]:
+        """The newest one that can be verified, and how many entries it covers."""
+        for data in reversed(self.world.snapshots):
+            try:
+                snapshot, state = decode_snapshot(data, job=JOB)
+            except ProtocolError:
+                continue
+            return snapshot.seq, state
+        return 0, LedgerState()
 
     def append(self, events: list[Event]) -> None:
         if events:
@@ -99,10 +128,19 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def carry_out(self, effects: Effects) -> None:
         for draw in effects.tickets:
             self.world.tickets[draw] = self.run.state.open[draw].min_version
-        for seq in effects.delete:
-            self.world.stored.pop(seq, None)
+        self.delete(effects.delete)
         if effects.purge_below is not None:
             self.world.stored = {s: h for s, h in self.world.stored.items() if s >= effects.purge_below}
+            self.world.later_parts = {s for s in self.world.later_parts if s >= effects.purge_below}
+
+    def delete(self, seqs: Iterable[int]) -> None:
+        for seq in seqs:
+            self.world.stored.pop(seq, None)
+            self.world.later_parts.discard(seq)
+
+    def delete_duplicate(self, seq: int) -> None:
+        self.run.forget_stored([seq])
+        self.delete(range(seq, seq + self.world.stored[seq].num_messages))
 
     def decide(self) -> None:
         self.append(self.run.decide(self.now))
@@ -119,16 +157,24 @@ class CoordinatorMachine(RuleBasedStateMachine):
     # -- what may happen ---------------------------------------------------------------------------------------------
 
     def store(self, draw: Draw, oldest: int, bad: str = "") -> None:
-        seq, self.world.next_seq = self.world.next_seq, self.world.next_seq + 1
+        seq = self.world.next_seq
         size = 0 if bad == "skipped" else GROUP
+        rewards = [1.0, 1.0] if bad == "no_signal" else [1.0, 0.0]
         self.world.stored[seq] = GroupHeader(
-            draw=draw, attempt=f"a{seq}", epoch=self.epoch, digest=f"d{seq}", nbytes=100, prompt_tokens=2,
-            lengths=[2] * size, rewards=[1.0] * size, failed=[bad == "failed"] * size, truncated=[False] * size,
+            draw=draw, attempt=f"a{seq}", epoch=self.epoch, digest=f"d{seq}", prompt_tokens=2,
+            nbytes=2_500_000 if seq % 3 == 0 else 100,
+            lengths=[2] * size, rewards=rewards[:size], failed=[bad == "failed"] * size, truncated=[False] * size,
             finite=bad != "nan", min_version=oldest, max_version=self.world.engine_version, worker="w",
             skipped="prompt_too_long" if bad == "skipped" else "",
         )  # fmt: skip
+        self.world.next_seq += self.world.stored[seq].num_messages
+        self.world.later_parts |= set(range(seq + 1, self.world.next_seq))
 
-    @rule(data=st.data(), bad=st.sampled_from(["", "", "", "failed", "nan", "skipped"]), keep=st.booleans())
+    @rule(
+        data=st.data(),
+        bad=st.sampled_from(["", "", "", "failed", "nan", "skipped", "no_signal", "no_signal"]),
+        keep=st.booleans(),
+    )
     def generate(self, data: st.DataObject, bad: str, keep: bool) -> None:
         """Some worker answers some ticket, maybe one that was answered before (lost acks redeliver), maybe with tokens
         from an older policy than the ticket asked for: the gate must not depend on workers keeping to it."""
@@ -150,6 +196,15 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.deliver_all()
 
     @rule()
+    def answer_all_alike(self) -> None:
+        """The same, but every completion of every group earned the same."""
+        for draw, min_version in sorted(self.world.tickets.items()):
+            if min_version <= self.world.engine_version:
+                self.world.tickets.pop(draw)
+                self.store(draw, self.world.engine_version, "no_signal")
+        self.deliver_all()
+
+    @rule()
     def one_update(self) -> None:
         """The usual course: answer, train, publish."""
         self.answer_all()
@@ -163,16 +218,14 @@ class CoordinatorMachine(RuleBasedStateMachine):
         chosen = data.draw(st.lists(st.sampled_from(sorted(self.world.stored)), max_size=6))
         for seq in chosen:
             if seq in self.world.stored and self.run.on_group(seq, self.world.stored[seq]) is Verdict.DUPLICATE:
-                self.run.forget_stored([seq])
-                self.world.stored.pop(seq)
+                self.delete_duplicate(seq)
         self.decide()
 
     @rule()
     def deliver_all(self) -> None:
         for seq in sorted(self.world.stored):
             if self.run.on_group(seq, self.world.stored[seq]) is Verdict.DUPLICATE:
-                self.run.forget_stored([seq])
-                self.world.stored.pop(seq)
+                self.delete_duplicate(seq)
         self.decide()
 
     @rule(publish=st.booleans())
@@ -259,8 +312,21 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.world.engine_version = version
 
     @rule()
+    def snapshot(self) -> None:
+        self.world.snapshots.append(
+            encode_snapshot(self.run.state, job=JOB, seq=len(self.world.entries), entry="of no interest here")
+        )
+
+    @precondition(lambda self: hasattr(self, "world") and self.world.snapshots)
+    @rule(data=st.data())
+    def damage_snapshot(self, data: st.DataObject) -> None:
+        damaged = bytearray(self.world.snapshots[-1])
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= 0xFF
+        self.world.snapshots[-1] = bytes(damaged)
+
+    @rule()
     def leader_crash(self) -> None:
-        """Another leader folds the ledger."""
+        """Another leader folds the newest snapshot and what follows it."""
         self.epoch += 1
         self.run = self.new_leader()
         self.decide()
@@ -289,7 +355,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def dead_letter(self, data: st.DataObject) -> None:
         draw = data.draw(st.sampled_from(sorted(self.run.state.open)))
-        self.append(self.run.on_dead_ticket(draw, self.now))
+        self.append(self.run.on_dead_letter(draw, self.now))
 
     # -- what must always hold ---------------------------------------------------------------------------------------
 
@@ -306,7 +372,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
     def bounds_hold(self) -> None:
         if not hasattr(self, "run"):
             return
-        audit = audit_ledger(self.world.entries, self.config)
+        covered, state = self.newest_snapshot()
+        audit = audit_ledger(self.world.entries, self.config, {covered: state} if covered else {})
         assert not audit.violations, audit.violations
         forked = any(isinstance(event, LineageForked) for entry in self.world.entries for event in entry)
         assert forked or len(self.run.state.open) <= self.config.max_draws  # a fork redraws all at once
@@ -318,6 +385,44 @@ class CoordinatorMachine(RuleBasedStateMachine):
                 assert all(g.min_version == g.max_version == batch.start_version for g in batch.groups)
 
     @invariant()
+    def resampling_is_bounded_and_replaces(self) -> None:
+        """Groups are replaced at most so often for a batch, each by another ordinal at once; and while there is room
+        for that, none without signal waits to be trained."""
+        if not hasattr(self, "run"):
+            return
+        state, run = self.run.state, self.run
+        forked = any(isinstance(event, LineageForked) for entry in self.world.entries for event in entry)
+        dynamic = self.config.algorithm.dynamic_sampling
+        bound = 0 if dynamic is None else int(dynamic.max_resampled * self.config.groups_per_batch)
+        since_seal = 0
+        for entry in self.world.entries:
+            for event in entry:
+                if isinstance(event, BatchSealed):
+                    since_seal = 0
+                elif isinstance(event, Dropped) and event.reason == "no_signal":
+                    since_seal += len(event.draws)
+                    assert since_seal <= bound
+                    assert not event.redraw
+                    drawn = sum(e.stop - e.start for e in entry if isinstance(e, Drawn))
+                    assert forked or drawn >= len(event.draws), "a group was dropped and nothing was drawn instead"
+        assert state.resampled == since_seal
+        if run.desired != "running" or state.checkpoint is None:
+            return
+        dropped = [e for e in run.decide(self.now) if isinstance(e, Dropped)]
+        gone = {draw for event in dropped for draw in event.draws}
+        idle = {
+            draw
+            for draw, found in run.candidates.items()
+            if found.verdict is Verdict.ACCEPT and len(set(found.header.rewards)) == 1 and not state.open[draw].batch
+        }
+        room = bound - since_seal
+        if run.num_ordinals is not None:
+            room = min(room, run.num_ordinals - state.next_ordinal)
+        replaced = sum(len(event.draws) for event in dropped if event.reason == "no_signal")
+        assert replaced <= room or not replaced
+        assert replaced == room or not idle - gone, "a group without signal waits although it could be replaced"
+
+    @invariant()
     def sealed_groups_are_stored(self) -> None:
         """What a sealed batch or a restart needs is never deleted or purged."""
         if not hasattr(self, "run"):
@@ -327,6 +432,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         after = state.checkpoint.number if state.checkpoint else 0
         needed |= {seq for number, batch in state.batches.items() if number > after for seq in batch.seqs}
         assert needed <= set(self.world.stored)
+        parts = {part for seq, h in self.world.stored.items() for part in range(seq + 1, seq + h.num_messages)}
+        assert parts == self.world.later_parts, "a group is stored whole or not at all"
 
     @invariant()
     def nothing_is_hoarded(self) -> None:

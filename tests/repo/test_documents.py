@@ -11,11 +11,12 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from penstock.shared.config import JobConfig, ServiceSettings, load_yaml
+from penstock.shared.config import ServiceSettings, load_yaml
 from penstock.shared.config.base import StrictModel
+from penstock.shared.config.kinds import parse_job
 
 ROOT = Path(__file__).resolve().parents[2]
-JOBS = sorted([*(ROOT / "examples").glob("*.yaml"), *(ROOT / "deploy").glob("smoke.yaml")])
+JOBS = sorted([*(ROOT / "examples").rglob("*.yaml"), *(ROOT / "deploy").glob("smoke.yaml")])
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
 
 
@@ -48,7 +49,7 @@ def test_every_key_of_the_job_file_is_documented(model: type[BaseModel]) -> None
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: str(path.name))
 def test_examples_are_valid_jobs(path: Path) -> None:
-    JobConfig.parse(load_yaml(path), where=path.name)
+    parse_job(load_yaml(path), where=path.name)
 
 
 def test_there_are_examples() -> None:

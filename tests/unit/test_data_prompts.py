@@ -54,6 +54,26 @@ def test_plain_prompt(tokenizer: Any) -> None:
     assert not prompt.too_long
 
 
+def test_a_plain_field_becomes_a_chat(tokenizer: Any) -> None:
+    """A question without messages: the system message, and one user message made from the template."""
+    config = PromptConfig(template="Solve: {q}", chat=True, system="Be brief.", answer="{a}")
+    prompt = PromptBuilder(config, tokenizer).build({"q": "1+1=", "a": 2})
+    assert prompt.text == "[system]Be brief.[user]Solve: 1+1=[assistant]"
+    assert prompt.answer == "2"
+    plain = PromptConfig(template="{q}", chat=True, answer=None)
+    assert PromptBuilder(plain, tokenizer).build({"q": "hi"}).text == "[user]hi[assistant]"
+    with pytest.raises(DataError, match="no field 'q'"):
+        PromptBuilder(plain, tokenizer).build({"a": 2})
+
+
+@pytest.mark.parametrize(
+    ("more", "message"), [({"messages": "m"}, "is a chat already"), ({"add_bos": True}, "writes its own")]
+)
+def test_a_chat_that_contradicts_itself(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PromptConfig(chat=True, **more)
+
+
 def test_chat_prompt_renders_template_with_arguments(tokenizer: Any) -> None:
     config = PromptConfig(messages="m", system="S", answer=None, chat_template_args={"think": "<no>"})
     prompt = PromptBuilder(config, tokenizer).build({"m": [{"role": "user", "content": "hi"}]})

@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from penstock.shared.models import decoder, hidden_states, pack, selected_logprobs, supports
 
@@ -26,6 +35,7 @@ SIZE: dict[str, Any] = {
     "initializer_range": 0.2,
     "pad_token_id": 0,
 }
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -42,11 +52,15 @@ SUPPORTED = {
     "qwen2": Qwen2Config(**SIZE, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SIZE),
     "one-group": Qwen3Config(**{**SIZE, "num_key_value_heads": 4}),
+    "qwen3-moe": Qwen3MoeConfig(**SIZE, **EXPERTS, norm_topk_prob=True),
+    "qwen3-moe-with-a-dense-layer": Qwen3MoeConfig(**SIZE, **EXPERTS, norm_topk_prob=False, mlp_only_layers=[0]),
+    "mixtral": MixtralConfig(**SIZE, num_local_experts=3, num_experts_per_tok=2),
 }
 FOREIGN = {
     "mistral": MistralConfig(**SIZE, sliding_window=None),
     "sliding": Qwen2Config(**SIZE, use_sliding_window=True, sliding_window=4, max_window_layers=1),
     "gelu": LlamaConfig(**SIZE, hidden_act="gelu"),
+    "sliding-experts": MixtralConfig(**SIZE, num_local_experts=3, num_experts_per_tok=2, sliding_window=4),
 }
 
 
@@ -116,8 +130,9 @@ def test_values_and_gradients_are_those_of_the_module(name: str, temperature: fl
         torch.testing.assert_close(ours[parameter], expected_gradient, atol=1e-5 * scale + 1e-7, rtol=1e-4)
 
 
-def test_blocks_of_similar_length_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of(SUPPORTED["qwen3"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
+def test_blocks_of_similar_length_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(SUPPORTED[name])
     tokens = pack(ragged(num=23)[0])
     with torch.no_grad():
         whole = hidden_states(model, tokens)

@@ -34,9 +34,10 @@ def test_a_chat_of_a_character_model_is_its_text() -> None:
     assert tokenizer.decode(ids) == "01+2="
 
 
-@pytest.mark.parametrize("arch", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3", "llama", "qwen3_moe"])
 def test_weights_depend_on_the_seed_alone(arch: str) -> None:
-    config = config_of(arch=arch)
+    experts = {"experts": {"number": 4, "per_token": 2}} if arch == "qwen3_moe" else {}
+    config = config_of(arch=arch, **experts)
     state = torch.get_rng_state()
     first, again, other = (build_model(config, 11, seed=seed) for seed in (3, 3, 4))
     assert torch.equal(torch.get_rng_state(), state)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from penstock.shared.errors import ConfigError
 from penstock.shared.runtime import metrics
 from penstock.shared.runtime.health import HealthServer
-from penstock.shared.runtime.logs import JsonFormatter, bound
+from penstock.shared.runtime.logs import JsonFormatter, bound, setup_logging
 
 
 def record(message: str, *args: object, **extra: object) -> logging.LogRecord:
@@ -29,6 +32,38 @@ def test_a_log_line_is_json_with_its_context() -> None:
     assert (line["job"], line["policy_version"], line["draw"]) == ("job_1", 4, {"ordinal": 1})
     assert line["time"].endswith("+00:00")
     assert "job" not in json.loads(JsonFormatter().format(record("later")))
+
+
+@pytest.fixture
+def own_root() -> Iterator[None]:
+    """The root logger's handlers come back after the test."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    for handler in root.handlers:
+        if handler not in handlers:
+            handler.close()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.mark.usefixtures("own_root")
+def test_lines_also_go_to_a_file_where_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = tmp_path / "logs" / "rollout-gone.log"
+    old.parent.mkdir()
+    old.write_text("x")
+    os.utime(old, (0, 0))
+    setup_logging("info", service="trainer", worker="host-17", directory=tmp_path / "logs")
+    logging.getLogger("penstock.x").warning("took %d ms", 5)
+    (path,) = (tmp_path / "logs").iterdir()
+    assert path.name == "trainer-host-17.log"
+    assert json.loads(path.read_text())["message"] == "took 5 ms"
+    assert path.read_text() == capsys.readouterr().err
+
+    setup_logging("info", service="trainer", worker="trainer-0", directory=tmp_path / "logs")
+    assert (tmp_path / "logs" / "trainer-0.log").exists()
+    with pytest.raises(ConfigError, match="PENSTOCK_LOG_FILES: cannot write"):
+        setup_logging("info", service="trainer", worker="w", directory=path / "below a file")
 
 
 def test_an_error_is_one_line() -> None:

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from penstock import __version__
-from penstock.services.coordinator.api import jobs, observe, openapi, system
+from penstock.services.coordinator.api import checkpoints, jobs, observe, openapi, system
 from penstock.services.coordinator.api.access import Backend
 from penstock.services.coordinator.api.auth import KeyRing
 from penstock.services.coordinator.api.control import Control
@@ -67,6 +67,7 @@ def create_app(
     app.openapi = lambda: openapi.describe(app)  # type: ignore[method-assign]
     app.include_router(jobs.router)
     app.include_router(observe.router)
+    app.include_router(checkpoints.router)
     app.include_router(system.router)
     _handle_errors(app)
     app.add_middleware(Idempotency, store=ReplyStore(volatile))

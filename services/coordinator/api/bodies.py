@@ -1,4 +1,4 @@
-"""A job file in a request body: JSON or YAML in, JobConfig out, every problem with a pointer."""
+"""A job file in a request body: JSON or YAML in, its model out, every problem with a pointer."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from starlette.requests import Request
 from penstock.services.coordinator.api.documents import from_json, from_yaml, step
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem
 from penstock.shared.config.base import explain
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import AnyJob, job_model
 
 __all__ = ["YAML_TYPES", "job_pointer", "read_job", "read_object"]
 
 YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
 
 
-async def read_job(request: Request) -> tuple[JobConfig, dict[str, Any]]:
+async def read_job(request: Request) -> tuple[AnyJob, dict[str, Any]]:
     """The validated job and the document as it was sent.
 
     Raises:
         HttpProblem: 400 not parseable, 415 another media type, 422 not a valid job.
     """
     raw = await read_object(request, yaml_too=True)
+    model = job_model(raw)
     try:
-        return JobConfig.model_validate(raw), raw
+        return model.model_validate(raw), raw
     except ValidationError as error:
-        flaws = [Flaw(pointer=job_pointer(raw, key), detail=detail) for key, detail in explain(JobConfig, error)]
+        flaws = [Flaw(pointer=job_pointer(raw, key), detail=detail) for key, detail in explain(model, error)]
         first = f"{flaws[0].pointer or '/'}: {flaws[0].detail}"
         more = f" (and {len(flaws) - 1} more)" if len(flaws) > 1 else ""
         raise HttpProblem(422, "invalid_job", f"the job is not valid: {first}{more}", errors=flaws) from None

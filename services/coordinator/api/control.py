@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import AnyJob
 from penstock.shared.protocol.jobs import DesiredState, JobRecord
 
 __all__ = ["Control", "Order", "Row"]
@@ -23,7 +24,7 @@ class Control(Protocol):
     never keeps or changes them.
     """
 
-    async def submit(self, spec: JobConfig, raw: Row) -> JobRecord:
+    async def submit(self, spec: AnyJob, raw: Row) -> JobRecord:
         """Store a new job durably and return its record; ``raw`` is the job file as the user wrote it.
 
         Raises:
@@ -32,7 +33,7 @@ class Control(Protocol):
         """
         ...
 
-    async def dry_run(self, spec: JobConfig) -> Row:
+    async def dry_run(self, spec: AnyJob) -> Row:
         """What ``submit`` would do, without doing it: resolved batch algebra, data summary, memory.
 
         Raises:
@@ -105,11 +106,33 @@ class Control(Protocol):
     async def samples(
         self, job: str, *, step: int | None, limit: int, sort: str | None, after: str | None
     ) -> list[Row]:
-        """Groups and their completions, newest step first unless ``step`` is given.
+        """Groups and their completions, newest step first unless ``step`` is given; an evaluation job has step 0.
 
         ``sort``: ``reward``, ``-reward``, ``length``, ``-length`` or None (order in the batch). ``after``: id of the
         last row of the page before. A row has ``id``, ``step``, ``draw``, ``index``, ``prompt``, ``completion``,
         ``answer``, ``reward``, ``advantage``, ``tokens``, ``min_version``, ``max_version``, ``worker``.
+        """
+        ...
+
+    async def checkpoints(self, job: str) -> list[Row]:
+        """The checkpoints of a job, oldest first.
+
+        ``number``, ``version``, ``digest``, ``path``, ``time``, ``reason``, ``nbytes``, ``files`` (``name``,
+        ``nbytes``, ``sha256``), ``available`` (the files are on the coordinator's host) and the flags ``initial``,
+        ``best``, ``newest``, ``final``.
+        """
+        ...
+
+    async def checkpoint(self, job: str, number: int) -> Row:
+        """One of them. Raises NotFound."""
+        ...
+
+    async def checkpoint_file(self, job: str, number: int, name: str) -> tuple[Path, str]:
+        """Path and sha256 of a file of a committed checkpoint.
+
+        Raises:
+            NotFound: no such checkpoint, or its manifest does not name such a file.
+            Conflict: the files are not on the coordinator's host.
         """
         ...
 

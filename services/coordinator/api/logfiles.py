@@ -1,4 +1,8 @@
-"""Log files of the services on this host, as the supervisor writes them: ``<data_dir>/logs/<service>-<slot>.log``."""
+"""Log files of the services, ``<data_dir>/logs/<service>-<worker>.log``.
+
+The supervisor of one machine writes them, or the services themselves, with ``PENSTOCK_LOG_FILES``, on a volume that
+they share with the coordinator.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,10 @@ def read_logs(directory: Path, *, job: str, service: str | None, tail: int, afte
     paths = [path for path in sorted(directory.glob("*.log")) if service in (None, path.stem, _service(path))]
     if not paths:
         known = ", ".join(sorted(path.stem for path in directory.glob("*.log"))) or "none"
-        raise NotFound(f"no log of '{service or 'any service'}' in {directory} of the coordinator; there are: {known}")
+        raise NotFound(
+            f"no log of '{service or 'any service'}' in {directory} of the coordinator; there are: {known}. "
+            "A service writes there with PENSTOCK_LOG_FILES=1 and the same PENSTOCK_DATA_DIR"
+        )
     seen = _parse_cursor(after)
     lines: list[dict[str, Any]] = []
     places: dict[str, int] = {}

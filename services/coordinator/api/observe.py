@@ -23,6 +23,7 @@ from penstock.services.coordinator.api.schemas import (
     RowList,
 )
 from penstock.services.coordinator.api.sse import HEADERS, event_stream
+from penstock.services.coordinator.api.tables import CSV, PARQUET, as_csv, as_parquet
 from penstock.shared.errors import PenstockError
 
 __all__ = ["router"]
@@ -69,7 +70,19 @@ async def events(
     )
 
 
-@router.get("/metrics", response_model=Columns)
+@router.get(
+    "/metrics",
+    response_model=Columns,
+    responses={
+        200: {
+            "content": {
+                CSV: {"schema": {"type": "string"}},
+                PARQUET: {"schema": {"type": "string", "format": "binary"}},
+            }
+        },
+        406: {"description": "The coordinator cannot write Parquet."},
+    },
+)
 async def metrics(
     *,
     job: JobId,
@@ -78,12 +91,21 @@ async def metrics(
     step_from: Annotated[int | None, Query(ge=0, le=_SEQ_MAX)] = None,
     step_to: Annotated[int | None, Query(ge=0, le=_SEQ_MAX)] = None,
     max_points: Annotated[int, Query(ge=2, le=10_000)] = 1000,
+    form: Annotated[
+        Literal["json", "csv", "parquet"] | None, Query(alias="format", description="Default: what Accept asks for")
+    ] = None,
+    accept: Annotated[str, Header(include_in_schema=False)] = "",
 ) -> Response:
-    """Metrics by column, thinned out to ``max_points``."""
+    """Metrics by column, thinned out to ``max_points``; as JSON, CSV or Parquet."""
     wanted = [name.strip() for name in names.split(",") if name.strip()] if names else None
-    return Json(
-        await backend.control.metrics(job, names=wanted, step_from=step_from, step_to=step_to, max_points=max_points)
+    found = await backend.control.metrics(
+        job, names=wanted, step_from=step_from, step_to=step_to, max_points=max_points
     )
+    if form == "csv" or (form is None and CSV in accept):
+        return Response(as_csv(found), media_type=CSV)
+    if form == "parquet" or (form is None and PARQUET in accept):
+        return Response(await asyncio.to_thread(as_parquet, found), media_type=PARQUET)
+    return Json(found)
 
 
 @router.get("/workers", response_model=RowList)

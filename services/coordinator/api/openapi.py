@@ -10,7 +10,7 @@ from fastapi.openapi.utils import get_openapi
 
 from penstock.services.coordinator.api.bodies import YAML_TYPES
 from penstock.services.coordinator.api.replies import Problem
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import KINDS
 
 __all__ = ["describe", "methods_of"]
 
@@ -47,7 +47,8 @@ def describe(app: FastAPI) -> dict[str, Any]:
         for unused in ("HTTPValidationError", "ValidationError"):
             schemas.pop(unused, None)
         _add_model(schemas, Problem)
-        _add_model(schemas, JobConfig)
+        for model in KINDS.values():
+            _add_model(schemas, model)
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}, {}]
         for path, operations in document["paths"].items():
@@ -77,7 +78,7 @@ def _complete(path: str, method: str, operation: dict[str, Any]) -> None:
     for status, text in problems.items():
         responses.setdefault(status, {"description": text, "content": content})
     if path == "/v1/jobs" and method == "post":
-        schema = {"$ref": _REF.format(model="JobConfig")}
+        schema = {"oneOf": [{"$ref": _REF.format(model=model.__name__)} for model in KINDS.values()]}
         types = ("application/json", YAML_TYPES[0])
         operation["requestBody"] = {"required": True, "content": {t: {"schema": schema} for t in types}}
 

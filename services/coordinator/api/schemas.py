@@ -10,6 +10,9 @@ from penstock.shared.protocol.jobs import JobRecord
 
 __all__ = [
     "Audit",
+    "CheckpointFile",
+    "CheckpointList",
+    "CheckpointRow",
     "Columns",
     "DryRun",
     "EventList",
@@ -54,6 +57,40 @@ class Columns(BaseModel):
     steps: list[int]
     wall: list[float]
     series: dict[str, list[float | None]]
+
+
+class CheckpointFile(BaseModel):
+    """One file; ``sha256`` in hex."""
+
+    name: str
+    nbytes: int
+    sha256: str
+
+
+class CheckpointRow(BaseModel):
+    """A checkpoint. ``available``: its files can be downloaded here; ``reason``: why it was taken."""
+
+    number: int = Field(description="Batches trained before it")
+    version: int
+    digest: str
+    path: str
+    time: float
+    reason: str
+    initial: bool
+    best: bool
+    newest: bool
+    final: bool
+    available: bool
+    nbytes: int
+    files: list[CheckpointFile]
+
+
+class CheckpointList(BaseModel):
+    """The checkpoints of a job, oldest first."""
+
+    object: Literal["list"] = "list"
+    data: list[CheckpointRow]
+    has_more: bool = False
 
 
 class Audit(BaseModel):

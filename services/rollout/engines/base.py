@@ -70,15 +70,25 @@ class Engine(Protocol):
         ...
 
     async def begin_update(
-        self, *, version: int, digest: str, mode: UpdateMode, guard: Callable[[], bool] | None = None
+        self,
+        *,
+        version: int,
+        digest: str,
+        mode: UpdateMode,
+        guard: Callable[[], bool] | None = None,
+        base: bool = False,
     ) -> None:
-        """Open a weight update. ``guard`` says whether the staged memory is still intact.
+        """Open an update of what is trained: the adapter where the engine has one, else the whole weights.
 
-        It is asked around each decode step once the update is committed; when it says no, the tokens of that step are
-        thrown away, running requests end as 'abort' and the engine is dirty.
+        ``guard`` says whether the staged memory is still intact. It is asked around each decode step once the update is
+        committed; when it says no, the tokens of that step are thrown away, running requests end as 'abort' and the
+        engine is dirty.
+
+        Args:
+            base: update the frozen weights under the adapter instead, in place; the version that is served stays.
 
         Raises:
-            Conflict: another update is open.
+            Conflict: another update is open, or ``base`` where there is no adapter.
         """
         ...
 

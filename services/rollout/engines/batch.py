@@ -19,12 +19,14 @@ from transformers import PreTrainedModel
 from penstock.services.rollout.engines.cache import KVCache
 from penstock.services.rollout.engines.completion import Completion, Finish, Finished
 from penstock.services.rollout.engines.prefill import Prefill, plan_prefill
+from penstock.services.rollout.engines.routes import RouteTable
 from penstock.services.rollout.engines.rows import Rows
 from penstock.services.rollout.engines.sampling import draw
 from penstock.shared.errors import ConfigError, WeightsError
 from penstock.shared.models.architecture import plan_of
 from penstock.shared.models.attention import CausalBlocks
 from penstock.shared.models.decoder import decode, rope_at
+from penstock.shared.models.experts import Recorder
 
 __all__ = ["Batch", "Outcome"]
 
@@ -47,7 +49,11 @@ class Outcome:
 
 
 class Batch:
-    """Running completions of one model."""
+    """Running completions of one model.
+
+    Args:
+        record_routes: keep the experts of every token of a mixture of experts; they come with the sample.
+    """
 
     def __init__(
         self,
@@ -57,16 +63,19 @@ class Batch:
         max_length: int,
         detokenize: Callable[[list[int]], str],
         version: int,
+        record_routes: bool = False,
     ) -> None:
         plan = plan_of(model)
         if plan is None:
             raise ConfigError(
-                f"the embedded engine decodes dense Llama, Qwen2 and Qwen3 models, not {type(model).__name__}"
+                "the embedded engine decodes Llama, Qwen2, Qwen3, Qwen3-MoE and Mixtral models with full attention, "
+                f"not this {type(model).__name__}"
             )
         self._plan, self._detokenize = plan, detokenize
         self._device = model.device
         self._rows = Rows(max_running, self._device)
         self._cache = KVCache(plan, rows=max_running, max_length=max_length)
+        self._routes = RouteTable(plan, max_running, self._device) if record_routes else None
         self._row_R = torch.arange(max_running, device=self._device)
         self._position_L = torch.arange(max_length, device=self._device)
         self._rope = rope_at(plan, self._position_L[:0])
@@ -82,6 +91,8 @@ class Batch:
     def admit(self, completions: Sequence[Completion]) -> None:
         """Add completions; they are computed with the next step."""
         self._reserve(max(len(c.prompt_ids) + c.sampling.max_new_tokens for c in completions))
+        if self._routes is not None:
+            self._routes.add(self.count, self.count + len(completions))
         self._rows.add(completions, self._version)
 
     @torch.inference_mode()
@@ -100,7 +111,7 @@ class Batch:
     def evict(self, requests: Collection[int]) -> list[Finished]:
         """End the completions of these requests as 'abort' with what they have."""
         rows = [row for row, completion in enumerate(self._rows.completions) if completion.request in requests]
-        ended = [self._rows.take(row, "abort") for row in rows]
+        ended = [self._end(row, "abort") for row in rows]
         self._drop(rows)
         return ended
 
@@ -158,7 +169,10 @@ class Batch:
             self._cache.write(layer, place_R, k_RKd, v_RKd)
             return self._cache.attend(layer, q_RHd, longest, mask)
 
-        logits_RV: Tensor = self._plan.head(decode(self._plan, token_R, self._rope_of(position_R), attend))
+        recorder = Recorder() if self._routes is not None else None
+        logits_RV: Tensor = self._plan.head(decode(self._plan, token_R, self._rope_of(position_R), attend, recorder))
+        if self._routes is not None and recorder is not None:
+            self._routes.write(self._row_R[:count], position_R, recorder.table())
         return logits_RV
 
     def _prefill(self, prefill: Prefill) -> Tensor:
@@ -174,7 +188,12 @@ class Batch:
                 self._cache.write(layer, place_W, k_TKd[source_W], v_TKd[source_W])
             return blocks.attend(q_THd, k_TKd, v_TKd)
 
-        hidden_TD = decode(self._plan, tokens.token_ids_T, self._rope_of(tokens.position_ids_T), attend)
+        recorder = Recorder() if self._routes is not None else None
+        hidden_TD = decode(self._plan, tokens.token_ids_T, self._rope_of(tokens.position_ids_T), attend, recorder)
+        if self._routes is not None and recorder is not None:
+            table_TNK = recorder.table()
+            table_WNK = table_TNK if source_W is None else table_TNK[source_W]
+            self._routes.write(prefill.row_W, prefill.position_W, table_WNK)
         logits_RV: Tensor = self._plan.head(hidden_TD[prefill.last_R])
         return logits_RV
 
@@ -196,8 +215,15 @@ class Batch:
         text = self._detokenize(self._rows.tail(row, min(num_output, reach)))
         return any(stop in text for stop in stop_strings)
 
-    def _take(self, row: int, finish: Finish) -> Finished:
+    def _end(self, row: int, finish: Finish) -> Finished:
         ended = self._rows.take(row, finish)
+        if self._routes is not None:
+            computed = len(ended.completion.prompt_ids) + len(ended.sample.token_ids) - 1
+            ended = ended.with_experts(self._routes.take(row, computed))
+        return ended
+
+    def _take(self, row: int, finish: Finish) -> Finished:
+        ended = self._end(row, finish)
         if not math.isfinite(sum(ended.sample.logprobs)):
             self._cache.zero()
             self.drop_cache()
@@ -210,12 +236,16 @@ class Batch:
         if moved is not None:
             sources, targets = moved
             self._cache.move(sources, targets, longest)
+            if self._routes is not None:
+                self._routes.move(sources, targets)
             stale = [t for s, t in zip(sources.tolist(), targets.tolist(), strict=True) if s >= fresh]
             self._fresh = min([self._fresh, *stale])
 
     def _reserve(self, length: int) -> None:
         self._rows.reserve(length)
         self._cache.reserve(length)
+        if self._routes is not None:
+            self._routes.reserve(length)
         known = self._rope[0].shape[0]
         if length > known:
             self._rope = rope_at(self._plan, self._position_L[: max(length, 2 * known)])

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+import msgspec
+from numpy.typing import NDArray
 
 from penstock.shared.protocol.generation import Sample, Sampling, Span
 
@@ -42,6 +45,10 @@ class Finished:
 
     completion: Completion
     sample: Sample
+
+    def with_experts(self, experts: NDArray[Any]) -> Finished:
+        """The same with its router table; see ``Sample.experts``."""
+        return Finished(self.completion, msgspec.structs.replace(self.sample, experts=experts))
 
 
 def finished(completion: Completion, token_ids: list[int], logprobs: list[float], finish: Finish) -> Finished:

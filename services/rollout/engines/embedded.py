@@ -17,6 +17,7 @@ from penstock.services.rollout.engines.completion import Completion
 from penstock.services.rollout.engines.requests import Requests
 from penstock.services.rollout.engines.updates import WeightUpdate
 from penstock.shared.errors import ConfigError, Conflict, Unavailable, WeightsError
+from penstock.shared.models.lora import adapter_parameters, base_parameters
 from penstock.shared.protocol.generation import Caps, GenRequest, GenResult, PauseMode, WeightInfo
 
 __all__ = ["EmbeddedEngine"]
@@ -46,14 +47,17 @@ class EmbeddedEngine:
         max_length: int | None = None,
         version: int = 0,
         digest: str = "",
+        base: str = "",
+        record_routes: bool = False,
     ) -> None:
         self._model = model
         self._max_running = max_running
         self._max_length = max_length or model.config.max_position_embeddings
         self.stop_ids = tuple(sorted(stop_ids))
         self._batch = Batch(
-            model, max_running=max_running, max_length=self._max_length, detokenize=detokenize, version=version
-        )
+            model, max_running=max_running, max_length=self._max_length, detokenize=detokenize, version=version,
+            record_routes=record_routes,
+        )  # fmt: skip
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode")
         self._requests = Requests()
         self._cancelled: set[int] = set()
@@ -64,7 +68,7 @@ class EmbeddedEngine:
         self._paused: PauseMode | None = None
         self._asleep = False
         self._dirty = False
-        self._version, self._digest = version, digest
+        self._version, self._digest, self._base = version, digest, base
         self._update: WeightUpdate | None = None
         self._frozen_at: float | None = None
         self._generated_tokens = 0
@@ -193,12 +197,25 @@ class EmbeddedEngine:
     # -- weights -----------------------------------------------------------------------------------------------------
 
     async def begin_update(
-        self, *, version: int, digest: str, mode: UpdateMode, guard: Callable[[], bool] | None = None
+        self,
+        *,
+        version: int,
+        digest: str,
+        mode: UpdateMode,
+        guard: Callable[[], bool] | None = None,
+        base: bool = False,
     ) -> None:
         """Open an update; see ``Engine.begin_update``. In place, decoding stands still from here to the end."""
         if self._update is not None:
             raise Conflict(f"the update to version {self._update.version} is open: commit or abort it first")
-        self._update = WeightUpdate(self._model, version, digest, mode, guard)
+        adapters = adapter_parameters(self._model)
+        if base and (not adapters or mode != "in_place"):
+            has = "an" if adapters else "no"
+            raise Conflict(
+                f"a base is updated in place and under an adapter: mode '{mode}', this engine has {has} adapter"
+            )
+        parameters = base_parameters(self._model, remove_duplicate=False) if base or not adapters else adapters
+        self._update = WeightUpdate(parameters, version, digest, mode, guard, base)
         if mode == "in_place":
             self._frozen_at = time.perf_counter()
             await self._call(lambda: None)
@@ -223,8 +240,11 @@ class EmbeddedEngine:
         def commit() -> float:
             start = time.perf_counter()
             update.commit()
-            self._batch.guard = update.guard
-            self._batch.adopt(update.version)
+            if update.base:
+                self._batch.drop_cache()
+            else:
+                self._batch.guard = update.guard
+                self._batch.adopt(update.version)
             return time.perf_counter() - start
 
         frozen_at = self._frozen_at
@@ -233,7 +253,10 @@ class EmbeddedEngine:
         except WeightsError:
             await self._close_update(failed=update.mode == "in_place")
             raise
-        self._version, self._digest, self._dirty = update.version, update.digest, False
+        if update.base:
+            self._base = update.digest
+        else:
+            self._version, self._digest, self._dirty = update.version, update.digest, False
         await self._close_update(failed=False)
         return pause_s if frozen_at is None else time.perf_counter() - frozen_at
 
@@ -244,7 +267,7 @@ class EmbeddedEngine:
 
     async def weight_info(self) -> WeightInfo:
         """What is served."""
-        return WeightInfo(version=self._version, digest=self._digest, dirty=self._dirty)
+        return WeightInfo(version=self._version, digest=self._digest, dirty=self._dirty, base=self._base)
 
     def _open_update(self) -> WeightUpdate:
         if self._update is None:

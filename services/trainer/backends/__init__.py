@@ -1,1 +1,35 @@
-"""Where the model lives and how it is differentiated: one file per backend, behind one protocol."""
+"""Where a model lives and how it is differentiated: one file per backend, behind one protocol."""
+
+from __future__ import annotations
+
+from penstock.services.trainer.backends.base import Backend, Role
+from penstock.services.trainer.backends.local import open_local
+from penstock.services.trainer.collective import Collective
+from penstock.shared.config.backend import FSDPConfig, LocalConfig, MegatronConfig
+from penstock.shared.config.job import JobConfig
+
+__all__ = ["open_backend"]
+
+
+def open_backend(config: JobConfig, role: Role, collective: Collective, device: str) -> Backend:
+    """The job's backend with the initial weights of one model.
+
+    Args:
+        role: the policy, or the critic (same body, scalar head).
+        device: where this rank computes.
+
+    Raises:
+        ConfigError: the model or tokenizer cannot be loaded, or the backend cannot do what the job asks.
+    """
+    match config.backend:
+        case FSDPConfig():
+            from penstock.services.trainer.backends.fsdp.backend import open_fsdp
+
+            return open_fsdp(config, role, collective, device)
+        case MegatronConfig():
+            from penstock.services.trainer.backends.megatron.backend import open_megatron
+
+            return open_megatron(config, role, device)
+        case LocalConfig():
+            assert collective.size == 1, "backend 'local' runs in one process"
+            return open_local(config, role, device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from penstock.cli import books, demo, doctor, jobs, machine, views, watching
+from penstock.cli import books, checkpoints, demo, doctor, jobs, machine, views, watching
 from penstock.cli.exits import Commands
 
 __all__ = ["app", "main"]
@@ -44,6 +44,7 @@ for _command in (
     books.replay,
 ):
     app.command()(_command)
+app.add_typer(checkpoints.app)
 
 
 def main() -> None:

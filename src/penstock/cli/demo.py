@@ -22,7 +22,7 @@ from penstock.cli.view import REWARD, View
 from penstock.cli.watching import watch
 from penstock.client import AsyncClient
 from penstock.local import Stack, StackOptions
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import AnyJob
 from penstock.shared.errors import ConfigError
 
 __all__ = ["demo", "example"]
@@ -60,7 +60,7 @@ def example(name: str) -> Path:
     raise ConfigError(f"the example {name} is not installed; give a job file with --file")
 
 
-async def _run(job: JobConfig, options: StackOptions) -> int:
+async def _run(job: AnyJob, options: StackOptions) -> int:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)

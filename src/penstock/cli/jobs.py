@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,7 +12,7 @@ from penstock.cli.printing import Job, Json, ago, console, note, number, show_js
 from penstock.cli.watching import follow
 from penstock.client import Client
 from penstock.shared.config.base import load_yaml, with_overrides
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import AnyJob, parse_job
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.jobs import PHASES, JobRecord
 
@@ -47,9 +47,9 @@ def submit(
     raise typer.Exit(follow(record, as_json=as_json))
 
 
-def load_job(file: Path, overrides: list[str]) -> JobConfig:
+def load_job(file: Path, overrides: list[str]) -> AnyJob:
     """A job file with overrides, validated. Raises ConfigError."""
-    return JobConfig.parse(with_overrides(load_yaml(file), overrides), where=str(file))
+    return parse_job(with_overrides(load_yaml(file), overrides), where=str(file))
 
 
 def ls(
@@ -92,6 +92,7 @@ def get(job: Job, as_json: Json = False) -> None:
         ("  in flight", number(status.draws.get("in_flight"))),
         *((f"  dropped: {reason}", number(count)) for reason, count in sorted(dropped.items())),
         ("checkpoint", status.checkpoint),
+        *([("  best", _best(status.best_checkpoint))] if status.best_checkpoint else []),
         ("created", record.created_at.isoformat(timespec="seconds")),
         *((c.type, f"{c.status} {c.reason} {c.message}".strip()) for c in status.conditions),
     ]
@@ -145,6 +146,10 @@ def _show(record: JobRecord, as_json: bool) -> None:
         show_json(record)
     else:
         typer.echo(f"{record.id} is {record.status.phase}, wanted: {record.desired_state}")
+
+
+def _best(best: dict[str, Any]) -> str:
+    return f"{best['path']} ({best['metric']} {number(best['value'])} after update {best['step']})"
 
 
 def _progress(record: JobRecord) -> str:

@@ -34,6 +34,9 @@ def up(
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port of the API; 0 takes a free one.")] = None,
     data_dir: DataDir = None,
     rollouts: Annotated[int, typer.Option(min=1, max=64, help="Rollout workers.")] = 1,
+    trainer_ranks: Annotated[
+        int | None, typer.Option(min=1, max=64, help="Processes of the trainer, for models cut over ranks.")
+    ] = None,
 ) -> None:
     """Run the bus and all services here; processes that die are started again. Ctrl-C stops everything."""
     settings = load_settings()
@@ -44,6 +47,7 @@ def up(
         nats_url=os.environ.get("PENSTOCK_NATS_URL"),
         redis_url=settings.redis_url,
         workers={"rollout": rollouts},
+        trainer_ranks=trainer_ranks or settings.trainer_ranks,
         drain_s=settings.drain_s,
     )
     if detach:
@@ -127,6 +131,7 @@ def _detached(options: StackOptions, rollouts: int) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "penstock.cli", "up", "--data-dir", str(options.data_dir)]
     command += ["--port", str(options.http_port), "--rollouts", str(rollouts)]
+    command += ["--trainer-ranks", str(options.trainer_ranks)]
     start = log.stat().st_size if log.exists() else 0
     with log.open("ab") as output:
         process = subprocess.Popen(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
+from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
@@ -15,6 +16,7 @@ import orjson
 from penstock.client import calls
 from penstock.client.answers import base_url, body_of, default_headers, error_of, pause_s, unreachable
 from penstock.client.calls import Call, Goal, JobFile, Order, Records, Row, Rows
+from penstock.client.download import Download, plan_downloads
 from penstock.client.patience import Patience, Search
 from penstock.client.sse import EventReader
 from penstock.shared.errors import DeadlineError, Unavailable
@@ -207,6 +209,51 @@ class AsyncClient:
                 await response.aclose()
         except httpx.TransportError as error:
             raise unreachable(self.url, error) from None
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    async def checkpoints(self, job: str) -> Rows:
+        """The checkpoints of the job, oldest first: number, version, reason, size, files with sha256, flags."""
+        return await self._send(calls.rows(job, "checkpoints"))
+
+    async def checkpoint(self, job: str, number: int) -> Row:
+        """One of them. Raises NotFound."""
+        return await self._send(calls.view(job, f"checkpoints/{number}"))
+
+    async def download_checkpoint(
+        self, job: str, number: int, directory: Path, *, names: Collection[str] | None = None
+    ) -> None:
+        """Download a checkpoint (or some of its files) into ``directory``; every file is verified by its sha256.
+
+        Files that are there already are left alone, broken downloads go on where they stopped.
+
+        Raises:
+            Conflict: the files are not on the coordinator's host.
+            CheckpointError: what arrived is not what was committed.
+            Unavailable: the server was away for longer than ``patience_s``.
+        """
+        row = await self.checkpoint(job, number)
+        for download in plan_downloads(job, row, directory, names):
+            patience = Patience(self._patience_s)
+            while not download.is_done:
+                try:
+                    await self._download(download)
+                except Unavailable as error:
+                    await asyncio.sleep(patience.after(error))
+
+    async def _download(self, download: Download) -> None:
+        try:
+            with download:
+                async with self._http.stream("GET", download.url, headers=download.headers()) as response:
+                    if not response.is_success:
+                        await response.aread()
+                        raise error_of(response)
+                    download.begin(response.status_code)
+                    async for chunk in response.aiter_bytes():
+                        download.write(chunk)
+        except httpx.TransportError as error:
+            raise unreachable(self.url, error) from None
+        download.finish()
 
     async def limits(self) -> Row:
         """What the deployment allows and guarantees."""

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 import orjson
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from penstock.shared.config.base import load_yaml
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import AnyJob
 from penstock.shared.errors import ConfigError, ProtocolError
 from penstock.shared.protocol.ids import new_attempt
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 """A JSON object."""
 Rows = list[Row]
 Records = list[JobRecord]
-JobFile = JobConfig | Mapping[str, Any] | Path
+JobFile = AnyJob | Mapping[str, Any] | Path
 """A job: validated, as a mapping, or a YAML file."""
 Order = Literal["asc", "desc"]
 Goal = str
@@ -125,7 +125,7 @@ def reached(record: JobRecord, goal: Goal) -> bool:
 def _job_bytes(job: JobFile) -> bytes:
     if isinstance(job, Path):
         job = load_yaml(job)
-    if isinstance(job, JobConfig):
+    if isinstance(job, BaseModel):
         return job.model_dump_json(exclude_unset=True).encode()
     try:
         return orjson.dumps(dict(job))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Collection, Generator, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
@@ -14,6 +15,7 @@ import orjson
 from penstock.client import calls
 from penstock.client.answers import base_url, body_of, default_headers, error_of, pause_s, unreachable
 from penstock.client.calls import Call, Goal, JobFile, Order, Records, Row, Rows
+from penstock.client.download import Download, plan_downloads
 from penstock.client.patience import Patience, Search
 from penstock.client.sse import EventReader
 from penstock.shared.errors import DeadlineError, Unavailable
@@ -204,6 +206,50 @@ class Client:
                 response.close()
         except httpx.TransportError as error:
             raise unreachable(self.url, error) from None
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def checkpoints(self, job: str) -> Rows:
+        """The checkpoints of the job, oldest first: number, version, reason, size, files with sha256, flags."""
+        return self._send(calls.rows(job, "checkpoints"))
+
+    def checkpoint(self, job: str, number: int) -> Row:
+        """One of them. Raises NotFound."""
+        return self._send(calls.view(job, f"checkpoints/{number}"))
+
+    def download_checkpoint(
+        self, job: str, number: int, directory: Path, *, names: Collection[str] | None = None
+    ) -> None:
+        """Download a checkpoint (or some of its files) into ``directory``; every file is verified by its sha256.
+
+        Files that are there already are left alone, broken downloads go on where they stopped.
+
+        Raises:
+            Conflict: the files are not on the coordinator's host.
+            CheckpointError: what arrived is not what was committed.
+            Unavailable: the server was away for longer than ``patience_s``.
+        """
+        row = self.checkpoint(job, number)
+        for download in plan_downloads(job, row, directory, names):
+            patience = Patience(self._patience_s)
+            while not download.is_done:
+                try:
+                    self._download(download)
+                except Unavailable as error:
+                    time.sleep(patience.after(error))
+
+    def _download(self, download: Download) -> None:
+        try:
+            with download, self._http.stream("GET", download.url, headers=download.headers()) as response:
+                if not response.is_success:
+                    response.read()
+                    raise error_of(response)
+                download.begin(response.status_code)
+                for chunk in response.iter_bytes():
+                    download.write(chunk)
+        except httpx.TransportError as error:
+            raise unreachable(self.url, error) from None
+        download.finish()
 
     def limits(self) -> Row:
         """What the deployment allows and guarantees."""

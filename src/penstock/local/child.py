@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -17,10 +17,11 @@ from typing import Protocol
 import msgspec
 
 from penstock.local.leash import leashed
+from penstock.local.ports import free_ports
 from penstock.shared.errors import ConfigError, DeadlineError
 from penstock.shared.transport.server import NatsServer, ValkeyServer
 
-__all__ = ["Backoff", "Child", "KeptAlive", "LeashedNats", "LeashedValkey", "ServiceProcess"]
+__all__ = ["Backoff", "Child", "KeptAlive", "LeashedNats", "LeashedValkey", "ServiceProcess", "ServiceRanks"]
 
 POLL_S = 0.1
 LOG_BYTES = 64 << 20
@@ -107,12 +108,21 @@ class ServiceProcess:
                 start_new_session=True,  # Ctrl-C reaches the supervisor alone, which then stops things in order
             )
 
+    def ask_to_stop(self) -> None:
+        """Ask it to drain. Once: a second signal ends the drain."""
+        if self._process is not None:
+            self._process.terminate()
+
     def stop(self, *, deadline_s: float) -> None:
         """Ask it to drain; kill it and what it started at the deadline."""
+        self.ask_to_stop()
+        self.end(deadline_s=deadline_s)
+
+    def end(self, *, deadline_s: float) -> None:
+        """Wait for its end; kill it and what it started at the deadline."""
         process = self._process
         if process is None:
             return
-        process.terminate()
         try:
             process.wait(deadline_s)
         except subprocess.TimeoutExpired:
@@ -130,6 +140,86 @@ class ServiceProcess:
         except OSError:
             return ""
         return _said(lines[-1]) if lines else ""
+
+
+class ServiceRanks:
+    """Several processes of one service that only work together, with torchrun's variables.
+
+    It counts as ended as soon as one of them has, and then all are started again, at another port.
+
+    Args:
+        environments: of each rank; the first is rank 0, which gives the whole its name.
+    """
+
+    HOST = "127.0.0.1"
+
+    def __init__(
+        self, service: str, workers: Sequence[str], *, environments: Sequence[Mapping[str, str]], log_dir: Path
+    ) -> None:
+        self.name, self.service = workers[0], service
+        self._workers, self._environments, self._log_dir = workers, environments, log_dir
+        self._ranks: list[ServiceProcess] = []
+
+    @property
+    def running(self) -> bool:
+        """All of them live."""
+        return bool(self._ranks) and all(rank.running for rank in self._ranks)
+
+    @property
+    def pid(self) -> int:
+        """Of rank 0; 0 before the first start."""
+        return self._ranks[0].pid if self._ranks else 0
+
+    @property
+    def processes(self) -> dict[str, int]:
+        """Process id of every rank by name."""
+        return {rank.name: rank.pid for rank in self._ranks}
+
+    @property
+    def log(self) -> Path:
+        """Of the rank that ended first, as far as that can be seen; of rank 0 while all live."""
+        return self._first_to_end.log
+
+    @property
+    def exit_code(self) -> int | None:
+        """How that rank ended; negative for a signal."""
+        return self._first_to_end.exit_code
+
+    def start(self) -> None:
+        """Kill what is left of an earlier start, and start all of them."""
+        for rank in self._ranks:
+            rank.end(deadline_s=0)
+        size, port = len(self._workers), free_ports(1, self.HOST)[0]
+        together = {"WORLD_SIZE": str(size), "MASTER_ADDR": self.HOST, "MASTER_PORT": str(port)}
+        if sys.platform == "linux":
+            together["GLOO_SOCKET_IFNAME"] = "lo"
+        self._ranks = [
+            ServiceProcess(
+                self.service, worker, log_dir=self._log_dir,
+                environment={**environment, **together, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank, (worker, environment) in enumerate(zip(self._workers, self._environments, strict=True))
+        ]  # fmt: skip
+        for rank in self._ranks:
+            rank.start()
+
+    def stop(self, *, deadline_s: float) -> None:
+        """Ask all of them to drain; kill them at the deadline."""
+        deadline = time.monotonic() + deadline_s
+        for rank in self._ranks:
+            rank.ask_to_stop()
+        for rank in self._ranks:
+            rank.end(deadline_s=max(0.0, deadline - time.monotonic()))
+
+    def last_words(self) -> str:
+        """What the last line of its log says."""
+        return self._first_to_end.last_words()
+
+    @property
+    def _first_to_end(self) -> ServiceProcess:
+        """A killed rank ends by a signal, the others by an error about it."""
+        ended = [rank for rank in self._ranks if not rank.running]
+        return min(ended or self._ranks[:1], key=lambda rank: rank.exit_code or 0)
 
 
 def _said(line: str) -> str:
@@ -203,14 +293,16 @@ class KeptAlive:
 
     def _check(self, alive_s: float) -> None:
         child = self.child
-        if isinstance(child, ServiceProcess) and child.exit_code == EXIT_CONFIG and alive_s < Backoff.HEALTHY_S:
+        if not isinstance(child, (ServiceProcess, ServiceRanks)) or alive_s >= Backoff.HEALTHY_S:
+            return
+        if child.exit_code == EXIT_CONFIG:
             raise ConfigError(f"{child.name} cannot run as configured: {child.last_words()} (log: {child.log})")
 
     def _fate(self) -> str:
-        code = self.child.exit_code if isinstance(self.child, ServiceProcess) else None
+        code = self.child.exit_code if isinstance(self.child, (ServiceProcess, ServiceRanks)) else None
         if code is None:
             return "ended"
         if code < 0:
             return f"was ended by {signal.Signals(-code).name}"
-        assert isinstance(self.child, ServiceProcess)
+        assert isinstance(self.child, (ServiceProcess, ServiceRanks))
         return f"ended with code {code} ({self.child.last_words()})"

@@ -22,16 +22,19 @@ from types import TracebackType
 
 import httpx
 
-from penstock.local.child import KeptAlive, LeashedNats, LeashedValkey, ServiceProcess
+from penstock.local.child import Child, KeptAlive, LeashedNats, LeashedValkey, ServiceProcess, ServiceRanks
 from penstock.local.ports import claimable, free_ports
 from penstock.local.state import Claim, UpState
 from penstock.shared.errors import DeadlineError
+from penstock.shared.transport.bus import Bus
 
 __all__ = ["Stack", "StackOptions"]
 
 SERVICES = ("coordinator", "reward", "env", "rollout", "trainer")
 STOPPING = (("env",), ("rollout", "trainer"), ("reward",), ("coordinator",))
 """Who stops together, in order: env asks rollout for actions, rollout asks reward for scores, all report."""
+REACH_S = 4.0
+"""A bus that is not ours has this long to answer."""
 _POLL_S = 0.2
 
 
@@ -47,6 +50,8 @@ class StackOptions:
     redis_url: str | None = None
     workers: dict[str, int] = field(default_factory=lambda: {"rollout": 1})
     """Processes of a service where that is not one."""
+    trainer_ranks: int = 1
+    """Processes that are one trainer together."""
     environment: dict[str, str] = field(default_factory=dict)
     """Further variables for the services."""
     drain_s: float = 20.0
@@ -69,11 +74,18 @@ class Stack:
         self._started = time.time()
 
     async def __aenter__(self) -> Stack:
-        """Start everything. Raises ConfigError before the first process if the directory or the port is taken."""
+        """Start everything.
+
+        Before the first process: raises ConfigError if the directory or the port is taken, Unavailable if the bus of
+        ``nats_url`` does not answer.
+        """
         options = self.options
         port = options.http_port
         if port:
             claimable(options.http_host, port)
+        if options.nats_url is not None:
+            async with await Bus.connect(options.nats_url, name="penstock up", deadline_s=REACH_S):
+                pass  # it answers
         self._claim = Claim(options.data_dir)
         try:
             port = port or free_ports(1)[0]
@@ -96,7 +108,11 @@ class Stack:
     @property
     def processes(self) -> dict[str, int]:
         """Process id by name."""
-        return {child.child.name: child.child.pid for child in self._children}
+        found: dict[str, int] = {}
+        for kept in self._children:
+            child = kept.child
+            found |= child.processes if isinstance(child, ServiceRanks) else {child.name: child.pid}
+        return found
 
     @property
     def restarts(self) -> int:
@@ -161,22 +177,30 @@ class Stack:
             if importlib.util.find_spec(f"penstock.services.{service}.__main__") is not None
             for number in range(self.options.workers.get(service, 1))
         ]
-        health_ports = free_ports(len(slots))
-        for (service, number), health_port in zip(slots, health_ports, strict=True):
-            worker = f"{service}-{number}"
-            environment = self._environment(worker, port, health_port)
-            log_dir = self.options.data_dir / "logs"
-            self._health[worker] = f"http://127.0.0.1:{health_port}/readyz"
-            await self._start(ServiceProcess(service, worker, environment=environment, log_dir=log_dir))
+        log_dir = self.options.data_dir / "logs"
+        names = [self._workers_of(service, number) for service, number in slots]
+        health_ports = iter(free_ports(sum(map(len, names))))
+        for (service, _), workers in zip(slots, names, strict=True):
+            environments = [self._environment(worker, port, next(health_ports)) for worker in workers]
+            if len(workers) > 1:
+                await self._start(ServiceRanks(service, workers, environments=environments, log_dir=log_dir))
+            else:
+                await self._start(ServiceProcess(service, *workers, environment=environments[0], log_dir=log_dir))
         self._health["api"] = f"{self.url}/readyz"
 
-    async def _start(self, child: LeashedNats | LeashedValkey | ServiceProcess) -> None:
+    async def _start(self, child: Child) -> None:
         kept = KeptAlive(child, self._starter, self._tell)
         self._children.append(kept)
         await kept.start()
 
+    def _workers_of(self, service: str, number: int) -> list[str]:
+        """Names of the processes that are one worker of a service."""
+        ranks = self.options.trainer_ranks if service == "trainer" else 1
+        return [f"{service}-{number}", *(f"{service}-{number}-rank{rank}" for rank in range(1, ranks))]
+
     def _environment(self, worker: str, port: int, health_port: int) -> dict[str, str]:
         options = self.options
+        self._health[worker] = f"http://127.0.0.1:{health_port}/readyz"
         found = {
             "PENSTOCK_NATS_URL": str(self._nats_url),
             "PENSTOCK_WORKER_ID": worker,

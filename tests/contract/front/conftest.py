@@ -19,6 +19,8 @@ import pytest
 import uvicorn
 
 from penstock.services.coordinator.api import create_app
+from penstock.services.coordinator.checkpoints import checkpoint_row, checkpoint_rows, find_file
+from penstock.services.coordinator.ledger import LedgerState
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, Conflict, NotFound, Unavailable
@@ -45,6 +47,8 @@ class Books:
         self.submit_delay_s = 0.0
         self.down = False
         self.audit_ok = True
+        self.ledger = LedgerState()
+        """Where every job's checkpoints are recorded."""
         self.broken_after: int | None = None
         """follow_events fails after an event with this sequence, once."""
 
@@ -143,6 +147,19 @@ class Books:
         ]  # fmt: skip
         start = next((i + 1 for i, row in enumerate(rows) if row["id"] == query["after"]), 0)
         return rows[start : start + query["limit"]]
+
+    async def checkpoints(self, job: str) -> list[dict[str, Any]]:
+        self._known(job)
+        return checkpoint_rows(self.ledger)
+
+    async def checkpoint(self, job: str, number: int) -> dict[str, Any]:
+        self._known(job)
+        return checkpoint_row(self.ledger, number)
+
+    async def checkpoint_file(self, job: str, number: int, name: str) -> tuple[Path, str]:
+        self._known(job)
+        path, file = find_file(self.ledger, number, name)
+        return path, file.sha256
 
     async def why(self, job: str) -> list[dict[str, Any]]:
         self._known(job)

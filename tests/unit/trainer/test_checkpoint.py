@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from penstock.services.trainer import checkpoint as module
-from penstock.services.trainer.backends.base import BackendState
+from penstock.services.trainer import checkpoint_store as module
+from penstock.services.trainer.backends.base import BackendState, LearnerState
 from penstock.services.trainer.checkpoint import (
     list_checkpoints,
     load_checkpoint,
@@ -23,6 +23,7 @@ from penstock.services.trainer.checkpoint import (
 )
 from penstock.services.trainer.environment import environment_differences
 from penstock.services.trainer.learner import Learner
+from penstock.services.trainer.sharding import BatchShard
 from penstock.shared.config.job import JobConfig
 from penstock.shared.errors import CheckpointError
 from penstock.shared.protocol.trajectory import Group
@@ -30,12 +31,13 @@ from penstock.shared.protocol.trajectory import Group
 Config = Callable[..., JobConfig]
 
 
-def small_state(value: float = 1.0) -> BackendState:
+def small_state(value: float = 1.0) -> LearnerState:
     tensor = torch.full((4,), value)
-    return BackendState(
+    policy = BackendState(
         weights={"w": tensor}, optimizer={"exp_avg.w": tensor.clone()}, reference={},
         rng={"cpu": torch.get_rng_state()}, files={"config.json": b"{}"}, environment={"threads": "1"},
     )  # fmt: skip
+    return LearnerState(models={"policy": policy}, rule={})
 
 
 def numbers(root: Path) -> list[int]:
@@ -45,7 +47,7 @@ def numbers(root: Path) -> list[int]:
 @pytest.mark.parametrize(
     "sections",
     [
-        {"train": {"epochs": 2, "minibatches": 2}, "algorithm": {"kl_coef": 0.1}},
+        {"train": {"epochs": 2, "minibatches": 2}, "algorithm": {"kl": {"coef": 0.1}}},
         {"model": {"dtype": "bfloat16"}, "optimizer": {"learning_rate": 1e-3}},
     ],
     ids=["float32", "bfloat16"],
@@ -57,20 +59,20 @@ def test_save_load_continue_equals_uninterrupted(
     config = make_config(**sections)
     learner = Learner(config)
     for step in range(3):
-        learner.update(batches[step], update_index=step)
+        learner.update(BatchShard.whole(batches[step]), update_index=step)
     path = save_checkpoint(tmp_path, "job_1", 3, learner.state(), {"version": 3})
-    expected = [learner.update(batches[step], update_index=step) for step in range(3, 6)]
+    expected = [learner.update(BatchShard.whole(batches[step]), update_index=step) for step in range(3, 6)]
 
     resumed = Learner(config)
     loaded = load_checkpoint(path)
     torch.rand(5)  # the generator of this process stands elsewhere
     resumed.load_state(loaded.state)
-    assert torch.equal(torch.get_rng_state(), loaded.state.rng["cpu"])
-    metrics = [resumed.update(batches[step], update_index=step) for step in range(loaded.number, 6)]
+    assert torch.equal(torch.get_rng_state(), loaded.state.models["policy"].rng["cpu"])
+    metrics = [resumed.update(BatchShard.whole(batches[step]), update_index=step) for step in range(loaded.number, 6)]
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(learner.weights(), resumed.weights(), strict=True))
     for before, after in zip(expected, metrics, strict=True):
-        assert {k: v for k, v in before.items() if "update_s/" not in k} == {
-            k: v for k, v in after.items() if "update_s/" not in k
+        assert {k: v for k, v in before.items() if not k.startswith(("update_s/", "speed/"))} == {
+            k: v for k, v in after.items() if not k.startswith(("update_s/", "speed/"))
         }
 
 
@@ -171,7 +173,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, make_config: C
     learner = Learner(make_config())
     with pytest.raises(CheckpointError, match="does not fit the model"):
         learner.load_state(small_state())
-    with_reference = Learner(make_config(algorithm={"kl_coef": 0.1}))
+    with_reference = Learner(make_config(algorithm={"kl": {"coef": 0.1}}))
     with pytest.raises(CheckpointError, match="reference policy"):
         with_reference.load_state(learner.state())
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.services.trainer.backends.local import open_local
 from penstock.services.trainer.learner import Learner
 from penstock.services.trainer.optimizer import decayed_names
 from penstock.services.trainer.packing import columns_of, microbatches
+from penstock.services.trainer.sharding import BatchShard
 from penstock.shared.config.job import JobConfig
-from penstock.shared.models.decoder import selected_logprobs
 from penstock.shared.models.loading import build_model
 from penstock.shared.protocol.trajectory import Group
 
@@ -26,6 +27,10 @@ def weights_of(learner: Learner) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in learner.weights()}
 
 
+def update(learner: Learner, groups: list[Group], *, update_index: int = 0) -> dict[str, float]:
+    return learner.update(BatchShard.whole(groups), update_index=update_index)
+
+
 def assert_same(left: dict[str, Tensor], right: dict[str, Tensor], *, atol: float) -> None:
     for name, tensor in left.items():
         torch.testing.assert_close(tensor, right[name], rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
@@ -34,6 +39,7 @@ def assert_same(left: dict[str, Tensor], right: dict[str, Tensor], *, atol: floa
 def naive_update(config: JobConfig, groups: list[Group]) -> tuple[dict[str, Tensor], list[float]]:
     """GRPO as the paper reads: one sequence at a time through the library's own forward, torch's plain AdamW."""
     algorithm, optimizer = config.algorithm, config.optimizer
+    kl_coef = algorithm.kl.coef if algorithm.kl is not None else 0.0
     model = build_model(config.model, 54, seed=config.seed)
     reference = build_model(config.model, 54, seed=config.seed)
     names = decayed_names(model)
@@ -72,7 +78,7 @@ def naive_update(config: JobConfig, groups: list[Group]) -> tuple[dict[str, Tens
                     token = -torch.minimum(ratio * advantage, clipped * advantage)
                     with torch.no_grad():
                         log_ref = torch.distributions.Categorical(logits=logits(reference, group, i)).log_prob(targets)
-                    token = token + algorithm.kl_coef * ((log_ref - logp).exp() - (log_ref - logp) - 1)
+                    token = token + kl_coef * ((log_ref - logp).exp() - (log_ref - logp) - 1)
                     token = token - algorithm.entropy_coef * distribution.entropy()
                     sums.append(token[chosen].sum())
                     lengths.append(int(chosen.sum()))
@@ -97,8 +103,8 @@ def naive_update(config: JobConfig, groups: list[Group]) -> tuple[dict[str, Tens
         {},
         {"train": {"epochs": 2, "minibatches": 2}},
         {"algorithm": {"aggregation": "sequence_mean", "scale_by_std": False, "clip_high": 0.05}},
-        {"algorithm": {"aggregation": "constant", "kl_coef": 0.3, "entropy_coef": 0.2}, "train": {"epochs": 3}},
-        {"algorithm": {"kl_coef": 0.3}, "train": {"minibatches": 4, "max_tokens_per_microbatch": 32}},
+        {"algorithm": {"aggregation": "constant", "kl": {"coef": 0.3}, "entropy_coef": 0.2}, "train": {"epochs": 3}},
+        {"algorithm": {"kl": {"coef": 0.3}}, "train": {"minibatches": 4, "max_tokens_per_microbatch": 32}},
         {"model": {"config": {"arch": "llama", "hidden_size": 32, "num_layers": 1, "num_kv_heads": 4}}},
     ],
     ids=["plain", "epochs-minibatches", "sequence-mean", "constant-kl-entropy", "kl-microbatches", "llama"],
@@ -107,23 +113,24 @@ def test_update_matches_the_naive_loop(make_config: Config, batch: list[Group], 
     config = make_config(optimizer={"eps": 1e-3}, **sections)
     expected, losses = naive_update(config, batch)
     learner = Learner(config)
-    metrics = learner.update(batch, update_index=0)
+    metrics = update(learner, batch)
     assert metrics["loss/total"] == pytest.approx(np.mean(losses), abs=2e-6)
     assert metrics["optimizer/steps"] == len(losses)
     assert_same(weights_of(learner), expected, atol=2e-5)
 
 
 def test_same_state_and_batch_give_the_same_bytes(make_config: Config, batch: list[Group]) -> None:
-    config = make_config(train={"epochs": 2, "minibatches": 2}, algorithm={"kl_coef": 0.1})
+    config = make_config(train={"epochs": 2, "minibatches": 2}, algorithm={"kl": {"coef": 0.1}})
     learner = Learner(config)
     start = learner.state()
     results = []
     for _ in range(2):
         learner.load_state(start)
-        metrics = learner.update(batch, update_index=3)
-        results.append((weights_of(learner), {k: v for k, v in metrics.items() if not k.startswith("update_s/")}))
+        metrics = update(learner, batch, update_index=3)
+        timeless = {k: v for k, v in metrics.items() if not k.startswith(("update_s/", "speed/"))}
+        results.append((weights_of(learner), timeless))
     again = Learner(config)
-    again.update(batch, update_index=3)
+    update(again, batch, update_index=3)
     assert all(torch.equal(tensor, results[1][0][name]) for name, tensor in results[0][0].items())
     assert all(torch.equal(tensor, results[0][0][name]) for name, tensor in again.weights())
     assert results[0][1] == results[1][1]
@@ -132,8 +139,8 @@ def test_same_state_and_batch_give_the_same_bytes(make_config: Config, batch: li
 def gradient(config: JobConfig, groups: list[Group]) -> dict[str, Tensor]:
     """Of the whole batch: the first moment after one unclipped step."""
     learner = Learner(config)
-    learner.update(groups, update_index=0)
-    moments = learner.state().optimizer
+    update(learner, groups)
+    moments = learner.state().models["policy"].optimizer
     return {n.removeprefix("exp_avg."): t * 10 for n, t in moments.items() if n.startswith("exp_avg.")}
 
 
@@ -141,7 +148,7 @@ def gradient(config: JobConfig, groups: list[Group]) -> dict[str, Tensor]:
 def test_the_cut_into_microbatches_changes_no_gradient(
     make_config: Config, batch: list[Group], aggregation: str
 ) -> None:
-    sections = {"algorithm": {"aggregation": aggregation, "kl_coef": 0.1}, "optimizer": {"max_grad_norm": 1e9}}
+    sections = {"algorithm": {"aggregation": aggregation, "kl": {"coef": 0.1}}, "optimizer": {"max_grad_norm": 1e9}}
     whole = gradient(make_config(**sections), batch)
     for limit in (16, 50, 120):
         cut = gradient(make_config(train={"max_tokens_per_microbatch": limit}, **sections), batch)
@@ -154,8 +161,8 @@ def test_leaving_out_sequences_without_signal_changes_no_gradient(make_config: C
     short = make_config(optimizer=optimizer)
     full = make_config(optimizer=optimizer, algorithm={"entropy_coef": 1e-12})
     assert_same(gradient(short, batch), gradient(full, batch), atol=1e-6)
-    short_metrics = Learner(short).update(batch, update_index=0)
-    full_metrics = Learner(full).update(batch, update_index=0)
+    short_metrics = update(Learner(short), batch)
+    full_metrics = update(Learner(full), batch)
     assert short_metrics["tokens/forward"] < full_metrics["tokens/forward"] == full_metrics["tokens/scored"]
     assert short_metrics["loss/policy"] == pytest.approx(full_metrics["loss/policy"], abs=1e-6)
 
@@ -167,22 +174,22 @@ def test_a_batch_without_any_signal_steps_as_a_zero_gradient_does(
     results = []
     for entropy_coef in (0.0, 1e-30):
         learner = Learner(make_config(algorithm={"entropy_coef": entropy_coef}, optimizer={"eps": 1e-3}))
-        learner.update(batch, update_index=0)
+        update(learner, batch)
         before = weights_of(learner)
-        metrics = learner.update(flat, update_index=1)
+        metrics = update(learner, flat, update_index=1)
         results.append(weights_of(learner))
         assert any(not torch.equal(before[n], t) for n, t in results[-1].items()), "momentum goes on"
     assert_same(results[0], results[1], atol=1e-6)
     assert metrics["groups/no_signal"] == 4
     learner = Learner(make_config())
-    metrics = learner.update(flat, update_index=0)
+    metrics = update(learner, flat)
     assert metrics["tokens/forward"] == 0
     assert metrics["optimizer/grad_norm"] == 0
     assert "mismatch/kl" not in metrics
 
 
 def test_metrics_say_what_happened(make_config: Config, batch: list[Group]) -> None:
-    metrics = Learner(make_config()).update(batch, update_index=0)
+    metrics = update(Learner(make_config()), batch)
     rewards = np.concatenate([g.rewards[~g.failed] for g in batch])
     assert metrics["reward/mean"] == pytest.approx(rewards.mean())
     assert metrics["reward/std"] == pytest.approx(rewards.std())
@@ -202,22 +209,18 @@ def test_metrics_say_what_happened(make_config: Config, batch: list[Group]) -> N
 def test_on_policy_samples_show_no_mismatch_and_no_clip(make_config: Config, batch: list[Group]) -> None:
     """Behaviour log-probs taken from the trainer itself: ratio 1 on every token."""
     config = make_config()
-    learner = Learner(config)
+    sampler = open_local(config, "policy", "cpu")
     groups = []
     for group in batch:
         columns = columns_of([replace(group, failed=np.zeros(4, bool), mask=np.ones_like(group.mask))])
         logprobs = np.zeros_like(group.logprobs)
         for micro in microbatches(columns, np.arange(4), 10_000):
-            with torch.no_grad():
-                values, _ = selected_logprobs(
-                    learner.model, micro.tokens, micro.select_M, micro.targets_M,
-                    temperature=config.sampling.temperature, entropy=False,
-                )  # fmt: skip
+            values = sampler.score(micro, temperature=config.sampling.temperature)
             for row in range(4):
                 a, b = group.cu_seqlens[row : row + 2]
                 logprobs[a:b] = values[micro.rows_M == row].numpy()
         groups.append(replace(group, logprobs=logprobs))
-    metrics = learner.update(groups, update_index=0)
+    metrics = update(Learner(config), groups)
     assert metrics["mismatch/logprob"] < 1e-6
     assert metrics["policy/clip_low"] == metrics["policy/clip_high"] == 0
     assert metrics["policy/ratio_max"] == pytest.approx(1, abs=1e-5)
@@ -226,16 +229,19 @@ def test_on_policy_samples_show_no_mismatch_and_no_clip(make_config: Config, bat
 def test_repeated_updates_raise_the_probability_of_what_is_rewarded(
     make_config: Config, make_group: Callable[..., Group]
 ) -> None:
-    learner = Learner(make_config(optimizer={"learning_rate": 3e-3}))
+    config = make_config(optimizer={"learning_rate": 3e-3})
+    learner = Learner(config)
+    model = build_model(config.model, 54, seed=0)
     group = make_group(0, [1, 0, 0, 0], lengths=[6, 6, 6, 6])
 
     @torch.no_grad()
     def rewarded() -> float:
         ids = torch.from_numpy(np.concatenate([group.prompt_ids, group.token_ids[:6]]).astype(np.int64))
-        logits = learner.model(input_ids=ids[None]).logits[0, -7:-1] / 0.7
+        model.load_state_dict(dict(learner.weights()), strict=False)
+        logits = model(input_ids=ids[None]).logits[0, -7:-1] / 0.7
         return float(torch.log_softmax(logits, -1).gather(-1, ids[-6:, None]).sum())
 
     before = rewarded()
     for i in range(5):
-        learner.update([group], update_index=i)
+        update(learner, [group], update_index=i)
     assert rewarded() > before + 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock.services.trainer.optimizer import Optimizer, decayed_names
 from penstock.shared.config.job import JobConfig, OptimizerConfig
-from penstock.shared.errors import CheckpointError
+from penstock.shared.errors import CheckpointError, ConfigError
 from penstock.shared.models.loading import build_model
 
 
@@ -128,3 +129,51 @@ def test_a_state_of_another_model_is_refused() -> None:
         optimizer.load_state({**state, "exp_avg.1.bias": torch.zeros(9)})
     with pytest.raises(CheckpointError, match="1 names differ"):
         optimizer.load_state({name: t for name, t in state.items() if name != "step.1.bias"})
+
+
+def wide() -> nn.Module:
+    """Large enough for blocks of 8-bit moments."""
+    torch.manual_seed(0)
+    return nn.Linear(128, 64)
+
+
+def descend(model: nn.Module, optimizer: Optimizer, steps: int) -> float:
+    """Towards a constant output; the loss before the last step."""
+    inputs = torch.randn(32, 128, generator=torch.Generator().manual_seed(1))
+    value = 0.0
+    for _ in range(steps):
+        loss = (model(inputs) - 1).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step(1e-2)
+        value = float(loss.detach())
+    return value
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_moments_of_8_bits_learn_alike_and_continue_from_their_state() -> None:
+    pytest.importorskip("bitsandbytes", exc_type=ImportError)
+    config = OptimizerConfig(type="adamw_8bit")
+    model, exact = wide(), wide()
+    optimizer = Optimizer(model, config)
+    assert descend(model, optimizer, 30) == pytest.approx(
+        descend(exact, Optimizer(exact, OptimizerConfig()), 30), rel=0.2
+    )
+    weights, state = {n: p.detach().clone() for n, p in model.named_parameters()}, optimizer.state()
+    assert state["state1.weight"].dtype == torch.uint8
+    assert state["step.weight"].item() == 30
+    descend(model, optimizer, 2)
+
+    again = wide()
+    restored = Optimizer(again, config)
+    again.load_state_dict(weights)
+    restored.load_state(state)
+    descend(again, restored, 2)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+    with pytest.raises(CheckpointError, match="does not fit"):
+        Optimizer(wide(), OptimizerConfig()).load_state(state)
+
+
+def test_without_the_library_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ConfigError, match="needs bitsandbytes"):
+        Optimizer(wide(), OptimizerConfig(type="adamw_8bit"))

@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.services.trainer.packing import columns_of, columns_of_rows, microbatches, minibatches
+from penstock.services.trainer.collective import Alone
+from penstock.services.trainer.facts import gather_facts
+from penstock.services.trainer.minibatches import Minibatch, minibatches
+from penstock.services.trainer.packing import columns_of, columns_of_rows, microbatches
+from penstock.services.trainer.sharding import BatchShard
 from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol.trajectory import Group
 
@@ -96,23 +100,34 @@ def test_a_trajectory_without_tokens_keeps_its_reward_and_scores_nothing(make_gr
     assert [m.rows_M.unique().tolist() for m in packs] == [[1]]
 
 
+def cut(groups: list[Group], *, number: int, **rows: np.ndarray) -> list[Minibatch]:
+    columns = columns_of(groups)
+    facts = gather_facts(columns, BatchShard.whole(groups), Alone())
+    nobody = {name: np.zeros(len(columns.group_B), bool) for name in ("skip_B", "excluded_B")}
+    return minibatches(columns, facts, Alone(), number=number, max_tokens=10_000, **(nobody | rows))
+
+
+def rows_of(part: Minibatch) -> set[int]:
+    return set(torch.cat([m.rows_M for m in part.microbatches if m is not None]).tolist())
+
+
 def test_minibatches_are_runs_of_whole_groups_in_manifest_order(batch: list[Group]) -> None:
     columns = columns_of(batch)
-    skip = np.zeros(15, bool)
-    parts = minibatches(columns, number=2, max_tokens=10_000, skip_B=skip)
-    rows = [set(torch.cat([m.rows_M for m in part.microbatches]).tolist()) for part in parts]
-    assert rows[0] <= set(range(7))
-    assert rows[1] <= set(range(7, 15))
+    parts = cut(batch, number=2)
+    assert rows_of(parts[0]) <= set(range(7))
+    assert rows_of(parts[1]) <= set(range(7, 15))
     assert [p.num_tokens for p in parts] == [int(columns.scored_B[:7].sum()), int(columns.scored_B[7:].sum())]
 
 
-def test_skipped_rows_count_in_the_denominators(batch: list[Group]) -> None:
-    columns = columns_of(batch)
-    skip = np.arange(15) >= 11
-    (full,) = minibatches(columns, number=1, max_tokens=10_000, skip_B=np.zeros(15, bool))
-    (part,) = minibatches(columns, number=1, max_tokens=10_000, skip_B=skip)
-    assert (part.num_tokens, part.num_sequences) == (full.num_tokens, full.num_sequences)
-    assert set(part.microbatches[0].rows_M.tolist()) <= set(range(11))
+def test_skipped_rows_count_in_the_denominators_and_excluded_ones_do_not(batch: list[Group]) -> None:
+    columns, late = columns_of(batch), np.arange(15) >= 11
+    (full,) = cut(batch, number=1)
+    (skipped,) = cut(batch, number=1, skip_B=late)
+    (excluded,) = cut(batch, number=1, excluded_B=late)
+    assert (skipped.num_tokens, skipped.num_sequences) == (full.num_tokens, full.num_sequences)
+    assert excluded.num_tokens == int(columns.scored_B[:11].sum()) < full.num_tokens
+    assert excluded.num_sequences == full.num_sequences - 4
+    assert rows_of(skipped) == rows_of(excluded) == rows_of(full) - {11, 12, 13, 14}
 
 
 def test_an_empty_prompt_is_refused(make_group: Make) -> None:
@@ -122,8 +137,22 @@ def test_an_empty_prompt_is_refused(make_group: Make) -> None:
 
 
 def test_a_batch_of_failures_is_refused(make_group: Make) -> None:
+    group = make_group(0, failed=[0, 1, 2, 3])
     with pytest.raises(ProtocolError, match="all 4 trajectories"):
-        columns_of([make_group(0, failed=[0, 1, 2, 3])])
+        gather_facts(columns_of([group]), BatchShard.whole([group]), Alone())
+
+
+def test_the_greedy_completion_is_a_baseline_and_no_row(make_group: Make) -> None:
+    group = make_group(0, [1, 0, 0, 0.25])
+    columns = columns_of([replace(group, greedy=np.array([False, False, False, True]))])
+    assert columns.rewards_B.tolist() == [1, 0, 0]
+    assert (columns.baseline_G.tolist(), columns.num_failed) == ([0.25], 0)
+
+
+def test_no_group_at_all_makes_empty_columns() -> None:
+    columns = columns_of([])
+    assert (len(columns.group_B), len(columns.tokens), columns.num_groups) == (0, 0, 0)
+    assert len(columns.counted()) == 0
 
 
 def test_supervised_rows_score_the_whole_answer() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from penstock.services.trainer.learner import Learner
+from penstock.services.trainer.sharding import BatchShard
 from penstock.shared.config.job import JobConfig
 from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol.trajectory import Group
@@ -39,16 +40,26 @@ def test_it_learns_and_leaves_a_fresh_optimizer(make_config: Config) -> None:
     assert len(losses) == 30
     assert losses[0] > 2
     assert losses[-1] < 0.3
-    assert not any(t.any() for name, t in learner.state().optimizer.items() if not name.startswith("master."))
+    moments = learner.state().models["policy"].optimizer
+    assert not any(tensor.any() for name, tensor in moments.items() if not name.startswith("master."))
 
 
 def test_the_reference_policy_is_the_warm_one(make_config: Config, batch: list[Group]) -> None:
-    learner = Learner(make_config(algorithm={"kl_coef": 0.5}))
+    learner = Learner(make_config(algorithm={"kl": {"coef": 0.5}}))
     learner.warm_start([ROWS] * 3)
-    state = learner.state()
+    state, shard = learner.state().models["policy"], BatchShard.whole(batch)
     assert all(torch.equal(tensor, state.reference[name]) for name, tensor in state.weights.items())
-    assert learner.update(batch, update_index=0)["policy/kl_ref"] == pytest.approx(0, abs=1e-9)
-    assert learner.update(batch, update_index=1)["policy/kl_ref"] > 1e-6
+    assert learner.update(shard, update_index=0)["policy/kl_ref"] == pytest.approx(0, abs=1e-9)
+    assert learner.update(shard, update_index=1)["policy/kl_ref"] > 1e-6
+
+
+def test_the_critic_starts_from_the_body_of_the_warm_policy(make_config: Config) -> None:
+    learner = Learner(make_config(algorithm={"type": "ppo", "group_size": 4}))
+    learner.warm_start([ROWS] * 3)
+    policy, critic = (learner.state().models[role].weights for role in ("policy", "critic"))
+    assert set(critic) - set(policy) == {"score.weight"}
+    assert not critic["score.weight"].any()
+    assert all(torch.equal(tensor, policy[name]) for name, tensor in critic.items() if name in policy)
 
 
 def test_a_row_without_prompt_is_refused(make_config: Config) -> None:

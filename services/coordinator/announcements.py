@@ -1,0 +1,39 @@
+"""What a job's decisions look like to people: rows of EVENTS."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from penstock.services.coordinator.ledger import NO_SIGNAL
+from penstock.services.coordinator.outbox import Outbox
+from penstock.shared.protocol.events import (
+    BatchTrained,
+    BestCheckpoint,
+    Checkpointed,
+    Dropped,
+    Event,
+    LineageForked,
+)
+
+__all__ = ["announce"]
+
+
+def announce(outbox: Outbox, events: Iterable[Event]) -> None:
+    """Tell of the decisions that people care about."""
+    for event in events:
+        match event:
+            case Checkpointed():
+                why = f" ({event.reason})" if event.reason else ""
+                text = f"checkpoint after update {event.number}{why} at {event.path}"
+                outbox.event("info", "checkpoint", text, number=event.number, reason=event.reason)
+            case BestCheckpoint():
+                text = f"checkpoint {event.number} is the best: {event.metric} {event.value:.4g} after {event.step}"
+                outbox.event("info", "best", text, number=event.number, value=event.value)
+            case Dropped() if event.reason not in ("run_ended", "cancelled", NO_SIGNAL):
+                outbox.event("warning", "dropped", f"{len(event.draws)} draws dropped: {event.reason}")
+            case LineageForked():
+                outbox.event("warning", "lineage_forked", f"rolled back from batch {event.from_batch}: {event.reason}")
+            case BatchTrained() if event.number == 1:
+                outbox.event("info", "step", "first policy update done")
+            case _:
+                pass

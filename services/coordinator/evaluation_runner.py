@@ -1,0 +1,204 @@
+"""Leads one evaluation job: a ticket per held-out prompt, a group per answer, and what the rewards add up to.
+
+There is no ledger: the answers themselves are durable; another leader counts those in EXPERIENCE and asks for the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from penstock.services.coordinator.carrier import Carrier
+from penstock.services.coordinator.evaluation import Scores, evaluation_tickets
+from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.outbox import Outbox
+from penstock.services.coordinator.store import JobStore
+from penstock.services.coordinator.why import wait_row, worker_waits
+from penstock.shared.config.evaluation_job import EvaluationJob
+from penstock.shared.data.check import check_data
+from penstock.shared.errors import DataError, NotFound, ProtocolError
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.jobs import JobRecord
+from penstock.shared.protocol.messages import Ack, Report, Ticket
+from penstock.shared.protocol.trajectory import GroupHeader, parse_group_header
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["EvaluationRunner"]
+
+TICK_S = 0.25
+LONGEST_S = 7 * 86400.0
+"""Deadline of tickets where the job gives none."""
+
+
+class EvaluationRunner:
+    """The leader's task for one evaluation job; ends when the job does."""
+
+    def __init__(self, bus: Bus, store: JobStore, members: Members, record: JobRecord, *, epoch: int) -> None:
+        self.bus, self.members = bus, members
+        self.job, self.record, self.epoch = record.id, record, epoch
+        self.config = EvaluationJob.parse(record.spec)
+        self.outbox = Outbox(bus, store, self.job)
+        self.carrier = Carrier(bus, self.job, epoch)
+        self.scores = Scores()
+        self.expected: set[int] = set()
+        self.ready = False
+        self._num_prompts = 0
+        self._next_seq = 1
+        self._failure = ""
+        self._error = ""
+        self._changed = asyncio.Event()
+
+    async def lead(self) -> None:
+        """Count what is there, ask for the rest, and end the job when every prompt is answered."""
+        try:
+            summary = await asyncio.to_thread(check_data, self.config.data_config)
+        except DataError as error:
+            await self.outbox.fail(str(error))
+            return
+        self._num_prompts = min(self.config.evaluation.num_prompts, summary.num_eval)
+        self.expected = set(range(self._num_prompts))
+        for message in await self.bus.read(subjects.EXPERIENCE, subjects.experience(self.job), headers_only=True):
+            await self._take(message.seq, message.headers)
+        deadline = self.record.created_at.timestamp() + (self.config.limits.timeout_s or LONGEST_S)
+        tickets = evaluation_tickets(self.expected, 0, deadline=deadline, epoch=self.epoch)
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(self.outbox.run()),
+                tasks.create_task(self._follow()),
+                tasks.create_task(self._serve()),
+            ]
+            if tickets:
+                await self.carrier.publish_tickets(tickets)
+            self.ready = True
+            await self._until_over(deadline)
+            await self.outbox.flush()
+            for task in running:
+                task.cancel()
+
+    async def _until_over(self, deadline: float) -> None:
+        while not (phase := self._end(deadline)):
+            self._report("running", "")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self._changed.wait()
+            self._changed.clear()
+        values = self.scores.values(self.config.evaluation) | {"eval/missing": float(len(self.expected))}
+        shown = ", ".join(f"{name} {values[name]:.4g}" for name in self.config.evaluation.metrics if name in values)
+        if shown:
+            self.outbox.metrics("eval", 0, 0, values)
+            self.outbox.event("info", "evaluation", shown)
+        self._report(phase, self._failure or shown)
+
+    def _end(self, deadline: float) -> str:
+        """The terminal phase, or '' while there is something to wait for."""
+        if self.record.desired_state == "cancelled":
+            return "cancelled"
+        if not self._failure and self.expected and time.time() > deadline:
+            self._failure = f"limits.timeout_s: {len(self.expected)} of {self._num_prompts} prompts were not answered"
+        if not self._failure and not self.expected and not (self.scores.greedy or any(self.scores.sampled.values())):
+            self._failure = f"nothing could be scored: {self._error or 'every prompt was left out'}"
+        if self._failure:
+            return "failed"
+        return "" if self.expected else "succeeded"
+
+    def want(self, record: JobRecord) -> None:
+        """The job's record changed."""
+        self.record = record
+        self._changed.set()
+
+    # -- facts -------------------------------------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        subject = subjects.experience(self.job)
+        async for message in self.bus.follow(subjects.EXPERIENCE, subject, start_seq=self._next_seq, headers_only=True):
+            await self._take(message.seq, message.headers)
+
+    async def _take(self, seq: int, headers: Mapping[str, str]) -> None:
+        self._next_seq = seq + 1
+        try:
+            header = parse_group_header(headers)
+        except ProtocolError as error:
+            await self.bury(subjects.EXPERIENCE, seq, None, reason=f"undecodable: {error}", attempts=1)
+            return
+        if header.draw.ordinal not in self.expected:
+            await self.carrier.delete(range(seq, seq + header.num_messages))
+            return
+        self.expected.discard(header.draw.ordinal)
+        self._count(header)
+        self._changed.set()
+
+    def _count(self, header: GroupHeader) -> None:
+        if header.skipped:
+            self.scores.failed += self.config.completions_per_group
+            self._error = self._error or header.skipped
+            return
+        greedy = header.greedy or [False] * len(header.rewards)
+        self.scores.take(header.draw.ordinal, header.rewards, header.failed, greedy)
+        self._error = self._error or header.error
+
+    async def bury(self, stream: str, seq: int, draw: Draw | None, *, reason: str, attempts: int) -> None:
+        """A message of a work queue is dead: its prompt counts as failed."""
+        if draw is None and stream == subjects.TICKETS:
+            draw = await self._draw_of(seq)
+        count = await self.carrier.keep_dead(stream, seq, reason=reason, attempts=attempts)
+        if draw is not None and draw.ordinal in self.expected:
+            self.expected.discard(draw.ordinal)
+            self.scores.failed += self.config.completions_per_group
+            self._error = self._error or reason
+            self._changed.set()
+        self.outbox.event("warning", "dead_letter", f"message {seq} of {stream}: {reason} ({attempts} attempts)")
+        await self.carrier.delete(range(seq, seq + count), stream=stream)
+
+    async def _draw_of(self, seq: int) -> Draw | None:
+        try:
+            return unpack((await self.bus.get(subjects.TICKETS, seq)).data, Ticket)[0].draw
+        except (NotFound, ProtocolError):
+            return None
+
+    async def _serve(self) -> None:
+        """A worker that cannot use the job says so here."""
+
+        async def on_report(data: bytes) -> bytes:
+            report, _ = unpack(data, Report)
+            if report.kind == "failed":
+                self._failure = self._failure or report.reason
+                self._changed.set()
+            return pack(Ack(ok=True), job=self.job, epoch=self.epoch)
+
+        server = await self.bus.serve(subjects.report(self.job), on_report)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await server.close(0.5)
+
+    # -- what people see ---------------------------------------------------------------------------------------------
+
+    def _report(self, phase: str, message: str) -> None:
+        over = phase != "running"
+        rewards = [*self.scores.greedy.values(), *(r for found in self.scores.sampled.values() for r in found)]
+        fields = {
+            "phase": phase,
+            "message": message,
+            "step": self._num_prompts - len(self.expected),
+            "total_steps": self._num_prompts,
+            "reward": sum(rewards) / len(rewards) if rewards else None,
+            "started_at": self.record.status.started_at or datetime.now(UTC),
+            "finished_at": datetime.now(UTC) if over else None,
+        }
+        self.outbox.status(fields, force=over)
+
+    def status(self) -> dict[str, Any]:
+        """What this leader sees."""
+        return {"version": 0, "running": len(self.expected)}
+
+    def why(self) -> list[dict[str, Any]]:
+        """What the job waits for."""
+        rows = worker_waits(self.job, self.members, time.monotonic(), time.time(), services=("rollout", "reward"))
+        what = f"{len(self.expected)} of {self._num_prompts} prompts"
+        return [*rows, wait_row(what, subjects.tickets(self.job), self.job)] if self.expected else rows

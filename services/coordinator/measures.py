@@ -1,0 +1,91 @@
+"""What is measured of a run: metrics of updates, evaluations of exact versions, and the goals that follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from penstock.services.coordinator.evaluation import EvaluationPlan
+from penstock.services.coordinator.goals import Goals
+from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.outbox import Outbox
+from penstock.services.coordinator.tally import Tally
+from penstock.shared.config.job import JobConfig
+from penstock.shared.protocol.events import BatchSealed
+from penstock.shared.protocol.messages import Report, Ticket
+
+__all__ = ["Measures"]
+
+
+class Measures:
+    """Rows of METRICS come from here. ``reward`` is the mean sampled reward of the newest update."""
+
+    def __init__(self, config: JobConfig, outbox: Outbox) -> None:
+        self.config, self.outbox = config, outbox
+        self.plan = EvaluationPlan(config.evaluation, 0)
+        self.goals = Goals(config.early_stop, config.checkpoint.keep_best)
+        self.tally = Tally(config.groups_per_batch)
+        self.reward: float | None = None
+        self._warned = False
+
+    def recall(self, rows: Iterable[dict[str, Any]], state: LedgerState, *, num_eval: int, now: float) -> None:
+        """Take up what earlier leaders measured: the job's rows of METRICS, oldest first."""
+        self.plan = EvaluationPlan(self.config.evaluation, num_eval)
+        self.goals.begin(state.best)
+        newest: dict[str, float] = {}
+        for row in rows:
+            values = {name: value for name, value in row["values"].items() if value is not None}  # null: not finite
+            self.goals.take(values, int(row["step"]))
+            if row["kind"] == "eval":
+                self.plan.done.add(int(row["step"]))
+            else:
+                newest = values
+        self.reward = newest.get("reward/mean")
+        self.tally.begin(now, newest)
+
+    # -- updates -----------------------------------------------------------------------------------------------------
+
+    def after_update(self, report: Report, batch: BatchSealed, state: LedgerState, now: float) -> None:
+        """An update was made; ``batch`` is what it trained."""
+        self.reward = report.metrics.get("reward/mean", self.reward)
+        trained = report.metrics.get("tokens/trained", float(sum(group.tokens for group in batch.groups)))
+        values = {
+            **report.metrics,
+            **self.tally.row(batch, int(trained), now),
+            "draws/in_flight": float(len(state.open)),
+            "draws/dropped": float(state.dropped.total()),
+        }
+        self.outbox.metrics("train", report.batch, report.version, values)
+        self.goals.take(values, report.batch)
+        for name in self.goals.unknown(values) if not self._warned else []:
+            self.outbox.event("warning", "metric", f"'{name}' is followed but is not a metric of this job's updates")
+        self._warned = True
+
+    # -- evaluations -------------------------------------------------------------------------------------------------
+
+    def holds(self, state: LedgerState, point: int) -> bool:
+        """Whether the update after ``point`` completed ones must not be sealed yet."""
+        return self.plan.due(point) or self.goals.holds(state)
+
+    def begin_evaluation(self, state: LedgerState, *, final: bool, now: float, epoch: int) -> list[Ticket]:
+        """Tickets of the evaluation that is due now, if one is."""
+        if state.sealed or not self.plan.due(state.updates, final=final):
+            return []
+        deadline = now + self.config.train.draw_timeout_s
+        return self.plan.start(state.updates, state.version, now=now, deadline=deadline, epoch=epoch)
+
+    def end_evaluation(self, state: LedgerState, now: float) -> bool:
+        """Close the evaluation in progress, if there is one."""
+        if self.plan.current is None:
+            return False
+        point = self.plan.current.point
+        values = self.plan.finish(now)
+        self.outbox.metrics("eval", point, state.version, values)
+        shown = [f"{name} {values[name]:.3f}" for name in self.config.evaluation.metrics if name in values]
+        self.outbox.event("info", "evaluation", f"update {point}: {', '.join(shown) or 'nothing could be scored'}")
+        self.goals.take(values, state.last_trained)
+        return True
+
+    def pending(self, state: LedgerState) -> bool:
+        """Whether the end of the run must wait for an evaluation."""
+        return self.plan.current is not None or self.plan.due(state.updates, final=True)

@@ -1,0 +1,115 @@
+"""What is checked when a job is submitted, and what it would do."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.services.coordinator.checkpoints import choose_checkpoint
+from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.retention import check_room
+from penstock.services.coordinator.trackers import check_trackers
+from penstock.shared.config.data import DataConfig
+from penstock.shared.config.evaluation_job import EvaluationJob
+from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import AnyJob
+from penstock.shared.config.reward import RewardConfig
+from penstock.shared.data.check import DataSummary, check_data
+from penstock.shared.errors import ConfigError, DataError, NotFound
+from penstock.shared.protocol.jobs import JobRecord
+
+__all__ = ["plan_job", "resolve_model"]
+
+REFERENCE = re.compile(r"job:(job_[0-9a-f]{32})@(\w+)", re.ASCII)
+"""A checkpoint of another job as a model path."""
+
+
+async def resolve_model(spec: AnyJob, ledger: Callable[[str], Awaitable[LedgerState]]) -> AnyJob:
+    """``spec`` with the directory of the checkpoint that ``model.path: job:ID@NUMBER`` names.
+
+    Args:
+        ledger: the folded ledger of a job; raises NotFound for an unknown one.
+
+    Raises:
+        ConfigError: no such reference, job or checkpoint.
+    """
+    path = spec.model.path
+    if path is None or not path.startswith("job:"):
+        return spec
+    found = REFERENCE.fullmatch(path)
+    if found is None:
+        raise ConfigError(
+            f"model.path: '{path}' is no checkpoint; write job:ID@NUMBER with the full id of a job "
+            "(instead of a number also: initial, newest, final, best)"
+        )
+    try:
+        checkpoint = choose_checkpoint(await ledger(found[1]), found[2])
+    except (NotFound, ConfigError) as error:
+        raise ConfigError(f"model.path: '{path}': {error}") from None
+    return spec.model_copy(update={"model": spec.model.model_copy(update={"path": checkpoint.path})})
+
+
+async def plan_job(spec: AnyJob, records: Sequence[JobRecord], *, experience_bytes: int) -> dict[str, Any]:
+    """What a job would do here.
+
+    Raises:
+        ConfigError: it cannot run: model or data missing, or no room beside the jobs that run (``records``).
+    """
+    _check_model(spec)
+    check_room(records, spec.limits.byte_budget, experience_bytes=experience_bytes)
+    plan = await (_plan_training(spec) if isinstance(spec, JobConfig) else _plan_evaluation(spec))
+    return {
+        "spec": spec.model_dump(mode="json"),
+        **plan,
+        "bytes": {"group_max": spec.max_group_bytes, "budget": spec.limits.byte_budget},
+    }
+
+
+async def _plan_training(spec: JobConfig) -> dict[str, Any]:
+    data = await _open(spec.data, spec.reward)
+    check_trackers(spec.tracking)
+    if spec.warm_start.data:
+        await _open(spec.warm_start_data)
+    size = spec.groups_per_batch
+    prompts = data.rows_per_epoch * (spec.train.data_epochs or size)
+    if prompts < size:
+        raise ConfigError(f"train.data_epochs: {prompts} prompts do not fill one batch of {size} groups")
+    batch = {
+        "trajectories": spec.train.batch_size,
+        "groups": size,
+        "group_size": spec.algorithm.group_size,
+        "optimizer_steps": spec.train.epochs * spec.train.minibatches,
+        "draws_in_flight": spec.max_draws,
+    }
+    return {"batch": batch, "data": msgspec.to_builtins(data)}
+
+
+async def _plan_evaluation(spec: EvaluationJob) -> dict[str, Any]:
+    data = await _open(spec.data_config, spec.reward)
+    prompts = min(data.num_eval, spec.evaluation.num_prompts)
+    if not prompts:
+        raise ConfigError("data.eval: there is not a single row to evaluate")
+    measures = {"prompts": prompts, "completions": prompts * spec.completions_per_group}
+    return {"evaluation": measures | {"metrics": spec.evaluation.metrics}, "data": msgspec.to_builtins(data)}
+
+
+async def _open(config: DataConfig, reward: RewardConfig | None = None) -> DataSummary:
+    try:
+        return await asyncio.to_thread(check_data, config, reward)
+    except DataError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _check_model(spec: AnyJob) -> None:
+    path = spec.model.path
+    if path is not None and (path.startswith((".", "/", "~")) or Path(path).exists()):
+        folder = Path(path).expanduser()
+        if not folder.is_dir():
+            raise ConfigError(f"model.path: '{path}' does not exist (as seen by the coordinator)")
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"model.path: '{path}' holds no config.json; is it a Hugging Face model directory?")

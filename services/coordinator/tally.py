@@ -1,0 +1,83 @@
+"""Where a run's tokens and draws went between two updates: headers and events in, values of metrics out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from penstock.services.coordinator.gate import Candidate
+from penstock.services.coordinator.ledger import NO_SIGNAL
+from penstock.shared.protocol.events import BatchSealed, Dropped, Event
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.trajectory import GroupHeader
+from penstock.shared.runtime import metrics
+
+__all__ = ["Tally", "length_bucket"]
+
+TOKENS = metrics.counter("tokens", "Tokens generated, prefilled, trained and dropped.", ["kind"])
+DROPPED = metrics.counter("draws_dropped", "Draws that ended without training.", ["reason"])
+LAG = metrics.histogram("lag_versions", "Policy lag of trained groups.", buckets=(0, 1, 2, 4, 8, 16, 32, 64))
+
+KINDS = ("generated", "prefilled", "trained", "dropped")
+ENDS = frozenset({"run_ended", "cancelled", "failed"})
+"""Reasons of draws that the end of a run drops."""
+
+
+def length_bucket(tokens: int) -> str:
+    """Name of the bucket of a mean completion length: the next power of two, `0` where nothing is known."""
+    return str(1 << (tokens - 1).bit_length()) if tokens > 0 else "0"
+
+
+class Tally:
+    """Counts since the last row, and totals of the run. ``tokens`` of dropped groups are those that had arrived."""
+
+    def __init__(self, groups_per_batch: int) -> None:
+        self._groups_per_batch = groups_per_batch
+        self._since: Counter[str] = Counter()
+        self._totals: Counter[str] = Counter()
+        self._began = 0.0
+
+    def begin(self, now: float, last_row: Mapping[str, float]) -> None:
+        """Start counting; the totals go on from the newest row of the run."""
+        self._began = now
+        self._totals.update({kind: int(last_row.get(f"tokens_total/{kind}", 0)) for kind in KINDS})
+
+    def on_group(self, header: GroupHeader, *, duplicate: bool) -> None:
+        """A group arrived. Its prompt is prefilled once for all of its completions."""
+        self._tokens("generated", sum(header.lengths))
+        self._tokens("prefilled", header.prompt_tokens)
+        self._tokens("dropped", sum(header.lengths) if duplicate else 0)
+
+    def on_events(self, events: Iterable[Event], candidates: Mapping[Draw, Candidate]) -> None:
+        """Decisions that are about to be committed; ``candidates`` are the groups as they were before."""
+        for event in events:
+            if isinstance(event, Dropped) and event.reason not in ENDS:
+                self._since[f"dropped/{event.reason}"] += len(event.draws)
+                DROPPED.labels(event.reason).inc(len(event.draws))
+                self._since.update(f"dropped_length/{length_bucket(tokens)}" for tokens in event.lengths)
+                gone = [candidates[draw].header for draw in event.draws if draw in candidates]
+                self._tokens("dropped", sum(sum(header.lengths) for header in gone))
+
+    def row(self, batch: BatchSealed, trained_tokens: int, now: float) -> dict[str, float]:
+        """Values of the update that trained ``batch``; counting starts again."""
+        self._tokens("trained", trained_tokens)
+        seconds = max(now - self._began, 1e-6)
+        values = {f"tokens/{kind}": float(self._since[f"tokens/{kind}"]) for kind in KINDS}
+        values |= {f"tokens_per_s/{kind}": self._since[f"tokens/{kind}"] / seconds for kind in KINDS}
+        values |= {f"tokens_total/{kind}": float(self._totals[kind]) for kind in KINDS}
+        if self._totals["generated"]:
+            values["goodput"] = self._totals["trained"] / self._totals["generated"]
+        values |= {name: float(count) for name, count in self._since.items() if name.startswith("dropped")}
+        values["resample_ratio"] = self._since[f"dropped/{NO_SIGNAL}"] / self._groups_per_batch
+        for lag, count in sorted(Counter(batch.start_version - group.min_version for group in batch.groups).items()):
+            values[f"lag_groups/{lag}"] = float(count)
+        for group in batch.groups:
+            LAG.observe(batch.start_version - group.min_version)
+        self._since.clear()
+        self._began = now
+        return values
+
+    def _tokens(self, kind: str, count: int) -> None:
+        self._since[f"tokens/{kind}"] += count
+        self._totals[kind] += count
+        TOKENS.labels(kind).inc(count)

@@ -1,0 +1,1 @@
+"""Backend `fsdp`: PyTorch FSDP2 over the decoder that sampler and trainer share."""

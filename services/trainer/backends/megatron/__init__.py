@@ -1,0 +1,1 @@
+"""Backend `megatron`: megatron-core GPT models, tensor, sequence and context parallel."""

@@ -1,0 +1,78 @@
+"""Attention inside the megatron-core model: rotation and causal attention over packed sequences.
+
+megatron-core's own attention for packed sequences needs TransformerEngine. This one is the core attention of the layer
+specification: heads are already cut over the tensor-parallel ranks; tokens that are cut over context-parallel ranks are
+exchanged for heads before and back after (DeepSpeed-Ulysses, arXiv 2309.14509), so that each rank attends over whole
+sequences with a part of its heads.
+
+Shape legend: T = tokens of the microbatch, P = T with padding, C = context-parallel ranks, H = heads on this
+tensor-parallel rank, d = head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.services.trainer.backends.megatron.core import PackedSeqParams, mappings
+from penstock.shared.models.attention import CausalBlocks, rotate
+
+__all__ = ["PackedCausalAttention", "PackedSequences"]
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):  # type: ignore[misc]
+    """What attention needs to know of a microbatch; travels through megatron-core's layers as its packed parameters."""
+
+    blocks: CausalBlocks | None = None
+    rope: tuple[Tensor, Tensor] | None = None
+    """Cosines and sines [T, 1, d] of each token's position."""
+    num_tokens: int = 0
+    """T; rows beyond are padding."""
+
+
+class PackedCausalAttention(nn.Module):
+    """``core_attention`` of the layer specification."""
+
+    def __init__(self, *, pg_collection: Any, **_: Any) -> None:
+        super().__init__()
+        self._context = pg_collection.cp
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: PackedSequences,
+        **_: Any,
+    ) -> Tensor:
+        """[P / C, H, d] each (key and value with fewer heads) -> [P / C, H, d]."""
+        sequences, length = packed_seq_params, packed_seq_params.num_tokens
+        assert sequences.blocks is not None and sequences.rope is not None
+        q, k, v = (self._tokens_for_heads(x)[:length] for x in (query, key, value))
+        out = sequences.blocks.attend(rotate(q, *sequences.rope), rotate(k, *sequences.rope), v)
+        padding = len(query) * self._context.size() - length
+        return self._heads_for_tokens(F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out)
+
+    def _tokens_for_heads(self, x: Tensor) -> Tensor:
+        """[P / C, H, d] -> [P, H / C, d]."""
+        ranks = self._context.size()
+        if ranks == 1:
+            return x
+        by_rank = torch.unflatten(x, 1, (ranks, -1)).transpose(0, 1).contiguous()
+        exchanged: Tensor = mappings.all_to_all(self._context, by_rank)
+        return exchanged.flatten(0, 1)
+
+    def _heads_for_tokens(self, x: Tensor) -> Tensor:
+        """[P, H / C, d] -> [P / C, H, d]."""
+        ranks = self._context.size()
+        if ranks == 1:
+            return x
+        exchanged: Tensor = mappings.all_to_all(self._context, torch.unflatten(x, 0, (ranks, -1)).contiguous())
+        return exchanged.transpose(0, 1).flatten(1, 2)

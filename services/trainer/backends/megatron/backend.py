@@ -1,0 +1,343 @@
+"""Backend `megatron`: one model over tensor-, context- and data-parallel ranks.
+
+Shape legend: M = scored tokens of a microbatch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import version
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from penstock.services.trainer.backends.base import BackendState, LossFunction, Role, Scores, Seconds, TensorLayout
+from penstock.services.trainer.backends.local import describing_files
+from penstock.services.trainer.backends.megatron.conversion import mapping_of
+from penstock.services.trainer.backends.megatron.cpu import allocating_on
+from penstock.services.trainer.backends.megatron.groups import open_groups
+from penstock.services.trainer.backends.megatron.model import MegatronModel
+from penstock.services.trainer.backends.megatron.optimizer import ShardedOptimizer
+from penstock.services.trainer.backends.megatron.scoring import policy_scores, values
+from penstock.services.trainer.backends.megatron.weights import gathered, load, whole_shapes
+from penstock.services.trainer.environment import describe_environment
+from penstock.services.trainer.optimizer import check_fits, copy_into
+from penstock.services.trainer.packing import Microbatch
+from penstock.services.trainer.routers import Routers
+from penstock.shared.config.backend import MegatronConfig
+from penstock.shared.config.job import JobConfig, OptimizerConfig
+from penstock.shared.errors import CheckpointError, ConfigError
+from penstock.shared.models.architecture import plan_of
+from penstock.shared.models.critic import critic_of
+from penstock.shared.models.experts import RouterLoad, Routes
+from penstock.shared.models.loading import build_model, build_tokenizer
+
+__all__ = ["MegatronBackend", "open_megatron"]
+
+
+class MegatronBackend:
+    """Trains this rank's part of ``model``.
+
+    Ranks that share a microbatch (tensor and context parallel) pass the same one to every method and get the same
+    scores. The model stays in eval mode, as in ``LocalBackend``.
+
+    Args:
+        model: the policy, or a critic made by ``critic_of``; the same on every rank. Not needed afterwards.
+        tokenizer: goes into checkpoints beside the weights.
+        optimizer: its configuration.
+        parallel: how the model is cut.
+        keep_reference: hold a frozen copy of the weights for a KL term (policy only).
+        aux_loss_coef: weight of the load-balancing loss of a mixture of experts.
+
+    Raises:
+        ConfigError: megatron-core has no such model, or the model cannot be cut this way.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerFast,
+        optimizer: OptimizerConfig,
+        parallel: MegatronConfig,
+        *,
+        keep_reference: bool,
+        device: str = "cpu",
+        role: Role = "policy",
+        aux_loss_coef: float = 0.0,
+    ) -> None:
+        self._role, self._parallel, self._device = role, parallel, torch.device(device)
+        whole = {name: param.detach() for name, param in model.named_parameters()}
+        self._layout: TensorLayout = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in whole.items()]
+        self._order = list(whole)
+        self._mapping = mapping_of(
+            {name: shape for name, shape, _ in self._layout},
+            num_kv_heads=model.config.num_key_value_heads,
+            tensor_parallel=parallel.tensor_parallel,
+        )
+        self._groups = open_groups(parallel)
+        self._files = describing_files(model, tokenizer)
+        plan = plan_of(model)
+        self.routers = Routers(plan, coef=aux_loss_coef) if plan is not None and plan.sparse else None
+        self._model = self._part_of(model, whole)
+        self._reference = self._part_of(model, whole).requires_grad_(False) if keep_reference else None
+        self._seconds = Seconds()
+        self.new_optimizer(optimizer)
+
+    def accumulate(
+        self,
+        microbatch: Microbatch | None,
+        loss: LossFunction,
+        *,
+        temperature: float,
+        entropy: bool = False,
+        kl: bool = False,
+    ) -> None:
+        """See ``Backend``. Data-parallel ranks meet in ``step`` only, so one without a microbatch has nothing to do."""
+        if microbatch is None:
+            return
+        assert not kl or self._reference is not None, "built without keep_reference"
+        start = time.perf_counter()
+        with allocating_on(self._device):
+            load = RouterLoad() if self.routers is not None else None
+            value = loss(self._scores(self._model, microbatch, temperature, entropy=entropy, kl=kl, load=load))
+            if self.routers is not None and load is not None:
+                self.routers.watch(self._summed(load))
+                value = value + self.routers.penalty(load) / self._groups.tensor.size()  # every one of them adds it
+            middle = self._now()
+            value.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.collect()
+        end = self._now()
+        self._seconds.forward += middle - start
+        self._seconds.backward += end - middle
+
+    @torch.no_grad()
+    def route(self, microbatch: Microbatch | None) -> None:
+        """See ``Backend``. A table that will be replayed needs no forward pass."""
+        if microbatch is None or self.routers is None:
+            return
+        start = time.perf_counter()
+        if microbatch.experts_TNK is not None:
+            self.routers.count_table(microbatch.experts_TNK)
+        else:
+            load = RouterLoad()
+            with allocating_on(self._device):
+                self._model.hidden_states(microbatch.tokens.to(self._device), Routes(load=load))
+            self.routers.count(self._summed(load).chosen)
+        self._seconds.forward += self._now() - start
+
+    def score(self, microbatch: Microbatch | None, *, temperature: float) -> Tensor:
+        """See ``Backend``."""
+        return self._score_by(self._model, microbatch, temperature)
+
+    def reference_logprobs(self, microbatch: Microbatch | None, *, temperature: float) -> Tensor:
+        """See ``Backend``."""
+        assert self._reference is not None, "built without keep_reference"
+        return self._score_by(self._reference, microbatch, temperature)
+
+    def step(self, learning_rate: float) -> float:
+        """See ``Backend``."""
+        start = time.perf_counter()
+        norm = self._optimizer.step(learning_rate)
+        self._seconds.optimizer += self._now() - start
+        return norm
+
+    def freeze_reference(self) -> None:
+        """See ``Backend``. Does nothing without a reference."""
+        if self._reference is not None:
+            copy_into(self._reference.parameters_by_name(), self._model.parameters_by_name(), what="reference")
+
+    def new_optimizer(self, config: OptimizerConfig, *, whole: bool = False) -> None:
+        """See ``Backend``. There is no adapter, so everything is trained in any case."""
+        self._optimizer = ShardedOptimizer(
+            self._model.gpt, self._mapping, self._groups, config, sequence_parallel=self._parallel.sequence_parallel
+        )
+
+    def layout(self) -> TensorLayout:
+        """See ``Backend``."""
+        return list(self._layout)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See ``Backend``. Gathers one parameter of megatron-core at a time."""
+        return gathered(self._model.parameters_by_name(), self._mapping, self._order, self._groups)
+
+    def published_layout(self) -> TensorLayout:
+        """See ``Backend``."""
+        return self.layout()
+
+    def published(self) -> Iterator[tuple[str, Tensor]]:
+        """See ``Backend``."""
+        return self.weights()
+
+    def frozen(self) -> Iterator[tuple[str, Tensor]]:
+        """See ``Backend``."""
+        return iter(())
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """See ``Backend``."""
+        own = self._model.parameters_by_name()
+        expected = whole_shapes(own, self._mapping)
+        for name, tensor in weights:
+            if name not in expected:
+                raise CheckpointError(f"'{name}' is not a parameter of this {self._role}")
+            check_fits({name: expected[name]}, {name: tensor}, what=self._role)
+            load(own, {name: tensor}, self._mapping, self._groups)
+
+    def take_seconds(self) -> Seconds:
+        """See ``Backend``."""
+        taken, self._seconds = self._seconds, Seconds()
+        return taken
+
+    def environment(self) -> dict[str, str]:
+        """See ``Backend``."""
+        dtype = str(self._layout[0][2]).removeprefix("torch.")
+        return describe_environment(dtype=dtype, device=str(self._device)) | {
+            "backend": "megatron",
+            "megatron_core": version("megatron-core"),
+            "ranks": str(dist.get_world_size()),
+            "tensor_parallel": str(self._parallel.tensor_parallel),
+            "context_parallel": str(self._parallel.context_parallel),
+        }
+
+    def state(self) -> BackendState:
+        """See ``Backend``. Whole tensors on every rank."""
+        rng = {"cpu": torch.get_rng_state()}
+        if self._device.type == "cuda":
+            rng["cuda"] = torch.cuda.get_rng_state(self._device)
+        optimizer = {
+            f"{kind}.{name}": tensor
+            for kind, own in self._optimizer_parts().items()
+            for name, tensor in self._copy(own)
+        }
+        return BackendState(
+            weights=dict(self._copy(self._model.parameters_by_name())),
+            optimizer=optimizer,
+            reference={} if self._reference is None else dict(self._copy(self._reference.parameters_by_name())),
+            rng=rng,
+            files=self._files,
+            environment=self.environment(),
+        )
+
+    def load_state(self, state: BackendState) -> None:
+        """See ``Backend``."""
+        reference = {} if self._reference is None else self._reference.parameters_by_name()
+        moments = _by_kind(state.optimizer)
+        parts: list[tuple[str, dict[str, Tensor], dict[str, Tensor]]] = [
+            ("reference policy", {**reference}, state.reference),
+            ("checkpoint", {**self._model.parameters_by_name()}, state.weights),
+            *(("optimizer state", own, moments.pop(kind, {})) for kind, own in self._optimizer_parts().items()),
+        ]
+        if moments:
+            raise CheckpointError(f"optimizer state does not fit the model: it has no '{next(iter(moments))}'")
+        for what, own, saved in parts:  # all before the first copy: a wrong state changes nothing
+            check_fits(whole_shapes(own, self._mapping) if own else {}, saved, what=what)
+        for _, own, saved in parts:
+            if own:
+                load(own, saved, self._mapping, self._groups)
+        torch.set_rng_state(state.rng["cpu"])
+        if self._device.type == "cuda" and "cuda" in state.rng:
+            torch.cuda.set_rng_state(state.rng["cuda"], self._device)
+
+    def _part_of(self, model: PreTrainedModel, whole: dict[str, Tensor]) -> MegatronModel:
+        with allocating_on(self._device):
+            part = MegatronModel(model, self._parallel, self._groups)
+        load(part.parameters_by_name(), whole, self._mapping, self._groups)
+        return part.to(self._device).eval()
+
+    def _scores(
+        self,
+        model: MegatronModel,
+        microbatch: Microbatch,
+        temperature: float,
+        *,
+        entropy: bool = False,
+        kl: bool = False,
+        load: RouterLoad | None = None,
+    ) -> Scores:
+        batch = microbatch.to(self._device)
+        if self._role == "critic":
+            return Scores(values(model, self._groups, batch))
+        replayed = self.routers is not None and model is self._model  # the sampler never was the reference
+        return policy_scores(
+            model,
+            self._groups,
+            batch,
+            temperature=temperature,
+            entropy=entropy,
+            reference=self._reference if kl else None,
+            routes=Routes(batch.experts_TNK, load) if replayed else None,
+        )
+
+    @torch.no_grad()
+    def _score_by(self, model: MegatronModel, microbatch: Microbatch | None, temperature: float) -> Tensor:
+        if microbatch is None:
+            return torch.empty(0, device=self._device)
+        start = time.perf_counter()
+        with allocating_on(self._device):
+            scores = self._scores(model, microbatch, temperature)
+        self._seconds.forward += self._now() - start
+        return scores.values_M
+
+    def _summed(self, load: RouterLoad) -> RouterLoad:
+        """Without gradient, over the ranks that hold other tokens of the same microbatch."""
+        group = self._groups.context
+        if group.size() == 1:
+            return load
+        total = RouterLoad()
+        for layer, chosen_E in load.chosen.items():
+            own = torch.stack((load.entropy[layer], torch.tensor(float(load.num_tokens)).to(load.entropy[layer])))
+            sums = torch.cat((chosen_E.double(), load.probs[layer].detach().double(), own))
+            dist.all_reduce(sums, group=group)
+            total.chosen[layer], total.probs[layer] = sums[: len(chosen_E)].long(), sums[len(chosen_E) : -2].float()
+            total.entropy[layer], total.num_tokens = sums[-2], int(sums[-1])
+        return total
+
+    def _optimizer_parts(self) -> dict[str, dict[str, Tensor]]:
+        """This rank's optimizer state: by kind, then by megatron-core name."""
+        return _by_kind(self._optimizer.tensors())
+
+    def _copy(self, own: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in gathered(own, self._mapping, self._order, self._groups):
+            yield name, tensor.to("cpu", copy=True)
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+def open_megatron(config: JobConfig, role: Role, device: str) -> MegatronBackend:
+    """The model of ``role`` with its initial weights, cut as ``config.backend`` says.
+
+    Raises:
+        ConfigError: the model or the tokenizer cannot be loaded, or megatron-core cannot train it like this.
+    """
+    assert isinstance(config.backend, MegatronConfig)
+    tokenizer, moe = build_tokenizer(config.model), config.model.moe
+    model = build_model(config.model, len(tokenizer), seed=config.seed)
+    plan, optimizer = plan_of(model), config.optimizer
+    if moe is not None and not (plan is not None and plan.sparse):
+        raise ConfigError(f"model.moe: {type(model).__name__} has no routers that this decoder knows")
+    if role == "critic":
+        assert config.algorithm.critic is not None
+        model, optimizer = critic_of(model), config.algorithm.critic.optimizer
+    return MegatronBackend(
+        model,
+        tokenizer,
+        optimizer,
+        config.backend,
+        keep_reference=role == "policy" and config.algorithm.needs_reference,
+        device=device,
+        role=role,
+        aux_loss_coef=moe.aux_loss_coef if moe is not None and role == "policy" else 0.0,
+    )
+
+
+def _by_kind(optimizer: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    parts: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in optimizer.items():
+        kind, name = key.split(".", 1)
+        parts.setdefault(kind, {})[name] = tensor
+    return parts

@@ -1,0 +1,189 @@
+"""Hugging Face tensors and megatron-core parameters: pure functions of names and tensors.
+
+Two independent steps, each with an exact inverse. *Cutting*: a tensor-parallel rank holds a contiguous run of rows or
+columns of each Hugging Face tensor (whole heads, the same rows of gate and up). *Fusing*: megatron-core keeps some of
+these runs in one parameter: query, key and value by query group, gate above up. Moments of the optimizer have the
+shapes of their parameters and go the same way.
+
+Shape legend: n = rows of a piece on one rank, ... = the dimensions after the first.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.shared.errors import ConfigError
+
+__all__ = ["Parameter", "Piece", "cut", "fuse", "joined", "mapping_of", "split"]
+
+_GLOBAL: dict[str, tuple[str, int | None]] = {
+    "model.embed_tokens.weight": ("embedding.word_embeddings.weight", 0),
+    "model.norm.weight": ("decoder.final_layernorm.weight", None),
+    "lm_head.weight": ("output_layer.weight", 0),
+    "score.weight": ("value_head.weight", None),
+}
+_LAYER: dict[str, tuple[str, int | None]] = {
+    "input_layernorm.weight": ("input_layernorm.weight", None),
+    "self_attn.q_proj.weight": ("self_attention.linear_qkv.weight", 0),
+    "self_attn.k_proj.weight": ("self_attention.linear_qkv.weight", 0),
+    "self_attn.v_proj.weight": ("self_attention.linear_qkv.weight", 0),
+    "self_attn.q_proj.bias": ("self_attention.linear_qkv.bias", 0),
+    "self_attn.k_proj.bias": ("self_attention.linear_qkv.bias", 0),
+    "self_attn.v_proj.bias": ("self_attention.linear_qkv.bias", 0),
+    "self_attn.q_norm.weight": ("self_attention.q_layernorm.weight", None),
+    "self_attn.k_norm.weight": ("self_attention.k_layernorm.weight", None),
+    "self_attn.o_proj.weight": ("self_attention.linear_proj.weight", 1),
+    "post_attention_layernorm.weight": ("pre_mlp_layernorm.weight", None),
+    "mlp.gate_proj.weight": ("mlp.linear_fc1.weight", 0),
+    "mlp.up_proj.weight": ("mlp.linear_fc1.weight", 0),
+    "mlp.down_proj.weight": ("mlp.linear_fc2.weight", 1),
+    "mlp.gate.weight": ("mlp.router.weight", None),
+    "mlp.experts.gate_up_proj": ("mlp.experts.gate_up_proj", 1),
+    "mlp.experts.down_proj": ("mlp.experts.down_proj", 2),
+}
+_VOCABULARY = {"embedding.word_embeddings.weight", "output_layer.weight"}
+_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A Hugging Face tensor.
+
+    Attributes:
+        name: its name.
+        shape: of the whole.
+        dim: dimension along which the tensor-parallel ranks cut it; None: every rank holds the whole.
+        halves: along that dimension there are two tensors, and a rank holds a part of each.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None
+    halves: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A megatron-core parameter and what it is made of.
+
+    Attributes:
+        name: in the megatron-core model.
+        pieces: in the order in which they are fused.
+        groups: the pieces are interleaved in this many groups of rows on one rank: query groups in attention, else 1.
+        padded_rows: rows on one rank where these are padded to be equal (vocabulary); else None.
+    """
+
+    name: str
+    pieces: tuple[Piece, ...]
+    groups: int = 1
+    padded_rows: int | None = None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the ranks hold different parts."""
+        return self.pieces[0].dim is not None
+
+
+def mapping_of(shapes: Mapping[str, tuple[int, ...]], *, num_kv_heads: int, tensor_parallel: int) -> list[Parameter]:
+    """The parameters of a Llama, Qwen or Mixtral model, from its Hugging Face names and shapes.
+
+    Args:
+        shapes: of the whole tensors, tied ones once, in the model's order.
+
+    Raises:
+        ConfigError: a tensor has no place in the megatron-core model, or cannot be cut into as many parts.
+    """
+    pieces: dict[str, list[Piece]] = {}
+    for name, shape in shapes.items():
+        target, dim = _place(name)
+        pieces.setdefault(target, []).append(Piece(name, shape, dim, halves=name.endswith(".gate_up_proj")))
+    _check_cut(pieces, num_kv_heads=num_kv_heads, tensor_parallel=tensor_parallel)
+    parameters = []
+    for name, parts in pieces.items():
+        groups = num_kv_heads // tensor_parallel if ".linear_qkv." in name else 1
+        padded = math.ceil(parts[0].shape[0] / tensor_parallel) if name in _VOCABULARY else None
+        parameters.append(Parameter(name, tuple(parts), groups, padded))
+    return parameters
+
+
+def cut(whole: Tensor, piece: Piece, *, rank: int, size: int) -> Tensor:
+    """What ``rank`` of ``size`` holds of ``whole``: a contiguous run, of each half. The last ranks may hold less."""
+    if piece.dim is None:
+        return whole
+    halves = whole.chunk(2 if piece.halves else 1, piece.dim)
+    length = halves[0].shape[piece.dim]
+    per_rank = math.ceil(length / size)
+    start = min(rank * per_rank, length)
+    runs = [half.narrow(piece.dim, start, min(per_rank, length - start)) for half in halves]
+    return torch.cat(runs, piece.dim) if piece.halves else runs[0]
+
+
+def joined(parts: Sequence[Tensor], piece: Piece) -> Tensor:
+    """Inverse of ``cut``: the whole from the parts of all ranks, in rank order."""
+    if piece.dim is None:
+        return parts[0]
+    halves = zip(*(part.chunk(2 if piece.halves else 1, piece.dim) for part in parts), strict=True)
+    return torch.cat([torch.cat(half, piece.dim) for half in halves], piece.dim)
+
+
+def fuse(parts: Sequence[Tensor], parameter: Parameter) -> Tensor:
+    """One rank's parameter from its part of each piece: [sum of n, ...]; rows of padding are zero."""
+    grouped = [torch.unflatten(part, 0, (parameter.groups, -1)) for part in parts]
+    fused = torch.cat(grouped, 1).flatten(0, 1)
+    missing = (parameter.padded_rows or len(fused)) - len(fused)
+    return torch.cat((fused, fused.new_zeros(missing, *fused.shape[1:]))) if missing else fused
+
+
+def split(fused: Tensor, parameter: Parameter, *, rank: int, size: int) -> list[Tensor]:
+    """Inverse of ``fuse``: this rank's part of each piece, without padding. Views where there is one group."""
+    rows = [_rows(piece, rank, size) for piece in parameter.pieces]
+    grouped = torch.unflatten(fused.narrow(0, 0, sum(rows)), 0, (parameter.groups, -1))
+    return [part.flatten(0, 1) for part in torch.split(grouped, [n // parameter.groups for n in rows], 1)]
+
+
+def _rows(piece: Piece, rank: int, size: int) -> int:
+    """Rows of the piece on ``rank``."""
+    if piece.dim != 0:
+        return piece.shape[0]
+    per_rank = math.ceil(piece.shape[0] / size)
+    return max(0, min(per_rank, piece.shape[0] - rank * per_rank))
+
+
+def _place(name: str) -> tuple[str, int | None]:
+    match = _LAYER_NAME.fullmatch(name)
+    if match is None and name in _GLOBAL:
+        return _GLOBAL[name]
+    if match is not None and match[2] in _LAYER:
+        target, dim = _LAYER[match[2]]
+        return f"decoder.layers.{match[1]}.{target}", dim
+    raise ConfigError(
+        f"backend 'megatron' has no place for the tensor '{name}': it trains Llama, Qwen and Mixtral models without "
+        "biases other than those of query, key and value; use backend 'local' or 'fsdp'"
+    )
+
+
+def _check_cut(pieces: Mapping[str, list[Piece]], *, num_kv_heads: int, tensor_parallel: int) -> None:
+    if num_kv_heads % tensor_parallel:
+        raise ConfigError(
+            f"backend.tensor_parallel {tensor_parallel} does not divide the {num_kv_heads} key/value heads of the "
+            "model: every rank needs whole query groups"
+        )
+    for part in (part for parts in pieces.values() for part in parts):
+        if ".mlp." not in part.name or part.dim is None:
+            continue
+        width = part.shape[part.dim] // (2 if part.halves else 1)
+        if width % tensor_parallel:
+            raise ConfigError(
+                f"backend.tensor_parallel {tensor_parallel} does not divide the {width} columns of the model's MLP "
+                f"('{part.name}')"
+            )
+    for name in _VOCABULARY & pieces.keys():
+        (part,) = pieces[name]
+        if not _rows(part, tensor_parallel - 1, tensor_parallel):
+            raise ConfigError(f"a vocabulary of {part.shape[0]} is too small for tensor_parallel {tensor_parallel}")

@@ -1,0 +1,47 @@
+"""The parts of megatron-core that are used: imported in one place, quietly, and with a clear error where it is missing.
+
+Types are not checked beyond this file: megatron-core ships none.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+from penstock.shared.errors import ConfigError
+
+__all__ = [
+    "MLP",
+    "GPTModel",
+    "IdentityOp",
+    "MLPSubmodules",
+    "ModuleSpec",
+    "PackedSeqParams",
+    "SelfAttention",
+    "SelfAttentionSubmodules",
+    "TransformerBlockSubmodules",
+    "TransformerConfig",
+    "TransformerLayer",
+    "TransformerLayerSubmodules",
+    "get_bias_dropout_add",
+    "mappings",
+    "parallel_state",
+    "tensor_parallel",
+]
+
+try:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Apex and TransformerEngine, which are not used
+        from megatron.core import parallel_state, tensor_parallel
+        from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.packed_seq_params import PackedSeqParams
+        from megatron.core.tensor_parallel import mappings
+        from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+        from megatron.core.transformer.identity_op import IdentityOp
+        from megatron.core.transformer.mlp import MLP, MLPSubmodules
+        from megatron.core.transformer.spec_utils import ModuleSpec
+        from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+        from megatron.core.transformer.transformer_config import TransformerConfig
+        from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+except ImportError as error:
+    raise ConfigError(f"backend 'megatron' needs megatron-core: pip install 'penstock[megatron]' ({error})") from None

@@ -1,0 +1,161 @@
+"""Log-probs, entropy and divergence where each tensor-parallel rank holds a part of the vocabulary.
+
+No rank ever sees a whole row of logits: maximum, normaliser and the sums over the vocabulary are reduced instead.
+
+Shape legend: M = selected positions, N = those on this context-parallel rank, D = model width, W = rows of the
+vocabulary on this tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from penstock.services.trainer.backends.base import Scores
+from penstock.services.trainer.backends.megatron.core import mappings
+from penstock.services.trainer.backends.megatron.groups import Groups
+from penstock.services.trainer.backends.megatron.model import MegatronModel
+from penstock.services.trainer.packing import Microbatch
+from penstock.shared.models.decoder import MAX_LOGITS
+from penstock.shared.models.experts import Routes
+
+__all__ = ["policy_scores", "values", "vocab_parallel_log_softmax"]
+
+Normalised = Callable[[Tensor], Tensor]
+"""From places in the N selected rows to this rank's log-probs [., W]."""
+
+
+def policy_scores(
+    model: MegatronModel,
+    groups: Groups,
+    batch: Microbatch,
+    *,
+    temperature: float,
+    entropy: bool = False,
+    reference: MegatronModel | None = None,
+    routes: Routes | None = None,
+) -> Scores:
+    """Log-probs of the targets, and exact entropy and KL(policy || reference) where asked for: float32 [M].
+
+    ``routes`` are the policy's; the reference routes by itself.
+
+    The same on every rank that shares the microbatch; each rank's gradient is that of its own part.
+    """
+    here = _Selected.of(model, groups, batch)
+    log_softmax = _log_softmax_of(model, groups, batch, here, temperature=temperature, routes=routes)
+    theirs: Normalised | None = None
+    if reference is not None:
+        with torch.no_grad():
+            theirs = _log_softmax_of(reference, groups, batch, here, temperature=temperature)
+
+    def chunk(places: Tensor) -> tuple[Tensor, ...]:
+        logprobs_NW = log_softmax(places)
+        rows = [_pick(logprobs_NW, here.targets_N[places] - model.first_of_vocabulary)]
+        if entropy or theirs is not None:
+            probs_NW = logprobs_NW.exp()
+            rows.append(-(probs_NW * logprobs_NW).sum(-1))
+        if theirs is not None:
+            with torch.no_grad():
+                reference_NW = theirs(places)
+            rows.append((probs_NW * (logprobs_NW - reference_NW)).sum(-1))
+        summed: Tensor = mappings.reduce_from_tensor_model_parallel_region(torch.stack(rows), group=groups.tensor)
+        return tuple(summed)
+
+    parts = _in_chunks(
+        chunk, len(here.places_N), max(1, MAX_LOGITS // model.vocabulary_per_rank), batch.select_M.device
+    )
+    return Scores(*(here.everywhere(part) for part in parts))
+
+
+def values(model: MegatronModel, groups: Groups, batch: Microbatch) -> Tensor:
+    """Values of the states before the targets, float32 [M]; the same on every rank that shares the microbatch."""
+    here = _Selected.of(model, groups, batch)
+    hidden_ND = model.hidden_states(batch.tokens)[here.places_N]
+    return here.everywhere(model.gpt.value_head(hidden_ND)[:, 0].float())
+
+
+def vocab_parallel_log_softmax(logits_NW: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's columns of ``log_softmax`` over the columns of all ranks of ``group``. Differentiable."""
+    top_N = logits_NW.detach().amax(-1)
+    dist.all_reduce(top_N, dist.ReduceOp.MAX, group=group)
+    shifted_NW = logits_NW - top_N[:, None]
+    normaliser_N = mappings.reduce_from_tensor_model_parallel_region(shifted_NW.exp().sum(-1), group=group)
+    # Every column of every rank depends on the normaliser, so its gradient is the sum of what the ranks' columns give.
+    log_normaliser_N = mappings.copy_to_tensor_model_parallel_region(normaliser_N.log(), group=group)
+    log_softmax_NW: Tensor = shifted_NW - log_normaliser_N[:, None]
+    return log_softmax_NW
+
+
+@dataclass(frozen=True, slots=True)
+class _Selected:
+    """Which of the M selected positions lie on this context-parallel rank."""
+
+    groups: Groups
+    number: int
+    indices_N: Tensor
+    """Where they stand among the M."""
+    places_N: Tensor
+    """Where they stand among this rank's tokens."""
+    targets_N: Tensor
+
+    @classmethod
+    def of(cls, model: MegatronModel, groups: Groups, batch: Microbatch) -> _Selected:
+        rank, _ = groups.in_context()
+        run = model.tokens_per_rank(batch.tokens)
+        indices_N = (batch.select_M // run == rank).nonzero()[:, 0]
+        places_N = batch.select_M[indices_N] - rank * run
+        return cls(groups, len(batch.select_M), indices_N, places_N, batch.targets_M[indices_N])
+
+    def everywhere(self, own_N: Tensor) -> Tensor:
+        """[M] from every rank's own: sums over context-parallel ranks of which one is not zero."""
+        whole_M = own_N.new_zeros(self.number).index_put((self.indices_N,), own_N)
+        summed: Tensor = mappings.reduce_from_tensor_model_parallel_region(whole_M, group=self.groups.context)
+        return summed
+
+
+def _log_softmax_of(
+    model: MegatronModel,
+    groups: Groups,
+    batch: Microbatch,
+    here: _Selected,
+    *,
+    temperature: float,
+    routes: Routes | None = None,
+) -> Normalised:
+    hidden_ND = model.hidden_states(batch.tokens, routes)[here.places_N]
+    hidden_ND = mappings.copy_to_tensor_model_parallel_region(hidden_ND, group=groups.tensor)
+
+    def of(places: Tensor) -> Tensor:
+        logits_NW = F.linear(hidden_ND[places], model.head_weight()).float()
+        if temperature not in (0.0, 1.0):
+            logits_NW = logits_NW / temperature
+        return vocab_parallel_log_softmax(logits_NW, groups.tensor)
+
+    return of
+
+
+def _pick(logprobs_NW: Tensor, columns_N: Tensor) -> Tensor:
+    """Log-probs at these columns; 0 where the column is another rank's."""
+    width = logprobs_NW.shape[1]
+    picked_N = logprobs_NW.gather(1, columns_N.clamp(0, width - 1)[:, None])[:, 0]
+    return torch.where((columns_N >= 0) & (columns_N < width), picked_N, 0.0)
+
+
+def _in_chunks(
+    chunk: Callable[[Tensor], tuple[Tensor, ...]], number: int, size: int, device: torch.device
+) -> tuple[Tensor, ...]:
+    """``chunk`` over ``number`` places, at most ``size`` at once; logits of several chunks never exist together."""
+    places_N = torch.arange(number, device=device)
+    if number <= size:
+        return chunk(places_N)
+    parts = [
+        checkpoint(chunk, places, use_reentrant=False, preserve_rng_state=False)
+        for places in torch.split(places_N, size)
+    ]
+    return tuple(torch.cat(column) for column in zip(*parts, strict=True))

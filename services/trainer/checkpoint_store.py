@@ -1,0 +1,231 @@
+"""The directory of a checkpoint: complete and unchanged, or not there.
+
+::
+
+    <root>/<job>/<batch number, 8 digits>-<digest, 12 digits>/
+        ...               what ``checkpoint.py`` writes
+        manifest.json     number, the caller's facts, pins, and size and sha256 of every file above
+        COMMIT            sha256 of manifest.json: the checkpoint's digest
+
+Files are written and fsync'd in a directory of another name, which is then renamed; COMMIT is written last. Whatever a
+crash leaves behind has no COMMIT and is never picked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.shared.errors import CheckpointError
+
+__all__ = [
+    "CheckpointManifest",
+    "StoredCheckpoint",
+    "StoredFile",
+    "commit",
+    "describe_file",
+    "list_checkpoints",
+    "partial_directory",
+    "read_manifest",
+    "retain",
+    "sync_directory",
+    "verify_files",
+    "write_bytes",
+]
+
+SCHEMA = 2
+MANIFEST, COMMIT = "manifest.json", "COMMIT"
+_TEMPORARY = ".partial-"
+_BLOCK = 1 << 22
+
+
+class StoredFile(msgspec.Struct, frozen=True):
+    """Size and sha256 (hex) of one file."""
+
+    nbytes: int
+    sha256: str
+
+
+class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint says of itself.
+
+    ``number`` is the last batch in it (0: none). ``environment`` holds the pins of a bit-identical replay. ``meta``
+    belongs to the caller: policy version, epoch, configuration. ``files`` are named relative to the directory.
+    """
+
+    schema: int
+    job: str
+    number: int
+    meta: dict[str, Any]
+    environment: dict[str, str]
+    files: dict[str, StoredFile]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCheckpoint:
+    """A committed checkpoint on disk. ``digest`` is that of its manifest and so of every byte in it."""
+
+    path: Path
+    digest: str
+    manifest: CheckpointManifest
+
+
+def partial_directory(root: Path, job: str, number: int, token: str) -> Path:
+    """Where a checkpoint grows until it is committed; ``token`` keeps writers apart."""
+    return root / job / f"{_TEMPORARY}{number:08d}-{token}"
+
+
+def commit(
+    partial: Path,
+    *,
+    job: str,
+    number: int,
+    meta: dict[str, Any],
+    environment: dict[str, str],
+    files: Mapping[str, StoredFile],
+) -> Path:
+    """Make the durable files in ``partial`` a checkpoint; the same content at the same number exists once.
+
+    Returns:
+        Its directory.
+
+    Raises:
+        OSError: the disk does not take it.
+    """
+    manifest = CheckpointManifest(
+        schema=SCHEMA, job=job, number=number, meta=meta, environment=environment, files=dict(sorted(files.items()))
+    )
+    data = msgspec.json.format(msgspec.json.encode(manifest, order="sorted"), indent=1)
+    digest = hashlib.sha256(data).hexdigest()
+    path = partial.parent / f"{number:08d}-{digest[:12]}"
+    if (path / COMMIT).exists():
+        shutil.rmtree(partial)
+        return path
+    if path.exists():  # left by a crash before its COMMIT
+        shutil.rmtree(path)
+    write_bytes(partial / MANIFEST, data)
+    sync_directory(partial)
+    partial.rename(path)
+    sync_directory(path.parent)
+    write_bytes(path / (COMMIT + ".partial"), digest.encode())
+    (path / (COMMIT + ".partial")).rename(path / COMMIT)
+    sync_directory(path)
+    return path
+
+
+def list_checkpoints(root: Path, job: str) -> list[StoredCheckpoint]:
+    """Committed checkpoints of ``job`` whose manifest is intact, oldest batch first. Files are not read."""
+    found = []
+    for path in sorted((root / job).glob("*-*")) if (root / job).is_dir() else []:
+        if path.name.startswith(_TEMPORARY) or not (path / COMMIT).exists():
+            continue
+        try:
+            found.append(read_manifest(path))
+        except CheckpointError:
+            continue
+    return sorted(found, key=lambda c: c.manifest.number)
+
+
+def read_manifest(path: Path) -> StoredCheckpoint:
+    """The checkpoint at ``path`` without its state.
+
+    Raises:
+        CheckpointError: it is not committed, or its manifest was changed.
+    """
+    try:
+        digest = (path / COMMIT).read_text(encoding="ascii").strip()
+        data = (path / MANIFEST).read_bytes()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not a committed checkpoint: {error}") from None
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise CheckpointError(f"{path / MANIFEST} does not match its COMMIT marker: use another checkpoint")
+    try:
+        schema = msgspec.json.decode(data, type=_Versioned).schema
+        if schema != SCHEMA:
+            raise CheckpointError(f"{path} has schema {schema}; this build reads {SCHEMA}")
+        manifest = msgspec.json.decode(data, type=CheckpointManifest)
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"{path / MANIFEST} does not decode: {error}") from None
+    return StoredCheckpoint(path, digest, manifest)
+
+
+def verify_files(stored: StoredCheckpoint, *, rank: int = 0, ranks: int = 1) -> None:
+    """Compare the files with the manifest; of several ranks each reads its share.
+
+    Raises:
+        CheckpointError: a file is missing or was changed.
+    """
+    for name, expected in sorted(stored.manifest.files.items())[rank::ranks]:
+        path = stored.path / name
+        try:
+            found = describe_file(path)
+        except OSError as error:
+            raise CheckpointError(f"{path} is part of the checkpoint but cannot be read: {error}") from None
+        if found != expected:
+            raise CheckpointError(f"{path} was changed after the checkpoint was written: use another checkpoint")
+
+
+def retain(root: Path, job: str, *, keep: int, pinned: Collection[int] = ()) -> list[Path]:
+    """Delete all but the newest ``keep`` checkpoints and those of the batch numbers in ``pinned``.
+
+    What crashed writers left behind up to the newest one goes too, so only the writer of ``job`` may call this. The
+    marker is removed first: a checkpoint that is being deleted is not picked.
+
+    Returns:
+        The committed checkpoints that were deleted.
+    """
+    committed = list_checkpoints(root, job)
+    kept = {c.path for c in committed[-keep:]} | {c.path for c in committed if c.manifest.number in pinned}
+    deleted = [c.path for c in committed if c.path not in kept]
+    for path in deleted:
+        (path / COMMIT).unlink()
+        sync_directory(path)
+    newest = max((c.manifest.number for c in committed), default=-1)
+    for path in (root / job).iterdir() if (root / job).is_dir() else ():
+        if path.is_dir() and path not in kept and _number(path) <= newest:
+            shutil.rmtree(path)
+    return deleted
+
+
+def describe_file(path: Path) -> StoredFile:
+    """Size and hash of a file as it is on disk. Raises OSError."""
+    hasher = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            hasher.update(block)
+        return StoredFile(file.tell(), hasher.hexdigest())
+
+
+def write_bytes(path: Path, data: bytes) -> StoredFile:
+    """Write a file and fsync it. Raises OSError."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return StoredFile(len(data), hashlib.sha256(data).hexdigest())
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in it durable. Raises OSError."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _number(path: Path) -> int:
+    """Batch number in the name of a directory; that of something else counts as old."""
+    text = path.name.removeprefix(_TEMPORARY).partition("-")[0]
+    return int(text) if text.isdigit() else -1
+
+
+class _Versioned(msgspec.Struct):
+    schema: int

@@ -1,0 +1,118 @@
+"""Checkpoints of one job beside its training: copied at a step boundary, written while the next batches train."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.services.trainer.checkpoint import retain
+from penstock.services.trainer.crew import Crew
+from penstock.services.trainer.progress import Progress
+from penstock.services.trainer.reports import Reporter
+from penstock.shared.config.job import JobConfig
+from penstock.shared.errors import CheckpointError
+from penstock.shared.protocol.messages import Report
+
+__all__ = ["Checkpointing", "pinned_in"]
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 5.0
+"""After a checkpoint that could not be written."""
+
+
+class Checkpointing:
+    """Takes checkpoints when asked; one at a time is written.
+
+    Args:
+        root: directory of all jobs' checkpoints.
+        pinned: batch numbers whose checkpoints the coordinator wants to keep.
+        wake: called when one is due, for somebody may be waiting for a batch.
+    """
+
+    def __init__(
+        self, crew: Crew, reporter: Reporter, job: str, config: JobConfig, *, root: Path, epoch: int, pinned: set[int],
+        wake: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._crew, self._reporter = crew, reporter
+        self._job, self._config, self._root, self._epoch = job, config, root, epoch
+        self._pinned, self._wake = pinned, wake
+        self._queue: asyncio.Queue[tuple[asyncio.Task[Path], Report]] = asyncio.Queue(maxsize=1)
+        self._taken = -1
+        self._reason: str | None = None
+        self.writing = ""
+        self.seconds = 0.0
+
+    def ask(self, reason: str) -> None:
+        """Take one at the next step boundary."""
+        self._reason = reason
+        self._wake()
+
+    @property
+    def asked(self) -> bool:
+        """Whether one is due."""
+        return self._reason is not None
+
+    async def take(self, progress: Progress) -> None:
+        """Copy the state and begin to write it. Waits for the one before, so that there is one copy at a time."""
+        reason, self._reason = self._reason or "", None
+        if progress.batch == self._taken:
+            return  # asked again while it is being written
+        await self.written()
+        began = time.perf_counter()
+        meta = {
+            "version": progress.version, "epoch": self._epoch, "digest": progress.digest,
+            "config": self._config.model_dump_json(),
+        }  # fmt: skip
+        report = Report(
+            kind="checkpointed", epoch=self._epoch, batch=progress.batch, version=progress.version,
+            digest=progress.digest, reason=reason,
+        )  # fmt: skip
+        write = await self._crew.save(progress.batch, dict(meta))
+        self._taken = progress.batch
+        self.seconds += time.perf_counter() - began
+        await self._queue.put((write, report))
+
+    async def run(self) -> None:
+        """Record what was written, until cancelled. Raises Fenced."""
+        while True:
+            write, report = await self._queue.get()
+            self.writing = f"checkpoint after batch {report.batch} to be written and recorded"
+            try:
+                path = await asyncio.shield(write)
+            except CheckpointError as error:
+                await self._try_again(report, error)
+            else:
+                await self._record(report, path)
+            self.writing = ""
+            self._queue.task_done()
+
+    async def _record(self, report: Report, path: Path) -> None:
+        await self._reporter.settled()
+        data = await self._reporter.ask(msgspec.structs.replace(report, path=str(path)))
+        self._pinned = pinned_in(data) or self._pinned
+        keep = self._config.checkpoint.keep
+        await asyncio.to_thread(retain, self._root, self._job, keep=keep, pinned=self._pinned)
+
+    async def _try_again(self, report: Report, error: CheckpointError) -> None:
+        """Training goes on without it; the next one is taken at the boundary after the pause."""
+        logger.error("%s", error)
+        self.writing = f"a checkpoint to succeed: {error}"
+        await asyncio.sleep(RETRY_S)
+        self._taken = -1
+        self.ask(report.reason)
+
+    async def written(self) -> None:
+        """Return once every checkpoint that was taken is in the ledger."""
+        await self._queue.join()
+
+
+def pinned_in(data: dict[str, Any]) -> set[int]:
+    """Batch numbers whose checkpoints the coordinator wants to keep, as its answers name them."""
+    return set(data.get("pinned", ()))

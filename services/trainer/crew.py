@@ -1,0 +1,132 @@
+"""All ranks of one job as rank 0 sees them: each call is an order that every rank carries out."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from penstock.services.trainer.backends.base import LearnerState
+from penstock.services.trainer.inputs import BatchInputs
+from penstock.services.trainer.learner import Learner
+from penstock.services.trainer.orders import (
+    Close,
+    Load,
+    Open,
+    Order,
+    Publish,
+    Recall,
+    Remember,
+    Save,
+    Train,
+    WarmStart,
+)
+from penstock.services.trainer.ranks import Ranks, to_the_end
+from penstock.services.trainer.replica import Replica
+from penstock.shared.protocol.messages import BatchManifest
+
+__all__ = ["Crew"]
+
+T = TypeVar("T")
+
+
+class Crew:
+    """Rank 0's own replica, and the orders to the others.
+
+    Args:
+        ranks: None: there are no others, and a call that is cancelled leaves nobody waiting.
+    """
+
+    def __init__(self, replica: Replica, ranks: Ranks | None) -> None:
+        self._replica, self._ranks = replica, ranks
+        self.seconds = {"fetch": 0.0, "update": 0.0}
+
+    async def open(self) -> None:
+        """Build the model with its initial weights. Raises ConfigError."""
+        replica = self._replica
+        await self._order(Open(replica.job, replica.config.model_dump_json()), replica.open)
+
+    async def warm_start(self, on_step: Callable[[int, float], None]) -> None:
+        """Train on reference answers. Raises DataError."""
+        await self._order(WarmStart(), partial(self._replica.warm_start, on_step))
+
+    async def load(self, path: Path) -> None:
+        """Continue from a checkpoint. Raises CheckpointError."""
+        await self._order(Load(str(path)), partial(self._replica.load, path))
+
+    def inputs(self, last_trained: int) -> BatchInputs:
+        """See ``Replica.inputs``."""
+        return self._replica.inputs(last_trained)
+
+    async def train(self, manifest: BatchManifest, inputs: BatchInputs | None = None) -> dict[str, float]:
+        """Fetch the groups of a batch and make the update.
+
+        Raises:
+            Untrainable: some groups cannot be trained; nothing was changed.
+            ProtocolError: the batch as a whole cannot.
+        """
+
+        async def work() -> dict[str, float]:
+            began = time.perf_counter()
+            shard = await self._replica.fetch(manifest, inputs)
+            fetched = time.perf_counter()
+            metrics = await self._replica.update(shard, update_index=manifest.update_index)
+            self.seconds["fetch"] += fetched - began
+            self.seconds["update"] += time.perf_counter() - fetched
+            return metrics
+
+        return await self._order(Train(manifest), work)
+
+    async def remember(self) -> None:
+        """Copy the state."""
+        await self._order(Remember(), self._replica.remember)
+
+    async def recall(self) -> None:
+        """Go back to what was remembered."""
+        await self._order(Recall(), self._replica.recall)
+
+    async def publish(self, use: Callable[[Learner], T]) -> T:
+        """``use`` reads the whole weights of the learner once, in its thread."""
+        return await self._order(Publish(), partial(self._replica.write, use))
+
+    async def save(self, number: int, meta: dict[str, object]) -> asyncio.Task[Path]:
+        """Copy the state of every rank and begin to write it.
+
+        Returns:
+            What goes on while the next batches train. It gives the directory of the checkpoint or raises
+            CheckpointError. Do not cancel it: the other ranks write, too.
+        """
+        token = secrets.token_hex(4)
+
+        async def write(state: LearnerState) -> Path:
+            path = await self._replica.save(state, number, token, meta)
+            assert path is not None, "rank 0 commits"
+            return path
+
+        async def work() -> asyncio.Task[Path]:
+            return asyncio.create_task(write(await self._replica.copy()), name="checkpoint")
+
+        return await self._order(Save(number, token), work)
+
+    async def close(self) -> None:
+        """Forget the job."""
+
+        async def work() -> None:
+            self._replica.close()
+
+        await self._order(Close(), work)
+
+    async def _order(self, order: Order, work: Callable[[], Awaitable[T]]) -> T:
+        if self._ranks is None:
+            return await work()
+        return await to_the_end(self._carry_out(self._ranks, order, work))
+
+    async def _carry_out(self, ranks: Ranks, order: Order, work: Callable[[], Awaitable[T]]) -> T:
+        async with ranks.busy:
+            if ranks.place.size > 1:
+                await ranks.threads.compute(partial(ranks.orders.give, order))
+            return await work()

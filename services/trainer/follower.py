@@ -1,0 +1,146 @@
+"""A rank above 0: carries out the orders of rank 0, and has no say beyond its votes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from penstock.services.trainer.inputs import BatchInputs, Untrainable
+from penstock.services.trainer.orders import (
+    Close,
+    Leave,
+    Load,
+    Open,
+    Order,
+    Publish,
+    Recall,
+    Remember,
+    Save,
+    Train,
+    WarmStart,
+)
+from penstock.services.trainer.ranks import Ranks
+from penstock.services.trainer.replica import Replica
+from penstock.services.trainer.update_rules.on_policy import NonFiniteStep
+from penstock.shared.config.job import JobConfig
+from penstock.shared.errors import CheckpointError, ConfigError, DataError, ProtocolError
+from penstock.shared.runtime.tasks import Background
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["Follower"]
+
+logger = logging.getLogger(__name__)
+
+
+class Follower:
+    """Takes orders until it is told to leave. Errors that all ranks share are rank 0's to report."""
+
+    def __init__(self, bus: Bus, ranks: Ranks, checkpoints: Path) -> None:
+        self._bus, self._ranks, self._root = bus, ranks, checkpoints
+        self._replica: Replica | None = None
+        self._inputs: BatchInputs | None = None
+        self._following: asyncio.Task[None] | None = None
+        self._saving: asyncio.Task[None] | None = None
+        self._doing, self._since = "", time.time()
+
+    async def run(self) -> None:
+        """Until rank 0 says that it is over.
+
+        Raises:
+            RankLost: a rank is gone; this process must end too.
+        """
+        try:
+            async with Background() as background:
+                while (order := await self._next()) is not None:
+                    await self._obey(order, background)
+                if self._saving is not None:
+                    await asyncio.gather(self._saving, return_exceptions=True)
+        finally:
+            self._ranks.orders.stop()  # a thread may still wait for the next one
+
+    def status(self) -> dict[str, dict[str, Any]]:
+        """Entry of the job that is trained, for the heartbeat."""
+        replica, place = self._replica, self._ranks.place
+        if replica is None:
+            return {}
+        row: dict[str, Any] = {"rank": place.rank, "ranks": place.size, "running": int(bool(self._doing))}
+        if not self._doing:
+            row |= {"waiting_for": "the next order of rank 0", "since": self._since}
+        return {replica.job: row}
+
+    async def _next(self) -> Order | None:
+        self._doing, self._since = "", time.time()
+        order = await asyncio.to_thread(self._ranks.orders.take)
+        return None if isinstance(order, Leave) else order
+
+    async def _obey(self, order: Order, background: Background) -> None:
+        self._doing, self._since = type(order).__name__.lower(), time.time()
+        try:
+            await self._carry_out(order, background)
+        except (ConfigError, DataError, CheckpointError, Untrainable, ProtocolError, NonFiniteStep) as error:
+            logger.warning("%s: %s", self._doing, error)
+
+    async def _carry_out(self, order: Order, background: Background) -> None:
+        match order:
+            case Open(job=job, spec=spec):
+                await self._open(job, JobConfig.model_validate_json(spec))
+            case Close():
+                self._close()
+            case Train():
+                await self._train(order, background)
+            case Save(number=number, token=token):
+                await self._save(number, token, background)
+            case WarmStart():
+                await self._held.warm_start(lambda step, loss: None)
+            case Load(path=path):
+                await self._held.load(Path(path))
+            case Publish():
+                await self._held.gather_weights()
+            case Remember():
+                await self._held.remember()
+            case Recall():
+                await self._held.recall()
+
+    async def _open(self, job: str, config: JobConfig) -> None:
+        self._close()
+        ranks = self._ranks
+        self._replica = Replica(
+            self._bus, job, config, world=ranks.world, threads=ranks.threads, checkpoints=self._root
+        )
+        await self._held.open()
+
+    def _close(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+        if self._replica is not None:
+            self._replica.close()
+        self._replica = self._inputs = self._following = None
+
+    async def _train(self, order: Train, background: Background) -> None:
+        manifest = order.manifest
+        if self._inputs is None:
+            self._inputs = self._held.inputs(manifest.number - 1)
+            self._following = background.spawn(self._inputs.run(), name="inputs")
+        shard = await self._held.fetch(manifest, self._inputs)
+        await self._held.update(shard, update_index=manifest.update_index)
+        self._inputs.trained(manifest)
+
+    async def _save(self, number: int, token: str, background: Background) -> None:
+        state = await self._held.copy()
+        if self._saving is not None:
+            await asyncio.gather(self._saving, return_exceptions=True)
+        self._saving = background.spawn(self._write(self._held, state, number, token), name="checkpoint")
+
+    async def _write(self, replica: Replica, state: Any, number: int, token: str) -> None:
+        try:
+            await replica.save(state, number, token, None)
+        except CheckpointError as error:
+            logger.warning("checkpoint %d: %s", number, error)
+
+    @property
+    def _held(self) -> Replica:
+        assert self._replica is not None, "rank 0 opens a job before it trains it"
+        return self._replica

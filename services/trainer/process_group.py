@@ -1,0 +1,201 @@
+"""The ranks of one trainer as a ``Collective``, over torch.distributed.
+
+What crosses the sockets here are raw arrays and msgpack, never pickle. Every wait ends after the deadline or as soon as
+a peer's connection closes, with an error that says what was waited for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.distributed.rendezvous import rendezvous
+
+from penstock.shared.errors import ConfigError, RankLost
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["Place", "ProcessGroup", "World", "join", "place_from_environment"]
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""As torchrun sets them."""
+_SIGNS = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", "Timed out", "timed out")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which of the trainer's processes this is; ``local_rank`` counts those of this host and chooses the GPU."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+
+def place_from_environment(environment: Mapping[str, str] = os.environ) -> Place:
+    """The place that RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT give; none of them: a single process.
+
+    Raises:
+        ConfigError: some are missing or make no sense.
+    """
+    given = [name for name in VARIABLES if environment.get(name)]
+    if not given:
+        return Place()
+    if len(given) < len(VARIABLES):
+        missing = ", ".join(sorted(set(VARIABLES) - set(given)))
+        raise ConfigError(f"{', '.join(given)} set, but not {missing}: ranks need all four, a single process none")
+    try:
+        rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        local_rank = int(environment.get("LOCAL_RANK") or rank)
+        int(environment["MASTER_PORT"])
+    except ValueError as error:
+        raise ConfigError(f"RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT must be numbers: {error}") from None
+    if not 0 <= rank < size:
+        raise ConfigError(f"RANK {rank} is not one of WORLD_SIZE {size} ranks")
+    return Place(rank, size, local_rank)
+
+
+class ProcessGroup:
+    """Implements ``Collective`` and ``CheckpointRanks`` over one gloo group."""
+
+    def __init__(self, handle: dist.ProcessGroup, *, deadline_s: float) -> None:
+        self.handle = handle
+        self.rank, self.size = dist.get_rank(handle), dist.get_world_size(handle)
+        self._deadline_s = deadline_s
+
+    def gather(self, arrays: Mapping[str, NDArray[Any]]) -> list[dict[str, NDArray[Any]]]:
+        """See ``Collective``."""
+        table = {name: (array.dtype.str, np.ascontiguousarray(array).tobytes()) for name, array in arrays.items()}
+        parts = [
+            msgspec.msgpack.decode(part, type=dict[str, tuple[str, bytes]])
+            for part in self._exchange(msgspec.msgpack.encode(table), "facts of the batch")
+        ]
+        assert all(part.keys() == table.keys() for part in parts), "ranks gather different names"
+        return [{name: np.frombuffer(data, dtype).copy() for name, (dtype, data) in part.items()} for part in parts]
+
+    def sum(self, values: Mapping[str, float]) -> dict[str, float]:
+        """See ``Collective``. Added in rank order, so that every rank gets the same bits."""
+        parts = self._numbers(values)
+        return {name: sum(part[name] for part in parts) for name in values}
+
+    def max(self, values: Mapping[str, float]) -> dict[str, float]:
+        """See ``Collective``."""
+        parts = self._numbers(values)
+        return {name: max(part[name] for part in parts) for name in values}
+
+    def agree(self, ok: bool) -> bool:
+        """See ``Collective``."""
+        return all(part == b"\1" for part in self._exchange(b"\1" if ok else b"\0", "a vote"))
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        """See ``Collective``."""
+        return self._exchange(data or b"", "word of rank 0")[0]
+
+    @contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        """Turn failures of the connection between ranks into an error that names ``what`` was under way.
+
+        Raises:
+            RankLost: instead of the library's error.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            text = str(error)
+            if not isinstance(error, dist.DistError) and not any(sign in text for sign in _SIGNS):
+                raise
+            raise RankLost(
+                f"rank {self.rank} of {self.size} waited for the others ({what}): one of them died or said nothing for "
+                f"{self._deadline_s:g} s ({text.strip().splitlines()[0] if text.strip() else type(error).__name__})"
+            ) from error
+
+    def _numbers(self, values: Mapping[str, float]) -> list[dict[str, float]]:
+        data = msgspec.msgpack.encode({name: float(value) for name, value in values.items()})
+        parts = [msgspec.msgpack.decode(p, type=dict[str, float]) for p in self._exchange(data, "sums over the ranks")]
+        assert all(part.keys() == values.keys() for part in parts), "ranks add up different names"
+        return parts
+
+    def _exchange(self, data: bytes, what: str) -> list[bytes]:
+        """Everybody's bytes in rank order."""
+        with self.during(what):
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+            dist.all_gather(sizes, torch.tensor([len(data)]), group=self.handle)
+            longest = max(1, *(int(size) for size in sizes))
+            padded = torch.zeros(longest, dtype=torch.uint8)
+            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
+            parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+            dist.all_gather(parts, padded, group=self.handle)
+        return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+
+
+class World:
+    """All ranks of the trainer: the group that trains, one that writes checkpoints meanwhile, and the store."""
+
+    def __init__(self, place: Place, store: Store, *, deadline_s: float) -> None:
+        self.place, self.store, self.deadline_s = place, store, deadline_s
+        self.everybody = self._group(range(place.size))
+        self.checkpoints = self._group(range(place.size))
+        self._data_parallel = {1: self.everybody}
+
+    def data_parallel(self, model_parallel: int) -> ProcessGroup:
+        """The ranks that train different groups, seen from this one; ``model_parallel`` neighbours share a model.
+
+        Raises:
+            ConfigError: the ranks cannot be divided so.
+        """
+        size = self.place.size
+        if size % model_parallel:
+            raise ConfigError(f"{size} trainer ranks cannot be cut into models of {model_parallel} ranks each")
+        if model_parallel not in self._data_parallel:
+            groups = [self._group(range(first, size, model_parallel)) for first in range(model_parallel)]
+            self._data_parallel[model_parallel] = groups[self.place.rank % model_parallel]
+        return self._data_parallel[model_parallel]
+
+    def leave(self) -> None:
+        """Close all connections; the others notice at their next collective."""
+        dist.destroy_process_group()
+
+    def _group(self, ranks: range) -> ProcessGroup:
+        timeout = timedelta(seconds=self.deadline_s)
+        handle = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+        if self.place.rank not in ranks:
+            return None  # type: ignore[return-value]  # never used: every rank keeps the group that it is in
+        return ProcessGroup(handle, deadline_s=self.deadline_s)
+
+
+def join(place: Place, *, deadline_s: float) -> World:
+    """Meet the other ranks. Tensors on the CPU go by gloo, those on GPUs by NCCL.
+
+    Args:
+        deadline_s: longest wait for another rank, here and in every collective.
+
+    Raises:
+        RankLost: they did not all come.
+    """
+    timeout = timedelta(seconds=deadline_s)
+    try:
+        if place.size == 1:
+            store: Store = dist.HashStore()  # type: ignore[attr-defined]
+        else:
+            store, _, _ = next(rendezvous("env://", place.rank, place.size, timeout=timeout))
+        backend = "gloo"
+        if torch.cuda.is_available():
+            torch.cuda.set_device(place.local_rank)
+            backend = "cpu:gloo,cuda:nccl"
+        group_store = dist.PrefixStore("groups", store)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=group_store, rank=place.rank, world_size=place.size, timeout=timeout)
+        return World(place, store, deadline_s=deadline_s)
+    except (RuntimeError, OSError) as error:
+        reason = str(error).strip().split("\n", 1)[0]
+        raise RankLost(
+            f"rank {place.rank} of {place.size} did not meet the others within {deadline_s:g} s: {reason}"
+        ) from error

@@ -1,0 +1,135 @@
+"""The replay buffer: the newest transitions in a ring of columns, each taken in once, drawn by a pure function.
+
+Shape legend: N = transitions that are given, K = transitions that are kept, B = transitions that are drawn,
+O = numbers of an observation, A = dimensions of an action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.services.trainer.episode_marks import EpisodeMarks
+from penstock.services.trainer.transitions import Transitions
+from penstock.shared.config.control import ReplayBufferConfig
+from penstock.shared.errors import CheckpointError, ConfigError, ProtocolError
+
+__all__ = ["ReplayBuffer", "sampled_rows"]
+
+_COUNTERS = ("inserted", "floor", "marks")
+"""Entries of the state beside the columns."""
+
+
+def sampled_rows(seed: int, number: int, *, stored: int, size: int) -> NDArray[np.int64]:
+    """``size`` rows of a buffer that holds ``stored``, uniformly with replacement: a pure function of the arguments.
+
+    Args:
+        number: of the draw; every draw of a run has its own.
+    """
+    return np.random.default_rng([seed, number]).integers(0, stored, size)
+
+
+class ReplayBuffer:
+    """Keeps the newest ``capacity`` transitions. A transition that is given again is left out.
+
+    Args:
+        seed: of all draws.
+
+    Raises:
+        ConfigError: the columns need more than ``max_bytes``.
+    """
+
+    def __init__(self, config: ReplayBufferConfig, *, observation_size: int, action_size: int, seed: int) -> None:
+        shapes: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {
+            "observations": ((observation_size,), np.float32),
+            "actions": ((action_size,), np.float32),
+            "rewards": ((), np.float32),
+            "next_observations": ((observation_size,), np.float32),
+            "terminated": ((), np.bool_),
+        }
+        row_bytes = sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in shapes.values())
+        if config.capacity * row_bytes > config.max_bytes:
+            raise ConfigError(
+                f"buffer.capacity {config.capacity} needs {config.capacity * row_bytes} bytes ({row_bytes} for each "
+                f"transition), buffer.max_bytes allows {config.max_bytes}: at most {config.max_bytes // row_bytes} fit"
+            )
+        self._columns: dict[str, NDArray[Any]] = {
+            name: np.zeros((config.capacity, *shape), dtype) for name, (shape, dtype) in shapes.items()
+        }
+        self.capacity, self._seed = config.capacity, seed
+        self.inserted = 0
+        """Transitions ever taken in."""
+        self._marks = EpisodeMarks()
+
+    def __len__(self) -> int:
+        return min(self.inserted, self.capacity)
+
+    def insert(self, transitions: Transitions) -> int:
+        """Take in what is new, the newest in the place of the oldest; returns how many were new.
+
+        Raises:
+            ProtocolError: observations or actions of another size, a step is missing, or one comes after the end of its
+                episode; nothing was taken in.
+        """
+        given = {
+            "observations": transitions.observations_NO,
+            "actions": transitions.actions_NA,
+            "rewards": transitions.rewards_N,
+            "next_observations": transitions.next_observations_NO,
+            "terminated": transitions.terminated_N,
+        }
+        for name, column in given.items():
+            if column.shape[1:] != self._columns[name].shape[1:]:
+                expected, found = list(self._columns[name].shape[1:]), list(column.shape[1:])
+                raise ProtocolError(f"{name} have the shape {found}; the replay buffer holds {expected}")
+        ends_N = transitions.terminated_N | transitions.truncated_N
+        fresh = np.flatnonzero(self._marks.admit(transitions.episodes_N, transitions.steps_N, ends_N))
+        places = (self.inserted + np.arange(len(fresh))) % self.capacity
+        for name, column in given.items():
+            self._columns[name][places[-self.capacity :]] = column[fresh[-self.capacity :]]
+        self.inserted += len(fresh)
+        return len(fresh)
+
+    def give_up(self, episodes: Iterable[int]) -> None:
+        """No further step of these episodes will come: they were abandoned before their end."""
+        self._marks.give_up(episodes)
+
+    def sample(self, number: int, size: int) -> dict[str, Tensor]:
+        """``observations`` and ``next_observations`` [B, O], ``actions`` [B, A], ``rewards`` and ``terminated`` [B].
+
+        Depends on nothing but the seed, the number of the draw and what the buffer holds. The buffer is not empty.
+        """
+        rows = sampled_rows(self._seed, number, stored=len(self), size=size)
+        return {name: torch.from_numpy(column[rows]) for name, column in self._columns.items()}
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of the columns as they lie [K, ...], ``inserted`` int64 [1], and the marks of the episodes."""
+        columns = {name: torch.from_numpy(column[: len(self)].copy()) for name, column in self._columns.items()}
+        return columns | {"inserted": torch.tensor([self.inserted])} | self._marks.state()
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Inverse of ``state``: what follows goes on as if it had not been interrupted.
+
+        Raises:
+            CheckpointError: of another capacity or other sizes; nothing was loaded.
+        """
+        if state.keys() != {*self._columns, *_COUNTERS}:
+            raise CheckpointError(f"replay buffer: the columns are {sorted(state)}; nothing else can be loaded")
+        inserted = int(state["inserted"][0])
+        kept = min(inserted, self.capacity)
+        for name, column in self._columns.items():
+            saved = state[name].numpy()
+            if saved.shape != (kept, *column.shape[1:]) or saved.dtype != column.dtype:
+                raise CheckpointError(
+                    f"replay buffer: '{name}' is {saved.dtype} {list(saved.shape)}, expected {column.dtype} "
+                    f"{[kept, *column.shape[1:]]}: resume with the capacity and the environment it was saved with"
+                )
+        self._marks.load_state(state)
+        self.inserted = inserted
+        for name, column in self._columns.items():
+            column[:kept] = state[name].numpy()

@@ -1,0 +1,239 @@
+"""One rank's part in the training of one job. All ranks make the same calls in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from penstock.services.trainer.backends.base import LearnerState
+from penstock.services.trainer.checkpoint import help_save, load_checkpoint, save_checkpoint, verify_share
+from penstock.services.trainer.collective import Alone, Collective
+from penstock.services.trainer.inputs import BatchInputs, Untrainable, fetch_shard
+from penstock.services.trainer.learner import Learner, open_learner
+from penstock.services.trainer.process_group import World
+from penstock.services.trainer.ranks import Threads
+from penstock.services.trainer.sharding import BatchShard, assign
+from penstock.shared.config.job import JobConfig
+from penstock.shared.data.prompts import PromptSource
+from penstock.shared.errors import CheckpointError, ConfigError, DataError, PenstockError
+from penstock.shared.models.loading import build_tokenizer
+from penstock.shared.protocol.ids import Draw, derive_seed
+from penstock.shared.protocol.messages import BatchManifest
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["Replica"]
+
+T = TypeVar("T")
+
+
+class Replica:
+    """The learner of this rank, the groups it trains, and its votes.
+
+    Args:
+        world: all ranks of the trainer; None: this process trains the job alone.
+        threads: of this process.
+    """
+
+    def __init__(
+        self, bus: Bus, job: str, config: JobConfig, *, world: World | None, threads: Threads, checkpoints: Path
+    ) -> None:
+        self._bus, self.job, self.config = bus, job, config
+        self._world, self._threads, self._root = world, threads, checkpoints
+        self._everybody: Collective = Alone() if world is None else world.everybody
+        self._collective: Collective = Alone()
+        self._learner: Learner | None = None
+        self._remembered: LearnerState | None = None
+
+    @property
+    def learner(self) -> Learner:
+        """The models of the job; there are some after ``open``."""
+        assert self._learner is not None, "not opened"
+        return self._learner
+
+    async def open(self) -> None:
+        """Build the learner with its initial weights. Raises ConfigError."""
+
+        def build() -> Learner:
+            torch.set_num_threads(self.config.placement.trainer_threads)  # of this thread: OpenMP counts by thread
+            if self._world is not None:
+                self._collective = self._world.data_parallel(self.config.backend.model_parallel)
+            return open_learner(self.config, self._collective)
+
+        self._learner = None  # its memory first
+        self._learner = await self._together("the model to be built", build)
+
+    async def warm_start(self, on_step: Callable[[int, float], None]) -> None:
+        """Train on reference answers. Raises DataError."""
+        warm = self.config.warm_start
+
+        def work() -> None:
+            source = PromptSource(self.config.warm_start_data, build_tokenizer(self.config.model), self.config.seed)
+            seed = derive_seed(self.config.seed, "warm_start")
+            self.learner.warm_start(source.warm_start_batches(warm.batch_size, warm.steps, seed), on_step)
+
+        await self._together("the warm start", work)
+
+    async def load(self, path: Path) -> None:
+        """Continue from a checkpoint of any backend and number of ranks. Raises CheckpointError."""
+        everybody = self._everybody
+        verify = partial(verify_share, path, rank=everybody.rank, ranks=everybody.size)
+        await self._together(f"checkpoint {path} to be verified", verify)
+        into = None if self._world is None else await self._threads.compute(self.learner.state)
+        read = partial(load_checkpoint, path, into=into, verified=True)
+        checkpoint = await self._together(f"checkpoint {path} to be read", read)
+        await self._together(f"checkpoint {path} to be loaded", partial(self.learner.load_state, checkpoint.state))
+
+    def inputs(self, last_trained: int) -> BatchInputs:
+        """Prefetches this rank's groups of the batches after ``last_trained``."""
+        return BatchInputs(
+            self._bus, self.job, self.positions, max_lag=self.config.train.max_lag, last_trained=last_trained
+        )
+
+    def positions(self, manifest: BatchManifest) -> list[int]:
+        """Positions of the groups that this rank trains."""
+        tokens = [group.tokens for group in manifest.groups]
+        owner = assign(tokens, minibatches=self.config.train.minibatches, ranks=self._collective.size)
+        return [int(position) for position in np.flatnonzero(owner == self._collective.rank)]
+
+    async def fetch(self, manifest: BatchManifest, inputs: BatchInputs | None) -> BatchShard:
+        """This rank's groups, once every rank has its own.
+
+        Raises:
+            Untrainable: any rank's groups cannot be trained; names all bad draws, on every rank.
+        """
+        shard, bad, reason = None, [], ""
+        try:
+            if inputs is not None:
+                shard = await inputs.shard(manifest)
+            else:
+                max_lag = self.config.train.max_lag
+                shard = await fetch_shard(self._bus, manifest, self.positions(manifest), max_lag=max_lag)
+        except Untrainable as error:
+            bad, reason = error.bad, error.reason
+        vote = partial(self._vote, manifest, bad, reason)
+        await self._threads.compute(vote)
+        assert shard is not None
+        return shard
+
+    async def update(self, shard: BatchShard, *, update_index: int) -> dict[str, float]:
+        """One policy update. Raises ProtocolError."""
+
+        def work() -> dict[str, float]:
+            with self._during(f"update {update_index}"):
+                return self.learner.update(shard, update_index=update_index)
+
+        metrics: dict[str, float] = await self._threads.compute(work)
+        return metrics
+
+    async def remember(self) -> None:
+        """Copy the state."""
+        self._remembered = await self._threads.compute(self.learner.state)
+
+    async def recall(self) -> None:
+        """Go back to what was remembered."""
+        assert self._remembered is not None, "nothing was remembered"
+        await self._threads.compute(partial(self.learner.load_state, self._remembered))
+        self._remembered = None
+
+    async def gather_weights(self) -> None:
+        """Take part in gathering the weights that rank 0 publishes."""
+        await self._threads.compute(self._exhaust_weights)
+
+    async def write(self, use: Callable[[Learner], T]) -> T:
+        """Rank 0: ``use`` may read the weights of the learner; whatever it leaves of them is gathered all the same."""
+
+        def work() -> T:
+            with self._during("the weights to be gathered"):
+                return use(self.learner)
+
+        result: T = await self._threads.compute(work)
+        return result
+
+    async def copy(self) -> LearnerState:
+        """A copy of the state, for ``save``."""
+        state: LearnerState = await self._threads.compute(self.learner.state)
+        return state
+
+    async def save(self, state: LearnerState, number: int, token: str, meta: dict[str, object] | None) -> Path | None:
+        """Write ``state`` in the thread that owns the disk, while training goes on.
+
+        Args:
+            meta: facts stored with it; rank 0 only.
+
+        Returns:
+            Where the checkpoint is, on rank 0.
+
+        Raises:
+            CheckpointError: a rank cannot write.
+        """
+        ranks = None if self._world is None or self._world.place.size == 1 else self._world.checkpoints
+        if meta is None:
+            assert ranks is not None, "a single rank is rank 0"
+            await self._threads.write(partial(help_save, self._root, self.job, number, state, token=token, ranks=ranks))
+            return None
+        work = partial(save_checkpoint, self._root, self.job, number, state, meta, token=token, ranks=ranks)
+        path: Path = await self._threads.write(work)
+        return path
+
+    def close(self) -> None:
+        """Free the models."""
+        self._learner = self._remembered = None
+
+    # -- votes -------------------------------------------------------------------------------------------------------
+
+    async def _together(self, what: str, work: Callable[[], T]) -> T:
+        """``work`` on every rank; an error of one rank is raised on all of them."""
+
+        def voted() -> T:
+            result, error = None, None
+            with self._during(what):
+                try:
+                    result = work()
+                except (ConfigError, DataError, CheckpointError) as raised:
+                    error = raised
+                self._raise_anywhere(error)
+            return result  # type: ignore[return-value]
+
+        done: T = await self._threads.compute(voted)
+        return done
+
+    def _raise_anywhere(self, error: PenstockError | None) -> None:
+        said = np.frombuffer(str(error or "").encode(), np.uint8)
+        errors = [part["error"].tobytes().decode() for part in self._everybody.gather({"error": said})]
+        if error is not None:
+            raise error
+        for rank, text in enumerate(errors):
+            if text:
+                raise CheckpointError(f"rank {rank}: {text}")
+
+    def _vote(self, manifest: BatchManifest, bad: list[Draw], reason: str) -> None:
+        with self._during(f"the vote on batch {manifest.number}"):
+            votes = self._everybody.gather(
+                {
+                    "ordinal": np.array([draw.ordinal for draw in bad], np.int64),
+                    "n": np.array([draw.n for draw in bad], np.int64),
+                    "reason": np.frombuffer(reason.encode(), np.uint8),
+                }
+            )
+        everywhere = {
+            Draw(int(ordinal), int(n)): None
+            for vote in votes
+            for ordinal, n in zip(vote["ordinal"], vote["n"], strict=True)
+        }
+        if everywhere:
+            reasons = {vote["reason"].tobytes().decode(): None for vote in votes if len(vote["reason"])}
+            raise Untrainable(sorted(everywhere), "; ".join(reasons))
+
+    def _exhaust_weights(self) -> None:
+        with self._during("the weights to be gathered"):
+            for _ in self.learner.weights():
+                pass
+
+    def _during(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._world is None else self._world.everybody.during(what)

@@ -1,0 +1,39 @@
+"""Tensors cut by rows over the ranks of a mesh: DTensors with placement ``Shard(0)``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+__all__ = ["as_sharded", "is_sharded", "local_part", "own_rows", "rows_of_mesh"]
+
+
+def own_rows(num_rows: int, rank: int, ranks: int) -> slice:
+    """The rows that a rank holds: equal runs, rounded up, so that the last ranks may have fewer or none."""
+    most = -(-num_rows // ranks)
+    start = min(rank * most, num_rows)
+    return slice(start, min(start + most, num_rows))
+
+
+def rows_of_mesh(num_rows: int, mesh: DeviceMesh) -> slice:
+    """The rows that this rank of a one-dimensional ``mesh`` holds."""
+    return own_rows(num_rows, mesh.get_local_rank(), mesh.size())
+
+
+def as_sharded(local: Tensor, mesh: DeviceMesh, shape: torch.Size) -> Tensor:
+    """This rank's rows as a part of the whole tensor of ``shape``; shares memory with ``local``."""
+    stride = torch.empty(shape, device="meta").stride()
+    whole: Tensor = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+    return whole
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a rank holds only a part of it."""
+    return isinstance(tensor, DTensor)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of ``tensor``; shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,103 @@
+"""Where a trainer begins: with version 0, or with what the ledger says was trained already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from penstock.services.trainer.crew import Crew
+from penstock.services.trainer.inputs import Untrainable, read_manifests
+from penstock.services.trainer.progress import Progress
+from penstock.services.trainer.publishing import Publishing
+from penstock.services.trainer.reports import Reporter
+from penstock.shared.config.job import JobConfig
+from penstock.shared.errors import CheckpointError
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.messages import Report
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["Start"]
+
+Wait = Callable[[str, str], None]
+"""``(what is waited for, subject)``, for people who ask."""
+
+
+class Start:
+    """Brings the crew and ``progress`` to where the ledger is. Used once, under one lease."""
+
+    def __init__(
+        self, bus: Bus, job: str, config: JobConfig, *, crew: Crew, publishing: Publishing, reporter: Reporter,
+        progress: Progress, epoch: int, wait: Wait,
+    ) -> None:  # fmt: skip
+        self._bus, self._job, self._config = bus, job, config
+        self._crew, self._publishing, self._reporter = crew, publishing, reporter
+        self._progress, self._epoch, self._wait = progress, epoch, wait
+
+    async def begin(self) -> None:
+        """Version 0: warm start, publish. Its checkpoint is still to be taken."""
+        warm = self._config.warm_start
+        if warm.steps:
+            self._wait(f"the warm start: 0 of {warm.steps} steps", subjects.report(self._job))
+            await self._crew.warm_start(self._on_warm_step)
+        self._progress.batch, self._progress.version = 0, 0
+        manifest = await self._publishing.publish(self._crew, version=0, epoch=self._epoch)
+        self._progress.digest = manifest.digest
+        await self._publishing.announce(manifest)
+
+    async def restore(self, start: dict[str, Any]) -> None:
+        """The newest checkpoint, and everything that was trained after it once more.
+
+        Args:
+            start: the coordinator's answer to `hello`.
+
+        Raises:
+            CheckpointError: it cannot be read, or its weights are not those that the ledger knows.
+            Fenced: the ledger says otherwise by now.
+        """
+        checkpoint, progress = start["checkpoint"], self._progress
+        self._wait(f"checkpoint {checkpoint['path']} to load", checkpoint["path"])
+        await self._crew.load(Path(checkpoint["path"]))
+        progress.batch = checkpoint["number"]
+        await self._repeat(start)
+        progress.version = start["version"]
+        manifest = await self._publishing.publish(self._crew, version=progress.version, epoch=self._epoch)
+        progress.digest = manifest.digest
+        if start["digest"] and manifest.digest != start["digest"]:
+            raise CheckpointError(f"weights after batch {progress.batch} do not hash to what the ledger recorded")
+        await self._publishing.announce(manifest)
+
+    def _on_warm_step(self, step: int, loss: float) -> None:
+        steps = self._config.warm_start.steps
+        self._wait(f"the warm start: {step} of {steps} steps, loss {loss:.3f}", subjects.report(self._job))
+
+    async def _repeat(self, start: dict[str, Any]) -> None:
+        """Train again what was trained after the checkpoint; the digests must come out as the ledger has them."""
+        manifests = await read_manifests(self._bus, self._job)
+        for number, revision, version, digest in start["batches"]:
+            self._wait(
+                f"batch {number} of {start['last_trained']} to be repeated after a restart", subjects.batches(self._job)
+            )
+            await self._crew.remember()
+            try:
+                await self._crew.train(manifests[number, revision])
+            except (KeyError, Untrainable) as error:
+                await self._fork(number, start, f"inputs of batch {number} are gone: {error}")
+                return
+            again = await self._publishing.publish(self._crew, version=version, epoch=self._epoch)
+            if again.digest != digest:
+                await self._crew.recall()
+                await self._fork(number, start, f"batch {number} gave another weight digest than before")
+                return
+            self._progress.batch = number
+
+    async def _fork(self, number: int, start: dict[str, Any], reason: str) -> None:
+        """The lineage cannot be reproduced: go on above the clock from the last good batch."""
+        version = start["version"] + 1
+        manifest = await self._publishing.publish(self._crew, version=version, epoch=self._epoch)
+        report = Report(
+            kind="forked", epoch=self._epoch, batch=number, version=version, digest=manifest.digest, reason=reason
+        )
+        await self._reporter.ask(report)
+        self._progress.batch = start["last_trained"]
+        start["version"], start["digest"] = version, manifest.digest

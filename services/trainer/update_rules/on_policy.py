@@ -1,0 +1,246 @@
+"""The update rule of every on-policy algorithm: what one sealed batch does to the policy, and to the critic.
+
+A pure function of (state, groups in manifest order, position in the run): the same call from the same state gives the
+same bytes on the same machine, thread count and ranks. What depends on the whole batch is computed from the facts of
+the whole batch on every rank, so the number of ranks changes nothing but rounding.
+
+Shape legend: B = trajectories of the batch, N = scored tokens of the batch, L = this rank's flat completion tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.services.trainer.backends.base import Backend, Role
+from penstock.services.trainer.collective import Collective
+from penstock.services.trainer.flops import ModelFlops, Work
+from penstock.services.trainer.minibatches import Minibatch
+from penstock.services.trainer.schedule import learning_rate
+from penstock.services.trainer.sharding import BatchShard
+from penstock.services.trainer.statistics import advantage_facts, batch_facts, sampled_entropy_of
+from penstock.services.trainer.update_rules.balance import balance
+from penstock.services.trainer.update_rules.critic import CriticSteps, value_facts
+from penstock.services.trainer.update_rules.kl_coefficient import KLCoefficient
+from penstock.services.trainer.update_rules.policy_steps import PolicySteps, TokenColumns
+from penstock.services.trainer.update_rules.preparation import PreparedBatch, cut, prepare
+from penstock.services.trainer.update_rules.recipes import Credit, recipe_of
+from penstock.services.trainer.update_rules.shaping import RewardShaper
+from penstock.shared.config.job import JobConfig
+
+__all__ = ["NonFiniteStep", "OnPolicyRule"]
+
+
+class NonFiniteStep(Exception):  # noqa: N818
+    """A loss or a gradient is not finite; ``changed`` says whether steps of this update were made before."""
+
+    def __init__(self, reason: str, *, changed: bool) -> None:
+        super().__init__(reason)
+        self.reason, self.changed = reason, changed
+
+
+class OnPolicyRule:
+    """Advantages over the whole batch, then ``epochs × minibatches`` optimizer steps of policy and critic.
+
+    Args:
+        config: the job; `algorithm` chooses the recipe.
+        models: the backend of each trained model; `critic` where the algorithm needs one.
+        collective: the ranks that share a batch.
+        total_updates: length of the run for the learning-rate schedules.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        models: Mapping[Role, Backend],
+        collective: Collective,
+        *,
+        total_updates: int | None,
+    ) -> None:
+        self._config, self._algorithm = config, config.algorithm
+        self._models, self._collective, self._total_updates = models, collective, total_updates
+        self._recipe = recipe_of(config.algorithm)
+        self._shaper = RewardShaper(config.algorithm, config.sampling.max_new_tokens)
+        self._kl = KLCoefficient(config.algorithm.kl) if config.algorithm.kl is not None else None
+        self._flops = {
+            role: ModelFlops.of(model.layout(), expert_share=model.routers.share if model.routers is not None else 1.0)
+            for role, model in models.items()
+        }
+        self._work: dict[Role, Work] = {}
+
+    def state(self) -> dict[str, Tensor]:
+        """What the rule remembers from one update to the next, float64 by name."""
+        return self._shaper.state() | (self._kl.state() if self._kl is not None else {})
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Inverse of ``state``."""
+        self._shaper.load_state(state)
+        if self._kl is not None:
+            self._kl.load_state(state)
+
+    def update(self, shard: BatchShard, *, update_index: int) -> dict[str, float]:
+        """One policy update; see ``Learner.update``."""
+        began = time.perf_counter()
+        for model in self._models.values():
+            model.take_seconds()
+        self._work = {role: Work() for role in self._models}
+        batch = prepare(self._config, self._models, self._collective, shard, shaper=self._shaper, work=self._work)
+        credit = self._recipe.credit(batch.experience(self._kl_coef))
+        policy = self._policy_steps(batch, credit, update_index)
+        critic = self._critic_steps(batch, credit, update_index)
+        parts = self._minibatches(batch, credit)
+        critic_parts = parts if critic is None else self._cut(batch)
+        skipped = self._train(parts, critic_parts, policy, critic, warming_up=self._warming_up(update_index))
+        report = {
+            **batch_facts(batch.facts),
+            **advantage_facts(batch.facts, credit.advantages, per_token=credit.per_token),
+            **sampled_entropy_of(batch.columns, self._collective),
+            **policy.report(self._collective),
+            **self._router_facts(),
+            "optimizer/skipped_steps": float(skipped),
+        }
+        if critic is not None and credit.returns_N is not None:
+            report |= value_facts(batch.whole_N["values"], credit.returns_N) | critic.report(self._collective)
+        if not math.isfinite(report["loss/total"]) and self._config.train.on_nonfinite == "pause":
+            raise NonFiniteStep(f"the loss of the policy is {report['loss/total']}", changed=True)
+        report |= self._remember(batch, report, update_index)
+        return report | self._time_facts(time.perf_counter() - began)
+
+    @property
+    def _kl_coef(self) -> float:
+        return self._kl.value if self._kl is not None else 0.0
+
+    # -- before the first step ---------------------------------------------------------------------------------------
+
+    def _minibatches(self, batch: PreparedBatch, credit: Credit) -> list[Minibatch]:
+        excluded_B = batch.facts.truncated_B if self._algorithm.overlong_filter else None
+        return self._cut(batch, skip_B=self._without_gradient(batch, credit), excluded_B=excluded_B)
+
+    def _cut(
+        self,
+        batch: PreparedBatch,
+        *,
+        skip_B: NDArray[np.bool_] | None = None,
+        excluded_B: NDArray[np.bool_] | None = None,
+    ) -> list[Minibatch]:
+        nobody_B = np.zeros(len(batch.facts.group_B), np.bool_)
+        return cut(
+            self._config, batch.columns, batch.facts, self._collective,
+            skip_B=nobody_B if skip_B is None else skip_B, excluded_B=nobody_B if excluded_B is None else excluded_B,
+        )  # fmt: skip
+
+    def _without_gradient(self, batch: PreparedBatch, credit: Credit) -> NDArray[np.bool_]:
+        """Rows that no term of the loss gives a gradient: they are counted, not computed."""
+        kl = self._algorithm.kl
+        routers = self._models["policy"].routers
+        other_terms = self._algorithm.entropy_coef != 0 or (kl is not None and kl.place == "loss")
+        other_terms = other_terms or (routers is not None and routers.coef > 0)
+        if other_terms or credit.per_token or "critic" in self._models:
+            return np.zeros(len(batch.facts.group_B), np.bool_)
+        return (credit.advantages == 0).numpy()
+
+    def _policy_steps(self, batch: PreparedBatch, credit: Credit, update_index: int) -> PolicySteps:
+        advantages_N = credit.advantages
+        if not credit.per_token:
+            advantages_N = torch.repeat_interleave(advantages_N, torch.from_numpy(batch.facts.scored_B))
+        columns = TokenColumns(
+            advantages_L=batch.facts.own_tokens(advantages_N, len(batch.columns.logprobs)),
+            proximal_L=batch.flat_L.get("proximal"),
+            on_behaviour=self._algorithm.proximal == "behaviour",
+            reference_L=batch.flat_L.get("reference"),
+        )
+        rate = learning_rate(self._config.optimizer, update_index, self._total_updates)
+        return PolicySteps(
+            self._config, self._models["policy"], self._recipe, columns, rate=rate, kl_coef=self._kl_coef
+        )
+
+    def _critic_steps(self, batch: PreparedBatch, credit: Credit, update_index: int) -> CriticSteps | None:
+        config = self._algorithm.critic
+        if config is None or credit.returns_N is None:
+            return None
+        returns_L = batch.facts.own_tokens(credit.returns_N, len(batch.columns.logprobs))
+        rate = learning_rate(config.optimizer, update_index, self._total_updates)
+        return CriticSteps(self._models["critic"], config, batch.flat_L["values"], returns_L, rate=rate)
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def _warming_up(self, update_index: int) -> bool:
+        return self._algorithm.critic is not None and update_index < self._algorithm.critic.warmup_updates
+
+    def _train(
+        self,
+        parts: list[Minibatch],
+        critic_parts: list[Minibatch],
+        policy: PolicySteps,
+        critic: CriticSteps | None,
+        *,
+        warming_up: bool,
+    ) -> int:
+        """All optimizer steps; returns how many were left out because their gradient was not finite.
+
+        The critic learns from completions that the policy's loss leaves out, too.
+        """
+        made = skipped = 0
+        for index in range(len(parts) * self._config.train.epochs):
+            if not warming_up:
+                skipped += self._step(policy, "policy", parts[index % len(parts)], changed=made > 0)
+                made += 1
+            if critic is not None:
+                skipped += self._step(critic, "critic", critic_parts[index % len(parts)], changed=made > 0)
+                made += 1
+        return skipped
+
+    def _step(self, steps: PolicySteps | CriticSteps, role: Role, minibatch: Minibatch, *, changed: bool) -> bool:
+        frozen = role == "policy" and self._config.model.lora is not None
+        for microbatch in minibatch.microbatches:
+            self._work[role].add(microbatch, passes=2 if frozen else 3)
+        if role == "policy":
+            balance(self._models[role], minibatch.microbatches, self._collective)
+        norm = steps.step(minibatch)
+        if math.isfinite(norm):
+            return False
+        if self._config.train.on_nonfinite == "pause":
+            raise NonFiniteStep(f"the gradient of the {role} has norm {norm}", changed=changed)
+        return True
+
+    # -- after the last step -----------------------------------------------------------------------------------------
+
+    def _router_facts(self) -> dict[str, float]:
+        routers = self._models["policy"].routers
+        return routers.report(self._collective) if routers is not None else {}
+
+    def _remember(self, batch: PreparedBatch, report: Mapping[str, float], update_index: int) -> dict[str, float]:
+        """Carry the running statistics over to the next update."""
+        self._shaper.keep(batch.shaped)
+        kl = self._algorithm.kl
+        if self._kl is None or kl is None:
+            return {}
+        if kl.reset_reference_every is not None and (update_index + 1) % kl.reset_reference_every == 0:
+            self._models["policy"].freeze_reference()
+        per_token = float(batch.whole_N["kl"].double().mean()) if "kl" in batch.whole_N else report.get("policy/kl_ref")
+        if per_token is None:  # nothing went forward
+            return {}
+        num_sequences = len(batch.facts.group_B)
+        per_sequence = per_token * report["tokens/scored"] / num_sequences
+        told = {"kl/coef": self._kl.value, "kl/per_sequence": per_sequence, "policy/kl_ref": per_token}
+        self._kl.adapt(per_sequence, num_sequences)
+        return told
+
+    def _time_facts(self, seconds: float) -> dict[str, float]:
+        taken = [model.take_seconds() for model in self._models.values()]
+        facts = {
+            f"update_s/{name}": sum(getattr(part, name) for part in taken)
+            for name in ("forward", "backward", "optimizer")
+        }
+        own = sum(self._flops[role].forward(work) for role, work in self._work.items())
+        facts["speed/tflops"] = self._collective.sum({"flops": own})["flops"] / seconds / 1e12
+        if self._config.placement.peak_tflops is not None:
+            ranks = self._collective.size * self._config.backend.model_parallel
+            facts["speed/mfu"] = facts["speed/tflops"] / (self._config.placement.peak_tflops * ranks)
+        return facts

@@ -1,0 +1,148 @@
+"""A batch before its first step: columns, facts, shaped rewards, and what passes without gradient say of its tokens.
+
+Shape legend: B = trajectories of the batch, N = scored tokens of the batch, L = this rank's flat completion tokens,
+M = scored tokens of a microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.services.trainer.backends.base import Backend, Role
+from penstock.services.trainer.collective import Collective
+from penstock.services.trainer.facts import BatchFacts, gather_facts
+from penstock.services.trainer.flops import Work
+from penstock.services.trainer.minibatches import Minibatch, minibatches
+from penstock.services.trainer.packing import Columns, Microbatch, columns_of
+from penstock.services.trainer.routers import check_table
+from penstock.services.trainer.sharding import BatchShard
+from penstock.services.trainer.update_rules.recipes import Experience
+from penstock.services.trainer.update_rules.shaping import RewardShaper, Shaped
+from penstock.shared.algorithms.kl import kl_estimate
+from penstock.shared.config.job import JobConfig
+
+__all__ = ["PreparedBatch", "cut", "prepare"]
+
+Pass = tuple[str, Role, Callable[[Microbatch | None], Tensor]]
+"""Name of the column, the model that computes it, and how."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBatch:
+    """A batch before its first step.
+
+    Attributes:
+        columns, flat_L: this rank's tokens; ``flat_L`` has `reference`, `proximal` and `values` where they are needed.
+        facts, shaped, whole_N: the whole batch; ``whole_N`` has `values`, and `kl` where it is taken off the reward.
+    """
+
+    columns: Columns
+    facts: BatchFacts
+    shaped: Shaped
+    flat_L: dict[str, Tensor]
+    whole_N: dict[str, Tensor]
+
+    def experience(self, kl_coef: float) -> Experience:
+        """What advantages are computed from."""
+        return Experience(
+            rewards_B=self.shaped.rewards_B,
+            groups_B=torch.from_numpy(self.facts.group_B),
+            baselines_B=self.shaped.baselines_B,
+            lengths_B=torch.from_numpy(self.facts.scored_B),
+            cu_seqlens_B1=self.facts.cu_seqlens,
+            kl_N=self.whole_N.get("kl"),
+            kl_coef=kl_coef,
+            values_N=self.whole_N.get("values"),
+        )
+
+
+def prepare(
+    config: JobConfig,
+    models: Mapping[Role, Backend],
+    collective: Collective,
+    shard: BatchShard,
+    *,
+    shaper: RewardShaper,
+    work: Mapping[Role, Work],
+) -> PreparedBatch:
+    """Gather the facts of a batch and make the passes without gradient; counts them in ``work``.
+
+    Raises:
+        ProtocolError: a group cannot be scored, or no trajectory of the batch counts.
+    """
+    columns = columns_of(shard.groups)
+    replays = config.model.replay_bytes_per_token > 0 and len(columns.tokens) > 0
+    check_table(columns.experts, models["policy"].routers, wanted=replays)
+    facts = gather_facts(columns, shard, collective)
+    every_B = np.zeros(len(facts.group_B), np.bool_)
+    flat_L: dict[str, Tensor] = {}
+    for name, role, score in _passes(config, models):
+        parts = cut(config, columns, facts, collective, skip_B=every_B, excluded_B=every_B)
+        for microbatch in (m for part in parts for m in part.microbatches):
+            work[role].add(microbatch)
+        flat_L[name] = _score_tokens(score, parts, len(columns.logprobs))
+    needed = {name: flat_L[name] for name in ("values",) if name in flat_L}
+    if _kl_in_reward(config):
+        assert config.algorithm.kl is not None
+        assert config.algorithm.kl.estimator != "full", "refused by the configuration"
+        current_L = flat_L.get("proximal", torch.from_numpy(columns.logprobs))
+        needed["kl"] = kl_estimate(config.algorithm.kl.estimator, current_L, flat_L["reference"])
+    whole_N = facts.over_batch(needed, collective) if needed else {}
+    return PreparedBatch(columns, facts, shaper.shape(facts), flat_L, whole_N)
+
+
+def cut(
+    config: JobConfig,
+    columns: Columns,
+    facts: BatchFacts,
+    collective: Collective,
+    *,
+    skip_B: NDArray[np.bool_],
+    excluded_B: NDArray[np.bool_],
+) -> list[Minibatch]:
+    """The minibatches of the job; see ``minibatches.minibatches``."""
+    train = config.train
+    return minibatches(
+        columns,
+        facts,
+        collective,
+        number=train.minibatches,
+        max_tokens=train.max_tokens_per_microbatch,
+        skip_B=skip_B,
+        excluded_B=excluded_B,
+    )
+
+
+def _passes(config: JobConfig, models: Mapping[Role, Backend]) -> list[Pass]:
+    """The passes without gradient that a job needs."""
+    policy, temperature, algorithm = models["policy"], config.sampling.temperature, config.algorithm
+    several_steps = config.train.epochs * config.train.minibatches > 1
+    passes: list[Pass] = []
+    if algorithm.kl is not None and algorithm.kl.estimator != "full":
+        passes.append(("reference", "policy", partial(policy.reference_logprobs, temperature=temperature)))
+    if algorithm.proximal == "recomputed" and (several_steps or _kl_in_reward(config)):
+        passes.append(("proximal", "policy", partial(policy.score, temperature=temperature)))
+    if "critic" in models:
+        passes.append(("values", "critic", partial(models["critic"].score, temperature=1.0)))
+    return passes
+
+
+def _kl_in_reward(config: JobConfig) -> bool:
+    return config.algorithm.kl is not None and config.algorithm.kl.place == "reward"
+
+
+def _score_tokens(score: Callable[[Microbatch | None], Tensor], parts: Sequence[Minibatch], num_flat: int) -> Tensor:
+    """What ``score`` says of every scored token, float32 [L] on the CPU; 0 where nothing is scored."""
+    flat_L = torch.zeros(num_flat)
+    for microbatch in (m for part in parts for m in part.microbatches):
+        values_M = score(microbatch)
+        if microbatch is not None:
+            flat_L[microbatch.source_M] = values_M.float().cpu()
+    return flat_L

@@ -1,0 +1,54 @@
+"""Held-out evaluation: of a policy in training, and as a job of its own."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from penstock.shared.config.base import StrictModel
+from penstock.shared.config.sampling import SamplingConfig
+
+__all__ = ["EvaluationConfig", "MeasureConfig"]
+
+
+class MeasureConfig(StrictModel):
+    """What is measured on held-out prompts."""
+
+    num_prompts: int = Field(128, ge=1)
+    """Held-out prompts, from the start of the evaluation data."""
+    greedy: bool = True
+    """One greedy completion of each prompt: `eval/greedy`."""
+    samples: int = Field(0, ge=0, le=1024)
+    """Sampled completions of each prompt, for `eval/avg@k` and `eval/pass@k`."""
+    pass_k: list[int] = Field(default_factory=list)
+    """The k of pass@k (unbiased estimator, arXiv 2107.03374 eq. 1); each at most `samples`."""
+
+    @model_validator(mode="after")
+    def _k_fits(self) -> MeasureConfig:
+        if any(k < 1 or k > self.samples for k in self.pass_k):
+            raise ValueError(f"each k of pass_k must lie in 1..samples ({self.samples})")
+        return self
+
+    @property
+    def completions(self) -> int:
+        """Completions of one prompt; 0 measures nothing."""
+        return self.samples + self.greedy
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of the values that this measures."""
+        greedy = ["eval/greedy"] if self.greedy else []
+        sampled = [f"eval/avg@{self.samples}"] if self.samples else []
+        return [*greedy, *sampled, *(f"eval/pass@{k}" for k in self.pass_k)]
+
+
+class EvaluationConfig(MeasureConfig):
+    """Held-out evaluation, at an exact version: no batch is sealed past a version that is still being evaluated."""
+
+    every: int = Field(0, ge=0)
+    """Policy updates between evaluations; 0 evaluates only where at_start / at_end say so."""
+    at_start: bool = True
+    """Evaluate version 0."""
+    at_end: bool = True
+    """Evaluate the final version."""
+    sampling: SamplingConfig | None = None
+    """Sampling of the completions; default: the training sampling."""

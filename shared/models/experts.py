@@ -1,0 +1,152 @@
+"""Mixture-of-experts layers: a router chooses, and each expert sees its tokens as one matrix.
+
+Shape legend: T = tokens, D = model width, E = experts, K = experts of a token, A = T · K assignments, N = layers with
+experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["Recorder", "RouterLoad", "Routes", "Routing", "Sparse"]
+
+
+class Routing(Protocol):
+    """Decides and watches which experts the tokens of one forward pass go to."""
+
+    def choose(self, layer: int, probs_TE: Tensor, top_k: int) -> Tensor:
+        """The experts of each token, int64 [T, K].
+
+        Args:
+            layer: number among the layers with experts, from 0.
+            probs_TE: the router's probabilities, float32.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Sparse:
+    """A mixture-of-experts layer, its weights by reference.
+
+    ``y = Σ_k w_k · expert_k(h)`` over the K likeliest experts (arXiv 1701.06538, eq. 2), where w are their softmax
+    probabilities over all experts, rescaled to sum 1 where ``normalise`` is set.
+    """
+
+    number: int
+    """Place among the layers with experts, from 0."""
+    router: Any
+    """Module with ``weight`` [E, D]."""
+    experts: Any
+    """Module with ``gate_up_proj`` [E, 2 I, D] and ``down_proj`` [E, D, I] for experts of width I."""
+    top_k: int
+    normalise: bool
+
+    def __call__(self, h_TD: Tensor, routing: Routing | None) -> Tensor:
+        probs_TE = torch.softmax(F.linear(h_TD, self.router.weight), -1, dtype=torch.float32)
+        if routing is None:
+            experts_TK = _likeliest(probs_TE, self.top_k)
+        else:
+            experts_TK = routing.choose(self.number, probs_TE, self.top_k)
+        weights_TK = probs_TE.gather(-1, experts_TK)
+        if self.normalise:
+            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        return self._mix(h_TD, experts_TK, weights_TK.to(h_TD.dtype))
+
+    def _mix(self, h_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Sort the assignments by expert, run each expert on its run of rows, and put the rows back.
+
+        Rows are copied and permuted, never added up by index: every sum has a fixed order, on a GPU too.
+        """
+        experts_A = experts_TK.flatten()
+        order_A = experts_A.argsort(stable=True)
+        counts = torch.bincount(experts_A, minlength=self.router.weight.shape[0]).tolist()
+        h_AD = h_TD.repeat_interleave(self.top_k, 0).index_select(0, order_A)
+        # unbind, not indexing: the gradient of the stack is then put together once, not once for each expert
+        gate_up, down = self.experts.gate_up_proj.unbind(0), self.experts.down_proj.unbind(0)
+        out = []
+        for expert, rows in enumerate(torch.split(h_AD, counts)):
+            if counts[expert]:
+                gate, up = F.linear(rows, gate_up[expert]).chunk(2, -1)
+                out.append(F.linear(F.silu(gate) * up, down[expert]))
+        place_A = torch.empty_like(order_A)
+        place_A[order_A] = torch.arange(len(order_A), device=order_A.device)
+        out_TKD = torch.cat(out).index_select(0, place_A).view(*experts_TK.shape, -1)
+        return (out_TKD * weights_TK[..., None]).sum(1)
+
+
+class RouterLoad:
+    """Sums over the tokens of forward passes: how often experts were chosen, and how likely they were."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self.chosen: dict[int, Tensor] = {}
+        """By layer: how many tokens went to each expert, int64 [E]."""
+        self.probs: dict[int, Tensor] = {}
+        """By layer: sum of the router's probabilities, float32 [E], differentiable."""
+        self.entropy: dict[int, Tensor] = {}
+        """By layer: sum of the entropy of the router's distribution, nats."""
+
+    def add(self, layer: int, experts_TK: Tensor, probs_TE: Tensor) -> None:
+        """Count one layer's decisions."""
+        if layer == 0:
+            self.num_tokens += len(probs_TE)
+        chosen_E = torch.bincount(experts_TK.flatten(), minlength=probs_TE.shape[1])
+        entropy = torch.special.entr(probs_TE.detach()).sum(dtype=torch.float64)
+        for sums, value in ((self.chosen, chosen_E), (self.probs, probs_TE.sum(0)), (self.entropy, entropy)):
+            sums[layer] = sums[layer] + value if layer in sums else value
+
+
+@dataclass(slots=True)
+class Routes:
+    """The trainer's routing: the sampler's choices where they were recorded, else its own; counted on the way.
+
+    Attributes:
+        replay_TNK: experts to use, any integer type; None: the likeliest. The weights of the experts are always this
+            model's, so gradients reach the router (Rollout Routing Replay, arXiv 2510.11370, section 3).
+        load: where decisions are counted.
+    """
+
+    replay_TNK: Tensor | None = None
+    load: RouterLoad | None = None
+
+    def choose(self, layer: int, probs_TE: Tensor, top_k: int) -> Tensor:
+        """See ``Routing``."""
+        replay = self.replay_TNK
+        experts_TK = _likeliest(probs_TE, top_k) if replay is None else replay[:, layer].long()
+        if self.load is not None:
+            self.load.add(layer, experts_TK, probs_TE)
+        return experts_TK
+
+    def blocks(self, place_T: Tensor, sizes: list[int]) -> list[Routes]:
+        """The routing of each block of tokens, counted in the same load.
+
+        Args:
+            place_T: where each token lies in the concatenation of the blocks; ``sizes`` are their lengths.
+        """
+        if self.replay_TNK is None:
+            return [self] * len(sizes)
+        return [Routes(part, self.load) for part in torch.split(self.replay_TNK[torch.argsort(place_T)], sizes)]
+
+
+class Recorder:
+    """The sampler's routing: its own choices, kept."""
+
+    def __init__(self) -> None:
+        self._chosen: list[Tensor] = []
+
+    def choose(self, layer: int, probs_TE: Tensor, top_k: int) -> Tensor:
+        """See ``Routing``."""
+        self._chosen.append(_likeliest(probs_TE, top_k))
+        return self._chosen[-1]
+
+    def table(self) -> Tensor:
+        """What was chosen, int64 [T, N, K]."""
+        return torch.stack(self._chosen, 1)
+
+
+def _likeliest(probs_TE: Tensor, top_k: int) -> Tensor:
+    return torch.topk(probs_TE, top_k, dim=-1).indices

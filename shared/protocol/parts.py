@@ -1,0 +1,44 @@
+"""Payloads above 1 MiB as consecutive messages of one stream, stored all or none.
+
+The first part carries the headers of the whole and ``Penstock-Parts``, the number of messages. The later ones stand on
+a subject of their own, so that who follows payloads sees one message for each; they carry ``Penstock-Part``, their
+place from 1. Part ``i`` has the sequence of the first one plus ``i``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from penstock.shared.errors import ProtocolError
+from penstock.shared.protocol.codec import MAX_INLINE_BYTES
+
+__all__ = ["MAX_PARTS", "PART", "PARTS", "count_of", "num_parts", "part_subject"]
+
+PARTS = "Penstock-Parts"
+PART = "Penstock-Part"
+MAX_PARTS = 1000
+"""Messages that NATS stores all or none."""
+
+
+def part_subject(subject: str) -> str:
+    """Where the later parts of a payload on ``subject`` stand."""
+    return f"{subject}.part"
+
+
+def num_parts(nbytes: int) -> int:
+    """Messages that a payload of ``nbytes`` bytes takes."""
+    return max(1, -(-nbytes // MAX_INLINE_BYTES))
+
+
+def count_of(headers: Mapping[str, str]) -> int:
+    """Messages of the payload that a message with these headers begins.
+
+    Raises:
+        ProtocolError: the header is not a number from 2 to 1000.
+    """
+    text = headers.get(PARTS)
+    if text is None:
+        return 1
+    if not (text.isascii() and text.isdigit() and len(text) < 5) or not 2 <= int(text) <= MAX_PARTS:
+        raise ProtocolError(f"header {PARTS} is '{text}'; it must be a number from 2 to {MAX_PARTS}")
+    return int(text)

@@ -1,0 +1,120 @@
+"""The client's side of a session of simulators: requests in order, repeated when the bus loses them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TypeVar
+
+import msgspec
+
+from penstock.shared.errors import Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.environment import (
+    Body,
+    CloseRequest,
+    EnvOpened,
+    OpenEnv,
+    ResetReply,
+    ResetRequest,
+    StepReply,
+    StepRequest,
+    decode_env,
+    env_frame,
+)
+from penstock.shared.protocol.frame import is_frame
+from penstock.shared.transport.bulk import Blob
+from penstock.shared.transport.bulk_message import FrameMail, is_large
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["EnvClient"]
+
+B = TypeVar("B", bound=Body)
+
+RETRY_S = 0.05
+ATTEMPT_S = 10.0
+
+
+class EnvClient:
+    """One session. The arrays of a reply are valid until the next request: large ones lie in shared memory.
+
+    Make one with ``open``; ``close`` it, or the env service does when it was idle for long enough.
+    """
+
+    def __init__(self, bus: Bus, mail: FrameMail, job: str, opened: EnvOpened) -> None:
+        self._bus, self._mail, self._job = bus, mail, job
+        self._subject = subjects.env(opened.session)
+        self._blob: Blob | None = None
+        self.spec = opened.spec
+        self.seq = 0
+        """Number of the next request."""
+
+    @classmethod
+    async def open(
+        cls, bus: Bus, mail: FrameMail, request: OpenEnv, *, job: str, deadline_s: float = 60.0
+    ) -> EnvClient:
+        """Ask whichever env service is free for a session.
+
+        Raises:
+            ConfigError: the environments cannot be made, or their observations could not reach this process.
+            Unavailable: no env service answered until the deadline.
+        """
+        data = pack(msgspec.structs.replace(request, host=mail.host), job=job)
+        reply = await _repeated(bus, subjects.ENV_OPEN, data, deadline_s)
+        return cls(bus, mail, job, unpack(reply, EnvOpened)[0])
+
+    async def reset(self, request: ResetRequest, *, deadline_s: float = 60.0) -> ResetReply:
+        """Start episodes. Raises as ``step``."""
+        return await self._ask(request, ResetReply, deadline_s)
+
+    async def step(self, request: StepRequest, *, deadline_s: float = 60.0) -> StepReply:
+        """Execute a chunk of actions.
+
+        Raises:
+            ProtocolError, Conflict: the request does not fit the environments; it does not count.
+            Unavailable: the session is gone, or does not answer until the deadline.
+        """
+        return await self._ask(request, StepReply, deadline_s)
+
+    async def close(self) -> None:
+        """End the session; what it gave is not valid any more."""
+        try:
+            frame = b"".join(env_frame(CloseRequest(seq=self.seq)))
+            await self._bus.request(self._subject, frame, deadline_s=ATTEMPT_S)
+        finally:
+            self._release()
+
+    async def _ask(self, body: ResetRequest | StepRequest, kind: type[B], deadline_s: float) -> B:
+        frame = env_frame(body)
+        sent = (
+            await asyncio.to_thread(self._mail.pack, frame, job=self._job)
+            if is_large(frame)
+            else self._mail.pack(frame, job=self._job)
+        )
+        try:
+            data = await _repeated(self._bus, self._subject, sent.data, deadline_s)
+        finally:
+            sent.release()
+        self._release()
+        self.seq = body.seq + 1
+        self._blob = self._mail.open(data) if is_frame(data) else await asyncio.to_thread(self._mail.open, data)
+        return decode_env(self._blob.data, kind)
+
+    def _release(self) -> None:
+        if self._blob is not None:
+            self._blob.release()
+            self._blob = None
+
+
+async def _repeated(bus: Bus, subject: str, data: bytes, deadline_s: float) -> bytes:
+    """Ask until somebody answers: a session carries each request out once, however often it is asked."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + deadline_s
+    while True:
+        left_s = end - loop.time()
+        try:
+            return await bus.request(subject, data, deadline_s=max(0.05, min(left_s, ATTEMPT_S)))
+        except Unavailable:
+            if left_s <= RETRY_S:
+                raise
+        await asyncio.sleep(RETRY_S)

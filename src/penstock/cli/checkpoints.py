@@ -1,0 +1,73 @@
+"""Commands about checkpoints."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock.cli.exits import Commands
+from penstock.cli.printing import Job, Json, ago, console, note, number, show_json, table
+from penstock.client import Client
+from penstock.shared.errors import NotFound
+
+__all__ = ["app"]
+
+app = typer.Typer(name="ckpt", cls=Commands, help="List and download checkpoints.", no_args_is_help=True)
+
+FLAGS = ("initial", "best", "newest", "final")
+
+
+@app.command()
+def ls(job: Job, as_json: Json = False) -> None:
+    """List the checkpoints of a job."""
+    with Client() as client:
+        rows = client.checkpoints(client.find(job).id)
+    if as_json:
+        show_json(rows)
+        return
+    shown = [
+        (
+            row["number"],
+            row["version"],
+            ", ".join(flag for flag in FLAGS if row[flag]),
+            f"{row['nbytes'] / 1e6:,.1f}" if row["available"] else "gone",
+            ago(datetime.fromtimestamp(row["time"], UTC)),
+            row["reason"],
+            row["path"],
+        )
+        for row in rows
+    ]
+    console().print(table(("NUMBER#", "VERSION#", "IS", "MB#", "AGE#", "TAKEN FOR", "PATH"), shown))
+
+
+@app.command()
+def get(
+    job: Job,
+    which: Annotated[str, typer.Argument(metavar="[WHICH]", help="Number, initial, best, newest, final.")] = "newest",
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Directory; default: ./NAME-NUMBER.")] = None,
+    names: Annotated[list[str] | None, typer.Option("--file", help="Only this file; may be repeated.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Download a checkpoint and verify it; a broken download goes on where it stopped."""
+    with Client() as client:
+        record = client.find(job)
+        row = choose(client.checkpoints(record.id), which)
+        directory = out or Path(f"{record.name}-{row['number']}")
+        client.download_checkpoint(record.id, row["number"], directory, names=names)
+    if as_json:
+        show_json({**row, "directory": str(directory)})
+    else:
+        note(f"checkpoint {row['number']} of {record.id}: {number(row['nbytes'])} bytes, every file verified")
+        typer.echo(str(directory))
+
+
+def choose(rows: list[dict[str, Any]], which: str) -> dict[str, Any]:
+    """The checkpoint with this number or flag. Raises NotFound."""
+    for row in rows:
+        if which == str(row["number"]) or (which in FLAGS and row[which]):
+            return row
+    known = ", ".join(str(row["number"]) for row in rows) or "none"
+    raise NotFound(f"no checkpoint '{which}'; there are: {known} (or initial, best, newest, final)")

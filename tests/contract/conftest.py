@@ -1,0 +1,139 @@
+"""The world outside the scorers: a web service of the test's own, and a small classifier on disk."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+
+@dataclass(slots=True)
+class Asked:
+    """One request as it arrived."""
+
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> dict[str, Any]:
+        return dict(orjson.loads(self.body))
+
+
+@dataclass(slots=True)
+class Answer:
+    """What goes back, after the service was told to, at the latest after ``wait_s``."""
+
+    body: Any
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+    wait_s: float = 0.0
+
+
+class WebService(ThreadingHTTPServer):
+    """A real server on a free port; ``answer`` decides what it says."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.answer: Callable[[Asked], Answer] = lambda _: Answer({})
+        self.asked: list[Asked] = []
+        self.released = threading.Event()
+        self.active = self.most_active = 0
+        self.lock = threading.Lock()
+
+    def reply(self, body: Any, status: int = 200, wait_s: float = 0.0, **headers: str) -> Answer:
+        """An answer; underscores in names of headers stand for dashes."""
+        return Answer(body, status, {name.replace("_", "-"): value for name, value in headers.items()}, wait_s)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that has gone away is part of the tests."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: WebService
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        asked = Asked(self.path, {name.lower(): value for name, value in self.headers.items()}, body)
+        service = self.server
+        with service.lock:
+            service.asked.append(asked)
+            service.active += 1
+            service.most_active = max(service.most_active, service.active)
+            answer = service.answer(asked)
+        service.released.wait(answer.wait_s)
+        with service.lock:
+            service.active -= 1
+        data = answer.body if isinstance(answer.body, bytes) else orjson.dumps(answer.body)
+        self.send_response(answer.status)
+        for name, value in {"Content-Length": str(len(data)), **answer.headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Tests are quiet."""
+
+
+@pytest.fixture
+def web() -> Iterator[WebService]:
+    service = WebService()
+    thread = threading.Thread(target=service.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield service
+    finally:
+        service.released.set()
+        service.shutdown()
+        service.server_close()
+        thread.join()
+
+
+@pytest.fixture(scope="session")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model that looks at the last character only: 1 for a 2, -1 for a 3, 0 else.
+
+    Embeddings are axes, the layer adds nothing, the norm makes each axis sqrt(hidden) long.
+    """
+    import torch
+    from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+    from penstock.shared.config.model import ModelConfig
+    from penstock.shared.models.loading import build_tokenizer
+
+    folder = tmp_path_factory.mktemp("classifier")
+    tokenizer = build_tokenizer(
+        ModelConfig.parse({"config": {"hidden_size": 32, "num_layers": 1}, "tokenizer": "char"})
+    )
+    hidden = 64
+    assert len(tokenizer) <= hidden
+    config = Qwen2Config(
+        vocab_size=hidden, hidden_size=hidden, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_labels=1, pad_token_id=tokenizer.pad_token_id, max_position_embeddings=4096,
+    )  # fmt: skip
+    model = Qwen2ForSequenceClassification(config)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(1000 * torch.eye(hidden))
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.score.weight.zero_()
+        two, three = tokenizer.convert_tokens_to_ids(["2", "3"])
+        model.score.weight[0, two], model.score.weight[0, three] = 1 / hidden**0.5, -1 / hidden**0.5
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

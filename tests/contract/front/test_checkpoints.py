@@ -1,0 +1,261 @@
+"""Checkpoints over HTTP, by the clients and by the command line: real files, the real reading of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.cli import app
+from penstock.client import AsyncClient, Client
+from penstock.services.coordinator.checkpoints import choose_checkpoint
+from penstock.services.coordinator.submission import resolve_model
+from penstock.shared.config.job import JobConfig
+from penstock.shared.errors import CheckpointError, ConfigError, Conflict, NotFound
+from penstock.shared.protocol.events import BestCheckpoint, Checkpointed, Finished
+
+WEIGHTS = bytes(range(256)) * 1000
+FILES = {"model.safetensors": WEIGHTS, "config.json": b"{}", "critic/model.safetensors": b"critic", "empty.bin": b""}
+
+
+def write(path: Path, files: dict[str, bytes], *, committed: bool = True) -> None:
+    """A checkpoint as trainers write it."""
+    entries = {name: {"nbytes": len(data), "sha256": sha256(data)} for name, data in files.items()}
+    manifest = json.dumps({"schema": 2, "job": "j", "number": 1, "meta": {}, "environment": {}, "files": entries})
+    for name, data in files.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(data)
+    (path / "manifest.json").write_text(manifest)
+    if committed:
+        (path / "COMMIT").write_text(sha256(manifest.encode()))
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def record(books: Any, number: int, path: Path, reason: str = "interval") -> None:
+    books.ledger.apply(
+        Checkpointed(
+            writer_epoch=1, time=1000.0 + number, number=number, version=number, digest=f"d{number}", path=str(path),
+            trainer_epoch=1, low_seq=0, reason=reason,
+        )
+    )  # fmt: skip
+
+
+@pytest.fixture
+def submitted(served: Any, books: Any, job: Any, tmp_path: Path) -> Iterator[tuple[Client, str]]:
+    """A job with the checkpoints 0, 4 (the best), 8 (deleted) and 9 (not committed)."""
+    for number, files in ((0, {"config.json": b"{}"}), (4, FILES), (9, FILES)):
+        write(tmp_path / "data" / str(number), files, committed=number != 9)
+    (tmp_path / "data" / "secret").write_text("secret")
+    for number, reason in ((0, "initial"), (4, "new best"), (8, "interval"), (9, "interval")):
+        record(books, number, tmp_path / "data" / str(number), reason)
+    books.ledger.apply(
+        BestCheckpoint(writer_epoch=1, time=0.0, number=4, metric="eval/greedy", value=0.9, step=4)
+    )  # fmt: skip
+    with Client(served.url) as client:
+        yield client, client.submit(job).id
+
+
+def test_the_list_says_what_each_checkpoint_is(submitted: tuple[Client, str], books: Any) -> None:
+    client, job = submitted
+    rows = client.checkpoints(job)
+    assert [row["number"] for row in rows] == [0, 4, 8, 9]
+    assert [row["number"] for row in rows if row["available"]] == [0, 4]
+    assert [[flag for flag in ("initial", "best", "newest", "final") if row[flag]] for row in rows] == [
+        ["initial"],
+        ["best"],
+        [],
+        ["newest"],
+    ]
+    best = client.checkpoint(job, 4)
+    assert best == rows[1]
+    assert (best["reason"], best["version"], best["digest"], best["time"]) == ("new best", 4, "d4", 1004.0)
+    sizes = {file["name"]: (file["nbytes"], file["sha256"]) for file in best["files"]}
+    assert {name: sizes[name] for name in FILES} == {name: (len(data), sha256(data)) for name, data in FILES.items()}
+    assert best["nbytes"] == sum(nbytes for nbytes, _ in sizes.values())
+    books.ledger.apply(Finished(writer_epoch=1, time=0.0, reason="succeeded", summary={}))
+    assert client.checkpoint(job, 9)["final"]
+    with pytest.raises(NotFound, match="no checkpoint 5; there are: 0, 4, 8, 9"):
+        client.checkpoint(job, 5)
+
+
+async def test_ranges_resume_only_what_is_unchanged(connect: Any, books: Any, job: Any, tmp_path: Path) -> None:
+    write(tmp_path / "4", FILES)
+    record(books, 4, tmp_path / "4")
+    async with connect() as http:
+        base = f"/v1/jobs/{(await http.post('/v1/jobs', json=job)).json()['id']}/checkpoints/4/files"
+        whole = await http.get(f"{base}/model.safetensors")
+        etag = whole.headers["etag"]
+        assert (whole.status_code, whole.content, etag) == (200, WEIGHTS, f'"{sha256(WEIGHTS)}"')
+        assert whole.headers["accept-ranges"] == "bytes"
+
+        part = await http.get(f"{base}/model.safetensors", headers={"Range": "bytes=1000-", "If-Range": etag})
+        assert (part.status_code, part.content) == (206, WEIGHTS[1000:])
+        assert part.headers["content-range"] == f"bytes 1000-{len(WEIGHTS) - 1}/{len(WEIGHTS)}"
+        middle = await http.get(f"{base}/model.safetensors", headers={"Range": "bytes=10-19"})
+        assert (middle.status_code, middle.content) == (206, WEIGHTS[10:20])
+        tail = await http.get(f"{base}/model.safetensors", headers={"Range": "bytes=-5"})
+        assert tail.content == WEIGHTS[-5:]
+
+        other = {"Range": "bytes=1000-", "If-Range": '"another"'}
+        assert (await http.get(f"{base}/model.safetensors", headers=other)).content == WEIGHTS
+        past = await http.get(f"{base}/model.safetensors", headers={"Range": f"bytes={len(WEIGHTS)}-"})
+        assert (past.status_code, past.headers["content-range"]) == (416, f"bytes */{len(WEIGHTS)}")
+        assert past.headers["content-type"] == "application/problem+json"
+        same = await http.get(f"{base}/model.safetensors", headers={"If-None-Match": etag})
+        assert (same.status_code, same.content) == (304, b"")
+        assert (await http.get(f"{base}/critic/model.safetensors")).content == b"critic"
+        assert (await http.get(f"{base}/empty.bin")).content == b""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../secret",
+        "..%2Fsecret",
+        "%2e%2e/secret",
+        "critic/../../secret",
+        "critic/..%2f..%2fsecret",
+        "/etc/passwd",
+        "%2Fetc%2Fpasswd",
+        "unlisted.bin",
+        "COMMIT",
+        "config.json%00.png",
+        "",
+    ],
+)
+async def test_only_names_of_the_manifest_are_served(
+    connect: Any, books: Any, job: Any, tmp_path: Path, name: str
+) -> None:
+    write(tmp_path / "4", FILES)
+    (tmp_path / "4" / "unlisted.bin").write_text("secret")
+    (tmp_path / "secret").write_text("secret")
+    record(books, 4, tmp_path / "4")
+    async with connect() as http:
+        job_id = (await http.post("/v1/jobs", json=job)).json()["id"]
+        reply = await http.get(f"/v1/jobs/{job_id}/checkpoints/4/files/{name}")
+    assert reply.status_code == 404, reply.text
+    assert reply.headers["content-type"] == "application/problem+json"
+
+
+async def test_a_link_that_leads_out_is_not_followed(connect: Any, books: Any, job: Any, tmp_path: Path) -> None:
+    write(tmp_path / "4", FILES)
+    (tmp_path / "secret").write_bytes(FILES["config.json"])
+    (tmp_path / "4" / "config.json").unlink()
+    (tmp_path / "4" / "config.json").symlink_to(tmp_path / "secret")
+    record(books, 4, tmp_path / "4")
+    async with connect() as http:
+        job_id = (await http.post("/v1/jobs", json=job)).json()["id"]
+        reply = await http.get(f"/v1/jobs/{job_id}/checkpoints/4/files/config.json")
+    assert reply.status_code == 409
+
+
+def test_what_is_not_committed_or_was_changed_is_not_served(submitted: tuple[Client, str], tmp_path: Path) -> None:
+    client, job = submitted
+    with pytest.raises(Conflict, match="not on the coordinator's host"):
+        client.download_checkpoint(job, 9, tmp_path / "out")
+    manifest = tmp_path / "data" / "4" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("config.json", "conflg.json"))
+    assert not client.checkpoint(job, 4)["available"]
+
+
+def test_a_download_is_complete_verified_and_resumed(
+    submitted: tuple[Client, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, job = submitted
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "model.safetensors.part").write_bytes(WEIGHTS[:100_000])  # broken off
+    asked: list[str] = []
+    send = client._http.stream
+
+    def spy(method: str, url: str, **more: Any) -> Any:
+        asked.append(more["headers"].get("Range", ""))
+        return send(method, url, **more)
+
+    monkeypatch.setattr(client._http, "stream", spy)
+    client.download_checkpoint(job, 4, out)
+    assert {name: (out / name).read_bytes() for name in FILES} == FILES
+    assert sorted(p.name for p in out.rglob("*.part")) == []
+    assert [r for r in asked if r] == ["bytes=100000-"]
+    asked.clear()
+    client.download_checkpoint(job, 4, out)  # everything is there
+    assert asked == []
+
+
+def test_damage_on_the_way_is_found(submitted: tuple[Client, str], tmp_path: Path) -> None:
+    client, job = submitted
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "model.safetensors.part").write_bytes(b"x" * 1000)
+    with pytest.raises(CheckpointError, match="did not arrive as it was committed"):
+        client.download_checkpoint(job, 4, out, names=["model.safetensors"])
+    assert list(out.iterdir()) == []
+    client.download_checkpoint(job, 4, out, names=["model.safetensors"])
+    assert (out / "model.safetensors").read_bytes() == WEIGHTS
+    with pytest.raises(NotFound, match="no file 'nothing'"):
+        client.download_checkpoint(job, 4, out, names=["nothing"])
+
+
+async def test_the_async_client_downloads_too(submitted: tuple[Client, str], tmp_path: Path) -> None:
+    client, job = submitted
+    async with AsyncClient(client.url) as other:
+        assert await other.checkpoints(job) == client.checkpoints(job)
+        await other.download_checkpoint(job, 4, tmp_path / "out")
+    assert {name: (tmp_path / "out" / name).read_bytes() for name in FILES} == FILES
+
+
+def test_the_command_line_lists_and_gets(
+    submitted: tuple[Client, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, job = submitted
+    monkeypatch.chdir(tmp_path)
+    env = {"PENSTOCK_URL": client.url}
+    listed = CliRunner().invoke(app, ["ckpt", "ls", job], env=env)
+    assert listed.exit_code == 0, listed.output
+    assert "new best" in listed.output
+    assert "gone" in listed.output
+    got = CliRunner().invoke(app, ["ckpt", "get", job, "best"], env=env)
+    assert got.exit_code == 0, got.output
+    assert (tmp_path / "addition-4" / "model.safetensors").read_bytes() == WEIGHTS
+    missing = CliRunner().invoke(app, ["ckpt", "get", job, "final"], env=env)
+    assert missing.exit_code == 1
+    assert "there are: 0, 4, 8, 9" in missing.output
+
+
+# -- a checkpoint as a model -----------------------------------------------------------------------------------------
+
+
+async def test_a_model_path_may_name_a_checkpoint(submitted: tuple[Client, str], books: Any, job: Any) -> None:
+    _, name = submitted
+
+    async def ledger(wanted: str) -> Any:
+        if wanted != name:
+            raise NotFound(f"no job '{wanted}'")
+        return books.ledger
+
+    async def resolved(path: str) -> str | None:
+        spec = JobConfig.parse({**job, "model": {"path": path}})
+        return (await resolve_model(spec, ledger)).model.path
+
+    paths = {number: checkpoint.path for number, checkpoint in books.ledger.checkpoints.items()}
+    assert await resolved(f"job:{name}@best") == paths[4]
+    assert await resolved(f"job:{name}@8") == paths[8]
+    assert await resolved(f"job:{name}@initial") == paths[0]
+    assert await resolved(f"job:{name}@newest") == paths[9]
+    assert await resolved("/models/tiny") == "/models/tiny"
+    for wrong in (f"job:{name}@7", f"job:{name}@final", f"job:{name}@worst", f"job:{name}", "job:job_0@1"):
+        with pytest.raises(ConfigError, match=r"model\.path: 'job:"):
+            await resolved(wrong)
+    unknown = "job_" + "0" * 32
+    with pytest.raises(ConfigError, match="no job"):
+        await resolved(f"job:{unknown}@0")
+    with pytest.raises(NotFound, match="no final checkpoint"):
+        choose_checkpoint(books.ledger, "final")

@@ -1,0 +1,36 @@
+"""Two gloo ranks that measure the megatron backend once for all tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What each rank found, by case and quantity, and the exported model."""
+
+    ranks: list[dict[str, dict[str, float]]]
+    export: Path
+
+    def worst(self, case: str, quantity: str) -> float:
+        """Over the ranks; NaN if any is."""
+        return float(np.max([rank[case][quantity] for rank in self.ranks]))
+
+
+@pytest.fixture(scope="session")
+def measured(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    """Runs ``measure.py`` on two ranks."""
+    spec = importlib.util.spec_from_file_location("megatron_measure", Path(__file__).with_name("measure.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[spec.name])
+    directory = tmp_path_factory.mktemp("megatron")
+    return Measured(ranks.run(2, sys.modules[spec.name].measure_all, directory), directory / "export")

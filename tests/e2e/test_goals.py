@@ -1,0 +1,110 @@
+"""From a metric to a model: groups without signal are replaced, the run stops early, its best checkpoint is kept, comes
+over HTTP, and is measured by a job of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.shared.errors import ConfigError, Conflict
+from penstock.shared.protocol.events import Checkpointed, Finished
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+
+EVAL = {"type": "addition", "digits": 1, "num_rows": 6}
+
+
+def evaluation(model: str, job: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "kind": "evaluation",
+        "name": "measure",
+        "model": {"path": model},
+        "data": {"eval": EVAL, "prompt": {"max_tokens": 8}},
+        "reward": job["reward"],
+        "sampling": {"max_new_tokens": 6},
+        "evaluation": {"num_prompts": 6, "samples": 2, "pass_k": [2]},
+        "limits": {"byte_budget": 1 << 20, "timeout_s": 60},
+    }
+
+
+def test_from_a_metric_to_a_measured_checkpoint(stack: Any, make_job: Any, tmp_path: Path) -> None:
+    job = stack.submit(
+        algorithm={"group_size": 2, "dynamic_sampling": {"max_resampled": 2.0}},
+        train={"batch_size": 8, "max_updates": 60, "max_lag": 1, "draw_timeout_s": 30},
+        early_stop={"metric": "reward/mean", "window": 6, "goal": -1.0},
+        # least after the first update: that checkpoint must outlive `keep`
+        checkpoint={"every": 2, "keep": 1, "keep_best": {"metric": "tokens_total/generated", "mode": "min"}},
+    )
+    record = stack.finish(job)
+    status = record.status
+    assert status.phase == "succeeded"
+    assert "reward/mean reached" in status.message
+    assert 6 <= status.step < 20
+
+    audit = stack.check_books(job)
+    dropped = audit["equation"]["dropped"]["no_signal"]
+    assert dropped > 0
+    series = stack.client.metrics(job)["series"]
+    assert sum(value or 0 for value in series["dropped/no_signal"]) <= dropped
+    assert max(value or 0 for value in series["resample_ratio"]) > 0
+    assert 0 < series["goodput"][-1] <= 1
+
+    best = status.best_checkpoint["number"]
+    events = stack.ledger(job)
+    assert isinstance(events[-1], Finished)
+    assert events[-1].summary["best_checkpoint"] == status.best_checkpoint
+    taken = {event.number: event.reason for event in events if isinstance(event, Checkpointed)}
+    assert taken[0] == "initial"
+    assert taken[best].startswith("new best tokens_total/generated")
+
+    rows = {row["number"]: row for row in stack.client.checkpoints(job)}
+    assert {number for number, row in rows.items() if row["available"]} == {0, best, status.step}
+    assert len(rows) > 3, "retention had nothing to delete"
+    assert rows[best]["best"]
+    assert rows[status.step]["final"]
+    stack.client.download_checkpoint(job, best, tmp_path / "model")
+    assert {f"{p.relative_to(tmp_path / 'model')}" for p in (tmp_path / "model").rglob("*") if p.is_file()} == {
+        file["name"] for file in rows[best]["files"]
+    }
+
+    measured = stack.client.submit(evaluation(f"job:{job}@best", make_job())).id
+    end = stack.finish(measured).status
+    assert end.phase == "succeeded", end.message
+    assert (end.step, end.total_steps) == (6, 6)
+    values = stack.client.metrics(measured)["series"]
+    found = stack.client.samples(measured, limit=100)
+    assert len(found) == 18
+    assert sum(row["greedy"] for row in found) == 6
+    sampled = [row["reward"] for row in found if not row["greedy"]]
+    assert values["eval/avg@2"] == [pytest.approx(sum(sampled) / len(sampled))]
+    greedy = [row["reward"] for row in found if row["greedy"]]
+    assert values["eval/greedy"] == [pytest.approx(sum(greedy) / len(greedy))]
+    assert {row["prompt"] for row in found if row["greedy"]} == {row["prompt"] for row in found if not row["greedy"]}
+    with pytest.raises(Conflict, match="no ledger"):
+        stack.client.audit(measured)
+
+    with pytest.raises(ConfigError, match="no checkpoint 99999"):
+        stack.client.submit(evaluation(f"job:{job}@99999", make_job()))
+
+
+def test_an_evaluation_whose_model_does_not_load_says_so(stack: Any, make_job: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    job = stack.client.submit(evaluation(str(tmp_path), make_job())).id
+    status = stack.finish(job).status
+    assert status.phase == "failed"
+    assert str(tmp_path) in status.message
+
+
+def test_a_greedy_baseline_travels_with_its_group(stack: Any) -> None:
+    job = stack.submit(
+        algorithm={"type": "remax", "group_size": 2},
+        train={"batch_size": 8, "max_updates": 3, "max_lag": 1, "draw_timeout_s": 30},
+    )
+    assert stack.finish(job).status.phase == "succeeded"
+    stack.check_books(job)
+    groups = list(stack.groups(job).values())
+    assert groups
+    assert all(group.greedy.tolist() == [False, False, True] for group in groups)
+    assert all(group.baseline == group.rewards[2] for group in groups)

@@ -1,0 +1,42 @@
+"""A trainer of two ranks: one of them dies in the middle, all of them start over, and nothing is lost or repeated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.shared.protocol.events import BatchTrained, Checkpointed, LineageForked
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+
+TOTAL = 16
+
+
+def test_a_rank_is_killed(stack_of_ranks: Any) -> None:
+    stack = stack_of_ranks
+    job = stack.submit(
+        f"train.max_updates={TOTAL}", "backend.type=fsdp", "checkpoint.every=3", "train.minibatches=2",
+    )  # fmt: skip
+    stack.reach(job, 5)
+    leader = stack.pid("trainer-0")
+    stack.kill("trainer-0-rank1")
+    stack.until(lambda: stack.pid("trainer-0") != leader, "rank 0 was started again, too")
+    record = stack.finish(job, 120)
+
+    assert (record.status.phase, record.status.step) == ("succeeded", TOTAL), record.status
+    stack.check_books(job)
+    events = stack.ledger(job)
+    trained = [event for event in events if isinstance(event, BatchTrained)]
+    assert [event.number for event in trained] == list(range(1, TOTAL + 1)), "no gap and no repeat"
+    assert not any(isinstance(event, LineageForked) for event in events), "the same ranks give the same bits"
+    assert len({event.trainer_epoch for event in trained}) == 2
+    assert len({event.digest for event in trained}) > TOTAL / 2, "the updates changed the weights"
+
+    checkpoints = [Path(event.path) for event in events if isinstance(event, Checkpointed)]
+    manifest = msgspec.json.decode((checkpoints[-1] / "manifest.json").read_bytes())
+    assert manifest["number"] == TOTAL
+    assert manifest["environment"]["ranks"] == "2"
+    assert {"shards/__0_0.distcp", "shards/__1_0.distcp", "model.safetensors"} <= manifest["files"].keys()

@@ -1,0 +1,133 @@
+"""Checkpoints beside training: taken at a boundary, written and recorded while it goes on, tried again if they fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.services.trainer import checkpointing as module
+from penstock.services.trainer.checkpoint import list_checkpoints, load_checkpoint
+from penstock.services.trainer.checkpointing import Checkpointing
+from penstock.services.trainer.crew import Crew
+from penstock.services.trainer.progress import Progress
+from penstock.services.trainer.ranks import Threads
+from penstock.services.trainer.replica import Replica
+from penstock.services.trainer.reports import Reporter
+from penstock.shared.config.job import JobConfig
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.messages import Ack, Report
+from penstock.shared.runtime.tasks import Background, wait_for
+from penstock.shared.transport.bus import Bus
+
+JOB = "job_1"
+CONFIG = JobConfig.parse(
+    {
+        "name": "tiny",
+        "model": {"config": {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1}, "tokenizer": "char"},
+        "data": {"train": {"type": "addition"}},
+        "reward": {"scorers": [{"type": "exact"}]},
+        "algorithm": {"group_size": 4},
+        "train": {"batch_size": 16, "max_updates": 20},
+        "checkpoint": {"keep": 1},
+    }
+)
+
+
+@dataclass
+class Coordinator:
+    """Answers reports when it may."""
+
+    open: asyncio.Event = field(default_factory=asyncio.Event)
+    heard: list[Report] = field(default_factory=list)
+
+    async def answer(self, data: bytes) -> bytes:
+        await self.open.wait()
+        self.heard.append(unpack(data, Report)[0])
+        return pack(Ack(ok=True, data={"pinned": [1]}))
+
+
+@dataclass
+class Stage:
+    root: Path
+    crew: Crew
+    checkpointing: Checkpointing
+    coordinator: Coordinator
+    woken: asyncio.Event
+
+
+@pytest.fixture
+async def stage(bus: Bus, tmp_path: Path) -> AsyncIterator[Stage]:
+    threads, coordinator, woken = Threads(), Coordinator(), asyncio.Event()
+    root = tmp_path / "checkpoints"
+    crew = Crew(Replica(bus, JOB, CONFIG, world=None, threads=threads, checkpoints=root), None)
+    await crew.open()
+    reporter = Reporter(bus, JOB)
+    checkpointing = Checkpointing(
+        crew, reporter, JOB, CONFIG, root=root, epoch=3, pinned=set(), wake=woken.set
+    )  # fmt: skip
+    server = await bus.serve(subjects.report(JOB), coordinator.answer)
+    async with Background() as background:
+        background.spawn(reporter.run(), name="reports")
+        background.spawn(checkpointing.run(), name="checkpoints")
+        yield Stage(root, crew, checkpointing, coordinator, woken)
+    await server.close(0.5)
+    threads.close()
+
+
+async def test_training_goes_on_while_a_checkpoint_is_recorded(stage: Stage) -> None:
+    def take(batch: int) -> Coroutine[Any, Any, None]:
+        return stage.checkpointing.take(Progress(version=batch, batch=batch, digest="d"))
+
+    stage.checkpointing.ask("interval")
+    assert stage.checkpointing.asked
+    await take(1)
+    assert not stage.checkpointing.asked
+    assert not stage.coordinator.heard
+    await stage.crew.publish(lambda learner: learner.layout())  # the thread that computes is free
+    await take(1)  # asked again: nothing new to write
+    following = asyncio.create_task(take(2))
+    await wait_for(_exists(stage.root, 1), 30, "the first checkpoint")
+    assert not following.done(), "one copy at a time"
+    stage.coordinator.open.set()
+    await wait_for(following, 30, "the second copy")
+    await take(3)
+    await wait_for(stage.checkpointing.written(), 30, "all of them")
+    said = dict.fromkeys((r.kind, r.batch, r.epoch, r.reason) for r in stage.coordinator.heard)  # late answers: again
+    assert list(said) == [
+        ("checkpointed", 1, 3, "interval"),
+        ("checkpointed", 2, 3, ""),
+        ("checkpointed", 3, 3, ""),
+    ]
+    kept = list_checkpoints(stage.root, JOB)
+    assert [stored.manifest.number for stored in kept] == [1, 3], "the newest, and what is pinned"
+    assert str(kept[-1].path) == stage.coordinator.heard[-1].path
+    assert load_checkpoint(kept[-1].path).meta["digest"] == "d"
+
+
+async def test_a_checkpoint_that_cannot_be_written_is_tried_again(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RETRY_S", 0.05)
+    stage.coordinator.open.set()
+    stage.root.write_text("in the way")
+    stage.checkpointing.ask("the end")
+    stage.woken.clear()
+    await stage.checkpointing.take(Progress(version=1, batch=1, digest="d"))
+    await wait_for(stage.woken.wait(), 30, "another try")
+    assert stage.checkpointing.asked
+    stage.root.unlink()
+    await stage.checkpointing.take(Progress(version=1, batch=1, digest="d"))
+    await wait_for(stage.checkpointing.written(), 30, "the checkpoint")
+    assert {(r.batch, r.reason) for r in stage.coordinator.heard} == {(1, "the end")}
+    assert [stored.manifest.number for stored in list_checkpoints(stage.root, JOB)] == [1]
+
+
+async def _exists(root: Path, number: int) -> None:
+    while not any(stored.manifest.number == number for stored in list_checkpoints(root, JOB)):
+        await asyncio.sleep(0.02)

@@ -1,0 +1,225 @@
+"""Messages that nobody can use: kept in DEAD with the reason, their draws dropped, whether or not anybody was told."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.services.coordinator.deadletters import DeadLetters
+from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.runner import JobRunner
+from penstock.services.coordinator.store import JobStore
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.events import Dropped, decode_events
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.jobs import JobRecord
+from penstock.shared.protocol.messages import DRAW_HEADER, Ack, Heartbeat, Report, Ticket
+from penstock.shared.protocol.trajectory import Group, encode_group, group_headers
+from penstock.shared.transport.bus import Bus, Message, Outgoing, Puller
+
+JOB = "job_dead"
+SPEC: dict[str, Any] = {
+    "name": "addition",
+    "model": {"config": {"hidden_size": 64}, "tokenizer": "char"},
+    "data": {"train": {"type": "addition"}},
+    "reward": {"scorers": [{"type": "exact"}]},
+    "algorithm": {"group_size": 4},
+    "sampling": {"max_new_tokens": 4},
+    "train": {"batch_size": 8, "max_updates": 3},
+}
+ACK_WAIT_S, MAX_DELIVER = 0.3, 2
+
+
+class Led:
+    """A job that is led here; the test plays its workers."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus, self.members = bus, Members()
+        record = JobRecord(id=JOB, name=JOB, created_at=datetime.now(UTC), spec=SPEC)
+        self.runner = JobRunner(bus, JobStore(bus), self.members, record, epoch=1, data_dir=Path("/nonexistent"))
+        self.letters = DeadLetters(bus, self.members, {JOB: self.runner})
+
+    async def report(self, report: Report) -> None:
+        reply = await self.bus.request(subjects.report(JOB), pack(report, job=JOB), deadline_s=10)
+        assert unpack(reply, Ack)[0].ok
+
+    async def puller(self, stream: str) -> Puller:
+        service, subject = ("rollout", subjects.tickets) if stream == subjects.TICKETS else ("reward", subjects.raw)
+        return await self.bus.pull(
+            stream, subject(JOB), f"{service}-{JOB}", ack_wait_s=ACK_WAIT_S, max_deliver=MAX_DELIVER
+        )
+
+    async def use_up(self, stream: str, count: int) -> None:
+        """Take ``count`` messages as often as they are delivered and answer none of them."""
+        seen = 0
+        async with await self.puller(stream) as puller, asyncio.timeout(30):
+            while seen < count * MAX_DELIVER:
+                seen += len(await puller.fetch(count, 0.2))
+            service = "rollout" if stream == subjects.TICKETS else "reward"
+            while (await self.bus.consumer_state(stream, f"{service}-{JOB}")).ack_pending:
+                await puller.fetch(1, 0.2)
+
+    async def scan_until(self, holds: Callable[[], Awaitable[bool]]) -> None:
+        async with asyncio.timeout(30):
+            while not await holds():
+                await self.letters.scan()
+                await asyncio.sleep(0.05)
+
+    async def dead(self) -> list[Message]:
+        return await self.bus.read(subjects.DEAD, subjects.dead(JOB))
+
+    async def dropped(self) -> dict[Draw, str]:
+        """Every draw that was dropped, with its reason."""
+        entries = await self.bus.read(subjects.LEDGER, subjects.ledger(JOB))
+        events = [event for entry in entries for event in decode_events(entry.data)]
+        return {draw: event.reason for event in events if isinstance(event, Dropped) for draw in event.draws}
+
+    async def waiting(self) -> list[Draw]:
+        """Draws whose ticket is in the queue."""
+        state = await self.bus.stream_state(subjects.TICKETS)
+        found = await self.bus.walk(subjects.TICKETS, subjects.tickets(JOB), last_seq=state.last_seq)
+        return [unpack(message.data, Ticket)[0].draw for message in found]
+
+
+@asynccontextmanager
+async def led(bus: Bus) -> AsyncIterator[Led]:
+    job = Led(bus)
+    await bus.kv(subjects.JOBS).put(JOB, job.runner.record.model_dump_json().encode())
+    leading = asyncio.create_task(job.runner.lead())
+    try:
+        async with asyncio.timeout(30):
+            while not job.runner.ready:
+                await asyncio.sleep(0.02)
+                assert not leading.done(), leading.exception()
+        await job.report(Report(kind="checkpointed", epoch=1, batch=0, version=0, digest="w0", path="p"))
+        async with asyncio.timeout(30):
+            while len(await job.waiting()) < 2:
+                await asyncio.sleep(0.02)
+        yield job
+    finally:
+        leading.cancel()
+        await asyncio.gather(leading, return_exceptions=True)
+
+
+async def test_a_scan_finds_what_no_advisory_told(bus: Bus) -> None:
+    """Nobody listened while the deliveries were used up, as when every coordinator is down."""
+    async with led(bus) as job:
+        await job.use_up(subjects.TICKETS, 2)
+
+        async def redrawn() -> bool:
+            return sorted(await job.waiting()) == [Draw(0, 1), Draw(1, 1)]
+
+        await job.scan_until(redrawn)
+        assert await job.dropped() == {Draw(0): "dead_letter", Draw(1): "dead_letter"}
+        letters = await job.dead()
+        assert [unpack(letter.data, Ticket)[0].draw for letter in letters] == [Draw(0), Draw(1)]
+        for letter in letters:
+            assert letter.headers["Penstock-Reason"] == "max deliveries"
+            assert letter.headers["Penstock-Attempts"] == str(MAX_DELIVER)
+            assert letter.headers["Penstock-Stream"] == subjects.TICKETS
+        await job.letters.scan()
+        assert len(await job.dead()) == 2, "what is under nobody's lease and not delivered yet is not dead"
+
+
+async def test_an_advisory_is_faster_than_the_scan(bus: Bus) -> None:
+    async with led(bus) as job:
+        listening = asyncio.create_task(job.letters.run())
+        await bus.rtt()
+        puller = await job.puller(subjects.TICKETS)
+        async with puller, asyncio.timeout(30):
+            while len(await job.dead()) < 2:
+                await puller.fetch(2, 0.1)
+        listening.cancel()
+        await asyncio.gather(listening, return_exceptions=True)
+
+
+async def test_work_in_hand_is_left_alone(bus: Bus) -> None:
+    """One ticket is dead while another is under a lease that its worker extends."""
+    async with led(bus) as job:
+        puller = await job.puller(subjects.TICKETS)
+        first, held = await puller.fetch(2, 5.0)
+        kept = unpack(held.data, Ticket)[0].draw
+        beat = Heartbeat(
+            service="rollout", worker="w", host="h", pid=1, started=0.0, interval_s=60.0, health_port=0, ready=True,
+            jobs={JOB: {"holds": [str(kept)]}},
+        )  # fmt: skip
+        job.members.on_heartbeat(beat, time.monotonic())
+        async with asyncio.timeout(30):
+            while not await job.dead():
+                await held.in_progress()
+                await puller.fetch(1, 0.05)
+                await job.letters.scan()
+        assert await job.dropped() == {unpack(first.data, Ticket)[0].draw: "dead_letter"}
+        assert kept in await job.waiting()
+        await puller.close()
+
+
+async def test_a_ticket_that_nobody_can_read(bus: Bus) -> None:
+    """Its header still says which draw it asked for."""
+    async with led(bus) as job:
+        await bus.purge(subjects.TICKETS, subjects.tickets(JOB))
+        await bus.publish(subjects.tickets(JOB), b"rubbish", headers={DRAW_HEADER: "1.0"})
+        await job.use_up(subjects.TICKETS, 1)
+
+        async def buried() -> bool:
+            return bool(await job.dead())
+
+        await job.scan_until(buried)
+        assert await job.dropped() == {Draw(1): "dead_letter"}
+        assert "undecodable: not an envelope" in (await job.dead())[0].headers["Penstock-Reason"]
+
+
+def group(draw: Draw, *, nbytes: int = 0) -> Group:
+    """Four completions of one token, and a note of that size."""
+    ones = np.ones(4, np.int32)
+    return Group(
+        job=JOB, draw=draw, attempt="a", epoch=1, prompt_ids=ones, token_ids=ones,
+        cu_seqlens=np.arange(5, dtype=np.int32), logprobs=np.zeros(4, np.float32), mask=np.ones(4, np.uint8),
+        rewards=np.asarray([0, 1, 0, 1], np.float32), failed=np.zeros(4, np.bool_), finish=np.zeros(4, np.uint8),
+        spans=np.asarray([[i, 0, 0, 1] for i in range(4)], np.int32), meta={"note": "x" * nbytes},
+    )  # fmt: skip
+
+
+async def test_a_raw_group_that_nobody_scores(bus: Bus) -> None:
+    async with led(bus) as job:
+        data, header = encode_group(group(Draw(1), nbytes=3 << 20))
+        await bus.publish_whole([Outgoing(subjects.raw(JOB), data, group_headers(header))])
+        await job.use_up(subjects.RAW, 1)
+
+        async def buried() -> bool:
+            return bool(await job.dead())
+
+        await job.scan_until(buried)
+        assert await job.dropped() == {Draw(1): "dead_letter"}
+        letters = await job.dead()
+        assert letters[0].headers["Penstock-Reason"] == "max deliveries"
+        assert b"".join(letter.data for letter in letters) == data, "all of its parts are kept"
+        assert (await bus.stream_state(subjects.RAW)).messages == 0
+
+
+async def test_groups_that_cannot_be_read_or_trained(bus: Bus) -> None:
+    """A header that is none, and a batch with a group that the trainer refuses: kept before they are deleted."""
+    async with led(bus) as job:
+        unreadable = await bus.publish(subjects.experience(JOB), b"x", headers={"Penstock-Group": "[1"})
+        torn, good = (encode_group(group(draw, nbytes=n)) for draw, n in ((Draw(0), 3 << 20), (Draw(1), 0)))
+        for data, header in (torn, good):
+            await bus.publish_whole([Outgoing(subjects.experience(JOB), data, group_headers(header))])
+        async with asyncio.timeout(30):
+            while not job.runner.run.state.sealed:
+                await asyncio.sleep(0.02)
+        await job.report(Report(kind="refused", epoch=1, batch=1, revision=1, bad=[Draw(0)], reason="it is torn"))
+        first, *second = await job.dead()
+        assert first.headers["Penstock-Sequence"] == str(unreadable)
+        assert first.headers["Penstock-Reason"].startswith("undecodable: Penstock-Group header does not decode")
+        assert {letter.headers["Penstock-Reason"] for letter in second} == {"refused: it is torn"}
+        assert b"".join(letter.data for letter in second) == torn[0], "all of its parts are kept"
+        assert (await bus.stream_state(subjects.EXPERIENCE)).messages == 1, "the other group stays"
+        assert Draw(0, 1) in await job.waiting()

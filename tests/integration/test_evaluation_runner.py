@@ -1,0 +1,172 @@
+"""The leader of an evaluation job on a real bus: what was answered is not asked again, and nothing is lost silently."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from penstock.services.coordinator.evaluation_runner import EvaluationRunner
+from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.store import JobStore
+from penstock.shared.config.kinds import parse_job
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.ids import Draw, new_attempt
+from penstock.shared.protocol.jobs import JobRecord
+from penstock.shared.protocol.messages import Report, Ticket
+from penstock.shared.protocol.trajectory import Group, encode_group, group_headers
+from penstock.shared.transport.bus import Bus
+
+SPEC: dict[str, Any] = {
+    "kind": "evaluation",
+    "name": "measure",
+    "model": {"config": {}, "tokenizer": "char"},
+    "data": {"eval": {"type": "addition", "num_rows": 4}},
+    "reward": {"scorers": [{"type": "exact"}]},
+    "evaluation": {"samples": 1},
+    "limits": {"timeout_s": 60},
+}
+
+
+async def submit(bus: Bus, **changes: Any) -> JobRecord:
+    return await JobStore(bus).create(parse_job({**SPEC, **changes}))
+
+
+@asynccontextmanager
+async def leading(bus: Bus, record: JobRecord, epoch: int) -> AsyncIterator[EvaluationRunner]:
+    """A leader; at the end it dies, wherever it is."""
+    runner = EvaluationRunner(bus, JobStore(bus), Members(), record, epoch=epoch)
+    task = asyncio.create_task(runner.lead())
+    try:
+        yield runner
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def eventually(holds: Callable[[], Awaitable[Any]]) -> None:
+    async with asyncio.timeout(30):
+        while not await holds():
+            await asyncio.sleep(0.02)
+
+
+async def asked(bus: Bus, job: str, epoch: int) -> list[tuple[int, int]]:
+    """(sequence, prompt) of the tickets of a leader."""
+    messages = await bus.walk(subjects.TICKETS, subjects.tickets(job), last_seq=1000)
+    tickets = [(message.seq, unpack(message.data, Ticket)[0]) for message in messages]
+    return [(seq, ticket.draw.ordinal) for seq, ticket in tickets if ticket.epoch == epoch]
+
+
+async def answer(bus: Bus, job: str, prompt: int, sampled: float, greedy: float, *, failed: bool = False) -> None:
+    group = Group(
+        job=job, draw=Draw(prompt), attempt=new_attempt(), epoch=1,
+        prompt_ids=np.arange(3, dtype=np.int32), token_ids=np.arange(4, dtype=np.int32),
+        cu_seqlens=np.asarray([0, 2, 4], np.int32), logprobs=np.full(4, -0.5, np.float32), mask=np.ones(4, np.uint8),
+        rewards=np.asarray([sampled, greedy], np.float32), failed=np.asarray([failed, failed]),
+        finish=np.zeros(2, np.uint8), spans=np.asarray([[0, 0, 0, 2], [1, 0, 0, 2]], np.int32),
+        greedy=np.asarray([False, True]), meta={"error": "scorer broke"} if failed else {},
+    )  # fmt: skip
+    data, header = encode_group(group)
+    await bus.publish(subjects.experience(job), data, headers=group_headers(header))
+
+
+async def ended(bus: Bus, job: str) -> JobRecord:
+    async def over() -> bool:
+        return (await JobStore(bus).get(job)).status.phase in ("succeeded", "failed", "cancelled")
+
+    await eventually(over)
+    return await JobStore(bus).get(job)
+
+
+async def test_another_leader_asks_only_for_what_is_missing(bus: Bus) -> None:
+    record = await submit(bus)
+    job = record.id
+    async with leading(bus, record, 1) as first:
+        await eventually(lambda: asked(bus, job, 1))
+        await answer(bus, job, 0, 1.0, 1.0)
+        await answer(bus, job, 2, 0.0, 1.0)
+
+        async def took_both() -> bool:
+            return first.expected == {1, 3}
+
+        await eventually(took_both)
+    await answer(bus, job, 2, 1.0, 0.0)  # a ticket that was delivered twice: the first answer counts
+    async with leading(bus, await JobStore(bus).get(job), 2):
+        await eventually(lambda: asked(bus, job, 2))
+        assert [prompt for _, prompt in await asked(bus, job, 2)] == [1, 3]
+        await answer(bus, job, 1, 0.5, 0.0)
+        await answer(bus, job, 3, 0.5, 0.0)
+        end = await ended(bus, job)
+    assert (end.status.phase, end.status.step, end.status.total_steps) == ("succeeded", 4, 4)
+    rows = [msgspec.json.decode(m.data) for m in await bus.read(subjects.METRICS, subjects.metrics(job))]
+    assert [row["values"] for row in rows] == [
+        {"eval/failed": 0.0, "eval/greedy": 0.5, "eval/avg@1": 0.5, "eval/missing": 0.0}
+    ]
+    assert len(await bus.read(subjects.EXPERIENCE, subjects.experience(job))) == 4
+
+
+async def test_time_runs_out_for_what_nobody_answers(bus: Bus) -> None:
+    record = await submit(bus, limits={"timeout_s": 1.0})
+    async with leading(bus, record, 1) as runner:
+        await answer(bus, record.id, 0, 1.0, 1.0)
+        end = await ended(bus, record.id)
+        assert [row["waiting_for"] for row in runner.why()][-1] == "3 of 4 prompts"
+    assert end.status.phase == "failed"
+    assert end.status.message == "limits.timeout_s: 3 of 4 prompts were not answered"
+
+
+async def test_nothing_scored_is_a_failure_with_the_scorers_error(bus: Bus) -> None:
+    record = await submit(bus)
+    async with leading(bus, record, 1):
+        for prompt in range(4):
+            await answer(bus, record.id, prompt, 0.0, 0.0, failed=True)
+        end = await ended(bus, record.id)
+    assert (end.status.phase, end.status.message) == ("failed", "nothing could be scored: scorer broke")
+
+
+async def test_a_dead_ticket_counts_as_failed_and_is_kept(bus: Bus) -> None:
+    record = await submit(bus)
+    job = record.id
+    async with leading(bus, record, 1) as runner:
+        await eventually(lambda: asked(bus, job, 1))
+        seq, prompt = (await asked(bus, job, 1))[1]
+        await runner.bury(subjects.TICKETS, seq, None, reason="max deliveries", attempts=5)
+        assert prompt not in runner.expected
+        for other in sorted(runner.expected):
+            await answer(bus, job, other, 1.0, 1.0)
+        end = await ended(bus, job)
+    assert end.status.phase == "succeeded"
+    rows = [msgspec.json.decode(m.data) for m in await bus.read(subjects.METRICS, subjects.metrics(job))]
+    assert rows[0]["values"]["eval/failed"] == 2.0
+    assert len(await bus.read(subjects.DEAD, subjects.dead(job))) == 1
+    assert len(await asked(bus, job, 1)) == 3
+
+
+async def test_a_worker_that_cannot_load_the_model_ends_the_job(bus: Bus) -> None:
+    record = await submit(bus)
+    async with leading(bus, record, 1):
+        report = pack(Report(kind="failed", epoch=0, reason="no such model"), job=record.id)
+
+        async def told() -> bool:
+            try:
+                await bus.request(subjects.report(record.id), report, deadline_s=5)
+            except ConnectionError:
+                return False
+            return True
+
+        await eventually(told)
+        end = await ended(bus, record.id)
+    assert (end.status.phase, end.status.message) == ("failed", "no such model")
+
+
+async def test_cancelling_ends_it(bus: Bus) -> None:
+    record = await submit(bus)
+    async with leading(bus, record, 1) as runner:
+        await eventually(lambda: asked(bus, record.id, 1))
+        runner.want(await JobStore(bus).set_desired(record.id, "cancelled"))
+        assert (await ended(bus, record.id)).status.phase == "cancelled"

@@ -1,0 +1,125 @@
+"""The ledger on a real bus: snapshots that are written, verified, ignored when wrong, and kept few."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from penstock.services.coordinator import journal as journal_module
+from penstock.services.coordinator.journal import KEEP, Journal, read_snapshots
+from penstock.services.coordinator.ledger import LedgerState, fold
+from penstock.services.coordinator.snapshot import encode_snapshot
+from penstock.shared.errors import Fenced
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import MAX_INLINE_BYTES
+from penstock.shared.protocol.events import Checkpointed, Drawn, Event, JobStarted, decode_events
+from penstock.shared.protocol.parts import count_of
+from penstock.shared.transport.bus import Bus
+
+JOB = "job_journal"
+
+
+def entry(number: int, *, path: str = "p", epoch: int = 1) -> list[Event]:
+    """The decision with this number."""
+    base = {"writer_epoch": epoch, "time": 0.0}
+    if not number:
+        return [JobStarted(**base, config_digest="c")]
+    checkpoint = Checkpointed(
+        **base, number=0, version=0, digest="d", path=f"{path}{number}", trainer_epoch=1, low_seq=0
+    )
+    return [Drawn(**base, start=number - 1, stop=number, min_version=0, deadline=9.0), checkpoint]
+
+
+async def write(bus: Bus, count: int, *, path: str = "p") -> LedgerState:
+    """Append ``count`` decisions as a leader does, snapshots included."""
+    journal = Journal(bus, JOB)
+    state = await journal.load()
+    done = state.next_ordinal + state.started
+    for number in range(done, done + count):
+        events = entry(number, path=path)
+        await journal.append(events)
+        fold(events, state)
+        if (save := journal.snapshot(state)) is not None:
+            await save()
+    return state
+
+
+async def whole_fold(bus: Bus) -> LedgerState:
+    messages = await bus.read(subjects.LEDGER, subjects.ledger(JOB))
+    return fold(event for message in messages for event in decode_events(message.data))
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot after every tenth entry, however small the entries are."""
+    monkeypatch.setattr(journal_module, "SNAPSHOT_ENTRIES", 10)
+
+
+async def covered(bus: Bus) -> list[int]:
+    """Places in the ledger that snapshots cover, the newest first."""
+    return [snapshot.seq for snapshot, _, _ in await read_snapshots(bus, JOB)]
+
+
+@pytest.mark.usefixtures("often")
+async def test_a_new_leader_starts_from_the_newest_snapshot(bus: Bus, caplog: pytest.LogCaptureFixture) -> None:
+    state = await write(bus, 95)
+    assert len(await covered(bus)) == KEEP
+    newest, older = await covered(bus)
+    assert 0 < older < newest <= 95
+    journal = Journal(bus, JOB)
+    assert await journal.load() == state == await whole_fold(bus)
+    await journal.append(entry(95))
+    assert not caplog.records, "nothing was wrong with any snapshot"
+    with pytest.raises(Fenced):
+        await Journal(bus, JOB).append(entry(95, epoch=2))  # it has not read the ledger
+
+
+@pytest.mark.usefixtures("often")
+async def test_snapshots_never_write_more_than_the_ledger(bus: Bus) -> None:
+    """Each is as large as the decisions between two of them, so the next one comes later and later."""
+    await write(bus, 120)
+    ledger = await bus.read(subjects.LEDGER, subjects.ledger(JOB))
+    newest, older = await covered(bus)
+    between = sum(len(message.data) for message in ledger if older < message.seq <= newest)
+    size = next(nbytes for snapshot, _, nbytes in await read_snapshots(bus, JOB) if snapshot.seq == older)
+    assert between >= size
+
+
+@pytest.mark.usefixtures("often")
+async def test_what_cannot_be_verified_is_ignored_and_said(bus: Bus, caplog: pytest.LogCaptureFixture) -> None:
+    state = await write(bus, 60)
+    newest, older = await covered(bus)
+
+    subject = subjects.snapshots(JOB)
+    await bus.publish(subject, b"rubbish")
+    wrong = fold(entry(0), LedgerState())
+    await bus.publish(subject, encode_snapshot(wrong, job=JOB, seq=newest, entry="another ledger"))
+    await bus.publish(subject, encode_snapshot(wrong, job=JOB, seq=10_000, entry="no such entry"))
+    with caplog.at_level(logging.WARNING):
+        assert await Journal(bus, JOB).load() == state
+    text = caplog.text
+    assert "not an envelope" in text
+    assert "is of another ledger" in text
+
+    for message in await bus.read(subjects.SNAPSHOTS, subject):
+        await bus.delete_message(subjects.SNAPSHOTS, message.seq)
+    assert await Journal(bus, JOB).load() == state, "without any the fold starts at the first entry"
+
+    ledger = await bus.read(subjects.LEDGER, subjects.ledger(JOB))
+    at = next(message for message in ledger if message.seq == older)
+    lie = encode_snapshot(wrong, job=JOB, seq=older, entry=journal_module.digest_of(at.data))
+    await bus.publish(subject, lie)
+    caplog.clear()
+    assert await Journal(bus, JOB).load() == state, "one that does not fit what follows it is not believed"
+    assert "is wrong" in caplog.text
+
+
+async def test_a_large_state_is_stored_in_parts(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "SNAPSHOT_ENTRIES", 4)
+    await write(bus, 3, path="x" * 700_000)
+    state = await write(bus, 1, path="x" * 700_000)
+    (message,) = await bus.read(subjects.SNAPSHOTS, subjects.snapshots(JOB))
+    assert count_of(message.headers) == 2
+    assert len(message.data) == MAX_INLINE_BYTES
+    assert (await read_snapshots(bus, JOB))[0][1] == state

@@ -1,0 +1,147 @@
+"""A snapshot and what follows it fold to what the whole ledger folds to, at every point of any history."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import msgspec
+import pytest
+from hypothesis import given, settings
+
+from penstock.services.coordinator.ledger import LedgerState, fold
+from penstock.services.coordinator.snapshot import Snapshot, decode_snapshot, encode_snapshot
+from penstock.shared.errors import ProtocolError
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.events import (
+    BatchRefused,
+    BatchSealed,
+    BatchTrained,
+    Checkpointed,
+    Drawn,
+    Dropped,
+    Event,
+    JobStarted,
+    LineageForked,
+    PhaseChanged,
+    SealedGroup,
+)
+
+JOB = "job_history"
+
+
+def histories() -> st.SearchStrategy[list[Event]]:
+    """Any sequence of events that a ledger may hold."""
+    return st.composite(_history)()
+
+
+def _history(draw: st.DrawFn) -> list[Event]:
+    state, events = LedgerState(), []
+    for _ in range(draw(st.integers(1, 25))):
+        event = _next_event(draw, state)
+        state.apply(event)
+        events.append(event)
+    return events
+
+
+def _next_event(draw: st.DrawFn, state: LedgerState) -> Event:  # noqa: PLR0911  one case for each kind
+    """One that the state allows."""
+    epoch = state.epoch + draw(st.sampled_from([0, 0, 0, 1]))
+    base = {"writer_epoch": epoch, "time": 5.0}
+    plan = {"min_version": state.version, "deadline": 9.5}
+    next_sealed = state.sealed.get(state.last_trained + 1)
+    kinds = ["drawn", "drawn", "phase", "started"]
+    kinds += ["dropped", "sealed", "sealed"] if state.in_flight else []
+    kinds += ["trained", "trained", "trained"] if next_sealed else []
+    kinds += ["refused"] if state.sealed else []
+    kinds += ["checkpointed"] if state.last_trained or state.checkpoint is None else []
+    kinds += ["forked"] if state.batches else []
+    match draw(st.sampled_from(kinds)):
+        case "started":
+            return JobStarted(**base, config_digest=draw(st.text(max_size=3)))
+        case "phase":
+            return PhaseChanged(**base, phase=draw(st.sampled_from(["running", "paused"])), reason="x")
+        case "drawn":
+            start = state.next_ordinal
+            return Drawn(**base, start=start, stop=start + draw(st.integers(1, 4)), **plan)
+        case "dropped":
+            draws = draw(st.lists(st.sampled_from(state.in_flight), unique=True, min_size=1))
+            reason = draw(st.sampled_from(["stale", "failed"]))
+            return Dropped(
+                **base, draws=draws, reason=reason, lengths=[3] * len(draws), redraw=draw(st.booleans()), **plan
+            )
+        case "sealed":
+            draws = draw(st.lists(st.sampled_from(state.in_flight), unique=True, min_size=1))
+            number = state.next_number
+            groups = [SealedGroup(d, "a", d.ordinal + 1, "d", 0, 1, [0.5, 1.0], 7, "w") for d in draws]
+            return BatchSealed(
+                **base, number=number, revision=state.revisions.get(number, 0) + 1,
+                start_version=state.start_version(number), update_index=state.updates, groups=groups,
+            )  # fmt: skip
+        case "refused":
+            batch = state.sealed[max(state.sealed)]
+            bad = [group.draw for group in batch.groups if draw(st.booleans())]
+            return BatchRefused(
+                **base, number=batch.number, revision=batch.revision, bad=bad, reason="lost",
+                redraw=draw(st.booleans()), **plan,
+            )  # fmt: skip
+        case "trained":
+            assert next_sealed is not None
+            return BatchTrained(
+                **base, number=next_sealed.number, revision=next_sealed.revision,
+                version=next_sealed.start_version + 1, digest=f"w{next_sealed.number}", trainer_epoch=epoch,
+            )  # fmt: skip
+        case "checkpointed":
+            return Checkpointed(
+                **base, number=state.last_trained, version=state.version, digest=state.digest, path="p",
+                trainer_epoch=epoch, low_seq=draw(st.integers(0, 6)),
+            )  # fmt: skip
+    return LineageForked(
+        **base, from_batch=draw(st.sampled_from(sorted(state.batches))), version=state.version + 1, digest="fork",
+        reason="gone", trainer_epoch=epoch, **plan,
+    )  # fmt: skip
+
+
+@given(histories())
+@settings(max_examples=60)
+def test_a_snapshot_and_its_tail_are_the_whole(events: list[Event]) -> None:
+    everything = fold(events)
+    for count in range(len(events) + 1):
+        data = encode_snapshot(fold(events[:count]), job=JOB, seq=count, entry="e")
+        snapshot, state = decode_snapshot(data, job=JOB)
+        assert snapshot.seq == count
+        assert fold(events[count:], state) == everything
+
+
+@given(histories(), st.data())
+def test_a_damaged_snapshot_is_refused_or_harmless(events: list[Event], data: st.DataObject) -> None:
+    """Wherever a byte changes: it is noticed, or it stands where nothing that counts does."""
+    expected = fold(events)
+    damaged = bytearray(encode_snapshot(expected, job=JOB, seq=7, entry="e"))
+    place = data.draw(st.integers(0, len(damaged) - 1))
+    damaged[place] ^= data.draw(st.integers(1, 255))
+    try:
+        _, state = decode_snapshot(bytes(damaged), job=JOB)
+    except ProtocolError:
+        return
+    assert state == expected
+
+
+STARTED = fold([JobStarted(writer_epoch=3, time=0.0, config_digest="c")])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fold": 0}, "made by fold 0"),
+        ({"layout": "another"}, "made by fold"),
+        ({"digest": "0" * 32}, "does not hash"),
+    ],
+)
+def test_what_was_made_otherwise_is_refused(changes: dict[str, object], message: str) -> None:
+    snapshot, envelope = unpack(encode_snapshot(STARTED, job=JOB, seq=1, entry="e"), Snapshot)
+    other = msgspec.structs.replace(snapshot, **changes)
+    with pytest.raises(ProtocolError, match=message):
+        decode_snapshot(pack(other, job=JOB, epoch=envelope.epoch), job=JOB)
+    with pytest.raises(ProtocolError, match="it is of job"):
+        decode_snapshot(encode_snapshot(STARTED, job="job_other", seq=1, entry="e"), job=JOB)
+    with pytest.raises(ProtocolError, match="not sound"):
+        decode_snapshot(pack(snapshot, job=JOB, epoch=envelope.epoch + 1), job=JOB)

@@ -1,0 +1,170 @@
+"""Hugging Face weights cut, fused, and put together again are the same bits, whatever the shapes and ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from penstock.services.trainer.backends.megatron.conversion import cut, fuse, joined, mapping_of, split
+from penstock.shared.errors import ConfigError
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def shapes_of(  # the names of Llama, Qwen2 and Qwen3 in the order of their modules
+    *,
+    layers: int,
+    kv: int,
+    ratio: int,
+    d: int,
+    width: int,
+    mlp: int,
+    vocab: int,
+    bias: bool,
+    norms: bool,
+    head: str,
+    experts: int = 0,
+) -> Shapes:
+    shapes: Shapes = {"model.embed_tokens.weight": (vocab, width)}
+    for n in range(layers):
+        for name, heads in (("q", kv * ratio), ("k", kv), ("v", kv)):
+            shapes[f"model.layers.{n}.self_attn.{name}_proj.weight"] = (heads * d, width)
+            if bias:
+                shapes[f"model.layers.{n}.self_attn.{name}_proj.bias"] = (heads * d,)
+        shapes[f"model.layers.{n}.self_attn.o_proj.weight"] = (width, kv * ratio * d)
+        if norms:
+            shapes |= {f"model.layers.{n}.self_attn.{name}_norm.weight": (d,) for name in "qk"}
+        if experts:
+            shapes[f"model.layers.{n}.mlp.gate.weight"] = (experts, width)
+            shapes[f"model.layers.{n}.mlp.experts.gate_up_proj"] = (experts, 2 * mlp, width)
+            shapes[f"model.layers.{n}.mlp.experts.down_proj"] = (experts, width, mlp)
+        else:
+            shapes |= {f"model.layers.{n}.mlp.{name}_proj.weight": (mlp, width) for name in ("gate", "up")}
+            shapes[f"model.layers.{n}.mlp.down_proj.weight"] = (width, mlp)
+        shapes |= {f"model.layers.{n}.{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
+    shapes["model.norm.weight"] = (width,)
+    return shapes | {"untied": {"lm_head.weight": (vocab, width)}, "critic": {"score.weight": (1, width)}}.get(head, {})
+
+
+def models(tensor_parallel: int) -> st.SearchStrategy[tuple[Shapes, int]]:
+    return st.fixed_dictionaries(
+        {
+            "layers": st.integers(1, 2),
+            "kv": st.integers(1, 3).map(lambda n: n * tensor_parallel),
+            "ratio": st.integers(1, 3),
+            "d": st.integers(1, 4).map(lambda n: 2 * n),
+            "width": st.integers(1, 9),
+            "mlp": st.integers(1, 5).map(lambda n: n * tensor_parallel),
+            "vocab": st.integers(1, 9).map(lambda n: n + tensor_parallel * (tensor_parallel - 1)),
+            "bias": st.booleans(),
+            "norms": st.booleans(),
+            "experts": st.sampled_from([0, 3]),
+            "head": st.sampled_from(["tied", "untied", "critic"]),
+        }
+    ).map(lambda values: (shapes_of(**values), values["kv"]))
+
+
+def whole_tensors(shapes: Shapes) -> dict[str, Tensor]:
+    """Every element of every tensor is another number."""
+    total, tensors = 0, {}
+    for name, shape in shapes.items():
+        size = int(torch.Size(shape).numel())
+        tensors[name] = torch.arange(total, total + size, dtype=torch.float64).view(shape)
+        total += size
+    return tensors
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from([1, 2, 3, 4]))
+def test_round_trip(data: st.DataObject, size: int) -> None:
+    shapes, kv = data.draw(models(size))
+    whole = whole_tensors(shapes)
+    again: dict[str, Tensor] = {}
+    for parameter in mapping_of(shapes, num_kv_heads=kv, tensor_parallel=size):
+        ranks = []
+        for rank in range(size):
+            parts = [cut(whole[piece.name], piece, rank=rank, size=size) for piece in parameter.pieces]
+            fused = fuse(parts, parameter)
+            assert fused.shape == fuse([p.clone() for p in parts], parameter).shape
+            ranks.append(split(fused, parameter, rank=rank, size=size))
+        for index, piece in enumerate(parameter.pieces):
+            again[piece.name] = joined([rank[index] for rank in ranks], piece)
+    assert again.keys() == whole.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(again[name], tensor), name
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data(), st.sampled_from([2, 3]))
+def test_ranks_hold_equal_shapes_and_every_row_once(data: st.DataObject, size: int) -> None:
+    shapes, kv = data.draw(models(size))
+    whole = whole_tensors(shapes)
+    for parameter in mapping_of(shapes, num_kv_heads=kv, tensor_parallel=size):
+        ranks = [
+            fuse([cut(whole[piece.name], piece, rank=rank, size=size) for piece in parameter.pieces], parameter)
+            for rank in range(size)
+        ]
+        assert len({rank.shape for rank in ranks}) == 1, "all_gather needs equal shapes"
+        expected = sum(whole[piece.name].numel() for piece in parameter.pieces)
+        seen = torch.cat([rank.flatten() for rank in ranks]).unique()
+        assert len(seen[seen > 0]) == expected - int(parameter.name.startswith("embedding")), "number 0 is a weight too"
+        if not parameter.is_cut:
+            assert all(torch.equal(ranks[0], rank) for rank in ranks)
+
+
+def test_heads_are_interleaved_by_query_group() -> None:
+    """[q q k v] of the first group, then of the second: what megatron-core's SelfAttention splits again."""
+    shapes = shapes_of(
+        layers=1, kv=2, ratio=2, d=2, width=1, mlp=2, vocab=4, bias=False, norms=False, head="tied"
+    )  # fmt: skip
+    (qkv,) = [p for p in mapping_of(shapes, num_kv_heads=2, tensor_parallel=1) if p.name.endswith("linear_qkv.weight")]
+    q, k, v = (torch.arange(n).view(-1, 1) + base for n, base in ((8, 100), (4, 200), (4, 300)))
+    fused = fuse([q, k, v], qkv)[:, 0].tolist()
+    assert fused == [100, 101, 102, 103, 200, 201, 300, 301, 104, 105, 106, 107, 202, 203, 302, 303]
+
+
+def test_the_parts_of_two_ranks_are_the_halves_of_one() -> None:
+    shapes = shapes_of(layers=1, kv=2, ratio=2, d=4, width=3, mlp=4, vocab=6, bias=True, norms=True, head="untied")
+    whole = whole_tensors(shapes)
+    one = {p.name: p for p in mapping_of(shapes, num_kv_heads=2, tensor_parallel=1)}
+    for parameter in mapping_of(shapes, num_kv_heads=2, tensor_parallel=2):
+        if "linear_qkv" in parameter.name or "word_embeddings" in parameter.name:
+            whole_parts = [whole[piece.name] for piece in parameter.pieces]
+            halves = [
+                fuse(
+                    [cut(t, p, rank=rank, size=2) for t, p in zip(whole_parts, parameter.pieces, strict=True)],
+                    parameter,
+                )
+                for rank in range(2)
+            ]
+            assert torch.equal(torch.cat(halves), fuse(whole_parts, one[parameter.name]))
+
+
+BASE: dict[str, Any] = {
+    "layers": 1, "kv": 2, "ratio": 2, "d": 4, "width": 4, "mlp": 6, "vocab": 9, "bias": False, "norms": True,
+    "head": "tied",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "extra", "tensor_parallel", "message"),
+    [
+        ({}, {}, 4, "does not divide the 2 key/value heads"),
+        ({"mlp": 5}, {}, 2, "does not divide the 5 columns"),
+        ({"mlp": 5, "experts": 2}, {}, 2, "does not divide the 5 columns"),
+        ({"vocab": 3, "kv": 4, "mlp": 8}, {}, 4, "vocabulary of 3 is too small"),
+        ({}, {"model.layers.0.self_attn.o_proj.bias": (4,)}, 1, "tensor 'model.layers.0.self_attn.o_proj.bias'"),
+        ({}, {"model.layers.0.mlp.shared_expert.down_proj": (2, 4, 6)}, 1, "no place"),
+        ({}, {"transformer.wte.weight": (4, 4)}, 1, "no place"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_named(change: dict[str, Any], extra: Shapes, tensor_parallel: int, message: str) -> None:
+    shapes = shapes_of(**{**BASE, **change}) | extra
+    kv = {**BASE, **change}["kv"]
+    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
+        mapping_of(shapes, num_kv_heads=kv, tensor_parallel=tensor_parallel)

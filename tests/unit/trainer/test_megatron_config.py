@@ -1,0 +1,51 @@
+"""What cannot be cut is refused when the file is read, with what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.shared.config.backend import MegatronConfig
+from penstock.shared.config.job import JobConfig
+from penstock.shared.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"pipeline_parallel": 2}, "pipeline_parallel is not supported: cut the model with tensor_parallel"),
+        ({"expert_parallel": 2}, "expert_parallel is not supported"),
+        ({"sequence_parallel": True}, "sequence_parallel needs tensor_parallel > 1"),
+        ({"tensor_paralel": 2}, "did you mean 'tensor_parallel'"),
+        ({"tensor_parallel": 0}, "tensor_parallel"),
+    ],
+)
+def test_refused(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MegatronConfig.parse({"type": "megatron", **section}, where="backend")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"config": {"num_kv_heads": 2, "num_heads": 4}}, "4 does not divide the 2 key/value heads"),
+        ({"config": {"num_kv_heads": 4, "intermediate_size": 510}}, "does not divide model.config.intermediate_size"),
+        ({"config": {"num_kv_heads": 4}, "lora": {}}, "has no adapters"),
+    ],
+)
+def test_models_that_cannot_be_cut_like_this(model: dict[str, Any], message: str) -> None:
+    job = {
+        "name": "cut",
+        "model": {"tokenizer": "char", **model},
+        "data": {"train": {"type": "addition"}},
+        "reward": {"scorers": [{"type": "exact"}]},
+        "train": {"max_updates": 1},
+        "backend": {"type": "megatron", "tensor_parallel": 4},
+    }
+    with pytest.raises(ConfigError, match=message):
+        JobConfig.parse(job)
+
+
+def test_neighbours_that_share_a_copy() -> None:
+    assert MegatronConfig(type="megatron", tensor_parallel=4, context_parallel=2).model_parallel == 8

@@ -1,0 +1,116 @@
+"""What ranks tell each other, and what happens when one of them is gone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.services.trainer.orders import Leave, Load, Orders, Publish, Train
+from penstock.services.trainer.process_group import Place, World, place_from_environment
+from penstock.services.trainer.row_shards import own_rows
+from penstock.shared.errors import ConfigError, RankLost
+from penstock.shared.protocol.messages import BatchManifest
+
+MANIFEST = BatchManifest(number=3, revision=1, start_version=2, update_index=2, groups=[])
+TOGETHER = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}
+
+
+def talk(world: World) -> dict[str, Any]:
+    """One of everything."""
+    everybody = world.everybody
+    rank, size = everybody.rank, everybody.size
+    own = {"ids": np.arange(rank * 3), "flags": np.array([rank == 0]), "loss": np.full(2, rank / 7, np.float32)}
+    gathered = everybody.gather(own)
+    torch.from_numpy(gathered[0]["loss"])  # writable, or torch warns
+    return {
+        "gather": [{name: array.tolist() for name, array in part.items()} for part in gathered],
+        "dtypes": [{name: str(array.dtype) for name, array in part.items()} for part in gathered],
+        "sum": everybody.sum({"a": 0.1 * (rank + 1), "inf": float("inf") if rank else 1.0}),
+        "max": everybody.max({"a": float(rank)}),
+        "agree": [everybody.agree(True), everybody.agree(rank == 0)],
+        "broadcast": everybody.broadcast(b"word" * 1000 if rank == 0 else None),
+        "empty": everybody.broadcast(b"" if rank == 0 else None),
+        "pairs": world.data_parallel(size).size,
+        "alone": world.data_parallel(1).size,
+    }
+
+
+def follow(world: World) -> list[str]:
+    """Rank 0 gives orders, the others write down what they take."""
+    orders = Orders(world.store, rank=world.place.rank, size=world.place.size)
+    if world.place.rank == 0:
+        for order in (Load("/x"), Train(MANIFEST), Publish(), Leave()):
+            orders.give(order)  # faster than they are taken
+        world.everybody.agree(True)
+        return []
+    taken = [repr(orders.take()) for _ in range(4)]
+    world.everybody.agree(True)
+    orders.stop()
+    assert orders.take() is None
+    return taken
+
+
+def be_left(world: World) -> str:
+    """Rank 1 goes away while rank 0 waits for it."""
+    if world.place.rank == 1:
+        return ""
+    with pytest.raises(RankLost) as caught:
+        world.everybody.gather({})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_every_rank_hears_the_same(ranks: Any, size: int) -> None:
+    said = ranks.run(size, talk)
+    assert all(heard == said[0] for heard in said)
+    heard = said[0]
+    assert [part["ids"] for part in heard["gather"]] == [list(range(3 * rank)) for rank in range(size)]
+    assert heard["dtypes"][-1] == {"ids": "int64", "flags": "bool", "loss": "float32"}
+    assert heard["sum"]["a"] == pytest.approx(sum(0.1 * (rank + 1) for rank in range(size)), rel=1e-15)
+    assert heard["sum"]["inf"] == (float("inf") if size > 1 else 1.0)
+    assert (heard["max"], heard["agree"]) == ({"a": size - 1.0}, [True, size == 1])
+    assert (heard["broadcast"], heard["empty"]) == (b"word" * 1000, b"")
+    assert (heard["pairs"], heard["alone"]) == (1, size)
+
+
+def test_followers_take_orders_in_turn(ranks: Any) -> None:
+    _, *taken = ranks.run(3, follow)
+    assert taken[0] == taken[1] == [repr(order) for order in (Load("/x"), Train(MANIFEST), Publish(), Leave())]
+
+
+def test_a_lost_rank_is_named(ranks: Any) -> None:
+    message, _ = ranks.run(2, be_left)
+    assert "rank 0 of 2 waited for the others (facts of the batch)" in message
+    assert "died or said nothing for 60 s" in message
+
+
+def test_the_place_comes_from_the_environment() -> None:
+    assert place_from_environment({}) == Place()
+    assert place_from_environment(TOGETHER) == Place(1, 2, 1)
+    assert place_from_environment({**TOGETHER, "LOCAL_RANK": "0"}) == Place(1, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"MASTER_PORT": ""}, "but not MASTER_PORT"),
+        ({"RANK": "2"}, "RANK 2 is not one of WORLD_SIZE 2"),
+        ({"RANK": "one"}, "must be numbers"),
+    ],
+)
+def test_half_an_environment_is_refused(change: dict[str, str], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        place_from_environment({**TOGETHER, **change})
+
+
+@pytest.mark.parametrize("ranks_", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_rows", [0, 1, 4, 7])
+def test_every_row_has_one_rank(num_rows: int, ranks_: int) -> None:
+    owned = [row for rank in range(ranks_) for row in range(num_rows)[own_rows(num_rows, rank, ranks_)]]
+    assert owned == list(range(num_rows))
+    whole = torch.arange(num_rows)
+    for rank, chunk in enumerate(torch.chunk(whole, ranks_) if num_rows else ()):
+        assert whole[own_rows(num_rows, rank, ranks_)].equal(chunk), "as torch cuts"
