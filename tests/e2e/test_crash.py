@@ -17,6 +17,8 @@ STALL_S = 2.0
 STALL_OF_ROLLOUT_S = 5.5
 """Longer than the lease of a ticket."""
 
+PACED = {"scorers": [{"type": "function", "path": "e2e_scorers:paced"}], "processes": 1}
+
 
 def check_end(stack: Any, job: str, total: int, *, trainers: int) -> None:
     """The job ended by itself, every update counts once, and a restarted trainer repeated what the ledger has."""
@@ -36,7 +38,7 @@ def check_end(stack: Any, job: str, total: int, *, trainers: int) -> None:
 
 def test_every_process_is_killed(stack: Any) -> None:
     total = 120
-    job = stack.submit(f"train.max_updates={total}")
+    job = stack.submit(f"train.max_updates={total}", reward=PACED)
     for victim in VICTIMS:
         step = stack.reach(job, stack.status(job).step + 3)
         assert step < total, f"the job was over before {victim} was killed"
@@ -46,7 +48,7 @@ def test_every_process_is_killed(stack: Any) -> None:
 
 def test_every_process_stalls(stack: Any) -> None:
     total = 160
-    job = stack.submit(f"train.max_updates={total}")
+    job = stack.submit(f"train.max_updates={total}", reward=PACED)
     for victim in VICTIMS:
         step = stack.reach(job, stack.status(job).step + 3)
         assert step < total, f"the job was over before {victim} stalled"

@@ -12,6 +12,12 @@ def fingerprint(prompt: str, completion: str, answer: str | None, row: dict[str,
     return zlib.crc32(f"{prompt}|{completion}".encode()) % 1000 / 1000
 
 
+def paced(prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
+    """A fingerprint that takes its time, so that a job lasts long enough to be disturbed on a fast machine, too."""
+    time.sleep(0.005)
+    return fingerprint(prompt, completion, answer, row)
+
+
 def raises(prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
     raise ValueError("the judge is out to lunch")
 
