@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from penstock.services.trainer.backends.base import BackendState, LearnerState, Role
-from penstock.services.trainer.checkpoint_parts import CheckpointRanks, gathered_files
+from penstock.services.trainer.checkpoint_parts import CheckpointRanks, agree, gathered_files
 from penstock.services.trainer.checkpoint_store import (
     CheckpointManifest,
     StoredCheckpoint,
@@ -37,6 +37,7 @@ from penstock.services.trainer.checkpoint_store import (
     list_checkpoints,
     partial_directory,
     read_manifest,
+    remove_partial,
     retain,
     sync_directory,
     verify_files,
@@ -134,7 +135,7 @@ def save_checkpoint(
     """
     partial = partial_directory(root, job, number, token or secrets.token_hex(4))
     try:
-        partial.mkdir(parents=True, exist_ok=True)
+        agree(_made(partial), ranks)
         files = gathered_files(partial, _write_shards(partial, state, ranks), ranks)
         for role, model in state.models.items():
             files |= _write_whole(partial, _MODELS[role], model)
@@ -144,7 +145,11 @@ def save_checkpoint(
             sync_directory(directory)
         environment = state.models["policy"].environment
         return commit(partial, job=job, number=number, meta=meta, environment=environment, files=files)
+    except CheckpointError:  # the other ranks write nothing more: they failed with this one
+        remove_partial(partial)
+        raise
     except OSError as error:
+        remove_partial(partial)
         raise CheckpointError(f"cannot write checkpoint {number} of job '{job}' under {root}: {error}") from error
 
 
@@ -155,7 +160,17 @@ def help_save(root: Path, job: str, number: int, state: LearnerState, *, token: 
         CheckpointError: a rank cannot write.
     """
     partial = partial_directory(root, job, number, token)
+    agree("", ranks)
     gathered_files(partial, _write_shards(partial, state, ranks), ranks)
+
+
+def _made(directory: Path) -> str:
+    """Make it; returns why that did not work."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def _write_shards(partial: Path, state: LearnerState, ranks: CheckpointRanks | None) -> list[str]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from penstock.services.trainer.checkpoint_store import StoredFile, describe_file
 from penstock.shared.errors import CheckpointError
 
-__all__ = ["CheckpointRanks", "gathered_files"]
+__all__ = ["CheckpointRanks", "agree", "gathered_files"]
 
 
 class CheckpointRanks(Protocol):
@@ -35,6 +35,21 @@ class CheckpointRanks(Protocol):
 class _Written(msgspec.Struct, frozen=True):
     files: dict[str, StoredFile]
     error: str = ""
+
+
+def agree(error: str, ranks: CheckpointRanks | None) -> None:
+    """Tell the other ranks what keeps this one from writing, "" for nothing. All ranks call this.
+
+    Raises:
+        CheckpointError: some rank cannot write; on every rank.
+    """
+    errors = [error]
+    if ranks is not None:
+        parts = ranks.gather({"error": np.frombuffer(error.encode(), np.uint8)})
+        errors = [part["error"].tobytes().decode() for part in parts]
+    for rank, text in enumerate(errors):
+        if text:
+            raise CheckpointError(f"rank {rank} cannot begin a checkpoint: {text}")
 
 
 def gathered_files(partial: Path, own: Sequence[str], ranks: CheckpointRanks | None) -> dict[str, StoredFile]:

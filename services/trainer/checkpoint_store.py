@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ __all__ = [
     "list_checkpoints",
     "partial_directory",
     "read_manifest",
+    "remove_leftovers",
+    "remove_partial",
     "retain",
     "sync_directory",
     "verify_files",
@@ -43,6 +46,8 @@ __all__ = [
 SCHEMA = 2
 MANIFEST, COMMIT = "manifest.json", "COMMIT"
 _TEMPORARY = ".partial-"
+_OURS = re.compile(r"\.partial-(\d{8,})-\w+|(\d{8,})-[0-9a-f]{12}")
+"""Names of the directories that are made here."""
 _BLOCK = 1 << 22
 
 
@@ -172,26 +177,45 @@ def verify_files(stored: StoredCheckpoint, *, rank: int = 0, ranks: int = 1) -> 
             raise CheckpointError(f"{path} was changed after the checkpoint was written: use another checkpoint")
 
 
-def retain(root: Path, job: str, *, keep: int, pinned: Collection[int] = ()) -> list[Path]:
-    """Delete all but the newest ``keep`` checkpoints and those of the batch numbers in ``pinned``.
+def retain(root: Path, job: str, *, recorded: int, keep: int, pinned: Collection[int] = ()) -> list[Path]:
+    """Delete the checkpoints up to ``recorded`` but the newest ``keep`` numbers of them and those in ``pinned``.
 
-    What crashed writers left behind up to the newest one goes too, so only the writer of ``job`` may call this. The
-    marker is removed first: a checkpoint that is being deleted is not picked.
+    What crashed writers left behind up to there goes too, so only the writer of ``job`` may call this. The marker is
+    removed first: a checkpoint that is being deleted is not picked.
+
+    Args:
+        recorded: number of the newest checkpoint in the ledger, the one that a restart loads. A newer one on disk was
+            committed by a trainer that ended before it could report it: it counts for nothing.
 
     Returns:
         The committed checkpoints that were deleted.
+
+    Raises:
+        OSError: the disk does not let go of one.
     """
-    committed = list_checkpoints(root, job)
-    kept = {c.path for c in committed[-keep:]} | {c.path for c in committed if c.manifest.number in pinned}
+    committed = [c for c in list_checkpoints(root, job) if c.manifest.number <= recorded]
+    numbers = {*sorted({c.manifest.number for c in committed})[-keep:], *pinned}
+    kept = {c.path for c in committed if c.manifest.number in numbers}
     deleted = [c.path for c in committed if c.path not in kept]
     for path in deleted:
         (path / COMMIT).unlink()
         sync_directory(path)
-    newest = max((c.manifest.number for c in committed), default=-1)
-    for path in (root / job).iterdir() if (root / job).is_dir() else ():
-        if path.is_dir() and path not in kept and _number(path) <= newest:
+    for path, number in _directories(root, job):
+        if path not in kept and number <= recorded:
             shutil.rmtree(path)
     return deleted
+
+
+def remove_leftovers(root: Path, job: str) -> None:
+    """Delete what earlier writers of ``job`` did not commit; nobody may be writing. Raises OSError."""
+    for path, _ in _directories(root, job):
+        if not (path / COMMIT).exists():
+            shutil.rmtree(path)
+
+
+def remove_partial(partial: Path) -> None:
+    """Delete a checkpoint that was not finished, as far as the disk lets go of it."""
+    shutil.rmtree(partial, ignore_errors=True)
 
 
 def describe_file(path: Path) -> StoredFile:
@@ -221,10 +245,10 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _number(path: Path) -> int:
-    """Batch number in the name of a directory; that of something else counts as old."""
-    text = path.name.removeprefix(_TEMPORARY).partition("-")[0]
-    return int(text) if text.isdigit() else -1
+def _directories(root: Path, job: str) -> list[tuple[Path, int]]:
+    """Checkpoints of ``job``, finished or not, with the number in the name. What else lies there is somebody else's."""
+    paths = [path for path in (root / job).iterdir() if path.is_dir()] if (root / job).is_dir() else []
+    return [(path, int(name[1] or name[2])) for path in paths if (name := _OURS.fullmatch(path.name))]
 
 
 class _Versioned(msgspec.Struct):

@@ -45,14 +45,15 @@ class Checkpointing:
         self._pinned, self._wake = pinned, wake
         self._queue: asyncio.Queue[tuple[asyncio.Task[Path], Report]] = asyncio.Queue(maxsize=1)
         self._taken = -1
+        self._busy = False
         self._reason: str | None = None
         self.writing = ""
         self.seconds = 0.0
 
     def ask(self, reason: str) -> None:
-        """Take one at the next step boundary."""
-        self._reason = reason
-        self._wake()
+        """Take one at the next step boundary. Ignored while one is written: whoever still wants one asks again."""
+        if not self._busy:
+            self._ask(reason)
 
     @property
     def asked(self) -> bool:
@@ -64,8 +65,9 @@ class Checkpointing:
         reason, self._reason = self._reason or "", None
         if progress.batch == self._taken:
             return  # asked again while it is being written
-        await self.written()
         began = time.perf_counter()
+        await self.written()
+        self._busy = True
         meta = {
             "version": progress.version, "epoch": self._epoch, "digest": progress.digest,
             "config": self._config.model_dump_json(),
@@ -90,7 +92,7 @@ class Checkpointing:
                 await self._try_again(report, error)
             else:
                 await self._record(report, path)
-            self.writing = ""
+            self.writing, self._busy = "", False
             self._queue.task_done()
 
     async def _record(self, report: Report, path: Path) -> None:
@@ -98,7 +100,12 @@ class Checkpointing:
         data = await self._reporter.ask(msgspec.structs.replace(report, path=str(path)))
         self._pinned = pinned_in(data) or self._pinned
         keep = self._config.checkpoint.keep
-        await asyncio.to_thread(retain, self._root, self._job, keep=keep, pinned=self._pinned)
+        try:
+            await asyncio.to_thread(
+                retain, self._root, self._job, recorded=report.batch, keep=keep, pinned=self._pinned
+            )
+        except OSError as error:  # tried again after the next one
+            logger.warning("old checkpoints of job %s are not deleted: %s", self._job, error)
 
     async def _try_again(self, report: Report, error: CheckpointError) -> None:
         """Training goes on without it; the next one is taken at the boundary after the pause."""
@@ -106,7 +113,11 @@ class Checkpointing:
         self.writing = f"a checkpoint to succeed: {error}"
         await asyncio.sleep(RETRY_S)
         self._taken = -1
-        self.ask(report.reason)
+        self._ask(report.reason)
+
+    def _ask(self, reason: str) -> None:
+        self._reason = reason
+        self._wake()
 
     async def written(self) -> None:
         """Return once every checkpoint that was taken is in the ledger."""

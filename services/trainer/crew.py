@@ -15,6 +15,7 @@ from penstock.services.trainer.inputs import BatchInputs
 from penstock.services.trainer.learner import Learner
 from penstock.services.trainer.orders import (
     Close,
+    Forget,
     Load,
     Open,
     Order,
@@ -89,9 +90,21 @@ class Crew:
         """Go back to what was remembered."""
         await self._order(Recall(), self._replica.recall)
 
+    async def forget(self) -> None:
+        """Free what was remembered."""
+
+        async def work() -> None:
+            self._replica.forget()
+
+        await self._order(Forget(), work)
+
     async def publish(self, use: Callable[[Learner], T]) -> T:
         """``use`` reads the whole weights of the learner once, in its thread."""
         return await self._order(Publish(), partial(self._replica.write, use))
+
+    async def remove_leftovers(self) -> None:
+        """Delete what earlier writers of this job's checkpoints did not finish. Raises OSError."""
+        await self._replica.remove_leftovers()
 
     async def save(self, number: int, meta: dict[str, object]) -> asyncio.Task[Path]:
         """Copy the state of every rank and begin to write it.

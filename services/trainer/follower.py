@@ -11,6 +11,7 @@ from typing import Any
 from penstock.services.trainer.inputs import BatchInputs, Untrainable
 from penstock.services.trainer.orders import (
     Close,
+    Forget,
     Leave,
     Load,
     Open,
@@ -99,10 +100,17 @@ class Follower:
                 await self._held.load(Path(path))
             case Publish():
                 await self._held.gather_weights()
+            case Remember() | Recall() | Forget():
+                await self._keep_copy(order)
+
+    async def _keep_copy(self, order: Remember | Recall | Forget) -> None:
+        match order:
             case Remember():
                 await self._held.remember()
             case Recall():
                 await self._held.recall()
+            case Forget():
+                self._held.forget()
 
     async def _open(self, job: str, config: JobConfig) -> None:
         self._close()

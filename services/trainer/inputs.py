@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import xxhash
 
 from penstock.services.trainer.sharding import BatchShard
-from penstock.shared.errors import NotFound, ProtocolError
+from penstock.shared.errors import DeadlineError, NotFound, ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.events import SealedGroup
@@ -109,8 +109,12 @@ class BatchInputs:
     async def shard(self, manifest: BatchManifest) -> BatchShard:
         """This rank's groups of a batch. Raises Untrainable."""
         key = manifest.number, manifest.revision
-        if key not in self._fetching:  # the order was faster than the stream, or the batch is tried again
-            self._fetch(manifest)
+        if key in self._fetching:
+            try:
+                return await self._fetching.pop(key)
+            except (Unavailable, DeadlineError) as error:  # it may be long over
+                logger.warning("batch %d is fetched again: %s", manifest.number, error)
+        self._fetch(manifest)  # also where the order was faster than the stream, or the batch is tried again
         return await self._fetching.pop(key)
 
     def refused(self, manifest: BatchManifest) -> None:

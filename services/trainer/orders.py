@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Close",
+    "Forget",
     "Leave",
     "Load",
     "Open",
@@ -73,6 +74,10 @@ class Recall(_Order, frozen=True, tag=True):
     """Go back to the copy."""
 
 
+class Forget(_Order, frozen=True, tag=True):
+    """Free the copy."""
+
+
 class Publish(_Order, frozen=True, tag=True):
     """Take part in gathering the whole weights for rank 0."""
 
@@ -92,7 +97,7 @@ class Leave(_Order, frozen=True, tag=True):
     """End the process."""
 
 
-Order = Open | WarmStart | Load | Train | Remember | Recall | Publish | Save | Close | Leave
+Order = Open | WarmStart | Load | Train | Remember | Recall | Forget | Publish | Save | Close | Leave
 
 _decoder = msgspec.msgpack.Decoder(Order)
 

@@ -6,6 +6,7 @@ so that no engine can load them by itself, they are published before the first v
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 
 import msgspec
@@ -29,7 +30,8 @@ class Publishing:
         self._bus, self._settings, self._job = bus, settings, job
         self._publisher: WeightPublisher | None = None
         self._base_publisher: WeightPublisher | None = None
-        self._learner: Learner | None = None
+        self._learner: weakref.ref[Learner] | None = None
+        """Whose base was published; the models of a learner that is gone must not live on here."""
         self._base = ""
         self._base_manifest: WeightManifest | None = None
 
@@ -58,8 +60,8 @@ class Publishing:
         try:
             if self._publisher is None:
                 self._publisher = open_publisher(self._job, learner.layout(), self._settings)
-            if learner is not self._learner:
-                self._learner, self._base = learner, ""
+            if self._learner is None or self._learner() is not learner:
+                self._learner, self._base = weakref.ref(learner), ""
                 if learner.publishes_adapter:
                     self._base = self._write_base(learner, epoch)
             manifest = self._publisher.publish(weights, version=version, epoch=epoch)

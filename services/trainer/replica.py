@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -13,6 +14,7 @@ import torch
 
 from penstock.services.trainer.backends.base import LearnerState
 from penstock.services.trainer.checkpoint import help_save, load_checkpoint, save_checkpoint, verify_share
+from penstock.services.trainer.checkpoint_store import remove_leftovers
 from penstock.services.trainer.collective import Alone, Collective
 from penstock.services.trainer.inputs import BatchInputs, Untrainable, fetch_shard
 from penstock.services.trainer.learner import Learner, open_learner
@@ -28,6 +30,8 @@ from penstock.shared.protocol.messages import BatchManifest
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["Replica"]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -133,12 +137,17 @@ class Replica:
 
     async def remember(self) -> None:
         """Copy the state."""
+        self.forget()  # one copy at a time
         self._remembered = await self._threads.compute(self.learner.state)
 
     async def recall(self) -> None:
         """Go back to what was remembered."""
         assert self._remembered is not None, "nothing was remembered"
         await self._threads.compute(partial(self.learner.load_state, self._remembered))
+        self.forget()
+
+    def forget(self) -> None:
+        """Free what was remembered."""
         self._remembered = None
 
     async def gather_weights(self) -> None:
@@ -159,6 +168,10 @@ class Replica:
         """A copy of the state, for ``save``."""
         state: LearnerState = await self._threads.compute(self.learner.state)
         return state
+
+    async def remove_leftovers(self) -> None:
+        """Rank 0: delete what earlier writers did not finish, after what this process still writes. Raises OSError."""
+        await self._threads.write(partial(remove_leftovers, self._root, self.job))
 
     async def save(self, state: LearnerState, number: int, token: str, meta: dict[str, object] | None) -> Path | None:
         """Write ``state`` in the thread that owns the disk, while training goes on.
@@ -197,6 +210,7 @@ class Replica:
                     result = work()
                 except (ConfigError, DataError, CheckpointError) as raised:
                     error = raised
+                    logger.error("%s: %s", what, raised)  # ``work`` may have left the others in a collective
                 self._raise_anywhere(error)
             return result  # type: ignore[return-value]
 

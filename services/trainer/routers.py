@@ -51,7 +51,7 @@ class Routers:
         self._top_k = plan.sparse[0].top_k
         self._counted_NE = self._zeros()
         self._aim_NE: Floats | None = None
-        self._clear()
+        self.clear()
 
     @property
     def share(self) -> float:
@@ -106,7 +106,7 @@ class Routers:
         """
         sums = collective.sum({"tokens": self._num_tokens, "entropy": self._entropy})
         chosen_NE, probs_NE = _summed(self._chosen_NE, collective), _summed(self._probs_NE, collective)
-        self._clear()
+        self.clear()
         tokens = sums["tokens"]
         if not tokens:
             return {}
@@ -119,7 +119,9 @@ class Routers:
             **{f"moe/load/{expert}": float(load) for expert, load in enumerate(load_NE.mean(0))},
         }
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Forget what was counted, for an update that did not come to its end counted too."""
+        self._counted_NE = self._zeros()
         self._num_tokens, self._entropy = 0, 0.0
         self._chosen_NE, self._probs_NE = self._zeros(), self._zeros()
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from penstock.shared.config.job import OptimizerConfig
+from penstock.shared.config.optimizer import OptimizerConfig, Schedule
 from penstock.shared.errors import ConfigError
 
-__all__ = ["learning_rate"]
+__all__ = ["decay", "learning_rate"]
 
 
 def learning_rate(config: OptimizerConfig, update_index: int, total_updates: int | None) -> float:
@@ -27,5 +27,16 @@ def learning_rate(config: OptimizerConfig, update_index: int, total_updates: int
         raise ConfigError(f"optimizer.schedule: '{config.schedule}' decays over the run, so it needs train.max_updates")
     decay_updates = max(1, total_updates - config.warmup_updates)
     progress = min(1.0, (update_index - config.warmup_updates) / decay_updates)
-    shape = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return config.learning_rate * (config.min_lr_ratio + (1 - config.min_lr_ratio) * shape)
+    return config.learning_rate * decay(config.schedule, progress, config.min_lr_ratio)
+
+
+def decay(schedule: Schedule, progress: float, min_ratio: float) -> float:
+    """Factor of the peak rate after ``progress`` (0 to 1) of the decay: 1 at the start, ``min_ratio`` at the end."""
+    match schedule:
+        case "constant":
+            return 1.0
+        case "linear":
+            shape = 1 - progress
+        case "cosine":
+            shape = (1 + math.cos(math.pi * progress)) / 2
+    return min_ratio + (1 - min_ratio) * shape

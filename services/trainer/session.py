@@ -35,6 +35,7 @@ from penstock.shared.errors import (
     Fenced,
     ProtocolError,
     RankLost,
+    Unavailable,
 )
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
@@ -166,6 +167,10 @@ class TrainerSession:
     async def _begin(self, start: dict[str, Any]) -> None:
         self._wait("the model to be built", subjects.report(self.job))
         await self._crew.open()
+        try:
+            await self._crew.remove_leftovers()
+        except OSError as error:
+            logger.warning("unfinished checkpoints of job %s are not deleted: %s", self.job, error)
         begin = Start(
             self._bus, self.job, self.config, crew=self._crew, publishing=self._publishing, reporter=self._reporter,
             progress=self.progress, epoch=self._epoch, wait=self._wait,
@@ -215,6 +220,9 @@ class TrainerSession:
             await self._inputs.arrived.wait()
             self._inputs.arrived.clear()
             manifest = self._inputs.peek(number)
+        if manifest is not None and manifest.start_version < self.progress.version:  # a fork rolled it back
+            self._inputs.refused(manifest)
+            return None
         return manifest
 
     async def _train_batch(self, manifest: BatchManifest) -> None:
@@ -279,7 +287,10 @@ class TrainerSession:
             raise Fenced(f"batch {manifest.number} was left half trained: back to the last checkpoint")
 
     async def _is_wanted(self) -> bool:
-        entry = await self._bus.kv(subjects.JOBS).get(self.job)
+        try:
+            entry = await self._bus.kv(subjects.JOBS).get(self.job)
+        except Unavailable:  # asked again soon
+            return False
         return (
             entry is not None
             and entry.value is not None

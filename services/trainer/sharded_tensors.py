@@ -28,8 +28,17 @@ from penstock.shared.errors import CheckpointError
 __all__ = ["METADATA", "own_files", "read_shards", "shard_table", "write_shards"]
 
 METADATA = ".metadata"
-_KNOWN_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+_METADATA, _FILESYSTEM = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _KNOWN_NAMES = {
+    (_METADATA, "BytesStorageMetadata"),
+    (_METADATA, "ChunkStorageMetadata"),
+    (_METADATA, "Metadata"),
+    (_METADATA, "MetadataIndex"),
+    (_METADATA, "StorageMeta"),
+    (_METADATA, "TensorProperties"),
+    (_METADATA, "TensorStorageMetadata"),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    (_FILESYSTEM, "_StorageInfo"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("collections", "OrderedDict"),
@@ -101,8 +110,7 @@ class _Reader(FileSystemReader):
 
 class _TableUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        known = module in _KNOWN_MODULES or (module, name) in _KNOWN_NAMES
-        if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        if (module, name) in _KNOWN_NAMES or (module == "torch" and isinstance(vars(torch).get(name), torch.dtype)):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"'{module}.{name}' has no place in a table of tensors")
 

@@ -11,10 +11,13 @@ from penstock.services.trainer.inputs import Untrainable, read_manifests
 from penstock.services.trainer.progress import Progress
 from penstock.services.trainer.publishing import Publishing
 from penstock.services.trainer.reports import Reporter
+from penstock.services.trainer.update_rules.on_policy import NonFiniteStep
 from penstock.shared.config.job import JobConfig
-from penstock.shared.errors import CheckpointError
+from penstock.shared.errors import CheckpointError, ProtocolError
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.messages import Report
+from penstock.shared.protocol.weights import WeightManifest
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["Start"]
@@ -60,7 +63,9 @@ class Start:
         await self._crew.load(Path(checkpoint["path"]))
         progress.batch = checkpoint["number"]
         await self._repeat(start)
-        progress.version = start["version"]
+        await self._crew.forget()
+        # The batches of this lineage may end below: a fork gave up the last ones, and their numbers are not used again.
+        progress.batch, progress.version = start["last_trained"], start["version"]
         manifest = await self._publishing.publish(self._crew, version=progress.version, epoch=self._epoch)
         progress.digest = manifest.digest
         if start["digest"] and manifest.digest != start["digest"]:
@@ -84,6 +89,10 @@ class Start:
             except (KeyError, Untrainable) as error:
                 await self._fork(number, start, f"inputs of batch {number} are gone: {error}")
                 return
+            except (ProtocolError, NonFiniteStep) as error:
+                await self._crew.recall()
+                await self._fork(number, start, f"batch {number} cannot be trained again: {error}")
+                return
             again = await self._publishing.publish(self._crew, version=version, epoch=self._epoch)
             if again.digest != digest:
                 await self._crew.recall()
@@ -93,11 +102,15 @@ class Start:
 
     async def _fork(self, number: int, start: dict[str, Any], reason: str) -> None:
         """The lineage cannot be reproduced: go on above the clock from the last good batch."""
-        version = start["version"] + 1
+        version = max(start["version"], await self._announced()) + 1
         manifest = await self._publishing.publish(self._crew, version=version, epoch=self._epoch)
         report = Report(
             kind="forked", epoch=self._epoch, batch=number, version=version, digest=manifest.digest, reason=reason
         )
         await self._reporter.ask(report)
-        self._progress.batch = start["last_trained"]
         start["version"], start["digest"] = version, manifest.digest
+
+    async def _announced(self) -> int:
+        """The version that engines may know already: a trainer can end between its announcement and its report."""
+        entry = await self._bus.kv(subjects.MANIFESTS).get(self._job)
+        return -1 if entry is None or entry.value is None else unpack(entry.value, WeightManifest)[0].version

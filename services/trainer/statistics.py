@@ -153,8 +153,8 @@ def advantage_facts(facts: BatchFacts, advantages: Tensor, *, per_token: bool) -
 
 
 def lag_facts(manifest: BatchManifest) -> dict[str, float]:
-    """Lag of the groups of a batch: mean, largest, and the share of groups with each lag."""
-    lags = np.array([manifest.start_version - group.min_version for group in manifest.groups], np.int64)
+    """Lag of the groups of a batch: mean, largest, and the share of groups with each lag; ahead counts as none."""
+    lags = np.array([max(manifest.start_version - group.min_version, 0) for group in manifest.groups], np.int64)
     shares = np.bincount(lags) / len(lags)
     return {
         "lag/mean": float(lags.mean()),
@@ -164,9 +164,9 @@ def lag_facts(manifest: BatchManifest) -> dict[str, float]:
 
 
 def optimizer_facts(name: str, rate: float, grad_norms: list[float]) -> dict[str, float]:
-    """Learning rate, steps, and the mean of the gradient norms that are finite."""
+    """Learning rate, steps made, and the mean of their gradient norms; one that is not finite made no step."""
     finite = [norm for norm in grad_norms if math.isfinite(norm)]
-    facts = {f"{name}/lr": rate, f"{name}/steps": float(len(grad_norms))}
+    facts = {f"{name}/lr": rate, f"{name}/steps": float(len(finite))}
     return facts | ({f"{name}/grad_norm": sum(finite) / len(finite)} if finite else {})
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from penstock.services.trainer.backends.base import Backend, Scores
 from penstock.services.trainer.collective import Collective
 from penstock.services.trainer.packing import Columns, columns_of_rows, microbatches
+from penstock.services.trainer.schedule import decay
 from penstock.shared.algorithms.aggregation import token_mean
 from penstock.shared.config.job import JobConfig
 
@@ -27,9 +28,9 @@ def warm_start(
 ) -> None:
     """Cross-entropy on the answer tokens and the end of sequence: one optimizer step for each batch.
 
-    The learning rate is constant; everything else of the optimizer is the job's. Afterwards the optimizer starts anew,
-    and the weights reached are the reference policy, unless the job names another one. A job with adapters trains the
-    weights under them here, too.
+    The learning rate follows ``warm_start.schedule``; everything else of the optimizer is the job's. Afterwards the
+    optimizer starts anew, and the weights reached are the reference policy, unless the job names another one. A job
+    with adapters trains the weights under them here, too.
 
     Args:
         batches: rows of (prompt ids, answer ids), the same on every rank, which takes its share of them; ``eos`` is
@@ -39,18 +40,22 @@ def warm_start(
     Raises:
         ProtocolError: a prompt is empty.
     """
+    warm = config.warm_start
     backend.new_optimizer(config.optimizer, whole=True)
     for step, rows in enumerate(batches, start=1):
         ended = [(prompt, answer if answer and answer[-1] == eos else [*answer, eos]) for prompt, answer in rows]
         num_tokens = sum(len(answer) for _, answer in ended)
         columns = columns_of_rows(ended[collective.rank :: collective.size])
-        on_step(step, _step(backend, columns, collective, config, num_tokens=num_tokens))
+        rate = warm.learning_rate * decay(warm.schedule, (step - 1) / max(1, warm.steps), warm.min_lr_ratio)
+        on_step(step, _step(backend, columns, collective, config, num_tokens=num_tokens, rate=rate))
     backend.new_optimizer(config.optimizer)
     if config.algorithm.kl is None or config.algorithm.kl.reference is None:
         backend.freeze_reference()
 
 
-def _step(backend: Backend, columns: Columns, collective: Collective, config: JobConfig, *, num_tokens: int) -> float:
+def _step(
+    backend: Backend, columns: Columns, collective: Collective, config: JobConfig, *, num_tokens: int, rate: float
+) -> float:
     losses: list[float] = []
 
     def loss(scores: Scores) -> Tensor:
@@ -62,5 +67,5 @@ def _step(backend: Backend, columns: Columns, collective: Collective, config: Jo
     most = int(collective.max({"microbatches": float(len(own))})["microbatches"])
     for microbatch in [*own, *[None] * (most - len(own))]:
         backend.accumulate(microbatch, loss, temperature=1.0)
-    backend.step(config.warm_start.learning_rate)
+    backend.step(rate)
     return collective.sum({"loss": sum(losses)})["loss"]

@@ -75,4 +75,5 @@ async def _keep_open(job: str, open_session: Opening) -> None:
         if error is None:
             return
         logger.error("session of job %s broke; opening it again in %g s", job, RESTART_S, exc_info=error)
+        error = None  # its traceback holds whatever the session held
         await asyncio.sleep(RESTART_S)

@@ -89,6 +89,8 @@ class OnPolicyRule:
         began = time.perf_counter()
         for model in self._models.values():
             model.take_seconds()
+            if model.routers is not None:
+                model.routers.clear()
         self._work = {role: Work() for role in self._models}
         batch = prepare(self._config, self._models, self._collective, shard, shaper=self._shaper, work=self._work)
         credit = self._recipe.credit(batch.experience(self._kl_coef))

@@ -27,6 +27,7 @@ from penstock.services.trainer.update_rules.recipes import Experience
 from penstock.services.trainer.update_rules.shaping import RewardShaper, Shaped
 from penstock.shared.algorithms.kl import kl_estimate
 from penstock.shared.config.job import JobConfig
+from penstock.shared.errors import ProtocolError
 
 __all__ = ["PreparedBatch", "cut", "prepare"]
 
@@ -77,9 +78,7 @@ def prepare(
     Raises:
         ProtocolError: a group cannot be scored, or no trajectory of the batch counts.
     """
-    columns = columns_of(shard.groups)
-    replays = config.model.replay_bytes_per_token > 0 and len(columns.tokens) > 0
-    check_table(columns.experts, models["policy"].routers, wanted=replays)
+    columns = _columns(config, models["policy"], collective, shard)
     facts = gather_facts(columns, shard, collective)
     every_B = np.zeros(len(facts.group_B), np.bool_)
     flat_L: dict[str, Tensor] = {}
@@ -118,6 +117,22 @@ def cut(
         skip_B=skip_B,
         excluded_B=excluded_B,
     )
+
+
+def _columns(config: JobConfig, policy: Backend, collective: Collective, shard: BatchShard) -> Columns:
+    """This rank's tokens; what is wrong with those of one rank is raised on all, before they begin to compute."""
+    columns, error = None, ""
+    try:
+        columns = columns_of(shard.groups)
+        replays = config.model.replay_bytes_per_token > 0 and len(columns.tokens) > 0
+        check_table(columns.experts, policy.routers, wanted=replays)
+    except ProtocolError as raised:
+        error = str(raised)
+    said = collective.gather({"error": np.frombuffer(error.encode(), np.uint8)})
+    errors = {part["error"].tobytes().decode(): None for part in said if len(part["error"])}
+    if errors or columns is None:
+        raise ProtocolError("; ".join(errors))
+    return columns
 
 
 def _passes(config: JobConfig, models: Mapping[Role, Backend]) -> list[Pass]:

@@ -46,7 +46,7 @@ class Child(Protocol):
         ...
 
     def start(self) -> None:
-        """Start it; blocks. Raises ConfigError or DeadlineError."""
+        """Start it; blocks. Raises ConfigError, DeadlineError or OSError."""
         ...
 
     def stop(self, *, deadline_s: float) -> None:
@@ -95,6 +95,7 @@ class ServiceProcess:
 
     def start(self) -> None:
         """Start it; it is ready later."""
+        self._process = None  # how an earlier one ended says nothing of this one
         self.log.parent.mkdir(parents=True, exist_ok=True)
         if self.log.exists() and self.log.stat().st_size > LOG_BYTES:
             self.log.replace(self.log.with_suffix(".log.1"))
@@ -278,10 +279,13 @@ class KeptAlive:
             self.restarts += 1
             try:
                 await self.start()
-            except (ConfigError, DeadlineError) as error:
+            except (ConfigError, DeadlineError, OSError) as error:
                 self._tell(f"{self.child.name} did not start: {error}")
                 continue
-            on_restart()
+            try:
+                on_restart()
+            except OSError as error:
+                self._tell(f"{self.child.name} runs again, but that is not written down: {error}")
 
     async def stop(self, deadline_s: float) -> None:
         """End the process; its thread-bound start is not involved."""

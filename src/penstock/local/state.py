@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import time
 from pathlib import Path
 from types import TracebackType
@@ -62,9 +63,11 @@ class Claim:
         self.release()
 
     def write(self, state: UpState) -> None:
-        """Publish where things are; replaces the file in one step."""
+        """Publish where things are; replaces the file in one step. For this user only: addresses may hold passwords."""
         draft = self._state.with_suffix(".tmp")
-        draft.write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+        draft.unlink(missing_ok=True)
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(state)))
         draft.replace(self._state)
 
     def release(self) -> None:

@@ -40,6 +40,10 @@ def small_state(value: float = 1.0) -> LearnerState:
     return LearnerState(models={"policy": policy}, rule={})
 
 
+class Crash(BaseException):
+    """The process ends here: nobody clears up."""
+
+
 def numbers(root: Path) -> list[int]:
     return [c.manifest.number for c in list_checkpoints(root, "job_1")]
 
@@ -114,26 +118,40 @@ def crash_points() -> list[str]:
 @pytest.mark.parametrize("point", crash_points())
 def test_a_crash_leaves_nothing_that_is_picked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str) -> None:
     """The disk fails at one operation after another; what lies there then is what a crash would leave."""
-    save_checkpoint(tmp_path, "job_1", 1, small_state(), {})
+    fail_at(tmp_path, monkeypatch, point, Crash())
+    assert numbers(tmp_path) == [1]
+    assert len(list((tmp_path / "job_1").iterdir())) == 2, "something was left behind"
+    (tmp_path / "job_1" / "20261121-mine").mkdir()
+    module.remove_leftovers(tmp_path, "job_1")
+    assert sorted(path.name[:9] for path in (tmp_path / "job_1").iterdir()) == ["00000001-", "20261121-"]
+    fail_at(tmp_path, monkeypatch, point, Crash())
+    save_checkpoint(tmp_path, "job_1", 2, small_state(2.0), {})
+    assert numbers(tmp_path) == [1, 2]
+    retain(tmp_path, "job_1", recorded=2, keep=5)
+    assert len(list((tmp_path / "job_1").iterdir())) == 3, "two checkpoints, and what is not ours"
+
+
+def test_what_could_not_be_written_takes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_at(tmp_path, monkeypatch, "fsync 3", OSError(28, "No space left on device"))
+    assert [path.name[:9] for path in (tmp_path / "job_1").iterdir()] == ["00000001-"]
+
+
+def fail_at(root: Path, monkeypatch: pytest.MonkeyPatch, point: str, error: BaseException) -> None:
+    """Checkpoint 1, and one that fails at ``point``."""
+    save_checkpoint(root, "job_1", 1, small_state(), {})
     name, _, count = point.partition(" ")
     owner: Any = os if name == "fsync" else Path
     original, calls = getattr(owner, name), iter(range(1, 100))
 
     def failing(*args: Any) -> Any:
         if next(calls) == int(count):
-            raise OSError(28, "No space left on device")
+            raise error
         return original(*args)
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, failing)
-        with pytest.raises(CheckpointError, match="No space left"):
-            save_checkpoint(tmp_path, "job_1", 2, small_state(2.0), {})
-    assert numbers(tmp_path) == [1]
-    assert len(list((tmp_path / "job_1").iterdir())) == 2, "something was left behind"
-    save_checkpoint(tmp_path, "job_1", 2, small_state(2.0), {})
-    assert numbers(tmp_path) == [1, 2]
-    retain(tmp_path, "job_1", keep=5)
-    assert len(list((tmp_path / "job_1").iterdir())) == 2
+        with pytest.raises((CheckpointError, Crash)):
+            save_checkpoint(root, "job_1", 2, small_state(2.0), {})
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "rng.safetensors", "config.json"])
@@ -163,10 +181,21 @@ def test_without_marker_or_with_another_manifest_it_is_no_checkpoint(tmp_path: P
 
 def test_retention_keeps_the_newest_and_the_pinned(tmp_path: Path) -> None:
     paths = [save_checkpoint(tmp_path, "job_1", n, small_state(n), {}) for n in range(6)]
-    deleted = retain(tmp_path, "job_1", keep=2, pinned={0, 3})
+    deleted = retain(tmp_path, "job_1", recorded=5, keep=2, pinned={0, 3})
     assert numbers(tmp_path) == [0, 3, 4, 5]
     assert deleted == [paths[1], paths[2]]
     assert not paths[1].exists()
+
+
+def test_retention_keeps_what_the_ledger_names(tmp_path: Path) -> None:
+    """A trainer may end between the commit of a checkpoint and its report."""
+    initial, recorded, again, orphan = (
+        save_checkpoint(tmp_path, "job_1", number, small_state(), {"epoch": epoch})
+        for number, epoch in ((0, 1), (7, 1), (7, 2), (8, 1))
+    )
+    assert retain(tmp_path, "job_1", recorded=7, keep=1) == [initial]
+    assert all(path.exists() for path in (recorded, again, orphan)), "the ledger names one of number 7"
+    assert set(retain(tmp_path, "job_1", recorded=8, keep=1)) == {recorded, again}
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, make_config: Config) -> None:
@@ -180,4 +209,4 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, make_config: C
 
 def test_no_checkpoint_no_list(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path, "job_1") == []
-    assert retain(tmp_path, "job_1", keep=1) == []
+    assert retain(tmp_path, "job_1", recorded=0, keep=1) == []

@@ -208,6 +208,54 @@ def test_crash_and_resume_on_other_numbers_of_ranks(
     assert "does not fit the model" in ranks.run(1, load_damaged, other, back)[0]
 
 
+def save_thrice(world: World, config: JobConfig, root: Path) -> list[str]:
+    """What this rank says of three checkpoints; something is in the way of the first."""
+    state, said = Learner(config, collective=world.everybody).state(), []
+    for attempt in range(3):
+        if world.place.rank == 0 and attempt == 0:
+            root.write_text("in the way")
+        if world.place.rank == 0 and attempt == 1:
+            root.unlink()
+        world.everybody.agree(True)
+        try:
+            if world.place.rank == 0:
+                save_checkpoint(root, "job_1", attempt, state, {}, token=f"t{attempt}", ranks=world.checkpoints)
+            else:
+                help_save(root, "job_1", attempt, state, token=f"t{attempt}", ranks=world.checkpoints)
+        except CheckpointError as error:
+            said.append(str(error))
+        else:
+            said.append("")
+    return said
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_fails_on_one_rank_is_over_for_all(ranks: Any, make_config: Config, tmp_path: Path) -> None:
+    for said in ranks.run(2, save_thrice, make_config(**FSDP), tmp_path / "checkpoints"):
+        assert "rank 0 cannot begin a checkpoint" in said[0]
+        assert said[1:] == ["", ""]
+    assert [stored.manifest.number for stored in list_checkpoints(tmp_path / "checkpoints", "job_1")] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("torch.distributed.checkpoint.filesystem", "os.system"),
+        ("torch.distributed.checkpoint.filesystem", "FileSystemWriter"),
+        ("torch", "float32.__reduce__"),
+        ("torch", "load"),
+    ],
+)
+def test_the_table_of_shards_names_its_own_types_only(tmp_path: Path, module: str, name: str) -> None:
+    from penstock.services.trainer.sharded_tensors import METADATA, shard_table
+
+    strings = b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name))
+    call = b"\x8c\x04true\x85R."  # of whatever the two names give, with "true"
+    (tmp_path / METADATA).write_bytes(b"\x80\x04" + strings + b"\x93" + call)
+    with pytest.raises(CheckpointError, match=f"'{module}.{name}' has no place in a table of tensors"):
+        shard_table(tmp_path)
+
+
 def test_the_table_of_shards_runs_no_code(tmp_path: Path) -> None:
     from penstock.services.trainer.sharded_tensors import METADATA, shard_table
 

@@ -140,3 +140,8 @@ def test_what_cannot_be_trained_is_refused_by_every_rank_and_a_rank_may_be_idle(
     reason = "all 16 trajectories of the batch failed: nothing to train on"
     assert ranks.run(2, refusal, config, failed) == [reason] * 2
     assert ranks.run(3, refusal, config, [make_group(0), make_group(1)]) == [""] * 3
+    groups = [make_group(i) for i in range(4)]
+    groups[1] = replace(groups[1], prompt_ids=groups[1].prompt_ids[:0])
+    said = ranks.run(2, refusal, config, groups)
+    assert said[0] == said[1]
+    assert "has an empty prompt" in said[0]

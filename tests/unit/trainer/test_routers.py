@@ -116,6 +116,16 @@ def test_the_metrics_describe_the_load(moe: Any, batch: list[Group]) -> None:
     assert facts["moe/aux_loss"] >= 0.9
 
 
+def test_an_update_that_broke_off_is_not_counted(moe: Any, batch: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
+    learner, (expected,) = Learner(moe()), update(moe(), batch)[1]
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(learner._policy, "step", lambda rate: rate / 0)
+        learner.update(BatchShard.whole(batch[:1]), update_index=0)
+    again = learner.update(BatchShard.whole(batch), update_index=0)
+    assert again["moe/load_max"] == expected["moe/load_max"]
+    assert again["moe/router_entropy"] == pytest.approx(expected["moe/router_entropy"])
+
+
 def test_a_dense_model_reports_no_load(make_config: Config, batch: list[Group]) -> None:
     _, (facts,) = update(make_config(), batch)
     assert not any(name.startswith("moe/") for name in facts)

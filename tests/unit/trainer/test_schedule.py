@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.services.trainer.schedule import learning_rate
-from penstock.shared.config.job import OptimizerConfig
+from penstock.shared.config.optimizer import OptimizerConfig
 from penstock.shared.errors import ConfigError
 
 

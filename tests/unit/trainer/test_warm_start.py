@@ -65,3 +65,14 @@ def test_the_critic_starts_from_the_body_of_the_warm_policy(make_config: Config)
 def test_a_row_without_prompt_is_refused(make_config: Config) -> None:
     with pytest.raises(ProtocolError, match="empty prompt"):
         Learner(make_config()).warm_start([[([], [5])]])
+
+
+@pytest.mark.parametrize(("num_steps", "same"), [(1, True), (2, False)])
+def test_the_rate_follows_its_schedule(make_config: Config, num_steps: int, same: bool) -> None:
+    """The first step is made at the peak, whatever the schedule; the second of two is not."""
+    weights = []
+    for schedule in ("constant", "cosine"):
+        learner = Learner(make_config(warm_start={"steps": 2, "schedule": schedule}))
+        learner.warm_start([ROWS] * num_steps)
+        weights.append(learner.state().models["policy"].weights)
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items()) == same
