@@ -9,7 +9,7 @@ GSM8K ?= data/gsm8k
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lint format type imports check test e2e docs docs-serve reference compose-config compose-test up down \
-	demo bench bench-bus bench-ledger bench-weights bench-vs-trl bench-gsm8k bench-algorithms fresh package release clean
+	demo bench bench-bus bench-ledger bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-algorithms fresh package release clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -92,6 +92,9 @@ $(TRL_VENV)/bin/trl:
 
 bench-vs-trl: $(BIN)/pytest $(TRL_VENV)/bin/trl  ## the same task, model and seed with TRL (installs TRL into an environment of its own)
 	$(BIN)/python benchmarks/vs_trl.py --trl-python $(TRL_VENV)/bin/python $(ARGS)
+
+bench-trainer: $(BIN)/pytest $(TRL_VENV)/bin/trl  ## tokens/s of the training step beside TRL's and beside a bare PyTorch loop
+	$(BIN)/python benchmarks/trainer.py --trl-python $(TRL_VENV)/bin/python $(ARGS)
 
 bench-gsm8k: $(BIN)/pytest  ## RL beside more supervised training on GSM8K's calculator expressions (GSM8K=directory of its files)
 	$(BIN)/python benchmarks/gsm8k_calc.py --train $(GSM8K)/train.jsonl --test $(GSM8K)/test.jsonl --out docs/results/gsm8k_calc $(ARGS)

@@ -58,7 +58,7 @@ class Evaluator:
 def continue_supervised(config: JobConfig, checkpoint: Path, *, rate: float, wall_s: float, points: int) -> Curve:
     """Train on the demonstrations for ``wall_s`` seconds, evaluating ``points`` times, the last time at the end."""
     torch.set_num_threads(config.placement.trainer_threads)
-    warm = config.warm_start.model_copy(update={"learning_rate": rate})
+    warm = config.warm_start.model_copy(update={"learning_rate": rate, "schedule": "constant"})
     learner = Learner(config.model_copy(update={"warm_start": warm}))
     learner.load_state(load_checkpoint(checkpoint).state)
     evaluate = Evaluator(config, learner)
