@@ -30,7 +30,8 @@ def announce(outbox: Outbox, events: Iterable[Event]) -> None:
                 text = f"checkpoint {event.number} is the best: {event.metric} {event.value:.4g} after {event.step}"
                 outbox.event("info", "best", text, number=event.number, value=event.value)
             case Dropped() if event.reason not in ("run_ended", "cancelled", NO_SIGNAL):
-                outbox.event("warning", "dropped", f"{len(event.draws)} draws dropped: {event.reason}")
+                ending = "" if event.redraw else " for good"
+                outbox.event("warning", "dropped", f"{len(event.draws)} draws dropped{ending}: {event.reason}")
             case LineageForked():
                 outbox.event("warning", "lineage_forked", f"rolled back from batch {event.from_batch}: {event.reason}")
             case BatchTrained() if event.number == 1:

@@ -11,10 +11,10 @@ from penstock.services.coordinator.run import Effects, JobRun
 from penstock.shared.errors import NotFound, ProtocolError, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
-from penstock.shared.protocol.events import BatchRefused, Event
+from penstock.shared.protocol.events import BatchRefused, Dropped, Event
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import DRAW_HEADER, BatchManifest, Ticket
-from penstock.shared.protocol.parts import count_of
+from penstock.shared.protocol.parts import PART, count_of, part_subject
 from penstock.shared.transport.bus import MSG_ID, Bus, Message, Outgoing
 
 __all__ = ["Carrier"]
@@ -100,14 +100,17 @@ class Carrier:
     async def keep_dead(self, stream: str, seq: int, *, reason: str, attempts: int) -> int:
         """Copy a payload to DEAD, before it is deleted; returns of how many messages it consists.
 
-        Harmless when repeated, and where it is gone already. Waits while the bus is away. A full DEAD stops nobody:
-        then the payload is lost and the log says so.
+        Messages of others, which a wrong header lays claim to, do not count. Harmless when repeated, and where it is
+        gone already. Waits while the bus is away. A full DEAD stops nobody: the payload is lost and the log says so.
         """
-        place, count = 0, 1
+        place, count, parts = 0, 1, ""
         while place < count:
             try:
                 message = await self.bus.get(stream, seq + place)
-                count = max(count, _count(message))
+                if not place:
+                    count, parts = _count(message), part_subject(message.subject)
+                elif message.subject != parts or message.headers.get(PART) != str(place):
+                    return place
                 await self._copy_dead(message, stream, reason, attempts)
                 place += 1
             except NotFound:
@@ -122,8 +125,10 @@ class Carrier:
 
     async def keep_refused(self, run: JobRun, events: Sequence[Event]) -> None:
         """Copy the groups that the trainer could not train to DEAD, before the decision that deletes them."""
-        refusals = [event for event in events if isinstance(event, BatchRefused)]
-        for draw, reason in [(draw, refusal.reason) for refusal in refusals for draw in refusal.bad]:
+        reason = next((event.reason for event in events if isinstance(event, BatchRefused)), "")
+        again = [draw for event in events if isinstance(event, BatchRefused) for draw in event.bad]
+        given_up = [draw for event in events if isinstance(event, Dropped) for draw in event.draws]
+        for draw in again + given_up:
             if (candidate := run.candidates.get(draw)) is not None:
                 await self.keep_dead(subjects.EXPERIENCE, candidate.seq, reason=f"refused: {reason}", attempts=1)
 

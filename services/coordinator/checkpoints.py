@@ -20,6 +20,8 @@ from penstock.shared.protocol.events import Checkpointed
 __all__ = ["StoredFile", "checkpoint_row", "checkpoint_rows", "choose_checkpoint", "find_file"]
 
 MANIFEST, COMMIT = "manifest.json", "COMMIT"
+MAX_DIGITS = 18
+"""Digits of the largest number that a checkpoint can have."""
 
 
 class StoredFile(msgspec.Struct, frozen=True):
@@ -80,10 +82,10 @@ def choose_checkpoint(state: LedgerState, name: str) -> Checkpointed:
         NotFound: there is no such checkpoint.
     """
     numbers = sorted(state.checkpoints)
-    if name.isascii() and name.isdigit():
+    if name.isascii() and name.isdigit() and len(name) <= MAX_DIGITS:
         return _event(state, int(name))
     if name not in ("initial", "newest", "final", "best"):
-        raise ConfigError(f"'{name}' is no checkpoint: give its number, or initial, newest, final or best")
+        raise ConfigError(f"'{name[:100]}' is no checkpoint: give its number, or initial, newest, final or best")
     if not numbers or (name == "final" and not state.finished) or (name == "best" and state.best is None):
         raise NotFound(f"there is no {name} checkpoint yet")
     if name == "best" and state.best is not None:

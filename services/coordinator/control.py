@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,7 @@ import xxhash
 
 from penstock.services.coordinator.api.control import Order, Row
 from penstock.services.coordinator.api.logfiles import read_logs
-from penstock.services.coordinator.audit import audit_group, audit_ledger, sealed_by_seq
+from penstock.services.coordinator.audit import Audit, audit_group, audit_ledger, sealed_by_seq
 from penstock.services.coordinator.checkpoints import checkpoint_row, checkpoint_rows, find_file
 from penstock.services.coordinator.journal import Journal, read_snapshots
 from penstock.services.coordinator.leader import Leader
@@ -24,24 +25,27 @@ from penstock.services.coordinator.samples import choose_samples, sample_rows
 from penstock.services.coordinator.series import columns
 from penstock.services.coordinator.store import JobStore
 from penstock.services.coordinator.submission import plan_job, resolve_model
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.job import JobConfig, group_bytes
 from penstock.shared.config.kinds import AnyJob, job_model, parse_job
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import Conflict, PenstockError, ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.events import BatchSealed, BatchTrained, decode_events
+from penstock.shared.protocol.events import BatchSealed, BatchTrained, SealedGroup, decode_events
 from penstock.shared.protocol.ids import new_attempt
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, DesiredState, JobRecord
 from penstock.shared.protocol.messages import Ack, ReplayRequest, ReplayRow
 from penstock.shared.protocol.trajectory import GroupHeader, decode_group, parse_group_header
-from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.bus import Bus, Message
 from penstock.shared.transport.server import durability
 
 __all__ = ["CoordinatorControl"]
 
 REPLAY_ROW_DEADLINE_S = 120.0
-AUDIT_CHUNK = 256
+AUDIT_CHUNK_BYTES = 64 << 20
+"""The audit holds groups of at most this many bytes at once, or a single one."""
+KEPT_STATES = 8
+"""Finished jobs whose fold is kept in memory: every part of a download asks for it."""
 
 
 class CoordinatorControl:
@@ -51,6 +55,8 @@ class CoordinatorControl:
         self, bus: Bus, store: JobStore, members: Members, runners: Mapping[str, Leader], settings: ServiceSettings
     ) -> None:
         self.bus, self.store, self.members, self.runners, self.settings = bus, store, members, runners, settings
+        self._finished: OrderedDict[str, LedgerState] = OrderedDict()
+        self._folding = asyncio.Lock()
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
@@ -68,8 +74,17 @@ class CoordinatorControl:
         return await plan_job(spec, await self.store.list_all(), experience_bytes=self.settings.experience_bytes)
 
     async def _state(self, job: str) -> LedgerState:
-        await self.store.get(job)
-        return await Journal(self.bus, job).load()
+        """The fold of the job's ledger, to read only. A finished job has one for good and no snapshots any more."""
+        record = await self.store.get(job)
+        if record.status.phase not in TERMINAL_PHASES:
+            return await Journal(self.bus, job).load()
+        async with self._folding:
+            state = self._finished.pop(job, None) or await Journal(self.bus, job).load()
+            if state.finished:
+                self._finished[job] = state
+            while len(self._finished) > KEPT_STATES:
+                self._finished.popitem(last=False)
+        return state
 
     async def get(self, job: str) -> JobRecord:
         """See ``Control.get``."""
@@ -144,8 +159,8 @@ class CoordinatorControl:
             if batch is None:
                 continue
             messages = await self.bus.get_whole(subjects.EXPERIENCE, [group.seq for group in batch.groups])
-            groups = [decode_group(messages[g.seq].data) for g in batch.groups if g.seq in messages]
-            rows += sample_rows(number, groups)
+            found = [messages[group.seq].data for group in batch.groups if group.seq in messages]
+            rows += await asyncio.to_thread(_rows_of, number, found)
             if len(rows) >= limit * 4 or step is not None:
                 break
         if sort is not None:
@@ -163,7 +178,8 @@ class CoordinatorControl:
                 headers.append((message.seq, parse_group_header(message.headers)))
         chosen = choose_samples(headers, sort=sort, after=after, limit=limit)
         messages = await self.bus.get_whole(subjects.EXPERIENCE, [seq for seq, _ in chosen])
-        rows = {row["id"]: row for m in messages.values() for row in sample_rows(0, [decode_group(m.data)])}
+        found = await asyncio.to_thread(_rows_of, 0, [message.data for message in messages.values()])
+        rows = {row["id"]: row for row in found}
         return [rows[row_id] for _, row_id in chosen if row_id in rows]
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
@@ -185,15 +201,8 @@ class CoordinatorControl:
         return path, file.sha256
 
     async def _trained_batches(self, job: str) -> dict[int, BatchSealed]:
-        sealed: dict[int, BatchSealed] = {}
-        trained: dict[int, BatchSealed] = {}
-        for message in await self.bus.read(subjects.LEDGER, subjects.ledger(job)):
-            for event in decode_events(message.data):
-                if isinstance(event, BatchSealed):
-                    sealed[event.number] = event
-                elif isinstance(event, BatchTrained):
-                    trained[event.number] = sealed[event.number]
-        return trained
+        messages = await self.bus.read(subjects.LEDGER, subjects.ledger(job))
+        return await asyncio.to_thread(_trained, [message.data for message in messages])
 
     # -- diagnosis ---------------------------------------------------------------------------------------------------
 
@@ -226,17 +235,12 @@ class CoordinatorControl:
         messages = await self.bus.read(subjects.LEDGER, subjects.ledger(job))
         place = {message.seq: count for count, message in enumerate(messages, 1)}
         folds = {place.get(snapshot.seq, 0): state for snapshot, state, _ in snapshots}
-        audit = audit_ledger([decode_events(message.data) for message in messages], config, folds)
+        audit = await asyncio.to_thread(_audit_entries, messages, config, folds)
         wanted = sealed_by_seq(audit)
-        for chunk in _chunks(sorted(wanted)):
+        for chunk in chunks_of({seq: largest_size(config, group) for seq, (_, group) in sorted(wanted.items())}):
             found = await self.bus.get_whole(subjects.EXPERIENCE, chunk)
-            for seq in chunk:
-                number, sealed = wanted[seq]
-                if seq not in found:
-                    audit.groups_gone += 1
-                    continue
-                data = found[seq].data
-                audit_group(audit, number, sealed, decode_group(data), xxhash.xxh3_128_hexdigest(data))
+            audit.groups_gone += len(chunk) - len(found)
+            await asyncio.to_thread(_audit_groups, audit, [(*wanted[seq], m.data) for seq, m in found.items()])
         return audit.report()
 
     async def logs(self, job: str, *, service: str | None, tail: int, after: str | None) -> Row:
@@ -296,8 +300,47 @@ class CoordinatorControl:
         return all(check["ok"] for check in checks.values()), checks
 
 
-def _chunks(seqs: list[int]) -> list[list[int]]:
-    return [seqs[i : i + AUDIT_CHUNK] for i in range(0, len(seqs), AUDIT_CHUNK)]
+def chunks_of(sizes: Mapping[int, int]) -> list[list[int]]:
+    """Cut the keys of ``sizes`` (key -> bytes), in order, into runs of at most AUDIT_CHUNK_BYTES, or of one key."""
+    chunks: list[list[int]] = []
+    room = 0
+    for key, nbytes in sizes.items():
+        if not chunks or nbytes > room:
+            chunks.append([])
+            room = AUDIT_CHUNK_BYTES
+        chunks[-1].append(key)
+        room -= nbytes
+    return chunks
+
+
+def largest_size(config: JobConfig, group: SealedGroup) -> int:
+    """Upper bound of a stored group with as many tokens as the ledger says, in bytes."""
+    tokens = config.data.prompt.max_tokens + group.tokens
+    return group_bytes(tokens, config.completions_per_group, 0, table_bytes=config.model.replay_bytes_per_token)
+
+
+def _audit_entries(messages: Sequence[Message], config: JobConfig, folds: Mapping[int, LedgerState]) -> Audit:
+    return audit_ledger([decode_events(message.data) for message in messages], config, folds)
+
+
+def _audit_groups(audit: Audit, found: Sequence[tuple[int, SealedGroup, bytes]]) -> None:
+    for number, sealed, data in found:
+        audit_group(audit, number, sealed, decode_group(data), xxhash.xxh3_128_hexdigest(data))
+
+
+def _rows_of(step: int, found: Sequence[bytes]) -> list[Row]:
+    return sample_rows(step, [decode_group(data) for data in found])
+
+
+def _trained(entries: Sequence[bytes]) -> dict[int, BatchSealed]:
+    sealed: dict[int, BatchSealed] = {}
+    trained: dict[int, BatchSealed] = {}
+    for event in (event for data in entries for event in decode_events(data)):
+        if isinstance(event, BatchSealed):
+            sealed[event.number] = event
+        elif isinstance(event, BatchTrained):
+            trained[event.number] = sealed[event.number]
+    return trained
 
 
 def is_last_event(data: bytes) -> bool:

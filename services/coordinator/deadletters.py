@@ -106,7 +106,9 @@ class DeadLetters:
 
     async def _take(self, stream: str, seq: int) -> None:
         message = await self._bus.get(stream, seq)
-        await self._bury(_Queue(stream, message.subject.partition(".")[2]), message)
+        queue = _Queue(stream, message.subject.partition(".")[2])
+        if _name_of(stream, message) not in self._held(queue):  # else a worker that was late; the scan knows more
+            await self._bury(queue, message)
 
     async def _scan_forever(self) -> None:
         while True:
@@ -132,21 +134,23 @@ class DeadLetters:
             self._suspects.pop(queue, None)
             return
         messages = await self._bus.walk(queue.stream, queue.subject, last_seq=state.delivered_seq)
-        service = WORKERS[queue.stream]
         clock = time.monotonic()
-        held = {
-            str(draw)
-            for member in self._members.of(service, clock)
-            for draw in member.beat.jobs.get(queue.job, {}).get("holds", [])
-        }
         dead = self._suspects.setdefault(queue, Suspects()).dead(
             {message.seq: _name_of(queue.stream, message) for message in messages},
-            num_leased=state.ack_pending, held=held, now=clock, ripe_s=SUSPECT_LEASES * state.ack_wait_s,
+            num_leased=state.ack_pending, held=self._held(queue), now=clock, ripe_s=SUSPECT_LEASES * state.ack_wait_s,
         )  # fmt: skip
         for message in messages:
             if message.seq in dead:
                 logger.warning("%s: message %d of %s is past its deliveries", queue.job, message.seq, queue.stream)
-                await self._bury(queue, message)
+                await _leave_to_scan(self._bury(queue, message))
+
+    def _held(self, queue: _Queue) -> set[str]:
+        """Draws that live workers say they hold."""
+        return {
+            str(draw)
+            for member in self._members.of(WORKERS[queue.stream], time.monotonic())
+            for draw in member.beat.jobs.get(queue.job, {}).get("holds", [])
+        }
 
     async def _bury(self, queue: _Queue, message: Message) -> None:
         """Hand it to the leader of its job; without one here it stays, for the next scan or the end of its job."""
@@ -154,8 +158,11 @@ class DeadLetters:
         if runner is None or not runner.ready:
             return
         attempts = (await self._bus.consumer_state(queue.stream, queue.durable)).max_deliver
-        found = await self._bus.get_whole(queue.stream, [message.seq])
-        flaw = _flaw_of(queue.stream, found[message.seq]) if message.seq in found else ", parts of it are missing"
+        try:
+            found = await self._bus.get_whole(queue.stream, [message.seq])
+            flaw = _flaw_of(queue.stream, found[message.seq]) if message.seq in found else ", parts of it are missing"
+        except ProtocolError as error:
+            flaw = f", undecodable: {error}"
         reason = f"max deliveries{flaw}"
         await runner.bury(queue.stream, message.seq, draw_of(queue.stream, message), reason=reason, attempts=attempts)
 

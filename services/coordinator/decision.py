@@ -40,7 +40,7 @@ class RunFacts(Protocol):
 
 
 def plan_draw(config: JobConfig, state: LedgerState, now: float, ahead: int = 0) -> tuple[int, float]:
-    """``(min_version, deadline)`` of a draw planned ``ahead`` batches after the next one."""
+    """``(min_version, deadline)`` of a draw planned ``ahead`` batches after the next one (negative: before it)."""
     start = state.start_version(state.next_number + ahead)
     return max(0, start - config.train.max_lag), now + config.train.draw_timeout_s
 
@@ -104,7 +104,9 @@ class Draft:
             candidate = self.candidates.get(draw)
             if candidate is None:
                 if info.deadline <= self.now:
-                    by_reason.setdefault(("deadline", True), []).append(draw)
+                    # Where nothing arrives at all, the workers are away and the prompts are not to blame.
+                    again = draw.n < MAX_REDRAWS or not self.run.candidates
+                    by_reason.setdefault(("deadline", again), []).append(draw)
             elif candidate.verdict is Verdict.SKIPPED:
                 by_reason.setdefault((candidate.header.skipped, False), []).append(draw)
             elif candidate.verdict is not Verdict.ACCEPT:
@@ -217,7 +219,8 @@ class Draft:
         while room > 0:
             ahead, used = divmod(waiting, size)
             count = min(room, size - used)
-            min_version, deadline = plan_draw(config, state, self.now, ahead)
+            # Beyond the lag bound `oversample` draws for the next batch, whose short groups these then make up for.
+            min_version, deadline = plan_draw(config, state, self.now, min(ahead, config.train.max_lag))
             self.add(
                 Drawn(
                     writer_epoch=run.writer_epoch, time=self.now, start=state.next_ordinal,

@@ -135,6 +135,11 @@ class EvaluationPlan:
             current.held_since = now
         return True
 
+    def roll_back(self, updates: int) -> None:
+        """The lineage went back to ``updates`` completed ones: later points, and the one in progress, start anew."""
+        self.done = {point for point in self.done if point <= updates}
+        self.current = None
+
     def finish(self, now: float) -> dict[str, float]:
         """Close the point in progress and return its values, with how long it took and how long it held a batch."""
         current = self.current

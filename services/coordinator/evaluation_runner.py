@@ -91,7 +91,7 @@ class EvaluationRunner:
         values = self.scores.values(self.config.evaluation) | {"eval/missing": float(len(self.expected))}
         shown = ", ".join(f"{name} {values[name]:.4g}" for name in self.config.evaluation.metrics if name in values)
         if shown:
-            self.outbox.metrics("eval", 0, 0, values)
+            self.outbox.metrics("eval", 0, 0, values, batch=0)
             self.outbox.event("info", "evaluation", shown)
         self._report(phase, self._failure or shown)
 
@@ -100,7 +100,9 @@ class EvaluationRunner:
         if self.record.desired_state == "cancelled":
             return "cancelled"
         if not self._failure and self.expected and time.time() > deadline:
-            self._failure = f"limits.timeout_s: {len(self.expected)} of {self._num_prompts} prompts were not answered"
+            unanswered = f"{len(self.expected)} of {self._num_prompts} prompts were not answered"
+            longest = f"the {LONGEST_S / 86400:g} days that an evaluation may take without limits.timeout_s are over"
+            self._failure = f"{'limits.timeout_s' if self.config.limits.timeout_s else longest}: {unanswered}"
         if not self._failure and not self.expected and not (self.scores.greedy or any(self.scores.sampled.values())):
             self._failure = f"nothing could be scored: {self._error or 'every prompt was left out'}"
         if self._failure:
@@ -134,9 +136,9 @@ class EvaluationRunner:
         self._changed.set()
 
     def _count(self, header: GroupHeader) -> None:
-        if header.skipped:
+        if not header.lengths:
             self.scores.failed += self.config.completions_per_group
-            self._error = self._error or header.skipped
+            self._error = self._error or header.skipped or header.error
             return
         greedy = header.greedy or [False] * len(header.rewards)
         self.scores.take(header.draw.ordinal, header.rewards, header.failed, greedy)

@@ -67,16 +67,32 @@ class Goals:
     """Both rules of one job. ``state`` arguments are the ledger, which alone says what is recorded already."""
 
     def __init__(self, early_stop: EarlyStopConfig | None, keep_best: KeepBestConfig | None) -> None:
-        self._early = None if early_stop is None else EarlyStop(early_stop)
-        self._keep = keep_best
-        self._tracker: BestTracker | None = None
+        self._stop, self._keep = early_stop, keep_best
+        self._taken: list[tuple[dict[str, float], int]] = []
+        self.begin(None)
 
     def begin(self, known: BestCheckpoint | None) -> None:
-        """Start from what the ledger knows; also after it went back."""
+        """Start from what the ledger knows."""
+        self._early = None if self._stop is None else EarlyStop(self._stop)
         self._tracker = None if self._keep is None else BestTracker(self._keep, known)
+        self._taken.clear()
+
+    def roll_back(self, state: LedgerState) -> None:
+        """The lineage forked: decide again from what was measured of the batches that are left."""
+        left = [(values, step) for values, step in self._taken if state.in_lineage(step)]
+        self.begin(state.best)
+        for values, step in left:
+            self.take(values, step)
 
     def take(self, values: Mapping[str, float], step: int) -> None:
-        """The metrics of an update or an evaluation, after batch ``step``. A value that is not finite is no value."""
+        """The metrics of an update or an evaluation, after batch ``step``. A value that is not finite is no value.
+
+        An evaluation that misses prompts is none: it compares with no other, and fewer prompts may well score better.
+        """
+        if values.get("eval/missing"):
+            return
+        followed = {rule.metric for rule in (self._stop, self._keep) if rule is not None}
+        self._taken.append(({name: values[name] for name in followed if name in values}, step))
         if self._early is not None and math.isfinite(value := values.get(self._early.config.metric, math.nan)):
             self._early.take(value)
         if self._tracker is not None and math.isfinite(value := values.get(self._tracker.config.metric, math.nan)):

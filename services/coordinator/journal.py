@@ -51,10 +51,11 @@ class Journal:
                 continue
             self._snapshot_bytes = nbytes
             try:
-                return self._fold(state, tail[1:], tail[0])
+                return await asyncio.to_thread(self._fold, state, tail[1:], tail[0])
             except (AssertionError, KeyError) as error:
                 logger.error("%s: the snapshot of entry %d is wrong (%r); ignored", self._job, snapshot.seq, error)
-        return self._fold(LedgerState(), await self._bus.read(subjects.LEDGER, self._subject), None)
+        entries = await self._bus.read(subjects.LEDGER, self._subject)
+        return await asyncio.to_thread(self._fold, LedgerState(), entries, None)
 
     def _fold(self, state: LedgerState, tail: Sequence[Message], last: Message | None) -> LedgerState:
         for message in tail:

@@ -76,6 +76,7 @@ class LedgerState:
         version, digest: the newest policy version and its weight digest.
         checkpoint: the newest one that exists; ``checkpoints``: number -> event, of this lineage; ``best``: which of
             them is the best by the metric that the job follows.
+        rolled_back: first and last batch number that each fork took out of the lineage.
     """
 
     epoch: int = 0
@@ -101,6 +102,7 @@ class LedgerState:
     checkpoint: Checkpointed | None = None
     checkpoints: dict[int, Checkpointed] = field(default_factory=dict)
     best: BestCheckpoint | None = None
+    rolled_back: tuple[tuple[int, int], ...] = ()
 
     # -- queries -----------------------------------------------------------------------------------------------------
 
@@ -125,6 +127,18 @@ class LedgerState:
     def pinned(self) -> list[int]:
         """Checkpoints that stay whatever their age: the initial and the best one."""
         return [0] if self.best is None else sorted({0, self.best.number})
+
+    def in_lineage(self, number: int) -> bool:
+        """Whether no fork has rolled batch ``number`` back."""
+        return not any(first <= number <= last for first, last in self.rolled_back)
+
+    @property
+    def newest_batch(self) -> int:
+        """The newest trained batch of this lineage, whose weights the policy has; right after a fork an old one."""
+        number = self.last_trained
+        for first, last in reversed(self.rolled_back):
+            number = first - 1 if first <= number <= last else number
+        return number
 
     def update_index(self, number: int) -> int:
         """Updates of the lineage before batch ``number``: the position in schedules, and the point of evaluations."""
@@ -247,6 +261,8 @@ class LedgerState:
         self.checkpoints = {n: c for n, c in self.checkpoints.items() if n < event.from_batch}
         if self.best is not None and self.best.number not in self.checkpoints:
             self.best = None
+        if event.from_batch <= self.last_trained:
+            self.rolled_back = (*self.rolled_back, (event.from_batch, self.last_trained))
         self.version, self.digest = event.version, event.digest
         self.trainer_epoch = max(self.trainer_epoch, event.trainer_epoch)
 

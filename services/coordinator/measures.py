@@ -35,13 +35,21 @@ class Measures:
         newest: dict[str, float] = {}
         for row in rows:
             values = {name: value for name, value in row["values"].items() if value is not None}  # null: not finite
-            self.goals.take(values, int(row["step"]))
+            if row["kind"] != "eval":
+                newest = values  # what was spent on batches that were rolled back counts, too
+            if not state.in_lineage(int(row["batch"])):
+                continue
+            self.goals.take(values, int(row["batch"]))
             if row["kind"] == "eval":
                 self.plan.done.add(int(row["step"]))
             else:
-                newest = values
-        self.reward = newest.get("reward/mean")
+                self.reward = values.get("reward/mean", self.reward)
         self.tally.begin(now, newest)
+
+    def roll_back(self, state: LedgerState) -> None:
+        """The lineage forked: what was measured of the batches that it lost decides nothing, and is measured again."""
+        self.plan.roll_back(state.updates)
+        self.goals.roll_back(state)
 
     # -- updates -----------------------------------------------------------------------------------------------------
 
@@ -55,7 +63,7 @@ class Measures:
             "draws/in_flight": float(len(state.open)),
             "draws/dropped": float(state.dropped.total()),
         }
-        self.outbox.metrics("train", report.batch, report.version, values)
+        self.outbox.metrics("train", report.batch, report.version, values, batch=report.batch)
         self.goals.take(values, report.batch)
         for name in self.goals.unknown(values) if not self._warned else []:
             self.outbox.event("warning", "metric", f"'{name}' is followed but is not a metric of this job's updates")
@@ -80,10 +88,12 @@ class Measures:
             return False
         point = self.plan.current.point
         values = self.plan.finish(now)
-        self.outbox.metrics("eval", point, state.version, values)
+        self.outbox.metrics("eval", point, state.version, values, batch=state.newest_batch)
         shown = [f"{name} {values[name]:.3f}" for name in self.config.evaluation.metrics if name in values]
-        self.outbox.event("info", "evaluation", f"update {point}: {', '.join(shown) or 'nothing could be scored'}")
-        self.goals.take(values, state.last_trained)
+        text, missing = f"update {point}: {', '.join(shown) or 'nothing could be scored'}", values["eval/missing"]
+        text += f"; {missing:.0f} prompts are missing, so no goal follows from it" if missing else ""
+        self.outbox.event("warning" if missing else "info", "evaluation", text)
+        self.goals.take(values, state.newest_batch)
         return True
 
     def pending(self, state: LedgerState) -> bool:

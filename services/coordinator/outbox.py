@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from penstock.services.coordinator.store import JobStore
-from penstock.shared.errors import Conflict, Unavailable
+from penstock.shared.errors import Conflict, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.transport.bus import Bus
 
@@ -24,7 +24,10 @@ RETRY_S = 0.5
 
 
 class Outbox:
-    """Sends in order, retries while the bus is away, never blocks a decision. The newest status and clock win."""
+    """Sends in order, retries while the bus is away, never blocks a decision. The newest status and clock win.
+
+    Rows that a full stream refuses are given up, with a line in the log.
+    """
 
     def __init__(self, bus: Bus, store: JobStore, job: str) -> None:
         self._bus, self._store, self._job = bus, store, job
@@ -36,9 +39,11 @@ class Outbox:
         self._changed = asyncio.Event()
         self._sending = asyncio.Lock()
 
-    def metrics(self, kind: str, step: int, version: int, values: dict[str, float]) -> None:
-        """One row of METRICS."""
-        row = {"kind": kind, "step": step, "version": version, "time": time.time(), "values": values}
+    def metrics(self, kind: str, step: int, version: int, values: dict[str, float], *, batch: int) -> None:
+        """One row of METRICS, measured with the weights that ``batch`` made; ``step`` is where people see it."""
+        row = {
+            "kind": kind, "step": step, "batch": batch, "version": version, "time": time.time(), "values": values,
+        }  # fmt: skip
         self._publish(subjects.metrics(self._job), row, f"metrics:{self._job}:{kind}:{step}:{version}")
 
     def event(self, level: str, type: str, message: str, **data: Any) -> None:
@@ -51,7 +56,10 @@ class Outbox:
         self.later(lambda: self._send(subject, data, msg_id))
 
     async def _send(self, subject: str, data: bytes, msg_id: str | None) -> None:
-        await self._bus.publish(subject, data, msg_id=msg_id, deadline_s=5)
+        try:
+            await self._bus.publish(subject, data, msg_id=msg_id, deadline_s=5)
+        except StreamFull as error:  # status and clock, which wait behind it, matter more
+            logger.error("%s: a row of %s is lost: %s", self._job, subject, error)
 
     def later(self, work: Callable[[], Awaitable[None]], *, keep: bool = True) -> None:
         """Do ``work`` in turn; ``keep``: again until the bus takes it."""

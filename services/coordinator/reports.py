@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from penstock.services.coordinator.decision import RunFacts, plan_draw
-from penstock.shared.protocol.events import BatchRefused, BatchTrained, Checkpointed, Event, LineageForked
+from penstock.services.coordinator.gate import MAX_REDRAWS
+from penstock.shared.protocol.events import (
+    BatchRefused,
+    BatchTrained,
+    Checkpointed,
+    Dropped,
+    Event,
+    LineageForked,
+)
 from penstock.shared.protocol.messages import Report
 from penstock.shared.protocol.parts import num_parts
 
@@ -31,6 +39,8 @@ def events_of_report(run: RunFacts, report: Report, now: float) -> list[Event]:
             return _checkpointed(run, report, now)
         case "forked":
             return _forked(run, report, now)
+        case "failed" | "halted":  # nothing to record, yet a fenced trainer has no say in it either
+            return []
         case _:
             raise Refusal(f"report '{report.kind}' is not a ledger matter")
 
@@ -66,20 +76,37 @@ def _refused(run: RunFacts, report: Report, now: float) -> list[Event]:
         return []
     members = {group.draw for group in sealed.groups}
     bad = [draw for draw in report.bad if draw in members] or sorted(members)
-    min_version, deadline = plan_draw(run.config, run.state, now)
-    return [
+    # What replaces the bad groups is for this very batch: it is the next one to seal once it is refused.
+    min_version, deadline = plan_draw(run.config, run.state, now, ahead=report.batch - run.state.next_number)
+    given_up = [draw for draw in bad if draw.n >= MAX_REDRAWS]
+    events: list[Event] = [
         BatchRefused(
             writer_epoch=run.writer_epoch,
             time=now,
             number=report.batch,
             revision=report.revision,
-            bad=bad,
+            bad=[draw for draw in bad if draw.n < MAX_REDRAWS],
             reason=report.reason,
             redraw=True,
             min_version=min_version,
             deadline=deadline,
         )
     ]
+    if given_up:
+        gone = [run.candidates.get(draw) for draw in given_up]
+        events.append(
+            Dropped(
+                writer_epoch=run.writer_epoch,
+                time=now,
+                draws=given_up,
+                reason="refused",
+                lengths=[candidate.mean_length if candidate else 0 for candidate in gone],
+                redraw=False,
+                min_version=min_version,
+                deadline=deadline,
+            )
+        )
+    return events
 
 
 def _checkpointed(run: RunFacts, report: Report, now: float) -> list[Event]:

@@ -1,25 +1,34 @@
-"""How long the groups of finished jobs stay: until another job needs the room. Their ledgers stay for good."""
+"""How long groups, batches, metrics and events of finished jobs stay: until others need the room. Ledgers stay."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
 from penstock.shared.protocol.parts import part_subject
 
-__all__ = ["FULL_SHARE", "check_room", "oldest_finished"]
+__all__ = ["FULL_SHARE", "GIVEN_UP", "check_room", "oldest_finished"]
 
 FULL_SHARE = 0.7
-"""Above this share of EXPERIENCE the oldest finished job's groups are given up (its audit and replay say so)."""
+"""Above this share of a stream what the oldest finished job has there is given up (its audit and replay say so)."""
+GIVEN_UP: Mapping[str, Callable[[str], str]] = {
+    subjects.EXPERIENCE: subjects.experience,
+    subjects.BATCHES: subjects.batches,
+    subjects.METRICS: subjects.metrics,
+    subjects.EVENTS: subjects.events,
+}
+"""The streams that finished jobs make room in, and a job's subject there."""
 DEFAULT_BUDGET = 256 << 20
 
 
-def oldest_finished(records: Iterable[JobRecord], counts: Mapping[str, int]) -> str | None:
-    """The finished job that was created first and still has groups; ``counts``: messages by subject of EXPERIENCE."""
+def oldest_finished(
+    records: Iterable[JobRecord], counts: Mapping[str, int], stream: str = subjects.EXPERIENCE
+) -> str | None:
+    """The finished job that was created first and still has messages in a stream; ``counts``: those by subject."""
     for record in sorted(records, key=lambda record: record.id):
-        subject = subjects.experience(record.id)
+        subject = GIVEN_UP[stream](record.id)
         if record.status.phase in TERMINAL_PHASES and any(counts.get(s, 0) for s in (subject, part_subject(subject))):
             return record.id
     return None

@@ -259,6 +259,7 @@ class JobRun:
                     effects.tickets += sorted(set(self.state.open) - before)
                 case _:
                     pass
+        effects.tickets = [draw for draw in effects.tickets if draw in self.state.open]  # the run may end here, too
         return effects
 
     def _rolled_back(self, event: LineageForked) -> list[int]:

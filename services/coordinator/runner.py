@@ -195,7 +195,7 @@ class JobRunner:
         self.measures.tally.on_events(events, self.run.candidates)
         effects = self.run.commit(events)
         if any(isinstance(event, LineageForked) for event in events):
-            self.measures.goals.begin(self.run.state.best)
+            self.measures.roll_back(self.run.state)
         if (write := self.journal.snapshot(self.run.state)) is not None:
             self.outbox.later(write, keep=False)
         announce(self.outbox, events)
@@ -253,17 +253,17 @@ class JobRunner:
     async def _take_report(self, report: Report) -> Ack:
         if report.kind == "hello":
             return Ack(ok=True, data=self._where_to_start())
-        if report.kind == "failed":
-            self.run.failure = self.run.failure or f"trainer: {report.reason}"
-            return Ack(ok=True)
-        if report.kind == "halted":
-            return await self._halt(f"batch {report.batch} is not trained: {report.reason}")
         now, state = time.time(), self.run.state
         batch = state.sealed.get(report.batch)
         try:
             events = self.run.on_report(report, now)
         except Refusal as refusal:
             return Ack(ok=False, reason=str(refusal))
+        if report.kind == "failed":
+            self.run.failure = self.run.failure or f"trainer: {report.reason}"
+            return Ack(ok=True)
+        if report.kind == "halted":
+            return await self._halt(f"batch {report.batch} is not trained: {report.reason}")
         if events:
             if report.kind == "refused":
                 await self.carrier.keep_refused(self.run, events)

@@ -21,7 +21,7 @@ from penstock.services.coordinator.deadletters import DeadLetters
 from penstock.services.coordinator.evaluation_runner import EvaluationRunner
 from penstock.services.coordinator.leader import Leader
 from penstock.services.coordinator.members import Members
-from penstock.services.coordinator.retention import FULL_SHARE, oldest_finished
+from penstock.services.coordinator.retention import FULL_SHARE, GIVEN_UP, oldest_finished
 from penstock.services.coordinator.runner import JobRunner
 from penstock.services.coordinator.store import JobStore
 from penstock.shared.config.job import JobConfig
@@ -158,27 +158,33 @@ class CoordinatorService:
             if runner is not None:
                 runner.want(record)
             elif record.status.phase not in TERMINAL_PHASES and record.id not in self._tasks:
-                self._tasks[record.id] = asyncio.create_task(self._run_job(record, epoch))
+                self._tasks[record.id] = asyncio.create_task(self._run_job(record.id, epoch))
 
-    async def _run_job(self, record: JobRecord, epoch: int) -> None:
+    async def _run_job(self, job: str, epoch: int) -> None:
         """Lead one job; an error of one job never ends another. What keeps breaking for no known reason is failed."""
         broken = 0
-        while True:
-            runner = self.runners[record.id] = self._leader(record, epoch)
-            error = await unexpected(runner.lead())
-            self.runners.pop(record.id, None)
-            if error is None:
-                break
+        while (error := await unexpected(self._lead_job(job, epoch))) is not None:
             expected = _only(error, Fenced, Unavailable)
             broken += not expected
-            logger.warning("leading job %s again: %s", record.id, error, exc_info=None if expected else error)
-            if broken == BROKEN_TRIES:
-                await self.store.set_status(record.id, phase="failed", message=f"internal error: {_first(error)}")
-                break
+            logger.warning("leading job %s again: %s", job, error, exc_info=None if expected else error)
+            if broken >= BROKEN_TRIES:
+                error = await unexpected(self._fail(job, f"internal error: {_first(error)}"))
+                if error is None or not _only(error, Unavailable):
+                    break
             await asyncio.sleep(RETRY_S)
-            record = await self.store.get(record.id)
-        self._tasks.pop(record.id, None)
-        await self._clean_up(record.id)
+        self._tasks.pop(job, None)
+        await self._clean_up(job)
+
+    async def _lead_job(self, job: str, epoch: int) -> None:
+        """Lead a job as its record says now, until it is over."""
+        runner = self.runners[job] = self._leader(await self.store.get(job), epoch)
+        try:
+            await runner.lead()
+        finally:
+            self.runners.pop(job, None)
+
+    async def _fail(self, job: str, reason: str) -> None:
+        await self.store.set_status(job, phase="failed", message=reason)
 
     def _leader(self, record: JobRecord, epoch: int) -> Leader:
         if job_model(record.spec) is not JobConfig:
@@ -203,23 +209,28 @@ class CoordinatorService:
         self.runners.clear()
 
     async def _keep_room(self) -> None:
-        """While EXPERIENCE is nearly full, give up the groups of finished jobs, the oldest first."""
+        """While a stream is nearly full, give up what finished jobs have there, the oldest first."""
         while True:
             await asyncio.sleep(ROOM_EVERY_S)
             if not self.leading:
                 continue
             try:
-                state = await self.bus.stream_state(subjects.EXPERIENCE)
-                if state.bytes <= FULL_SHARE * state.max_bytes:
-                    continue
-                counts = await self.bus.subject_counts(subjects.EXPERIENCE)
-                job = oldest_finished(await self.store.list_all(), counts)
-                if job is not None:
-                    logger.warning("EXPERIENCE is %d of %d bytes full: giving up the groups of finished job %s",
-                                   state.bytes, state.max_bytes, job)  # fmt: skip
-                    await self.bus.purge(subjects.EXPERIENCE, subjects.experience(job))
+                for stream in GIVEN_UP:
+                    await self.make_room(stream)
             except Unavailable as error:
                 logger.info("room is not checked: %s", error)
+
+    async def make_room(self, stream: str) -> None:
+        """Give up what one finished job has in ``stream`` if that is nearly full."""
+        state = await self.bus.stream_state(stream)
+        if state.bytes <= FULL_SHARE * state.max_bytes:
+            return
+        counts = await self.bus.subject_counts(stream)
+        job = oldest_finished(await self.store.list_all(), counts, stream)
+        if job is not None:
+            logger.warning("%s is %d of %d bytes full: giving up what finished job %s has there",
+                           stream, state.bytes, state.max_bytes, job)  # fmt: skip
+            await self.bus.purge(stream, GIVEN_UP[stream](job))
 
 
 def _only(error: BaseException, *kinds: type[Exception]) -> bool:

@@ -113,3 +113,18 @@ def _check_model(spec: AnyJob) -> None:
             raise ConfigError(f"model.path: '{path}' does not exist (as seen by the coordinator)")
         if not (folder / "config.json").is_file():
             raise ConfigError(f"model.path: '{path}' holds no config.json; is it a Hugging Face model directory?")
+        _check_room(folder / "config.json", spec)
+
+
+def _check_room(file: Path, spec: AnyJob) -> None:
+    """Whether a prompt fits beside a completion, for a model whose longest sequence is written in its file."""
+    try:
+        config = msgspec.json.decode(file.read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"model.path: {file} cannot be read: {error}") from None
+    most = config.get("max_position_embeddings") if isinstance(config, dict) else None
+    longest = max(spec.sampling.max_new_tokens, spec.evaluation_sampling.max_new_tokens)
+    if isinstance(most, int) and longest >= most:
+        raise ConfigError(
+            f"max_new_tokens {longest} leaves no room for a prompt: the model takes {most} tokens ({file})"
+        )

@@ -17,7 +17,14 @@ from penstock.shared.protocol.ids import Draw, derive_seed, new_attempt
 from penstock.shared.protocol.messages import ScoreReply, Ticket
 from penstock.shared.protocol.trajectory import FINISH_REASONS, Group
 
-__all__ = ["build_group", "completion_texts", "requests_for", "skipped_group", "with_scores"]
+__all__ = [
+    "build_group",
+    "completion_texts",
+    "failed_group",
+    "requests_for",
+    "skipped_group",
+    "with_scores",
+]
 
 
 def requests_for(config: JobConfig | EvaluationJob, ticket: Ticket) -> list[tuple[Sampling, int]]:
@@ -117,12 +124,22 @@ def plain(row: dict[str, Any]) -> dict[str, Any]:
 
 def skipped_group(*, job: str, draw: Draw, epoch: int, worker: str, reason: str, prompt: Prompt) -> Group:
     """A group without trajectories: the prompt cannot be used, the draw ends as dropped(reason)."""
+    meta = {"skipped": reason, "worker": worker, "prompt": prompt.text[:200]}
+    return _empty_group(job=job, draw=draw, epoch=epoch, meta=meta)
+
+
+def failed_group(*, job: str, draw: Draw, epoch: int, worker: str, error: str) -> Group:
+    """A group without trajectories: this worker could not answer, the draw ends as dropped(failed) and is redrawn."""
+    return _empty_group(job=job, draw=draw, epoch=epoch, meta={"error": error, "worker": worker})
+
+
+def _empty_group(*, job: str, draw: Draw, epoch: int, meta: dict[str, Any]) -> Group:
     empty = np.zeros(0, np.int32)
     return Group(
         job=job, draw=draw, attempt=new_attempt(), epoch=epoch, prompt_ids=empty, token_ids=empty,
         cu_seqlens=np.zeros(1, np.int32), logprobs=np.zeros(0, np.float32), mask=np.zeros(0, np.uint8),
         rewards=np.zeros(0, np.float32), failed=np.zeros(0, np.bool_), finish=np.zeros(0, np.uint8),
-        spans=np.zeros((0, 4), np.int32), meta={"skipped": reason, "worker": worker, "prompt": prompt.text[:200]},
+        spans=np.zeros((0, 4), np.int32), meta=meta,
     )  # fmt: skip
 
 

@@ -8,7 +8,14 @@ import time
 from typing import Any
 
 from penstock.services.rollout.engines import Engine, open_engine
-from penstock.services.rollout.episode import build_group, completion_texts, requests_for, skipped_group, with_scores
+from penstock.services.rollout.episode import (
+    build_group,
+    completion_texts,
+    failed_group,
+    requests_for,
+    skipped_group,
+    with_scores,
+)
 from penstock.services.rollout.fixed import FixedPolicy
 from penstock.services.rollout.policy import PolicyFollower
 from penstock.services.rollout.publisher import GroupPublisher
@@ -48,7 +55,8 @@ class RolloutSession:
         self._bus, self._settings, self.job, self.config = bus, settings, job, config
         self._publisher = GroupPublisher(bus, job)
         self._waits: dict[str, tuple[float, str, str]] = {}
-        self._holds: dict[str, float] = {}
+        self._holds: dict[str, tuple[int, int | None]] = {}
+        """Work in hand -> sequence of its ticket, version it asks for."""
         self._engine: Engine | None = None
         self._policy: PolicyFollower | FixedPolicy | None = None
         self._draining = False
@@ -131,16 +139,16 @@ class RolloutSession:
             await delivery.nak(UNREADABLE_PAUSE_S)
             return
         key = f"{ticket.purpose}:{ticket.draw}"
-        if key in self._holds:  # redelivered while in hand (a stalled process): the first delivery's ack counts
-            return
-        self._holds[key] = time.time()
+        if key in self._holds:
+            seq, version = self._holds[key]
+            if delivery.seq != seq and ticket.version == version:  # another leader asked again for what is in hand
+                await delivery.ack()
+            return  # redelivered while in hand (a stalled process): the first delivery's ack counts
+        self._holds[key] = delivery.seq, ticket.version
         keeper = asyncio.create_task(self._keep(delivery, ticket))
         try:
             async with asyncio.timeout(max(0.0, ticket.deadline - time.time())):
-                if ticket.purpose == "eval" and isinstance(self.config, JobConfig):
-                    await self._evaluate(ticket, key)
-                else:
-                    await self._answer(ticket, key)
+                await self._attempt(ticket, key)
         except (TimeoutError, DeadlineError):
             logger.info("ticket %s is past its deadline", key)
         finally:
@@ -148,6 +156,21 @@ class RolloutSession:
             self._holds.pop(key, None)
             self._done(key)
         await delivery.ack()
+
+    async def _attempt(self, ticket: Ticket, key: str) -> None:
+        """Answer a ticket. One that cannot be is a failure of its own: its neighbours and the session go on."""
+        try:
+            if self._is_measure(ticket):
+                await self._evaluate(ticket, key)
+            else:
+                await self._answer(ticket, key)
+        except (ConfigError, DataError, ProtocolError) as error:
+            logger.error("ticket %s cannot be answered: %s", key, error)
+            await self._give_up(ticket, key, str(error))
+
+    def _is_measure(self, ticket: Ticket) -> bool:
+        """Whether a training job's policy is measured: only the scores are wanted."""
+        return ticket.purpose == "eval" and isinstance(self.config, JobConfig)
 
     async def _keep(self, delivery: Delivery, ticket: Ticket) -> None:
         """Extend the lease while the engine makes progress or the ticket waits its turn, never past its deadline."""
@@ -183,12 +206,21 @@ class RolloutSession:
             group = await self._generate(ticket, prompt, key, wanted=lambda version: version == ticket.version)
             reply = await self._score(group, key)
             rewards, failed, greedy = reply.rewards, (group.failed | reply.failed).tolist(), group.greedy.tolist()
+        await self._tell(ticket, key, rewards, failed, greedy)
+
+    async def _give_up(self, ticket: Ticket, key: str, reason: str) -> None:
+        if self._is_measure(ticket):
+            await self._tell(ticket, key, [0.0], [True], [False])
+            return
+        worker = self._settings.worker_id
+        group = failed_group(job=self.job, draw=ticket.draw, epoch=ticket.epoch, worker=worker, error=reason)
+        await self._publisher.publish(group)
+
+    async def _tell(
+        self, ticket: Ticket, key: str, rewards: list[float], failed: list[bool], greedy: list[bool]
+    ) -> None:
         result = EvalResult(
-            version=ticket.version or 0,
-            ordinal=ticket.draw.ordinal,
-            rewards=rewards,
-            failed=failed,
-            greedy=greedy,
+            version=ticket.version or 0, ordinal=ticket.draw.ordinal, rewards=rewards, failed=failed, greedy=greedy
         )
         data = pack(result, job=self.job, id=key, epoch=ticket.epoch)
         await self._ask(subjects.evaluation(self.job), data, key, "the coordinator to take an evaluation result")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 __all__ = ["adapt_kl_coef"]
 
 MAX_ERROR = 0.2
@@ -18,7 +20,9 @@ def adapt_kl_coef(coef: float, kl: float, *, target: float, horizon: float, num_
         num_sequences: sequences of that update.
 
     Returns:
-        The coefficient of the next update; never negative.
+        The coefficient of the next update; never negative, and the same after an update whose KL is not finite.
     """
+    if not math.isfinite(kl):
+        return coef
     error = min(max(kl / target - 1, -MAX_ERROR), MAX_ERROR)
     return max(0.0, coef * (1 + error * num_sequences / horizon))

@@ -94,7 +94,7 @@ class PromptConfig(StrictModel):
     """How a row becomes a prompt and a reference answer."""
 
     template: str = "{prompt}"
-    """Python format string over the row's fields; ignored when `messages` is set."""
+    """Python format string over the row's fields, widths up to 1000; ignored when `messages` is set."""
     chat: bool = False
     """Send the filled-in template as one user message through the tokenizer's chat template."""
     messages: str | None = None

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from penstock.shared.config.base import StrictModel
 from penstock.shared.config.data import DataConfig, PromptConfig, Source
 from penstock.shared.config.evaluation import MeasureConfig
-from penstock.shared.config.job import LimitsConfig, PlacementConfig, group_bytes
+from penstock.shared.config.job import MAX_GROUP_BYTES, LimitsConfig, PlacementConfig, group_bytes
 from penstock.shared.config.model import ModelConfig
 from penstock.shared.config.reward import RewardConfig
 from penstock.shared.config.sampling import SamplingConfig
@@ -66,7 +66,18 @@ class EvaluationJob(StrictModel):
         return self
 
     @model_validator(mode="after")
+    def _completions_fit_the_model(self) -> EvaluationJob:
+        self.model.check_room("sampling.max_new_tokens", self.sampling.max_new_tokens)
+        return self
+
+    @model_validator(mode="after")
     def _budget_holds_all(self) -> EvaluationJob:
+        if self.max_group_bytes > MAX_GROUP_BYTES:
+            raise ValueError(
+                f"a prompt's {self.completions_per_group} completions of up to {self.sampling.max_new_tokens} tokens "
+                f"may take {self.max_group_bytes} bytes, more than a group may have ({MAX_GROUP_BYTES}): "
+                "lower evaluation.samples or sampling.max_new_tokens"
+            )
         need = self.evaluation.num_prompts * self.max_group_bytes
         if need > self.limits.byte_budget:
             raise ValueError(
@@ -93,4 +104,7 @@ class EvaluationJob(StrictModel):
     @property
     def max_group_bytes(self) -> int:
         """Upper bound of one stored group, in bytes."""
-        return group_bytes(self.data.prompt.max_tokens, self.completions_per_group, self.sampling.max_new_tokens)
+        return group_bytes(
+            self.data.prompt.max_tokens, self.completions_per_group, self.sampling.max_new_tokens,
+            table_bytes=self.model.replay_bytes_per_token,
+        )  # fmt: skip

@@ -12,7 +12,10 @@ __all__ = ["EarlyStopConfig", "KeepBestConfig"]
 
 
 class EarlyStopConfig(StrictModel):
-    """End a run before its last update; it succeeds, and its message says why it ended."""
+    """End a run before its last update; it succeeds, and its message says why it ended.
+
+    An evaluation that misses prompts (`eval/missing` above 0) does not count: it compares with no other.
+    """
 
     metric: str = "reward/mean"
     """A metric of the updates, or one of the evaluations (`eval/greedy`, `eval/avg@k`, `eval/pass@k`)."""
@@ -40,7 +43,8 @@ class KeepBestConfig(StrictModel):
     """Ask for a checkpoint whenever a metric has a new best, and keep the best one beside the newest.
 
     The checkpoint of an evaluation holds exactly the weights that were evaluated. A metric of an update is known when
-    the next one may have begun: its checkpoint is the first one after it.
+    the next one may have begun: its checkpoint is the first one after it. An evaluation that misses prompts
+    (`eval/missing` above 0) is never the best.
     """
 
     metric: str

@@ -13,7 +13,7 @@ from penstock.shared.config.data import DataConfig, Source
 from penstock.shared.config.evaluation import EvaluationConfig
 from penstock.shared.config.goals import EarlyStopConfig, KeepBestConfig
 from penstock.shared.config.model import ModelConfig
-from penstock.shared.config.optimizer import OptimizerConfig
+from penstock.shared.config.optimizer import OptimizerConfig, Schedule
 from penstock.shared.config.reward import RewardConfig
 from penstock.shared.config.sampling import SamplingConfig
 from penstock.shared.config.tracking import TrackerConfig
@@ -53,7 +53,11 @@ class WarmStartConfig(StrictModel):
     batch_size: int = Field(64, ge=1)
     """Rows of a step."""
     learning_rate: float = Field(1e-3, gt=0)
-    """Constant learning rate."""
+    """Peak learning rate."""
+    schedule: Schedule = "constant"
+    """Shape of its decay over the steps."""
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """The schedule ends at this fraction of the peak."""
     data: list[Source] = Field(default_factory=list)
     """Demonstrations; empty: the rows of `data.train`. Few answers may precede many prompts with only a checker."""
 
@@ -78,9 +82,11 @@ class TrainConfig(StrictModel):
     staleness: Literal["wait", "in_order", "drop"] = "wait"
     """What happens when an in-flight draw would pass the bound: wait for it, train in draw order, or drop it later."""
     oversample: float = Field(1.0, ge=1, le=8)
-    """Draws in flight relative to what the bound needs."""
+    """Draws in flight relative to what the bound needs; those above it make up for groups that a batch lacks, and what
+    is not trained in time is dropped as stale."""
     draw_timeout_s: float = Field(120.0, gt=0)
-    """Deadline of a draw from the moment it is dispatched; then it is dropped and redrawn."""
+    """Deadline of a draw from the moment it is dispatched; then it is dropped and redrawn, at most four times while
+    other prompts are answered."""
     on_nonfinite: Literal["pause", "skip"] = "pause"
     """A loss or gradient that is not finite: pause the job with the batch kept, or leave out that optimizer step."""
 
@@ -215,6 +221,13 @@ class JobConfig(StrictModel):
                 "sampling: training needs temperature > 0, top_p = 1 and top_k = 0 (log-probs of a truncated "
                 "distribution bias the ratio); put other values under evaluation.sampling"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _completions_fit_the_model(self) -> JobConfig:
+        self.model.check_room("sampling.max_new_tokens", self.sampling.max_new_tokens)
+        if self.evaluation.sampling is not None:
+            self.model.check_room("evaluation.sampling.max_new_tokens", self.evaluation.sampling.max_new_tokens)
         return self
 
     @model_validator(mode="after")

@@ -96,6 +96,15 @@ class ModelConfig(StrictModel):
             raise ValueError("moe.aux_loss_coef: adapters leave the routers as they are; there is nothing to balance")
         return self
 
+    def check_room(self, key: str, max_new_tokens: int) -> None:
+        """Raise ValueError where not even a prompt of one token fits beside a completion; ``key`` holds its length."""
+        most = self.config.max_position_embeddings if self.config is not None else None
+        if most is not None and max_new_tokens >= most:
+            raise ValueError(
+                f"{key} {max_new_tokens} leaves no room for a prompt: the model takes {most} tokens "
+                "(model.config.max_position_embeddings)"
+            )
+
     @property
     def replay_bytes_per_token(self) -> int:
         """Bytes of the router table that each token of a group brings along; 0 without router replay."""

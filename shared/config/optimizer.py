@@ -8,7 +8,9 @@ from pydantic import Field
 
 from penstock.shared.config.base import StrictModel
 
-__all__ = ["OptimizerConfig"]
+__all__ = ["OptimizerConfig", "Schedule"]
+
+Schedule = Literal["constant", "linear", "cosine"]
 
 
 class OptimizerConfig(StrictModel):
@@ -26,7 +28,7 @@ class OptimizerConfig(StrictModel):
     """Decoupled weight decay of matrices; norms, biases and embeddings are not decayed."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are clipped to this global norm."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Schedule = "constant"
     """Shape of the decay after warmup, over max_updates."""
     warmup_updates: int = Field(0, ge=0)
     """Updates of linear warmup."""

@@ -10,7 +10,23 @@ from penstock.shared.errors import DataError
 
 __all__ = ["Template"]
 
+MAX_WIDTH = 1000
+"""Largest width or precision in a placeholder: a job file must not make a prompt of gigabytes."""
 _FIRST_NAME = re.compile(r"[^.\[]*")
+_NUMBER = re.compile(r"\d+")
+
+
+class _BoundedFormatter(string.Formatter):
+    """``str.format`` that refuses large widths and precisions, also those that come from the row (``{a:>{b}}``)."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        for number in _NUMBER.findall(format_spec):
+            if len(number) > len(str(MAX_WIDTH)) or int(number) > MAX_WIDTH:
+                raise ValueError(f"'{number[:20]}' in a placeholder is above the largest width, {MAX_WIDTH}")
+        return format(value, format_spec)
+
+
+_FORMATTER = _BoundedFormatter()
 
 
 class Template:
@@ -42,7 +58,7 @@ class Template:
             if name not in row:
                 raise DataError(missing_field(place, name, row, self._where))
         try:
-            return self._text.format_map(row)
+            return _FORMATTER.vformat(self._text, (), row)
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise DataError(f"{place}: {self._where} '{self._text}' cannot be filled in: {error}") from None
 

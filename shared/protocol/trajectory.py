@@ -217,6 +217,7 @@ class Group:
 _ARRAYS = (
     "prompt_ids", "token_ids", "cu_seqlens", "logprobs", "mask", "rewards", "failed", "finish", "spans", "greedy",
 )  # fmt: skip
+_SCALARS = {"job": str, "attempt": str, "epoch": int, "meta": dict, "parts": dict}
 _EXPERT_DTYPES = ("uint8", "uint16")
 _DTYPES = {"prompt_ids": "int32", "token_ids": "int32", "cu_seqlens": "int32", "logprobs": "float32", "mask": "uint8",
            "rewards": "float32", "failed": "bool", "finish": "uint8", "spans": "int32", "greedy": "bool"}  # fmt: skip
@@ -250,6 +251,7 @@ def decode_group(data: bytes | bytearray | memoryview) -> Group:
     tree = decode_frame(data)
     if not isinstance(tree, dict) or tree.get("kind") != "Group" or tree.get("schema") != SCHEMA:
         raise ProtocolError("not a group of a known schema")
+    _check_tree(tree)
     try:
         arrays = {name: tree[name] for name in _ARRAYS}
         ordinal, n = tree["draw"]
@@ -265,11 +267,26 @@ def decode_group(data: bytes | bytearray | memoryview) -> Group:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ProtocolError(f"group does not decode: {error!r}") from None
-    for name, array in arrays.items():
-        if not isinstance(array, np.ndarray) or array.dtype != np.dtype(_DTYPES[name]):
-            raise ProtocolError(f"group {group.draw}: '{name}' is not an array of {_DTYPES[name]}")
     group.check()
     return group
+
+
+def _check_tree(tree: dict[str, Any]) -> None:
+    """Raise ProtocolError unless every field of a group is of its type, and every array has its dimensions."""
+    draw, experts = tree.get("draw"), tree.get("experts")
+    for name, kind in _SCALARS.items():
+        if not isinstance(tree.get(name), kind):
+            raise ProtocolError(f"group {draw}: '{name}' is not a {kind.__name__}")
+    if not (isinstance(draw, list) and len(draw) == 2 and all(type(number) is int for number in draw)):
+        raise ProtocolError(f"group {draw}: 'draw' is not two whole numbers")
+    for name, dtype in _DTYPES.items():
+        array, ndim = tree.get(name), 2 if name == "spans" else 1
+        if not isinstance(array, np.ndarray) or array.dtype != np.dtype(dtype) or array.ndim != ndim:
+            raise ProtocolError(f"group {draw}: '{name}' is not an array of {dtype} with {ndim} dimensions")
+    if not all(isinstance(values, np.ndarray) and values.ndim == 1 for values in tree["parts"].values()):
+        raise ProtocolError(f"group {draw}: 'parts' holds something else than arrays")
+    if experts is not None and not isinstance(experts, np.ndarray):
+        raise ProtocolError(f"group {draw}: 'experts' is not an array")
 
 
 _header_decoder = msgspec.json.Decoder(GroupHeader)
@@ -284,12 +301,16 @@ def parse_group_header(headers: Mapping[str, str]) -> GroupHeader:
     """Inverse of ``group_headers``.
 
     Raises:
-        ProtocolError: the header is missing or malformed.
+        ProtocolError: the header is missing or malformed, or its lists differ in length.
     """
     text = headers.get(GROUP_HEADER)
     if text is None:
         raise ProtocolError(f"message has no {GROUP_HEADER} header")
     try:
-        return _header_decoder.decode(text)
+        header = _header_decoder.decode(text)
     except msgspec.DecodeError as error:
         raise ProtocolError(f"{GROUP_HEADER} header does not decode: {error}") from None
+    g, greedy = len(header.lengths), len(header.greedy)
+    if not len(header.rewards) == len(header.failed) == len(header.truncated) == g or greedy not in (0, g):
+        raise ProtocolError(f"{GROUP_HEADER} header: its lists do not have {g} entries each")
+    return header

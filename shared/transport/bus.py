@@ -294,6 +294,8 @@ class Bus:
 
     async def purge(self, stream: str, subject: str, *, below_seq: int | None = None) -> int:
         """Delete the messages of ``subject``, all or those below a sequence, and their parts; returns how many."""
+        if below_seq is not None and below_seq <= 1:  # the server takes sequence 0 for all of them
+            return 0
         purged = 0
         for each in (subject, part_subject(subject)):
             body: dict[str, Any] = {"filter": each} | ({"seq": below_seq} if below_seq is not None else {})

@@ -60,7 +60,8 @@ class EnvClient:
             Unavailable: no env service answered until the deadline.
         """
         data = pack(msgspec.structs.replace(request, host=mail.host), job=job)
-        reply = await _repeated(bus, subjects.ENV_OPEN, data, deadline_s)
+        # Environments may take long to make, and who asks again gets others: one request waits for all of the time.
+        reply = await _repeated(bus, subjects.ENV_OPEN, data, deadline_s, attempt_s=deadline_s)
         return cls(bus, mail, job, unpack(reply, EnvOpened)[0])
 
     async def reset(self, request: ResetRequest, *, deadline_s: float = 60.0) -> ResetReply:
@@ -92,7 +93,7 @@ class EnvClient:
             else self._mail.pack(frame, job=self._job)
         )
         try:
-            data = await _repeated(self._bus, self._subject, sent.data, deadline_s)
+            data = await _repeated(self._bus, self._subject, sent.data, deadline_s, attempt_s=ATTEMPT_S)
         finally:
             sent.release()
         self._release()
@@ -106,14 +107,14 @@ class EnvClient:
             self._blob = None
 
 
-async def _repeated(bus: Bus, subject: str, data: bytes, deadline_s: float) -> bytes:
+async def _repeated(bus: Bus, subject: str, data: bytes, deadline_s: float, *, attempt_s: float) -> bytes:
     """Ask until somebody answers: a session carries each request out once, however often it is asked."""
     loop = asyncio.get_running_loop()
     end = loop.time() + deadline_s
     while True:
         left_s = end - loop.time()
         try:
-            return await bus.request(subject, data, deadline_s=max(0.05, min(left_s, ATTEMPT_S)))
+            return await bus.request(subject, data, deadline_s=max(0.05, min(left_s, attempt_s)))
         except Unavailable:
             if left_s <= RETRY_S:
                 raise

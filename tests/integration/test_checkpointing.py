@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from penstock.services.trainer import checkpointing as module
-from penstock.services.trainer.checkpoint import list_checkpoints, load_checkpoint
+from penstock.services.trainer.backends.base import BackendState, LearnerState
+from penstock.services.trainer.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from penstock.services.trainer.checkpointing import Checkpointing
 from penstock.services.trainer.crew import Crew
 from penstock.services.trainer.progress import Progress
@@ -108,6 +110,34 @@ async def test_training_goes_on_while_a_checkpoint_is_recorded(stage: Stage) -> 
     assert [stored.manifest.number for stored in kept] == [1, 3], "the newest, and what is pinned"
     assert str(kept[-1].path) == stage.coordinator.heard[-1].path
     assert load_checkpoint(kept[-1].path).meta["digest"] == "d"
+
+
+async def test_who_asks_while_one_is_written_asks_again(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def undeletable(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    stage.checkpointing.ask("interval")
+    await stage.checkpointing.take(Progress(version=1, batch=1, digest="d"))
+    stage.woken.clear()
+    stage.checkpointing.ask("interval")
+    assert not stage.checkpointing.asked, "training does not wait for a second copy"
+    assert not stage.woken.is_set()
+    await save_other(stage.root, 0)
+    monkeypatch.setattr("shutil.rmtree", undeletable)
+    stage.coordinator.open.set()
+    await wait_for(stage.checkpointing.written(), 30, "the checkpoint")
+    assert "Operation not permitted" in caplog.text, "the disk keeps an old checkpoint: no reason to stop training"
+    stage.checkpointing.ask("interval")
+    assert stage.checkpointing.asked
+
+
+async def save_other(root: Path, number: int) -> None:
+    """An old checkpoint of the same job."""
+    policy = BackendState(weights={"w": torch.zeros(1)}, optimizer={}, reference={}, rng={"cpu": torch.get_rng_state()})
+    state = LearnerState(models={"policy": policy}, rule={})
+    await asyncio.to_thread(save_checkpoint, root, JOB, number, state, {})
 
 
 async def test_a_checkpoint_that_cannot_be_written_is_tried_again(

@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from penstock.services.coordinator.deadletters import DeadLetters
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.runner import JobRunner
 from penstock.services.coordinator.store import JobStore
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.codec import SCHEMA, pack, unpack
 from penstock.shared.protocol.events import Dropped, decode_events
+from penstock.shared.protocol.frame import encode_frame
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.protocol.messages import DRAW_HEADER, Ack, Heartbeat, Report, Ticket
@@ -162,6 +164,26 @@ async def test_work_in_hand_is_left_alone(bus: Bus) -> None:
         await puller.close()
 
 
+async def test_an_advisory_about_work_in_hand_is_left_to_the_scan(bus: Bus) -> None:
+    """A worker was late to extend a lease: its draw is not dropped while it says that it holds it."""
+    async with led(bus) as job:
+        await job.use_up(subjects.TICKETS, 2)
+        state = await bus.stream_state(subjects.TICKETS)
+        first, second = await bus.walk(subjects.TICKETS, subjects.tickets(JOB), last_seq=state.last_seq)
+        kept = unpack(first.data, Ticket)[0].draw
+        beat = Heartbeat(
+            service="rollout", worker="w", host="h", pid=1, started=0.0, interval_s=60.0, health_port=0, ready=True,
+            jobs={JOB: {"holds": [str(kept)]}},
+        )  # fmt: skip
+        job.members.on_heartbeat(beat, time.monotonic())
+        for message in (first, second):
+            await job.letters._take(subjects.TICKETS, message.seq)
+        async with asyncio.timeout(30):
+            while not await job.dropped():
+                await asyncio.sleep(0.02)
+        assert await job.dropped() == {unpack(second.data, Ticket)[0].draw: "dead_letter"}
+
+
 async def test_a_ticket_that_nobody_can_read(bus: Bus) -> None:
     """Its header still says which draw it asked for."""
     async with led(bus) as job:
@@ -195,14 +217,13 @@ async def test_a_raw_group_that_nobody_scores(bus: Bus) -> None:
         await job.use_up(subjects.RAW, 1)
 
         async def buried() -> bool:
-            return bool(await job.dead())
+            return not (await bus.stream_state(subjects.RAW)).messages
 
         await job.scan_until(buried)
         assert await job.dropped() == {Draw(1): "dead_letter"}
         letters = await job.dead()
         assert letters[0].headers["Penstock-Reason"] == "max deliveries"
         assert b"".join(letter.data for letter in letters) == data, "all of its parts are kept"
-        assert (await bus.stream_state(subjects.RAW)).messages == 0
 
 
 async def test_groups_that_cannot_be_read_or_trained(bus: Bus) -> None:
@@ -223,3 +244,65 @@ async def test_groups_that_cannot_be_read_or_trained(bus: Bus) -> None:
         assert b"".join(letter.data for letter in second) == torn[0], "all of its parts are kept"
         assert (await bus.stream_state(subjects.EXPERIENCE)).messages == 1, "the other group stays"
         assert Draw(0, 1) in await job.waiting()
+
+
+async def test_a_raw_group_whose_parts_are_not_its_own(bus: Bus) -> None:
+    """A header that claims more messages than the group has: those of others stay where they are."""
+    async with led(bus) as job:
+        data, header = encode_group(group(Draw(1)))
+        liar = group_headers(header) | {"Penstock-Parts": "3"}
+        await bus.publish(subjects.raw(JOB), data, headers=liar)
+        others = [await bus.publish(subjects.raw("job_other"), data, headers=group_headers(header)) for _ in range(2)]
+        assert await job.runner.carrier.keep_dead(subjects.RAW, 1, reason="r", attempts=1) == 1
+        assert len(await job.dead()) == 1
+        await job.use_up(subjects.RAW, 1)
+
+        async def buried() -> bool:
+            return (await bus.stream_state(subjects.RAW)).messages == 2
+
+        await job.scan_until(buried)
+        assert [(await bus.get(subjects.RAW, seq)).seq for seq in others] == others
+
+
+@pytest.mark.parametrize("parts", ["none", None])
+async def test_a_malformed_raw_group_is_buried_like_any_other(bus: Bus, parts: str | None) -> None:
+    async with led(bus) as job:
+        tree = {"schema": SCHEMA, "kind": "Group", "draw": [1, 0], "experts": [1]}
+        data, header = b"".join(encode_frame(tree)), encode_group(group(Draw(1)))[1]
+        headers = group_headers(header) | ({} if parts is None else {"Penstock-Parts": parts})
+        await bus.publish(subjects.raw(JOB), data, headers=headers)
+        await job.use_up(subjects.RAW, 1)
+
+        async def buried() -> bool:
+            return not (await bus.stream_state(subjects.RAW)).messages
+
+        await job.scan_until(buried)
+        assert (await job.dead())[0].headers["Penstock-Reason"].startswith("max deliveries, undecodable: ")
+        assert await job.dropped() == {Draw(1): "dead_letter"}
+
+
+async def test_a_fenced_trainer_has_no_say(bus: Bus) -> None:
+    async with led(bus) as job:
+        await job.report(Report(kind="forked", epoch=3, batch=1, version=5, digest="w5", reason="elsewhere"))
+        for kind in ("failed", "halted"):
+            report = pack(Report(kind=kind, epoch=2, reason="mine is broken"), job=JOB)  # type: ignore[arg-type]
+            reply = unpack(await bus.request(subjects.report(JOB), report, deadline_s=10), Ack)[0]
+            assert (reply.ok, reply.reason) == (False, "fenced: trainer epoch 2 < 3")
+        assert (job.runner.run.failure, job.runner.run.halted) == ("", "")
+        await job.report(Report(kind="failed", epoch=3, reason="no room"))
+        assert job.runner.run.failure == "trainer: no room"
+
+
+async def test_a_batch_refused_while_the_job_fails(bus: Bus) -> None:
+    """The redraw and the end of all draws are one decision: no ticket follows from it."""
+    async with led(bus) as job:
+        for draw in (Draw(0), Draw(1)):
+            data, header = encode_group(group(draw))
+            await bus.publish(subjects.experience(JOB), data, headers=group_headers(header))
+        async with asyncio.timeout(30):
+            while not job.runner.run.state.sealed:
+                await asyncio.sleep(0.02)
+        job.runner.run.failure = "elsewhere"
+        await job.report(Report(kind="refused", epoch=1, batch=1, revision=1, bad=[Draw(0)], reason="it is torn"))
+        assert job.runner.run.state.finished == "failed"
+        assert not job.runner.run.state.open

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium.envs.registration import EnvSpec
 
 from penstock.services.coordinator.api.logfiles import read_logs
 from penstock.services.env.service import EnvService
@@ -32,7 +34,10 @@ from penstock.shared.protocol.environment import (
     encode_env,
 )
 from penstock.shared.protocol.messages import Heartbeat
+from penstock.shared.transport import env_client
+from penstock.shared.transport.bulk_message import FrameMail
 from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.env_client import EnvClient
 from penstock.shared.transport.server import NatsServer
 
 JOB = "job_env_test"
@@ -207,3 +212,32 @@ async def beaten(beats: asyncio.Queue[Heartbeat], *, steps: int) -> bool:
     """A heartbeat of a ready env process that executed ``steps`` came."""
     seen = [beats.get_nowait() for _ in range(beats.qsize())]
     return any(b.service == "env" and b.ready and b.jobs.get(JOB, {}).get("steps") == steps for b in seen)
+
+
+class Slow(gymnasium.Env[np.ndarray, int]):
+    """Takes longer to make than one attempt of a request may last."""
+
+    made = 0
+    observation_space = gymnasium.spaces.Box(0, 1, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        Slow.made += 1
+        time.sleep(0.5)
+
+
+async def test_environments_that_take_long_to_make_are_made_once(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(env_client, "ATTEMPT_S", 0.1)
+    monkeypatch.setattr(Slow, "made", 0)
+    monkeypatch.setitem(gymnasium.registry, "Slow-v0", EnvSpec("Slow-v0", entry_point=Slow, disable_env_checker=True))
+    settings = ServiceSettings(shm_dir=tmp_path)
+    async with run_env(bus) as service:
+        async with asyncio.timeout(30):
+            while not service.ready:
+                await asyncio.sleep(0.02)
+        with FrameMail(settings) as mail:
+            client = await EnvClient.open(bus, mail, OpenEnv(env_id="Slow-v0", num_envs=1), job=JOB)
+            assert (len(service.sessions), Slow.made) == (1, 1)
+            await client.close()

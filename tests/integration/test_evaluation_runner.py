@@ -9,7 +9,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 
+from penstock.services.coordinator import evaluation_runner
 from penstock.services.coordinator.evaluation_runner import EvaluationRunner
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.store import JobStore
@@ -118,6 +120,17 @@ async def test_time_runs_out_for_what_nobody_answers(bus: Bus) -> None:
         assert [row["waiting_for"] for row in runner.why()][-1] == "3 of 4 prompts"
     assert end.status.phase == "failed"
     assert end.status.message == "limits.timeout_s: 3 of 4 prompts were not answered"
+
+
+async def test_without_a_limit_the_longest_time_of_evaluations_is_named(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation_runner, "LONGEST_S", 0.5)
+    record = await submit(bus, limits={})
+    async with leading(bus, record, 1):
+        end = await ended(bus, record.id)
+    assert end.status.phase == "failed"
+    assert "that an evaluation may take without limits.timeout_s are over: 4 of 4 prompts" in end.status.message
 
 
 async def test_nothing_scored_is_a_failure_with_the_scorers_error(bus: Bus) -> None:

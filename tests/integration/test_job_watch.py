@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import weakref
 from collections import Counter
 from datetime import UTC, datetime
 
@@ -69,6 +71,34 @@ async def test_sessions_come_and_go_with_their_jobs(bus: Bus, caplog: pytest.Log
     assert closed == {"job_breaks", "job_runs"}
     assert opened["job_runs"] == 1
     caplog.set_level(logging.CRITICAL)
+
+
+async def test_nothing_of_a_session_that_broke_lives_on(bus: Bus, caplog: pytest.LogCaptureFixture) -> None:
+    """Its models would fill the memory that the next one needs."""
+    caplog.set_level(logging.CRITICAL, "penstock.shared.runtime.jobs")  # what is captured holds the traceback
+
+    class Model:
+        pass
+
+    alive: list[weakref.ref[Model]] = []
+    second = asyncio.Event()
+
+    async def session(job: str, config: JobConfig) -> None:
+        if alive:
+            second.set()
+            await asyncio.Event().wait()
+        model = Model()
+        alive.append(weakref.ref(model))
+        raise ValueError("a bug in a session")
+
+    await store(bus, "job_breaks")
+    watching = asyncio.create_task(watch_jobs(bus, session))
+    async with asyncio.timeout(30):
+        await second.wait()
+    gc.collect()
+    assert alive[0]() is None
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
 
 
 async def test_a_session_that_fails_while_its_job_ends_is_closed(bus: Bus) -> None:

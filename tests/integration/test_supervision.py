@@ -78,6 +78,7 @@ def test_one_stack_per_directory(tmp_path: Path) -> None:
     with Claim(tmp_path) as claim:
         claim.write(state(tmp_path))
         assert read_state(tmp_path) == state(tmp_path)
+        assert (tmp_path / "up.json").stat().st_mode & 0o077 == 0, "addresses may hold passwords"
         with pytest.raises(ConfigError, match=rf"already runs in .* \(process {os.getpid()}, http://u\)"):
             Claim(tmp_path)
     assert read_state(tmp_path) is None
@@ -146,6 +147,39 @@ async def test_a_killed_server_comes_back_on_its_port(tmp_path: Path) -> None:
         await asyncio.gather(keeper, return_exceptions=True)
         await kept.stop(5)
     assert heard[0].startswith("nats ended after")
+
+
+async def test_a_disk_that_is_full_for_a_moment_stops_nothing(tmp_path: Path) -> None:
+    class Reluctant(LeashedNats):
+        starts = 0
+
+        def start(self) -> None:
+            self.starts += 1
+            if self.starts == 2:
+                raise OSError(28, "No space left on device")
+            super().start()
+
+    nats = Reluctant(tmp_path / "nats")
+    heard: list[str] = []
+    restarted = asyncio.Event()
+
+    def write_down() -> None:
+        restarted.set()
+        raise OSError(28, "No room for a note")
+
+    with ThreadPoolExecutor(1) as starter:
+        kept = KeptAlive(nats, starter, heard.append)
+        await kept.start()
+        keeper = asyncio.create_task(kept.keep(write_down))
+        os.kill(nats.pid, signal.SIGKILL)
+        async with asyncio.timeout(30):
+            await restarted.wait()
+        assert not keeper.done()
+        keeper.cancel()
+        await asyncio.gather(keeper, return_exceptions=True)
+        await kept.stop(5)
+    assert any("did not start: [Errno 28] No space left" in line for line in heard)
+    assert "No room for a note" in heard[-1]
 
 
 async def test_wrong_configuration_is_not_tried_again(tmp_path: Path) -> None:

@@ -55,10 +55,10 @@ async def test_tensorboard_shows_every_row_once_whoever_led(bus: Bus, tmp_path: 
     pytest.importorskip("tensorboard")
     async with led(bus, tmp_path / "t", TensorBoardTracker()) as outbox:
         for step in range(1, 4):
-            outbox.metrics("train", step, step, {"reward/mean": step / 4, "loss": float("nan")})
+            outbox.metrics("train", step, step, {"reward/mean": step / 4, "loss": float("nan")}, batch=step)
     async with led(bus, tmp_path / "t", TensorBoardTracker()) as outbox:
-        outbox.metrics("train", 4, 4, {"reward/mean": 1.0})
-        outbox.metrics("eval", 4, 4, {"eval/greedy": 0.5})
+        outbox.metrics("train", 4, 4, {"reward/mean": 1.0}, batch=4)
+        outbox.metrics("eval", 4, 4, {"eval/greedy": 0.5}, batch=4)
     assert len(list((tmp_path / "t").glob("events.out.tfevents.*"))) == 2
     assert scalars(tmp_path / "t", "reward/mean") == [(1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0)]
     assert scalars(tmp_path / "t", "eval/greedy") == [(4, 0.5)]
@@ -99,7 +99,7 @@ async def test_a_tracker_that_fails_is_left_out_and_told(
     install(monkeypatch, "wandb", broken)
     async with led(bus, tmp_path / "t", WandbTracker(project="p"), TensorBoardTracker()) as outbox:
         for step in range(1, 4):
-            outbox.metrics("train", step, step, {"reward/mean": 0.5})
+            outbox.metrics("train", step, step, {"reward/mean": 0.5}, batch=step)
     assert len(broken.named("log")) == 1
     assert len(scalars(tmp_path / "t", "reward/mean")) == 3
     events = await bus.read(subjects.EVENTS, subjects.events(JOB))

@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.services.coordinator.audit import audit_ledger
-from penstock.services.coordinator.gate import Verdict
+from penstock.services.coordinator.gate import MAX_REDRAWS, Verdict
 from penstock.services.coordinator.ledger import LedgerState, fold
 from penstock.services.coordinator.reports import Refusal
 from penstock.services.coordinator.run import Effects, JobRun
@@ -72,7 +72,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         max_lag=st.integers(0, 2),
         staleness=st.sampled_from(["wait", "in_order", "drop"]),
         groups=st.integers(1, 3),
-        oversample=st.sampled_from([1.0, 1.5]),
+        oversample=st.sampled_from([1.0, 1.5, 2.0]),
         max_updates=st.integers(2, 6),
         max_resampled=st.sampled_from([None, 0.0, 1.0, 2.5]),
         num_ordinals=st.sampled_from([None, 6]),
@@ -194,6 +194,17 @@ class CoordinatorMachine(RuleBasedStateMachine):
                 self.world.tickets.pop(draw)
                 self.store(draw, self.world.engine_version)
         self.deliver_all()
+
+    @rule()
+    def answer_until_nothing_is_left(self) -> None:
+        """Engines with the newest policy that answer every ticket they may start always fill a batch."""
+        self.world.engine_version = max(self.world.engine_version, self.run.state.version)
+        for _ in range(MAX_REDRAWS + 2):
+            self.answer_all()
+        run = self.run
+        over = run.desired != "running" or run.state.finished or run.failure or run.training_done
+        exhausted = run.num_ordinals is not None and run.state.next_ordinal >= run.num_ordinals
+        assert over or exhausted or run.state.sealed, f"no batch, no ticket to start: {self.world.tickets}"
 
     @rule()
     def answer_all_alike(self) -> None:
@@ -421,6 +432,18 @@ class CoordinatorMachine(RuleBasedStateMachine):
         replaced = sum(len(event.draws) for event in dropped if event.reason == "no_signal")
         assert replaced <= room or not replaced
         assert replaced == room or not idle - gone, "a group without signal waits although it could be replaced"
+
+    @invariant()
+    def a_short_batch_can_be_filled(self) -> None:
+        """While nothing is sealed, the newest policy may start, or has started, all that the next batch lacks."""
+        if not hasattr(self, "run"):
+            return
+        run, state = self.run, self.run.state
+        exhausted = run.num_ordinals is not None and state.next_ordinal >= run.num_ordinals
+        if run.desired != "running" or run.failure or run.training_done or state.finished or state.sealed or exhausted:
+            return
+        fitting = [draw for draw, info in state.open.items() if info.min_version <= state.version]
+        assert len(fitting) >= self.config.groups_per_batch, f"the next batch lacks groups: {state.open}"
 
     @invariant()
     def sealed_groups_are_stored(self) -> None:

@@ -103,6 +103,9 @@ def test_too_long_is_marked_not_cut(tokenizer: Any) -> None:
         ({"messages": "m"}, {"m": "hi", "answer": 1}, "must be a list of messages"),
         ({"messages": "m"}, {"m": [{"role": "user"}], "answer": 1}, "must be a list of messages"),
         ({"template": "{p}", "answer": None}, {"p": ""}, "prompt is empty"),
+        ({"template": "{p:>8000000000}"}, {"p": "x", "answer": 1}, "above the largest width, 1000"),
+        ({"template": "{p:>{n}}"}, {"p": "x", "n": 1001, "answer": 1}, "above the largest width, 1000"),
+        ({"template": "{p:.{n}f}"}, {"p": 0.5, "n": "9" * 5000, "answer": 1}, "above the largest width, 1000"),
     ],
 )
 def test_bad_rows_and_templates(tokenizer: Any, config: dict[str, Any], row: dict[str, Any], message: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from penstock.shared.config.job import JobConfig
 from penstock.shared.config.model import ModelConfig
 from penstock.shared.errors import ConfigError
 
@@ -45,3 +46,17 @@ def test_the_size_of_a_router_table(number: int, nbytes: int) -> None:
         model(config=None, path="m", moe={"router_replay": True, "replay_bytes_per_token": 384}).replay_bytes_per_token
         == 384
     )
+
+
+def test_completions_leave_room_for_a_prompt() -> None:
+    job = {
+        "name": "x", "model": {"config": {"max_position_embeddings": 32}, "tokenizer": "char"},
+        "data": {"train": {"type": "addition"}}, "reward": {"scorers": [{"type": "exact"}]},
+        "train": {"batch_size": 16, "max_updates": 1}, "algorithm": {"group_size": 4},
+    }  # fmt: skip
+    JobConfig.parse({**job, "sampling": {"max_new_tokens": 31}})
+    with pytest.raises(ConfigError, match=r"sampling.max_new_tokens 32 leaves no room for a prompt.* 32 tokens"):
+        JobConfig.parse({**job, "sampling": {"max_new_tokens": 32}})
+    with pytest.raises(ConfigError, match=r"evaluation.sampling.max_new_tokens 64 leaves no room"):
+        changes = {"sampling": {"max_new_tokens": 4}, "evaluation": {"sampling": {"max_new_tokens": 64}}}
+        JobConfig.parse({**job, **changes})

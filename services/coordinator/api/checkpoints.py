@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Annotated
 
@@ -11,6 +12,7 @@ from starlette.responses import FileResponse, Response
 from penstock.services.coordinator.api.access import BackendDep, JobId
 from penstock.services.coordinator.api.replies import HttpProblem, Json
 from penstock.services.coordinator.api.schemas import CheckpointList, CheckpointRow
+from penstock.shared.errors import Conflict
 
 __all__ = ["router"]
 
@@ -50,6 +52,7 @@ async def download(
     name: FileName,
     backend: BackendDep,
     wanted: Annotated[str, Header(alias="range")] = "",
+    if_range: Annotated[str, Header()] = "",
     if_none_match: Annotated[str, Header()] = "",
 ) -> Response:
     """Download a file. ``ETag`` is its sha256; ``Range`` with ``If-Range`` goes on where a download broke off."""
@@ -57,9 +60,13 @@ async def download(
     etag = f'"{sha256}"'
     if etag in (tag.strip() for tag in if_none_match.split(",")):
         return Response(status_code=304, headers={"ETag": etag})
-    size = path.stat().st_size
-    start = _START.match(wanted)
+    try:
+        found = await asyncio.to_thread(path.stat)
+    except FileNotFoundError:
+        raise Conflict(f"file '{name}' of checkpoint {number} is gone") from None
+    size = found.st_size
+    start = _START.match(wanted) if if_range in ("", etag) else None
     if start is not None and int(start[1]) >= size:
         detail = f"the range starts at {start[1]}, '{name}' has {size} bytes"
         raise HttpProblem(416, "range_not_satisfiable", detail, headers={"Content-Range": f"bytes */{size}"})
-    return FileResponse(path, media_type="application/octet-stream", headers={"ETag": etag})
+    return FileResponse(path, media_type="application/octet-stream", headers={"ETag": etag}, stat_result=found)

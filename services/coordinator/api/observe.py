@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
@@ -29,6 +30,7 @@ from penstock.shared.errors import PenstockError
 __all__ = ["router"]
 
 _SEQ_MAX = (1 << 53) - 1
+_EVENT_ID = re.compile(r"[0-9]{1,16}")
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["observe"])
 
@@ -196,7 +198,7 @@ def _rows(found: list[dict[str, Any]]) -> Response:
 def _start(after: int | None, last_event_id: str) -> int:
     if not last_event_id.strip():
         return after or 0
-    if not (last_event_id.isascii() and last_event_id.isdigit()) or int(last_event_id) > _SEQ_MAX:
+    if not _EVENT_ID.fullmatch(last_event_id.strip()) or int(last_event_id) > _SEQ_MAX:
         detail = "Last-Event-ID must be an id that this stream sent"
         raise HttpProblem(422, "invalid_cursor", detail, errors=[Flaw(pointer="/header/Last-Event-ID", detail=detail)])
     return int(last_event_id)

@@ -38,6 +38,13 @@ def test_list_pages(served: Any, books: Any, job: Any) -> None:
     assert [row["message"] for row in rest["data"]] == ["step 3", "step 4"]
 
 
+@pytest.mark.parametrize("cursor", ["9" * 5000, "-1", "1x", "\u00b2", str(1 << 53)])
+def test_a_cursor_that_the_stream_never_sent_is_refused(served: Any, job: Any, cursor: str) -> None:
+    id = submit(served.url, job)
+    reply = httpx.get(f"{served.url}/v1/jobs/{id}/events", headers={"last-event-id": cursor.encode("latin-1")})
+    assert (reply.status_code, reply.json()["type"]) == (422, "urn:penstock:problem:invalid_cursor")
+
+
 def test_stream_to_the_end(served: Any, books: Any, job: Any) -> None:
     id = submit(served.url, job)
     books.advance(id, "succeeded")

@@ -109,10 +109,26 @@ async def test_ranges_resume_only_what_is_unchanged(connect: Any, books: Any, jo
         past = await http.get(f"{base}/model.safetensors", headers={"Range": f"bytes={len(WEIGHTS)}-"})
         assert (past.status_code, past.headers["content-range"]) == (416, f"bytes */{len(WEIGHTS)}")
         assert past.headers["content-type"] == "application/problem+json"
+        other["Range"] = f"bytes={len(WEIGHTS)}-"
+        changed = await http.get(f"{base}/model.safetensors", headers=other)
+        assert (changed.status_code, changed.content) == (200, WEIGHTS)
         same = await http.get(f"{base}/model.safetensors", headers={"If-None-Match": etag})
         assert (same.status_code, same.content) == (304, b"")
         assert (await http.get(f"{base}/critic/model.safetensors")).content == b"critic"
         assert (await http.get(f"{base}/empty.bin")).content == b""
+
+
+async def test_a_file_that_retention_takes_meanwhile_is_a_conflict(
+    connect: Any, books: Any, job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def found(*_: object) -> tuple[Path, str]:
+        return tmp_path / "deleted since", "0" * 64
+
+    monkeypatch.setattr(books, "checkpoint_file", found)
+    async with connect() as http:
+        id = (await http.post("/v1/jobs", json=job)).json()["id"]
+        reply = await http.get(f"/v1/jobs/{id}/checkpoints/4/files/model.safetensors")
+    assert (reply.status_code, reply.json()["detail"]) == (409, "file 'model.safetensors' of checkpoint 4 is gone")
 
 
 @pytest.mark.parametrize(
@@ -251,7 +267,8 @@ async def test_a_model_path_may_name_a_checkpoint(submitted: tuple[Client, str],
     assert await resolved(f"job:{name}@initial") == paths[0]
     assert await resolved(f"job:{name}@newest") == paths[9]
     assert await resolved("/models/tiny") == "/models/tiny"
-    for wrong in (f"job:{name}@7", f"job:{name}@final", f"job:{name}@worst", f"job:{name}", "job:job_0@1"):
+    unknown_names = ("7", "final", "worst", "9" * 5000)
+    for wrong in (*(f"job:{name}@{number}" for number in unknown_names), f"job:{name}", "job:job_0@1"):
         with pytest.raises(ConfigError, match=r"model\.path: 'job:"):
             await resolved(wrong)
     unknown = "job_" + "0" * 32

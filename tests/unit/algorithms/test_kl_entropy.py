@@ -93,3 +93,4 @@ def test_the_controller_follows_its_target() -> None:
     assert step(600.0) == pytest.approx(0.2 * (1 + 0.2 * 0.1))
     assert step(0.0) == pytest.approx(0.2 * (1 - 0.2 * 0.1))
     assert adapt_kl_coef(0.2, 0.0, target=6.0, horizon=1, num_sequences=100) == 0.0
+    assert [step(kl) for kl in (math.nan, math.inf, -math.inf)] == [0.2] * 3, "nothing to steer by"

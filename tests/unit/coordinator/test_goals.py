@@ -148,7 +148,7 @@ def test_a_fork_takes_the_best_checkpoint_with_it() -> None:
         )
     )  # fmt: skip
     assert state.best is None
-    goals.begin(state.best)
+    goals.roll_back(state)
     assert not goals.wanted(state)
 
 
@@ -156,3 +156,15 @@ def test_a_followed_metric_that_does_not_exist_is_told() -> None:
     goals = Goals(EarlyStopConfig(metric="reward/men", goal=1.0), KeepBestConfig(metric="eval/greedy"))
     goals.begin(None)
     assert goals.unknown({"reward/mean": 1.0}) == ["reward/men"]
+
+
+def test_an_evaluation_that_misses_prompts_decides_nothing() -> None:
+    goals = Goals(EarlyStopConfig(metric="eval/greedy", goal=0.9), KeepBestConfig(metric="eval/greedy"))
+    goals.begin(None)
+    state = ledger(4, 0)
+    goals.take({"eval/greedy": 1.0, "eval/missing": 3.0}, 4)
+    assert not goals.wanted(state)
+    assert not goals.stop_reason
+    goals.take({"eval/greedy": 1.0, "eval/missing": 0.0}, 4)
+    assert goals.wanted(state)
+    assert goals.stop_reason

@@ -1,0 +1,118 @@
+"""A trainer whose inputs are gone forks the lineage once; whoever trains after it goes on where the fork did."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.runner import JobRunner
+from penstock.services.coordinator.store import JobStore
+from penstock.services.trainer.session import TrainerSession
+from penstock.shared.config.job import JobConfig
+from penstock.shared.config.service import ServiceSettings
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import unpack
+from penstock.shared.protocol.events import BatchSealed, LineageForked, decode_events
+from penstock.shared.protocol.jobs import JobRecord
+from penstock.shared.protocol.messages import Ticket
+from penstock.shared.protocol.trajectory import Group, encode_group, group_headers
+from penstock.shared.transport.bus import Bus, Delivery
+
+JOB = "job_fork"
+UPDATES = 6
+SPEC: dict[str, Any] = {
+    "name": "tiny",
+    "model": {
+        "config": {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2},
+        "tokenizer": "char",
+    },
+    "data": {"train": {"type": "addition"}},
+    "reward": {"scorers": [{"type": "exact"}]},
+    "algorithm": {"group_size": 2},
+    "sampling": {"max_new_tokens": 4},
+    "train": {"batch_size": 4, "max_updates": UPDATES, "max_lag": 1},
+    "checkpoint": {"every": 100},
+}
+
+
+@asynccontextmanager
+async def running(work: Any) -> AsyncIterator[asyncio.Task[None]]:
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def generate(bus: Bus, allowed: Callable[[], int]) -> None:
+    """Answer every ticket whose ordinal is below ``allowed()`` with two completions of one token."""
+    puller = await bus.pull(subjects.TICKETS, subjects.tickets(JOB), f"rollout-{JOB}", ack_wait_s=60, max_deliver=5)
+    waiting: list[Delivery] = []
+    async with puller:
+        while True:
+            waiting += await puller.fetch(8, 0.1)
+            for delivery in waiting.copy():
+                ticket, _ = unpack(delivery.data, Ticket)
+                if ticket.draw.ordinal < allowed():
+                    data, header = encode_group(group(ticket))
+                    await bus.publish(subjects.experience(JOB), data, headers=group_headers(header))
+                    await delivery.ack()
+                    waiting.remove(delivery)
+
+
+def group(ticket: Ticket) -> Group:
+    ids = np.asarray([3, 4], np.int32)
+    return Group(
+        job=JOB, draw=ticket.draw, attempt="a", epoch=1, prompt_ids=ids, token_ids=ids,
+        cu_seqlens=np.arange(3, dtype=np.int32), logprobs=np.full(2, -1, np.float32), mask=np.ones(2, np.uint8),
+        rewards=np.asarray([0, 1], np.float32), failed=np.zeros(2, np.bool_), finish=np.zeros(2, np.uint8),
+        spans=np.asarray([[i, ticket.min_version, 0, 1] for i in range(2)], np.int32),
+    )  # fmt: skip
+
+
+async def until(holds: Callable[[], bool], *tasks: asyncio.Task[None]) -> None:
+    async with asyncio.timeout(60):
+        while not holds():
+            assert not any(task.done() for task in tasks), [task.exception() for task in tasks if task.done()]
+            await asyncio.sleep(0.02)
+
+
+async def test_trainers_after_a_fork_go_on(bus: Bus, tmp_path: Path) -> None:
+    record = JobRecord(id=JOB, name=JOB, created_at=datetime.now(UTC), spec=SPEC)
+    await bus.kv(subjects.JOBS).put(JOB, record.model_dump_json().encode())
+    runner = JobRunner(bus, JobStore(bus), Members(), record, epoch=1, data_dir=tmp_path)
+    settings = ServiceSettings(data_dir=tmp_path, shm_dir=tmp_path, worker_id="trainer-0")
+    allowed = 4
+
+    def trainer() -> TrainerSession:
+        return TrainerSession(bus, settings, JOB, JobConfig.parse(SPEC))
+
+    async with running(runner.lead()) as leading, running(generate(bus, lambda: allowed)) as rollout:
+        await until(lambda: runner.ready, leading, rollout)
+        state = runner.run.state
+        async with running(trainer().run()) as training:
+            await until(lambda: state.last_trained == 2, leading, rollout, training)
+        allowed = 6
+        await until(lambda: 3 in state.sealed, leading, rollout)  # while no trainer is there
+        await bus.delete_message(subjects.EXPERIENCE, state.batches[2].seqs[0])
+        async with running(trainer().run()) as training:
+            await until(lambda: state.dropped["rolled_back"] == 4, leading, rollout, training)
+        allowed = 8
+        async with running(trainer().run()) as training:
+            await until(lambda: state.last_trained >= 3, leading, rollout, training)
+        allowed = 1000
+        async with running(trainer().run()):
+            await until(lambda: bool(state.finished), rollout)
+    assert (state.finished, state.updates) == ("succeeded", UPDATES)
+    events = [e for m in await bus.read(subjects.LEDGER, subjects.ledger(JOB)) for e in decode_events(m.data)]
+    assert [event.from_batch for event in events if isinstance(event, LineageForked)] == [2]
+    sealed = [(event.number, event.start_version) for event in events if isinstance(event, BatchSealed)]
+    assert sealed == [(1, 0), (2, 1), (3, 2), (3, 3), (4, 4), (5, 5), (6, 6), (7, 7)]

@@ -1,0 +1,126 @@
+"""Tickets on one rollout worker: one that cannot be answered, and one that is asked for twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from penstock.services.rollout.session import RolloutSession
+from penstock.shared.config.kinds import parse_job
+from penstock.shared.config.service import ServiceSettings
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.messages import ScoreReply, ScoreRequest, Ticket
+from penstock.shared.protocol.trajectory import GroupHeader, parse_group_header
+from penstock.shared.transport.bus import Bus
+
+JOB = "job_rollout"
+PROMPTS = ["1" * 40 + "+1=", "1+2="]
+"""The first one is longer than the model takes."""
+
+
+class Worker:
+    """A rollout worker of an evaluation job, whose scorer answers once ``scores`` is set."""
+
+    def __init__(self, bus: Bus, session: RolloutSession) -> None:
+        self.bus, self.session = bus, session
+        self.asked, self.scores = asyncio.Event(), asyncio.Event()
+
+    async def score(self, data: bytes) -> bytes:
+        request, envelope = unpack(data, ScoreRequest)
+        self.asked.set()
+        await self.scores.wait()
+        number = len(request.completions)
+        reply = ScoreReply(rewards=[1.0] * number, failed=[False] * number, parts={}, errors=[])
+        return pack(reply, job=JOB, id=envelope.id)
+
+    async def ask(self, ordinal: int) -> None:
+        ticket = Ticket(
+            draw=Draw(ordinal), min_version=0, deadline=time.time() + 60, epoch=1, purpose="eval", version=0
+        )  # fmt: skip
+        await self.bus.publish(subjects.tickets(JOB), pack(ticket, job=JOB))
+
+    async def groups(self) -> dict[int, GroupHeader]:
+        messages = await self.bus.read(subjects.EXPERIENCE, subjects.experience(JOB), headers_only=True)
+        headers = [parse_group_header(message.headers) for message in messages]
+        assert len({header.draw for header in headers}) == len(headers), "one group of each draw"
+        return {header.draw.ordinal: header for header in headers}
+
+    async def tickets_left(self) -> int:
+        return (await self.bus.stream_state(subjects.TICKETS)).messages
+
+
+@asynccontextmanager
+async def working(bus: Bus, directory: Path) -> AsyncIterator[Worker]:
+    rows = directory / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": prompt, "answer": "2"}) + "\n" for prompt in PROMPTS))
+    config = parse_job(
+        {
+            "kind": "evaluation",
+            "name": "measure",
+            "model": {
+                "config": {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "max_position_embeddings": 32},
+                "tokenizer": "char",
+            },
+            "data": {"eval": {"type": "file", "path": str(rows)}},
+            "reward": {"scorers": [{"type": "exact"}]},
+            "sampling": {"max_new_tokens": 4},
+        }
+    )
+    worker = Worker(bus, RolloutSession(bus, ServiceSettings(worker_id="rollout-0"), JOB, config))
+    server = await bus.serve(subjects.score(JOB), worker.score)
+    task = asyncio.create_task(worker.session.run())
+    try:
+        yield worker
+        assert not task.done(), task.exception()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await server.close(0.5)
+
+
+async def until(holds: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(60):
+        while not await holds():
+            await asyncio.sleep(0.02)
+
+
+async def test_a_ticket_that_fails_leaves_its_neighbours_alone(bus: Bus, tmp_path: Path) -> None:
+    async with working(bus, tmp_path) as worker:
+        await worker.ask(1)
+        await asyncio.wait_for(worker.asked.wait(), 60)
+        await worker.ask(0)
+
+        async def answered(number: int) -> bool:
+            return len(await worker.groups()) == number
+
+        await until(lambda: answered(1))
+        worker.scores.set()
+        await until(lambda: answered(2))
+        failed, good = [header for _, header in sorted((await worker.groups()).items())]
+    assert (failed.skipped, failed.lengths) == ("", [])
+    assert "43 prompt tokens + 4 new ones exceed the 32" in failed.error
+    assert (set(good.rewards), any(good.failed), good.error) == ({1.0}, False, "")
+
+
+async def test_another_ticket_for_work_in_hand_is_done_with(bus: Bus, tmp_path: Path) -> None:
+    async with working(bus, tmp_path) as worker:
+        await worker.ask(1)
+        await asyncio.wait_for(worker.asked.wait(), 60)
+        first = (await bus.stream_state(subjects.TICKETS)).last_seq
+        await worker.ask(1)
+
+        async def left(number: int) -> bool:
+            return await worker.tickets_left() == number
+
+        await until(lambda: left(1))
+        assert (await bus.get(subjects.TICKETS, first)).seq == first, "the one in hand stays until it is answered"
+        assert not await worker.groups(), "it is still in hand"
+        worker.scores.set()
+        await until(lambda: left(0))
+        assert list(await worker.groups()) == [1]

@@ -1,0 +1,114 @@
+"""Draws that cannot be trained: what replaces them, for which version, and when they are given up."""
+
+from __future__ import annotations
+
+from penstock.services.coordinator.gate import MAX_REDRAWS
+from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.run import Effects, JobRun
+from penstock.shared.config.job import JobConfig
+from penstock.shared.protocol.events import Drawn, Dropped, Event
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.messages import Report
+from penstock.shared.protocol.trajectory import GroupHeader
+
+TIMEOUT_S = 100.0
+
+
+class Scene:
+    """A strictly on-policy job of two groups per batch at version 0; time passes on request."""
+
+    def __init__(self, **train: object) -> None:
+        spec = {
+            "name": "scene",
+            "model": {"config": {}, "tokenizer": "char"},
+            "data": {"train": {"type": "addition"}},
+            "reward": {"scorers": [{"type": "exact"}]},
+            "algorithm": {"group_size": 2},
+            "sampling": {"max_new_tokens": 4},
+            "train": {"batch_size": 4, "max_updates": 50, "max_lag": 0, "draw_timeout_s": TIMEOUT_S, **train},
+        }
+        self.run = JobRun(JobConfig.parse(spec), LedgerState(), num_ordinals=None, writer_epoch=1)
+        self.now, self.seq = 1000.0, 0
+        self.decide()
+        self.report("checkpointed", digest="w0", path="c0")
+
+    def decide(self) -> list[Event]:
+        events = self.run.decide(self.now)
+        self.run.commit(events)
+        return events
+
+    def report(self, kind: str, **fields: object) -> tuple[list[Event], Effects]:
+        events = self.run.on_report(Report(kind=kind, epoch=1, **fields), self.now)  # type: ignore[arg-type]
+        events += self.run.decide(self.now, after=events)
+        return events, self.run.commit(events)
+
+    def answer(self, draw: Draw, *, skipped: bool = False) -> None:
+        self.seq += 1
+        size = 0 if skipped else 2
+        header = GroupHeader(
+            draw=draw, attempt=f"a{self.seq}", epoch=1, digest="d", nbytes=100, prompt_tokens=2, lengths=[2] * size,
+            rewards=[1.0, 0.0][:size], failed=[False] * size, truncated=[False] * size, finite=True,
+            min_version=0, max_version=0, worker="w", skipped="prompt_too_long" if skipped else "",
+        )  # fmt: skip
+        self.run.on_group(self.seq, header)
+
+    @property
+    def waiting(self) -> list[Draw]:
+        return [draw for draw in self.run.state.in_flight if draw not in self.run.candidates]
+
+
+def test_with_oversampling_what_replaces_a_group_is_for_the_batch_that_lacks_it() -> None:
+    scene = Scene(oversample=2.0)
+    for number, draw in enumerate(scene.waiting):
+        scene.answer(draw, skipped=number < 3)
+    scene.decide()
+    assert not scene.run.state.sealed
+    assert all(scene.run.state.open[draw].min_version == 0 for draw in scene.waiting)
+    scene.answer(scene.waiting[0])
+    scene.decide()
+    assert 1 in scene.run.state.sealed
+
+
+def test_what_replaces_a_refused_group_is_for_the_same_batch() -> None:
+    scene = Scene()
+    first, second = scene.waiting
+    scene.answer(first)
+    scene.answer(second)
+    scene.decide()
+    scene.report("refused", batch=1, revision=1, bad=[first], reason="lost")
+    assert scene.run.state.open[first.again()].min_version == 0
+    scene.answer(first.again())
+    scene.decide()
+    assert scene.run.state.sealed[1].revision == 2
+
+
+def test_a_prompt_that_never_gets_an_answer_is_given_up_while_others_do() -> None:
+    scene = Scene()
+    bad, good = scene.waiting
+    for _ in range(MAX_REDRAWS + 3):  # nobody answers anything: no worker is there, so no prompt is to blame
+        scene.now += TIMEOUT_S
+        scene.decide()
+    assert {draw.ordinal for draw in scene.waiting} == {bad.ordinal, good.ordinal}
+    scene.answer(next(draw for draw in scene.waiting if draw.ordinal == good.ordinal))
+    scene.now += TIMEOUT_S
+    events = scene.decide()
+    dropped = [(event.reason, event.redraw) for event in events if isinstance(event, Dropped)]
+    assert dropped == [("deadline", False)]
+    assert any(isinstance(event, Drawn) for event in events)
+    assert [draw.ordinal for draw in scene.waiting] == [2]
+
+
+def test_a_group_that_is_always_refused_is_given_up() -> None:
+    scene = Scene()
+    bad, good = scene.waiting
+    scene.answer(good)
+    for revision in range(1, MAX_REDRAWS + 2):
+        scene.answer(Draw(bad.ordinal, revision - 1))
+        scene.decide()
+        events, effects = scene.report("refused", batch=1, revision=revision, bad=[Draw(bad.ordinal, revision - 1)])
+    assert [(event.draws, event.reason) for event in events if isinstance(event, Dropped)] == [
+        ([Draw(bad.ordinal, MAX_REDRAWS)], "refused")
+    ]
+    assert effects.tickets == [Draw(2)]
+    assert effects.delete == [scene.seq]
+    assert scene.run.state.balanced()

@@ -1,0 +1,60 @@
+"""Groups from the wire: whatever breaks their contract is a ProtocolError, never another error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.shared.errors import ProtocolError
+from penstock.shared.protocol.codec import SCHEMA
+from penstock.shared.protocol.frame import encode_frame
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.trajectory import GroupHeader, decode_group, group_headers, parse_group_header
+
+TREE: dict[str, Any] = {
+    "schema": SCHEMA, "kind": "Group", "job": "j", "draw": [0, 0], "attempt": "a", "epoch": 1, "meta": {}, "parts": {},
+    "prompt_ids": np.zeros(1, np.int32), "token_ids": np.zeros(1, np.int32), "cu_seqlens": np.array([0, 1], np.int32),
+    "logprobs": np.zeros(1, np.float32), "mask": np.ones(1, np.uint8), "rewards": np.zeros(1, np.float32),
+    "failed": np.zeros(1, np.bool_), "finish": np.zeros(1, np.uint8), "spans": np.array([[0, 0, 0, 1]], np.int32),
+    "greedy": np.zeros(1, np.bool_),
+}  # fmt: skip
+HEADER: dict[str, Any] = {
+    "draw": Draw(0), "attempt": "a", "epoch": 1, "digest": "d", "nbytes": 1, "prompt_tokens": 1, "lengths": [1, 2],
+    "rewards": [0.0, 1.0], "failed": [False, False], "truncated": [False, False], "finite": True, "min_version": 0,
+    "max_version": 0, "worker": "w",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("cu_seqlens", np.zeros((2, 2), np.int32)),
+        ("cu_seqlens", np.zeros(0, np.int32)),
+        ("cu_seqlens", np.zeros((), np.int32)),
+        ("spans", np.zeros(4, np.int32)),
+        ("token_ids", [1]),
+        ("greedy", 3),
+        ("experts", [1]),
+        ("experts", np.zeros(2, np.uint8)),
+        ("draw", ["0", 0]),
+        ("draw", 7),
+        ("meta", []),
+        ("parts", {"exact": 1.0}),
+        ("attempt", 1),
+    ],
+)
+def test_a_malformed_field_is_a_protocol_error(field: str, value: Any) -> None:
+    assert decode_group(b"".join(encode_frame(TREE))).draw == Draw(0)
+    with pytest.raises(ProtocolError):
+        decode_group(b"".join(encode_frame({**TREE, field: value})))
+
+
+@pytest.mark.parametrize("field", ["lengths", "rewards", "failed", "truncated", "greedy"])
+def test_lists_of_a_header_have_the_same_length(field: str) -> None:
+    good = GroupHeader(**HEADER)
+    assert parse_group_header(group_headers(good)) == good
+    wrong = GroupHeader(**{**HEADER, field: HEADER.get(field, [False, True])[:1]})
+    with pytest.raises(ProtocolError, match="entries each"):
+        parse_group_header(group_headers(wrong))
