@@ -60,7 +60,9 @@ def test_from_a_metric_to_a_measured_checkpoint(stack: Any, make_job: Any, tmp_p
     assert taken[best].startswith("new best tokens_total/generated")
 
     rows = {row["number"]: row for row in stack.client.checkpoints(job)}
-    assert {number for number, row in rows.items() if row["available"]} == {0, best, status.step}
+    available = {number for number, row in rows.items() if row["available"]}
+    assert available >= {0, best, status.step}
+    assert len(available) <= 4, "the job may end before the last retention, not before the one before"
     assert len(rows) > 3, "retention had nothing to delete"
     assert rows[best]["best"]
     assert rows[status.step]["final"]
