@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import Protocol
 
@@ -208,26 +209,33 @@ class Draft:
         if not self.may_draw():
             return
         size = config.groups_per_batch
-        waiting = sum(1 for info in state.open.values() if not info.batch)
+        planned = sorted(info.min_version for info in state.open.values() if not info.batch)
         room = config.max_draws - len(state.open)
         remaining = self.remaining_batches()
         if remaining is not None:
-            room = min(room, max(0, remaining) * size - waiting)
+            room = min(room, max(0, remaining) * size - len(planned))
+        if not state.sealed and (remaining is None or remaining > 0):
+            # The draws that take up the room may wait for versions that come only after the next batch (forks).
+            room = max(room, size - bisect_right(planned, state.version))
         if run.num_ordinals is not None:
             room = min(room, run.num_ordinals - state.next_ordinal)
         room = min(room, self.byte_credits())
+        ahead = 0
         while room > 0:
-            ahead, used = divmod(waiting, size)
-            count = min(room, size - used)
             # Beyond the lag bound `oversample` draws for the next batch, whose short groups these then make up for.
             min_version, deadline = plan_draw(config, state, self.now, min(ahead, config.train.max_lag))
+            count = min(room, size * (ahead + 1) - bisect_right(planned, min_version))
+            ahead += 1
+            if count <= 0:
+                continue
             self.add(
                 Drawn(
                     writer_epoch=run.writer_epoch, time=self.now, start=state.next_ordinal,
                     stop=state.next_ordinal + count, min_version=min_version, deadline=deadline,
                 )
             )  # fmt: skip
-            room, waiting = room - count, waiting + count
+            planned = sorted([*planned, *[min_version] * count])
+            room -= count
 
     def byte_credits(self) -> int:
         """Groups that may be drawn so that all in flight still fit into the job's byte budget at their largest."""

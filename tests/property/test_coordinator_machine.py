@@ -448,6 +448,19 @@ class CoordinatorMachine(RuleBasedStateMachine):
         assert parts == self.world.later_parts, "a group is stored whole or not at all"
 
     @invariant()
+    def the_next_batch_can_be_filled(self) -> None:
+        """Where no sealed batch is on its way to the trainer, enough draws wait for versions that exist."""
+        if not hasattr(self, "run"):
+            return
+        run, state = self.run, self.run.state
+        over = run.desired != "running" or state.finished or run.failure or run.training_done or run.stop_early
+        exhausted = run.num_ordinals is not None and state.next_ordinal >= run.num_ordinals
+        if over or exhausted or state.sealed or state.checkpoint is None:
+            return
+        ready = [draw for draw, info in state.open.items() if info.min_version <= state.version]
+        assert len(ready) >= self.config.groups_per_batch, f"{state.open} at version {state.version}"
+
+    @invariant()
     def nothing_is_hoarded(self) -> None:
         """Every group the leader has seen is waiting, sealed or in the log of a trained batch; others were deleted."""
         if not hasattr(self, "run"):
