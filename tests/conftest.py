@@ -16,6 +16,13 @@ from penstock.shared.transport.server import NatsServer
 
 SHM, SHM_ROOM_BYTES = Path("/dev/shm"), 2 << 30
 EXPERIENCE_BYTES, STREAM_BYTES = 64 << 20, 16 << 20
+WORKERS = 2
+"""Processes that share the whole suite: many tests wait for processes of their own, few need a core all the time."""
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """The whole suite is shared out; tests that somebody names run in this process, where `-s` and `--pdb` work."""
+    return WORKERS if config.args_source is pytest.Config.ArgsSource.TESTPATHS else 0
 
 
 @pytest.fixture
