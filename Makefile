@@ -9,7 +9,7 @@ GSM8K ?= data/gsm8k
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lint format type imports check test e2e docs docs-serve reference compose-config compose-test up down \
-	demo bench bench-bus bench-ledger bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-algorithms fresh package release clean
+	demo bench bench-bus bench-ledger bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-algorithms bench-ingest bench-length fresh package release clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -101,6 +101,12 @@ bench-gsm8k: $(BIN)/pytest  ## RL beside more supervised training on GSM8K's cal
 
 bench-algorithms: $(BIN)/pytest  ## learning curves of every algorithm in examples/algorithms, three seeds each
 	$(BIN)/python benchmarks/algorithms.py --out docs/results/algorithms $(ARGS)
+
+bench-length: $(BIN)/pytest  ## which aggregations and overlong rules make wrong answers longer, three seeds each
+	$(BIN)/python benchmarks/length_bias.py --out docs/results/length_bias $(ARGS)
+
+bench-ingest: $(BIN)/pytest  ## durable feedback per second through HTTP, and what SIGKILL loses
+	$(BIN)/python benchmarks/ingest.py $(ARGS)
 
 fresh:  ## both commands of the README on a clean machine
 	$(FRESH) . "python3 -m venv .venv && .venv/bin/pip install -q -e '.[demo]' && .venv/bin/penstock demo"

@@ -1,28 +1,30 @@
 """Learning curves of every algorithm that ships as a job file in ``examples/algorithms``, three seeds each.
 
-    python benchmarks/algorithms.py [--algorithms grpo ...] [--seeds 3] [--parallel 2] [--out STEM]
+    python benchmarks/algorithms.py [--algorithms grpo ...] [--seeds 3] [--parallel 2] [--out STEM] [--report]
 
 Each run goes through the services and stops at the goal of its job file (``early_stop``) or at its limit. The
 target: every seed of every algorithm reaches a mean sampled reward of 0.9 over ten updates within ``--budget`` samples.
-``--out STEM`` writes STEM.json and STEM.png.
+``--out STEM`` writes STEM.json and STEM.png, and each run to STEM.runs.jsonl as it finishes: the same command goes on
+after an interruption. A run counts as finished if its job file still says the same.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import os
 import statistics
 import sys
 import tempfile
 from collections import defaultdict
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import yaml
 from report import Report
+from resumable import Finished, digest, run_all
 from service_run import run_job
 
 from penstock.shared.config.job import JobConfig
@@ -40,6 +42,8 @@ class Curve:
     batch_size: int
     rewards: list[float]
     seconds: float
+    load: float | None = None
+    """Load average of the machine at the end; None: not written down."""
 
     def smoothed(self) -> list[float]:
         """Mean over the last ``WINDOW`` updates, for each update from the first full window."""
@@ -51,23 +55,29 @@ class Curve:
         return None if updates is None else updates * self.batch_size
 
 
-def one_run(folder: Path, which: tuple[str, int]) -> Curve:
+def job_of(folder: Path, algorithm: str) -> dict[str, Any]:
+    """The job file of one algorithm."""
+    spec: dict[str, Any] = yaml.safe_load((folder / f"{algorithm}.yaml").read_text())
+    return spec
+
+
+def one_run(folder: Path, key: tuple[str, ...]) -> dict[str, Any]:
     """One algorithm with one seed, through the services."""
-    algorithm, seed = which
-    spec = yaml.safe_load((folder / f"{algorithm}.yaml").read_text())
-    config = JobConfig.parse({**spec, "seed": seed})
+    algorithm, seed = key[0], int(key[1])
+    config = JobConfig.parse({**job_of(folder, algorithm), "seed": seed})
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
         finished = run_job(config, Path(scratch))
     series = finished.series("reward/mean")
     curve = Curve(
-        algorithm, seed, config.train.batch_size, [value for _, _, value in series], series[-1][1] - series[0][1]
-    )
+        algorithm, seed, config.train.batch_size, [value for _, _, value in series], series[-1][1] - series[0][1],
+        round(os.getloadavg()[0], 1),
+    )  # fmt: skip
     print(
         f"{algorithm}, seed {seed}: {curve.rewards[0]:.2f} -> {curve.smoothed()[-1]:.2f} in {len(series)} updates, "
-        f"{curve.samples_to_goal() or 'no'} samples to {GOAL}, {curve.seconds:.0f} s",
+        f"{curve.samples_to_goal() or 'no'} samples to {GOAL}, {curve.seconds:.0f} s at a load of {curve.load}",
         file=sys.stderr, flush=True,
     )  # fmt: skip
-    return curve
+    return asdict(curve)
 
 
 def fill(report: Report, curves: list[Curve], *, budget: int) -> None:
@@ -120,20 +130,26 @@ def main() -> int:
     parser.add_argument("--parallel", type=int, default=1, help="runs at once; they share the cores")
     parser.add_argument("--budget", type=int, default=150_000, help="samples within which the goal must be reached")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--report", action="store_true", help="run nothing, report on the finished runs of --out")
     args = parser.parse_args()
     names = args.algorithms or sorted(path.stem for path in args.folder.glob("*.yaml"))
     report = Report(
         f"Sampled reward on the task of {args.folder.name}",
         ["algorithm", "start", "worst end", "mean end", f"samples to {GOAL}", "s"],
     )
-    runs = list(product(names, range(args.seeds)))
-    with ProcessPoolExecutor(args.parallel, mp_context=multiprocessing.get_context("spawn")) as pool:
-        curves = list(pool.map(partial(one_run, args.folder), runs))
+    digests = {name: digest(job_of(args.folder, name)) for name in names}
+    keys = [(name, str(seed), digests[name]) for seed, name in product(range(args.seeds), names)]
+    finished = Finished(args.out.with_suffix(".runs.jsonl") if args.out else None)
+    complete = not args.report and run_all(partial(one_run, args.folder), keys, finished, parallel=args.parallel)
+    curves = [Curve(**finished.runs[key]) for key in sorted(keys) if key in finished.runs]
+    report.check(f"all {len(keys)} runs finished", len(curves) == len(keys))
     fill(report, curves, budget=args.budget)
     if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
         draw(curves, args.out.with_suffix(".png"))
-    return report.finish(args.out.with_suffix(".json") if args.out else None)
+    status = report.finish(args.out.with_suffix(".json") if args.out else None)
+    if complete:
+        finished.remove()
+    return status
 
 
 if __name__ == "__main__":

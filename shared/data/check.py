@@ -6,7 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from penstock.shared.config.data import DataConfig, PromptConfig, Source
+from penstock.shared.config.job import ROW_BYTES
 from penstock.shared.config.reward import RewardConfig
 from penstock.shared.data.prompts import check_messages
 from penstock.shared.data.rows import Rows, check_rows, open_rows
@@ -17,6 +20,9 @@ from penstock.shared.errors import DataError
 __all__ = ["DataSummary", "SourceSummary", "check_data"]
 
 _ROWS_RENDERED = 64
+_ROWS_MEASURED = 50_000
+"""Of a longer source every so-manieth row is measured."""
+_encoder = msgspec.msgpack.Encoder(enc_hook=str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,8 @@ class DataSummary:
     eval: tuple[SourceSummary, ...]
     rows_per_epoch: int
     num_eval: int
+    row_bytes: int
+    """What the largest row has beyond ROW_BYTES; every group carries its row."""
     notes: tuple[str, ...]
 
 
@@ -54,6 +62,7 @@ def check_data(config: DataConfig, reward: RewardConfig | None = None) -> DataSu
         eval=tuple(SourceSummary(rows.name, len(rows)) for rows in eval_),
         rows_per_epoch=sum(len(rows) for rows in train),
         num_eval=sum(len(rows) for rows in eval_),
+        row_bytes=max(0, max(map(_largest_row, (*train, *eval_)), default=0) - ROW_BYTES),
         notes=tuple(note for rows in (*train, *eval_) for note in rows.notes),
     )
 
@@ -63,6 +72,11 @@ def _open(sources: Sequence[Source], use: Callable[[dict[str, Any], str], object
     for rows in opened:
         check_rows(rows, use, first=_ROWS_RENDERED)
     return opened
+
+
+def _largest_row(rows: Rows) -> int:
+    every = -(-len(rows) // _ROWS_MEASURED) or 1
+    return max((len(_encoder.encode(rows[index])) for index in range(0, len(rows), every)), default=0)
 
 
 def _renderer(config: PromptConfig, reward: RewardConfig | None) -> Callable[[dict[str, Any], str], object]:

@@ -143,7 +143,10 @@ def load_function(path: str, where: str) -> Callable[..., Any]:
 
 
 def _interleave(counts: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Spread sources evenly: item j of n stands at time (j + 1/2) / n. Gives source and j of each place, int64 [P]."""
+    """Spread sources evenly: item j of n stands at time (j + 1/2) / n. Gives source and j of each place, int64 [P]; an
+    online job has no source."""
+    if not counts:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
     source_P = np.concatenate([np.full(n, s, np.int64) for s, n in enumerate(counts)])
     nth_P = np.concatenate([np.arange(n, dtype=np.int64) for n in counts])
     time_P = (nth_P + 0.5) / np.asarray(counts, np.float64)[source_P]

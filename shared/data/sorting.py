@@ -11,6 +11,9 @@ from penstock.shared.config.data import SORTING_SYMBOLS, SortingSource
 
 __all__ = ["SortingRows"]
 
+LONGEST_ASTRAY, END_ASTRAY = 63, 1 / 16
+"""Most symbols of an answer that goes astray, and the probability that a symbol after that place is its last."""
+
 
 class SortingRows:
     """Row i is ``{"prompt": "b7Ka=", "answer": "7Kab", "items": 4}``: different symbols, to be put in their order."""
@@ -32,8 +35,19 @@ class SortingRows:
         draws = random.Random(xxhash.xxh3_128_intdigest(f"{self._seed}:{index}".encode()))
         num_items = draws.randint(self._source.min_items, self._source.max_items)
         items = draws.sample(SORTING_SYMBOLS, num_items)
-        return {"prompt": "".join(items) + "=", "answer": "".join(sorted(items)), "items": num_items}
+        answer = "".join(sorted(items))
+        if self._source.astray and draws.random() < self._source.astray:
+            answer = _astray(answer, draws)
+        return {"prompt": "".join(items) + "=", "answer": answer, "items": num_items}
 
     def where(self, index: int) -> str:
         """Description and row number."""
         return f"{self.name}, row {index}"
+
+
+def _astray(answer: str, draws: random.Random) -> str:
+    """The beginning of ``answer``, then symbols at random: at each of them the end is equally likely."""
+    answer = answer[: draws.randrange(min(len(answer), LONGEST_ASTRAY))] + draws.choice(SORTING_SYMBOLS)
+    while len(answer) < LONGEST_ASTRAY and draws.random() >= END_ASTRAY:
+        answer += draws.choice(SORTING_SYMBOLS)
+    return answer

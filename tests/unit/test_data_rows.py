@@ -176,3 +176,15 @@ def test_sorting_rows_are_ragged_repeatable_and_right() -> None:
     assert rows[0] != open_rows(SortingSource(), seed=4)[0]
     with pytest.raises(ConfigError, match="min_items 9 is larger than max_items 8"):
         SortingSource.parse({"min_items": 9, "max_items": 8})
+
+
+def test_sorting_demonstrations_go_astray_in_the_stated_share() -> None:
+    right = open_rows(SortingSource(min_items=8, max_items=32), seed=3)
+    some = open_rows(SortingSource(min_items=8, max_items=32, astray=0.25), seed=3)
+    all_rows = open_rows(SortingSource(min_items=64, max_items=64, astray=1.0), seed=3)
+    assert [some[i]["prompt"] for i in range(400)] == [right[i]["prompt"] for i in range(400)]
+    astray = [i for i in range(400) if some[i]["answer"] != right[i]["answer"]]
+    assert 70 < len(astray) < 130
+    assert len({len(some[i]["answer"]) - some[i]["items"] for i in astray}) > 20
+    assert max(len(all_rows[i]["answer"]) for i in range(200)) == 63
+    assert some[astray[0]] == open_rows(SortingSource(min_items=8, max_items=32, astray=0.25), seed=3)[astray[0]]

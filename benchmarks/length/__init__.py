@@ -1,0 +1,1 @@
+"""The pieces of the benchmark of length bias."""
