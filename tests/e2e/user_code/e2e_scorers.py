@@ -18,8 +18,17 @@ def paced(prompt: str, completion: str, answer: str | None, row: dict[str, Any])
     return fingerprint(prompt, completion, answer, row)
 
 
+def as_they_come(row: dict[str, Any]) -> float:
+    """A curriculum that changes nothing, but has to be imported."""
+    return 0.0
+
+
 def raises(prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
     raise ValueError("the judge is out to lunch")
+
+
+def raises_markup(prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
+    raise ValueError("<img src=x onerror=window.attacked=true>")
 
 
 def hangs(prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:

@@ -1,0 +1,87 @@
+"""The web page: fixed files beside the API, under a policy that lets it load nothing from elsewhere."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import PurePosixPath
+
+from fastapi import APIRouter, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+__all__ = ["is_asset", "router"]
+
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "object-src 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+router = APIRouter(include_in_schema=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Asset:
+    """One file, with the ETag of its bytes."""
+
+    data: bytes
+    media_type: str
+    etag: str
+
+
+def is_asset(path: str) -> bool:
+    """Whether ``path`` is a file of the page: served to anybody, for it holds nothing of a job."""
+    return path == "/" or path.startswith("/assets/")
+
+
+@router.get("/")
+def page(request: Request) -> Response:
+    """The page itself."""
+    return _serve(request, "index.html")
+
+
+@router.get("/assets/{name:path}")
+def asset(request: Request, name: str) -> Response:
+    """A file that the page loads."""
+    return _serve(request, name)
+
+
+def _serve(request: Request, name: str) -> Response:
+    found = _assets().get(name)
+    if found is None:
+        raise HTTPException(404, "no such file of the page")
+    headers = HEADERS | {"ETag": found.etag}
+    if request.headers.get("if-none-match") == found.etag:
+        return Response(status_code=304, headers=headers)
+    return Response(found.data, media_type=found.media_type, headers=headers)
+
+
+@cache
+def _assets() -> dict[str, Asset]:
+    """Every servable file by its path below the folder: a request can only name one of these."""
+    folder = files("penstock.services.coordinator").joinpath("dashboard")
+    return {name: _read(file) for name, file in _walk(folder) if PurePosixPath(name).suffix in TYPES}
+
+
+def _walk(folder: Traversable, prefix: str = "") -> list[tuple[str, Traversable]]:
+    found: list[tuple[str, Traversable]] = []
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        found += _walk(entry, f"{prefix}{entry.name}/") if entry.is_dir() else [(prefix + entry.name, entry)]
+    return found
+
+
+def _read(file: Traversable) -> Asset:
+    data = file.read_bytes()
+    return Asset(data, TYPES[PurePosixPath(file.name).suffix], f'"{hashlib.sha256(data).hexdigest()[:16]}"')

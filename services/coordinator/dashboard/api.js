@@ -1,0 +1,91 @@
+// The API as this page uses it. The key stays in the tab's session storage; there are no cookies.
+
+const KEY = "penstock-key";
+
+export class Problem extends Error {
+  constructor(status, text) {
+    super(text);
+    this.status = status;
+  }
+}
+
+export function key() {
+  return sessionStorage.getItem(KEY) ?? "";
+}
+
+export function setKey(text) {
+  if (text) sessionStorage.setItem(KEY, text);
+  else sessionStorage.removeItem(KEY);
+}
+
+async function ask(path, options = {}) {
+  const headers = { Accept: "application/json", ...options.headers };
+  if (key()) headers.Authorization = `Bearer ${key()}`;
+  let reply;
+  try {
+    reply = await fetch(path, { ...options, headers });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Problem(0, "the coordinator does not answer");
+  }
+  if (!reply.ok) {
+    const body = await reply.json().catch(() => ({}));
+    throw new Problem(reply.status, body.detail ?? body.title ?? `HTTP ${reply.status}`);
+  }
+  return reply;
+}
+
+export async function get(path, signal) {
+  return (await ask(path, { signal })).json();
+}
+
+export async function post(path) {
+  return (await ask(path, { method: "POST" })).json();
+}
+
+const WAIT_MS = 1000;
+
+/** Follow the events of a job from the first on, over lost connections, until `signal` aborts. */
+export async function follow(job, onEvent, signal) {
+  let last = 0;
+  while (!signal.aborted) {
+    try {
+      const headers = { Accept: "text/event-stream", ...(last ? { "Last-Event-ID": String(last) } : {}) };
+      const reply = await ask(`/v1/jobs/${encodeURIComponent(job)}/events`, { headers, signal });
+      for await (const event of messages(reply.body)) {
+        if (event.id) last = Number(event.id);
+        if (event.data) onEvent(last, JSON.parse(event.data));
+      }
+    } catch (error) {
+      if (error.name === "AbortError" || [401, 403, 404].includes(error.status)) return;
+    }
+    await new Promise((resolve) => setTimeout(resolve, WAIT_MS));
+  }
+}
+
+/** Server-sent events of a byte stream. EventSource cannot send a key, so this reads them itself. */
+async function* messages(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    text += value.replaceAll("\r\n", "\n");
+    for (let end = text.indexOf("\n\n"); end >= 0; end = text.indexOf("\n\n")) {
+      yield parse(text.slice(0, end));
+      text = text.slice(end + 2);
+    }
+  }
+}
+
+function parse(block) {
+  const event = { id: "", data: "" };
+  for (const line of block.split("\n")) {
+    const at = line.indexOf(":");
+    if (at <= 0) continue; // a comment, or a field without a value
+    const [name, value] = [line.slice(0, at), line.slice(at + 1).replace(/^ /, "")];
+    if (name === "data") event.data += (event.data ? "\n" : "") + value;
+    else if (name === "id") event.id = value;
+  }
+  return event;
+}

@@ -1,0 +1,84 @@
+"""The web page in a real browser, over a real stack."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, expect, sync_playwright
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(180)]
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+WAIT_MS = 60_000
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    """A tab of a browser on this machine; what its console says in anger fails the test."""
+    program = os.environ.get("PENSTOCK_CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
+    if program is None:
+        message = f"none of {', '.join(BROWSERS)} is installed; PENSTOCK_CHROMIUM may name one"
+        (pytest.fail if os.environ.get("PENSTOCK_REQUIRE_BROWSER") else pytest.skip)(message)
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=program, args=QUIET)
+        tab = browser.new_page(viewport={"width": 1300, "height": 1000})
+        tab.set_default_timeout(WAIT_MS)
+        angry: list[str] = []
+        tab.on("pageerror", lambda error: angry.append(str(error)))
+        tab.on("console", lambda line: angry.append(line.text) if "Content Security Policy" in line.text else None)
+        yield tab
+        browser.close()
+        assert angry == []
+
+
+def enter(page: Page, stack: Any, key: str) -> None:
+    """Open the page and give it a key when it asks."""
+    page.goto(f"{stack.stack.url}/")
+    page.wait_for_selector("#ask-key[open]")
+    page.fill("#key-text", key)
+    page.click("#ask-key button[value=use]")
+
+
+def test_a_job_can_be_watched_and_cancelled(stack: Any, page: Page) -> None:
+    hosts = set()
+    page.on("request", lambda request: hosts.add(request.url.split("/")[2]))
+    job = stack.submit("train.max_updates=2000", "checkpoint.every=1000", name="watched")
+    enter(page, stack, "e2e-key")
+    page.click("text=watched")
+    page.wait_for_selector(".chart canvas >> visible=true")
+    page.wait_for_selector(".events >> text=first policy update done")
+    assert page.inner_text("h1") == "watched"
+    services = page.locator("section:has(h2:text('Services')) tbody tr")
+    assert {"coordinator", "rollout", "reward", "trainer"} <= set(services.locator("td:first-child").all_inner_texts())
+    step = page.locator(".figures dd").first
+    before = step.inner_text()
+    expect(step).not_to_have_text(before, timeout=WAIT_MS)
+    page.on("dialog", lambda question: question.accept())
+    page.click("button:text('cancel')")
+    page.wait_for_selector(".phase.cancelled")
+    assert stack.finish(job).status.phase == "cancelled"
+    assert hosts == {stack.stack.url.split("/")[2]}, "everything came from the coordinator"
+
+
+def test_a_wrong_key_is_asked_for_again(stack: Any, page: Page) -> None:
+    enter(page, stack, "wrong")
+    page.wait_for_selector("#ask-key[open]")
+    assert page.locator("table").count() == 0
+
+
+def test_what_others_wrote_is_text(stack: Any, page: Page) -> None:
+    """A scorer's error reaches the page; markup in it must stay text."""
+    reward = {"scorers": [{"type": "function", "path": "e2e_scorers:raises_markup"}], "timeout_s": 5.0}
+    job = stack.submit("train.max_updates=5", name="marked", reward=reward)
+    assert stack.finish(job).status.phase == "failed"
+    assert "<img" in stack.status(job).message
+    enter(page, stack, "e2e-key")
+    page.goto(f"{stack.stack.url}/#/jobs/{job}")
+    page.wait_for_selector(".title >> text=<img src=x")
+    assert page.locator("main img").count() == 0
+    assert page.evaluate("window.attacked") is None
