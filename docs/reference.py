@@ -25,6 +25,7 @@ from penstock.cli.app import app
 from penstock.shared import errors
 from penstock.shared.config import JobConfig, ServiceSettings
 from penstock.shared.config.evaluation_job import EvaluationJob
+from penstock.shared.config.online_job import OnlineJob
 
 __all__ = ["TABLES", "commands", "environment", "error_tree", "job_file", "render"]
 
@@ -65,6 +66,14 @@ def evaluation_job() -> str:
     return re.sub(r"^## (.*)$", r"## \1 of an evaluation job", text, flags=re.MULTILINE)
 
 
+def online_job() -> str:
+    """The sections of an online job, as far as a job on a data set does not have them."""
+    seen: set[type] = set()
+    list(_sections(JobConfig, "", seen))
+    text = "\n\n".join(_section(path, model) for path, model in _sections(OnlineJob, "", seen))
+    return re.sub(r"^## (.*)$", r"## \1 of an online job", text, flags=re.MULTILINE)
+
+
 def error_tree() -> str:
     """The tree of errors, as drawn in shared/errors.py."""
     tree = (errors.__doc__ or "").partition("::\n\n")[2].partition("\n\n")[0]
@@ -91,6 +100,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "commands": ("cli.md", commands),
     "job": ("job-file.md", job_file),
     "evaluation-job": ("job-file.md", evaluation_job),
+    "online-job": ("job-file.md", online_job),
     "errors": ("architecture.md", error_tree),
 }
 """Marker -> page and what writes it."""

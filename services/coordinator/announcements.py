@@ -13,6 +13,7 @@ from penstock.shared.protocol.events import (
     Dropped,
     Event,
     LineageForked,
+    SettingsChanged,
 )
 
 __all__ = ["announce"]
@@ -34,6 +35,12 @@ def announce(outbox: Outbox, events: Iterable[Event]) -> None:
                 outbox.event("warning", "dropped", f"{len(event.draws)} draws dropped{ending}: {event.reason}")
             case LineageForked():
                 outbox.event("warning", "lineage_forked", f"rolled back from batch {event.from_batch}: {event.reason}")
+            case SettingsChanged():
+                shown = ", ".join(
+                    f"{key} {value}" for key, value in sorted(event.settings.items()) if value is not None
+                )
+                text = f"from update {event.update_index + 1} on: {shown}"
+                outbox.event("info", "settings", text, step=event.update_index + 1, settings=event.settings)
             case BatchTrained() if event.number == 1:
                 outbox.event("info", "step", "first policy update done")
             case _:

@@ -9,8 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from penstock.services.coordinator.hyperparameters import hyperparameters_of
 from penstock.services.coordinator.ledger import NO_SIGNAL, LedgerState
+from penstock.services.coordinator.online.proof import flaws_of_admission
 from penstock.shared.config.job import JobConfig
+from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import BatchSealed, BatchTrained, Dropped, Event, LineageForked, SealedGroup
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.trajectory import Group
@@ -26,6 +29,8 @@ CHECKS = {
     "spans": "version spans cover every token and agree with what the gate saw",
     "finite": "every log-prob and reward that was trained is finite",
     "resampling": "no more groups without signal were replaced than algorithm.dynamic_sampling allows",
+    "hyper-parameters": "each batch was sealed with the settings that held then",
+    "admissions": "what an online job trained was admitted: an interaction once, its feedback once, within the bound",
     "snapshots": "each snapshot equals the fold of the entries that it covers",
 }
 
@@ -42,6 +47,7 @@ class Audit:
     tokens_checked: int = 0
     max_lag_seen: int = 0
     snapshots_checked: int = 0
+    admissions_checked: int = 0
 
     def find(self, check: str, text: str) -> None:
         """Note a violation."""
@@ -54,6 +60,7 @@ class Audit:
             "lag bound": f"largest lag {self.max_lag_seen}",
             "digests": f"{self.groups_checked} groups read, {self.groups_gone} purged after a checkpoint",
             "finite": f"{self.tokens_checked} tokens",
+            "admissions": f"{self.admissions_checked} trajectories of live interactions",
             "snapshots": f"{self.snapshots_checked} equal the fold",
         }
         checks = [
@@ -99,6 +106,10 @@ def audit_ledger(
             if snapshot != audit.state:
                 audit.find("snapshots", f"the one after entry {count} is not the fold of the entries up to there")
     _check_once(audit)
+    if isinstance(config, OnlineJob):
+        audit.admissions_checked, flaws = flaws_of_admission(entries, audit.trained, config.train.max_lag)
+        for flaw in flaws:
+            audit.find("admissions", flaw)
     return audit
 
 
@@ -110,6 +121,8 @@ def _audit_entry(audit: Audit, entry: list[Event], config: JobConfig, sealed: di
             case BatchSealed():
                 sealed[event.number] = event
                 _check_lag(audit, event, config.train.max_lag)
+                if event.hyperparameters != hyperparameters_of(audit.state.settings):
+                    audit.find("hyper-parameters", f"batch {event.number} was sealed with {event.hyperparameters}")
             case Dropped() if event.reason == NO_SIGNAL:
                 _check_resampling(audit, config)
             case BatchTrained():

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
+from penstock.services.coordinator.batch_log import batch_id
 from penstock.services.coordinator.run import Effects, JobRun
 from penstock.shared.errors import NotFound, ProtocolError, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
@@ -17,9 +18,12 @@ from penstock.shared.protocol.messages import DRAW_HEADER, BatchManifest, Ticket
 from penstock.shared.protocol.parts import PART, count_of, part_subject
 from penstock.shared.transport.bus import MSG_ID, Bus, Message, Outgoing
 
-__all__ = ["Carrier"]
+__all__ = ["Carrier", "Order"]
 
 logger = logging.getLogger(__name__)
+
+Order = Callable[[JobRun, Sequence[Draw]], Awaitable[None]]
+"""Has the groups of draws made; safe to repeat."""
 
 RETRY_S = 0.2
 MAX_REASON = 500
@@ -32,13 +36,13 @@ class Carrier:
         self.bus, self.job, self.epoch = bus, job, epoch
         self.sealed_at = time.time()
 
-    async def carry_out(self, run: JobRun, effects: Effects) -> None:
-        """Do what follows from committed events."""
+    async def carry_out(self, run: JobRun, effects: Effects, order: Order | None = None) -> None:
+        """Do what follows from committed events; ``order`` has groups made, default: tickets ask for them."""
         for number in effects.announce:
             await self._announce(run, number)
             self.sealed_at = time.time()
         if effects.tickets:
-            await self.publish_tickets([self._ticket(run, draw) for draw in effects.tickets])
+            await (order or self.ask)(run, effects.tickets)
         await self.delete(effects.delete)
         if effects.purge_below is not None:
             await self.bus.purge(subjects.EXPERIENCE, subjects.experience(self.job), below_seq=effects.purge_below)
@@ -53,11 +57,15 @@ class Carrier:
             start_version=batch.start_version,
             update_index=batch.update_index,
             groups=batch.groups,
+            hyperparameters=batch.hyperparameters,
         )
         data = pack(manifest, job=self.job, id=f"{number}.{batch.revision}", epoch=self.epoch)
-        await self._publish(
-            subjects.batches(self.job), data, msg_id=f"batch:{self.job}:{number}.{batch.revision}.{self.epoch}"
-        )
+        msg_id = batch_id(self.job, number, batch.revision, self.epoch)
+        await self._publish(subjects.batches(self.job), data, msg_id=msg_id)
+
+    async def ask(self, run: JobRun, draws: Sequence[Draw]) -> None:
+        """Publish a ticket for each draw."""
+        await self.publish_tickets([self._ticket(run, draw) for draw in draws])
 
     def _ticket(self, run: JobRun, draw: Draw) -> Ticket:
         info = run.state.open[draw]

@@ -7,6 +7,7 @@ those files; the trainer writes it, and nothing that the manifest does not name 
 from __future__ import annotations
 
 import hashlib
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,16 @@ from penstock.services.coordinator.ledger import LedgerState
 from penstock.shared.errors import ConfigError, Conflict, NotFound
 from penstock.shared.protocol.events import Checkpointed
 
-__all__ = ["StoredFile", "checkpoint_row", "checkpoint_rows", "choose_checkpoint", "find_file"]
+__all__ = [
+    "StoredCheckpoint",
+    "StoredFile",
+    "checkpoint_row",
+    "checkpoint_rows",
+    "choose_checkpoint",
+    "delete_checkpoint",
+    "find_file",
+    "read_stored",
+]
 
 MANIFEST, COMMIT = "manifest.json", "COMMIT"
 MAX_DIGITS = 18
@@ -36,7 +46,7 @@ class _Manifest(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class StoredCheckpoint:
     """A committed checkpoint on this host."""
 
     path: Path
@@ -120,9 +130,28 @@ def _event(state: LedgerState, number: int) -> Checkpointed:
         raise NotFound(f"no checkpoint {number}; there are: {known}") from None
 
 
-def _stored(event: Checkpointed) -> _Stored | None:
-    """The files of a checkpoint, None unless it is committed and its manifest is the one that was committed."""
-    path = Path(event.path)
+def delete_checkpoint(state: LedgerState, number: int) -> None:
+    """Remove the files of a checkpoint from this host; the ledger goes on to name it.
+
+    Raises:
+        NotFound: no such checkpoint.
+        Conflict: the run still needs it (it is the initial, the best or the newest one), or its files are not here.
+    """
+    stored = _stored(_event(state, number))
+    if not state.finished and number in (*state.pinned, max(state.checkpoints)):
+        raise Conflict(f"checkpoint {number} is needed while the job runs: it is the initial, the best or the newest")
+    if stored is None:
+        raise Conflict(f"the files of checkpoint {number} are not on the coordinator's host (deleted, or never there)")
+    (stored.path / COMMIT).unlink(missing_ok=True)  # first: a removal that breaks off leaves nothing that looks whole
+    shutil.rmtree(stored.path)
+
+
+def _stored(event: Checkpointed) -> StoredCheckpoint | None:
+    return read_stored(Path(event.path))
+
+
+def read_stored(path: Path) -> StoredCheckpoint | None:
+    """The files in a directory, None unless it is committed and its manifest is the one that was committed."""
     try:
         digest = (path / COMMIT).read_text(encoding="ascii").strip()
         data = (path / MANIFEST).read_bytes()
@@ -132,4 +161,4 @@ def _stored(event: Checkpointed) -> _Stored | None:
     own = hashlib.sha256(data).hexdigest()
     if own != digest:
         return None
-    return _Stored(path, {**manifest.files, MANIFEST: StoredFile(len(data), own)})
+    return StoredCheckpoint(path, {**manifest.files, MANIFEST: StoredFile(len(data), own)})

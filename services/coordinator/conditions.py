@@ -33,7 +33,7 @@ Fact = tuple[Literal["True", "False", "Unknown"], str, str]
 
 def _facts(run: JobRun, job: str, members: Members, clock: float) -> dict[Type, Fact]:
     state = run.state
-    lost = [service for service in ("trainer", "rollout", "reward") if not members.of(service, clock)]
+    lost = [service for service in run.config.services if not members.of(service, clock)]
     behind = [
         member.beat.worker
         for member in members.of("rollout", clock)
@@ -65,4 +65,4 @@ def _progress(run: JobRun, lost: Sequence[str]) -> Fact:
         return "False", f"{lost[0].capitalize()}Missing", "no heartbeat"
     if run.state.checkpoint is None:
         return "True", "WarmStart", ""
-    return "True", "Training" if run.state.sealed else "Generating", ""
+    return ("True", "Training", "") if run.state.sealed else run.source.idle(run.state)

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,27 +15,32 @@ import xxhash
 
 from penstock.services.coordinator.api.control import Order, Row
 from penstock.services.coordinator.api.logfiles import read_logs
+from penstock.services.coordinator.artifacts import Artifacts
 from penstock.services.coordinator.audit import Audit, audit_group, audit_ledger, sealed_by_seq
-from penstock.services.coordinator.checkpoints import checkpoint_row, checkpoint_rows, find_file
+from penstock.services.coordinator.browse import SampleBrowser
+from penstock.services.coordinator.checkpoints import checkpoint_row, checkpoint_rows, delete_checkpoint, find_file
 from penstock.services.coordinator.journal import Journal, read_snapshots
+from penstock.services.coordinator.keystore import KeyStore
 from penstock.services.coordinator.leader import Leader
 from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.letterbox import LetterBox
 from penstock.services.coordinator.members import Members
-from penstock.services.coordinator.samples import choose_samples, sample_rows
-from penstock.services.coordinator.series import columns
+from penstock.services.coordinator.retention import check_room
+from penstock.services.coordinator.series import columns, metric_names
 from penstock.services.coordinator.store import JobStore
 from penstock.services.coordinator.submission import plan_job, resolve_model
+from penstock.services.coordinator.timeline import timeline
 from penstock.shared.config.job import JobConfig, group_bytes
-from penstock.shared.config.kinds import AnyJob, job_model, parse_job
+from penstock.shared.config.kinds import AnyJob, parse_job, trains
 from penstock.shared.config.service import ServiceSettings
-from penstock.shared.errors import Conflict, PenstockError, ProtocolError
+from penstock.shared.errors import Conflict, PenstockError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.events import BatchSealed, BatchTrained, SealedGroup, decode_events
+from penstock.shared.protocol.events import SealedGroup, decode_events
 from penstock.shared.protocol.ids import new_attempt
-from penstock.shared.protocol.jobs import TERMINAL_PHASES, DesiredState, JobRecord
+from penstock.shared.protocol.jobs import TERMINAL_PHASES, DesiredState, JobRecord, Operation
 from penstock.shared.protocol.messages import Ack, ReplayRequest, ReplayRow
-from penstock.shared.protocol.trajectory import GroupHeader, decode_group, parse_group_header
+from penstock.shared.protocol.trajectory import decode_group
 from penstock.shared.transport.bus import Bus, Message
 from penstock.shared.transport.server import durability
 
@@ -55,6 +60,9 @@ class CoordinatorControl:
         self, bus: Bus, store: JobStore, members: Members, runners: Mapping[str, Leader], settings: ServiceSettings
     ) -> None:
         self.bus, self.store, self.members, self.runners, self.settings = bus, store, members, runners, settings
+        self.keys = KeyStore(bus)
+        self.letters = LetterBox(bus)
+        self._browser, self._artifacts = SampleBrowser(bus), Artifacts(settings.data_dir / "checkpoints")
         self._finished: OrderedDict[str, LedgerState] = OrderedDict()
         self._folding = asyncio.Lock()
 
@@ -71,7 +79,9 @@ class CoordinatorControl:
         return await self._plan(await resolve_model(spec, self._state))
 
     async def _plan(self, spec: AnyJob) -> Row:
-        return await plan_job(spec, await self.store.list_all(), experience_bytes=self.settings.experience_bytes)
+        records, room = await self.store.list_all(), self.settings.experience_bytes
+        stores_parts = (await self.bus.stream_state(subjects.EXPERIENCE)).atomic
+        return await plan_job(spec, records, experience_bytes=room, stores_parts=stores_parts)
 
     async def _state(self, job: str) -> LedgerState:
         """The fold of the job's ledger, to read only. A finished job has one for good and no snapshots any more."""
@@ -91,20 +101,39 @@ class CoordinatorControl:
         return await self.store.get(job)
 
     async def list_jobs(
-        self, *, after: str | None, limit: int, order: Order, phase: str | None, name: str | None
-    ) -> list[JobRecord]:
+        self, *, after: str | None, limit: int, order: Order, phase: str | None, name: str | None, kind: str | None,
+        labels: Mapping[str, str],
+    ) -> list[JobRecord]:  # fmt: skip
         """See ``Control.list_jobs``."""
         records = await self.store.list_all()
         if order == "desc":
             records.reverse()
         if after is not None:
             records = [r for r in records if (r.id > after if order == "asc" else r.id < after)]
-        records = [r for r in records if phase in (None, r.status.phase) and name in (None, r.name)]
-        return records[:limit]
+        chosen = (r for r in records if phase in (None, r.status.phase) and name in (None, r.name))
+        chosen = (r for r in chosen if kind in (None, r.spec.get("kind", "rl")))
+        return list(
+            itertools.islice((r for r in chosen if labels.items() <= r.spec.get("metadata", {}).items()), limit)
+        )
 
     async def set_desired(self, job: str, state: DesiredState, *, force: bool = False) -> JobRecord:
         """See ``Control.set_desired``."""
         return await self.store.set_desired(job, state, force=force)
+
+    async def amend(self, job: str, edit: Callable[[JobRecord], AnyJob]) -> JobRecord:
+        """See ``Control.amend``."""
+        others = [record for record in await self.store.list_all() if record.id != job]
+
+        def checked(record: JobRecord) -> AnyJob:
+            config = edit(record)
+            check_room(others, config.limits.byte_budget, experience_bytes=self.settings.experience_bytes)
+            return config
+
+        return await self.store.amend(job, checked)
+
+    async def begin_operation(self, job: str, operation: Operation) -> JobRecord:
+        """See ``Control.begin_operation``."""
+        return await self.store.begin_operation(job, operation)
 
     # -- events, metrics, samples ------------------------------------------------------------------------------------
 
@@ -145,42 +174,30 @@ class CoordinatorControl:
         await self.store.get(job)
         return self.members.rows(job, time.monotonic())
 
+    async def metric_names(self, job: str) -> list[Row]:
+        """See ``Control.metric_names``."""
+        await self.store.get(job)
+        messages = await self.bus.read(subjects.METRICS, subjects.metrics(job))
+        return metric_names([msgspec.json.decode(message.data) for message in messages])
+
+    async def timeline(self, job: str, *, step: int | None, limit: int) -> list[Row]:
+        """See ``Control.timeline``."""
+        await self.store.get(job)
+        entries = await self.bus.read(subjects.LEDGER, subjects.ledger(job))
+        return await asyncio.to_thread(_timeline, [entry.data for entry in entries], step, limit)
+
     async def samples(
-        self, job: str, *, step: int | None, limit: int, sort: str | None, after: str | None
+        self, job: str, *, step: int | None, limit: int, sort: str | None, after: str | None, min_reward: float | None
     ) -> list[Row]:
         """See ``Control.samples``."""
-        if job_model((await self.store.get(job)).spec) is not JobConfig:
-            return await self._evaluated_samples(job, limit=limit, sort=sort, after=after)
-        batches = await self._trained_batches(job)
-        rows: list[Row] = []
-        steps = [step] if step is not None else sorted(batches, reverse=True)
-        for number in steps:
-            batch = batches.get(number)
-            if batch is None:
-                continue
-            messages = await self.bus.get_whole(subjects.EXPERIENCE, [group.seq for group in batch.groups])
-            found = [messages[group.seq].data for group in batch.groups if group.seq in messages]
-            rows += await asyncio.to_thread(_rows_of, number, found)
-            if len(rows) >= limit * 4 or step is not None:
-                break
-        if sort is not None:
-            rows.sort(
-                key=lambda row: float(row["reward" if "reward" in sort else "tokens"]), reverse=sort.startswith("-")
-            )
-        if after is not None:
-            rows = list(itertools.dropwhile(lambda row: row["id"] != after, rows))[1:]
-        return rows[:limit]
+        training = trains((await self.store.get(job)).spec)
+        return await self._browser.page(
+            job, trains=training, step=step, limit=limit, sort=sort, after=after, min_reward=min_reward
+        )
 
-    async def _evaluated_samples(self, job: str, *, limit: int, sort: str | None, after: str | None) -> list[Row]:
-        headers: list[tuple[int, GroupHeader]] = []
-        for message in await self.bus.read(subjects.EXPERIENCE, subjects.experience(job), headers_only=True):
-            with contextlib.suppress(ProtocolError):
-                headers.append((message.seq, parse_group_header(message.headers)))
-        chosen = choose_samples(headers, sort=sort, after=after, limit=limit)
-        messages = await self.bus.get_whole(subjects.EXPERIENCE, [seq for seq, _ in chosen])
-        found = await asyncio.to_thread(_rows_of, 0, [message.data for message in messages.values()])
-        rows = {row["id"]: row for row in found}
-        return [rows[row_id] for _, row_id in chosen if row_id in rows]
+    async def sample(self, job: str, row_id: str) -> Row:
+        """See ``Control.sample``."""
+        return await self._browser.one(job, row_id, trains=trains((await self.store.get(job)).spec))
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -200,9 +217,13 @@ class CoordinatorControl:
         path, file = await asyncio.to_thread(find_file, state, number, name)
         return path, file.sha256
 
-    async def _trained_batches(self, job: str) -> dict[int, BatchSealed]:
-        messages = await self.bus.read(subjects.LEDGER, subjects.ledger(job))
-        return await asyncio.to_thread(_trained, [message.data for message in messages])
+    async def delete_checkpoint(self, job: str, number: int) -> None:
+        """See ``Control.delete_checkpoint``."""
+        await asyncio.to_thread(delete_checkpoint, await self._state(job), number)
+
+    async def artifact(self, sha256: str) -> Path:
+        """See ``Control.artifact``."""
+        return await asyncio.to_thread(self._artifacts.find, sha256)
 
     # -- diagnosis ---------------------------------------------------------------------------------------------------
 
@@ -251,7 +272,7 @@ class CoordinatorControl:
 
     async def replay(self, job: str, *, from_batch: int | None, to_batch: int | None) -> AsyncIterator[Row]:
         """See ``Control.replay``."""
-        if job_model((await self.store.get(job)).spec) is not JobConfig:
+        if not trains((await self.store.get(job)).spec):
             raise Conflict(f"job '{job}' is an evaluation: it trained nothing that could be repeated")
         request = ReplayRequest(id=new_attempt(), from_batch=from_batch, to_batch=to_batch)
         rows: asyncio.Queue[ReplayRow] = asyncio.Queue()
@@ -328,19 +349,8 @@ def _audit_groups(audit: Audit, found: Sequence[tuple[int, SealedGroup, bytes]])
         audit_group(audit, number, sealed, decode_group(data), xxhash.xxh3_128_hexdigest(data))
 
 
-def _rows_of(step: int, found: Sequence[bytes]) -> list[Row]:
-    return sample_rows(step, [decode_group(data) for data in found])
-
-
-def _trained(entries: Sequence[bytes]) -> dict[int, BatchSealed]:
-    sealed: dict[int, BatchSealed] = {}
-    trained: dict[int, BatchSealed] = {}
-    for event in (event for data in entries for event in decode_events(data)):
-        if isinstance(event, BatchSealed):
-            sealed[event.number] = event
-        elif isinstance(event, BatchTrained):
-            trained[event.number] = sealed[event.number]
-    return trained
+def _timeline(entries: Sequence[bytes], step: int | None, limit: int) -> list[Row]:
+    return timeline((event for data in entries for event in decode_events(data)), step=step, limit=limit)
 
 
 def is_last_event(data: bytes) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_right
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
 
 from penstock.services.coordinator.gate import MAX_REDRAWS, Candidate, Verdict, choose, is_stale
+from penstock.services.coordinator.hyperparameters import hyperparameters_of
 from penstock.services.coordinator.ledger import NO_SIGNAL, LedgerState
 from penstock.shared.config.job import JobConfig
 from penstock.shared.protocol.events import (
@@ -22,7 +23,11 @@ from penstock.shared.protocol.events import (
 )
 from penstock.shared.protocol.ids import Draw
 
-__all__ = ["Draft", "RunFacts", "copy_state", "plan_draw"]
+__all__ = ["Draft", "DrawSource", "Progress", "RunFacts", "TicketSource", "copy_state", "plan_draw"]
+
+
+Progress = tuple[Literal["True", "False"], str, str]
+"""Status, reason in one word, and a sentence."""
 
 
 class RunFacts(Protocol):
@@ -34,10 +39,31 @@ class RunFacts(Protocol):
     stored: dict[int, int]
     stored_bytes: int
     num_ordinals: int | None
+    row_bytes: int
     writer_epoch: int
     desired: str
     stop_early: str
     hold: Callable[[int], bool]
+    source: DrawSource
+
+
+class DrawSource(Protocol):
+    """Where the draws of a job come from, and which of them make a batch."""
+
+    redraws: bool
+    """Whether what was dropped can be had again."""
+
+    def draw(self, draft: Draft) -> None:
+        """Add the draws for which there is room now."""
+        ...
+
+    def choose(self, draft: Draft, ready: Sequence[Draw]) -> list[Draw] | None:
+        """The groups of the next batch, in training order, out of those that may be trained; None: not yet."""
+        ...
+
+    def idle(self, state: LedgerState) -> Progress:
+        """Whether a job without a sealed batch gets on, for its condition `MakingProgress`."""
+        ...
 
 
 def plan_draw(config: JobConfig, state: LedgerState, now: float, ahead: int = 0) -> tuple[int, float]:
@@ -53,6 +79,7 @@ def copy_state(state: LedgerState) -> LedgerState:
     draft.dropped, draft.dropped_tokens = state.dropped.copy(), state.dropped_tokens.copy()
     draft.sealed, draft.revisions = dict(state.sealed), dict(state.revisions)
     draft.batches, draft.checkpoints = dict(state.batches), dict(state.checkpoints)
+    draft.admissions = dict(state.admissions)  # the others are replaced, not changed
     return draft
 
 
@@ -96,7 +123,7 @@ class Draft:
     # -- drops -------------------------------------------------------------------------------------------------------
 
     def drop(self) -> None:
-        """Drop what cannot be trained: bad groups, stale groups, draws past their deadline."""
+        """Drop what cannot be trained: bad groups, stale groups, draws past their deadline or too far ahead."""
         start = self.state.start_version(self.state.next_number)
         by_reason: dict[tuple[str, bool], list[Draw]] = {}
         for draw, info in self.state.open.items():
@@ -108,6 +135,9 @@ class Draft:
                     # Where nothing arrives at all, the workers are away and the prompts are not to blame.
                     again = draw.n < MAX_REDRAWS or not self.run.candidates
                     by_reason.setdefault(("deadline", again), []).append(draw)
+                elif info.min_version > start and self.run.source.redraws:
+                    # A batch was refused: only later ones make that version, and no worker has started yet.
+                    by_reason.setdefault(("replanned", True), []).append(draw)
             elif candidate.verdict is Verdict.SKIPPED:
                 by_reason.setdefault((candidate.header.skipped, False), []).append(draw)
             elif candidate.verdict is not Verdict.ACCEPT:
@@ -130,7 +160,7 @@ class Draft:
                 draws=draws,
                 reason=reason,
                 lengths=[candidate.mean_length if candidate else 0 for candidate in gone],
-                redraw=redraw and self.run.desired != "cancelled",
+                redraw=redraw and self.run.source.redraws and self.run.desired != "cancelled",
                 min_version=min_version,
                 deadline=deadline,
             )
@@ -172,7 +202,7 @@ class Draft:
                 and not state.open[draw].batch
                 and not is_stale(candidate.header.min_version, start, self.config.train.max_lag)
             ]
-            chosen = choose(self.config, state, self.candidates, ready=ready)
+            chosen = self.run.source.choose(self, ready)
             if chosen is None:
                 return
             self.add(
@@ -184,6 +214,7 @@ class Draft:
                     start_version=start,
                     update_index=state.update_index(number),
                     groups=[sealed_group(self.candidates[draw]) for draw in chosen],
+                    hyperparameters=hyperparameters_of(state.settings),
                 )
             )
 
@@ -205,43 +236,57 @@ class Draft:
         return self.state.phase == "running" and self.run.desired == "running" and not self.run.stop_early
 
     def draw(self) -> None:
-        run, state, config = self.run, self.state, self.config
-        if not self.may_draw():
-            return
+        if self.may_draw():
+            self.run.source.draw(self)
+
+    def byte_credits(self) -> int:
+        """Groups that may be drawn so that all in flight still fit into the job's byte budget at their largest."""
+        in_flight = sum(1 for draw, info in self.state.open.items() if not info.batch and draw not in self.candidates)
+        free = self.config.limits.byte_budget - self.run.stored_bytes + self.freed_bytes
+        return max(0, free // (self.config.max_group_bytes + self.run.row_bytes) - in_flight)
+
+
+class TicketSource:
+    """Draws on demand: a ticket for each, in the job's data order, as many as the lag bound lets be in flight."""
+
+    redraws = True
+
+    def choose(self, draft: Draft, ready: Sequence[Draw]) -> list[Draw] | None:
+        """See ``gate.choose``."""
+        return choose(draft.config, draft.state, draft.candidates, ready=ready)
+
+    def draw(self, draft: Draft) -> None:
+        """For the next batches, up to the lag bound, while there is room in flight and in the byte budget."""
+        run, state, config = draft.run, draft.state, draft.config
         size = config.groups_per_batch
         planned = sorted(info.min_version for info in state.open.values() if not info.batch)
         room = config.max_draws - len(state.open)
-        remaining = self.remaining_batches()
+        remaining = draft.remaining_batches()
         if remaining is not None:
             room = min(room, max(0, remaining) * size - len(planned))
-        if not state.sealed and (remaining is None or remaining > 0):
-            # The draws that take up the room may wait for versions that come only after the next batch (forks).
-            room = max(room, size - bisect_right(planned, state.version))
         if run.num_ordinals is not None:
             room = min(room, run.num_ordinals - state.next_ordinal)
-        room = min(room, self.byte_credits())
+        room = min(room, draft.byte_credits())
         ahead = 0
         while room > 0:
             # Beyond the lag bound `oversample` draws for the next batch, whose short groups these then make up for.
-            min_version, deadline = plan_draw(config, state, self.now, min(ahead, config.train.max_lag))
+            min_version, deadline = plan_draw(config, state, draft.now, min(ahead, config.train.max_lag))
             count = min(room, size * (ahead + 1) - bisect_right(planned, min_version))
             ahead += 1
             if count <= 0:
                 continue
-            self.add(
+            draft.add(
                 Drawn(
-                    writer_epoch=run.writer_epoch, time=self.now, start=state.next_ordinal,
+                    writer_epoch=run.writer_epoch, time=draft.now, start=state.next_ordinal,
                     stop=state.next_ordinal + count, min_version=min_version, deadline=deadline,
                 )
             )  # fmt: skip
             planned = sorted([*planned, *[min_version] * count])
             room -= count
 
-    def byte_credits(self) -> int:
-        """Groups that may be drawn so that all in flight still fit into the job's byte budget at their largest."""
-        in_flight = sum(1 for draw, info in self.state.open.items() if not info.batch and draw not in self.candidates)
-        free = self.config.limits.byte_budget - self.run.stored_bytes + self.freed_bytes
-        return max(0, free // self.config.max_group_bytes - in_flight)
+    def idle(self, state: LedgerState) -> Progress:
+        """Workers answer tickets."""
+        return "True", "Generating", ""
 
 
 def sealed_group(candidate: Candidate) -> SealedGroup:

@@ -26,6 +26,7 @@ from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.protocol.messages import Ack, Report, Ticket
+from penstock.shared.protocol.parts import count_of
 from penstock.shared.protocol.trajectory import GroupHeader, parse_group_header
 from penstock.shared.transport.bus import Bus
 
@@ -125,6 +126,8 @@ class EvaluationRunner:
         self._next_seq = seq + 1
         try:
             header = parse_group_header(headers)
+            if (count := count_of(headers)) != header.num_messages:  # or deleting it would delete messages of others
+                raise ProtocolError(f"{header.nbytes} bytes in {count} messages")
         except ProtocolError as error:
             await self.bury(subjects.EXPERIENCE, seq, None, reason=f"undecodable: {error}", attempts=1)
             return

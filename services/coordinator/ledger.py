@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.shared.protocol.events import (
+    Admission,
+    Admitted,
     BatchRefused,
     BatchSealed,
     BatchTrained,
@@ -30,6 +32,8 @@ from penstock.shared.protocol.events import (
     JobStarted,
     LineageForked,
     PhaseChanged,
+    Redrawn,
+    SettingsChanged,
 )
 from penstock.shared.protocol.ids import Draw
 
@@ -76,12 +80,21 @@ class LedgerState:
         version, digest: the newest policy version and its weight digest.
         checkpoint: the newest one that exists; ``checkpoints``: number -> event, of this lineage; ``best``: which of
             them is the best by the metric that the job follows.
+        settings: values of the keys of the job file that may change, for batches that are sealed from now on;
+            ``applies_at``: updates before the first batch of the newest change, None while nothing was changed.
+        replayed: dead letters whose prompts were asked for again.
         rolled_back: first and last batch number that each fork took out of the lineage.
+        admissions: by ordinal, of an online job: what its open draws train, and those that ended since the newest
+            checkpoint trained.
+        consumed, used: interactions and feedback that were admitted, id -> sequence in their streams, from
+            ``read_from`` (interactions, feedback) on; below these sequences everything is decided.
     """
 
     epoch: int = 0
     started: bool = False
     config_digest: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    applies_at: int | None = None
     phase: str = "running"
     finished: str = ""
     next_ordinal: int = 0
@@ -102,7 +115,12 @@ class LedgerState:
     checkpoint: Checkpointed | None = None
     checkpoints: dict[int, Checkpointed] = field(default_factory=dict)
     best: BestCheckpoint | None = None
+    replayed: frozenset[int] = frozenset()
     rolled_back: tuple[tuple[int, int], ...] = ()
+    admissions: dict[int, Admission] = field(default_factory=dict)
+    consumed: dict[str, int] = field(default_factory=dict)
+    used: dict[str, int] = field(default_factory=dict)
+    read_from: tuple[int, int] = (1, 1)
 
     # -- queries -----------------------------------------------------------------------------------------------------
 
@@ -160,7 +178,12 @@ class LedgerState:
         assert self.balanced(), f"ledger equation broken by {type(event).__name__}"
 
     def _job_started(self, event: JobStarted) -> None:
-        self.started, self.config_digest = True, event.config_digest
+        self.started, self.config_digest, self.settings = True, event.config_digest, event.settings
+
+    def _settings_changed(self, event: SettingsChanged) -> None:
+        assert event.number == self.next_number, "settings change at the boundary before the next batch"
+        assert event.update_index == self.update_index(event.number)
+        self.settings, self.applies_at = event.settings, event.update_index
 
     def _phase_changed(self, event: PhaseChanged) -> None:
         self.phase = event.phase
@@ -175,10 +198,31 @@ class LedgerState:
             self._open(Draw(ordinal), event.min_version, event.deadline)
         self.next_ordinal = event.stop
 
+    def _redrawn(self, event: Redrawn) -> None:
+        assert event.draw.ordinal < self.next_ordinal, "only what was drawn is drawn again"
+        assert event.letter not in self.replayed, f"dead letter {event.letter} is replayed once"
+        self._open(event.draw, event.min_version, event.deadline)
+        self.replayed |= {event.letter}
+
     def _open(self, draw: Draw, min_version: int, deadline: float) -> None:
         assert draw not in self.open, f"draw {draw} is open already"
         self.open[draw] = OpenDraw(min_version, deadline)
         self.drawn += 1
+
+    def _admitted(self, event: Admitted) -> None:
+        consumed, used = dict(self.consumed), dict(self.used)
+        for admission in event.admissions:
+            ordinal = admission.ordinal
+            assert Draw(ordinal) in self.open, f"admission without a draw: {ordinal}"
+            assert ordinal not in self.admissions, f"draw {ordinal} has an admission"
+            assert not consumed.keys() & admission.interactions.keys(), f"draw {ordinal}: trained once already"
+            assert not used.keys() & admission.feedback.keys(), f"draw {ordinal}: feedback counts once"
+            self.admissions[ordinal] = admission
+            consumed |= admission.interactions
+            used |= admission.feedback
+        self.read_from = (event.low_interactions, event.low_feedback)
+        self.consumed = {name: seq for name, seq in consumed.items() if seq >= event.low_interactions}
+        self.used = {name: seq for name, seq in used.items() if seq >= event.low_feedback}
 
     def _drop(self, draws: Iterable[Draw], reason: str) -> None:
         for draw in draws:
@@ -238,6 +282,10 @@ class LedgerState:
         if event.number == 0:
             self.version, self.digest = event.version, event.digest
         self.batches = {n: b for n, b in self.batches.items() if any(s >= event.low_seq for s in b.seqs)}
+        if self.admissions:
+            kept = {draw.ordinal for batch in self.batches.values() for draw in batch.draws}
+            kept |= {draw.ordinal for draw in self.open}
+            self.admissions = {ordinal: a for ordinal, a in self.admissions.items() if ordinal in kept}
 
     def _best_checkpoint(self, event: BestCheckpoint) -> None:
         assert event.number in self.checkpoints, f"no checkpoint {event.number} in this lineage"
@@ -269,7 +317,10 @@ class LedgerState:
 
 _HANDLERS: dict[type[Event], Callable[[LedgerState, Any], None]] = {
     JobStarted: LedgerState._job_started,
+    SettingsChanged: LedgerState._settings_changed,
     Drawn: LedgerState._drawn,
+    Redrawn: LedgerState._redrawn,
+    Admitted: LedgerState._admitted,
     Dropped: LedgerState._dropped,
     BatchSealed: LedgerState._sealed,
     BatchRefused: LedgerState._refused,

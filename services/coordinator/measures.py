@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from penstock.services.coordinator.evaluation import EvaluationPlan
@@ -53,13 +53,16 @@ class Measures:
 
     # -- updates -----------------------------------------------------------------------------------------------------
 
-    def after_update(self, report: Report, batch: BatchSealed, state: LedgerState, now: float) -> None:
-        """An update was made; ``batch`` is what it trained."""
+    def after_update(
+        self, report: Report, batch: BatchSealed, state: LedgerState, now: float, live: Mapping[str, float]
+    ) -> None:
+        """An update was made; ``batch`` is what it trained, ``live`` what is known of where its groups came from."""
         self.reward = report.metrics.get("reward/mean", self.reward)
         trained = report.metrics.get("tokens/trained", float(sum(group.tokens for group in batch.groups)))
         values = {
             **report.metrics,
             **self.tally.row(batch, int(trained), now),
+            **live,
             "draws/in_flight": float(len(state.open)),
             "draws/dropped": float(state.dropped.total()),
         }

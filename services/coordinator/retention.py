@@ -18,6 +18,8 @@ GIVEN_UP: Mapping[str, Callable[[str], str]] = {
     subjects.BATCHES: subjects.batches,
     subjects.METRICS: subjects.metrics,
     subjects.EVENTS: subjects.events,
+    subjects.FEEDBACK: subjects.feedback,
+    subjects.DECISIONS: subjects.decisions,
 }
 """The streams that finished jobs make room in, and a job's subject there."""
 DEFAULT_BUDGET = 256 << 20

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from penstock.services.coordinator.decision import Draft, copy_state
+from penstock.services.coordinator.decision import Draft, DrawSource, TicketSource, copy_state, plan_draw
 from penstock.services.coordinator.gate import MAX_REDRAWS, Candidate, Verdict, judge
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.reports import events_of_report
+from penstock.shared.config.amendable import settings_of
 from penstock.shared.config.job import JobConfig
+from penstock.shared.errors import Conflict
 from penstock.shared.protocol.events import (
     BatchRefused,
     BatchSealed,
@@ -27,6 +29,8 @@ from penstock.shared.protocol.events import (
     Event,
     JobStarted,
     LineageForked,
+    Redrawn,
+    SettingsChanged,
 )
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import Report
@@ -35,6 +39,8 @@ from penstock.shared.protocol.trajectory import GroupHeader
 
 __all__ = ["Effects", "JobRun"]
 
+REPLAYED = 1000
+"""Step between the numbers of draws of replayed dead letters; redraws end far below it."""
 FAILED_STREAK = 4
 """The job fails after this many batches' worth of groups in a row could not be scored."""
 
@@ -56,8 +62,10 @@ class JobRun:
         config: the job.
         state: the folded ledger.
         num_ordinals: places in the data order, None for as many as asked for.
+        row_bytes: what the largest row of the data adds to ``max_group_bytes`` of a group.
         writer_epoch: epoch of this leader, stands in every event it writes.
         hold: whether the update after so many completed ones must not be sealed yet (evaluation pins its version).
+        source: where draws come from; default: the data order, by tickets.
     """
 
     def __init__(
@@ -66,15 +74,18 @@ class JobRun:
         state: LedgerState,
         *,
         num_ordinals: int | None,
+        row_bytes: int = 0,
         writer_epoch: int,
         hold: Callable[[int], bool] = lambda point: False,
+        source: DrawSource | None = None,
     ) -> None:
         self.config = config
         self.state = state
-        self.num_ordinals = num_ordinals
+        self.num_ordinals, self.row_bytes = num_ordinals, row_bytes
         self.writer_epoch = writer_epoch
         self.config_digest = xxhash.xxh3_64_hexdigest(config.model_dump_json().encode())
         self.hold = hold
+        self.source: DrawSource = source or TicketSource()
         self.candidates: dict[Draw, Candidate] = {}
         self.stored: dict[int, int] = {}
         """EXPERIENCE sequence -> bytes of every group of this job that is in the stream (of its first message)."""
@@ -89,11 +100,26 @@ class JobRun:
         self.stop_early = ""
         self.new_best = ""
         """Why a checkpoint is wanted for a metric's new best, or ''."""
+        self.requested = False
+        """The user asked for a checkpoint."""
 
     def want(self, desired: str) -> None:
         """What the user wants of the job; anything but a pause ends one that the trainer asked for."""
         self.desired = desired
         self.halted = self.halted if desired == "paused" else ""
+
+    def amend(self, config: JobConfig, generation: int, now: float) -> list[Event]:
+        """The job file is ``config`` from the next batch on; the event that says so, [] where no setting changes."""
+        self.config, state, settings = config, self.state, settings_of(config)
+        if not state.started or state.finished or settings == state.settings:
+            return []
+        number = state.next_number
+        return [
+            SettingsChanged(
+                writer_epoch=self.writer_epoch, time=now, generation=generation, number=number,
+                update_index=state.update_index(number), settings=settings,
+            )
+        ]  # fmt: skip
 
     # -- facts -------------------------------------------------------------------------------------------------------
 
@@ -153,8 +179,8 @@ class JobRun:
             return "byte budget half used"
         if self.desired != "running" or self.training_done:
             return "run is at an end" if self.training_done else "pause"
-        if self.new_best:
-            return self.new_best
+        if self.new_best or self.requested:
+            return self.new_best or "request"
         if state.last_trained - checkpoint.number >= self.config.checkpoint.every:
             return "interval"
         return ""
@@ -191,7 +217,12 @@ class JobRun:
             draft.state.apply(event)
         state = draft.state
         if not state.started:
-            return [JobStarted(writer_epoch=self.writer_epoch, time=now, config_digest=self.config_digest)]
+            return [
+                JobStarted(
+                    writer_epoch=self.writer_epoch, time=now, config_digest=self.config_digest,
+                    settings=settings_of(self.config),
+                )
+            ]  # fmt: skip
         if self.failure or (self.desired == "cancelled" and self._may_cancel(state)):
             draft.end("failed" if self.failure else "cancelled", self.failure or "cancelled by request")
             return draft.events
@@ -226,6 +257,28 @@ class JobRun:
         draft.drop_draws([draw], "dead_letter", redraw=draw.n < MAX_REDRAWS)
         return draft.events
 
+    def replay_dead_letter(self, letter: int, draw: Draw, now: float) -> list[Event]:
+        """Have the prompt of a buried draw asked for again, under a number that no redraw reaches; [] if it was.
+
+        Raises:
+            Conflict: not now: the run draws nothing or has no room.
+        """
+        state = self.state
+        if letter in state.replayed:
+            return []
+        draft = Draft(self, copy_state(state), now)
+        if not self.source.redraws or not draft.may_draw() or state.checkpoint is None or self.training_done:
+            raise Conflict("the job draws no prompts now: it is paused, at its end, or not fed by prompts")
+        if not draft.byte_credits():
+            raise Conflict("the byte budget of the job is used up; try again later")
+        min_version, deadline = plan_draw(self.config, state, now)
+        return [
+            Redrawn(
+                writer_epoch=self.writer_epoch, time=now, letter=letter,
+                draw=Draw(draw.ordinal, (draw.n + 1) * REPLAYED), min_version=min_version, deadline=deadline,
+            )
+        ]  # fmt: skip
+
     # -- commit ------------------------------------------------------------------------------------------------------
 
     def commit(self, events: Sequence[Event]) -> Effects:
@@ -236,8 +289,8 @@ class JobRun:
             rolled_back = self._rolled_back(event) if isinstance(event, LineageForked) else []
             self.state.apply(event)
             match event:
-                case Drawn():
-                    effects.tickets += [Draw(ordinal) for ordinal in range(event.start, event.stop)]
+                case Drawn() | Redrawn():
+                    effects.tickets += _asked_by(event)
                 case Dropped():
                     effects.delete += self._release(event.draws)
                     effects.tickets += [draw.again() for draw in event.draws] if event.redraw else []
@@ -276,3 +329,10 @@ class JobRun:
     def _messages(self, seq: int) -> range:
         """Sequences of the messages that hold a stored group."""
         return range(seq, seq + num_parts(self.stored.get(seq, 0)))
+
+
+def _asked_by(event: Drawn | Redrawn) -> list[Draw]:
+    """The draws that an event asks for."""
+    if isinstance(event, Redrawn):
+        return [event.draw]
+    return [Draw(ordinal) for ordinal in range(event.start, event.stop)]

@@ -17,22 +17,25 @@ from typing import Any
 
 import msgspec
 
+from penstock.services.coordinator import summary
 from penstock.services.coordinator.announcements import announce
 from penstock.services.coordinator.carrier import Carrier
 from penstock.services.coordinator.conditions import conditions
 from penstock.services.coordinator.gate import Verdict
 from penstock.services.coordinator.journal import Journal
+from penstock.services.coordinator.letterbox import LetterBox
 from penstock.services.coordinator.measures import Measures
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.outbox import Outbox
 from penstock.services.coordinator.reports import Refusal
 from penstock.services.coordinator.run import Effects, JobRun
 from penstock.services.coordinator.store import JobStore
-from penstock.services.coordinator.summary import best_of, draws_of, summary_of
+from penstock.services.coordinator.supply import Supply
 from penstock.services.coordinator.trackers import Run
 from penstock.services.coordinator.tracking import Tracking
 from penstock.services.coordinator.why import explain_waits
-from penstock.shared.config.job import JobConfig
+from penstock.services.coordinator.wishes import Wishes
+from penstock.shared.config.kinds import parse_training
 from penstock.shared.data.check import check_data
 from penstock.shared.errors import Conflict, DataError, ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
@@ -52,19 +55,18 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.25
 """Deadlines and desires are looked at this often when nothing else happens."""
 COMMAND_RETRY_S = 2.0
-CANCEL_GRACE_S = 15.0
-"""A cancelled job has this long to train what is sealed and to write a last checkpoint."""
 
 
 class JobRunner:
     """The leader's task for one job; ends when the job does. Raises Fenced when somebody else leads."""
 
     def __init__(
-        self, bus: Bus, store: JobStore, members: Members, record: JobRecord, *, epoch: int, data_dir: Path
-    ) -> None:
+        self, bus: Bus, store: JobStore, members: Members, record: JobRecord, *, epoch: int, data_dir: Path,
+        supply: Supply | None = None,
+    ) -> None:  # fmt: skip
         self.bus, self.store, self.members = bus, store, members
         self.job, self.record, self.epoch = record.id, record, epoch
-        self.config = JobConfig.parse(record.spec)
+        self.config, self.supply = parse_training(record.spec), supply
         self.journal = Journal(bus, self.job)
         self.outbox = Outbox(bus, store, self.job)
         self.carrier = Carrier(bus, self.job, epoch)
@@ -73,9 +75,7 @@ class JobRunner:
         run = Run(self.job, record.name, record.spec, data_dir / "tracking" / self.job)
         self.tracking = Tracking(bus, self.outbox, self.config.tracking, run)
         self._inbox: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue(maxsize=4096)
-        self._desired = record.desired_state
-        self._cancelled_at = time.monotonic() if self._desired == "cancelled" else 0.0
-        self._force = record.force
+        self.wishes = Wishes(record)
         self._asked_checkpoint = 0.0
         self._asked_after: Checkpointed | None = None
         self._known: list[Condition] = list(record.status.conditions)
@@ -97,6 +97,8 @@ class JobRunner:
                 tasks.create_task(self._serve()),
                 tasks.create_task(self.tracking.follow()),
             ]
+            if self.supply is not None:
+                running.append(tasks.create_task(self.supply.follow(self._inbox.put)))
             self.ready = True
             await self._decide_until_finished()
             await self.outbox.flush()
@@ -106,44 +108,50 @@ class JobRunner:
 
     async def _recover(self) -> None:
         state = await self.journal.load()
-        summary = await asyncio.to_thread(check_data, self.config.data)
+        found = await asyncio.to_thread(check_data, self.config.data)
         epochs = self.config.train.data_epochs
         self.run = JobRun(
             self.config,
             state,
-            num_ordinals=None if epochs is None else epochs * summary.rows_per_epoch,
+            num_ordinals=None if epochs is None else epochs * found.rows_per_epoch,
+            row_bytes=found.row_bytes,
             writer_epoch=self.epoch,
             hold=lambda point: self.measures.holds(self.run.state, point),
+            source=None if self.supply is None else self.supply.source,
         )
         rows = await self.bus.read(subjects.METRICS, subjects.metrics(self.job))
         self.measures.recall(
-            (msgspec.json.decode(row.data) for row in rows), state, num_eval=summary.num_eval, now=time.time()
+            (msgspec.json.decode(row.data) for row in rows), state, num_eval=found.num_eval, now=time.time()
         )
         self._next_seq = 1
         for message in await self.bus.read(subjects.EXPERIENCE, subjects.experience(self.job), headers_only=True):
             await self._take_group(message.seq, message.headers)
             self._next_seq = message.seq + 1
+        if self.supply is not None:
+            await self.supply.recover(state)
         waiting = [draw for draw in state.in_flight if draw not in self.run.candidates]
-        await self.carrier.carry_out(self.run, Effects(tickets=waiting, announce=sorted(state.sealed)))
+        await self._carry_out(Effects(tickets=waiting, announce=sorted(state.sealed)))
         self.outbox.clock(state.version, state.digest, self.epoch)
 
     async def _decide_until_finished(self) -> None:
         while not self.run.state.finished:
-            self.run.want(self._desired)
-            waited = time.monotonic() - self._cancelled_at if self._cancelled_at else 0.0
-            self.run.cancel_now = self._force or waited > CANCEL_GRACE_S
+            self.run.want(self.wishes.desired)
+            self.run.cancel_now, self.run.requested = self.wishes.cancel_now, self.wishes.wants_checkpoint
+            await self._commit(self.wishes.amend(self.run, time.time()))
             self._check_limits()
             await self._commit(self.run.decide(time.time()))
             if self.run.state.finished:
                 break
             await self._evaluate()
             await self._follow_best()
+            await self._settle_operations()
             await self._ask_for_checkpoint()
             self._report_status()
             if self._may_finish():
-                await self._commit(self.run.finish(time.time(), summary_of(self.run.state)))
+                await self._commit(self.run.finish(time.time(), summary.summary_of(self.run.state)))
                 break
             await self._take_facts()
+        await self._settle_operations()
         self._report_status(force=True)
 
     async def _take_facts(self) -> None:
@@ -158,14 +166,14 @@ class JobRunner:
             await self._inbox.get_nowait()()
 
     def _check_limits(self) -> None:
-        limit, started = self.config.limits.timeout_s, self.record.created_at.timestamp()
+        limit, started = self.run.config.limits.timeout_s, self.record.created_at.timestamp()
         if limit is not None and time.time() - started > limit:
             self.run.failure = self.run.failure or f"limits.timeout_s: {limit:g} s are over"
         self.run.stop_early = self.measures.goals.stop_reason
 
     def _may_finish(self) -> bool:
         run, state = self.run, self.run.state
-        if state.finished or state.checkpoint is None or not run.training_done or self._desired == "paused":
+        if state.finished or state.checkpoint is None or not run.training_done or self.wishes.desired == "paused":
             return False
         if self.measures.pending(state):
             return False
@@ -173,10 +181,7 @@ class JobRunner:
 
     def want(self, record: JobRecord) -> None:
         """The job's record changed."""
-        self._desired = record.desired_state
-        if self._desired == "cancelled" and not self._cancelled_at:
-            self._cancelled_at = time.monotonic()
-        self._force = record.force
+        self.wishes.take(record)
         self._post(self._nothing)
 
     async def _nothing(self) -> None:
@@ -189,6 +194,8 @@ class JobRunner:
 
     async def _commit(self, events: list[Event]) -> None:
         """Append a decision, take it into the core, and do what follows."""
+        if self.supply is not None:
+            await self.supply.flush()
         if not events:
             return
         await self.journal.append(events)
@@ -199,7 +206,12 @@ class JobRunner:
         if (write := self.journal.snapshot(self.run.state)) is not None:
             self.outbox.later(write, keep=False)
         announce(self.outbox, events)
-        await self.carrier.carry_out(self.run, effects)
+        if self.supply is not None:
+            await self.supply.committed(self.run, events)
+        await self._carry_out(effects)
+
+    async def _carry_out(self, effects: Effects) -> None:
+        await self.carrier.carry_out(self.run, effects, order=None if self.supply is None else self.supply.order)
 
     # -- facts -------------------------------------------------------------------------------------------------------
 
@@ -252,7 +264,7 @@ class JobRunner:
 
     async def _take_report(self, report: Report) -> Ack:
         if report.kind == "hello":
-            return Ack(ok=True, data=self._where_to_start())
+            return Ack(ok=True, data=summary.start_of(self.run.state))
         now, state = time.time(), self.run.state
         batch = state.sealed.get(report.batch)
         try:
@@ -269,30 +281,18 @@ class JobRunner:
                 await self.carrier.keep_refused(self.run, events)
             await self._commit(events + self.run.decide(now, after=events))
             if report.kind == "trained" and batch is not None:
-                self.measures.after_update(report, batch, state, now)
+                live = self.supply.measures() if self.supply is not None else {}
+                self.measures.after_update(report, batch, state, now, live)
                 self.outbox.clock(report.version, report.digest, self.epoch)
-        return Ack(ok=True, data={"pinned": state.pinned} if report.kind == "checkpointed" else {})
+        return Ack(ok=True, data=summary.retention_of(self.run) if report.kind == "checkpointed" else {})
 
     async def _halt(self, reason: str) -> Ack:
         """Pause for the trainer; the batch stays sealed, and whoever resumes the job lets it be tried again."""
         self.outbox.event("error", "halted", reason)
         with contextlib.suppress(Conflict):  # it is being cancelled or has ended
             self.want(await self.store.set_desired(self.job, "paused"))
-        self.run.halted = reason if self._desired == "paused" else ""
+        self.run.halted = reason if self.wishes.desired == "paused" else ""
         return Ack(ok=True)
-
-    def _where_to_start(self) -> dict[str, Any]:
-        state = self.run.state
-        checkpoint = state.checkpoint
-        after = checkpoint.number if checkpoint else 0
-        return {
-            "checkpoint": None if checkpoint is None else {"number": checkpoint.number, "path": checkpoint.path},
-            "version": state.version,
-            "digest": state.digest,
-            "last_trained": state.last_trained,
-            "pinned": state.pinned,
-            "batches": [[n, b.revision, b.version, b.digest] for n, b in sorted(state.batches.items()) if n > after],
-        }
 
     async def _on_eval(self, data: bytes) -> bytes:
         result, _ = unpack(data, EvalResult)
@@ -344,6 +344,11 @@ class JobRunner:
         command = pack(request, job=self.job, epoch=self.epoch)
         self.outbox.later(lambda: self._command(command), keep=False)
 
+    async def _settle_operations(self) -> None:
+        redrawn = await self.wishes.redraw(self.run, LetterBox(self.bus), self._commit)
+        for done in [*self.wishes.settle(self.run), *redrawn]:
+            self.outbox.later(lambda done=done: self.store.finish_operation(self.job, done))  # type: ignore[misc]
+
     async def _command(self, command: bytes) -> None:
         try:
             await self.bus.request(subjects.command(self.job), command, deadline_s=COMMAND_RETRY_S)
@@ -352,30 +357,20 @@ class JobRunner:
 
     # -- what people see ---------------------------------------------------------------------------------------------
 
-    def phase(self) -> str:
-        """Phase as users see it."""
-        state = self.run.state
-        if state.finished:
-            return state.finished
-        if self._desired == "cancelled":
-            return "cancelling"
-        if self._desired == "paused":
-            settled = self.run.halted or not (state.sealed or self.run.wants_checkpoint)
-            return "paused" if settled else "pausing"
-        return "running" if state.checkpoint is not None or state.started else "pending"
-
     def _report_status(self, *, force: bool = False) -> None:
         state = self.run.state
         checkpoint = state.checkpoint
         fields = {
-            "phase": self.phase(),
+            "phase": summary.phase_of(self.run, self.wishes.desired),
             "message": self.run.failure or self.run.halted or self.run.stop_early,
+            "observed_generation": self.wishes.followed,
+            "applies_at_step": None if state.applies_at is None else state.applies_at + 1,
             "step": state.updates,
             "policy_version": state.version,
             "reward": self.measures.reward if self.measures.reward is not None else self.record.status.reward,
-            "draws": draws_of(state),
+            "draws": summary.draws_of(state),
             "checkpoint": checkpoint.path if checkpoint else None,
-            "best_checkpoint": best_of(state),
+            "best_checkpoint": summary.best_of(state),
             "conditions": self._conditions(),
             "started_at": self.record.status.started_at or self.record.created_at,
             "finished_at": datetime.now(UTC) if state.finished else None,
@@ -393,7 +388,8 @@ class JobRunner:
 
     def why(self) -> list[dict[str, Any]]:
         """What the job waits for."""
-        return explain_waits(
+        rows = explain_waits(
             self.job, self.run, self.measures.plan, self.members,
             clock=time.monotonic(), now=time.time(), sealed_at=self.carrier.sealed_at,
         )  # fmt: skip
+        return rows + (self.supply.waits(self.run, time.time()) if self.supply is not None else [])

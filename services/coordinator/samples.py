@@ -9,21 +9,27 @@ import numpy as np
 
 from penstock.shared.protocol.trajectory import FINISH_REASONS, Group, GroupHeader
 
-__all__ = ["choose_samples", "sample_rows"]
+__all__ = ["choose_samples", "sample_detail", "sample_rows"]
 
 
 def choose_samples(
-    headers: Sequence[tuple[int, GroupHeader]], *, sort: str | None, after: str | None, limit: int
+    headers: Sequence[tuple[int, GroupHeader]],
+    *,
+    sort: str | None,
+    after: str | None,
+    limit: int,
+    min_reward: float | None = None,
 ) -> list[tuple[int, str]]:
     """(sequence, row id) of one page of completions, chosen without reading a group; ids are those of step 0.
 
     ``sort``: ``reward``, ``-reward``, ``length``, ``-length``, or None for the order of the prompts; ``after``: the
-    last id of the page before.
+    last id of the page before; ``min_reward`` leaves out those below it and those that could not be scored.
     """
     found = [
         (reward, length, seq, f"0-{header.draw}-{index}")
         for seq, header in sorted(headers, key=lambda one: one[1].draw)
         for index, (reward, length) in enumerate(zip(header.rewards, header.lengths, strict=True))
+        if min_reward is None or (reward >= min_reward and not header.failed[index])
     ]
     if sort is not None:
         found.sort(key=lambda one: one[0] if "reward" in sort else one[1], reverse=sort.startswith("-"))
@@ -67,3 +73,28 @@ def sample_rows(step: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
                 }
             )
     return rows
+
+
+def sample_detail(step: int, group: Group, index: int) -> dict[str, Any]:
+    """A completion with everything that was stored of it, token by token.
+
+    ``prompt_token_ids``, and equally long ``token_ids``, ``logprobs`` (of the sampler, natural logarithm), ``mask`` (1:
+    the policy chose the token) and ``versions`` (of the policy that chose it); ``siblings``: ids of the group's others.
+    """
+    rows = sample_rows(step, [group])
+    start, end = int(group.cu_seqlens[index]), int(group.cu_seqlens[index + 1])
+    versions = np.zeros(end - start, np.int64)
+    for trajectory, version, first, stop in group.spans:
+        if trajectory == index:
+            versions[first:stop] = version
+    return {
+        **rows[index],
+        "job": group.job,
+        "attempt": group.attempt,
+        "prompt_token_ids": group.prompt_ids.tolist(),
+        "token_ids": group.token_ids[start:end].tolist(),
+        "logprobs": [float(value) for value in group.logprobs[start:end]],
+        "mask": group.mask[start:end].tolist(),
+        "versions": versions.tolist(),
+        "siblings": [row["id"] for row in rows if row["index"] != index],
+    }

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["columns"]
+from penstock.services.coordinator.thinning import largest_triangles
+
+__all__ = ["columns", "metric_names"]
 
 
 def columns(
@@ -18,7 +20,7 @@ def columns(
 ) -> dict[str, Any]:
     """``{"steps", "wall", "series": {name: [...]}}``. Rows of one step are merged; a later row of a step wins.
 
-    Down-sampling keeps the first and the last step and evenly spaced ones between: a value shown was measured.
+    Down-sampling keeps the first and the last step and those between where the curves turn: a value shown was measured.
     """
     steps: dict[int, dict[str, Any]] = {}
     for row in rows:
@@ -28,12 +30,22 @@ def columns(
         merged = steps.setdefault(step, {"wall": row["time"]})
         merged.update({name: value for name, value in row["values"].items() if names is None or name in names})
     order = sorted(steps)
-    if len(order) > max_points > 1:
-        last = len(order) - 1
-        order = [order[round(i * last / (max_points - 1))] for i in range(max_points)]
     found = sorted({name for step in order for name in steps[step]} - {"wall"})
+    if len(order) > max_points > 1:
+        curves = [[steps[step].get(name) for step in order] for name in found]
+        order = [order[place] for place in largest_triangles(order, curves, max_points)]
     return {
         "steps": order,
         "wall": [steps[step]["wall"] for step in order],
         "series": {name: [steps[step].get(name) for step in order] for name in found},
     }
+
+
+def metric_names(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``name``, ``count`` of rows that have it, first and last ``step``, ``last`` value; in the order of the names."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        for name, value in row["values"].items():
+            known = found.setdefault(name, {"name": name, "count": 0, "first_step": row["step"]})
+            known |= {"count": known["count"] + 1, "last_step": row["step"], "last": value}
+    return [found[name] for name in sorted(found)]

@@ -16,16 +16,20 @@ from typing import Any
 import uvicorn
 
 from penstock.services.coordinator.api import create_app
+from penstock.services.coordinator.batch_log import give_up_batches
 from penstock.services.coordinator.control import CoordinatorControl
 from penstock.services.coordinator.deadletters import DeadLetters
 from penstock.services.coordinator.evaluation_runner import EvaluationRunner
+from penstock.services.coordinator.feedback.desk import FeedbackDesk
 from penstock.services.coordinator.leader import Leader
 from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.online.supply import LiveSupply
 from penstock.services.coordinator.retention import FULL_SHARE, GIVEN_UP, oldest_finished
 from penstock.services.coordinator.runner import JobRunner
+from penstock.services.coordinator.serving import Gateway
 from penstock.services.coordinator.store import JobStore
-from penstock.shared.config.job import JobConfig
-from penstock.shared.config.kinds import job_model
+from penstock.shared.config.kinds import parse_training, trains
+from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, Fenced, ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
@@ -57,6 +61,10 @@ class CoordinatorService:
         self.members = Members()
         self.store = JobStore(bus)
         self.runners: dict[str, Leader] = {}
+        self.feedback = FeedbackDesk(bus, self.store, settings.data_dir)
+        self.gateway = Gateway(
+            bus, settings.worker_id, pseudonym=self.feedback.pseudonyms.of, opted_out=self.feedback.consents.opted_out
+        )
         self.leading = False
         self.ready = False
         self.control = CoordinatorControl(bus, self.store, self.members, self.runners, settings)
@@ -74,6 +82,8 @@ class CoordinatorService:
         )
         async with asyncio.TaskGroup() as tasks:
             self._http = tasks.create_task(self._serve_http())
+            tasks.create_task(self.feedback.run())
+            tasks.create_task(self.gateway.run())
             tasks.create_task(self._hear_heartbeats())
             tasks.create_task(self._lead_forever())
             tasks.create_task(DeadLetters(self.bus, self.members, self.runners).run())
@@ -94,7 +104,7 @@ class CoordinatorService:
         return {job: runner.status() for job, runner in self.runners.items() if runner.ready}
 
     async def _serve_http(self) -> None:
-        app = create_app(self.control, self.settings, stopping=self._stopping)
+        app = create_app(self.control, self.settings, stopping=self._stopping, desk=self.feedback, serving=self.gateway)
         config = uvicorn.Config(
             app, host=self.settings.http_host, port=self.settings.http_port, log_config=None, access_log=False,
             timeout_graceful_shutdown=3, lifespan="on",
@@ -172,8 +182,8 @@ class CoordinatorService:
                 if error is None or not _only(error, Unavailable):
                     break
             await asyncio.sleep(RETRY_S)
+        await self.clean_up(job)
         self._tasks.pop(job, None)
-        await self._clean_up(job)
 
     async def _lead_job(self, job: str, epoch: int) -> None:
         """Lead a job as its record says now, until it is over."""
@@ -187,12 +197,24 @@ class CoordinatorService:
         await self.store.set_status(job, phase="failed", message=reason)
 
     def _leader(self, record: JobRecord, epoch: int) -> Leader:
-        if job_model(record.spec) is not JobConfig:
+        if not trains(record.spec):
             return EvaluationRunner(self.bus, self.store, self.members, record, epoch=epoch)
-        data_dir = self.settings.data_dir
-        return JobRunner(self.bus, self.store, self.members, record, epoch=epoch, data_dir=data_dir)
+        config = parse_training(record.spec)
+        supply = LiveSupply(self.bus, record.id, config, epoch=epoch) if isinstance(config, OnlineJob) else None
+        return JobRunner(
+            self.bus, self.store, self.members, record, epoch=epoch, data_dir=self.settings.data_dir, supply=supply
+        )
 
-    async def _clean_up(self, job: str) -> None:
+    async def clean_up(self, job: str) -> None:
+        """Give up what nobody needs of a finished job; again while the bus is away, for nobody comes back to it."""
+        while (error := await unexpected(self._give_up_rest(job))) is not None:
+            expected = _only(error, Unavailable)
+            logger.warning("cleaning up after job %s: %s", job, error, exc_info=None if expected else error)
+            if not expected:
+                return
+            await asyncio.sleep(RETRY_S)
+
+    async def _give_up_rest(self, job: str) -> None:
         """A finished job leaves no tickets, raw groups and snapshots; its groups stay for audit and replay."""
         await self.bus.purge(subjects.SNAPSHOTS, subjects.snapshots(job))
         for stream, subject in ((subjects.TICKETS, subjects.tickets(job)), (subjects.RAW, subjects.raw(job))):
@@ -227,10 +249,19 @@ class CoordinatorService:
             return
         counts = await self.bus.subject_counts(stream)
         job = oldest_finished(await self.store.list_all(), counts, stream)
+        if job is None and stream == subjects.BATCHES:
+            await self._shorten_batches()
         if job is not None:
             logger.warning("%s is %d of %d bytes full: giving up what finished job %s has there",
                            stream, state.bytes, state.max_bytes, job)  # fmt: skip
             await self.bus.purge(stream, GIVEN_UP[stream](job))
+
+    async def _shorten_batches(self) -> None:
+        """No finished job is left to make room: those that run give up what their newest checkpoint covers."""
+        for job, runner in list(self.runners.items()):
+            if isinstance(runner, JobRunner) and runner.ready and (newest := runner.run.state.checkpoint) is not None:
+                count = await give_up_batches(self.bus, job, up_to=newest.number)
+                logger.warning("BATCHES is nearly full: job %s gave up %d manifests before its checkpoint", job, count)
 
 
 def _only(error: BaseException, *kinds: type[Exception]) -> bool:

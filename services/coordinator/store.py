@@ -7,16 +7,18 @@ from datetime import UTC, datetime
 from typing import Any
 
 from penstock.shared.config.job import JobConfig
-from penstock.shared.config.kinds import AnyJob, job_model
+from penstock.shared.config.kinds import AnyJob, trains
 from penstock.shared.errors import Conflict, NotFound, ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.ids import new_job_id
-from penstock.shared.protocol.jobs import TERMINAL_PHASES, DesiredState, JobRecord, JobStatus
+from penstock.shared.protocol.jobs import TERMINAL_PHASES, DesiredState, JobRecord, JobStatus, Operation
 from penstock.shared.transport.bus import Bus, Entry
 
 __all__ = ["JobStore"]
 
 CAS_TRIES = 20
+MAX_OPERATIONS = 16
+"""Operations that a record remembers."""
 
 
 class JobStore:
@@ -27,13 +29,12 @@ class JobStore:
 
     async def create(self, config: AnyJob) -> JobRecord:
         """Store a new job durably."""
-        steps = config.train.max_updates if isinstance(config, JobConfig) else config.evaluation.num_prompts
         record = JobRecord(
             id=new_job_id(),
             name=config.name,
             created_at=datetime.now(UTC),
             spec=config.model_dump(mode="json", exclude_unset=True),
-            status=JobStatus(total_steps=steps),
+            status=JobStatus(total_steps=_total_steps(config)),
         )
         revision = await self._kv.create(record.id, record.model_dump_json().encode())
         return record.model_copy(update={"revision": revision})
@@ -70,16 +71,58 @@ class JobStore:
         def edit(record: JobRecord) -> JobRecord:
             if record.status.phase in TERMINAL_PHASES:
                 raise Conflict(f"job '{job}' is {record.status.phase}; it cannot become {state}")
-            if state == "paused" and job_model(record.spec) is not JobConfig:
+            if state == "paused" and not trains(record.spec):
                 raise Conflict(f"job '{job}' is an evaluation: it can be cancelled, not paused")
             if record.desired_state == "cancelled" and state != "cancelled":
                 raise Conflict(f"job '{job}' is being cancelled")
             wanted = {"desired_state": state, "force": record.force or force}
             if wanted.items() <= record.model_dump().items():
                 return record
-            return record.model_copy(update={**wanted, "generation": record.generation + 1})
+            return _wanted(record, wanted)
 
         return await self.change(job, edit)
+
+    async def amend(self, job: str, edit: Callable[[JobRecord], AnyJob]) -> JobRecord:
+        """Write the job file that ``edit`` makes of a record. Raises Conflict when the job is terminal."""
+
+        def change(record: JobRecord) -> JobRecord:
+            if record.status.phase in TERMINAL_PHASES:
+                raise Conflict(f"job '{job}' is {record.status.phase}; its file cannot change any more")
+            config = edit(record)
+            spec = config.model_dump(mode="json", exclude_unset=True)
+            if spec == record.spec:
+                return record
+            status = record.status.model_copy(update={"total_steps": _total_steps(config)})
+            return _wanted(record, {"spec": spec, "status": status})
+
+        return await self.change(job, change)
+
+    async def begin_operation(self, job: str, operation: Operation) -> JobRecord:
+        """Ask for something. Raises Conflict when the job is terminal, or too much is asked for already."""
+
+        def edit(record: JobRecord) -> JobRecord:
+            if record.status.phase in TERMINAL_PHASES:
+                raise Conflict(f"job '{job}' is {record.status.phase}: nothing can be asked of it")
+            if not trains(record.spec):
+                raise Conflict(f"job '{job}' is an evaluation: it has no checkpoints")
+            pending = [one for one in record.operations if one.state == "pending"]
+            if len(pending) >= MAX_OPERATIONS:
+                raise Conflict(f"{len(pending)} operations of job '{job}' are not done yet; wait for them")
+            over = [one.id for one in record.operations if one.state != "pending"]
+            forgotten = over[: max(0, len(record.operations) + 1 - MAX_OPERATIONS)]
+            kept = [one for one in record.operations if one.id not in forgotten]
+            return record.model_copy(update={"operations": [*kept, operation]})
+
+        return await self.change(job, edit)
+
+    async def finish_operation(self, job: str, done: Operation) -> None:
+        """Write how an operation ended; one that is over stays as it is."""
+
+        def edit(record: JobRecord) -> JobRecord:
+            operations = [done if one.id == done.id and one.state == "pending" else one for one in record.operations]
+            return record.model_copy(update={"operations": operations})
+
+        await self.change(job, edit)
 
     async def set_status(self, job: str, **fields: Any) -> JobRecord:
         """Merge fields into the observed status."""
@@ -94,6 +137,15 @@ class JobStore:
         async for entry in self._kv.watch(""):
             if entry.value is not None:
                 yield decode_record(entry)
+
+
+def _total_steps(config: AnyJob) -> int | None:
+    return config.train.max_updates if isinstance(config, JobConfig) else config.evaluation.num_prompts
+
+
+def _wanted(record: JobRecord, changes: dict[str, Any]) -> JobRecord:
+    """The record with something that the user wants changed."""
+    return record.model_copy(update={**changes, "generation": record.generation + 1, "changed_from": record.revision})
 
 
 def decode_record(entry: Entry) -> JobRecord:

@@ -16,14 +16,16 @@ from penstock.services.coordinator.retention import check_room
 from penstock.services.coordinator.trackers import check_trackers
 from penstock.shared.config.data import DataConfig
 from penstock.shared.config.evaluation_job import EvaluationJob
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.job import MAX_GROUP_BYTES, ROW_BYTES, JobConfig
 from penstock.shared.config.kinds import AnyJob
+from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.reward import RewardConfig
 from penstock.shared.data.check import DataSummary, check_data
 from penstock.shared.errors import ConfigError, DataError, NotFound
-from penstock.shared.protocol.jobs import JobRecord
+from penstock.shared.protocol.codec import MAX_INLINE_BYTES
+from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
 
-__all__ = ["plan_job", "resolve_model"]
+__all__ = ["check_groups", "plan_job", "resolve_model"]
 
 REFERENCE = re.compile(r"job:(job_[0-9a-f]{32})@(\w+)", re.ASCII)
 """A checkpoint of another job as a model path."""
@@ -54,30 +56,70 @@ async def resolve_model(spec: AnyJob, ledger: Callable[[str], Awaitable[LedgerSt
     return spec.model_copy(update={"model": spec.model.model_copy(update={"path": checkpoint.path})})
 
 
-async def plan_job(spec: AnyJob, records: Sequence[JobRecord], *, experience_bytes: int) -> dict[str, Any]:
+async def plan_job(
+    spec: AnyJob, records: Sequence[JobRecord], *, experience_bytes: int, stores_parts: bool
+) -> dict[str, Any]:
     """What a job would do here.
 
+    Args:
+        stores_parts: whether EXPERIENCE takes groups above 1 MiB.
+
     Raises:
-        ConfigError: it cannot run: model or data missing, or no room beside the jobs that run (``records``).
+        ConfigError: it cannot run: model or data missing, groups too large, or no room beside the jobs that run
+            (``records``).
     """
     _check_model(spec)
     check_room(records, spec.limits.byte_budget, experience_bytes=experience_bytes)
-    plan = await (_plan_training(spec) if isinstance(spec, JobConfig) else _plan_evaluation(spec))
+    if isinstance(spec, OnlineJob):
+        check_alias(spec, records)
+    data = await _open(spec.data if isinstance(spec, JobConfig) else spec.data_config, spec.reward)
+    plan = await _plan_training(spec, data) if isinstance(spec, JobConfig) else _plan_evaluation(spec, data)
+    check_groups(spec, data.row_bytes, stores_parts=stores_parts)
     return {
         "spec": spec.model_dump(mode="json"),
         **plan,
-        "bytes": {"group_max": spec.max_group_bytes, "budget": spec.limits.byte_budget},
+        "data": msgspec.to_builtins(data),
+        "bytes": {"group_max": spec.max_group_bytes + data.row_bytes, "budget": spec.limits.byte_budget},
     }
 
 
-async def _plan_training(spec: JobConfig) -> dict[str, Any]:
-    data = await _open(spec.data, spec.reward)
+def check_groups(spec: AnyJob, row_bytes: int, *, stores_parts: bool) -> None:
+    """Refuse a job whose groups, with their rows, are larger than what can be stored.
+
+    Args:
+        row_bytes: what the largest row adds to a group.
+
+    Raises:
+        ConfigError: names the numbers.
+    """
+    size = spec.max_group_bytes + row_bytes
+    parts = f"{spec.completions_per_group} completions of up to {spec.sampling.max_new_tokens} tokens"
+    if row_bytes:
+        parts += f" and a data row of up to {row_bytes + ROW_BYTES} bytes"
+    if size > MAX_GROUP_BYTES:
+        raise ConfigError(f"a group of {parts} may take {size} bytes, more than a group may have ({MAX_GROUP_BYTES})")
+    if size > MAX_INLINE_BYTES and not stores_parts:
+        raise ConfigError(
+            f"a group of {parts} may take {size} bytes; above {MAX_INLINE_BYTES} it is stored in parts, and this NATS "
+            "server cannot do that: use version 2.12.1 or newer, or smaller groups"
+        )
+    if isinstance(spec, JobConfig):
+        need = 2 * (spec.train.max_lag + 2) * spec.groups_per_batch * size
+        what = f"{spec.train.max_lag + 2} batches of {spec.groups_per_batch} groups of {parts} must fit in half of it"
+    else:
+        need = spec.evaluation.num_prompts * size
+        what = f"{spec.evaluation.num_prompts} prompts with groups of {parts} must fit"
+    if need > spec.limits.byte_budget:
+        raise ConfigError(f"limits.byte_budget: {what}: raise it from {spec.limits.byte_budget} to at least {need}")
+
+
+async def _plan_training(spec: JobConfig, data: DataSummary) -> dict[str, Any]:
     check_trackers(spec.tracking)
     if spec.warm_start.data:
         await _open(spec.warm_start_data)
     size = spec.groups_per_batch
     prompts = data.rows_per_epoch * (spec.train.data_epochs or size)
-    if prompts < size:
+    if prompts < size and spec.data.train:
         raise ConfigError(f"train.data_epochs: {prompts} prompts do not fill one batch of {size} groups")
     batch = {
         "trajectories": spec.train.batch_size,
@@ -86,16 +128,30 @@ async def _plan_training(spec: JobConfig) -> dict[str, Any]:
         "optimizer_steps": spec.train.epochs * spec.train.minibatches,
         "draws_in_flight": spec.max_draws,
     }
-    return {"batch": batch, "data": msgspec.to_builtins(data)}
+    return {"batch": batch}
 
 
-async def _plan_evaluation(spec: EvaluationJob) -> dict[str, Any]:
-    data = await _open(spec.data_config, spec.reward)
+def check_alias(spec: OnlineJob, records: Sequence[JobRecord]) -> None:
+    """Refuse an online job whose name clients already use for another one that runs.
+
+    Raises:
+        ConfigError: names that job.
+    """
+    for record in records:
+        runs = record.spec.get("kind") == spec.kind and record.status.phase not in TERMINAL_PHASES
+        if runs and record.name == spec.name:
+            raise ConfigError(
+                f"name: '{spec.name}' is the model of job '{record.id}', which runs: clients address an online job "
+                "by its name; choose another one, or cancel that job"
+            )
+
+
+def _plan_evaluation(spec: EvaluationJob, data: DataSummary) -> dict[str, Any]:
     prompts = min(data.num_eval, spec.evaluation.num_prompts)
     if not prompts:
         raise ConfigError("data.eval: there is not a single row to evaluate")
     measures = {"prompts": prompts, "completions": prompts * spec.completions_per_group}
-    return {"evaluation": measures | {"metrics": spec.evaluation.metrics}, "data": msgspec.to_builtins(data)}
+    return {"evaluation": measures | {"metrics": spec.evaluation.metrics}}
 
 
 async def _open(config: DataConfig, reward: RewardConfig | None = None) -> DataSummary:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.run import JobRun
 
-__all__ = ["best_of", "draws_of", "summary_of"]
+__all__ = ["best_of", "draws_of", "phase_of", "retention_of", "start_of", "summary_of"]
 
 
 def draws_of(state: LedgerState) -> dict[str, Any]:
@@ -26,6 +27,38 @@ def best_of(state: LedgerState) -> dict[str, Any] | None:
         return None
     path = state.checkpoints[best.number].path
     return {"number": best.number, "metric": best.metric, "value": best.value, "step": best.step, "path": path}
+
+
+def phase_of(run: JobRun, desired: str) -> str:
+    """Phase of a job as users see it, who want it to be ``desired``."""
+    state = run.state
+    if state.finished:
+        return state.finished
+    if desired == "cancelled":
+        return "cancelling"
+    if desired == "paused":
+        settled = run.halted or not (state.sealed or run.wants_checkpoint)
+        return "paused" if settled else "pausing"
+    return "running" if state.checkpoint is not None or state.started else "pending"
+
+
+def retention_of(run: JobRun) -> dict[str, Any]:
+    """Which checkpoints the trainer keeps: the newest ``keep``, and the ``pinned`` ones whatever their age."""
+    return {"pinned": run.state.pinned, "keep": run.config.checkpoint.keep}
+
+
+def start_of(state: LedgerState) -> dict[str, Any]:
+    """Where a trainer takes up the job."""
+    checkpoint = state.checkpoint
+    after = checkpoint.number if checkpoint else 0
+    return {
+        "checkpoint": None if checkpoint is None else {"number": checkpoint.number, "path": checkpoint.path},
+        "version": state.version,
+        "digest": state.digest,
+        "last_trained": state.last_trained,
+        "pinned": state.pinned,
+        "batches": [[n, b.revision, b.version, b.digest] for n, b in sorted(state.batches.items()) if n > after],
+    }
 
 
 def summary_of(state: LedgerState) -> dict[str, Any]:

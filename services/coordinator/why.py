@@ -19,7 +19,7 @@ def explain_waits(
     """Rows of waits, most important first. ``clock`` is monotonic (heartbeats), ``now`` is Unix time (deadlines)."""
     if run.state.finished:
         return []
-    rows = worker_waits(job, members, clock, now)
+    rows = worker_waits(job, members, clock, now, run.config.services)
     if run.desired == "paused":
         reason = f" ({run.halted})" if run.halted else ""
         rows.append(wait_row(f"a request to resume{reason}", subjects.JOBS, job))

@@ -30,7 +30,7 @@ class RewardService:
         await watch_jobs(self.bus, self._run_session, open_evaluation=self._run_session)
 
     async def _run_session(self, job: str, config: AnyJob) -> None:
-        if self._draining:
+        if self._draining or not config.reward.scorers:  # an online job that measures nothing
             return
         session = RewardSession(self.bus, self.settings, job, config)
         self.sessions[job] = session

@@ -216,7 +216,7 @@ class RewardSession:
             **self._counts,
             "running": self._busy,
             "score_s": self._score_s,
-            "holds": list(self._holds)[:64],
+            "holds": list(self._holds),
         }
         if self._pool.about:
             row["scorers"] = self._pool.about

@@ -44,11 +44,11 @@ class RolloutService:
             self.sessions.pop(job, None)
 
     async def drain(self) -> None:
-        """Finish the tickets in hand, take no new ones."""
+        """Finish the tickets and requests in hand, take no new ones."""
         self.ready = False
         for session in self.sessions.values():
             session.drain()
-        while any(session.status()["holds"] for session in self.sessions.values()):
+        while any(session.busy for session in self.sessions.values()):
             await asyncio.sleep(0.05)
 
     def status(self) -> dict[str, dict[str, Any]]:

@@ -20,8 +20,11 @@ from penstock.services.rollout.fixed import FixedPolicy
 from penstock.services.rollout.policy import PolicyFollower
 from penstock.services.rollout.publisher import GroupPublisher
 from penstock.services.rollout.scoring import joined, score_requests
+from penstock.services.rollout.serving import InferenceServer
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.kinds import AnyJob
+from penstock.shared.config.online import OnlineConfig
+from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.data.prompts import Prompt, PromptSource
 from penstock.shared.errors import ConfigError, DataError, DeadlineError, ProtocolError, Unavailable
@@ -59,6 +62,7 @@ class RolloutSession:
         """Work in hand -> sequence of its ticket, version it asks for."""
         self._engine: Engine | None = None
         self._policy: PolicyFollower | FixedPolicy | None = None
+        self._serving: InferenceServer | None = None
         self._draining = False
         self.groups = 0
 
@@ -84,6 +88,8 @@ class RolloutSession:
             await self._policy.reach(lambda version: version >= 0, deadline_s=86400, what="the first policy version")
             self._done("policy")
             async with asyncio.TaskGroup() as working:
+                if isinstance(self.config, JobConfig):
+                    working.create_task(self._serve(self.config))
                 await self._take_tickets(working, slots)
             for task in background:
                 task.cancel()
@@ -125,9 +131,24 @@ class RolloutSession:
         finally:
             await puller.close()
 
+    async def _serve(self, config: JobConfig) -> None:
+        """Answer live requests of agents until drained."""
+        assert self._engine is not None
+        assert self._policy is not None
+        policy = self._policy
+        online = config.online if isinstance(config, OnlineJob) else OnlineConfig()
+        self._serving = InferenceServer(
+            self._bus, self._settings.worker_id, self.job, self._engine, self._tokenizer, config.sampling,
+            max_running=config.placement.max_running, version=lambda: policy.version, hold_s=online.hold_s,
+            template_args=config.data.prompt.chat_template_args,
+        )  # fmt: skip
+        await self._serving.run()
+
     def drain(self) -> None:
-        """Take no more tickets."""
+        """Take no more tickets and no more requests."""
         self._draining = True
+        if self._serving is not None:
+            self._serving.drain()
 
     # -- one ticket --------------------------------------------------------------------------------------------------
 
@@ -282,15 +303,21 @@ class RolloutSession:
     def _done(self, key: str) -> None:
         self._waits.pop(key, None)
 
+    @property
+    def busy(self) -> bool:
+        """Whether tickets or requests are in hand."""
+        return bool(self._holds) or bool(self._serving and self._serving.num_requests)
+
     def status(self) -> dict[str, Any]:
         """This worker's entry for the job, for its heartbeat."""
         engine, policy = self._engine, self._policy
         row: dict[str, Any] = {
             "version": policy.version if policy else -1,
             "running": engine.running if engine else 0,
+            "requests": self._serving.num_requests if self._serving else 0,
             "generated_tokens": engine.generated_tokens if engine else 0,
             "groups": self.groups,
-            "holds": [key.split(":", 1)[1] for key in list(self._holds)[:64]],
+            "holds": [key.split(":", 1)[1] for key in list(self._holds)],
             "pause_s": policy.pause_s if policy else 0.0,
         }
         if self._publisher.blocked:

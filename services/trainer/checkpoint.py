@@ -82,9 +82,11 @@ _WHAT: dict[Part, str] = {
     "optimizer": "optimizer state",
     "reference": "reference policy",
 }
+_EXPORTED: tuple[Part, ...] = ("weights", "adapter")
+"""What other programs read, so that it is there in one file also where ranks hold parts."""
 _SHARDS, _RNG, _RULE = "shards", "rng.safetensors", "rule.safetensors"
 _EXPORT_BYTES = 1 << 28
-"""Weights that are put together at once for the export of a sharded model."""
+"""Bytes that are put together at once for the export of a sharded model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,24 +193,23 @@ def _write_whole(partial: Path, prefix: str, model: BackendState) -> dict[str, S
     directory.mkdir(exist_ok=True)
     files = {prefix + name: write_bytes(directory / name, data) for name, data in model.files.items()}
     files[prefix + _RNG] = write_tensors(directory / _RNG, table_of(model.rng), model.rng.values())
-    if _is_cut(model):
-        path, table = directory / _FILES["weights"], table_of(model.weights)
-        files[prefix + path.name] = write_tensors(path, table, _put_together(directory / _SHARDS, table))
-        return files
+    cut = _is_cut(model)
     for part, name in _FILES.items():
         tensors: dict[str, Tensor] = getattr(model, part)
-        if tensors:
-            files[prefix + name] = write_tensors(directory / name, table_of(tensors), tensors.values())
+        if tensors and (not cut or part in _EXPORTED):
+            table = table_of(tensors)
+            whole = _put_together(directory / _SHARDS, part, table) if cut else tensors.values()
+            files[prefix + name] = write_tensors(directory / name, table, whole)
     return files
 
 
-def _put_together(shards: Path, table: TensorTable) -> Iterator[Tensor]:
-    """Whole weights from the shards on disk, a bucket at a time: nothing is asked of the ranks that train on."""
+def _put_together(shards: Path, part: Part, table: TensorTable) -> Iterator[Tensor]:
+    """Whole tensors from the shards on disk, a bucket at a time: nothing is asked of the ranks that train on."""
     from penstock.services.trainer.sharded_tensors import read_shards
 
     bucket: dict[str, Tensor] = {}
     for place, (name, shape, dtype) in enumerate(table, 1):
-        bucket[f"weights.{name}"] = torch.empty(shape, dtype=dtype)
+        bucket[f"{part}.{name}"] = torch.empty(shape, dtype=dtype)
         if place == len(table) or sum(tensor.nbytes for tensor in bucket.values()) >= _EXPORT_BYTES:
             read_shards(shards, bucket)
             yield from bucket.values()
@@ -298,14 +299,14 @@ def _fill(directory: Path, stored: list[str], into: BackendState) -> dict[Part, 
             own: dict[str, Tensor] = getattr(into, part)
             check_fits(own, _empty(tensor_table(directory / name) if name in stored else []), what=_WHAT[part])
             if own:
-                mesh = next(t.device_mesh for t in into.weights.values() if isinstance(t, DTensor))
+                mesh = next(t.device_mesh for t in _flat(into).values() if isinstance(t, DTensor))
                 parts = {key: local_part(tensor) for key, tensor in own.items()}
                 read_slices(directory / name, parts, partial(rows_of_mesh, mesh=mesh))
     return {part: getattr(into, part) for part in _FILES}
 
 
 def _is_cut(model: BackendState) -> bool:
-    return any(is_sharded(tensor) for tensor in model.weights.values())
+    return any(is_sharded(tensor) for tensor in _flat(model).values())
 
 
 def _flat(model: BackendState) -> dict[str, Tensor]:

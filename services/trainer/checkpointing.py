@@ -99,7 +99,7 @@ class Checkpointing:
         await self._reporter.settled()
         data = await self._reporter.ask(msgspec.structs.replace(report, path=str(path)))
         self._pinned = pinned_in(data) or self._pinned
-        keep = self._config.checkpoint.keep
+        keep = int(data.get("keep", self._config.checkpoint.keep))
         try:
             await asyncio.to_thread(
                 retain, self._root, self._job, recorded=report.batch, keep=keep, pinned=self._pinned

@@ -28,6 +28,7 @@ from penstock.services.trainer.orders import (
 )
 from penstock.services.trainer.ranks import Ranks, to_the_end
 from penstock.services.trainer.replica import Replica
+from penstock.shared.errors import RankLost
 from penstock.shared.protocol.messages import BatchManifest
 
 __all__ = ["Crew"]
@@ -125,6 +126,11 @@ class Crew:
 
         return await self._order(Save(number, token), work)
 
+    def raise_if_stranded(self) -> None:
+        """After an error: raise RankLost if ranks still stand where another one failed, and will never come back."""
+        if self._ranks is not None and self._ranks.stranded:
+            raise RankLost(self._ranks.stranded)
+
     async def close(self) -> None:
         """Forget the job."""
 
@@ -141,5 +147,9 @@ class Crew:
     async def _carry_out(self, ranks: Ranks, order: Order, work: Callable[[], Awaitable[T]]) -> T:
         async with ranks.busy:
             if ranks.place.size > 1:
-                await ranks.threads.compute(partial(ranks.orders.give, order))
-            return await work()
+                await ranks.unless_failed(ranks.threads.compute(partial(ranks.orders.give, order)))
+            return await ranks.unless_failed(_coroutine(work))
+
+
+async def _coroutine(work: Callable[[], Awaitable[T]]) -> T:
+    return await work()

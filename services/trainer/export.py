@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.services.trainer.checkpoint import read_manifest
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import parse_training
 from penstock.shared.config.model import ModelConfig
 from penstock.shared.errors import CheckpointError
 from penstock.shared.models.loading import build_model, build_tokenizer
@@ -30,7 +30,7 @@ def export(checkpoint: Path, target: Path) -> None:
     found = read_manifest(checkpoint)
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} is not empty: name a new directory")
-    job = JobConfig.parse(msgspec.json.decode(found.manifest.meta["config"]))
+    job = parse_training(msgspec.json.decode(found.manifest.meta["config"]))
     config = ModelConfig(path=str(checkpoint), dtype=job.model.dtype, trust_remote_code=job.model.trust_remote_code)
     tokenizer = build_tokenizer(config)
     build_model(config, len(tokenizer), seed=0).save_pretrained(target)

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from penstock.services.trainer.inputs import BatchInputs, Untrainable
 from penstock.services.trainer.orders import (
     Close,
@@ -27,6 +29,7 @@ from penstock.services.trainer.ranks import Ranks
 from penstock.services.trainer.replica import Replica
 from penstock.services.trainer.update_rules.on_policy import NonFiniteStep
 from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import parse_training
 from penstock.shared.errors import CheckpointError, ConfigError, DataError, ProtocolError
 from penstock.shared.runtime.tasks import Background
 from penstock.shared.transport.bus import Bus
@@ -87,7 +90,7 @@ class Follower:
     async def _carry_out(self, order: Order, background: Background) -> None:
         match order:
             case Open(job=job, spec=spec):
-                await self._open(job, JobConfig.model_validate_json(spec))
+                await self._open(job, parse_training(msgspec.json.decode(spec)))
             case Close():
                 self._close()
             case Train():

@@ -53,7 +53,7 @@ async def fetch_shard(bus: Bus, manifest: BatchManifest, positions: Sequence[int
             reasons.append(f"draw {one.draw}: {error}")
     if bad:
         raise Untrainable(bad, "; ".join(reasons[:3]))
-    return BatchShard(groups, list(positions), len(manifest.groups))
+    return BatchShard(groups, list(positions), len(manifest.groups), manifest.hyperparameters)
 
 
 def _checked(message: Message | None, sealed: SealedGroup, manifest: BatchManifest, max_lag: int) -> Group:

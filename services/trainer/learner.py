@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.services.trainer.backends import open_backend
-from penstock.services.trainer.backends.base import Backend, LearnerState, Role
+from penstock.services.trainer.backends.base import Backend, LearnerState, Role, TensorLayout
 from penstock.services.trainer.backends.local import LocalBackend
 from penstock.services.trainer.collective import Alone, Collective
 from penstock.services.trainer.reference import load_reference
@@ -62,6 +62,7 @@ class Learner:
         roles: tuple[Role, ...] = ("policy", "critic") if config.algorithm.needs_critic else ("policy",)
         self._models: dict[Role, Backend] = {role: open_backend(config, role, collective, device) for role in roles}
         self._policy = self._models["policy"]
+        self._base_taken = False
         load_reference(self._policy, config, self.tokenizer)
         self._rule = OnPolicyRule(config, self._models, collective, total_updates=total_updates)
 
@@ -95,8 +96,7 @@ class Learner:
 
     def layout(self) -> Layout:
         """What engines get on the wire: the policy's weights, or its adapter; fixed order, tied ones once."""
-        layout = self._policy.published_layout()
-        return layout_of((name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape, dtype in layout)
+        return _layout_of(self._policy.published_layout())
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """What engines get, in the order of ``layout``: see ``Backend.published``. Read only."""
@@ -108,9 +108,21 @@ class Learner:
         return self._config.model.lora is not None and self._config.model.lora.publish == "adapters"
 
     @property
-    def made_base(self) -> bool:
-        """Whether the warm start changed the weights under the adapter: no engine can load them by itself."""
-        return self._config.warm_start.steps > 0
+    def base_digest(self) -> str:
+        """Of the weights under a published adapter; "" without one."""
+        return self.environment()["base"] if self.publishes_adapter else ""
+
+    def base_layout(self) -> Layout:
+        """What ``take_base`` gives."""
+        return _layout_of(self._policy.layout())
+
+    def take_base(self) -> Iterator[tuple[str, Tensor]]:
+        """``frozen``, once, where the warm start made these weights, so that no engine can load them by itself.
+
+        Else nothing. Read only. As with ``weights``, all ranks have to take it to its end.
+        """
+        taken, self._base_taken = self._base_taken, True
+        return iter(()) if taken or not self._config.warm_start.steps else self.frozen()
 
     def frozen(self) -> Iterator[tuple[str, Tensor]]:
         """The weights under a published adapter; nothing without one. Read only."""
@@ -161,6 +173,10 @@ class Learner:
             NonFiniteStep: a loss or gradient is not finite and `train.on_nonfinite` is `pause`.
         """
         return self._rule.update(shard, update_index=update_index)
+
+
+def _layout_of(layout: TensorLayout) -> Layout:
+    return layout_of((name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape, dtype in layout)
 
 
 def open_learner(config: JobConfig, collective: Collective | None = None) -> Learner:

@@ -25,7 +25,7 @@ from penstock.shared.errors import ConfigError, RankLost
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["Place", "ProcessGroup", "World", "join", "place_from_environment"]
+__all__ = ["Place", "ProcessGroup", "Stages", "World", "join", "place_from_environment"]
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """As torchrun sets them."""
@@ -64,13 +64,35 @@ def place_from_environment(environment: Mapping[str, str] = os.environ) -> Place
     return Place(rank, size, local_rank)
 
 
+class Stages:
+    """What a rank does together with the others: nested stages. One thread enters and leaves them, others read."""
+
+    def __init__(self) -> None:
+        self.entered = 0
+        """Stages entered so far."""
+        self._open: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return " > ".join(self._open)
+
+    @contextmanager
+    def inside(self, what: str) -> Iterator[None]:
+        """Be in stage ``what`` for the length of the block."""
+        before, self._open = self._open, (*self._open, what)
+        self.entered += 1
+        try:
+            yield
+        finally:
+            self._open = before
+
+
 class ProcessGroup:
     """Implements ``Collective`` and ``CheckpointRanks`` over one gloo group."""
 
-    def __init__(self, handle: dist.ProcessGroup, *, deadline_s: float) -> None:
+    def __init__(self, handle: dist.ProcessGroup, *, deadline_s: float, stages: Stages) -> None:
         self.handle = handle
         self.rank, self.size = dist.get_rank(handle), dist.get_world_size(handle)
-        self._deadline_s = deadline_s
+        self._deadline_s, self._stages = deadline_s, stages
 
     def gather(self, arrays: Mapping[str, NDArray[Any]]) -> list[dict[str, NDArray[Any]]]:
         """See ``Collective``."""
@@ -108,14 +130,15 @@ class ProcessGroup:
             RankLost: instead of the library's error.
         """
         try:
-            yield
+            with self._stages.inside(what):
+                yield
         except RuntimeError as error:
             text = str(error)
             if not isinstance(error, dist.DistError) and not any(sign in text for sign in _SIGNS):
                 raise
             raise RankLost(
                 f"rank {self.rank} of {self.size} waited for the others ({what}): one of them died or said nothing for "
-                f"{self._deadline_s:g} s ({text.strip().splitlines()[0] if text.strip() else type(error).__name__})"
+                f"{self._deadline_s:g} s ({_cause(error)})"
             ) from error
 
     def _numbers(self, values: Mapping[str, float]) -> list[dict[str, float]]:
@@ -137,13 +160,26 @@ class ProcessGroup:
         return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
 
+def _cause(error: Exception) -> str:
+    """What the library says, without its advice."""
+    return str(error).strip().split("\n", 1)[0].split(". This is typically", 1)[0] or type(error).__name__
+
+
 class World:
-    """All ranks of the trainer: the group that trains, one that writes checkpoints meanwhile, and the store."""
+    """All ranks of the trainer: the group that trains, one that writes checkpoints meanwhile, and the store.
+
+    ``votes`` carries nothing but votes on errors: a rank that failed waits there, while the others may be anywhere in
+    the collectives of what it failed in.
+    """
 
     def __init__(self, place: Place, store: Store, *, deadline_s: float) -> None:
         self.place, self.store, self.deadline_s = place, store, deadline_s
+        self.stages, self._writing = Stages(), Stages()
+        self.failure = ""
+        """An error of this rank on which the others have not voted yet."""
         self.everybody = self._group(range(place.size))
-        self.checkpoints = self._group(range(place.size))
+        self.votes = self._group(range(place.size))
+        self.checkpoints = self._group(range(place.size), self._writing)
         self._data_parallel = {1: self.everybody}
 
     def data_parallel(self, model_parallel: int) -> ProcessGroup:
@@ -164,12 +200,12 @@ class World:
         """Close all connections; the others notice at their next collective."""
         dist.destroy_process_group()
 
-    def _group(self, ranks: range) -> ProcessGroup:
+    def _group(self, ranks: range, stages: Stages | None = None) -> ProcessGroup:
         timeout = timedelta(seconds=self.deadline_s)
         handle = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
         if self.place.rank not in ranks:
             return None  # type: ignore[return-value]  # never used: every rank keeps the group that it is in
-        return ProcessGroup(handle, deadline_s=self.deadline_s)
+        return ProcessGroup(handle, deadline_s=self.deadline_s, stages=stages or self.stages)
 
 
 def join(place: Place, *, deadline_s: float) -> World:

@@ -6,10 +6,12 @@ so that no engine can load them by itself, they are published before the first v
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 
 import msgspec
+from torch import Tensor
 
 from penstock.services.trainer.crew import Crew
 from penstock.services.trainer.learner import Learner
@@ -18,7 +20,7 @@ from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
 from penstock.shared.protocol.weights import WeightManifest
 from penstock.shared.transport.bus import Bus
-from penstock.shared.weights import WeightPublisher, digest_of_tensors, layout_of, open_publisher
+from penstock.shared.weights import WeightPublisher, open_publisher
 
 __all__ = ["Publishing"]
 
@@ -30,9 +32,6 @@ class Publishing:
         self._bus, self._settings, self._job = bus, settings, job
         self._publisher: WeightPublisher | None = None
         self._base_publisher: WeightPublisher | None = None
-        self._learner: weakref.ref[Learner] | None = None
-        """Whose base was published; the models of a learner that is gone must not live on here."""
-        self._base = ""
         self._base_manifest: WeightManifest | None = None
 
     async def publish(self, crew: Crew, *, version: int, epoch: int) -> WeightManifest:
@@ -56,26 +55,23 @@ class Publishing:
                 publisher.close()
 
     def _write(self, version: int, epoch: int, learner: Learner) -> WeightManifest:
-        weights = learner.weights()
+        base, weights = learner.take_base(), learner.weights()
         try:
             if self._publisher is None:
                 self._publisher = open_publisher(self._job, learner.layout(), self._settings)
-            if self._learner is None or self._learner() is not learner:
-                self._learner, self._base = weakref.ref(learner), ""
-                if learner.publishes_adapter:
-                    self._base = self._write_base(learner, epoch)
+            self._write_base(base, epoch, learner)
             manifest = self._publisher.publish(weights, version=version, epoch=epoch)
-            return msgspec.structs.replace(manifest, base=self._base)
+            return msgspec.structs.replace(manifest, base=learner.base_digest)
         finally:
-            for _ in weights:  # other ranks gather to the end, whatever became of it here
+            for _ in chain(base, weights):  # other ranks gather to the end, whatever became of it here
                 pass
 
-    def _write_base(self, learner: Learner, epoch: int) -> str:
-        """The digest of the weights under the adapter; they are published where only this job has them."""
-        if not learner.made_base:
-            return digest_of_tensors(learner.frozen())
+    def _write_base(self, base: Iterator[tuple[str, Tensor]], epoch: int, learner: Learner) -> None:
+        """Publish the weights under the adapter where only this job has them."""
+        first = next(base, None)
+        if first is None:
+            return
         if self._base_publisher is None:
-            layout = layout_of(learner.frozen())
-            self._base_publisher = open_publisher(subjects.base_manifest(self._job), layout, self._settings)
-        self._base_manifest = self._base_publisher.publish(learner.frozen(), version=0, epoch=epoch)
-        return self._base_manifest.digest
+            key = subjects.base_manifest(self._job)
+            self._base_publisher = open_publisher(key, learner.base_layout(), self._settings)
+        self._base_manifest = self._base_publisher.publish(chain([first], base), version=0, epoch=epoch)

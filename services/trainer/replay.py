@@ -30,6 +30,7 @@ from penstock.services.trainer.ranks import Threads, meet
 from penstock.services.trainer.replica import Replica
 from penstock.shared.config.backend import MegatronConfig
 from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import parse_training
 from penstock.shared.config.service import ServiceSettings, load_settings
 from penstock.shared.errors import CheckpointError, NotFound, PenstockError
 from penstock.shared.protocol import subjects
@@ -83,24 +84,25 @@ class Replay:
         entry = await self._bus.kv(subjects.JOBS).get(self._job)
         if entry is None or entry.value is None:
             raise NotFound(f"no job '{self._job}'")
-        config = JobConfig.parse(JobRecord.model_validate_json(entry.value).spec)
+        config = parse_training(JobRecord.model_validate_json(entry.value).spec)
         torch.set_num_threads(config.placement.trainer_threads)
         trained, checkpoints = await self._ledger()
         manifests = await read_manifests(self._bus, self._job)
         low = max((c.low_seq for c in checkpoints), default=0)
-        batches = [manifests[n, e.revision] for n, e in trained.items() if (n, e.revision) in manifests]
-        purged = max((m.number for m in batches if any(g.seq < low for g in m.groups)), default=0)
+        logged = {n: manifests.get((n, event.revision)) for n, event in trained.items()}
+        purged = max((n for n, m in logged.items() if m is None or any(g.seq < low for g in m.groups)), default=0)
         base = self._base(checkpoints, from_batch, purged)
         last = min(to_batch, max(trained, default=0)) if to_batch is not None else max(trained, default=0)
         replica = await self._open(config)
         await replica.load(Path(base.path))
         compare = partial(_digest, np.zeros(replica.learner.layout().nbytes, np.uint8))
         pins = read_manifest(Path(base.path)).manifest.environment
-        differences = environment_differences(pins, replica.learner.environment())
+        written = [base, *(c for c in checkpoints if base.number < c.number)]
+        differences = _differences(written, replica.learner.environment())
         recorded = await self._recorded(checkpoints) if differences else None
         near = Nearness(await replica.write(copy_weights) if differences else {}, pins.get("dtype", ""))
         same = total = 0
-        for number in range(base.number + 1, last + 1):
+        for number in (n for n in sorted(trained) if base.number < n <= last):
             event = trained[number]
             try:
                 shard = await replica.fetch(manifests[number, event.revision], None)
@@ -173,6 +175,16 @@ class Replay:
 
     async def _tell(self, row: ReplayRow) -> None:
         await self._bus.notify(subjects.replay_progress(self._request), pack(row, job=self._job))
+
+
+def _differences(written: list[Checkpointed], here: dict[str, str]) -> list[str]:
+    """How the environments of those who wrote these checkpoints differ from this one, each way once."""
+    found: dict[str, None] = {}
+    for event in written:
+        if (Path(event.path) / "COMMIT").exists():
+            pins = read_manifest(Path(event.path)).manifest.environment
+            found |= dict.fromkeys(environment_differences(pins, here))
+    return list(found)
 
 
 def _digest(buffer: NDArray[np.uint8], learner: Learner) -> str:

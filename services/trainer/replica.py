@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -50,6 +51,7 @@ class Replica:
         self._bus, self.job, self.config = bus, job, config
         self._world, self._threads, self._root = world, threads, checkpoints
         self._everybody: Collective = Alone() if world is None else world.everybody
+        self._votes: Collective = Alone() if world is None else world.votes
         self._collective: Collective = Alone()
         self._learner: Learner | None = None
         self._remembered: LearnerState | None = None
@@ -70,7 +72,7 @@ class Replica:
             return open_learner(self.config, self._collective)
 
         self._learner = None  # its memory first
-        self._learner = await self._together("the model to be built", build)
+        self._learner = await self.together("the model to be built", build)
 
     async def warm_start(self, on_step: Callable[[int, float], None]) -> None:
         """Train on reference answers. Raises DataError."""
@@ -81,17 +83,17 @@ class Replica:
             seed = derive_seed(self.config.seed, "warm_start")
             self.learner.warm_start(source.warm_start_batches(warm.batch_size, warm.steps, seed), on_step)
 
-        await self._together("the warm start", work)
+        await self.together("the warm start", work)
 
     async def load(self, path: Path) -> None:
         """Continue from a checkpoint of any backend and number of ranks. Raises CheckpointError."""
         everybody = self._everybody
         verify = partial(verify_share, path, rank=everybody.rank, ranks=everybody.size)
-        await self._together(f"checkpoint {path} to be verified", verify)
+        await self.together(f"checkpoint {path} to be verified", verify)
         into = None if self._world is None else await self._threads.compute(self.learner.state)
         read = partial(load_checkpoint, path, into=into, verified=True)
-        checkpoint = await self._together(f"checkpoint {path} to be read", read)
-        await self._together(f"checkpoint {path} to be loaded", partial(self.learner.load_state, checkpoint.state))
+        checkpoint = await self.together(f"checkpoint {path} to be read", read)
+        await self.together(f"checkpoint {path} to be loaded", partial(self.learner.load_state, checkpoint.state))
 
     def inputs(self, last_trained: int) -> BatchInputs:
         """Prefetches this rank's groups of the batches after ``last_trained``."""
@@ -200,8 +202,8 @@ class Replica:
 
     # -- votes -------------------------------------------------------------------------------------------------------
 
-    async def _together(self, what: str, work: Callable[[], T]) -> T:
-        """``work`` on every rank; an error of one rank is raised on all of them."""
+    async def together(self, what: str, work: Callable[[], T]) -> T:
+        """``work`` on every rank, in its thread; an error of one rank is raised on all of them."""
 
         def voted() -> T:
             result, error = None, None
@@ -210,16 +212,22 @@ class Replica:
                     result = work()
                 except (ConfigError, DataError, CheckpointError) as raised:
                     error = raised
-                    logger.error("%s: %s", what, raised)  # ``work`` may have left the others in a collective
+                    logger.error("%s: %s", what, raised)
+                    self._announce(f"{what}: {raised}")  # the others may stand in a collective of ``work``
                 self._raise_anywhere(error)
             return result  # type: ignore[return-value]
 
         done: T = await self._threads.compute(voted)
         return done
 
+    def _announce(self, failure: str) -> None:
+        if self._world is not None:
+            self._world.failure = failure
+
     def _raise_anywhere(self, error: PenstockError | None) -> None:
         said = np.frombuffer(str(error or "").encode(), np.uint8)
-        errors = [part["error"].tobytes().decode() for part in self._everybody.gather({"error": said})]
+        errors = [part["error"].tobytes().decode() for part in self._votes.gather({"error": said})]
+        self._announce("")
         if error is not None:
             raise error
         for rank, text in enumerate(errors):
@@ -246,7 +254,7 @@ class Replica:
 
     def _exhaust_weights(self) -> None:
         with self._during("the weights to be gathered"):
-            for _ in self.learner.weights():
+            for _ in chain(self.learner.take_base(), self.learner.weights()):
                 pass
 
     def _during(self, what: str) -> AbstractContextManager[None]:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-__all__ = ["as_sharded", "is_sharded", "local_part", "own_rows", "rows_of_mesh"]
+__all__ = ["as_sharded", "gathered", "is_sharded", "local_part", "own_rows", "rows_of_mesh"]
 
 
 def own_rows(num_rows: int, rank: int, ranks: int) -> slice:
@@ -22,11 +22,15 @@ def rows_of_mesh(num_rows: int, mesh: DeviceMesh) -> slice:
     return own_rows(num_rows, mesh.get_local_rank(), mesh.size())
 
 
-def as_sharded(local: Tensor, mesh: DeviceMesh, shape: torch.Size) -> Tensor:
+def as_sharded(local: Tensor, mesh: DeviceMesh, shape: torch.Size) -> DTensor:
     """This rank's rows as a part of the whole tensor of ``shape``; shares memory with ``local``."""
     stride = torch.empty(shape, device="meta").stride()
-    whole: Tensor = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
-    return whole
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+
+def gathered(local: Tensor, mesh: DeviceMesh, shape: torch.Size) -> Tensor:
+    """The whole tensor of ``shape`` of which this rank holds ``local``; a collective."""
+    return as_sharded(local, mesh, shape).full_tensor()
 
 
 def is_sharded(tensor: Tensor) -> bool:

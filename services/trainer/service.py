@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import sys
+import threading
 from functools import partial
 from typing import Any
 
@@ -23,7 +25,8 @@ from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.messages import Ack, ReplayRequest
 from penstock.shared.runtime.jobs import watch_jobs
-from penstock.shared.runtime.tasks import unexpected
+from penstock.shared.runtime.service import EXIT_FAILED
+from penstock.shared.runtime.tasks import Background, unexpected
 from penstock.shared.transport.bus import Bus
 from penstock.shared.weights import cleanup
 
@@ -33,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 LEAVE_S = 2.0
 """Followers have this long to hear that it is over."""
+END_S = 5.0
+"""A process whose ranks are lost has this long to tidy up."""
 
 
 class TrainerService:
@@ -74,6 +79,7 @@ class TrainerService:
         self.ready = True
         jobs = watch_jobs(self.bus, self._run_session, on_end=self._cleanup)
         watching = asyncio.create_task(jobs, name="jobs")
+        guarding = asyncio.create_task(self._guard(), name="liveness")
         try:
             await asyncio.wait({watching, self._lost}, return_when=asyncio.FIRST_COMPLETED)
             if self._lost.done():
@@ -81,7 +87,21 @@ class TrainerService:
             await watching
         finally:
             watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            guarding.cancel()
+            await asyncio.gather(watching, guarding, return_exceptions=True)
+
+    async def _guard(self) -> None:
+        """Notice a rank that falls silent."""
+        liveness = None if self._ranks is None else self._ranks.liveness
+        if liveness is not None and (error := await unexpected(liveness.run())) is not None:
+            self._lose(error)
+
+    def _lose(self, error: Exception) -> None:
+        """The ranks cannot go on together: this process ends."""
+        logger.error("ending, for the ranks of this trainer to start over: %s", _first(error))
+        _end_soon()
+        if not self._lost.done():
+            self._lost.set_exception(error)
 
     def _cleanup(self, job: str) -> None:
         for name in (job, subjects.base_manifest(job)):
@@ -91,14 +111,21 @@ class TrainerService:
         ranks = await self._meet()
         self._follower = Follower(self.bus, ranks, self.settings.data_dir / "checkpoints")
         self.ready = True
-        await self._follower.run()
+        if (error := await unexpected(_follow(self._follower, ranks))) is not None:
+            logger.error("ending, for the ranks of this trainer to start over: %s", _first(error))
+            _end_soon()
+            raise error
 
     async def _meet(self) -> Ranks:
         """The ranks; a process that is the only one of its trainer becomes a rank when a job needs it."""
         async with self._meeting:
             if self._ranks is None:
                 logger.info("meeting the %d ranks of this trainer as rank %d", self._place.size, self._place.rank)
-                self._ranks = await meet(self._place, deadline_s=self.settings.rank_deadline_s)
+                settings = self.settings
+                self._ranks = await meet(
+                    self._place, deadline_s=settings.rank_deadline_s, silence_s=settings.rank_silence_s,
+                    interval_s=settings.heartbeat_s,
+                )  # fmt: skip
         return self._ranks
 
     async def _run_session(self, job: str, config: JobConfig) -> None:
@@ -112,8 +139,9 @@ class TrainerService:
             self.sessions.pop(job, None)
         if error is not None and ranks is not None and ranks.place.size > 1:
             # The others may stand anywhere: only a common new start brings the ranks together again.
-            if not self._lost.done():
-                self._lost.set_exception(error)
+            if ranks.liveness is not None:
+                logger.error("job %s cannot go on: %s", job, ranks.liveness.story())
+            self._lose(error)
             await asyncio.Event().wait()  # the process ends
         if error is not None:
             raise error
@@ -162,3 +190,21 @@ class TrainerService:
 def _dismiss(orders: Orders) -> None:
     orders.give(Leave())
     orders.wait_until_taken(LEAVE_S)
+
+
+async def _follow(follower: Follower, ranks: Ranks) -> None:
+    async with Background() as background:
+        if ranks.liveness is not None:
+            background.spawn(ranks.liveness.run(), name="liveness")
+        await follower.run()
+
+
+def _first(error: BaseException) -> BaseException:
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
+def _end_soon() -> None:
+    """A thread that waits for a rank that is gone cannot be ended; it would hold up the end for as long as it waits."""
+    timer = threading.Timer(END_S, os._exit, [EXIT_FAILED])
+    timer.daemon = True
+    timer.start()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.shared.protocol.events import Hyperparameters
 from penstock.shared.protocol.trajectory import Group
 
 __all__ = ["BatchShard", "assign"]
@@ -24,11 +25,13 @@ class BatchShard:
         groups: in manifest order.
         positions: place of each in the batch, ascending.
         num_groups: groups of the whole batch.
+        hyperparameters: those that the batch was sealed with; None: those of the job file.
     """
 
     groups: list[Group]
     positions: list[int]
     num_groups: int
+    hyperparameters: Hyperparameters | None = None
 
     @classmethod
     def whole(cls, groups: Sequence[Group]) -> BatchShard:

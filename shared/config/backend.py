@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -24,9 +24,10 @@ class LocalConfig(StrictModel):
 
 
 class FSDPConfig(StrictModel):
-    """PyTorch FSDP2: weights, gradients and moments are cut into one part per rank. Llama and Qwen families.
+    """PyTorch FSDP2: weights, gradients and moments are cut into one part per rank. Llama, Qwen and Mixtral.
 
-    With `model.dtype: bfloat16` the parts are kept in float32 and a block computes in bfloat16 (mixed precision).
+    With `model.dtype: bfloat16` the parts of what is trained are kept in float32, and a block computes in bfloat16
+    (mixed precision).
     """
 
     type: Literal["fsdp"] = "fsdp"
@@ -39,7 +40,15 @@ class FSDPConfig(StrictModel):
     cpu_offload: bool = False
     """Keep weights, gradients and moments in host memory; a block's weights are on the GPU while it computes."""
     offload_reference: bool = False
-    """The same for the frozen reference alone."""
+    """The same for the frozen reference alone; not with `model.lora`, where it shares the weights of the policy."""
+
+    def check(self, model: ModelConfig) -> None:
+        """Raise ValueError where ``model`` cannot be trained like this."""
+        if self.offload_reference and model.lora is not None:
+            raise ValueError(
+                "backend.offload_reference: with model.lora the reference shares the weights of the policy and has no "
+                "copy to offload: use backend.cpu_offload"
+            )
 
     @property
     def model_parallel(self) -> int:
@@ -48,9 +57,11 @@ class FSDPConfig(StrictModel):
 
 
 class MegatronConfig(StrictModel):
-    """megatron-core: layers are cut over tensor-parallel, tokens over context-parallel ranks. Llama, Qwen and Mixtral.
+    """megatron-core: layers are cut over tensor-parallel ranks and dealt to pipeline stages, tokens are cut over
+    context-parallel ranks, experts dealt to expert-parallel ranks. Llama, Qwen and Mixtral.
 
-    All ranks / (tensor_parallel x context_parallel) are data parallel; neighbours share a copy of the model.
+    All ranks / (tensor_parallel x context_parallel x pipeline_parallel) are data parallel; neighbours share a copy of
+    the model.
     """
 
     type: Literal["megatron"] = "megatron"
@@ -61,19 +72,14 @@ class MegatronConfig(StrictModel):
     context_parallel: int = Field(1, ge=1)
     """Ranks over which the tokens of a microbatch are cut; for long sequences. Attention exchanges them for heads, so
     tensor_parallel x context_parallel divides the model's key/value heads."""
+    pipeline_parallel: int = Field(1, ge=1)
+    """Stages, each with as many layers; divides the number of layers. The microbatches of an optimizer step pass
+    through them in a pipeline, which needs several for each stage to be busy: see `train.max_tokens_per_microbatch`."""
+    expert_parallel: int = Field(1, ge=1)
+    """Context- and data-parallel ranks over which the experts of a layer are dealt; divides the number of experts and
+    of those ranks. They exchange tokens, all other weights are whole on each of them."""
     activation_checkpointing: bool = False
     """Keep only the inputs of each layer for the backward pass and compute the rest again."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _not_supported(cls, data: Any) -> Any:
-        for key in ("pipeline_parallel", "expert_parallel"):
-            if isinstance(data, dict) and key in data:
-                raise ValueError(
-                    f"{key} is not supported: cut the model with tensor_parallel and context_parallel, or use "
-                    "backend.type fsdp, which spreads weights over all ranks"
-                )
-        return data
 
     @model_validator(mode="after")
     def _sequences_are_cut_over_tensor_ranks(self) -> MegatronConfig:
@@ -87,15 +93,29 @@ class MegatronConfig(StrictModel):
             raise ValueError("backend 'megatron' has no adapters: use backend.type local for model.lora")
         if model.config is None:
             return
-        if model.config.num_kv_heads % self.model_parallel:
+        config = model.config
+        if config.num_kv_heads % self.sharing_heads:
             raise ValueError(
-                f"backend.tensor_parallel x context_parallel = {self.model_parallel} does not divide the "
-                f"{model.config.num_kv_heads} key/value heads of model.config: every rank needs whole query groups"
+                f"backend.tensor_parallel x context_parallel = {self.sharing_heads} does not divide the "
+                f"{config.num_kv_heads} key/value heads of model.config: every rank needs whole query groups"
             )
-        if model.config.intermediate_size % self.tensor_parallel:
+        if config.intermediate_size % self.tensor_parallel:
             raise ValueError(
                 f"backend.tensor_parallel {self.tensor_parallel} does not divide model.config.intermediate_size "
-                f"{model.config.intermediate_size}"
+                f"{config.intermediate_size}"
+            )
+        if config.num_layers % self.pipeline_parallel:
+            raise ValueError(
+                f"backend.pipeline_parallel {self.pipeline_parallel} does not divide the {config.num_layers} layers of "
+                "model.config: every stage has as many"
+            )
+        experts = config.experts
+        if self.expert_parallel > 1 and experts is None:
+            raise ValueError(f"backend.expert_parallel {self.expert_parallel}: model.config has no experts")
+        if experts is not None and experts.number % self.expert_parallel:
+            raise ValueError(
+                f"backend.expert_parallel {self.expert_parallel} does not divide the {experts.number} experts of "
+                "model.config"
             )
 
     def on_one_rank(self) -> MegatronConfig:
@@ -103,9 +123,14 @@ class MegatronConfig(StrictModel):
         return MegatronConfig(activation_checkpointing=self.activation_checkpointing)
 
     @property
+    def sharing_heads(self) -> int:
+        """Ranks that attend over the same sequences, each with some of the heads."""
+        return self.tensor_parallel * self.context_parallel
+
+    @property
     def model_parallel(self) -> int:
         """Ranks that hold one copy of the model together and train the same groups."""
-        return self.tensor_parallel * self.context_parallel
+        return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
 
 
 BackendConfig = Annotated[LocalConfig | FSDPConfig | MegatronConfig, Field(discriminator="type")]

@@ -77,6 +77,9 @@ class SortingSource(_Weighted):
     """Fewest symbols of a problem."""
     max_items: int = Field(64, ge=1, le=64)
     """Most symbols of a problem."""
+    astray: float = Field(0.0, ge=0, le=1)
+    """Share of rows whose answer goes astray: from a random place on it is random symbols, as many as it happens, up
+    to 63 in all. For a warm start on imperfect demonstrations; as a reference answer such a row makes no sense."""
     num_rows: int = Field(4096, ge=1)
     """Rows in one epoch."""
 

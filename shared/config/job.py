@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from penstock.shared.config.algorithm import AlgorithmConfig, GRPOConfig
-from penstock.shared.config.backend import BackendConfig, LocalConfig, MegatronConfig
+from penstock.shared.config.backend import BackendConfig, LocalConfig
 from penstock.shared.config.base import StrictModel
 from penstock.shared.config.data import DataConfig, Source
 from penstock.shared.config.evaluation import EvaluationConfig
@@ -19,6 +19,8 @@ from penstock.shared.config.sampling import SamplingConfig
 from penstock.shared.config.tracking import TrackerConfig
 
 __all__ = [
+    "MAX_GROUP_BYTES",
+    "ROW_BYTES",
     "CheckpointConfig",
     "EvaluationConfig",
     "JobConfig",
@@ -36,7 +38,9 @@ BYTES_PER_TOKEN = 24
 MAX_GROUP_BYTES = 64 << 20
 """Largest group: it is stored all or none, in parts of 1 MiB, and held in memory by who writes and who reads it."""
 GROUP_OVERHEAD_BYTES = 4096
-"""Upper bound of a group's headers, answers and reward parts."""
+"""Upper bound of a group's headers, answer, reward parts and a row of ROW_BYTES."""
+ROW_BYTES = 1024
+"""Of a data row that ``group_bytes`` counts; what a larger one has beyond that comes on top."""
 
 
 def group_bytes(prompt_tokens: int, completions: int, new_tokens: int, *, table_bytes: int = 0) -> int:
@@ -209,7 +213,7 @@ class JobConfig(StrictModel):
 
     @model_validator(mode="after")
     def _backend_can_cut_the_model(self) -> JobConfig:
-        if isinstance(self.backend, MegatronConfig):
+        if not isinstance(self.backend, LocalConfig):
             self.backend.check(self.model)
         return self
 
@@ -256,6 +260,11 @@ class JobConfig(StrictModel):
     def evaluation_sampling(self) -> SamplingConfig:
         """How held-out completions are sampled."""
         return self.evaluation.sampling or self.sampling
+
+    @property
+    def services(self) -> tuple[str, ...]:
+        """Worker services without which the job stands still."""
+        return ("trainer", "rollout", "reward") if self.reward.scorers else ("trainer", "rollout")
 
     @property
     def completions_per_group(self) -> int:

@@ -7,12 +7,19 @@ from typing import Any
 
 from penstock.shared.config.evaluation_job import EvaluationJob
 from penstock.shared.config.job import JobConfig
+from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.errors import ConfigError
 
-__all__ = ["KINDS", "AnyJob", "job_model", "parse_job"]
+__all__ = ["KINDS", "AnyJob", "job_model", "parse_job", "parse_training", "trains"]
 
 AnyJob = JobConfig | EvaluationJob
+"""An online job is a `JobConfig`, too: it is trained like any other."""
 
-KINDS: dict[str, type[JobConfig] | type[EvaluationJob]] = {"rl": JobConfig, "evaluation": EvaluationJob}
+KINDS: dict[str, type[JobConfig] | type[EvaluationJob]] = {
+    "rl": JobConfig,
+    "online_rl": OnlineJob,
+    "evaluation": EvaluationJob,
+}
 """What a job file may be."""
 
 
@@ -22,6 +29,11 @@ def job_model(data: Any) -> type[JobConfig] | type[EvaluationJob]:
     return KINDS.get(kind, JobConfig) if isinstance(kind, str) else JobConfig
 
 
+def trains(data: Any) -> bool:
+    """Whether a job file is of a kind that has a trainer, a ledger and checkpoints."""
+    return issubclass(job_model(data), JobConfig)
+
+
 def parse_job(data: Mapping[str, Any], *, where: str = "job") -> AnyJob:
     """Validate a job file of any kind.
 
@@ -29,3 +41,15 @@ def parse_job(data: Mapping[str, Any], *, where: str = "job") -> AnyJob:
         ConfigError: one line per problem, each with the dotted key.
     """
     return job_model(data).parse(data, where=where)
+
+
+def parse_training(data: Mapping[str, Any], *, where: str = "job") -> JobConfig:
+    """Validate a job file of a kind that trains.
+
+    Raises:
+        ConfigError: as ``parse_job``, or it is of another kind.
+    """
+    config = parse_job(data, where=where)
+    if not isinstance(config, JobConfig):
+        raise ConfigError(f"{where}: a job of kind '{config.kind}' trains nothing")
+    return config

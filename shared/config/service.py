@@ -64,6 +64,12 @@ class ServiceSettings(BaseSettings):
     """Processes that `penstock up` starts as one trainer, for models cut over ranks (`backend` in the job file)."""
     rank_deadline_s: float = Field(600.0, gt=0)
     """Longest that one rank of a trainer waits for another, while models are built and in every collective."""
+    rank_silence_s: float = Field(60.0, gt=0)
+    """A rank of a trainer that gives no sign of life for this long is lost, and all ranks start over. Steps may take
+    longer: a rank that computes gives signs."""
+    scorer_env: str = ""
+    """Names of environment variables of the reward service, comma-separated, that scorers of a job may send to the
+    address in the job file (`api_key_env`, `secret_env`); none by default."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe level that is logged."""
     rate_limit: str = "600/minute"

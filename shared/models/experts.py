@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Recorder", "RouterLoad", "Routes", "Routing", "Sparse"]
+__all__ = ["Recorder", "RouterLoad", "Routes", "Routing", "Sparse", "run_experts"]
 
 
 class Routing(Protocol):
@@ -65,17 +65,27 @@ class Sparse:
         order_A = experts_A.argsort(stable=True)
         counts = torch.bincount(experts_A, minlength=self.router.weight.shape[0]).tolist()
         h_AD = h_TD.repeat_interleave(self.top_k, 0).index_select(0, order_A)
-        # unbind, not indexing: the gradient of the stack is then put together once, not once for each expert
-        gate_up, down = self.experts.gate_up_proj.unbind(0), self.experts.down_proj.unbind(0)
-        out = []
-        for expert, rows in enumerate(torch.split(h_AD, counts)):
-            if counts[expert]:
-                gate, up = F.linear(rows, gate_up[expert]).chunk(2, -1)
-                out.append(F.linear(F.silu(gate) * up, down[expert]))
+        out_AD = self.outputs(h_AD, counts)
         place_A = torch.empty_like(order_A)
         place_A[order_A] = torch.arange(len(order_A), device=order_A.device)
-        out_TKD = torch.cat(out).index_select(0, place_A).view(*experts_TK.shape, -1)
+        out_TKD = out_AD.index_select(0, place_A).view(*experts_TK.shape, -1)
         return (out_TKD * weights_TK[..., None]).sum(1)
+
+    def outputs(self, h_AD: Tensor, counts: list[int]) -> Tensor:
+        """Each expert on its run of rows: the first ``counts[0]`` rows are those of expert 0, and so on."""
+        return run_experts(self.experts, h_AD, counts)
+
+
+def run_experts(experts: Any, h_AD: Tensor, counts: list[int]) -> Tensor:
+    """As ``Sparse.outputs`` for the stack of expert weights ``experts``; without any row the empty input itself."""
+    # unbind, not indexing: the gradient of the stack is then put together once, not once for each expert
+    gate_up, down = experts.gate_up_proj.unbind(0), experts.down_proj.unbind(0)
+    out = []
+    for expert, rows in enumerate(torch.split(h_AD, counts)):
+        if counts[expert]:
+            gate, up = F.linear(rows, gate_up[expert]).chunk(2, -1)
+            out.append(F.linear(F.silu(gate) * up, down[expert]))
+    return torch.cat(out) if out else h_AD
 
 
 class RouterLoad:

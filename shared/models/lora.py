@@ -27,8 +27,11 @@ __all__ = [
     "add_adapter",
     "base_parameters",
     "has_adapter",
+    "is_adapter",
+    "merged_weight",
     "merged_weights",
     "share_base",
+    "stored_name",
     "without_adapter",
 ]
 
@@ -58,39 +61,47 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> Pre
     if plan_of(model) is None:
         raise ConfigError(f"model.lora: adapters need a Llama, Qwen or Mixtral model, not {type(model).__name__}")
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(_is_adapter(name))
+        parameter.requires_grad_(is_adapter(name))
     return model
 
 
 def has_adapter(model: nn.Module) -> bool:
     """Whether ``add_adapter`` was called."""
-    return any(_is_adapter(name) for name, _ in model.named_parameters())
+    return any(is_adapter(name) for name, _ in model.named_parameters())
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The adapters by their names in peft's files, in a fixed order."""
-    return {_file_name(name): p for name, p in model.named_parameters() if _is_adapter(name)}
+    return {stored_name(name): p for name, p in model.named_parameters() if is_adapter(name)}
 
 
 def base_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, nn.Parameter]:
     """All other parameters by their Hugging Face names, in the order of the model without adapters."""
     named = model.named_parameters(remove_duplicate=remove_duplicate)
-    return {name.replace(".base_layer.", "."): p for name, p in named if not _is_adapter(name)}
+    return {stored_name(name): p for name, p in named if not is_adapter(name)}
 
 
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Whole weights in the order of ``base_parameters``: ``W + scale · B A``, added in float32 and rounded once.
+    """Whole weights in the order of ``base_parameters``; the model is not touched: to add and take away would drift."""
+    for name, _ in model.named_parameters():
+        if not is_adapter(name):
+            yield stored_name(name), merged_weight(model, name)
 
-    The model is not touched: adding and taking away again would drift.
+
+def merged_weight(model: nn.Module, name: str) -> Tensor:
+    """``W + scale · B A`` of an adapted layer, added in float32 and rounded once; any other parameter as it is.
+
+    Args:
+        name: of a parameter under the adapter, as ``named_parameters`` gives it.
     """
-    wrapped: list[Any] = [module for module in model.modules() if hasattr(module, "base_layer")]
-    adapted = {id(module.base_layer.weight): module for module in wrapped}
-    for name, parameter in base_parameters(model).items():
-        weight, module = parameter.detach(), adapted.get(id(parameter))
-        if module is not None:
-            a, b = (getattr(module, part)[_ADAPTER].weight.detach().float() for part in ("lora_A", "lora_B"))
-            weight = (weight.float() + module.scaling[_ADAPTER] * (b @ a)).to(weight.dtype)
-        yield name, weight
+    weight: Tensor = model.get_parameter(name).detach()
+    layer = name.removesuffix(".base_layer.weight")
+    if layer == name:
+        return weight
+    module: Any = model.get_submodule(layer)
+    a, b = (getattr(module, part)[_ADAPTER].weight.detach().float() for part in ("lora_A", "lora_B"))
+    merged: Tensor = weight.float() + module.scaling[_ADAPTER] * (b @ a)
+    return merged.to(weight.dtype)
 
 
 def without_adapter(model: PreTrainedModel) -> PreTrainedModel:
@@ -158,9 +169,13 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     return sorted(set(config.target_modules))
 
 
-def _is_adapter(name: str) -> bool:
+def is_adapter(name: str) -> bool:
+    """Whether this parameter of a module, by its name there, belongs to an adapter."""
     return ".lora_A." in name or ".lora_B." in name
 
 
-def _file_name(name: str) -> str:
-    return _FILE_PREFIX + name.replace(f".{_ADAPTER}.", ".")
+def stored_name(name: str) -> str:
+    """What a parameter of a module is called elsewhere: an adapter's as in peft's files, others as without adapters."""
+    if is_adapter(name):
+        return _FILE_PREFIX + name.replace(f".{_ADAPTER}.", ".")
+    return name.replace(".base_layer.", ".")

@@ -14,6 +14,8 @@ from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol.ids import Draw
 
 __all__ = [
+    "Admission",
+    "Admitted",
     "BatchRefused",
     "BatchSealed",
     "BatchTrained",
@@ -23,10 +25,13 @@ __all__ = [
     "Dropped",
     "Event",
     "Finished",
+    "Hyperparameters",
     "JobStarted",
     "LineageForked",
     "PhaseChanged",
+    "Redrawn",
     "SealedGroup",
+    "SettingsChanged",
     "decode_events",
     "encode_events",
 ]
@@ -40,9 +45,25 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class JobStarted(Event, frozen=True, kw_only=True, tag=True):
-    """First event of a job; ``config_digest`` pins what was asked for."""
+    """First event of a job; ``config_digest`` pins what was asked for.
+
+    ``settings`` are the values of those keys of the job file that may change during the run.
+    """
 
     config_digest: str
+    settings: dict[str, Any] = {}
+
+
+class SettingsChanged(Event, frozen=True, kw_only=True, tag=True):
+    """The user changed the job file: ``settings``, complete, hold for every batch from ``number`` on.
+
+    ``update_index``: updates before that batch in the lineage.
+    """
+
+    generation: int
+    number: int
+    update_index: int
+    settings: dict[str, Any]
 
 
 class Drawn(Event, frozen=True, kw_only=True, tag=True):
@@ -57,6 +78,37 @@ class Drawn(Event, frozen=True, kw_only=True, tag=True):
     deadline: float
 
 
+class Admission(msgspec.Struct, frozen=True, array_like=True):
+    """What one draw of an online job trains: turns of an episode that nobody trained before, and what was said of them.
+
+    ``interactions`` (in turn) and ``feedback`` map ids to sequences in their streams. ``reward`` is the return of the
+    turns; ``lag`` how many versions lie between the oldest token and the update that was next. ``key_id`` and ``user``
+    say whose feedback, on whose conversation, decided; ``reason`` says by which rule: `feedback`, `default`, `invalid`,
+    `credit` (only what was said of later turns). ``time`` is when it was admitted.
+    """
+
+    ordinal: int
+    interactions: dict[str, int]
+    feedback: dict[str, int]
+    reward: float
+    lag: int
+    key_id: str
+    user: str
+    reason: str
+    time: float
+
+
+class Admitted(Event, frozen=True, kw_only=True, tag=True):
+    """Live interactions were admitted to training: one draw each, opened in the same decision.
+
+    Below ``low_interactions`` and ``low_feedback`` (sequences) everything is decided: a new leader reads from there.
+    """
+
+    admissions: list[Admission]
+    low_interactions: int
+    low_feedback: int
+
+
 class Dropped(Event, frozen=True, kw_only=True, tag=True):
     """These draws end without training. Where ``redraw`` is set, each ordinal is drawn again in the same decision."""
 
@@ -65,6 +117,15 @@ class Dropped(Event, frozen=True, kw_only=True, tag=True):
     lengths: list[int]
     """Mean completion length of each dropped group, 0 where unknown: dropping must not hide a length bias."""
     redraw: bool
+    min_version: int
+    deadline: float
+
+
+class Redrawn(Event, frozen=True, kw_only=True, tag=True):
+    """A user has the prompt of dead letter ``letter`` asked for again, as a draw that never was; its ticket follows."""
+
+    letter: int
+    draw: Draw
     min_version: int
     deadline: float
 
@@ -83,6 +144,17 @@ class SealedGroup(msgspec.Struct, frozen=True, array_like=True):
     worker: str
 
 
+class Hyperparameters(msgspec.Struct, frozen=True, array_like=True):
+    """What an update takes from the settings: peak learning rate, weight of the KL, length of the run.
+
+    ``kl_coef`` is None without a KL and where the trainer adapts it; ``max_updates`` None where only the data ends it.
+    """
+
+    learning_rate: float
+    kl_coef: float | None
+    max_updates: int | None
+
+
 class BatchSealed(Event, frozen=True, kw_only=True, tag=True):
     """The groups of one policy update, in order. This event IS the commit. A higher revision replaces a refused one."""
 
@@ -93,6 +165,8 @@ class BatchSealed(Event, frozen=True, kw_only=True, tag=True):
     update_index: int
     """Updates before this one in the lineage: the position in the learning-rate schedule."""
     groups: list[SealedGroup]
+    hyperparameters: Hyperparameters | None = None
+    """Those of this update; None in ledgers of earlier versions: those of the job file."""
 
 
 class BatchRefused(Event, frozen=True, kw_only=True, tag=True):
@@ -171,7 +245,7 @@ class Finished(Event, frozen=True, kw_only=True, tag=True):
 
 
 AnyEvent = (
-    JobStarted | Drawn | Dropped | BatchSealed | BatchRefused | BatchTrained
+    JobStarted | SettingsChanged | Redrawn | Drawn | Admitted | Dropped | BatchSealed | BatchRefused | BatchTrained
     | Checkpointed | BestCheckpoint | LineageForked | PhaseChanged | Finished
 )  # fmt: skip
 

@@ -7,20 +7,43 @@ from typing import Any, Literal
 import msgspec
 from numpy.typing import NDArray
 
-__all__ = ["Caps", "GenRequest", "GenResult", "PauseMode", "Sample", "Sampling", "Span", "WeightInfo"]
+__all__ = [
+    "Caps",
+    "GenRequest",
+    "GenResult",
+    "Likely",
+    "PauseMode",
+    "Sample",
+    "Sampling",
+    "Scores",
+    "Span",
+    "Token",
+    "WeightInfo",
+]
 
 PauseMode = Literal["abort", "drain", "keep"]
 """abort: running requests end with their partial tokens. drain: they finish first. keep: they wait and go on."""
 
 
+Likely = list[tuple[int, float]]
+"""The likeliest tokens at one position and their log-probs, the likeliest first."""
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How to sample; ``temperature`` 0 is greedy. Log-probs are of logits / temperature (greedy: of logits)."""
+    """How to sample; ``temperature`` 0 is greedy. Log-probs are of logits / temperature (greedy: of logits).
+
+    Penalties are taken off the logits of tokens that the completion has already: ``frequency_penalty`` for each time,
+    ``presence_penalty`` once. ``logit_bias`` is added to logits. All of them change what is drawn, not the log-probs.
+    """
 
     max_new_tokens: int
     min_new_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     ignore_eos: bool = False
@@ -36,19 +59,33 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GenRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """``n`` completions of one prompt. Sample i uses seed + i: a result depends on prompt, seed and weights only."""
+    """``n`` completions of one prompt. Sample i uses seed + i: a result depends on prompt, seed and weights only.
+
+    ``top_logprobs`` tokens are reported at each position beside the sampled one.
+    """
 
     request_id: str
     prompt_ids: list[int]
     sampling: Sampling
     n: int = 1
+    top_logprobs: int = 0
+
+
+class Token(msgspec.Struct, frozen=True, array_like=True):
+    """One token of sample ``index``, as soon as it is sampled. ``top`` is as long as the request's top_logprobs."""
+
+    index: int
+    token_id: int
+    logprob: float
+    version: int
+    top: Likely = []
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One completion: the stop token is included in ``token_ids``; spans cover every token.
 
     ``experts`` is the router table where it is recorded, uint8 or uint16 [prompt + completion − 1, layers with experts,
-    experts of a token]: the last token went through no layer.
+    experts of a token]: the last token went through no layer. ``top`` has an entry per token where it was asked for.
     """
 
     token_ids: list[int]
@@ -56,6 +93,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     finish: Literal["stop", "length", "abort"]
     spans: list[Span]
     experts: NDArray[Any] | None = None
+    top: list[Likely] = []
 
 
 class GenResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +101,14 @@ class GenResult(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     samples: list[Sample]
+
+
+class Scores(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probs of the tokens of a text under policy ``version``, without the first one, which has none."""
+
+    version: int
+    logprobs: list[float]
+    top: list[Likely]
 
 
 class Caps(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["PHASES", "TERMINAL_PHASES", "Condition", "DesiredState", "JobRecord", "JobStatus", "Phase"]
+__all__ = ["PHASES", "TERMINAL_PHASES", "Condition", "DesiredState", "JobRecord", "JobStatus", "Operation", "Phase"]
 
 Phase = Literal["pending", "running", "pausing", "paused", "cancelling", "succeeded", "failed", "cancelled"]
 PHASES: tuple[Phase, ...] = (
@@ -36,10 +36,31 @@ class Condition(BaseModel):
     last_transition_time: datetime
 
 
+class Operation(BaseModel):
+    """Something asked of a job that is over when it was done: a checkpoint now, the prompt of a dead letter again."""
+
+    model_config = ConfigDict(frozen=True)
+
+    id: str
+    object: Literal["rl.operation"] = "rl.operation"
+    kind: Literal["checkpoint", "replay_dead_letter"]
+    args: dict[str, Any] = Field(default_factory=dict)
+    created_at: datetime
+    state: Literal["pending", "succeeded", "failed"] = "pending"
+    message: str = ""
+    result: dict[str, Any] = Field(default_factory=dict)
+    finished_at: datetime | None = None
+
+
 class JobStatus(BaseModel):
     """What the coordinator last observed."""
 
     model_config = ConfigDict(frozen=True)
+
+    observed_generation: int = 0
+    """Generation of the record that the run follows."""
+    applies_at_step: int | None = None
+    """First update, counted from 1, that the newest change of the job file holds for."""
 
     phase: Phase = "pending"
     message: str = ""
@@ -60,7 +81,11 @@ class JobStatus(BaseModel):
 
 
 class JobRecord(BaseModel):
-    """A job. ``spec`` is the validated job file; ``revision`` is the store's and serves as ETag."""
+    """A job. ``spec`` is the validated job file; ``revision`` is the store's and serves as ETag.
+
+    ``generation`` counts what the user changed. ``changed_from`` is the revision that the newest such change replaced:
+    whoever knows a later one knows that change, whatever the coordinator observed since.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -70,8 +95,11 @@ class JobRecord(BaseModel):
     created_at: datetime
     generation: int = 1
     revision: int = 0
+    changed_from: int = 0
     spec: dict[str, Any]
     desired_state: DesiredState = "running"
     force: bool = False
     """Cancel without training what is sealed and without a last checkpoint."""
+    operations: list[Operation] = Field(default_factory=list)
+    """The newest ones, oldest first."""
     status: JobStatus = JobStatus()

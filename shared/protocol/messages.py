@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock.shared.protocol.events import SealedGroup
+from penstock.shared.protocol.events import Hyperparameters, SealedGroup
 from penstock.shared.protocol.ids import Draw
 
 __all__ = [
@@ -81,6 +81,7 @@ class BatchManifest(msgspec.Struct, frozen=True, kw_only=True):
     start_version: int
     update_index: int
     groups: list[SealedGroup]
+    hyperparameters: Hyperparameters | None = None
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,18 +6,22 @@ __all__ = [
     "ANNOUNCE",
     "BATCHES",
     "DEAD",
+    "DECISIONS",
     "ENV_OPEN",
+    "EPISODES",
     "EVENTS",
     "EXPERIENCE",
     "FEEDBACK",
     "HEARTBEATS",
     "INTERACTIONS",
     "JOBS",
+    "KEYS",
     "LEASES",
     "LEDGER",
     "MANIFESTS",
     "METRICS",
     "POLICY",
+    "PRIVACY",
     "RAW",
     "REPLAY",
     "SNAPSHOTS",
@@ -26,11 +30,19 @@ __all__ = [
     "batches",
     "command",
     "dead",
+    "decisions",
     "env",
+    "erasures",
     "evaluation",
     "events",
     "experience",
+    "feedback",
     "heartbeat",
+    "inference",
+    "inference_chunks",
+    "inference_worker",
+    "interaction",
+    "interactions",
     "ledger",
     "metrics",
     "raw",
@@ -53,12 +65,16 @@ EVENTS = "EVENTS"  # what people see of a job: phases, checkpoints, warnings
 METRICS = "METRICS"  # one row per update or evaluation
 INTERACTIONS = "INTERACTIONS"  # live requests served to agents
 FEEDBACK = "FEEDBACK"  # what arrives later about them
+DECISIONS = "DECISIONS"  # what became of each item of feedback
 DEAD = "DEAD"  # dead letters
 
 # Key-value buckets.
 JOBS = "jobs"  # job records: the truth about what was asked for
 POLICY = "policy"  # the policy clock of each job
 MANIFESTS = "manifests"  # newest weight manifest of each job
+EPISODES = "episodes"  # sessions of agents that were opened by request
+KEYS = "keys"  # API keys: digests, scopes, expiry
+PRIVACY = "privacy"  # the key of pseudonyms; what users consented to, and what was deleted of them
 LEASES = "leases"  # who may write: coordinator and trainer, with epochs
 
 HEARTBEATS = "heartbeat.>"
@@ -108,6 +124,46 @@ def metrics(job: str) -> str:
 def dead(job: str) -> str:
     """Dead letters of a job."""
     return f"dead.{job}"
+
+
+def interaction(job: str, interaction: str) -> str:
+    """One interaction of a job: the newest message of this subject is its record."""
+    return f"interactions.{job}.{token(interaction)}"
+
+
+def interactions(job: str) -> str:
+    """All interactions of a job."""
+    return f"interactions.{job}.*"
+
+
+def feedback(job: str) -> str:
+    """Feedback of a job, in group commits."""
+    return f"feedback.{job}"
+
+
+def erasures(job: str) -> str:
+    """What was deleted of the interactions and the feedback of a job, in FEEDBACK."""
+    return f"feedback.{job}.erased"
+
+
+def decisions(job: str) -> str:
+    """What became of the feedback of a job."""
+    return f"decisions.{job}"
+
+
+def inference(job: str) -> str:
+    """Requests of live clients to any rollout worker that serves the job (core NATS)."""
+    return f"inference.{job}"
+
+
+def inference_chunks(gateway: str) -> str:
+    """What rollout workers send to one HTTP gateway (core NATS)."""
+    return f"inference.gateway.{token(gateway)}"
+
+
+def inference_worker(worker: str) -> str:
+    """What gateways tell one rollout worker about requests that it has in hand (core NATS)."""
+    return f"inference.worker.{token(worker)}"
 
 
 def heartbeat(service: str, worker: str) -> str:

@@ -51,13 +51,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """What a stream holds. ``bytes`` counts the server's overhead; ``max_bytes`` is -1 without a limit."""
+    """What a stream holds. ``bytes`` counts the server's overhead; ``max_bytes`` is -1 without a limit; ``created``
+    (RFC 3339) tells a stream from another one of its name; ``atomic``: it stores parts of a payload all or none.
+    """
 
     messages: int
     bytes: int
     max_bytes: int
     first_seq: int
     last_seq: int
+    created: str
+    atomic: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,8 +312,9 @@ class Bus:
         info = await self._call(f"STREAM.INFO.{stream}", None, f"state of {stream}")
         state = info["state"]
         return StreamState(
-            state["messages"], state["bytes"], info["config"]["max_bytes"], state["first_seq"], state["last_seq"]
-        )
+            state["messages"], state["bytes"], info["config"]["max_bytes"], state["first_seq"], state["last_seq"],
+            info["created"], bool(info["config"].get("allow_atomic", False)),
+        )  # fmt: skip
 
     async def subject_counts(self, stream: str, subject: str = ">") -> dict[str, int]:
         """Number of messages per subject that matches ``subject``."""

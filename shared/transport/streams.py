@@ -23,10 +23,14 @@ STREAMS = (
     subjects.METRICS,
     subjects.INTERACTIONS,
     subjects.FEEDBACK,
+    subjects.DECISIONS,
     subjects.DEAD,
 )
 WORK_QUEUES = frozenset({subjects.TICKETS, subjects.RAW})
-BUCKETS = (subjects.JOBS, subjects.POLICY, subjects.MANIFESTS, subjects.LEASES)
+BUCKETS = (
+    subjects.JOBS, subjects.KEYS, subjects.PRIVACY, subjects.EPISODES, subjects.POLICY, subjects.MANIFESTS,
+    subjects.LEASES,
+)  # fmt: skip
 BUCKET_BYTES = 64 << 20
 SNAPSHOT_BYTES = 256 << 20
 """Two snapshots of each job that runs, a few hundred bytes for each batch that is still in the log."""

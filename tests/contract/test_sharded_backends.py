@@ -19,10 +19,10 @@ from penstock.services.trainer.backends.megatron.backend import MegatronBackend
 from penstock.services.trainer.process_group import World
 from penstock.shared.config.backend import FSDPConfig, MegatronConfig
 from penstock.shared.config.job import OptimizerConfig
+from penstock.shared.config.lora import LoraConfig
 from penstock.shared.models.critic import critic_of
 from penstock.shared.models.loading import build_model, build_tokenizer
-
-SIZES = (1, 2)
+from penstock.shared.models.lora import add_adapter
 
 
 def load_contract() -> ModuleType:
@@ -45,14 +45,18 @@ NAMES = [
 ]
 
 
-def open_fsdp(world: World, role: Role = "policy", **options: Any) -> FSDPBackend:
-    """The model of the contract, cut over all ranks."""
+def open_fsdp(world: World, role: Role = "policy", *, lora: LoraConfig | None = None, **options: Any) -> FSDPBackend:
+    """The model of the contract, cut over all ranks; ``lora`` is of the policy's adapter."""
     tokenizer = build_tokenizer(CONTRACT.MODEL)
     model = build_model(CONTRACT.MODEL, len(tokenizer), seed=5)
-    model = critic_of(model) if role == "critic" else model
+    if role == "critic":
+        model, lora = critic_of(model), None
+    if lora is not None:
+        add_adapter(model, lora, seed=5)
     config, optimizer = FSDPConfig(type="fsdp", **options), OptimizerConfig(max_grad_norm=1e9)
-    keep_reference = role == "policy"
-    return FSDPBackend(model, tokenizer, config, optimizer, world.everybody, keep_reference=keep_reference, role=role)
+    return FSDPBackend(
+        model, tokenizer, config, optimizer, world.everybody, keep_reference=role == "policy", role=role, lora=lora
+    )
 
 
 def open_megatron(world: World, role: Role = "policy", **options: Any) -> MegatronBackend:
@@ -60,7 +64,7 @@ def open_megatron(world: World, role: Role = "policy", **options: Any) -> Megatr
     tokenizer = build_tokenizer(CONTRACT.MODEL)
     model = build_model(CONTRACT.MODEL, len(tokenizer), seed=5)
     model = critic_of(model) if role == "critic" else model
-    config = MegatronConfig(tensor_parallel=world.place.size, **options)
+    config = MegatronConfig(**options)
     optimizer = OptimizerConfig(max_grad_norm=1e9)
     return MegatronBackend(model, tokenizer, optimizer, config, keep_reference=role == "policy", role=role)
 
@@ -82,28 +86,43 @@ def run_contract(world: World, backend: str, options: dict[str, Any]) -> dict[st
     return found
 
 
+FSDP: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "two": (2, {"activation_checkpointing": True, "cpu_offload": True, "reshard_after_forward": True}),
+    "adapters": (2, {"lora": LoraConfig(rank=4)}),
+}
+"""Number of ranks, and options. With two ranks, everything that saves memory is on."""
+
+
 @pytest.fixture(scope="module")
-def outcomes(ranks: Any) -> dict[int, list[dict[str, str]]]:
-    """By number of ranks, of each rank. With two ranks, everything that saves memory is on."""
-    frugal = {"activation_checkpointing": True, "cpu_offload": True, "reshard_after_forward": True}
-    return {size: ranks.run(size, run_contract, "fsdp", frugal if size > 1 else {}) for size in SIZES}
+def outcomes(ranks: Any) -> dict[str, list[dict[str, str]]]:
+    """By case, of each rank."""
+    return {name: ranks.run(size, run_contract, "fsdp", options) for name, (size, options) in FSDP.items()}
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("case", FSDP)
 @pytest.mark.parametrize("name", NAMES)
-def test_fsdp(outcomes: dict[int, list[dict[str, str]]], size: int, name: str) -> None:
-    for rank, found in enumerate(outcomes[size]):
+def test_fsdp(outcomes: dict[str, list[dict[str, str]]], case: str, name: str) -> None:
+    for rank, found in enumerate(outcomes[case]):
         assert not found.get(name, "an earlier test failed"), f"rank {rank}:\n{found.get(name)}"
 
 
+CUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "whole": (1, {}),
+    "tensor": (2, {"tensor_parallel": 2, "sequence_parallel": True}),
+    "stages": (2, {"pipeline_parallel": 2, "activation_checkpointing": True}),
+}
+"""Number of ranks, and how the model is cut over them."""
+
+
 @pytest.fixture(scope="module")
-def megatron_outcomes(ranks: Any) -> dict[int, list[dict[str, str]]]:
-    """By number of tensor-parallel ranks, of each rank."""
-    return {size: ranks.run(size, run_contract, "megatron", {"sequence_parallel": size > 1}) for size in SIZES}
+def megatron_outcomes(ranks: Any) -> dict[str, list[dict[str, str]]]:
+    """By cut, of each rank."""
+    return {name: ranks.run(size, run_contract, "megatron", options) for name, (size, options) in CUTS.items()}
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", NAMES)
-def test_megatron(megatron_outcomes: dict[int, list[dict[str, str]]], size: int, name: str) -> None:
-    for rank, found in enumerate(megatron_outcomes[size]):
+def test_megatron(megatron_outcomes: dict[str, list[dict[str, str]]], cut: str, name: str) -> None:
+    for rank, found in enumerate(megatron_outcomes[cut]):
         assert not found.get(name, "an earlier test failed"), f"rank {rank}:\n{found.get(name)}"

@@ -36,6 +36,12 @@ def http_config(web: Any, **changes: Any) -> HttpScorer:
     return HttpScorer.parse({"url": f"{web.url}/score", "deadline_s": 20.0, "timeout_s": 10.0, **changes})
 
 
+@pytest.fixture(autouse=True)
+def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What whoever runs the service lets scorers use."""
+    monkeypatch.setenv("PENSTOCK_SCORER_ENV", "GRADER_KEY, SIGNING_SECRET,SCORES_KEY")
+
+
 @pytest.fixture
 def open_judge(web: Any) -> Iterator[OpenJudge]:
     """Opens judges of ``web``, with changes of their configuration."""
@@ -213,6 +219,22 @@ def test_missing_key_is_said_when_the_scorer_opens(
     ):
         with pytest.raises(ScoringError, match="environment variable GRADER_KEY of the reward service is not set"):
             open_it()
+
+
+def test_a_job_may_not_send_any_variable_anywhere(
+    web: Any, monkeypatch: pytest.MonkeyPatch, open_judge: OpenJudge, open_http: OpenHttp
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of the host")
+    for open_it in (open_judge, open_http):
+        with pytest.raises(ScoringError, match="PENSTOCK_SCORER_ENV of the reward service allows GRADER_KEY, SIGNING"):
+            open_it(api_key_env="AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(ScoringError, match="may not use the environment variable AWS_SECRET_ACCESS_KEY"):
+        open_http(secret_env="AWS_SECRET_ACCESS_KEY")
+    monkeypatch.delenv("PENSTOCK_SCORER_ENV")
+    monkeypatch.setenv("GRADER_KEY", "secret-key")
+    with pytest.raises(ScoringError, match="allows none"):
+        open_judge(api_key_env="GRADER_KEY")
+    assert not web.asked
 
 
 async def test_failed_judge_fails_its_trajectories_and_no_other(web: Any) -> None:

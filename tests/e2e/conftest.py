@@ -13,8 +13,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -39,6 +39,7 @@ T = TypeVar("T")
 
 API_KEY = "e2e-key"
 LEASE_S = 1.5
+RANK_SILENCE_S = 5.0
 SHM = Path("/dev/shm")
 USER_CODE = Path(__file__).with_name("user_code")
 LOOK_S = 0.05
@@ -74,7 +75,7 @@ JOB: dict[str, Any] = {
 class Deployment:
     """A running stack. It lives on an event loop in a thread, so tests are plain functions."""
 
-    def __init__(self, directory: Path, *, trainer_ranks: int = 1) -> None:
+    def __init__(self, directory: Path, *, trainer_ranks: int = 1, workers: Mapping[str, int] | None = None) -> None:
         self.directory = directory
         (directory / "shm").mkdir(parents=True)
         self.shm = directory / "shm"
@@ -89,11 +90,13 @@ class Deployment:
             "PENSTOCK_RATE_LIMIT": "100000/minute",
             "PENSTOCK_EXPERIENCE_BYTES": str(EXPERIENCE_BYTES),
             "PENSTOCK_SHM_DIR": str(self.shm),
+            "PENSTOCK_RANK_SILENCE_S": str(RANK_SILENCE_S),
             "PYTHONPATH": str(USER_CODE),
         }
         options = StackOptions(
-            data_dir=directory / "data", environment=self.environment, trainer_ranks=trainer_ranks, drain_s=5
-        )
+            data_dir=directory / "data", environment=self.environment, trainer_ranks=trainer_ranks, drain_s=5,
+            workers=dict(workers or {"rollout": 1}),
+        )  # fmt: skip
         self.stack = Stack(options, self.told.append)
 
     def __enter__(self) -> Deployment:
@@ -135,28 +138,20 @@ class Deployment:
 
     @contextmanager
     def frozen(self, name: str) -> Iterator[None]:
-        """SIGSTOP for the length of the block."""
+        """SIGSTOP for the length of the block, unless it is killed meanwhile."""
         pid = self.pid(name)
         os.kill(pid, signal.SIGSTOP)
         try:
             yield
         finally:
-            os.kill(pid, signal.SIGCONT)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
     @contextmanager
     def attached(self, module: str, worker: str) -> Iterator[subprocess.Popen[bytes]]:
         """One more worker, started by hand and ready; killed at the end of the block."""
-        state = read_state(self.directory / "data")
-        assert state is not None
         port = free_ports(1)[0]
-        env = {
-            **os.environ,
-            **self.environment,
-            "PENSTOCK_NATS_URL": state.nats_url,
-            "PENSTOCK_DATA_DIR": state.data_dir,
-            "PENSTOCK_WORKER_ID": worker,
-            "PENSTOCK_HEALTH_PORT": str(port),
-        }
+        env = {**os.environ, **self.environment_of(worker), "PENSTOCK_HEALTH_PORT": str(port)}
         with (self.directory / "data" / "logs" / f"{worker}.log").open("wb") as log:
             command = [sys.executable, "-m", module]
             with subprocess.Popen(command, env=env, stdout=log, stderr=log) as process:
@@ -165,6 +160,17 @@ class Deployment:
                     yield process
                 finally:
                     process.kill()
+
+    def environment_of(self, worker: str) -> dict[str, str]:
+        """Variables of one more worker of this stack."""
+        state = read_state(self.directory / "data")
+        assert state is not None
+        return {
+            **self.environment,
+            "PENSTOCK_NATS_URL": state.nats_url,
+            "PENSTOCK_DATA_DIR": state.data_dir,
+            "PENSTOCK_WORKER_ID": worker,
+        }
 
     def log(self, worker: str) -> str:
         """What a service wrote so far."""
@@ -297,6 +303,13 @@ def stack() -> Iterator[Deployment]:
 def stack_of_ranks() -> Iterator[Deployment]:
     """A stack whose trainer is two ranks."""
     with store() as path, Deployment(Path(path), trainer_ranks=2) as deployment:
+        yield deployment
+
+
+@pytest.fixture(scope="module")
+def stack_without_trainer() -> Iterator[Deployment]:
+    """A stack whose trainers the tests start, and no simulators."""
+    with store() as path, Deployment(Path(path), workers={"rollout": 1, "trainer": 0, "env": 0}) as deployment:
         yield deployment
 
 

@@ -1,4 +1,4 @@
-"""A trainer of two ranks: one of them dies in the middle, all of them start over, and nothing is lost or repeated."""
+"""A trainer of two ranks: one dies, then one hangs; all of them start over, and nothing is lost or repeated."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from penstock.shared.protocol.events import BatchTrained, Checkpointed, LineageF
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
-TOTAL = 16
+TOTAL = 20
 
 
-def test_a_rank_is_killed(stack_of_ranks: Any) -> None:
+def test_a_rank_is_killed_and_another_one_hangs(stack_of_ranks: Any) -> None:
     stack = stack_of_ranks
     job = stack.submit(
         f"train.max_updates={TOTAL}", "backend.type=fsdp", "checkpoint.every=3", "train.minibatches=2",
@@ -24,6 +24,13 @@ def test_a_rank_is_killed(stack_of_ranks: Any) -> None:
     leader = stack.pid("trainer-0")
     stack.kill("trainer-0-rank1")
     stack.until(lambda: stack.pid("trainer-0") != leader, "rank 0 was started again, too")
+    stack.reach(job, 9)
+    hung, leader = stack.pid("trainer-0-rank1"), stack.pid("trainer-0")
+    with stack.frozen("trainer-0-rank1"):
+        stack.until(lambda: stack.pid("trainer-0") != leader, "rank 0 noticed that the other one hangs")
+        stack.until(lambda: stack.pid("trainer-0-rank1") not in (0, hung), "it was killed and started again")
+    silence_s = float(stack.environment["PENSTOCK_RANK_SILENCE_S"])
+    assert f"rank 1 of 2 gave no sign for {silence_s:g} s" in stack.log("trainer-0"), stack.log("trainer-0")[-3000:]
     record = stack.finish(job, 120)
 
     assert (record.status.phase, record.status.step) == ("succeeded", TOTAL), record.status
@@ -32,7 +39,7 @@ def test_a_rank_is_killed(stack_of_ranks: Any) -> None:
     trained = [event for event in events if isinstance(event, BatchTrained)]
     assert [event.number for event in trained] == list(range(1, TOTAL + 1)), "no gap and no repeat"
     assert not any(isinstance(event, LineageForked) for event in events), "the same ranks give the same bits"
-    assert len({event.trainer_epoch for event in trained}) == 2
+    assert len({event.trainer_epoch for event in trained}) == 3
     assert len({event.digest for event in trained}) > TOTAL / 2, "the updates changed the weights"
 
     checkpoints = [Path(event.path) for event in events if isinstance(event, Checkpointed)]

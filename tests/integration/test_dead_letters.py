@@ -14,15 +14,17 @@ import numpy as np
 import pytest
 
 from penstock.services.coordinator.deadletters import DeadLetters
+from penstock.services.coordinator.letterbox import LetterBox
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.runner import JobRunner
 from penstock.services.coordinator.store import JobStore
+from penstock.shared.errors import NotFound
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import SCHEMA, pack, unpack
 from penstock.shared.protocol.events import Dropped, decode_events
 from penstock.shared.protocol.frame import encode_frame
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.jobs import JobRecord
+from penstock.shared.protocol.jobs import JobRecord, Operation
 from penstock.shared.protocol.messages import DRAW_HEADER, Ack, Heartbeat, Report, Ticket
 from penstock.shared.protocol.trajectory import Group, encode_group, group_headers
 from penstock.shared.transport.bus import Bus, Message, Outgoing, Puller
@@ -306,3 +308,44 @@ async def test_a_batch_refused_while_the_job_fails(bus: Bus) -> None:
         await job.report(Report(kind="refused", epoch=1, batch=1, revision=1, bad=[Draw(0)], reason="it is torn"))
         assert job.runner.run.state.finished == "failed"
         assert not job.runner.run.state.open
+
+
+async def test_a_dead_letter_is_looked_into_replayed_once_and_dropped(bus: Bus) -> None:
+    async with led(bus) as job:
+        await job.use_up(subjects.TICKETS, 2)
+
+        async def both() -> bool:
+            return len(await job.dead()) == 2
+
+        await job.scan_until(both)
+        box, store = LetterBox(bus), JobStore(bus)
+        first, second = await box.page(JOB, after=0, limit=10)
+        assert (first["draw"], first["stream"], first["attempts"]) == ("0.0", subjects.TICKETS, MAX_DELIVER)
+        assert [row["id"] for row in await box.page(JOB, after=first["id"], limit=10)] == [second["id"]]
+        assert (await box.show(JOB, first["id"]))["content"]["draw"] == [0, 0]
+        with pytest.raises(NotFound):
+            await box.show("job_other", first["id"])
+
+        asked = Operation(id="op_1", kind="replay_dead_letter", created_at=datetime.now(UTC), args={"id": first["id"]})
+        job.runner.want(await store.begin_operation(JOB, asked))
+        async with asyncio.timeout(30):
+            while (done := (await store.get(JOB)).operations[0]).state == "pending":
+                await asyncio.sleep(0.02)
+        again = Draw(0, 1000)
+        assert (done.state, done.result) == ("succeeded", {"draw": str(again)})
+        assert again in await job.waiting()
+        assert job.runner.run.state.balanced()
+        assert job.runner.run.replay_dead_letter(first["id"], Draw(0), 0.0) == [], (
+            "after a crash before the letter went"
+        )
+        assert [row["id"] for row in await box.page(JOB, after=0, limit=10)] == [second["id"]]
+
+        await box.drop(JOB, second["id"])
+        assert await box.page(JOB, after=0, limit=10) == []
+        job.runner.want(await store.set_desired(JOB, "paused"))
+        lost = Operation(id="op_2", kind="replay_dead_letter", created_at=datetime.now(UTC), args={"id": second["id"]})
+        job.runner.want(await store.begin_operation(JOB, lost))
+        async with asyncio.timeout(30):
+            while (failed := (await store.get(JOB)).operations[1]).state == "pending":
+                await asyncio.sleep(0.02)
+        assert (failed.state, failed.message) == ("failed", f"job '{JOB}' has no dead letter {second['id']}")

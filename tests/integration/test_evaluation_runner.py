@@ -21,7 +21,7 @@ from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.ids import Draw, new_attempt
 from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.protocol.messages import Report, Ticket
-from penstock.shared.protocol.trajectory import Group, encode_group, group_headers
+from penstock.shared.protocol.trajectory import Group, encode_group, group_headers, parse_group_header
 from penstock.shared.transport.bus import Bus
 
 SPEC: dict[str, Any] = {
@@ -158,6 +158,29 @@ async def test_a_dead_ticket_counts_as_failed_and_is_kept(bus: Bus) -> None:
     assert rows[0]["values"]["eval/failed"] == 2.0
     assert len(await bus.read(subjects.DEAD, subjects.dead(job))) == 1
     assert len(await asked(bus, job, 1)) == 3
+
+
+async def test_a_header_that_claims_more_messages_than_it_has_deletes_nobody_elses(bus: Bus) -> None:
+    record = await submit(bus)
+    job = record.id
+    await answer(bus, job, 0, 1.0, 1.0)
+    (first,) = await bus.read(subjects.EXPERIENCE, subjects.experience(job))
+    lie = msgspec.structs.replace(parse_group_header(first.headers), nbytes=5 << 20)
+    lying = await bus.publish(subjects.experience(job), first.data, headers=group_headers(lie))
+    others = [await bus.publish(subjects.experience("job_other"), b"kept") for _ in range(4)]
+    async with leading(bus, record, 1):
+
+        async def buried() -> bool:
+            return bool(await bus.read(subjects.DEAD, subjects.dead(job)))
+
+        await eventually(buried)
+        await eventually(lambda: gone(bus, lying))
+    kept = await bus.read(subjects.EXPERIENCE, subjects.experience("job_other"))
+    assert [message.seq for message in kept] == others
+
+
+async def gone(bus: Bus, seq: int) -> bool:
+    return not await bus.get_many(subjects.EXPERIENCE, [seq])
 
 
 async def test_a_worker_that_cannot_load_the_model_ends_the_job(bus: Bus) -> None:

@@ -152,6 +152,7 @@ async def test_missing_key_of_a_judge_is_visible_and_fails_every_completion(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    monkeypatch.setenv("PENSTOCK_SCORER_ENV", "NO_SUCH_KEY")
     judge = {"type": "judge", "base_url": "http://127.0.0.1:1/v1", "model": "m", "template": "{completion}"}
     async with run_reward(bus) as service:
         await put_job(bus, {"scorers": [{**judge, "api_key_env": "NO_SUCH_KEY"}], "timeout_s": 90, "processes": 1})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -56,9 +56,9 @@ class Worker:
 
 
 @asynccontextmanager
-async def working(bus: Bus, directory: Path) -> AsyncIterator[Worker]:
+async def working(bus: Bus, directory: Path, prompts: Sequence[str] = PROMPTS) -> AsyncIterator[Worker]:
     rows = directory / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": prompt, "answer": "2"}) + "\n" for prompt in PROMPTS))
+    rows.write_text("".join(json.dumps({"prompt": prompt, "answer": "2"}) + "\n" for prompt in prompts))
     config = parse_job(
         {
             "kind": "evaluation",
@@ -106,6 +106,22 @@ async def test_a_ticket_that_fails_leaves_its_neighbours_alone(bus: Bus, tmp_pat
     assert (failed.skipped, failed.lengths) == ("", [])
     assert "43 prompt tokens + 4 new ones exceed the 32" in failed.error
     assert (set(good.rewards), any(good.failed), good.error) == ({1.0}, False, "")
+
+
+async def test_every_draw_in_hand_is_named(bus: Bus, tmp_path: Path) -> None:
+    """What a worker does not name looks dead to the coordinator once it is late."""
+    ordinals = range(1, 100)
+    async with working(bus, tmp_path, [PROMPTS[1]] * 100) as worker:
+        for ordinal in ordinals:
+            await worker.ask(ordinal)
+
+        async def held(number: int) -> bool:
+            return len(worker.session.status()["holds"]) == number
+
+        await until(lambda: held(len(ordinals)))
+        assert sorted(worker.session.status()["holds"]) == sorted(str(Draw(ordinal)) for ordinal in ordinals)
+        worker.scores.set()
+        await until(lambda: held(0))
 
 
 async def test_another_ticket_for_work_in_hand_is_done_with(bus: Bus, tmp_path: Path) -> None:

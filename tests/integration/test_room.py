@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
 
 import pytest
 
+from penstock.services.coordinator.batch_log import batch_id, give_up_batches
 from penstock.services.coordinator.outbox import Outbox
 from penstock.services.coordinator.retention import GIVEN_UP
 from penstock.services.coordinator.service import CoordinatorService
@@ -15,7 +17,8 @@ from penstock.shared.config.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import StreamFull
 from penstock.shared.protocol import subjects
-from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.bus import MSG_ID, Bus
+from penstock.shared.transport.server import NatsServer
 
 CONFIG = JobConfig.parse(
     {
@@ -26,6 +29,34 @@ CONFIG = JobConfig.parse(
         "train": {"batch_size": 16, "max_updates": 1},
     }
 )
+
+
+async def test_a_job_that_runs_keeps_what_its_checkpoint_does_not_cover(bus: Bus) -> None:
+    for number in range(1, 6):
+        await bus.publish(subjects.batches("job_a"), b"a", msg_id=batch_id("job_a", number, 1, 1))
+        await bus.publish(subjects.batches("job_b"), b"b", msg_id=batch_id("job_b", number, 1, 1))
+    assert await give_up_batches(bus, "job_a", up_to=0) == 0
+    assert await give_up_batches(bus, "job_a", up_to=3) == 3
+    left = await bus.read(subjects.BATCHES, subjects.batches("job_a"), headers_only=True)
+    assert [message.headers[MSG_ID] for message in left] == ["batch:job_a:4.1.1", "batch:job_a:5.1.1"]
+    assert len(await bus.read(subjects.BATCHES, subjects.batches("job_b"))) == 5
+
+
+async def test_cleaning_up_after_a_job_waits_for_the_bus(
+    bus: Bus, nats_server: NatsServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = CoordinatorService(bus, ServiceSettings(data_dir=tmp_path))
+    await bus.publish(subjects.tickets("job_done"), b"nobody needs it")
+    nats_server.kill()
+    with caplog.at_level(logging.WARNING):
+        cleaning = asyncio.create_task(service.clean_up("job_done"))
+        async with asyncio.timeout(30):
+            while "cleaning up after job job_done" not in caplog.text:
+                await asyncio.sleep(0.05)
+    assert not cleaning.done()
+    nats_server.start()
+    await asyncio.wait_for(cleaning, 60)
+    assert (await bus.stream_state(subjects.TICKETS)).messages == 0
 
 
 async def fill(bus: Bus, subject: str) -> None:

@@ -22,8 +22,11 @@ from penstock.shared.protocol.events import (
     JobStarted,
     LineageForked,
     PhaseChanged,
+    Redrawn,
     SealedGroup,
+    SettingsChanged,
 )
+from penstock.shared.protocol.ids import Draw
 
 JOB = "job_history"
 
@@ -42,13 +45,14 @@ def _history(draw: st.DrawFn) -> list[Event]:
     return events
 
 
-def _next_event(draw: st.DrawFn, state: LedgerState) -> Event:  # noqa: PLR0911  one case for each kind
+def _next_event(draw: st.DrawFn, state: LedgerState) -> Event:  # noqa: C901, PLR0911  one case for each kind
     """One that the state allows."""
     epoch = state.epoch + draw(st.sampled_from([0, 0, 0, 1]))
     base = {"writer_epoch": epoch, "time": 5.0}
     plan = {"min_version": state.version, "deadline": 9.5}
     next_sealed = state.sealed.get(state.last_trained + 1)
-    kinds = ["drawn", "drawn", "phase", "started"]
+    kinds = ["drawn", "drawn", "phase", "started", "settings"]
+    kinds += ["redrawn"] if state.next_ordinal else []
     kinds += ["dropped", "sealed", "sealed"] if state.in_flight else []
     kinds += ["trained", "trained", "trained"] if next_sealed else []
     kinds += ["refused"] if state.sealed else []
@@ -57,6 +61,14 @@ def _next_event(draw: st.DrawFn, state: LedgerState) -> Event:  # noqa: PLR0911 
     match draw(st.sampled_from(kinds)):
         case "started":
             return JobStarted(**base, config_digest=draw(st.text(max_size=3)))
+        case "settings":
+            return SettingsChanged(
+                **base, generation=2, number=state.next_number, update_index=state.update_index(state.next_number),
+                settings={"train.max_updates": draw(st.integers(1, 9))},
+            )  # fmt: skip
+        case "redrawn":
+            letter = max(state.replayed, default=0) + 1
+            return Redrawn(**base, letter=letter, draw=Draw(0, 1000 * letter), **plan)
         case "phase":
             return PhaseChanged(**base, phase=draw(st.sampled_from(["running", "paused"])), reason="x")
         case "drawn":

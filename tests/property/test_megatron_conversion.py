@@ -10,7 +10,15 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from penstock.services.trainer.backends.megatron.conversion import cut, fuse, joined, mapping_of, split
+from penstock.services.trainer.backends.megatron.conversion import (
+    cut,
+    dealt,
+    fuse,
+    joined,
+    mapping_of,
+    shape_on_rank,
+    split,
+)
 from penstock.shared.errors import ConfigError
 
 Shapes = dict[str, tuple[int, ...]]
@@ -85,15 +93,23 @@ def test_round_trip(data: st.DataObject, size: int) -> None:
     shapes, kv = data.draw(models(size))
     whole = whole_tensors(shapes)
     again: dict[str, Tensor] = {}
-    for parameter in mapping_of(shapes, num_kv_heads=kv, tensor_parallel=size):
-        ranks = []
-        for rank in range(size):
-            parts = [cut(whole[piece.name], piece, rank=rank, size=size) for piece in parameter.pieces]
-            fused = fuse(parts, parameter)
-            assert fused.shape == fuse([p.clone() for p in parts], parameter).shape
-            ranks.append(split(fused, parameter, rank=rank, size=size))
-        for index, piece in enumerate(parameter.pieces):
-            again[piece.name] = joined([rank[index] for rank in ranks], piece)
+    has_experts = any(".experts." in name for name in shapes)
+    over = data.draw(st.sampled_from([1, 3])) if has_experts else 1  # expert-parallel ranks; there are 3 experts
+    for parameter in mapping_of(shapes, num_kv_heads=kv, tensor_parallel=size, expert_parallel=over):
+        assert parameter.is_dealt == (over > 1 and ".experts." in parameter.name)
+        groups = []
+        for place in range(over if parameter.is_dealt else 1):
+            ranks = []
+            for rank in range(size):
+                mine = [dealt(whole[piece.name], piece, rank=place) for piece in parameter.pieces]
+                parts = [cut(t, piece, rank=rank, size=size) for t, piece in zip(mine, parameter.pieces, strict=True)]
+                fused = fuse(parts, parameter)
+                assert fused.shape == shape_on_rank(parameter, size=size)
+                ranks.append(split(fused, parameter, rank=rank, size=size))
+            columns = zip(*ranks, strict=True)
+            groups.append([joined(column, piece) for piece, column in zip(parameter.pieces, columns, strict=True)])
+        for piece, parts in zip(parameter.pieces, zip(*groups, strict=True), strict=True):
+            again[piece.name] = torch.cat(parts)
     assert again.keys() == whole.keys()
     for name, tensor in whole.items():
         assert torch.equal(again[name], tensor), name
@@ -115,6 +131,15 @@ def test_ranks_hold_equal_shapes_and_every_row_once(data: st.DataObject, size: i
         assert len(seen[seen > 0]) == expected - int(parameter.name.startswith("embedding")), "number 0 is a weight too"
         if not parameter.is_cut:
             assert all(torch.equal(ranks[0], rank) for rank in ranks)
+
+
+def test_stages_are_equal_runs_of_layers() -> None:
+    shapes = shapes_of(layers=4, kv=1, ratio=1, d=2, width=2, mlp=2, vocab=4, bias=False, norms=True, head="untied")
+    parameters = mapping_of(shapes, num_kv_heads=1, tensor_parallel=1, pipeline_parallel=2)
+    stages = {parameter.name: parameter.stage for parameter in parameters}
+    assert [stages[f"decoder.layers.{layer}.input_layernorm.weight"] for layer in range(4)] == [0, 0, 1, 1]
+    ends = ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight")
+    assert [stages[name] for name in ends] == [0, 1, 1]
 
 
 def test_heads_are_interleaved_by_query_group() -> None:
@@ -168,3 +193,17 @@ def test_what_does_not_fit_is_named(change: dict[str, Any], extra: Shapes, tenso
     kv = {**BASE, **change}["kv"]
     with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
         mapping_of(shapes, num_kv_heads=kv, tensor_parallel=tensor_parallel)
+
+
+@pytest.mark.parametrize(
+    ("experts", "sizes", "message"),
+    [
+        (0, {"pipeline_parallel": 2}, "pipeline_parallel 2 does not divide the 3 layers"),
+        (3, {"expert_parallel": 2}, "expert_parallel 2 does not divide the 3 experts"),
+        (0, {"expert_parallel": 2}, "this model has no experts"),
+    ],
+)
+def test_layers_and_experts_that_cannot_be_dealt_evenly(experts: int, sizes: dict[str, int], message: str) -> None:
+    shapes = shapes_of(**{**BASE, "layers": 3, "experts": experts})
+    with pytest.raises(ConfigError, match=message):
+        mapping_of(shapes, num_kv_heads=2, tensor_parallel=1, **sizes)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock.services.coordinator.submission import check_groups
+from penstock.shared.config.data import DataConfig
 from penstock.shared.config.evaluation_job import EvaluationJob
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.job import ROW_BYTES, JobConfig
+from penstock.shared.data.check import check_data
 from penstock.shared.errors import ConfigError
 
 
@@ -32,6 +37,34 @@ def test_a_group_may_take_many_messages() -> None:
 def test_a_group_above_the_limit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"more than a group may have \(67108864\).* lower algorithm.group_size"):
         JobConfig.parse(job(32, 131_072))
+
+
+def test_a_row_counts_beyond_what_every_group_has_room_for(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "p", "tests": "x" * size}) + "\n" for size in (10, 5000, 20)))
+    data = {"train": {"type": "file", "path": str(path)}, "prompt": {"answer": None}}
+    found = check_data(DataConfig.parse(data))
+    assert 5000 < found.row_bytes + ROW_BYTES < 5100
+    assert check_data(DataConfig.parse({"train": {"type": "addition"}})).row_bytes == 0
+
+
+def test_a_job_whose_rows_do_not_fit_is_refused() -> None:
+    spec = {**job(8, 64), "limits": {"byte_budget": 1 << 20}}
+    config = JobConfig.parse(spec)
+    check_groups(config, 0, stores_parts=True)
+    need = 2 * 2 * (config.max_group_bytes + 600_000)
+    with pytest.raises(ConfigError, match=rf"a data row of up to 601024 bytes must fit.* to at least {need}$"):
+        check_groups(config, 600_000, stores_parts=True)
+    with pytest.raises(ConfigError, match=r"more than a group may have \(67108864\)"):
+        check_groups(config, 64 << 20, stores_parts=True)
+
+
+def test_an_old_server_takes_no_groups_in_parts() -> None:
+    small, large = JobConfig.parse(job(8, 64)), JobConfig.parse(job(16, 131_072))
+    check_groups(small, 0, stores_parts=False)
+    check_groups(large, 0, stores_parts=True)
+    with pytest.raises(ConfigError, match=r"above 1048576 it is stored in parts, .* use version 2\.12\.1 or newer"):
+        check_groups(large, 0, stores_parts=False)
 
 
 def evaluation(samples: int, tokens: int, **model: Any) -> dict[str, Any]:

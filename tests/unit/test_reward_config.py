@@ -149,7 +149,7 @@ async def test_submitting_a_job_checks_what_its_scorers_need(tmp_path: Path) -> 
         "train": {"max_updates": 1, "batch_size": 8},
     }
     with pytest.raises(ConfigError, match=r"train\.jsonl, line 3: the row has no field 'tests'"):
-        await plan_job(JobConfig.parse(job), [], experience_bytes=1 << 30)
+        await plan_job(JobConfig.parse(job), [], experience_bytes=1 << 30, stores_parts=True)
 
 
 # -- programs --------------------------------------------------------------------------------------------------------

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import re
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends, Path, Request
 
+from penstock.services.coordinator.api.auth import KeyRing
 from penstock.services.coordinator.api.control import Control
+from penstock.services.coordinator.api.feedback_desk import FeedbackDesk
+from penstock.services.coordinator.api.serving import Serving
 from penstock.services.coordinator.api.volatile import Volatile
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import NotFound
 
-__all__ = ["Backend", "BackendDep", "JobId"]
+__all__ = ["Backend", "BackendDep", "JobId", "stopped_within"]
 
 _JOB_ID = re.compile(r"job_[0-9a-f]{32}", re.ASCII)
 
@@ -27,18 +30,31 @@ class Backend:
     settings: ServiceSettings
     stopping: asyncio.Event
     volatile: Volatile
+    ring: KeyRing
+    feedback: FeedbackDesk | None
+    serving: Serving[Any] | None
 
 
-def _backend(request: Request) -> Backend:
+async def _backend(request: Request) -> Backend:
     backend: Backend = request.app.state.backend
     return backend
 
 
-def _job_id(job_id: Annotated[str, Path(description="Id of a job: job_ and 32 hex digits")]) -> str:
+async def _job_id(job_id: Annotated[str, Path(description="Id of a job: job_ and 32 hex digits")]) -> str:
     """Ids are also subject tokens, so nothing else gets through."""
     if not _JOB_ID.fullmatch(job_id):
         raise NotFound(f"'{job_id[:80]}' is not the id of a job (job_ and 32 hex digits)")
     return job_id
+
+
+async def stopped_within(backend: Backend, seconds: float) -> bool:
+    """Sleep; True as soon as the server wants to stop."""
+    try:
+        async with asyncio.timeout(seconds):
+            await backend.stopping.wait()
+    except TimeoutError:
+        return False
+    return True
 
 
 BackendDep = Annotated[Backend, Depends(_backend)]

@@ -14,21 +14,44 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from penstock import __version__
-from penstock.services.coordinator.api import checkpoints, jobs, observe, openapi, system
+from penstock.services.coordinator.api import (
+    amend,
+    checkpoints,
+    dashboard,
+    deadletters,
+    episodes,
+    feedback,
+    inference,
+    jobs,
+    keys,
+    observe,
+    openapi,
+    samples,
+    system,
+)
 from penstock.services.coordinator.api.access import Backend
 from penstock.services.coordinator.api.auth import KeyRing
 from penstock.services.coordinator.api.control import Control
+from penstock.services.coordinator.api.direct import Direct
+from penstock.services.coordinator.api.feedback_desk import FeedbackDesk
 from penstock.services.coordinator.api.guard import Guard, Measured
 from penstock.services.coordinator.api.idempotency import Idempotency, ReplyStore
 from penstock.services.coordinator.api.ratelimit import RateLimiter
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem, from_error, problem_response
+from penstock.services.coordinator.api.serving import Serving
 from penstock.services.coordinator.api.volatile import Volatile
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import PenstockError
 
-__all__ = ["create_app"]
+__all__ = ["ROUTERS", "create_app"]
 
 log = logging.getLogger(__name__)
+
+ROUTERS = (
+    jobs.router, amend.router, observe.router, checkpoints.router, checkpoints.artifacts,
+    samples.router, deadletters.router, keys.router, inference.router, episodes.router, feedback.router,
+    system.router,
+)  # fmt: skip
 
 
 def create_app(
@@ -36,17 +59,19 @@ def create_app(
     settings: ServiceSettings,
     *,
     stopping: asyncio.Event | None = None,
+    desk: FeedbackDesk | None = None,
+    serving: Serving[Any] | None = None,
 ) -> FastAPI:
     """The application over ``control``.
 
     Set ``stopping`` to end event streams and long polls, so that a graceful shutdown does not wait for clients that
-    never leave.
+    never leave. Without ``desk`` no feedback is taken, without ``serving`` no model is served.
 
     Raises:
         ConfigError: a bind address beyond loopback without keys, or a rate limit that cannot be read.
     """
     volatile = Volatile(settings.redis_url)
-    keys = KeyRing(settings)
+    ring = KeyRing(settings, control.keys)
     limiter = RateLimiter(settings.rate_limit, volatile)
 
     @asynccontextmanager
@@ -63,15 +88,15 @@ def create_app(
         redirect_slashes=False,
         lifespan=lifespan,
     )
-    app.state.backend = Backend(control, settings, stopping or asyncio.Event(), volatile)
-    app.openapi = lambda: openapi.describe(app)  # type: ignore[method-assign]
-    app.include_router(jobs.router)
-    app.include_router(observe.router)
-    app.include_router(checkpoints.router)
-    app.include_router(system.router)
+    app.state.backend = Backend(control, settings, stopping or asyncio.Event(), volatile, ring, desk, serving)
+    app.openapi = lambda: openapi.describe(app, ROUTERS)  # type: ignore[method-assign]
+    for router in ROUTERS:
+        app.include_router(router)
+    app.include_router(dashboard.router)
     _handle_errors(app)
+    app.add_middleware(Direct, posts={**feedback.DIRECT, **inference.DIRECT}, backend=app.state.backend)
     app.add_middleware(Idempotency, store=ReplyStore(volatile))
-    app.add_middleware(Guard, keys=keys, limiter=limiter)
+    app.add_middleware(Guard, keys=ring, limiter=limiter)
     app.add_middleware(Measured)
     return app
 
@@ -96,7 +121,7 @@ def _handle_errors(app: FastAPI) -> None:
         detail = f"{request.method} {request.url.path}: {error.detail}"
         headers = dict(error.headers or {})
         if error.status_code == 405:
-            headers["Allow"] = ", ".join(openapi.methods_of(app, request.url.path))
+            headers["Allow"] = ", ".join(openapi.methods_of(app.openapi(), request.url.path))
         return problem_response(HttpProblem(error.status_code, code, detail, headers=headers), request.url.path)
 
     async def defect(request: Request, error: Exception) -> Response:

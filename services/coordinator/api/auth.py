@@ -1,33 +1,64 @@
-"""Who calls: bearer keys, or nobody but this machine."""
+"""Who calls: bearer keys with scopes, or nobody but this machine."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import ipaddress
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import lru_cache
 
 from starlette.datastructures import Headers
 
+from penstock.services.coordinator.api.control import Keys
 from penstock.services.coordinator.api.replies import HttpProblem
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError
+from penstock.shared.protocol.keys import Scope, StoredKey, key_id
 
-__all__ = ["ANONYMOUS", "KeyRing"]
+__all__ = ["ANONYMOUS", "Caller", "KeyRing", "needs_key"]
 
-ANONYMOUS = "local"
-"""Caller id where no keys are configured."""
+TRUST_S = 1.0
+"""A key that was looked up is trusted for so long: a revoked one may work this much longer on other replicas."""
+MAX_KNOWN = 1024
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who sent a request. ``id`` names the key, never gives it away; ``rate_limit`` replaces the deployment's."""
+
+    id: str
+    scopes: frozenset[Scope]
+    rate_limit: str | None = None
+
+    def may(self, scope: Scope) -> bool:
+        """Whether the key has ``scope``, by itself or through ``admin``."""
+        return scope in self.scopes or "admin" in self.scopes
+
+
+ANONYMOUS = Caller("local", frozenset({"admin"}))
+"""Whoever calls from this machine where no keys are configured."""
+
+
+def needs_key(settings: ServiceSettings) -> bool:
+    """Whether requests without a key are refused."""
+    return bool(_configured(settings))
 
 
 class KeyRing:
-    """The bearer keys of a deployment, kept as digests.
+    """The keys of a deployment: those of its configuration, which may do everything, and those of the store.
 
     Raises:
         ConfigError: the API would be open to the network without a key.
     """
 
-    def __init__(self, settings: ServiceSettings) -> None:
-        keys = [key.strip() for key in settings.api_keys.split(",") if key.strip()]
+    def __init__(self, settings: ServiceSettings, store: Keys) -> None:
+        keys = _configured(settings)
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._store = store
+        self._known: dict[str, tuple[float, StoredKey | None]] = {}
         if not keys and not _is_loopback(settings.http_host):
             raise ConfigError(
                 f"the API would listen on {settings.http_host} without a key: set PENSTOCK_API_KEYS "
@@ -39,25 +70,60 @@ class KeyRing:
         """Requests need a key."""
         return bool(self._digests)
 
-    def caller(self, headers: Headers) -> str:
-        """Id of the caller: the start of the key's digest, never the key.
+    async def caller(self, headers: Headers) -> Caller:
+        """Who sent a request with these headers.
 
         Raises:
             HttpProblem: 401 without a valid key; 403 where no keys exist and the request comes by way of a web page.
+            Unavailable: the bus cannot say whether the key is valid.
         """
+        text = _presented(headers)
+        id = key_id(text)
+        if id is not None:
+            return await self._of_store(id, text)
         if not self._digests:
             _refuse_foreign_pages(headers)
             return ANONYMOUS
-        presented = hashlib.sha256(_presented(headers).encode()).digest()
+        presented = hashlib.sha256(text.encode()).digest()
         matches = [hmac.compare_digest(presented, known) for known in self._digests]  # all of them: no early exit
         if not any(matches):
-            raise HttpProblem(
-                401,
-                "invalid_api_key",
-                "a valid key is needed: send 'Authorization: Bearer KEY' (PENSTOCK_API_KEY for the command line)",
-                headers={"WWW-Authenticate": 'Bearer realm="penstock"'},
-            )
-        return presented.hex()[:16]
+            raise _unauthorized("a valid key is needed")
+        return Caller(presented.hex()[:16], frozenset({"admin"}))
+
+    async def _of_store(self, id: str, text: str) -> Caller:
+        key = await self._find(id) if id else None
+        if key is None or not key.fits(text):
+            raise _unauthorized("this key does not exist (any more)")
+        if key.expires_at is not None and key.expires_at <= datetime.now(UTC):
+            raise _unauthorized(f"key '{key.name}' expired at {key.expires_at.isoformat(timespec='seconds')}")
+        return Caller(key.id, frozenset(key.scopes), key.rate_limit)
+
+    async def _find(self, id: str) -> StoredKey | None:
+        until, key = self._known.get(id, (0.0, None))
+        if until > time.monotonic():
+            return key
+        key = await self._store.find(id)
+        if len(self._known) >= MAX_KNOWN:
+            self._known.clear()
+        self._known[id] = (time.monotonic() + TRUST_S, key)
+        return key
+
+    def forget(self, id: str) -> None:
+        """A key was revoked here."""
+        self._known.pop(id, None)
+
+
+def _configured(settings: ServiceSettings) -> list[str]:
+    return [key.strip() for key in settings.api_keys.split(",") if key.strip()]
+
+
+def _unauthorized(what: str) -> HttpProblem:
+    return HttpProblem(
+        401,
+        "invalid_api_key",
+        f"{what}: send 'Authorization: Bearer KEY' (PENSTOCK_API_KEY for the command line)",
+        headers={"WWW-Authenticate": 'Bearer realm="penstock"'},
+    )
 
 
 def _presented(headers: Headers) -> str:
@@ -86,6 +152,7 @@ def _host_name(netloc: str) -> str:
     return netloc.partition(":")[0]
 
 
+@lru_cache(maxsize=256)
 def _is_loopback(host: str) -> bool:
     if host == "localhost":
         return True

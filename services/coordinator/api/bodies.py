@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+import orjson
+from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from penstock.services.coordinator.api.documents import from_json, from_yaml, step
@@ -12,7 +13,7 @@ from penstock.services.coordinator.api.replies import Flaw, HttpProblem
 from penstock.shared.config.base import explain
 from penstock.shared.config.kinds import AnyJob, job_model
 
-__all__ = ["YAML_TYPES", "job_pointer", "read_job", "read_object"]
+__all__ = ["BODIES", "YAML_TYPES", "body_schema", "job_pointer", "read_job", "read_model", "read_object"]
 
 YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
 
@@ -34,7 +35,7 @@ async def read_job(request: Request) -> tuple[AnyJob, dict[str, Any]]:
         raise HttpProblem(422, "invalid_job", f"the job is not valid: {first}{more}", errors=flaws) from None
 
 
-async def read_object(request: Request, *, yaml_too: bool = False) -> dict[str, Any]:
+async def read_object(request: Request, *, yaml_too: bool = False, patch_too: bool = False) -> dict[str, Any]:
     """The body as an object; an empty body is an empty object where no job is expected."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     body = await request.body()
@@ -42,7 +43,7 @@ async def read_object(request: Request, *, yaml_too: bool = False) -> dict[str, 
         return {}
     if yaml_too and kind in YAML_TYPES:
         data = from_yaml(body)
-    elif kind == "application/json":
+    elif kind == "application/json" or (patch_too and kind == "application/merge-patch+json"):
         data = from_json(body)
     else:
         accepted = "application/json or application/yaml" if yaml_too else "application/json"
@@ -51,6 +52,43 @@ async def read_object(request: Request, *, yaml_too: bool = False) -> dict[str, 
         detail = f"the body must be an object, found {type(data).__name__}"
         raise HttpProblem(422, "invalid_body", detail, errors=[Flaw(pointer="", detail=detail)])
     return data
+
+
+M = TypeVar("M", bound=BaseModel)
+
+BODIES: dict[str, type[BaseModel]] = {}
+"""Models of request bodies that routes read by themselves, for the OpenAPI document."""
+
+
+async def read_model(request: Request, model: type[M]) -> M:
+    """The JSON body as ``model``, without coercion: a number in quotes is no number.
+
+    Raises:
+        HttpProblem: 400 not parseable, 415 another media type, 422 not valid, with a pointer to each flaw.
+    """
+    data = await read_object(request)
+    try:
+        return model.model_validate_json(orjson.dumps(_with_integers(data)), strict=True)
+    except ValidationError as error:
+        flaws = [Flaw(pointer=job_pointer(data, key), detail=detail) for key, detail in explain(model, error)]
+        first = f"{flaws[0].pointer or '/'}: {flaws[0].detail}"
+        raise HttpProblem(422, "invalid_body", f"the body is not valid: {first}", errors=flaws) from None
+
+
+def _with_integers(data: Any) -> Any:
+    """Numbers without a fraction as integers, which is what JSON Schema takes them for."""
+    if isinstance(data, dict):
+        return {key: _with_integers(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [_with_integers(value) for value in data]
+    return int(data) if isinstance(data, float) and data.is_integer() and abs(data) < 1 << 53 else data
+
+
+def body_schema(model: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
+    """``openapi_extra`` of a route that reads its body by ``read_model``; its schema is among the components."""
+    BODIES[model.__name__] = model
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    return {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}
 
 
 def job_pointer(raw: Any, key: str) -> str:

@@ -2,18 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from penstock.shared.config.kinds import AnyJob
-from penstock.shared.protocol.jobs import DesiredState, JobRecord
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.jobs import DesiredState, JobRecord, Operation
+from penstock.shared.protocol.keys import Scope, StoredKey
 
-__all__ = ["Control", "Order", "Row"]
+__all__ = ["Control", "Keys", "Letters", "Order", "Row"]
 
 Order = Literal["asc", "desc"]
 Row = dict[str, Any]
 """A JSON object: str keys; values are JSON values (non-finite floats are sent as null)."""
+
+
+class Keys(Protocol):
+    """API keys, the same on every replica. Every method may raise Unavailable."""
+
+    async def create(
+        self, name: str, scopes: list[Scope], *, expires_at: datetime | None, rate_limit: str | None
+    ) -> tuple[StoredKey, str]:
+        """Store a new key durably; the key and its text, which nobody will ever see again."""
+        ...
+
+    async def find(self, id: str) -> StoredKey | None:
+        """A key, None where there is none."""
+        ...
+
+    async def list_all(self) -> list[StoredKey]:
+        """Every key, oldest first."""
+        ...
+
+    async def delete(self, id: str) -> None:
+        """Revoke a key. Raises NotFound."""
+        ...
+
+
+class Letters(Protocol):
+    """Dead letters, oldest first. Every method but ``page`` raises NotFound for one that the job does not have."""
+
+    async def page(self, job: str, *, after: int, limit: int) -> list[Row]:
+        """``id``, ``time``, ``stream``, ``sequence``, ``attempts``, ``reason``, ``draw`` (None: it stood for none)."""
+        ...
+
+    async def show(self, job: str, id: int) -> Row:
+        """The same with ``nbytes``, ``headers`` and ``content``."""
+        ...
+
+    async def drop(self, job: str, id: int) -> None:
+        """Forget it."""
+        ...
+
+    async def draw(self, job: str, id: int) -> Draw:
+        """The draw that it stood for. Raises NotFound where it stood for none."""
+        ...
 
 
 class Control(Protocol):
@@ -23,6 +68,16 @@ class Control(Protocol):
     Unavailable (the bus does not answer: HTTP 503) or DeadlineError (HTTP 504). Replies are plain values: the API
     never keeps or changes them.
     """
+
+    @property
+    def keys(self) -> Keys:
+        """The API keys of the deployment."""
+        ...
+
+    @property
+    def letters(self) -> Letters:
+        """The dead letters of all jobs."""
+        ...
 
     async def submit(self, spec: AnyJob, raw: Row) -> JobRecord:
         """Store a new job durably and return its record; ``raw`` is the job file as the user wrote it.
@@ -46,11 +101,20 @@ class Control(Protocol):
         ...
 
     async def list_jobs(
-        self, *, after: str | None, limit: int, order: Order, phase: str | None, name: str | None
+        self,
+        *,
+        after: str | None,
+        limit: int,
+        order: Order,
+        phase: str | None,
+        name: str | None,
+        kind: str | None,
+        labels: Mapping[str, str],
     ) -> list[JobRecord]:
         """At most ``limit`` records in id order (id = creation time), strictly past ``after`` in that order.
 
-        ``phase`` and ``name`` filter by equality. An ``after`` that does not exist is still a place in the order.
+        ``phase``, ``name``, ``kind`` and each of ``labels`` (of ``metadata``) filter by equality. An
+        ``after`` that does not exist is still a place in the order.
         The API asks for one more than a page holds to learn whether there is a next one.
         """
         ...
@@ -63,6 +127,19 @@ class Control(Protocol):
         Raises:
             Conflict: the job is terminal, or is being cancelled and something else is asked.
         """
+        ...
+
+    async def amend(self, job: str, edit: Callable[[JobRecord], AnyJob]) -> JobRecord:
+        """Write the job file that ``edit`` makes of the record, in one atomic step; ``edit`` may be called again.
+
+        Raises:
+            Conflict: the job is terminal.
+            ConfigError: the job has no room here any more (byte budget).
+        """
+        ...
+
+    async def begin_operation(self, job: str, operation: Operation) -> JobRecord:
+        """Have something done; the record's ``operations`` tell when it was. Raises Conflict: the job is terminal."""
         ...
 
     async def events(self, job: str, *, after: int, limit: int) -> list[tuple[int, Row]]:
@@ -104,7 +181,7 @@ class Control(Protocol):
         ...
 
     async def samples(
-        self, job: str, *, step: int | None, limit: int, sort: str | None, after: str | None
+        self, job: str, *, step: int | None, limit: int, sort: str | None, after: str | None, min_reward: float | None
     ) -> list[Row]:
         """Groups and their completions, newest step first unless ``step`` is given; an evaluation job has step 0.
 
@@ -112,6 +189,18 @@ class Control(Protocol):
         last row of the page before. A row has ``id``, ``step``, ``draw``, ``index``, ``prompt``, ``completion``,
         ``answer``, ``reward``, ``advantage``, ``tokens``, ``min_version``, ``max_version``, ``worker``.
         """
+        ...
+
+    async def sample(self, job: str, row_id: str) -> Row:
+        """One of these rows, with its tokens, log-probs, mask, versions and siblings. Raises NotFound."""
+        ...
+
+    async def timeline(self, job: str, *, step: int | None, limit: int) -> list[Row]:
+        """Spans (``step``, ``stage``, ``start``, ``end``) of update ``step``, or of the newest ``limit``."""
+        ...
+
+    async def metric_names(self, job: str) -> list[Row]:
+        """``name``, ``count``, ``first_step``, ``last_step`` and ``last`` value of every metric."""
         ...
 
     async def checkpoints(self, job: str) -> list[Row]:
@@ -134,6 +223,14 @@ class Control(Protocol):
             NotFound: no such checkpoint, or its manifest does not name such a file.
             Conflict: the files are not on the coordinator's host.
         """
+        ...
+
+    async def delete_checkpoint(self, job: str, number: int) -> None:
+        """Remove the files of a checkpoint. Raises NotFound, or Conflict: the run needs it, or they are not here."""
+        ...
+
+    async def artifact(self, sha256: str) -> Path:
+        """A file of some committed checkpoint with this content. Raises NotFound."""
         ...
 
     async def why(self, job: str) -> list[Row]:

@@ -8,15 +8,21 @@ from collections.abc import Mapping
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.services.coordinator.api.auth import KeyRing
+from penstock.services.coordinator.api.auth import ANONYMOUS, KeyRing
+from penstock.services.coordinator.api.dashboard import is_asset
 from penstock.services.coordinator.api.ratelimit import RateLimiter
-from penstock.services.coordinator.api.replies import HttpProblem, problem_response
+from penstock.services.coordinator.api.replies import HttpProblem, from_error, problem_response
+from penstock.shared.errors import PenstockError
 from penstock.shared.runtime import metrics
 
-__all__ = ["MAX_BODY_BYTES", "OPEN_PATHS", "Guard", "Measured"]
+__all__ = ["MAX_BODY_BYTES", "MAX_LARGE_BYTES", "OPEN_PATHS", "Guard", "Measured", "body_limit"]
 
 MAX_BODY_BYTES = 1 << 20
 """Longest request body; enforced while it is read, whatever Content-Length says."""
+MAX_LARGE_BYTES = 8 << 20
+"""Longest body where whole conversations or batches of feedback are posted."""
+LARGE_PATHS = frozenset({"/feedback", "/v1/feedback", "/v1/feedback/batch"})
+LARGE_ENDS = ("/chat/completions", "/v1/completions")
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/v1/version", "/openapi.json", "/metrics"})
 """Served without a key and without counting."""
 
@@ -40,20 +46,21 @@ class Guard:
             return
         reply = _Reply(send)
         try:
-            if scope["path"] not in OPEN_PATHS:
+            if scope["path"] not in OPEN_PATHS and not is_asset(scope["path"]):
                 await self._admit(scope, reply)
-            await self.app(scope, _limited(Headers(scope=scope), receive), reply)
-        except HttpProblem as problem:
+            limit = body_limit(scope["path"])
+            await self.app(scope, _limited(Headers(scope=scope), receive, limit), reply)
+        except PenstockError as error:
             if reply.started:
                 raise
-            await problem_response(problem, scope["path"])(scope, receive, reply)
+            await problem_response(from_error(error), scope["path"])(scope, receive, reply)
 
     async def _admit(self, scope: Scope, reply: _Reply) -> None:
-        caller = self.keys.caller(Headers(scope=scope))
+        caller = await self.keys.caller(Headers(scope=scope))
         scope.setdefault("state", {})["caller"] = caller
         client = scope.get("client")
-        peer = f"{caller}@{client[0]}" if client and not self.keys.required else caller
-        allowance = await self.limiter.hit(peer)
+        peer = f"{caller.id}@{client[0]}" if client and caller is ANONYMOUS else caller.id
+        allowance = await self.limiter.hit(peer, caller.rate_limit)
         reply.extra = allowance.headers()
         if not allowance.allowed:
             raise HttpProblem(
@@ -79,27 +86,30 @@ class _Reply:
         await self._send(message)
 
 
-def _limited(headers: Headers, receive: Receive) -> Receive:
+def body_limit(path: str) -> int:
+    """Longest body of a request to ``path``, in bytes."""
+    return MAX_LARGE_BYTES if path in LARGE_PATHS or path.endswith(LARGE_ENDS) else MAX_BODY_BYTES
+
+
+def _limited(headers: Headers, receive: Receive, limit: int) -> Receive:
     declared = headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
-        raise _too_large()
+    if declared.isdigit() and int(declared) > limit:
+        raise _too_large(limit)
     seen = 0
 
     async def counted() -> Message:
         nonlocal seen
         message = await receive()
         seen += len(message.get("body", b""))
-        if seen > MAX_BODY_BYTES:
-            raise _too_large()
+        if seen > limit:
+            raise _too_large(limit)
         return message
 
     return counted
 
 
-def _too_large() -> HttpProblem:
-    return HttpProblem(
-        413, "too_large", f"the body is longer than {MAX_BODY_BYTES} bytes", headers={"Connection": "close"}
-    )
+def _too_large(limit: int) -> HttpProblem:
+    return HttpProblem(413, "too_large", f"the body is longer than {limit} bytes", headers={"Connection": "close"})
 
 
 class Measured:

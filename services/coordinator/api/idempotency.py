@@ -20,7 +20,7 @@ from penstock.services.coordinator.api.replies import HttpProblem
 from penstock.services.coordinator.api.volatile import Volatile
 from penstock.shared.errors import Unavailable
 
-__all__ = ["Idempotency", "ReplyStore", "StoredReply"]
+__all__ = ["Idempotency", "ReplyStore", "StoredReply", "token_of"]
 
 KEEP_S = 24 * 3600
 """How long a reply is repeated."""
@@ -123,9 +123,10 @@ class Idempotency:
         if header is None or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
-        token = _unquoted(header)
+        token = token_of(header)
         body = await _read(receive)
-        key = "\n".join((scope.get("state", {}).get("caller", ""), scope["path"], token))
+        caller = scope.get("state", {}).get("caller")
+        key = "\n".join((caller.id if caller is not None else "", scope["path"], token))
         digest = hashlib.sha256(scope["query_string"] + b"\n" + body).digest()
         earlier = await self.store.claim(key, digest)
         if earlier is not None:
@@ -157,12 +158,15 @@ class _Recorder:
         self._body = bytearray()
         self._complete = False
         self._streamed = False
+        self._secret = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._status = message["status"]
             names = ("content-type", "location", "etag")
-            self._headers = [(k, v) for k, v in Headers(raw=message["headers"]).items() if k in names]
+            headers = Headers(raw=message["headers"])
+            self._headers = [(k, v) for k, v in headers.items() if k in names]
+            self._secret = headers.get("cache-control") == "no-store"
         elif message["type"] == "http.response.body":
             more = message.get("more_body", False)
             self._streamed = self._streamed or more
@@ -172,8 +176,10 @@ class _Recorder:
         await self._send(message)
 
     def reply(self, fingerprint: bytes) -> StoredReply | None:
-        """What to keep; None for failures of the server, streams and long replies, which run again."""
-        if not self._complete or self._streamed or self._status >= 500 or len(self._body) > MAX_REPLY_BYTES:
+        """What to keep; None for failures of the server, streams, secrets and long replies, which run again."""
+        if not self._complete or self._streamed or self._secret:
+            return None
+        if self._status >= 500 or len(self._body) > MAX_REPLY_BYTES:
             return None
         return StoredReply(fingerprint, self._status, self._headers, bytes(self._body))
 
@@ -198,8 +204,8 @@ def _answer_again(earlier: StoredReply, digest: bytes) -> Response:
     return response
 
 
-def _unquoted(header: str) -> str:
-    """The draft wants a quoted string; bare keys are in wide use."""
+def token_of(header: str) -> str:
+    """The key in the header: the draft wants a quoted string; bare keys are in wide use. Raises HttpProblem: 400."""
     token = header[1:-1] if len(header) >= 2 and header[0] == header[-1] == '"' else header
     if not token or len(token) > 255 or not token.isascii() or not token.isprintable():
         raise HttpProblem(400, "bad_idempotency_key", "Idempotency-Key must be 1 to 255 printable ASCII characters")

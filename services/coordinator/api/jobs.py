@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
+import re
 import time
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Header, Query, Request
 from starlette.responses import Response
 
-from penstock.services.coordinator.api.access import Backend, BackendDep, JobId
+from penstock.services.coordinator.api.access import BackendDep, JobId, stopped_within
 from penstock.services.coordinator.api.bodies import read_job
 from penstock.services.coordinator.api.control import Order
 from penstock.services.coordinator.api.replies import Json
 from penstock.services.coordinator.api.schemas import DryRun, JobList
+from penstock.services.coordinator.api.scopes import require
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord, Phase
 
 __all__ = ["MAX_PAGE", "MAX_WAIT_S", "router"]
@@ -21,13 +22,15 @@ __all__ = ["MAX_PAGE", "MAX_WAIT_S", "router"]
 MAX_PAGE = 100
 MAX_WAIT_S = 300.0
 _POLL_S = 0.25
+_LABEL = re.compile(r"metadata\[(.{1,64})\]")
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+READ, WRITE = [require("jobs:read")], [require("jobs:write")]
 
 Goal = Literal["terminal", "change"] | Phase
 
 
-@router.post("", status_code=202, response_model=JobRecord, responses={200: {"model": DryRun}})
+@router.post("", status_code=202, response_model=JobRecord, responses={200: {"model": DryRun}}, dependencies=WRITE)
 async def submit(request: Request, backend: BackendDep, dry_run: bool = False) -> Response:
     """Submit a job file, as JSON or YAML. With ``dry_run=true`` only validate it and show what it would do."""
     spec, raw = await read_job(request)
@@ -37,18 +40,26 @@ async def submit(request: Request, backend: BackendDep, dry_run: bool = False) -
     return _record(record, 202, {"Location": f"/v1/jobs/{record.id}"})
 
 
-@router.get("", response_model=JobList)
+@router.get("", response_model=JobList, dependencies=READ)
 async def list_jobs(
     *,
+    request: Request,
     backend: BackendDep,
     after: Annotated[str | None, Query(max_length=64, description="last_id of the page before")] = None,
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 20,
     order: Order = "desc",
     phase: Phase | None = None,
     name: Annotated[str | None, Query(max_length=63)] = None,
+    kind: Annotated[str | None, Query(max_length=32, description="rl, online_rl or evaluation")] = None,
 ) -> Response:
-    """List jobs by time of submission, newest first unless ``order=asc``."""
-    found = await backend.control.list_jobs(after=after, limit=limit + 1, order=order, phase=phase, name=name)
+    """List jobs by time of submission, newest first unless ``order=asc``.
+
+    ``metadata[KEY]=VALUE`` in the query, once or several times, keeps those that carry these labels.
+    """
+    labels = {m[1]: value for key, value in request.query_params.multi_items() if (m := _LABEL.fullmatch(key))}
+    found = await backend.control.list_jobs(
+        after=after, limit=limit + 1, order=order, phase=phase, name=name, kind=kind, labels=labels
+    )
     page = found[:limit]
     return Json(
         JobList(
@@ -60,7 +71,7 @@ async def list_jobs(
     )
 
 
-@router.get("/{job_id}", response_model=JobRecord, responses={304: {"description": "Not changed."}})
+@router.get("/{job_id}", response_model=JobRecord, responses={304: {"description": "Not changed."}}, dependencies=READ)
 async def get_job(
     job: JobId,
     backend: BackendDep,
@@ -75,7 +86,7 @@ async def get_job(
     deadline = time.monotonic() + wait
     while not _reached(record, goal, if_none_match):
         left = deadline - time.monotonic()
-        if left <= 0 or await _stopped_within(backend, min(_POLL_S, left)):
+        if left <= 0 or await stopped_within(backend, min(_POLL_S, left)):
             break
         record = await backend.control.get(job)
     if if_none_match and _matches(if_none_match, record):
@@ -83,19 +94,19 @@ async def get_job(
     return _record(record, 200)
 
 
-@router.post("/{job_id}/cancel", status_code=202, response_model=JobRecord)
+@router.post("/{job_id}/cancel", status_code=202, response_model=JobRecord, dependencies=WRITE)
 async def cancel(job: JobId, backend: BackendDep, force: bool = False) -> Response:
     """Ask a job to end. It drains and writes a checkpoint first, unless ``force=true``. Safe to repeat."""
     return _record(await backend.control.set_desired(job, "cancelled", force=force), 202)
 
 
-@router.post("/{job_id}/pause", status_code=202, response_model=JobRecord)
+@router.post("/{job_id}/pause", status_code=202, response_model=JobRecord, dependencies=WRITE)
 async def pause(job: JobId, backend: BackendDep) -> Response:
     """Ask a job to stop after its present update. Safe to repeat."""
     return _record(await backend.control.set_desired(job, "paused"), 202)
 
 
-@router.post("/{job_id}/resume", status_code=202, response_model=JobRecord)
+@router.post("/{job_id}/resume", status_code=202, response_model=JobRecord, dependencies=WRITE)
 async def resume(job: JobId, backend: BackendDep) -> Response:
     """Let a paused job go on. Safe to repeat."""
     return _record(await backend.control.set_desired(job, "running"), 202)
@@ -120,13 +131,3 @@ def _reached(record: JobRecord, goal: str, seen: str) -> bool:
     if goal == "change":
         return not _matches(seen, record)
     return record.status.phase == goal
-
-
-async def _stopped_within(backend: Backend, seconds: float) -> bool:
-    """Sleep; True as soon as the server wants to stop."""
-    try:
-        async with asyncio.timeout(seconds):
-            await backend.stopping.wait()
-    except TimeoutError:
-        return False
-    return True

@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import APIRouter, Header, Query, Request
-from pydantic import ValidationError
 from starlette.responses import Response, StreamingResponse
 
 from penstock.services.coordinator.api.access import BackendDep, JobId
-from penstock.services.coordinator.api.bodies import read_object
+from penstock.services.coordinator.api.bodies import body_schema, read_model
+from penstock.services.coordinator.api.logstream import follow_logs
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem, Json, from_error
 from penstock.services.coordinator.api.schemas import (
     Audit,
@@ -23,6 +23,7 @@ from penstock.services.coordinator.api.schemas import (
     ReplayRequest,
     RowList,
 )
+from penstock.services.coordinator.api.scopes import require
 from penstock.services.coordinator.api.sse import HEADERS, event_stream
 from penstock.services.coordinator.api.tables import CSV, PARQUET, as_csv, as_parquet
 from penstock.shared.errors import PenstockError
@@ -33,6 +34,7 @@ _SEQ_MAX = (1 << 53) - 1
 _EVENT_ID = re.compile(r"[0-9]{1,16}")
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["observe"])
+READ = [require("jobs:read")]
 
 Sequence = Annotated[int | None, Query(ge=0, le=_SEQ_MAX, description="Only events past this id")]
 
@@ -40,6 +42,7 @@ Sequence = Annotated[int | None, Query(ge=0, le=_SEQ_MAX, description="Only even
 @router.get(
     "/events",
     response_model=EventList,
+    dependencies=READ,
     responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
 )
 async def events(
@@ -75,6 +78,7 @@ async def events(
 @router.get(
     "/metrics",
     response_model=Columns,
+    dependencies=[require("metrics:read")],
     responses={
         200: {
             "content": {
@@ -110,13 +114,30 @@ async def metrics(
     return Json(found)
 
 
-@router.get("/workers", response_model=RowList)
+@router.get("/metrics/names", response_model=RowList, dependencies=[require("metrics:read")])
+async def metric_names(job: JobId, backend: BackendDep) -> Response:
+    """Every metric of the job: its name, how many values it has, its first and last step, its newest value."""
+    return _rows(await backend.control.metric_names(job))
+
+
+@router.get("/timeline", response_model=RowList, dependencies=READ)
+async def timeline(
+    job: JobId,
+    backend: BackendDep,
+    step: Annotated[int | None, Query(ge=1, le=_SEQ_MAX, description="Only this batch")] = None,
+    limit: Annotated[int, Query(ge=1, le=1000, description="Newest batches")] = 20,
+) -> Response:
+    """Spans of each update, for a Gantt chart: `generate`, `wait`, `train`, `checkpoint`, in Unix seconds."""
+    return _rows(await backend.control.timeline(job, step=step, limit=limit))
+
+
+@router.get("/workers", response_model=RowList, dependencies=READ)
 async def workers(job: JobId, backend: BackendDep) -> Response:
     """Who works for the job, at which policy version, and what each waits for."""
     return _rows(await backend.control.workers(job))
 
 
-@router.get("/samples", response_model=RowList)
+@router.get("/samples", response_model=RowList, dependencies=READ)
 async def samples(
     *,
     job: JobId,
@@ -125,25 +146,33 @@ async def samples(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     sort: Literal["reward", "-reward", "length", "-length"] | None = None,
     after: Annotated[str | None, Query(max_length=128)] = None,
+    min_reward: Annotated[float | None, Query(allow_inf_nan=False)] = None,
 ) -> Response:
-    """Completions with their rewards; newest update first."""
-    found = await backend.control.samples(job, step=step, limit=limit + 1, sort=sort, after=after)
+    """Completions with their rewards; newest update first. `href` of a row leads to its tokens."""
+    found = await backend.control.samples(
+        job, step=step, limit=limit + 1, sort=sort, after=after, min_reward=min_reward
+    )
     return Json({"object": "list", "data": found[:limit], "has_more": len(found) > limit})
 
 
-@router.get("/why", response_model=RowList)
+@router.get("/why", response_model=RowList, dependencies=READ)
 async def why(job: JobId, backend: BackendDep) -> Response:
     """What the job waits for right now, on what, held by whom, and for how long."""
     return _rows(await backend.control.why(job))
 
 
-@router.get("/audit", response_model=Audit)
+@router.get("/audit", response_model=Audit, dependencies=READ)
 async def audit(job: JobId, backend: BackendDep) -> Response:
     """Check that drawn = trained + dropped + in flight, and all else that the ledger promises."""
     return Json(await backend.control.audit(job))
 
 
-@router.get("/logs", response_model=LogLines)
+@router.get(
+    "/logs",
+    response_model=LogLines,
+    dependencies=READ,
+    responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+)
 async def logs(
     *,
     job: JobId,
@@ -151,25 +180,28 @@ async def logs(
     service: Annotated[str | None, Query(max_length=64)] = None,
     tail: Annotated[int, Query(ge=1, le=10_000)] = 100,
     after: Annotated[str | None, Query(max_length=4096, description="`next` of an earlier reply")] = None,
+    follow: bool = False,
+    last_event_id: Annotated[str, Header(max_length=4096)] = "",
 ) -> Response:
-    """The last lines of the services' logs."""
+    """The last lines of the services' logs; with `follow=true` as an event stream to the end of the job."""
+    if follow:
+        await backend.control.get(job)
+        rows = follow_logs(backend.control, job, service=service, tail=tail, after=last_event_id or after)
+        stream = event_stream(rows, stopping=backend.stopping)
+        return StreamingResponse(stream, media_type="text/event-stream", headers=HEADERS)
     return Json(await backend.control.logs(job, service=service, tail=tail, after=after))
 
 
 @router.post(
     "/replay",
     response_class=StreamingResponse,
+    dependencies=[require("jobs:write")],
     responses={200: {"content": {"application/x-ndjson": {"schema": {"type": "string"}}}}},
-    openapi_extra={"requestBody": {"content": {"application/json": {"schema": ReplayRequest.model_json_schema()}}}},
+    openapi_extra=body_schema(ReplayRequest, required=False),
 )
 async def replay(request: Request, job: JobId, backend: BackendDep) -> Response:
     """Train sealed batches again from a checkpoint and compare; one JSON row of progress per line."""
-    data = await read_object(request)
-    try:
-        body = ReplayRequest.model_validate(data, strict=True)
-    except ValidationError as error:
-        flaws = [Flaw(pointer="".join(f"/{p}" for p in e["loc"]), detail=e["msg"]) for e in error.errors()]
-        raise HttpProblem(422, "invalid_body", f"{flaws[0].pointer}: {flaws[0].detail}", errors=flaws) from None
+    body = await read_model(request, ReplayRequest)
     await backend.control.get(job)
     rows = backend.control.replay(job, from_batch=body.from_batch, to_batch=body.to_batch)
     first = await anext(rows, None)  # a refusal is still a proper status

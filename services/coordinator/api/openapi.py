@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 
-from penstock.services.coordinator.api.bodies import YAML_TYPES
+from penstock.services.coordinator.api.bodies import BODIES, YAML_TYPES
 from penstock.services.coordinator.api.replies import Problem
+from penstock.services.coordinator.api.scopes import scope_of
 from penstock.shared.config.kinds import KINDS
 
 __all__ = ["describe", "methods_of"]
@@ -18,7 +21,7 @@ _REF = "#/components/schemas/{model}"
 _PROBLEMS = {
     "400": "Malformed request.",
     "401": "No valid key.",
-    "403": "Not from here.",
+    "403": "The key lacks a scope, or the call is not from here.",
     "404": "No such thing.",
     "413": "Body too large.",
     "422": "Not valid; `errors` points at each problem.",
@@ -27,7 +30,7 @@ _PROBLEMS = {
     "503": "The bus or the leader does not answer; see Retry-After.",
     "504": "No answer in time.",
 }
-_POST_PROBLEMS = {"409": "Not in this state, or a request with this key still runs.", "415": "Unknown content type."}
+_BODY_PROBLEMS = {"409": "Not in this state, or a request with this key still runs.", "415": "Unknown content type."}
 _IDEMPOTENCY = {
     "name": "Idempotency-Key",
     "in": "header",
@@ -37,7 +40,7 @@ _IDEMPOTENCY = {
 }
 
 
-def describe(app: FastAPI) -> dict[str, Any]:
+def describe(app: FastAPI, routers: Sequence[APIRouter]) -> dict[str, Any]:
     """The document; built once per app."""
     if app.openapi_schema is None:
         document = get_openapi(
@@ -47,21 +50,35 @@ def describe(app: FastAPI) -> dict[str, Any]:
         for unused in ("HTTPValidationError", "ValidationError"):
             schemas.pop(unused, None)
         _add_model(schemas, Problem)
-        for model in KINDS.values():
+        for model in (*KINDS.values(), *BODIES.values()):
             _add_model(schemas, model)
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}, {}]
+        scopes = _scopes(routers)
         for path, operations in document["paths"].items():
             for method, operation in operations.items():
                 _complete(path, method, operation)
+                if (scope := scopes.get((path, method))) is not None:
+                    operation["description"] += f"\n\nNeeds the scope `{scope}`."
         app.openapi_schema = document
     return app.openapi_schema
 
 
-def methods_of(app: FastAPI, path: str) -> list[str]:
+def _scopes(routers: Sequence[APIRouter]) -> dict[tuple[str, str], str]:
+    """Scope of each operation that requires one."""
+    return {
+        (route.path_format, method.lower()): scope
+        for router in routers
+        for route in router.routes
+        if isinstance(route, APIRoute) and (scope := scope_of(route)) is not None
+        for method in route.methods or ()
+    }
+
+
+def methods_of(document: dict[str, Any], path: str) -> list[str]:
     """Methods that exist for the path of a request; the router itself knows only those of the first match."""
     found = []
-    for template, operations in describe(app)["paths"].items():
+    for template, operations in document["paths"].items():
         if re.fullmatch(re.sub(r"{[^}]+}", "[^/]+", template), path):
             found += [method.upper() for method in operations]
     return found
@@ -69,8 +86,9 @@ def methods_of(app: FastAPI, path: str) -> list[str]:
 
 def _complete(path: str, method: str, operation: dict[str, Any]) -> None:
     problems = dict(_PROBLEMS)
+    if method in ("post", "patch", "put"):
+        problems |= _BODY_PROBLEMS
     if method == "post":
-        problems |= _POST_PROBLEMS
         operation.setdefault("parameters", []).append(_IDEMPOTENCY)
     content = {"application/problem+json": {"schema": {"$ref": _REF.format(model="Problem")}}}
     responses = operation["responses"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from functools import lru_cache
 
 import redis.asyncio
 from limits import RateLimitItem, parse
@@ -14,7 +15,7 @@ from limits.aio.strategies import SlidingWindowCounterRateLimiter
 from penstock.services.coordinator.api.volatile import Volatile
 from penstock.shared.errors import ConfigError, Unavailable
 
-__all__ = ["Allowance", "RateLimiter"]
+__all__ = ["Allowance", "RateLimiter", "parse_rate"]
 
 
 @dataclass(frozen=True)
@@ -47,32 +48,46 @@ class RateLimiter:
 
     def __init__(self, notation: str, volatile: Volatile) -> None:
         try:
-            self._item: RateLimitItem = parse(notation)
-        except ValueError:
-            raise ConfigError(f"PENSTOCK_RATE_LIMIT '{notation}' must look like 600/minute") from None
+            self._item = parse_rate(notation)
+        except ConfigError as error:
+            raise ConfigError(f"PENSTOCK_RATE_LIMIT: {error}") from None
         self._volatile = volatile
         self._local = SlidingWindowCounterRateLimiter(MemoryStorage())
         self._shared = _on(volatile.client) if volatile.client is not None else None
 
-    async def hit(self, caller: str) -> Allowance:
-        """Count one request of ``caller``."""
+    async def hit(self, caller: str, notation: str | None = None) -> Allowance:
+        """Count one request of ``caller`` against its own limit, or else the deployment's."""
+        item = self._item if notation is None else parse_rate(notation)
         shared = self._shared
         if shared is not None:
 
             async def work(_: redis.asyncio.Redis) -> Allowance:
-                return await self._count(shared, caller)
+                return await self._count(shared, item, caller)
 
             try:
                 return await self._volatile.call(work)
             except Unavailable:
                 pass  # the same limit, counted by this process alone
-        return await self._count(self._local, caller)
+        return await self._count(self._local, item, caller)
 
-    async def _count(self, limiter: SlidingWindowCounterRateLimiter, caller: str) -> Allowance:
-        allowed = await limiter.hit(self._item, caller)
-        stats = await limiter.get_window_stats(self._item, caller)
+    async def _count(self, limiter: SlidingWindowCounterRateLimiter, item: RateLimitItem, caller: str) -> Allowance:
+        allowed = await limiter.hit(item, caller)
+        stats = await limiter.get_window_stats(item, caller)
         reset_s = max(0, math.ceil(stats.reset_time - time.time()))
-        return Allowance(allowed, stats.remaining, reset_s, self._item.amount, self._item.get_expiry())
+        return Allowance(allowed, stats.remaining, reset_s, item.amount, item.get_expiry())
+
+
+@lru_cache(maxsize=256)
+def parse_rate(notation: str) -> RateLimitItem:
+    """A limit like ``600/minute``.
+
+    Raises:
+        ConfigError: it does not look like that.
+    """
+    try:
+        return parse(notation)
+    except ValueError:
+        raise ConfigError(f"'{notation}' is no rate; it must look like 600/minute") from None
 
 
 def _on(client: redis.asyncio.Redis) -> SlidingWindowCounterRateLimiter:

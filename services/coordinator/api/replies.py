@@ -22,7 +22,7 @@ from penstock.shared.errors import (
     Unavailable,
 )
 
-__all__ = ["Flaw", "HttpProblem", "Json", "Problem", "from_error", "problem_response"]
+__all__ = ["Flaw", "HttpProblem", "Json", "Problem", "from_error", "problem_body", "problem_response"]
 
 
 class Flaw(BaseModel):
@@ -106,23 +106,27 @@ def from_error(error: PenstockError) -> HttpProblem:
     return HttpProblem(500, "internal", f"{type(error).__name__}: {error}")
 
 
-def problem_response(problem: HttpProblem, instance: str) -> Response:
-    """The reply for ``problem``; ``instance`` is the path of the request."""
-    status = problem.status
-    body = Problem(
+def problem_body(problem: HttpProblem, instance: str) -> Problem:
+    """The document that describes ``problem``."""
+    return Problem(
         type=f"urn:penstock:problem:{problem.code}",
-        title=HTTPStatus(status).phrase,
-        status=status,
+        title=HTTPStatus(problem.status).phrase,
+        status=problem.status,
         detail=problem.detail,
         instance=instance,
         errors=problem.errors,
         error=ErrorObject(
             message=problem.detail,
-            type=_openai_type(status),
+            type=_openai_type(problem.status),
             param=problem.errors[0].pointer if problem.errors else None,
             code=problem.code,
         ),
     )
+
+
+def problem_response(problem: HttpProblem, instance: str) -> Response:
+    """The reply for ``problem``; ``instance`` is the path of the request."""
+    status, body = problem.status, problem_body(problem, instance)
     headers = dict(problem.headers)
     if status == 409:  # stock SDKs retry a 409 unless told otherwise
         headers.setdefault("x-should-retry", "false")

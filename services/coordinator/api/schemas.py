@@ -146,6 +146,8 @@ class Limits(BaseModel):
     model_config = {"extra": "allow"}
 
     max_body_bytes: int
+    max_large_body_bytes: int = Field(description="Where conversations, whole interactions and batches are posted")
+    max_batch_items: int
     max_page: int
     max_wait_s: float
     rate_limit: str

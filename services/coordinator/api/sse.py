@@ -18,20 +18,22 @@ PING_S = 15.0
 """Silence after which a comment keeps proxies and half-open connections honest."""
 RETRY_MS = 1000
 """How long a client waits before it connects again."""
+EventId = int | str
+"""What ``Last-Event-ID`` sends back: a sequence, or a cursor on one line."""
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
 async def event_stream(
-    rows: AsyncIterator[tuple[int, dict[str, Any]]], *, stopping: asyncio.Event, ping_s: float = PING_S
+    rows: AsyncIterator[tuple[EventId, dict[str, Any]]], *, stopping: asyncio.Event, ping_s: float = PING_S
 ) -> AsyncIterator[bytes]:
     """Bytes of an event stream over ``rows``.
 
-    Each row is ``id: SEQ / event: TYPE / data: JSON``. After the last one comes ``event: end``. When ``stopping`` is
+    Each row is ``id: ID / event: TYPE / data: JSON``. After the last one comes ``event: end``. When ``stopping`` is
     set, or the source fails, the stream breaks off and the client resumes with ``Last-Event-ID``.
     """
     yield f"retry: {RETRY_MS}\n\n".encode()
     stop = asyncio.create_task(stopping.wait())
-    pending: asyncio.Task[tuple[int, dict[str, Any]]] | None = None
+    pending: asyncio.Task[tuple[EventId, dict[str, Any]]] | None = None
     try:
         while not stopping.is_set():
             pending = pending or asyncio.create_task(_next(rows))
@@ -62,7 +64,7 @@ async def event_stream(
             await close()
 
 
-async def _next(rows: AsyncIterator[tuple[int, dict[str, Any]]]) -> tuple[int, dict[str, Any]]:
+async def _next(rows: AsyncIterator[tuple[EventId, dict[str, Any]]]) -> tuple[EventId, dict[str, Any]]:
     return await anext(rows)
 
 

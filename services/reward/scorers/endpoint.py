@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
+from penstock.shared.config.service import load_settings
 from penstock.shared.errors import ScoringError
 
 __all__ = ["Call", "Endpoint", "variable"]
@@ -122,11 +123,17 @@ class Endpoint:
 
 
 def variable(name: str, what: str) -> str:
-    """A secret from the environment.
+    """A secret from the environment. A job file chooses where it goes, so the deployment says which ones may go.
 
     Raises:
-        ScoringError: the variable is not set in the reward service.
+        ScoringError: the variable is not among those of PENSTOCK_SCORER_ENV, or not set in the reward service.
     """
+    allowed = [one.strip() for one in load_settings().scorer_env.split(",") if one.strip()]
+    if name not in allowed:
+        raise ScoringError(
+            f"{what} may not use the environment variable {name}: PENSTOCK_SCORER_ENV of the reward service allows "
+            f"{', '.join(allowed) or 'none'}; whoever runs the service can add it"
+        )
     value = os.environ.get(name, "")
     if not value:
         raise ScoringError(f"the environment variable {name} of the reward service is not set; {what} needs it")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from penstock.shared.protocol.generation import Caps, GenRequest, GenResult, PauseMode, WeightInfo
+from penstock.shared.protocol.generation import Caps, GenRequest, GenResult, PauseMode, Scores, Token, WeightInfo
 
-__all__ = ["Engine", "UpdateMode"]
+__all__ = ["Engine", "Listener", "UpdateMode"]
+
+Listener = Callable[[Token], None]
+"""Takes the tokens of one request as they are sampled; called on the event loop, must be quick."""
 
 UpdateMode = Literal["swap", "in_place"]
 """swap: the staged tensors become the weights. in_place: chunks are copied into the weights while nothing decodes."""
@@ -21,6 +24,8 @@ class Engine(Protocol):
     caps: Caps
     stop_ids: tuple[int, ...]
     """Tokens that end a completion: the tokenizer's and those of the model's generation config."""
+    max_length: int
+    """Most tokens of a prompt and its completion together."""
 
     @property
     def running(self) -> int:
@@ -44,16 +49,24 @@ class Engine(Protocol):
         """State for people and probes. Raises ``Unavailable`` where the engine cannot serve any more."""
         ...
 
-    async def generate(self, request: GenRequest) -> GenResult:
+    async def generate(self, request: GenRequest, on_token: Listener | None = None) -> GenResult:
         """Complete a prompt ``request.n`` times. Cancelling the awaiting task frees the slots.
 
-        A request is held while the engine is paused or updated in place.
+        A request is held while the engine is paused or updated in place. ``on_token`` is given every token but the one
+        that ends a sample, in order, before the result, which has them all.
 
         Raises:
             ConfigError: the request cannot be served by this engine (empty prompt, too long, unknown token).
             Conflict: the id is in use.
             WeightsError: the engine is dirty.
             Unavailable: the engine is closed, asleep or broken.
+        """
+        ...
+
+    async def score(self, token_ids: Sequence[int], *, top_logprobs: int = 0) -> Scores:
+        """Log-probs (of the logits, temperature 1) of the tokens of a text after its first one.
+
+        Raises: as ``generate``.
         """
         ...
 

@@ -21,18 +21,25 @@ from penstock.services.rollout.engines.completion import Completion, Finish, Fin
 from penstock.services.rollout.engines.prefill import Prefill, plan_prefill
 from penstock.services.rollout.engines.routes import RouteTable
 from penstock.services.rollout.engines.rows import Rows
-from penstock.services.rollout.engines.sampling import draw
+from penstock.services.rollout.engines.sampling import draw, likeliest
 from penstock.shared.errors import ConfigError, WeightsError
 from penstock.shared.models.architecture import plan_of
 from penstock.shared.models.attention import CausalBlocks
-from penstock.shared.models.decoder import decode, rope_at
+from penstock.shared.models.decoder import decode, rope_at, selected_logits
 from penstock.shared.models.experts import Recorder
+from penstock.shared.models.packed import pack
+from penstock.shared.protocol.generation import Likely, Scores, Token
 
-__all__ = ["Batch", "Outcome"]
+__all__ = ["Batch", "Outcome", "TornWeights"]
 
 _FINISH: dict[int, Finish] = {1: "stop", 2: "length"}
 _BYTES_PER_CHARACTER = 4
 """A stop string of c characters is written by at most 4 c tokens that are not empty (UTF-8)."""
+SCORED_TOKENS = 512
+"""Positions whose logits are held at once when a text is scored."""
+
+Tell = Callable[[list[tuple[int, Token]]], None]
+"""Takes the new tokens of a step, each with the serial number of its request; called in the decoding thread."""
 
 
 class TornWeights(WeightsError):  # noqa: N818
@@ -53,6 +60,7 @@ class Batch:
 
     Args:
         record_routes: keep the experts of every token of a mixture of experts; they come with the sample.
+        tell: gets the tokens of streamed completions that go on.
     """
 
     def __init__(
@@ -64,6 +72,7 @@ class Batch:
         detokenize: Callable[[list[int]], str],
         version: int,
         record_routes: bool = False,
+        tell: Tell = lambda tokens: None,
     ) -> None:
         plan = plan_of(model)
         if plan is None:
@@ -71,7 +80,7 @@ class Batch:
                 "the embedded engine decodes Llama, Qwen2, Qwen3, Qwen3-MoE and Mixtral models with full attention, "
                 f"not this {type(model).__name__}"
             )
-        self._plan, self._detokenize = plan, detokenize
+        self._model, self._plan, self._detokenize, self._tell = model, plan, detokenize, tell
         self._device = model.device
         self._rows = Rows(max_running, self._device)
         self._cache = KVCache(plan, rows=max_running, max_length=max_length)
@@ -107,6 +116,26 @@ class Batch:
             except TornWeights:
                 outcome.torn = True
         return outcome
+
+    @torch.inference_mode()
+    def score(self, token_ids: Sequence[int], num_top: int) -> Scores:
+        """Log-probs of ``token_ids`` after the first one; the cache has no part in it."""
+        self._check_weights()
+        tokens = pack([token_ids]).to(self._device)
+        logits_of = selected_logits(self._model, tokens, torch.arange(len(token_ids) - 1, device=self._device))
+        logprobs: list[float] = []
+        top: list[Likely] = []
+        for start in range(0, len(token_ids) - 1, SCORED_TOKENS):
+            place_M = torch.arange(start, min(start + SCORED_TOKENS, len(token_ids) - 1), device=self._device)
+            logprobs_MV = torch.log_softmax(logits_of(place_M).float(), -1)
+            target_M1 = tokens.token_ids_T[place_M + 1, None]
+            logprobs += logprobs_MV.gather(-1, target_M1)[:, 0].tolist()
+            if num_top:
+                best_MK, ids_MK = logprobs_MV.topk(min(num_top, logprobs_MV.shape[-1]), -1)
+                pairs = zip(ids_MK.tolist(), best_MK.tolist(), strict=True)
+                top += [list(zip(ids, best, strict=True)) for ids, best in pairs]
+        self._check_weights()
+        return Scores(version=self._version, logprobs=logprobs, top=top)
 
     def evict(self, requests: Collection[int]) -> list[Finished]:
         """End the completions of these requests as 'abort' with what they have."""
@@ -144,8 +173,14 @@ class Batch:
 
     def _advance(self, start: int, stop: int, logits: Callable[[], Tensor]) -> Tensor:
         self._check_weights()
-        token_R, logprob_R = draw(logits(), self._rows.draws(start, stop))
+        logits_RV = logits()
+        how = self._rows.draws(start, stop, logits_RV.shape[-1])
+        token_R, logprob_R = draw(logits_RV, how)
+        num_top = self._rows.num_top()
+        top = likeliest(logits_RV, how, num_top) if num_top else None
         self._check_weights()
+        if top is not None:
+            self._rows.keep_top(start, *top)
         return self._rows.append(start, token_R, logprob_R)
 
     def _check_weights(self) -> None:
@@ -206,9 +241,20 @@ class Batch:
         for row, completion, num_output in self._rows.watched():
             if self._wrote_stop_string(row, completion.sampling.stop_strings, num_output):
                 ends[row] = "stop"
+        if self._rows.streamed:
+            self._tell(self._new_tokens(ends))
         if ends:
             outcome.finished += [self._take(row, finish) for row, finish in ends.items()]
             self._drop(list(ends))
+
+    def _new_tokens(self, ends: Collection[int]) -> list[tuple[int, Token]]:
+        """The last token of each streamed row that goes on."""
+        token_ids, logprobs = self._rows.newest()
+        return [
+            (c.request, Token(c.index, token_ids[row], logprobs[row], self._version, c.top[-1] if c.top else []))
+            for row, c in enumerate(self._rows.completions)
+            if c.streamed and row not in ends
+        ]
 
     def _wrote_stop_string(self, row: int, stop_strings: Sequence[str], num_output: int) -> bool:
         reach = _BYTES_PER_CHARACTER * max(map(len, stop_strings)) + 1

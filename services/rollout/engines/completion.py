@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 from numpy.typing import NDArray
 
-from penstock.shared.protocol.generation import Sample, Sampling, Span
+from penstock.shared.protocol.generation import Likely, Sample, Sampling, Span
 
 __all__ = ["Completion", "Finish", "Finished", "finished"]
 
@@ -31,6 +31,11 @@ class Completion:
     seed: int
     starts: list[tuple[int, int]] = field(default_factory=list)
     """(policy version, output tokens before its first one), oldest first."""
+    streamed: bool = False
+    """Its tokens are told as they are sampled."""
+    top_logprobs: int = 0
+    top: list[Likely] = field(default_factory=list)
+    """An entry per output token where ``top_logprobs`` is set."""
 
     def adopt(self, version: int, num_output: int) -> None:
         """Tokens from ``num_output`` on are produced by ``version``."""
@@ -57,4 +62,5 @@ def finished(completion: Completion, token_ids: list[int], logprobs: list[float]
     spans = [
         Span(version, start, end) for (version, start), end in zip(completion.starts, ends, strict=False) if end > start
     ]
-    return Finished(completion, Sample(token_ids=token_ids, logprobs=logprobs, finish=finish, spans=spans))
+    sample = Sample(token_ids=token_ids, logprobs=logprobs, finish=finish, spans=spans, top=completion.top)
+    return Finished(completion, sample)

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from penstock.services.rollout.engines.base import UpdateMode
-from penstock.services.rollout.engines.batch import Batch, Outcome
+from penstock.services.rollout.engines.base import Listener, UpdateMode
+from penstock.services.rollout.engines.batch import Batch, Outcome, TornWeights
 from penstock.services.rollout.engines.completion import Completion
 from penstock.services.rollout.engines.requests import Requests
 from penstock.services.rollout.engines.updates import WeightUpdate
 from penstock.shared.errors import ConfigError, Conflict, Unavailable, WeightsError
 from penstock.shared.models.lora import adapter_parameters, base_parameters
-from penstock.shared.protocol.generation import Caps, GenRequest, GenResult, PauseMode, WeightInfo
+from penstock.shared.protocol.generation import Caps, GenRequest, GenResult, PauseMode, Scores, Token, WeightInfo
 
 __all__ = ["EmbeddedEngine"]
 
@@ -52,17 +52,18 @@ class EmbeddedEngine:
     ) -> None:
         self._model = model
         self._max_running = max_running
-        self._max_length = max_length or model.config.max_position_embeddings
+        self.max_length = max_length or model.config.max_position_embeddings
         self.stop_ids = tuple(sorted(stop_ids))
         self._batch = Batch(
-            model, max_running=max_running, max_length=self._max_length, detokenize=detokenize, version=version,
-            record_routes=record_routes,
+            model, max_running=max_running, max_length=self.max_length, detokenize=detokenize, version=version,
+            record_routes=record_routes, tell=self._tell,
         )  # fmt: skip
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode")
         self._requests = Requests()
         self._cancelled: set[int] = set()
         self._changed = asyncio.Event()
         self._driver: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._failure: str | None = "not started"
         self._interrupt = False
         self._paused: PauseMode | None = None
@@ -89,13 +90,14 @@ class EmbeddedEngine:
         """Begin to decode. Safe to repeat."""
         if self._driver is None:
             self._failure = None
+            self._loop = asyncio.get_running_loop()
             self._driver = asyncio.create_task(self._drive(), name="embedded-engine")
             self._driver.add_done_callback(self._driver_ended)
 
     async def close(self) -> None:
         """Stop at the next token boundary; requests in flight fail with ``Unavailable``. Safe to repeat."""
         self._failure = self._failure or "closed"
-        self._interrupt = True
+        self._notify(interrupt=True)
         if self._driver is not None:
             self._driver.cancel()
             await asyncio.wait([self._driver])
@@ -127,12 +129,12 @@ class EmbeddedEngine:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: GenRequest) -> GenResult:
+    async def generate(self, request: GenRequest, on_token: Listener | None = None) -> GenResult:
         """Complete a prompt; see ``Engine.generate``."""
         self._check(request)
         own = set(request.sampling.stop_token_ids)
         stop_ids = own if request.sampling.ignore_eos else own.union(self.stop_ids)
-        serial, answer = self._requests.open(request, tuple(sorted(stop_ids)))
+        serial, answer = self._requests.open(request, tuple(sorted(stop_ids)), on_token)
         self._notify(interrupt=self.running < self._max_running)
         try:
             return await answer
@@ -142,23 +144,48 @@ class EmbeddedEngine:
             self._notify(interrupt=True)
             raise
 
-    def _check(self, request: GenRequest) -> None:
+    async def score(self, token_ids: Sequence[int], *, top_logprobs: int = 0) -> Scores:
+        """Log-probs of a text; see ``Engine.score``."""
+        self._check_ready()
+        vocab = self._model.config.vocab_size
+        if not token_ids or len(token_ids) > self.max_length or not all(0 <= token < vocab for token in token_ids):
+            raise ConfigError(f"a text to score has 1 to {self.max_length} token ids in 0..{vocab - 1}")
+        await self._until(lambda: self._failure is not None or (self._frozen_at is None and self._paused is None))
+        self._check_ready()
+        try:
+            return await self._call(lambda: self._batch.score(token_ids, top_logprobs))
+        except TornWeights:
+            await self._soil()
+            raise
+
+    def _tell(self, tokens: list[tuple[int, Token]]) -> None:
+        """Called in the decoding thread."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._requests.tell, tokens)
+
+    def _check_ready(self) -> None:
         if self._failure is not None:
             raise self._unavailable()
         if self._asleep:
             raise Unavailable("the engine sleeps; wake it first")
         if self._dirty:
             raise WeightsError("the engine is dirty after a failed update; it serves again after a full update")
+
+    def _check(self, request: GenRequest) -> None:
+        self._check_ready()
         sampling, vocab = request.sampling, self._model.config.vocab_size
         length = len(request.prompt_ids) + sampling.max_new_tokens
         if not request.prompt_ids or sampling.max_new_tokens < 1 or request.n < 1:
             raise ConfigError("a request needs a prompt, max_new_tokens >= 1 and n >= 1")
-        if length > self._max_length:
+        if length > self.max_length:
             raise ConfigError(
                 f"{len(request.prompt_ids)} prompt tokens + {sampling.max_new_tokens} new ones exceed the "
-                f"{self._max_length} that the model takes: shorten the prompt or lower max_new_tokens"
+                f"{self.max_length} that the model takes: shorten the prompt or lower max_new_tokens"
             )
-        if not all(0 <= token < vocab for token in (*request.prompt_ids, *sampling.stop_token_ids)):
+        if not all(
+            0 <= token < vocab
+            for token in (*request.prompt_ids, *sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias))
+        ):
             raise ConfigError(f"token ids must lie in 0..{vocab - 1}")
 
     async def abort(self, request_ids: Collection[str] | None = None) -> int:

@@ -9,9 +9,10 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import count
 
+from penstock.services.rollout.engines.base import Listener
 from penstock.services.rollout.engines.completion import Completion, Finished, finished
 from penstock.shared.errors import Conflict
-from penstock.shared.protocol.generation import GenRequest, GenResult, Sample
+from penstock.shared.protocol.generation import GenRequest, GenResult, Sample, Token
 
 __all__ = ["Requests"]
 
@@ -21,6 +22,7 @@ class _Request:
     request_id: str
     answer: asyncio.Future[GenResult]
     samples: list[Sample | None]
+    on_token: Listener | None
     started: bool = False
 
 
@@ -47,7 +49,9 @@ class Requests:
             serial for serial, request in self._open.items() if request_ids is None or request.request_id in request_ids
         }
 
-    def open(self, request: GenRequest, stop_ids: tuple[int, ...]) -> tuple[int, asyncio.Future[GenResult]]:
+    def open(
+        self, request: GenRequest, stop_ids: tuple[int, ...], on_token: Listener | None = None
+    ) -> tuple[int, asyncio.Future[GenResult]]:
         """Queue the completions of a request; returns its serial number and the future answer.
 
         Raises:
@@ -59,11 +63,15 @@ class Requests:
         seed = request.sampling.seed
         base = secrets.randbits(62) if seed is None else seed
         answer: asyncio.Future[GenResult] = asyncio.get_running_loop().create_future()
-        self._open[serial] = _Request(request.request_id, answer, [None] * request.n)
+        self._open[serial] = _Request(request.request_id, answer, [None] * request.n, on_token)
         prompt_ids = tuple(request.prompt_ids)
         self._queue.extend(
-            Completion(serial, i, prompt_ids, request.sampling, stop_ids, base + i) for i in range(request.n)
-        )
+            Completion(
+                serial, i, prompt_ids, request.sampling, stop_ids, base + i, streamed=on_token is not None,
+                top_logprobs=request.top_logprobs,
+            )
+            for i in range(request.n)
+        )  # fmt: skip
         return serial, answer
 
     def take(self, room: int, *, only_started: bool) -> list[Completion]:
@@ -77,6 +85,13 @@ class Requests:
         for completion in chosen:
             self._open[completion.request].started = True
         return chosen
+
+    def tell(self, tokens: Iterable[tuple[int, Token]]) -> None:
+        """Pass new tokens, each with the serial number of its request, to those who listen."""
+        for serial, token in tokens:
+            request = self._open.get(serial)
+            if request is not None and request.on_token is not None:
+                request.on_token(token)
 
     def finish(self, ended: Iterable[Finished]) -> None:
         """Book finished completions; the last one of a request answers it."""

@@ -68,8 +68,8 @@ class Rows:
             self.tokens_RC[row, : len(c.prompt_ids)] = torch.tensor(c.prompt_ids, device=self._device)
         self.completions += completions
 
-    def draws(self, start: int, stop: int) -> Draws:
-        """How rows [start, stop) are sampled next."""
+    def draws(self, start: int, stop: int, vocab: int) -> Draws:
+        """How rows [start, stop) are sampled next, from ``vocab`` tokens."""
         rows, has, count = slice(start, stop), self._features, self.count
         length_R = self.length_R[rows]
         forbidden = None
@@ -84,7 +84,20 @@ class Rows:
             top_p_R=self._top_p_R[rows] if has["top_p"] else None,
             top_k_R=self._top_k_R[rows] if has["top_k"] else None,
             forbidden_RK=forbidden,
+            nudge_RV=self._nudges(start, stop, vocab) if has["nudged"] else None,
         )
+
+    def _nudges(self, start: int, stop: int, vocab: int) -> Tensor:
+        nudge_RV = torch.zeros((stop - start, vocab), device=self._device)
+        for place, completion in enumerate(self.completions[start:stop]):
+            s, row, nudge_V = completion.sampling, start + place, nudge_RV[place]
+            if s.frequency_penalty or s.presence_penalty:
+                output = self.tokens_RC[row, len(completion.prompt_ids) : int(self.length_R[row])]
+                count_V = torch.bincount(output, minlength=vocab).float()
+                nudge_V -= s.frequency_penalty * count_V + s.presence_penalty * (count_V > 0)
+            for token, bias in s.logit_bias:
+                nudge_V[token] += bias
+        return nudge_RV
 
     def append(self, start: int, token_R: Tensor, logprob_R: Tensor) -> Tensor:
         """Add one token to each row from ``start`` on; returns codes: 0 goes on, 1 stop token, 2 length."""
@@ -96,6 +109,29 @@ class Rows:
         ended_R = (length_R >= self._limit_R[rows]) * 2
         stopped_R = (token_R[:, None] == self._stops_RK[rows]).any(-1) & (length_R >= self._minimum_R[rows])
         return torch.where(stopped_R, 1, ended_R)
+
+    @property
+    def streamed(self) -> bool:
+        """Whether somebody listens to a row's tokens."""
+        return bool(self._features["streamed"])
+
+    def newest(self) -> tuple[list[int], list[float]]:
+        """The last token of each row and its log-prob."""
+        last_R1 = self.length_R[: self.count, None] - 1
+        token_R = self.tokens_RC[: self.count].gather(1, last_R1)[:, 0]
+        return token_R.tolist(), self._logprobs_RC[: self.count].gather(1, last_R1)[:, 0].tolist()
+
+    def num_top(self) -> int:
+        """Most likeliest tokens that a row wants to know."""
+        return max(c.top_logprobs for c in self.completions) if self._features["top"] else 0
+
+    def keep_top(self, start: int, logprob_RK: Tensor, token_RK: Tensor) -> None:
+        """Remember the likeliest tokens of rows from ``start`` on, the likeliest first."""
+        for completion, tokens, logprobs in zip(
+            self.completions[start:], token_RK.tolist(), logprob_RK.tolist(), strict=False
+        ):
+            if completion.top_logprobs:
+                completion.top.append(list(zip(tokens, logprobs, strict=True))[: completion.top_logprobs])
 
     def watched(self) -> list[tuple[int, Completion, int]]:
         """(row, completion, output tokens) of the rows that may end by a stop string now."""
@@ -158,5 +194,8 @@ def _features(completion: Completion) -> list[str]:
         "top_k": s.top_k > 0,
         "minimum": s.min_new_tokens > 0,
         "stop_strings": bool(s.stop_strings),
+        "nudged": bool(s.frequency_penalty or s.presence_penalty or s.logit_bias),
+        "streamed": completion.streamed,
+        "top": completion.top_logprobs > 0,
     }
     return [name for name, present in wanted.items() if present]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Draws", "draw", "stream_of", "uniforms"]
+__all__ = ["Draws", "draw", "likeliest", "stream_of", "uniforms"]
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -62,24 +62,37 @@ class Draws:
     top_k_R: Tensor | None
     forbidden_RK: Tensor | None
     """Tokens that may not be drawn now; -1 is none."""
+    nudge_RV: Tensor | None = None
+    """Added to the logits before a token is drawn, and not part of its log-prob."""
 
 
 def draw(logits_RV: Tensor, how: Draws) -> tuple[Tensor, Tensor]:
     """One token per row and its log-probability, float32, under softmax(logits / temperature).
 
-    Truncation (top-p, top-k) and forbidden tokens change what is drawn, not the log-probability.
+    Truncation (top-p, top-k), nudges and forbidden tokens change what is drawn, not the log-probability.
     """
     logits_RV = logits_RV.float()
     if how.temperature_R1 is not None:
         logits_RV = logits_RV / how.temperature_R1
     logprobs_RV = torch.log_softmax(logits_RV, -1)
     allowed_RV = logprobs_RV
+    if how.nudge_RV is not None:
+        nudge_RV = how.nudge_RV if how.temperature_R1 is None else how.nudge_RV / how.temperature_R1
+        allowed_RV = torch.log_softmax(logprobs_RV + nudge_RV, -1)
     if how.forbidden_RK is not None:
-        allowed_RV = _without(logprobs_RV, how.forbidden_RK)
+        allowed_RV = _without(allowed_RV, how.forbidden_RK)
     token_R = allowed_RV.argmax(-1) if how.all_greedy else _sample(allowed_RV, how)
     if how.greedy_R is not None and not how.all_greedy:
         token_R = torch.where(how.greedy_R, allowed_RV.argmax(-1), token_R)
     return token_R, logprobs_RV.gather(-1, token_R[:, None])[:, 0]
+
+
+def likeliest(logits_RV: Tensor, how: Draws, num: int) -> tuple[Tensor, Tensor]:
+    """Log-probs and ids of the ``num`` likeliest tokens of each row, under the distribution of ``draw``."""
+    logits_RV = logits_RV.float()
+    if how.temperature_R1 is not None:
+        logits_RV = logits_RV / how.temperature_R1
+    return torch.log_softmax(logits_RV, -1).topk(min(num, logits_RV.shape[-1]), -1)
 
 
 def _sample(logprobs_RV: Tensor, how: Draws) -> Tensor:

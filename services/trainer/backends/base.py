@@ -113,7 +113,7 @@ class Backend(Protocol):
         entropy: bool = False,
         kl: bool = False,
     ) -> None:
-        """Forward, ``loss``, backward.
+        """Forward, ``loss``, backward: now, or at the latest in ``step``, where stages work on several microbatches.
 
         Args:
             microbatch: None where this rank has no more: it takes part in the collectives, ``loss`` is not called.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -16,21 +15,22 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from penstock.services.trainer.backends.base import BackendState, LossFunction, Role, Scores, Seconds, TensorLayout
-from penstock.services.trainer.backends.parameters import Parameters
+from penstock.services.trainer.backends.initial import initial_model
+from penstock.services.trainer.backends.parameters import Parameters, WholeModel, reference_of
+from penstock.services.trainer.backends.scoring import score_tensors
+from penstock.services.trainer.backends.stopwatch import Stopwatch
 from penstock.services.trainer.environment import describe_environment
 from penstock.services.trainer.optimizer import Optimizer, check_fits, copy_into
 from penstock.services.trainer.packing import Microbatch
+from penstock.services.trainer.random_state import random_state, set_random_state
 from penstock.services.trainer.routers import Routers
 from penstock.shared.config.job import JobConfig, OptimizerConfig
 from penstock.shared.config.lora import LoraConfig
-from penstock.shared.errors import CheckpointError, ConfigError
+from penstock.shared.errors import CheckpointError
 from penstock.shared.models.architecture import plan_of
-from penstock.shared.models.critic import critic_of, selected_values
-from penstock.shared.models.decoder import hidden_states, selected_logprobs
-from penstock.shared.models.divergence import exact_scores
+from penstock.shared.models.decoder import hidden_states
 from penstock.shared.models.experts import RouterLoad, Routes
-from penstock.shared.models.loading import build_model, build_tokenizer
-from penstock.shared.models.lora import adapter_files, add_adapter, base_parameters
+from penstock.shared.models.lora import adapter_files, base_parameters
 
 __all__ = ["LocalBackend", "describing_files", "open_local"]
 
@@ -63,20 +63,16 @@ class LocalBackend:
         base_path: str | None = None,
         aux_loss_coef: float = 0.0,
     ) -> None:
-        self._role = role
+        self._role: Role = role
         self._device = torch.device(device)
         self._model = model.to(self._device).eval()
-        self._files = describing_files(model, tokenizer)
-        if lora is not None:
-            self._files |= adapter_files(model, lora, base=base_path)
-            if base_path is not None:  # a directory without weights: the adapter's own file says where they are
-                del self._files["config.json"]
-        self._parameters = Parameters(model, lora, keep_base=base_path is None)
+        self._files = describing_files(model, tokenizer, lora, base_path)
+        self._parameters = Parameters(model, lora, keep_base=base_path is None, reader=WholeModel(model))
         self._optimizer = Optimizer(model, config)
-        self._reference = self._parameters.reference() if keep_reference else None
+        self._reference = reference_of(model) if keep_reference else None
         plan = plan_of(model) if role == "policy" else None
         self.routers = Routers(plan, coef=aux_loss_coef) if plan is not None and plan.sparse else None
-        self._seconds = Seconds()
+        self._stopwatch = Stopwatch(self._device)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -95,45 +91,38 @@ class LocalBackend:
         """See ``Backend``."""
         if microbatch is None:
             return
-        start = time.perf_counter()
         batch = microbatch.to(self._device)
         load = RouterLoad() if self.routers is not None else None
-        value = loss(self._scores(batch, Routes(batch.experts_TNK, load), temperature, entropy=entropy, kl=kl))
-        if self.routers is not None and load is not None:
-            self.routers.watch(load)
-            value = value + self.routers.penalty(load)
-        middle = self._now()
-        value.backward()  # type: ignore[no-untyped-call]
-        self._optimizer.collect()
-        end = self._now()
-        self._seconds.forward += middle - start
-        self._seconds.backward += end - middle
+        with self._stopwatch.measure("forward"):
+            value = loss(self._scores(batch, Routes(batch.experts_TNK, load), temperature, entropy=entropy, kl=kl))
+            if self.routers is not None and load is not None:
+                self.routers.watch(load)
+                value = value + self.routers.penalty(load)
+        with self._stopwatch.measure("backward"):
+            value.backward()  # type: ignore[no-untyped-call]
+            self._optimizer.collect()
 
     @torch.no_grad()
     def route(self, microbatch: Microbatch | None) -> None:
         """See ``Backend``. A table that will be replayed needs no forward pass."""
         if microbatch is None or self.routers is None:
             return
-        start = time.perf_counter()
         if microbatch.experts_TNK is not None:
             self.routers.count_table(microbatch.experts_TNK)
-        else:
-            load = RouterLoad()
+            return
+        load = RouterLoad()
+        with self._stopwatch.measure("forward"):
             hidden_states(self._model, microbatch.tokens.to(self._device), Routes(load=load))
-            self.routers.count(load.chosen)
-        self._seconds.forward += self._now() - start
+        self.routers.count(load.chosen)
 
     def score(self, microbatch: Microbatch | None, *, temperature: float) -> Tensor:
         """See ``Backend``."""
-        routes = Routes(microbatch.experts_TNK) if microbatch is not None else None
-        return self._score_by(self._model, microbatch, temperature, routes)
+        return self._score_by(self._model, microbatch, temperature, replay=True)
 
     def step(self, learning_rate: float) -> float:
         """See ``Backend``."""
-        start = time.perf_counter()
-        norm = self._optimizer.step(learning_rate)
-        self._seconds.optimizer += self._now() - start
-        return norm
+        with self._stopwatch.measure("optimizer"):
+            return self._optimizer.step(learning_rate)
 
     def reference_logprobs(self, microbatch: Microbatch | None, *, temperature: float) -> Tensor:
         """See ``Backend``."""
@@ -182,8 +171,7 @@ class LocalBackend:
 
     def take_seconds(self) -> Seconds:
         """See ``Backend``."""
-        taken, self._seconds = self._seconds, Seconds()
-        return taken
+        return self._stopwatch.take()
 
     def environment(self) -> dict[str, str]:
         """See ``Backend``."""
@@ -192,14 +180,11 @@ class LocalBackend:
 
     def state(self) -> BackendState:
         """See ``Backend``."""
-        rng = {"cpu": torch.get_rng_state()}
-        if self._device.type == "cuda":
-            rng["cuda"] = torch.cuda.get_rng_state(self._device)
         return BackendState(
             weights=_copies(self._parameters.kept()),
             optimizer=self._optimizer.state(),
             reference={} if self._reference is None else _copies(self._parameters.of_twin(self._reference)),
-            rng=rng,
+            rng=random_state(self._device),
             adapter=_copies(self._parameters.adapter()),
             files=self._files,
             environment=self.environment(),
@@ -220,41 +205,29 @@ class LocalBackend:
         for what, own, saved in parts:
             copy_into(own, saved, what=what)
         self._parameters.base_loaded()
-        torch.set_rng_state(state.rng["cpu"])
-        if self._device.type == "cuda" and "cuda" in state.rng:
-            torch.cuda.set_rng_state(state.rng["cuda"], self._device)
+        set_random_state(state.rng, self._device)
 
     def _scores(self, batch: Microbatch, routes: Routes, temperature: float, *, entropy: bool, kl: bool) -> Scores:
-        if self._role == "critic":
-            return Scores(selected_values(self._model, batch.tokens, batch.select_M))
-        at = (batch.tokens, batch.select_M, batch.targets_M)
+        reference = None
         if kl:
             assert self._reference is not None, "built without keep_reference"
-            return Scores(*exact_scores(self._model, self._reference, *at, temperature=temperature, routes=routes))
-        return Scores(*selected_logprobs(self._model, *at, temperature=temperature, entropy=entropy, routes=routes))
+            reference = self._reference
+        tensors = score_tensors(
+            self._model, batch, role=self._role, temperature=temperature, entropy=entropy, reference=reference,
+            routes=routes,
+        )  # fmt: skip
+        return Scores(*tensors)
 
     @torch.no_grad()
     def _score_by(
-        self, model: PreTrainedModel, microbatch: Microbatch | None, temperature: float, routes: Routes | None = None
+        self, model: PreTrainedModel, microbatch: Microbatch | None, temperature: float, *, replay: bool = False
     ) -> Tensor:
         if microbatch is None:
             return torch.empty(0, device=self._device)
-        start = time.perf_counter()
         batch = microbatch.to(self._device)
-        if self._role == "critic":
-            values_M = selected_values(model, batch.tokens, batch.select_M)
-        else:
-            values_M, _ = selected_logprobs(
-                model, batch.tokens, batch.select_M, batch.targets_M, temperature=temperature, entropy=False,
-                routes=routes,
-            )  # fmt: skip
-        self._seconds.forward += self._now() - start
-        return values_M
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+        routes = Routes(batch.experts_TNK) if replay else None
+        with self._stopwatch.measure("forward"):
+            return score_tensors(model, batch, role=self._role, temperature=temperature, routes=routes)[0]
 
 
 def open_local(config: JobConfig, role: Role, device: str) -> LocalBackend:
@@ -263,32 +236,30 @@ def open_local(config: JobConfig, role: Role, device: str) -> LocalBackend:
     Raises:
         ConfigError: the model or the tokenizer cannot be loaded, or the vocabulary does not fit.
     """
-    tokenizer = build_tokenizer(config.model)
-    model = build_model(config.model, len(tokenizer), seed=config.seed)
-    if role == "critic":
-        assert config.algorithm.critic is not None
-        optimizer = config.algorithm.critic.optimizer
-        return LocalBackend(critic_of(model), tokenizer, optimizer, keep_reference=False, device=device, role=role)
-    lora, moe = config.model.lora, config.model.moe
-    if lora is not None:
-        add_adapter(model, lora, seed=config.seed)
-    plan = plan_of(model)
-    if moe is not None and not (plan is not None and plan.sparse):
-        raise ConfigError(f"model.moe: {type(model).__name__} has no routers that this decoder knows")
+    initial = initial_model(config, role)
     return LocalBackend(
-        model,
-        tokenizer,
-        config.optimizer,
-        keep_reference=config.algorithm.needs_reference,
+        initial.model,
+        initial.tokenizer,
+        initial.optimizer,
+        keep_reference=initial.keep_reference,
         device=device,
-        lora=lora,
-        base_path=None if config.warm_start.steps else config.model.path,
-        aux_loss_coef=moe.aux_loss_coef if moe is not None else 0.0,
+        role=role,
+        lora=initial.lora,
+        base_path=initial.base_path,
+        aux_loss_coef=initial.aux_loss_coef,
     )
 
 
-def describing_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> dict[str, bytes]:
-    """Files that make a directory of weights loadable with ``from_pretrained``, by name."""
+def describing_files(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    lora: LoraConfig | None = None,
+    base_path: str | None = None,
+) -> dict[str, bytes]:
+    """Files that make a directory of weights, or of an adapter, loadable with ``from_pretrained``, by name.
+
+    ``base_path``: model directory of the weights under the adapter, where they are not beside it.
+    """
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     with tempfile.TemporaryDirectory() as name:
@@ -296,7 +267,12 @@ def describing_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast)
         if hasattr(model, "generation_config"):  # a critic generates nothing
             model.generation_config.save_pretrained(name)
         tokenizer.save_pretrained(name)
-        return {path.name: path.read_bytes() for path in sorted(Path(name).iterdir()) if path.is_file()}
+        files = {path.name: path.read_bytes() for path in sorted(Path(name).iterdir()) if path.is_file()}
+    if lora is None:
+        return files
+    if base_path is not None:  # a directory without weights: the adapter's own file says where they are
+        del files["config.json"]
+    return files | adapter_files(model, lora, base=base_path)
 
 
 def _copies(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

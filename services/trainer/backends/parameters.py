@@ -3,18 +3,59 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.services.trainer.backends.base import TensorLayout
 from penstock.shared.config.lora import LoraConfig
 from penstock.shared.errors import CheckpointError
-from penstock.shared.models.lora import adapter_parameters, base_parameters, merged_weights, share_base
+from penstock.shared.models.lora import (
+    adapter_parameters,
+    base_parameters,
+    has_adapter,
+    is_adapter,
+    merged_weight,
+    share_base,
+    stored_name,
+)
 from penstock.shared.weights import digest_of_tensors
 
-__all__ = ["Parameters"]
+__all__ = ["Parameters", "Reader", "WholeModel", "reference_of"]
+
+
+def reference_of(model: PreTrainedModel) -> PreTrainedModel:
+    """A frozen policy as ``model`` is now; where that has an adapter, it shares the weights under it."""
+    return share_base(model) if has_adapter(model) else copy.deepcopy(model).requires_grad_(False).eval()
+
+
+class Reader(Protocol):
+    """Shows the parameters of a module whole, by their names there. A collective where they are cut over ranks."""
+
+    def in_blocks(self, names: Sequence[str], read: Callable[[str], Tensor]) -> Iterator[Tensor]:
+        """``read(name)`` for each, while the parameters of that decoder block are whole; valid until the next one."""
+
+    def one_by_one(self, names: Sequence[str]) -> Iterator[Tensor]:
+        """Each parameter without its neighbours."""
+
+
+class WholeModel:
+    """A ``Reader`` of a module that one process holds."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def in_blocks(self, names: Sequence[str], read: Callable[[str], Tensor]) -> Iterator[Tensor]:
+        """See ``Reader``."""
+        return map(read, names)
+
+    def one_by_one(self, names: Sequence[str]) -> Iterator[Tensor]:
+        """See ``Reader``."""
+        return (self._model.get_parameter(name).detach() for name in names)
 
 
 class Parameters:
@@ -23,10 +64,23 @@ class Parameters:
     Args:
         lora: of the adapter that ``model`` has; None: the whole model is trained.
         keep_base: whether checkpoints hold the weights under the adapter: they are not simply those of `model.path`.
+        reader: how they are read as whole tensors.
+        dtype: of the whole tensors; None: that of the parameters.
     """
 
-    def __init__(self, model: PreTrainedModel, lora: LoraConfig | None, *, keep_base: bool) -> None:
-        self._model, self._lora = model, lora
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        lora: LoraConfig | None,
+        *,
+        keep_base: bool,
+        reader: Reader,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._model, self._lora, self._reader, self._dtype = model, lora, reader, dtype
+        names = [name for name, _ in model.named_parameters()]
+        self._adapter_names = [name for name in names if is_adapter(name)]
+        self._base_names = [name for name in names if not is_adapter(name)]
         self._keep_base = keep_base
         self._base_digest: str | None = None
 
@@ -47,32 +101,29 @@ class Parameters:
 
     def layout(self) -> TensorLayout:
         """See ``Backend``."""
-        return _layout(base_parameters(self._model))
+        return self._layout(base_parameters(self._model))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """See ``Backend``."""
-        return merged_weights(self._model)
+        return self._in_blocks(partial(merged_weight, self._model))
 
     def published_layout(self) -> TensorLayout:
         """See ``Backend``."""
-        return _layout(adapter_parameters(self._model)) if self._publishes_adapter else self.layout()
+        return self._layout(adapter_parameters(self._model)) if self._publishes_adapter else self.layout()
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
         """See ``Backend``."""
-        return _detached(adapter_parameters(self._model)) if self._publishes_adapter else self.weights()
+        if not self._publishes_adapter:
+            return self.weights()
+        names = self._adapter_names
+        return zip(map(stored_name, names), self._reader.one_by_one(names), strict=True)
 
     def frozen(self) -> Iterator[tuple[str, Tensor]]:
         """See ``Backend``."""
-        return _detached(base_parameters(self._model)) if self._publishes_adapter else iter(())
-
-    def reference(self) -> PreTrainedModel:
-        """A frozen policy as the model is now; with an adapter it shares the weights under it."""
-        if self._lora is not None:
-            return share_base(self._model)
-        return copy.deepcopy(self._model).requires_grad_(False).eval()
+        return self._in_blocks(self._plain) if self._publishes_adapter else iter(())
 
     def of_twin(self, twin: PreTrainedModel) -> dict[str, nn.Parameter]:
-        """The parameters that a ``reference`` does not share."""
+        """The parameters that a ``reference_of`` this model does not share."""
         return dict(twin.named_parameters()) if self._lora is None else adapter_parameters(twin)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
@@ -86,11 +137,12 @@ class Parameters:
         return adapter_parameters(self._model) if self._lora is not None else {}
 
     def pins(self) -> dict[str, str]:
-        """Digest of the weights under the adapter; empty without one."""
+        """Digest of the weights under the adapter; empty without one. Found at the first call after they changed."""
         if self._lora is None:
             return {}
         if self._base_digest is None:
-            self._base_digest = digest_of_tensors(_detached(base_parameters(self._model)))
+            copies = ((name, tensor.clone()) for name, tensor in self._in_blocks(self._plain))  # numpy will share them
+            self._base_digest = digest_of_tensors(copies)
         return {"base": self._base_digest}
 
     def check_base(self, pins: dict[str, str]) -> None:
@@ -109,10 +161,13 @@ class Parameters:
     def _publishes_adapter(self) -> bool:
         return self._lora is not None and self._lora.publish == "adapters"
 
+    def _plain(self, name: str) -> Tensor:
+        parameter: Tensor = self._model.get_parameter(name)
+        return parameter.detach()
 
-def _layout(parameters: dict[str, nn.Parameter]) -> TensorLayout:
-    return [(name, tuple(parameter.shape), parameter.dtype) for name, parameter in parameters.items()]
+    def _in_blocks(self, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        names = self._base_names
+        return zip(map(stored_name, names), self._reader.in_blocks(names, read), strict=True)
 
-
-def _detached(parameters: dict[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
-    return ((name, parameter.detach()) for name, parameter in parameters.items())
+    def _layout(self, parameters: dict[str, nn.Parameter]) -> TensorLayout:
+        return [(name, tuple(p.shape), self._dtype or p.dtype) for name, p in parameters.items()]

@@ -20,6 +20,11 @@ class KLCoefficient:
         self._adaptive = config.adaptive
         self.value = config.coef
 
+    def follow(self, coef: float | None) -> None:
+        """Take the coefficient that a batch was sealed with, unless it is steered here."""
+        if self._adaptive is None and coef is not None:
+            self.value = coef
+
     def adapt(self, kl_per_sequence: float, num_sequences: int) -> None:
         """Count one update.
 

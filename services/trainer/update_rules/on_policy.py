@@ -33,6 +33,7 @@ from penstock.services.trainer.update_rules.preparation import PreparedBatch, cu
 from penstock.services.trainer.update_rules.recipes import Credit, recipe_of
 from penstock.services.trainer.update_rules.shaping import RewardShaper
 from penstock.shared.config.job import JobConfig
+from penstock.shared.protocol.events import Hyperparameters
 
 __all__ = ["NonFiniteStep", "OnPolicyRule"]
 
@@ -65,6 +66,7 @@ class OnPolicyRule:
     ) -> None:
         self._config, self._algorithm = config, config.algorithm
         self._models, self._collective, self._total_updates = models, collective, total_updates
+        self._optimizer = config.optimizer
         self._recipe = recipe_of(config.algorithm)
         self._shaper = RewardShaper(config.algorithm, config.sampling.max_new_tokens)
         self._kl = KLCoefficient(config.algorithm.kl) if config.algorithm.kl is not None else None
@@ -87,6 +89,7 @@ class OnPolicyRule:
     def update(self, shard: BatchShard, *, update_index: int) -> dict[str, float]:
         """One policy update; see ``Learner.update``."""
         began = time.perf_counter()
+        self._follow(shard.hyperparameters)
         for model in self._models.values():
             model.take_seconds()
             if model.routers is not None:
@@ -113,6 +116,15 @@ class OnPolicyRule:
             raise NonFiniteStep(f"the loss of the policy is {report['loss/total']}", changed=True)
         report |= self._remember(batch, report, update_index)
         return report | self._time_facts(time.perf_counter() - began)
+
+    def _follow(self, sealed: Hyperparameters | None) -> None:
+        """Take what the batch was sealed with: a replay gets the same, whatever the job file says by then."""
+        if sealed is None:
+            return
+        self._optimizer = self._optimizer.model_copy(update={"learning_rate": sealed.learning_rate})
+        self._total_updates = sealed.max_updates
+        if self._kl is not None:
+            self._kl.follow(sealed.kl_coef)
 
     @property
     def _kl_coef(self) -> float:
@@ -157,7 +169,7 @@ class OnPolicyRule:
             on_behaviour=self._algorithm.proximal == "behaviour",
             reference_L=batch.flat_L.get("reference"),
         )
-        rate = learning_rate(self._config.optimizer, update_index, self._total_updates)
+        rate = learning_rate(self._optimizer, update_index, self._total_updates)
         return PolicySteps(
             self._config, self._models["policy"], self._recipe, columns, rate=rate, kl_coef=self._kl_coef
         )

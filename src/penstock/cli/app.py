@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import typer
 
-from penstock.cli import books, checkpoints, demo, doctor, jobs, machine, views, watching
+from penstock.cli import (
+    bench,
+    books,
+    checkpoints,
+    demo,
+    doctor,
+    feedback,
+    jobs,
+    keys,
+    letters,
+    machine,
+    views,
+    watching,
+)
 from penstock.cli.exits import Commands
 
 __all__ = ["app", "main"]
@@ -27,6 +40,7 @@ for _command in (
     machine.down,
     doctor.doctor,
     jobs.submit,
+    jobs.amend,
     jobs.ls,
     jobs.get,
     jobs.wait,
@@ -45,6 +59,10 @@ for _command in (
 ):
     app.command()(_command)
 app.add_typer(checkpoints.app)
+app.add_typer(keys.app)
+app.add_typer(feedback.app)
+app.add_typer(bench.app)
+app.add_typer(letters.app)
 
 
 def main() -> None:

@@ -64,6 +64,34 @@ def get(
         typer.echo(str(directory))
 
 
+@app.command()
+def save(
+    job: Job,
+    timeout: Annotated[float, typer.Option(min=0, help="Give up after this many seconds.")] = 120,
+    as_json: Json = False,
+) -> None:
+    """Have a checkpoint taken of what is trained by now, and wait for it."""
+    with Client() as client:
+        made = client.checkpoint_now(client.find(job).id, timeout_s=timeout)
+    if as_json:
+        show_json(made)
+    else:
+        note(f"checkpoint {made['number']} is there")
+        typer.echo(made["path"])
+
+
+@app.command()
+def rm(
+    job: Job, which: Annotated[str, typer.Argument(metavar="WHICH", help="Number, initial, best, newest, final.")]
+) -> None:
+    """Delete the files of a checkpoint; while the job runs not those of the initial, the best and the newest one."""
+    with Client() as client:
+        record = client.find(job)
+        row = choose(client.checkpoints(record.id), which)
+        client.delete_checkpoint(record.id, row["number"])
+    note(f"checkpoint {row['number']} of {record.id} is deleted")
+
+
 def choose(rows: list[dict[str, Any]], which: str) -> dict[str, Any]:
     """The checkpoint with this number or flag. Raises NotFound."""
     for row in rows:

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import tempfile
 import time
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from penstock.cli.books import equation
 from penstock.cli.exits import INTERRUPTED, result_code
 from penstock.cli.jobs import Overrides, load_job
 from penstock.cli.machine import DataDir, ready_with_progress
+from penstock.cli.online import load_online_job, run_online
 from penstock.cli.printing import console, note
 from penstock.cli.view import REWARD, View
 from penstock.cli.watching import watch
@@ -27,25 +29,42 @@ from penstock.shared.errors import ConfigError
 
 __all__ = ["demo", "example"]
 
-DEMO = "addition.yaml"
+DEMO, ONLINE_DEMO = "addition.yaml", "online.yaml"
+RATE = {"PENSTOCK_RATE_LIMIT": "1000000/minute"}
+"""One agent stands for many users."""
 _ENDS = 5
 """Updates that are averaged at the start and at the end of the run."""
 
 
+class Show(StrEnum):
+    """What the demo shows."""
+
+    ADDITION = "addition"
+    ONLINE = "online"
+
+
 def demo(
+    show: Annotated[
+        Show, typer.Argument(help="addition: learn from a data set; online: serve an agent, learn from its feedback.")
+    ] = Show.ADDITION,
+    *,
     file: Annotated[Path | None, typer.Option("--file", help="Another job file.")] = None,
     overrides: Overrides = None,
     data_dir: DataDir = None,
     rollouts: Annotated[int, typer.Option(min=1, max=64, help="Rollout workers.")] = 1,
+    limit_s: Annotated[float, typer.Option(min=1, help="online: give up after this many seconds.")] = 240.0,
 ) -> None:
     """Start everything, train a small model, show what happened. Needs no GPU and no network."""
-    job = load_job(file or example(DEMO), overrides or [])
     directory = data_dir.expanduser().resolve() if data_dir else Path(tempfile.mkdtemp(prefix="penstock-demo-"))
     options = StackOptions(
-        data_dir=directory, workers={"rollout": rollouts}, environment={"PENSTOCK_API_KEYS": ""}
+        data_dir=directory, workers={"rollout": rollouts}, environment={"PENSTOCK_API_KEYS": "", **RATE}
     )  # no key is needed: the port is chosen here and open to this machine only
     try:
-        code = asyncio.run(_run(job, options))
+        if show is Show.ONLINE:
+            live = load_online_job(file or example(ONLINE_DEMO), overrides or [], directory)
+            code = asyncio.run(run_online(live, options, limit_s=limit_s))
+        else:
+            code = asyncio.run(_run(load_job(file or example(DEMO), overrides or []), options))
     except asyncio.CancelledError:  # SIGTERM
         code = INTERRUPTED
     raise typer.Exit(code)

@@ -16,7 +16,7 @@ from penstock.shared.config.kinds import AnyJob, parse_job
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.jobs import PHASES, JobRecord
 
-__all__ = ["cancel", "get", "load_job", "ls", "pause", "resume", "submit", "wait"]
+__all__ = ["amend", "cancel", "get", "load_job", "ls", "pause", "resume", "submit", "wait"]
 
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override, like train.seed=3.")]
 
@@ -52,22 +52,53 @@ def load_job(file: Path, overrides: list[str]) -> AnyJob:
     return parse_job(with_overrides(load_yaml(file), overrides), where=str(file))
 
 
+def amend(
+    job: Job,
+    overrides: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Like train.max_updates=300.")],
+    wait_s: Annotated[float, typer.Option("--wait", min=0, help="Wait this long for the job to take it up.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """Change a job while it runs: train.max_updates, checkpoint, limits, learning rate, KL coefficient, metadata."""
+    with Client() as client:
+        record = client.find(job)
+        changed = client.amend(record.id, with_overrides({}, overrides), revision=record.revision, wait_s=wait_s)
+    if as_json:
+        show_json(changed)
+        return
+    step = changed["applies_at_step"]
+    when = f"from update {step} on" if step is not None else "once its leader takes it up"
+    typer.echo(f"{record.id} changed {when}")
+
+
 def ls(
+    *,
     phase: Annotated[str | None, typer.Option(help="Only this phase.")] = None,
     name: Annotated[str | None, typer.Option(help="Only this name.")] = None,
+    kind: Annotated[str | None, typer.Option(help="Only this kind: rl, online_rl, evaluation.")] = None,
+    labels: Annotated[
+        list[str] | None, typer.Option("--label", metavar="KEY=VALUE", help="Only with this label.")
+    ] = None,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="At most so many.")] = 20,
     as_json: Json = False,
 ) -> None:
     """List jobs, newest first."""
     if phase is not None and phase not in PHASES:
         raise ConfigError(f"'{phase}' is no phase; there are: {', '.join(PHASES)}")
+    wanted = dict(_label(text) for text in labels or [])
     with Client() as client:
-        records = client.list(limit=limit, phase=phase, name=name)
+        records = client.list(limit=limit, phase=phase, name=name, kind=kind, metadata=wanted)
     if as_json:
         show_json([record.model_dump(mode="json") for record in records])
         return
     rows = [(r.id, r.name, r.status.phase, _progress(r), number(r.status.reward), ago(r.created_at)) for r in records]
     console().print(table(("ID", "NAME", "PHASE", "STEP#", "REWARD#", "AGE#"), rows))
+
+
+def _label(text: str) -> tuple[str, str]:
+    key, sep, value = text.partition("=")
+    if not sep:
+        raise ConfigError(f"'{text}' is no label; write it like team=vision")
+    return key, value
 
 
 def get(job: Job, as_json: Json = False) -> None:

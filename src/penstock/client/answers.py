@@ -62,6 +62,8 @@ def unreachable(url: str, error: Exception | None) -> Unavailable:
 
 def body_of(response: httpx.Response) -> Any:
     """The JSON of a good reply. Raises what ``error_of`` makes of a bad one."""
+    if response.status_code == 204:
+        return None
     if response.is_success:
         try:
             return response.json()
@@ -89,7 +91,7 @@ def error_of(response: httpx.Response) -> PenstockError:
 
 
 def _kind(status: int, code: str) -> type[PenstockError]:
-    if code == "backlog_full":
+    if code in ("backlog_full", "ingest_backlog_full"):
         return StreamFull
     if status >= 500:
         return {503: Unavailable, 502: Unavailable, 504: DeadlineError}.get(status, PenstockError)

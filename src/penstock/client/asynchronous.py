@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 import orjson
 
-from penstock.client import calls
+from penstock.client import calls, feedback
 from penstock.client.answers import base_url, body_of, default_headers, error_of, pause_s, unreachable
 from penstock.client.calls import Call, Goal, JobFile, Order, Records, Row, Rows
 from penstock.client.download import Download, plan_downloads
+from penstock.client.feedback import Items, Value
+from penstock.client.keys import AsyncKeys
+from penstock.client.letters import AsyncLetters
 from penstock.client.patience import Patience, Search
 from penstock.client.sse import EventReader
 from penstock.shared.errors import DeadlineError, Unavailable
@@ -48,6 +51,8 @@ class AsyncClient:
     ) -> None:
         self.url = base_url(url)
         self._retries, self._timeout_s, self._patience_s = retries, timeout_s, patience_s
+        self.keys = AsyncKeys(self._send)
+        self.letters = AsyncLetters(self._send)
         self._http = httpx.AsyncClient(base_url=self.url, headers=default_headers(api_key), timeout=timeout_s)
 
     async def __aenter__(self) -> AsyncClient:
@@ -91,12 +96,15 @@ class AsyncClient:
         order: Order = "desc",
         phase: str | None = None,
         name: str | None = None,
+        kind: str | None = None,
+        metadata: Mapping[str, str] | None = None,
     ) -> Records:
-        """Up to ``limit`` jobs, newest first; as many requests as that takes."""
+        """Up to ``limit`` jobs, newest first; as many requests as that takes. ``metadata``: labels that they carry."""
+        wanted = {"order": order, "phase": phase, "name": name, "kind": kind, "metadata": metadata}
         found: Records = []
         while len(found) < limit:
             size = min(_PAGE, limit - len(found))
-            got = await self._send(calls.page(after=after, limit=size, order=order, phase=phase, name=name))
+            got = await self._send(calls.page(after=after, limit=size, **wanted))  # type: ignore[arg-type]
             found += got
             if len(got) < size:
                 break
@@ -136,6 +144,21 @@ class AsyncClient:
     async def resume(self, job: str) -> JobRecord:
         """Let a paused job go on."""
         return await self._send(calls.steer(job, "resume"))
+
+    async def amend(
+        self, job: str, patch: Mapping[str, Any], *, revision: int | None = None, wait_s: float = 5.0
+    ) -> Row:
+        """Change a job file while the job runs; ``applies_at_step`` says from which update on, None if not yet known.
+
+        Args:
+            patch: part of a job file, as a JSON merge patch; None takes a key back to its default.
+            revision: fail if the job was changed since it had this revision.
+
+        Raises:
+            ConfigError: the job would not be valid, or the key cannot change any more.
+            Conflict: the job has ended, or was changed since ``revision``.
+        """
+        return await self._send(calls.amend(job, patch, revision, wait_s))
 
     # -- views -------------------------------------------------------------------------------------------------------
 
@@ -220,6 +243,10 @@ class AsyncClient:
         """One of them. Raises NotFound."""
         return await self._send(calls.view(job, f"checkpoints/{number}"))
 
+    async def delete_checkpoint(self, job: str, number: int) -> None:
+        """Delete the files of a checkpoint. Raises NotFound, or Conflict: the run needs it, or they are not here."""
+        await self._send(Call("DELETE", f"/v1/jobs/{job}/checkpoints/{number}", calls.nothing))
+
     async def download_checkpoint(
         self, job: str, number: int, directory: Path, *, names: Collection[str] | None = None
     ) -> None:
@@ -255,6 +282,22 @@ class AsyncClient:
             raise unreachable(self.url, error) from None
         download.finish()
 
+    async def checkpoint_now(self, job: str, *, timeout_s: float = 120.0) -> Row:
+        """Have a checkpoint taken and wait for it; its ``number`` and ``path``.
+
+        Raises:
+            Conflict: the job has ended, or ends before.
+            DeadlineError: it was not there within ``timeout_s``.
+        """
+        asked = await self._send(calls.checkpoint_now(job))
+        deadline = time.monotonic() + timeout_s
+        while asked["state"] == "pending":
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise DeadlineError(f"no checkpoint of job '{job}' within {timeout_s:g} s")
+            asked = await self._send(calls.operation(job, asked["id"], min(_HOLD_S, left)))
+        return calls.result_of(asked)
+
     async def limits(self) -> Row:
         """What the deployment allows and guarantees."""
         return await self._send(calls.about("limits"))
@@ -262,6 +305,33 @@ class AsyncClient:
     async def version(self) -> Row:
         """What the server runs."""
         return await self._send(calls.about("version"))
+
+    # -- feedback ----------------------------------------------------------------------------------------------------
+
+    async def feedback(
+        self,
+        metric: str,
+        value: Value,
+        *,
+        inference: str | None = None,
+        episode: str | None = None,
+        id: str | None = None,
+        **more: object,
+    ) -> Row:
+        """Post one verdict and return once it is on disk; the same ``id`` has one effect. ``more``: as in the body."""
+        return await self._send(feedback.send(metric, value, inference=inference, episode=episode, id=id, **more))
+
+    async def feedback_batch(self, items: Items) -> Rows:
+        """Post items of any kind; one row each, in order: ``id``, ``status`` (202: on disk), ``problem``."""
+        return [row for call in feedback.batches(items) for row in await self._send(call)]
+
+    async def feedback_status(self, id: str) -> Row:
+        """What became of an item. Raises NotFound."""
+        return await self._send(feedback.status(id))
+
+    async def retract_feedback(self, id: str) -> Row:
+        """Take an item back. Raises NotFound."""
+        return await self._send(feedback.retract(id))
 
     # -- plumbing ----------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from penstock.shared.config.base import load_yaml
 from penstock.shared.config.kinds import AnyJob
-from penstock.shared.errors import ConfigError, ProtocolError
+from penstock.shared.errors import ConfigError, Conflict, ProtocolError
 from penstock.shared.protocol.ids import new_attempt
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
 
@@ -42,17 +42,32 @@ class Call(Generic[T]):
     body: bytes | None = None
     timeout_s: float | None = None
     key: str | None = None
+    extra_headers: Mapping[str, str] = field(default_factory=dict)
 
     def headers(self) -> dict[str, str]:
         """A POST carries a key, so that a retry after a lost answer has no second effect."""
         found = {"Idempotency-Key": self.key or new_attempt()} if self.method == "POST" else {}
         if self.body is not None:
             found["Content-Type"] = "application/json"
-        return found
+        return {**found, **self.extra_headers}
 
     def query(self) -> dict[str, str]:
         """Parameters that are set."""
         return {name: _text(value) for name, value in self.params.items() if value is not None}
+
+
+def show(path: str, read: Callable[[Any], T], **params: Any) -> Call[T]:
+    """Read something."""
+    return Call("GET", path, read, params)
+
+
+def post(path: str, body: Any = None) -> Call[Row]:
+    """Have something done that answers with an object."""
+    return Call("POST", path, dict, body=None if body is None else orjson.dumps(body))
+
+
+def nothing(_: Any) -> None:
+    """The reader of an empty reply."""
 
 
 def submit(job: JobFile, key: str | None) -> Call[JobRecord]:
@@ -76,15 +91,50 @@ def hold(job: str, goal: Goal, wait_s: float) -> Call[JobRecord]:
     return Call("GET", f"/v1/jobs/{job}", read_record, params, timeout_s=wait_s + 10)
 
 
-def page(*, after: str | None, limit: int, order: Order, phase: str | None, name: str | None) -> Call[Records]:
+def page(
+    *,
+    after: str | None,
+    limit: int,
+    order: Order,
+    phase: str | None,
+    name: str | None,
+    kind: str | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> Call[Records]:
     """One page of jobs."""
-    params = {"after": after, "limit": limit, "order": order, "phase": phase, "name": name}
+    params = {"after": after, "limit": limit, "order": order, "phase": phase, "name": name, "kind": kind}
+    params |= {f"metadata[{key}]": value for key, value in (metadata or {}).items()}
     return Call("GET", "/v1/jobs", lambda data: [read_record(row) for row in data["data"]], params)
 
 
 def steer(job: str, verb: Literal["cancel", "pause", "resume"], *, force: bool = False) -> Call[JobRecord]:
     """Ask a job to change its state."""
     return Call("POST", f"/v1/jobs/{job}/{verb}", read_record, {"force": True} if force else {})
+
+
+def amend(job: str, patch: Mapping[str, Any], revision: int | None, wait_s: float) -> Call[Row]:
+    """Change a job file while the job runs."""
+    etag = {} if revision is None else {"If-Match": f'"{revision}"'}
+    body = orjson.dumps(dict(patch))
+    return Call("PATCH", f"/v1/jobs/{job}", dict, {"wait": wait_s}, body, wait_s + 10, extra_headers=etag)
+
+
+def checkpoint_now(job: str) -> Call[Row]:
+    """Ask for a checkpoint."""
+    return post(f"/v1/jobs/{job}/checkpoints")
+
+
+def operation(job: str, id: str, wait_s: float) -> Call[Row]:
+    """Show an operation once it is over, or after ``wait_s``."""
+    path = f"/v1/jobs/{job}/operations/{id}"
+    return Call("GET", path, dict, {"wait": wait_s}, timeout_s=wait_s + 10)
+
+
+def result_of(operation: Row) -> Row:
+    """What an operation that is over came to. Raises Conflict where it failed."""
+    if operation["state"] == "failed":
+        raise Conflict(str(operation["message"]))
+    return dict(operation["result"])
 
 
 def events_page(job: str, after: int, limit: int) -> Call[tuple[Rows, bool]]:

@@ -74,6 +74,11 @@ class Bench:
             worst = max(worst, float((expected - torch.tensor(sample.logprobs[span.start : span.end])).abs().max()))
         return worst
 
+    @torch.no_grad()
+    def plain(self, token_ids: Sequence[int]) -> Tensor:
+        """Log-probs [T, V] of what follows each token of a text, from a forward of version 0 without a cache."""
+        return torch.log_softmax(reference(0)(torch.tensor([list(token_ids)])).logits[0].float(), -1)
+
     def weights(self, seed: int) -> dict[str, Tensor]:
         """The parameters of ``peaked_model(seed)``."""
         return {name: parameter.detach().clone() for name, parameter in reference(seed).named_parameters()}

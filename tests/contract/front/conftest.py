@@ -9,7 +9,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,15 @@ import pytest
 import uvicorn
 
 from penstock.services.coordinator.api import create_app
-from penstock.services.coordinator.checkpoints import checkpoint_row, checkpoint_rows, find_file
+from penstock.services.coordinator.artifacts import Artifacts
+from penstock.services.coordinator.checkpoints import checkpoint_row, checkpoint_rows, delete_checkpoint, find_file
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, Conflict, NotFound, Unavailable
-from penstock.shared.protocol.ids import new_job_id
-from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord, JobStatus
+from penstock.shared.protocol.ids import Draw, new_job_id
+from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord, JobStatus, Operation
+from penstock.shared.protocol.keys import Scope, StoredKey, new_key
 
 JOB: dict[str, Any] = {
     "name": "addition",
@@ -37,10 +39,65 @@ JOB: dict[str, Any] = {
 }
 
 
+class KeysInMemory:
+    """``Keys`` without a bus."""
+
+    def __init__(self) -> None:
+        self.stored: dict[str, StoredKey] = {}
+
+    async def create(
+        self, name: str, scopes: list[Scope], *, expires_at: datetime | None, rate_limit: str | None
+    ) -> tuple[StoredKey, str]:
+        id, text, digest = new_key()
+        self.stored[id] = StoredKey(
+            id=id, name=name, scopes=scopes, created_at=datetime.now(UTC), expires_at=expires_at,
+            rate_limit=rate_limit, digest=digest,
+        )  # fmt: skip
+        return self.stored[id], text
+
+    async def find(self, id: str) -> StoredKey | None:
+        return self.stored.get(id)
+
+    async def list_all(self) -> list[StoredKey]:
+        return list(self.stored.values())
+
+    async def delete(self, id: str) -> None:
+        if self.stored.pop(id, None) is None:
+            raise NotFound(f"no key '{id}'")
+
+
+class LettersInMemory:
+    """``Letters`` without a bus: two of every job, of which the second stood for no draw."""
+
+    def __init__(self) -> None:
+        rows = {"time": 1.0, "stream": "TICKETS", "sequence": 9, "attempts": 3, "reason": "max deliveries"}
+        self.stored = {7: {**rows, "id": 7, "draw": "4.0"}, 8: {**rows, "id": 8, "draw": None}}
+
+    async def page(self, job: str, *, after: int, limit: int) -> list[dict[str, Any]]:
+        return [row for id, row in sorted(self.stored.items()) if id > after][:limit]
+
+    async def show(self, job: str, id: int) -> dict[str, Any]:
+        if id not in self.stored:
+            raise NotFound(f"no dead letter {id}")
+        return {**self.stored[id], "nbytes": 3, "headers": {"a": "b"}, "content": "abc"}
+
+    async def drop(self, job: str, id: int) -> None:
+        await self.show(job, id)
+        del self.stored[id]
+
+    async def draw(self, job: str, id: int) -> Draw:
+        draw = (await self.show(job, id))["draw"]
+        if draw is None:
+            raise NotFound(f"dead letter {id} stood for no draw")
+        return Draw.parse(draw)
+
+
 class Books:
     """``Control`` without a bus. Jobs stay pending until a test moves them with ``advance``."""
 
     def __init__(self) -> None:
+        self.keys = KeysInMemory()
+        self.letters = LettersInMemory()
         self.jobs: dict[str, JobRecord] = {}
         self.feed: dict[str, list[dict[str, Any]]] = {}
         self.submitted = 0
@@ -49,6 +106,7 @@ class Books:
         self.audit_ok = True
         self.ledger = LedgerState()
         """Where every job's checkpoints are recorded."""
+        self.artifacts = Artifacts(Path("/nowhere"))
         self.broken_after: int | None = None
         """follow_events fails after an event with this sequence, once."""
 
@@ -92,13 +150,32 @@ class Books:
         return self._known(job)
 
     async def list_jobs(
-        self, *, after: str | None, limit: int, order: str, phase: str | None, name: str | None
-    ) -> list[JobRecord]:
+        self, *, after: str | None, limit: int, order: str, phase: str | None, name: str | None, kind: str | None,
+        labels: Mapping[str, str],
+    ) -> list[JobRecord]:  # fmt: skip
         ids = sorted(self.jobs, reverse=order == "desc")
         if after is not None:
             ids = [i for i in ids if (i < after if order == "desc" else i > after)]
         found = [self.jobs[i] for i in ids]
-        return [r for r in found if phase in (None, r.status.phase) and name in (None, r.name)][:limit]
+        found = [r for r in found if phase in (None, r.status.phase) and name in (None, r.name)]
+        found = [r for r in found if kind in (None, r.spec.get("kind", "rl"))]
+        return [r for r in found if labels.items() <= r.spec.get("metadata", {}).items()][:limit]
+
+    async def amend(self, job: str, edit: Callable[[JobRecord], Any]) -> JobRecord:
+        record = self._known(job)
+        if record.status.phase in TERMINAL_PHASES:
+            raise Conflict(f"job '{job}' is {record.status.phase}")
+        spec = edit(record).model_dump(mode="json", exclude_unset=True)
+        changes = {"spec": spec, "generation": record.generation + 1, "changed_from": record.revision}
+        self.jobs[job] = record.model_copy(update={**changes, "revision": record.revision + 1})
+        return self.jobs[job]
+
+    async def begin_operation(self, job: str, operation: Operation) -> JobRecord:
+        record = self._known(job)
+        if record.status.phase in TERMINAL_PHASES:
+            raise Conflict(f"job '{job}' is {record.status.phase}")
+        self.jobs[job] = record.model_copy(update={"operations": [*record.operations, operation]})
+        return self.jobs[job]
 
     async def set_desired(self, job: str, state: Any, *, force: bool = False) -> JobRecord:
         record = self._known(job)
@@ -148,6 +225,28 @@ class Books:
         start = next((i + 1 for i, row in enumerate(rows) if row["id"] == query["after"]), 0)
         return rows[start : start + query["limit"]]
 
+    async def sample(self, job: str, row_id: str) -> dict[str, Any]:
+        self._known(job)
+        if row_id != "4-3.0-1":
+            raise NotFound(f"no sample '{row_id}'")
+        return {"id": row_id, "job": job, "prompt_token_ids": [1], "token_ids": [2, 3], "logprobs": [-0.5, -1.0],
+                "mask": [1, 0], "versions": [3, 4], "parts": {"exact": 1.0}, "siblings": []}  # fmt: skip
+
+    async def timeline(self, job: str, *, step: int | None, limit: int) -> list[dict[str, Any]]:
+        self._known(job)
+        return [{"step": step or 1, "stage": "train", "start": 1.0, "end": 2.0}][:limit]
+
+    async def metric_names(self, job: str) -> list[dict[str, Any]]:
+        self._known(job)
+        return [{"name": "reward", "count": 5, "first_step": 0, "last_step": 4, "last": 0.9}]
+
+    async def delete_checkpoint(self, job: str, number: int) -> None:
+        self._known(job)
+        delete_checkpoint(self.ledger, number)
+
+    async def artifact(self, sha256: str) -> Path:
+        return self.artifacts.find(sha256)
+
     async def checkpoints(self, job: str) -> list[dict[str, Any]]:
         self._known(job)
         return checkpoint_rows(self.ledger)
@@ -181,7 +280,7 @@ class Books:
     async def replay(self, job: str, *, from_batch: int | None, to_batch: int | None) -> AsyncIterator[dict[str, Any]]:
         if self._known(job).status.phase == "pending":
             raise Conflict("nothing was trained yet")
-        for batch in range(from_batch or 0, (to_batch or 2) + 1):
+        for batch in range(from_batch or 0, min(to_batch or 2, 2) + 1):  # three were trained
             yield {"batch": batch, "total": 3, "match": True, "detail": "identical"}
         yield {"done": True, "ok": True, "summary": "3 of 3 batches are bit-identical"}
 

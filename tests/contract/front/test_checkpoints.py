@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 from penstock.cli import app
 from penstock.client import AsyncClient, Client
+from penstock.services.coordinator.api.open_file import byte_range, open_file, reply_of
+from penstock.services.coordinator.api.replies import HttpProblem
 from penstock.services.coordinator.checkpoints import choose_checkpoint
 from penstock.services.coordinator.submission import resolve_model
 from penstock.shared.config.job import JobConfig
@@ -129,6 +131,28 @@ async def test_a_file_that_retention_takes_meanwhile_is_a_conflict(
         id = (await http.post("/v1/jobs", json=job)).json()["id"]
         reply = await http.get(f"/v1/jobs/{id}/checkpoints/4/files/model.safetensors")
     assert (reply.status_code, reply.json()["detail"]) == (409, "file 'model.safetensors' of checkpoint 4 is gone")
+
+
+async def test_a_download_goes_on_when_retention_takes_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(WEIGHTS)
+    file, size = await open_file(path)
+    path.unlink()
+    reply = reply_of(file, size, byte_range("bytes=100-", size), etag='"x"')
+    assert b"".join([bytes(chunk) async for chunk in reply.body_iterator]) == WEIGHTS[100:]
+    assert (reply.status_code, reply.headers["content-length"]) == (206, str(size - 100))
+    assert file.closed
+
+
+def test_ranges_of_bytes() -> None:
+    places = {
+        "": None, "bytes=0-": (0, 10), "bytes=3-5": (3, 6), "bytes=3-99": (3, 10), "bytes=-4": (6, 10),
+        "bytes=-99": (0, 10), "bytes=5-3": None, "bytes=-": None, "bytes=0-1,3-4": None, "rows=1-2": None,
+    }  # fmt: skip
+    assert {wanted: byte_range(wanted, 10) for wanted in places} == places
+    for past in ("bytes=10-", "bytes=10-12", "bytes=-0"):
+        with pytest.raises(HttpProblem):
+            byte_range(past, 10)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -22,13 +23,15 @@ from penstock.services.trainer.backends.base import Backend, Role, Scores
 from penstock.services.trainer.backends.local import LocalBackend
 from penstock.services.trainer.backends.megatron import scoring
 from penstock.services.trainer.backends.megatron.backend import MegatronBackend
-from penstock.services.trainer.collective import Alone
+from penstock.services.trainer.backends.megatron.groups import open_groups
+from penstock.services.trainer.collective import Alone, Collective
 from penstock.services.trainer.packing import Microbatch, columns_of_rows, microbatches
 from penstock.services.trainer.process_group import World
 from penstock.services.trainer.update_rules.balance import balance
 from penstock.shared.config.backend import MegatronConfig
 from penstock.shared.config.job import OptimizerConfig
 from penstock.shared.config.model import ArchitectureConfig, ModelConfig
+from penstock.shared.errors import ConfigError
 from penstock.shared.models.critic import critic_of
 from penstock.shared.models.loading import build_model, build_tokenizer
 
@@ -38,23 +41,38 @@ LEARNING_RATE = 1e-3
 # A large epsilon: Adam's first steps divide by the gradient's own size, which would magnify rounding a millionfold.
 OPTIMIZER = OptimizerConfig(weight_decay=0.1, max_grad_norm=0.5, eps=1e-3)
 
+MOE = {"aux_loss_coef": 0.5}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Role]] = {
-    "tensor": ("qwen3", {}, {"tensor_parallel": 2}, "policy"),
+    "tensor": ("qwen3", {"max_logits": 150}, {"tensor_parallel": 2, "activation_checkpointing": True}, "policy"),
     "sequence": ("qwen3", {}, {"tensor_parallel": 2, "sequence_parallel": True}, "policy"),
-    "recomputed": ("qwen3", {}, {"tensor_parallel": 2, "activation_checkpointing": True}, "policy"),
-    "context": ("qwen3", {"tied": False}, {"context_parallel": 2}, "policy"),
-    "data": ("llama", {"tied": False}, {}, "policy"),
     "biases": ("qwen2", {"tied": False}, {"tensor_parallel": 2}, "policy"),
     "experts": (
-        "qwen3_moe",
-        {"aux_loss_coef": 0.5},
-        {"tensor_parallel": 2, "sequence_parallel": True, "activation_checkpointing": True},
-        "policy",
+        "qwen3_moe", MOE, {"tensor_parallel": 2, "sequence_parallel": True, "activation_checkpointing": True}, "policy",
     ),
-    "replayed": ("qwen3_moe", {"aux_loss_coef": 0.5, "replay": True}, {"context_parallel": 2}, "policy"),
     "critic": ("qwen3", {}, {"tensor_parallel": 2, "sequence_parallel": True}, "critic"),
     "bfloat16": ("qwen3", {"dtype": "bfloat16"}, {"tensor_parallel": 2}, "policy"),
+    "context": ("qwen3", {"tied": False}, {"context_parallel": 2}, "policy"),
+    "data": ("llama", {"tied": False}, {}, "policy"),
+    "stages": (
+        "qwen3", {"go_on_with": {"tensor_parallel": 2}}, {"pipeline_parallel": 2, "activation_checkpointing": True},
+        "policy",
+    ),
+    "stages with experts": (
+        "qwen3_moe", {**MOE, "tied": False, "replay": True}, {"pipeline_parallel": 2, "activation_checkpointing": True},
+        "policy",
+    ),
+    "critic in stages": ("qwen3", {}, {"pipeline_parallel": 2}, "critic"),
+    "bfloat16 in stages": ("qwen3", {"dtype": "bfloat16"}, {"pipeline_parallel": 2}, "policy"),
+    "experts dealt": (
+        "qwen3_moe", {**MOE, "ranks": 4},
+        {"expert_parallel": 2, "pipeline_parallel": 2, "activation_checkpointing": True}, "policy",
+    ),
+    "replayed": ("qwen3_moe", {**MOE, "replay": True}, {"context_parallel": 2, "expert_parallel": 2}, "policy"),
 }  # fmt: skip
+"""Name: architecture, options of the test, cut, role.
+
+`ranks`: how many, if not two. `go_on_with`: the cut that loads the state, else `local`. `max_logits`: computed at once.
+"""
 
 
 def model_config(arch: str, *, tied: bool = True, dtype: str = "float32", **_: Any) -> ModelConfig:
@@ -110,17 +128,17 @@ class Loss:
 
 
 def train(
-    backend: Backend, mine: Iterable[Microbatch | None], role: Role, steps: int
+    backend: Backend, mine: Iterable[Microbatch | None], role: Role, steps: int, collective: Collective
 ) -> tuple[list[Loss], list[float]]:
     losses, norms, mine = [], [], list(mine)
     for _ in range(steps):
         loss = Loss()
-        balance(backend, mine, Alone())
+        balance(backend, mine, collective)
         for microbatch in mine:
             exact = role == "policy"
             backend.accumulate(microbatch, loss, temperature=0.7, entropy=exact, kl=exact)
-        losses.append(loss)
         norms.append(backend.step(LEARNING_RATE))
+        losses.append(loss)
     return losses, norms
 
 
@@ -133,7 +151,7 @@ def weights(backend: Backend) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in backend.weights()}
 
 
-def measure(name: str, directory: Path) -> dict[str, float]:
+def measure(world: World, name: str, directory: Path) -> dict[str, float]:
     arch, options, parallel, role = CASES[name]
     coef, replay = options.get("aux_loss_coef", 0.0), options.get("replay", False)
     config = model_config(arch, **options)
@@ -146,35 +164,35 @@ def measure(name: str, directory: Path) -> dict[str, float]:
             copy.deepcopy(model), tokenizer, OPTIMIZER, keep_reference=policy, role=role, aux_loss_coef=coef
         )
 
-    def megatron_backend() -> MegatronBackend:
+    def megatron_backend(cut: MegatronConfig) -> MegatronBackend:
         return MegatronBackend(model, tokenizer, OPTIMIZER, cut, keep_reference=policy, role=role, aux_loss_coef=coef)
 
-    local, megatron = local_backend(), megatron_backend()
-    everything = ragged_microbatches(replay=replay)
-    data_rank, data_ranks = dist.get_rank() // cut.model_parallel, dist.get_world_size() // cut.model_parallel
-    mine: list[Microbatch | None] = [*everything[data_rank::data_ranks]]
-    mine += [None] * (-(-len(everything) // data_ranks) - len(mine))
+    local, megatron = local_backend(), megatron_backend(cut)
+    everything, copies = ragged_microbatches(replay=replay), world.data_parallel(cut.model_parallel)
+    mine: list[Microbatch | None] = [*everything[copies.rank :: copies.size]]
+    mine += [None] * (-(-len(everything) // copies.size) - len(mine))
 
-    found = {"initial bits": float(apart(weights(megatron), weights(local)))}
+    initial = weights(local)
+    found = {"initial bits": apart(weights(megatron), initial)}
     found["scores"] = max(
         float((megatron.score(m, temperature=0.7) - local.score(m, temperature=0.7)).abs().max()) for m in everything
     )
-    ours, our_norms = train(megatron, mine, role, STEPS)
-    theirs, their_norms = train(local, everything, role, STEPS)
+    ours, our_norms = train(megatron, mine, role, STEPS, copies)
+    theirs, their_norms = train(local, everything, role, STEPS, Alone())
     totals = torch.tensor([loss.total for loss in ours])
-    if data_ranks > 1:
-        dist.all_reduce(totals)
+    if copies.size > 1:
+        dist.all_reduce(totals, group=copies.handle)
     found["loss"] = float((totals - torch.tensor([loss.total for loss in theirs])).abs().max())
-    if policy and data_ranks == 1:
+    if policy and copies.size == 1:
         pairs = [pair for a, b in zip(ours, theirs, strict=True) for pair in zip(a.seen, b.seen, strict=True)]
         found["entropy and kl"] = max(float((a - b).abs().max()) for a, b in pairs)
         found["largest kl"] = max(float(seen[1].max()) for loss in theirs for seen in loss.seen)
     if megatron.routers is not None and local.routers is not None:
-        facts, expected = megatron.routers.report(Alone()), local.routers.report(Alone())
+        facts, expected = megatron.routers.report(copies), local.routers.report(Alone())
         found["router facts"] = max(abs(facts[key] - value) for key, value in expected.items())
     found["norm"] = max(abs(a / b - 1) for a, b in zip(our_norms, their_norms, strict=True))
     found["weights"] = apart(weights(megatron), weights(local))
-    found["moved"] = apart(weights(local), weights(local_backend()))
+    found["moved"] = apart(weights(local), initial)
     if policy:
         first = everything[0]
         ours_M, theirs_M = (backend.reference_logprobs(first, temperature=1.0) for backend in (megatron, local))
@@ -182,15 +200,21 @@ def measure(name: str, directory: Path) -> dict[str, float]:
     state, local_state = megatron.state(), local.state()
     found["moments"] = apart(state.optimizer, local_state.optimizer)
 
-    resumed, other = local_backend(), megatron_backend()
+    going_on = options.get("go_on_with")
+    resumed = local_backend() if going_on is None else megatron_backend(MegatronConfig(**going_on))
+    other = megatron_backend(cut)
     resumed.load_state(state)
     other.load_state(local_state)
-    found["loaded bits"] = apart(weights(other), weights(local))
-    found["state bits"] = apart(other.state().optimizer, local_state.optimizer)
-    for backend, batches in ((local, everything), (megatron, mine), (resumed, everything), (other, mine)):
-        train(backend, batches, role, 2)
-    found["resumed by local"] = apart(weights(resumed), weights(megatron))
-    found["resumed by megatron"] = apart(weights(other), weights(local))
+    found["loaded bits"] = max(apart(weights(other), weights(local)), apart(weights(resumed), weights(megatron)))
+    found["state bits"] = max(
+        apart(copied, original)
+        for ours, theirs in ((other.state(), local_state), (resumed.state(), state))
+        for copied, original in ((ours.optimizer, theirs.optimizer), (ours.reference, theirs.reference))
+        if original
+    )
+    train(local, everything, role, 1, Alone())
+    train(other, mine, role, 1, copies)
+    found["resumed"] = apart(weights(other), weights(local))
     if name == "tensor" and dist.get_rank() == 0:
         (directory / "export").mkdir()
     if name == "tensor":
@@ -230,10 +254,24 @@ def vocabulary_gradient() -> dict[str, float]:
     }
 
 
+def check_refusals() -> None:
+    """Ranks that a cut does not divide."""
+    for cut, message in (
+        ({"pipeline_parallel": 4}, "2 trainer ranks cannot be divided by .* = 1 x 1 x 4"),
+        ({"expert_parallel": 4}, "expert_parallel 4 does not divide the 2 context- and data-parallel ranks"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            open_groups(MegatronConfig(**cut))
+
+
 def measure_all(world: World, directory: Path) -> dict[str, dict[str, float]]:
-    """Every case on this rank."""
+    """Every case of so many ranks, on this rank."""
     found, limit = {}, scoring.MAX_LOGITS
-    for name in CASES:
-        scoring.MAX_LOGITS = 150 if name == "recomputed" else limit  # a few positions at a time
-        found[name] = measure(name, directory)
-    return found | {"log_softmax": vocabulary_gradient()}
+    for name, (_, options, _, _) in CASES.items():
+        if options.get("ranks", 2) == world.place.size:
+            scoring.MAX_LOGITS = options.get("max_logits", limit)
+            found[name] = measure(world, name, directory)
+    if world.place.size == 2:
+        check_refusals()
+        found["log_softmax"] = vocabulary_gradient()
+    return found

@@ -87,6 +87,22 @@ def make_group() -> Callable[..., Group]:
 
 
 @pytest.fixture
+def ragged_batches(make_group: Callable[..., Group]) -> Callable[[int], list[list[Group]]]:
+    """Batches of ragged groups; failures, masked tokens, and more work for one rank than for another."""
+
+    def make(number: int) -> list[list[Group]]:
+        return [
+            [
+                make_group(10 * update + i, [1, 0, 0.5, i % 2], masked=0.2 * (i % 2), failed=[i] if i < 2 else [])
+                for i in range(6)
+            ]
+            for update in range(number)
+        ]
+
+    return make
+
+
+@pytest.fixture
 def batch(make_group: Callable[..., Group]) -> list[Group]:
     """Four groups: mixed rewards, a failed trajectory, tokens the policy did not choose, and one without signal."""
     return [

@@ -27,7 +27,10 @@ Batches = list[list[Group]]
 Run = tuple[list[dict[str, float]], dict[str, NDArray[np.float32]]]
 """Metrics of each update, and the weights after the last."""
 
-BACKEND = {"type": "megatron", "tensor_parallel": 2, "sequence_parallel": True}
+HEADS = {"type": "megatron", "tensor_parallel": 2, "sequence_parallel": True}
+STAGES = {"type": "megatron", "pipeline_parallel": 2}
+CUTS = {"grpo": (HEADS, STAGES), "ppo": (STAGES, HEADS)}
+"""How the model is cut at first, and after `local` has had it."""
 SECTIONS: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm": {"group_size": 4, "kl": {"coef": 0.1, "estimator": "full"}, "entropy_coef": 0.01}},
     "ppo": {
@@ -62,7 +65,8 @@ def test_two_parts_train_the_same_policy(
     name: str, ranks: Any, make_config: Callable[..., JobConfig], make_group: Callable[..., Group], tmp_path: Path
 ) -> None:
     batches = [[make_group(4 * n + i, [1, 0, 0.5, i % 2], masked=0.2 * i) for i in range(4)] for n in range(3)]
-    cut, whole = (make_config(**COMMON, **SECTIONS[name], **extra) for extra in ({"backend": BACKEND}, {}))
+    backends = [{"backend": backend} for backend in CUTS[name]]
+    cut, cut_again, whole = (make_config(**COMMON, **SECTIONS[name], **extra) for extra in (*backends, {}))
     _, (metrics, weights) = train(Alone(), whole, batches, None)
 
     first = ranks.run(2, train_on_rank, cut, batches[:2], None, tmp_path / "cut")
@@ -79,5 +83,5 @@ def test_two_parts_train_the_same_policy(
     assert AutoTokenizer.from_pretrained(path)("1+2=")["input_ids"]
 
     back = save_checkpoint(tmp_path / "whole", "job_1", 2, resumed.state(), {})
-    for _, found in ranks.run(2, train_on_rank, cut, batches[2:], back, tmp_path / "again"):
+    for _, found in ranks.run(2, train_on_rank, cut_again, batches[2:], back, tmp_path / "again"):
         assert max(np.abs(found[name] - value).max() for name, value in weights.items()) <= 1e-5

@@ -5,9 +5,8 @@ Shape legend: M = scored tokens of a microbatch, T = packed tokens, S1 = sequenc
 
 from __future__ import annotations
 
-import copy
-import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,41 +21,61 @@ from penstock.services.trainer.backends.base import (
     Seconds,
     TensorLayout,
 )
+from penstock.services.trainer.backends.fsdp.rows import Rows, rows_of
 from penstock.services.trainer.backends.fsdp.shard_optimizer import ShardOptimizer
 from penstock.services.trainer.backends.fsdp.sharded_model import ShardedModel, Sharding
+from penstock.services.trainer.backends.initial import initial_model
 from penstock.services.trainer.backends.local import describing_files
+from penstock.services.trainer.backends.parameters import Parameters, reference_of
+from penstock.services.trainer.backends.scoring import ScoreTensors, score_tensors
+from penstock.services.trainer.backends.stopwatch import Stopwatch
 from penstock.services.trainer.collective import Collective
 from penstock.services.trainer.environment import describe_environment
 from penstock.services.trainer.optimizer import check_fits, decayed_names
 from penstock.services.trainer.packing import Microbatch
-from penstock.services.trainer.row_shards import as_sharded, local_part, rows_of_mesh
+from penstock.services.trainer.random_state import random_state, set_random_state
+from penstock.services.trainer.routers import Routers
+from penstock.services.trainer.row_shards import local_part
 from penstock.shared.config.backend import FSDPConfig
 from penstock.shared.config.job import JobConfig, OptimizerConfig
-from penstock.shared.errors import ConfigError
-from penstock.shared.models.critic import critic_of, selected_values
-from penstock.shared.models.decoder import selected_logprobs
-from penstock.shared.models.divergence import exact_scores
-from penstock.shared.models.loading import build_model, build_tokenizer
+from penstock.shared.config.lora import LoraConfig
+from penstock.shared.errors import CheckpointError, ConfigError
+from penstock.shared.models.architecture import plan_of
+from penstock.shared.models.decoder import hidden_states
+from penstock.shared.models.experts import RouterLoad, Routes
+from penstock.shared.models.lora import base_parameters, is_adapter
 from penstock.shared.models.packed import PackedTokens
 
 __all__ = ["FSDPBackend", "open_fsdp"]
 
-ScoreTensors = tuple[Tensor, Tensor | None, Tensor | None]
-"""The fields of ``Scores``: FSDP looks for differentiable outputs in tuples."""
+_WHAT = {"reference": "reference policy", "weights": "checkpoint", "adapter": "adapter", "optimizer": "optimizer state"}
+"""Parts of a state in the order in which they are loaded: the optimizer's masters are more exact than the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """The frozen policy, and what gathers its parameters: the trained model itself where the two share some."""
+
+    model: PreTrainedModel
+    sharded: ShardedModel
 
 
 class FSDPBackend:
     """Trains ``model`` together with the same backend of the other ranks.
 
-    The parts of the weights are float32 whatever the type of the model: they are the masters of the optimizer, and a
-    narrower model is gathered in its own type. The model stays in eval mode, as in the backend `local`.
+    The parts of everything that may be trained are float32 whatever the type of the model: they are the masters of the
+    optimizer, and a narrower model is gathered in its own type. The model stays in eval mode, as in ``LocalBackend``.
 
     Args:
         model: the policy, or a critic made by ``critic_of``; whole, on the CPU, the same on every rank.
         tokenizer: goes into checkpoints beside the weights.
         optimizer: its settings.
-        keep_reference: hold a frozen copy of the weights for a KL term (policy only).
+        keep_reference: hold a frozen policy for a KL term (policy only).
         collective: all ranks of the process group.
+        lora: of the adapter that ``model`` has.
+        base_path: model directory of the weights under the adapter, which then are never trained; None: checkpoints
+            hold them.
+        aux_loss_coef: weight of the load-balancing loss of a mixture of experts.
 
     Raises:
         ConfigError: the architecture is not one that can be cut.
@@ -73,25 +92,35 @@ class FSDPBackend:
         keep_reference: bool,
         device: str = "cpu",
         role: Role = "policy",
+        lora: LoraConfig | None = None,
+        base_path: str | None = None,
+        aux_loss_coef: float = 0.0,
     ) -> None:
-        self.routers = None
         self._role: Role = role
         self._device = torch.device(device)
         self._dtype = model.dtype
         self._collective = collective
-        self._files = describing_files(model, tokenizer)
-        self._shapes = {name: param.shape for name, param in model.named_parameters()}
+        self._files = describing_files(model, tokenizer, lora, base_path)
         self._decayed = decayed_names(model)
+        plan = plan_of(model) if role == "policy" else None
+        self.routers = Routers(plan, coef=aux_loss_coef) if plan is not None and plan.sparse else None
         mesh = init_device_mesh(self._device.type, (collective.size,))
         self._host_mesh = mesh if self._device.type == "cpu" else init_device_mesh("cpu", (collective.size,))
-        reference = copy.deepcopy(model).requires_grad_(False) if keep_reference else None
-        self._model = ShardedModel(model.float().eval(), self._sharding(config, mesh, offload=config.cpu_offload))
-        self._optimizer = self._open_optimizer(optimizer)
-        self._reference: ShardedModel | None = None
+        reference = reference_of(model) if keep_reference else None
+        _widen(model, all_of_it=lora is None or base_path is None)
+        shared = reference if lora is not None else None
+        sharding = self._sharding(config, mesh, offload=config.cpu_offload)
+        self._model = ShardedModel(model.eval(), sharding, twin=shared)
+        self._parameters = Parameters(
+            model, lora, keep_base=base_path is None, reader=self._model, dtype=self._dtype
+        )  # fmt: skip
+        self._reference: _Reference | None = None
         if reference is not None:
-            offload = config.cpu_offload or config.offload_reference
-            self._reference = ShardedModel(reference.eval(), self._sharding(config, mesh, offload=offload))
-        self._seconds = Seconds()
+            sharding = self._sharding(config, mesh, offload=config.cpu_offload or config.offload_reference)
+            own = self._model if shared is not None else ShardedModel(reference, sharding)
+            self._reference = _Reference(reference, own)
+        self._stopwatch = Stopwatch(self._device)
+        self.new_optimizer(optimizer)
 
     def accumulate(
         self,
@@ -103,169 +132,179 @@ class FSDPBackend:
         kl: bool = False,
     ) -> None:
         """See ``Backend``."""
-        start = time.perf_counter()
         batch = (microbatch or _nothing()).to(self._device)
-        scores = self._scores(batch, temperature, entropy=entropy, kl=kl)
-        try:
-            value = scores.values_M.sum() * 0 if microbatch is None else loss(scores)
-        except BaseException:
-            self._release()  # no backward pass follows
-            raise
-        middle = self._now()
-        value.backward()  # type: ignore[no-untyped-call]
-        self._release()
-        end = self._now()
-        self._seconds.forward += middle - start
-        self._seconds.backward += end - middle
+        load = RouterLoad() if self.routers is not None and microbatch is not None else None
+        with self._stopwatch.measure("forward"):
+            scores = self._scores(batch, Routes(batch.experts_TNK, load), temperature, entropy=entropy, kl=kl)
+            try:
+                value = scores.values_M.sum() * 0 if microbatch is None else loss(scores)
+            except BaseException:
+                self._release()  # no backward pass follows
+                raise
+            if self.routers is not None and load is not None:
+                self.routers.watch(load)
+                value = value + self.routers.penalty(load)
+        with self._stopwatch.measure("backward"):
+            value.backward()  # type: ignore[no-untyped-call]
+            self._release()
 
+    @torch.no_grad()
     def route(self, microbatch: Microbatch | None) -> None:
-        """See ``Backend``. There are no routers."""
+        """See ``Backend``. No forward pass where the tables of all ranks will be replayed."""
+        if self.routers is None:
+            return
+        replayed = microbatch is not None and microbatch.experts_TNK is not None
+        chooses = microbatch is not None and not replayed
+        if microbatch is not None and microbatch.experts_TNK is not None:
+            self.routers.count_table(microbatch.experts_TNK)
+        if not self._collective.max({"chooses": float(chooses)})["chooses"]:
+            return
+        load, tokens = RouterLoad(), (microbatch or _nothing()).tokens.to(self._device)
+        with self._stopwatch.measure("forward"):
+            self._model.run(lambda: hidden_states(self._model.model, tokens, Routes(load=load)))
+        if chooses:
+            self.routers.count(load.chosen)
 
     def score(self, microbatch: Microbatch | None, *, temperature: float) -> Tensor:
         """See ``Backend``."""
-        return self._score_by(self._model, microbatch, temperature)
+        return self._score_by(self._model, self._model.model, microbatch, temperature, replay=True)
 
     def reference_logprobs(self, microbatch: Microbatch | None, *, temperature: float) -> Tensor:
         """See ``Backend``."""
         assert self._reference is not None, "built without keep_reference"
-        return self._score_by(self._reference, microbatch, temperature)
+        return self._score_by(self._reference.sharded, self._reference.model, microbatch, temperature)
 
     def step(self, learning_rate: float) -> float:
         """See ``Backend``."""
-        start = time.perf_counter()
-        norm = self._optimizer.step(learning_rate)
-        self._seconds.optimizer += self._now() - start
-        return norm
+        with self._stopwatch.measure("optimizer"):
+            return self._optimizer.step(learning_rate)
 
     def freeze_reference(self) -> None:
-        """See ``Backend``."""
+        """See ``Backend``. Does nothing without a reference."""
         if self._reference is not None:
-            own = self._model.parts()
-            for name, part in self._reference.parts().items():
-                part.copy_(own[name])
+            now = self._parameters.trained()
+            for name, param in self._parameters.of_twin(self._reference.model).items():
+                local_part(param.detach()).copy_(local_part(now[name].detach()))
 
     def new_optimizer(self, config: OptimizerConfig, *, whole: bool = False) -> None:
-        """See ``Backend``. There is no adapter, so everything is trained in any case."""
-        self._optimizer = self._open_optimizer(config)
+        """See ``Backend``."""
+        self._parameters.train_base(whole)
+        self._optimizer = ShardOptimizer(self._model.params, config, self._collective, decayed=self._decayed)
+        if not whole:
+            self._parameters.pins()  # now, where all ranks are at it
 
     def layout(self) -> TensorLayout:
         """See ``Backend``."""
-        return [(name, tuple(self._shapes[name]), self._dtype) for name in self._model.names]
+        return self._parameters.layout()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """See ``Backend``. A tensor is valid until the next one is asked for."""
-        return self._model.weights()
+        return self._parameters.weights()
 
     def published_layout(self) -> TensorLayout:
         """See ``Backend``."""
-        return self.layout()
+        return self._parameters.published_layout()
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
-        """See ``Backend``."""
-        return self.weights()
+        """See ``Backend``. A tensor is valid until the next one is asked for."""
+        return self._parameters.published()
 
     def frozen(self) -> Iterator[tuple[str, Tensor]]:
-        """See ``Backend``."""
-        return iter(())
+        """See ``Backend``. A tensor is valid until the next one is asked for."""
+        return self._parameters.frozen()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See ``Backend``."""
+        own = rows_of(base_parameters(self._model.model), self._dtype)
         for name, tensor in weights:
-            self._model.load(name, tensor)
+            if name not in own or tensor.shape != own[name].shape:
+                raise CheckpointError(f"'{name}' {tuple(tensor.shape)} is not a parameter of this {self._role}")
+            own[name].load(tensor, self._host_mesh)
+        self._parameters.base_loaded()
+        self._parameters.pins()
 
     def take_seconds(self) -> Seconds:
         """See ``Backend``."""
-        taken, self._seconds = self._seconds, Seconds()
-        return taken
+        return self._stopwatch.take()
 
     def environment(self) -> dict[str, str]:
         """See ``Backend``."""
         dtype = str(self._dtype).removeprefix("torch.")
         pins = describe_environment(dtype=dtype, device=str(self._device))
-        return pins | {"backend": "fsdp", "ranks": str(self._collective.size)}
+        return pins | {"backend": "fsdp", "ranks": str(self._collective.size)} | self._parameters.pins()
 
     def state(self) -> BackendState:
-        """See ``Backend``. Weights, moments and reference are DTensors on the CPU: each rank copies its own rows."""
-        rng = {"cpu": torch.get_rng_state()}
-        if self._device.type == "cuda":
-            rng["cuda"] = torch.cuda.get_rng_state(self._device)
-        masters = self._model.parts()
+        """See ``Backend``. Every tensor but scalars is a DTensor on the CPU: each rank copies its own rows."""
+        copies = {
+            part: {name: rows.copy(self._host_mesh) for name, rows in own.items()}
+            for part, own in self._stored().items()
+        }
         return BackendState(
-            weights={name: self._copy(name, part.to(self._dtype)) for name, part in masters.items()},
-            optimizer={key: self._copy(key.partition(".")[2], value) for key, value in self._moments().items()},
-            reference={name: self._copy(name, part) for name, part in self._reference_parts().items()},
-            rng=rng,
+            weights=copies["weights"],
+            adapter=copies["adapter"],
+            optimizer=copies["optimizer"],
+            reference=copies["reference"],
+            rng=random_state(self._device),
             files=self._files,
             environment=self.environment(),
         )
 
     def load_state(self, state: BackendState) -> None:
         """See ``Backend``. Takes whole tensors and those of ``state``."""
-        moments = {key: (key.partition(".")[2], value) for key, value in self._moments().items()}
-        parts = [
-            ("reference policy", {n: (n, t) for n, t in self._reference_parts().items()}, state.reference),
-            ("checkpoint", {n: (n, t.to(self._dtype)) for n, t in self._model.parts().items()}, state.weights),
-            ("optimizer state", moments, state.optimizer),
-        ]
-        for what, own, saved in parts:  # all before the first copy: a wrong state changes nothing
-            whole = {key: self._as_whole(name, value) for key, (name, value) in own.items()}
-            check_fits(whole, saved, what=what)
-        for name, tensor in state.weights.items():
-            self._model.load(name, tensor)
-        for name, tensor in state.reference.items():
-            assert self._reference is not None
-            self._reference.load(name, tensor)
-        with torch.no_grad():
-            for key, (_, value) in moments.items():
-                value.copy_(self._own_rows(state.optimizer[key]))
-        torch.set_rng_state(state.rng["cpu"])
-        if self._device.type == "cuda" and "cuda" in state.rng:
-            torch.cuda.set_rng_state(state.rng["cuda"], self._device)
+        self._parameters.check_base(state.environment)
+        stored = self._stored()
+        for part, own in stored.items():  # all before the first copy: a wrong state changes nothing
+            check_fits({name: rows.whole() for name, rows in own.items()}, getattr(state, part), what=_WHAT[part])
+        for part, own in stored.items():
+            for name, rows in own.items():
+                rows.load(getattr(state, part)[name], self._host_mesh)
+        if state.weights:
+            self._parameters.base_loaded()
+        self._parameters.pins()
+        set_random_state(state.rng, self._device)
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
-    def _scores(self, batch: Microbatch, temperature: float, *, entropy: bool, kl: bool) -> Scores:
-        model = self._model.model
-        at = (batch.tokens, batch.select_M, batch.targets_M)
+    def _scores(self, batch: Microbatch, routes: Routes, temperature: float, *, entropy: bool, kl: bool) -> Scores:
+        reference = self._reference if kl else None
+        assert reference is not None or not kl, "built without keep_reference"
 
-        def values() -> ScoreTensors:
-            return selected_values(model, batch.tokens, batch.select_M), None, None
+        def compute() -> ScoreTensors:
+            return _copies(
+                score_tensors(
+                    self._model.model, batch, role=self._role, temperature=temperature, entropy=entropy,
+                    reference=None if reference is None else reference.model, routes=routes,
+                )
+            )  # fmt: skip
 
-        def logprobs() -> ScoreTensors:
-            return *selected_logprobs(model, *at, temperature=temperature, entropy=entropy), None
-
-        def divergence() -> ScoreTensors:
-            assert self._reference is not None, "built without keep_reference"
-            return exact_scores(model, self._reference.model, *at, temperature=temperature)
-
-        if self._role == "critic":
-            return Scores(*self._model.run(lambda: _copies(values())))
-        if not kl:
-            return Scores(*self._model.run(lambda: _copies(logprobs())))
-        reference = self._reference
-        assert reference is not None, "built without keep_reference"
-        return Scores(*reference.run(lambda: self._model.run(lambda: _copies(divergence()))))
+        if reference is None or reference.sharded is self._model:
+            return Scores(*self._model.run(compute))
+        return Scores(*reference.sharded.run(lambda: self._model.run(compute)))
 
     @torch.no_grad()
-    def _score_by(self, sharded: ShardedModel, microbatch: Microbatch | None, temperature: float) -> Tensor:
-        start = time.perf_counter()
+    def _score_by(
+        self,
+        sharded: ShardedModel,
+        model: PreTrainedModel,
+        microbatch: Microbatch | None,
+        temperature: float,
+        *,
+        replay: bool = False,
+    ) -> Tensor:
         batch = (microbatch or _nothing()).to(self._device)
-        model = sharded.model
+        routes = Routes(batch.experts_TNK) if replay else None
 
-        def values() -> Tensor:
-            if self._role == "critic":
-                return selected_values(model, batch.tokens, batch.select_M)
-            at = (batch.tokens, batch.select_M, batch.targets_M)
-            return selected_logprobs(model, *at, temperature=temperature, entropy=False)[0]
+        def compute() -> Tensor:
+            return score_tensors(model, batch, role=self._role, temperature=temperature, routes=routes)[0]
 
-        values_M = sharded.run(values)
-        self._seconds.forward += self._now() - start
+        with self._stopwatch.measure("forward"):
+            values_M = sharded.run(compute)
         return values_M if microbatch is not None else values_M[:0]
 
     def _release(self) -> None:
         self._model.release()
         if self._reference is not None:
-            self._reference.release()
+            self._reference.sharded.release()
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
@@ -279,35 +318,26 @@ class FSDPBackend:
             offload=offload,
         )
 
-    def _open_optimizer(self, config: OptimizerConfig) -> ShardOptimizer:
-        return ShardOptimizer(self._model.params, config, self._collective, decayed=self._decayed)
+    def _stored(self) -> dict[str, dict[str, Rows]]:
+        """This rank's rows of everything that a checkpoint holds, by part; live."""
+        twin = {} if self._reference is None else self._parameters.of_twin(self._reference.model)
+        return {
+            "reference": rows_of(twin, self._dtype),
+            "weights": rows_of(self._parameters.kept(), self._dtype),
+            "adapter": rows_of(self._parameters.adapter(), self._dtype),
+            "optimizer": self._moments(),
+        }
 
-    def _moments(self) -> dict[str, Tensor]:
-        """This rank's rows of the optimizer's state, as a backend with whole tensors would name it; live."""
-        moments = self._optimizer.tensors()
+    def _moments(self) -> dict[str, Rows]:
+        """The optimizer's state as a backend with whole tensors would name it."""
+        params, moments = self._model.params, {}
+        for key, value in self._optimizer.tensors().items():
+            shape = params[key.partition(".")[2]].shape if value.ndim else value.shape
+            moments[key] = Rows(value, shape, value.dtype)
         if self._dtype != torch.float32:
-            moments |= {f"master.{name}": part for name, part in self._model.parts().items()}
+            trained = {f"master.{name}": param for name, param in params.items() if param.requires_grad}
+            moments |= rows_of(trained, torch.float32)
         return moments
-
-    def _reference_parts(self) -> dict[str, Tensor]:
-        return {} if self._reference is None else self._reference.parts()
-
-    def _copy(self, name: str, value: Tensor) -> Tensor:
-        """A copy in host memory that knows which rows it is; scalars are the same on every rank."""
-        copied = value.detach().to("cpu", copy=True)
-        return as_sharded(copied, self._host_mesh, self._shapes[name]) if value.ndim else copied
-
-    def _as_whole(self, name: str, value: Tensor) -> Tensor:
-        return torch.empty(self._shapes[name] if value.ndim else (), dtype=value.dtype, device="meta")
-
-    def _own_rows(self, saved: Tensor) -> Tensor:
-        part = local_part(saved)
-        return part[rows_of_mesh(len(part), self._host_mesh)] if part is saved and saved.ndim else part
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
 
 
 def open_fsdp(config: JobConfig, role: Role, collective: Collective, device: str) -> FSDPBackend:
@@ -317,20 +347,30 @@ def open_fsdp(config: JobConfig, role: Role, collective: Collective, device: str
         ConfigError: the model or the tokenizer cannot be loaded, or it cannot be cut.
     """
     assert isinstance(config.backend, FSDPConfig)
-    if config.model.lora is not None or config.model.moe is not None:
-        raise ConfigError("backend 'fsdp' trains whole dense models: model.lora and model.moe need backend 'local'")
-    tokenizer = build_tokenizer(config.model)
-    model = build_model(config.model, len(tokenizer), seed=config.seed)
-    optimizer, keep_reference = config.optimizer, config.algorithm.needs_reference
-    if role == "critic":
-        assert config.algorithm.critic is not None
-        model, optimizer, keep_reference = critic_of(model), config.algorithm.critic.optimizer, False
-    if optimizer.type == "adamw_8bit":
+    initial = initial_model(config, role)
+    if initial.optimizer.type == "adamw_8bit":
         raise ConfigError("optimizer.type 'adamw_8bit' quantises moments in blocks that ranks would cut: use 'adamw'")
     return FSDPBackend(
-        model, tokenizer, config.backend, optimizer, collective,
-        keep_reference=keep_reference, device=device, role=role,
-    )  # fmt: skip
+        initial.model,
+        initial.tokenizer,
+        config.backend,
+        initial.optimizer,
+        collective,
+        keep_reference=initial.keep_reference,
+        device=device,
+        role=role,
+        lora=initial.lora,
+        base_path=initial.base_path,
+        aux_loss_coef=initial.aux_loss_coef,
+    )
+
+
+def _widen(model: PreTrainedModel, *, all_of_it: bool) -> None:
+    """Make float32 what may be trained, now or in a warm start: everything, or the adapter alone."""
+    for name, param in model.named_parameters():
+        if all_of_it or is_adapter(name):
+            param.data = param.data.float()
+            param.requires_grad_(True)
 
 
 def _copies(scores: ScoreTensors) -> ScoreTensors:

@@ -9,12 +9,14 @@ weights are whole.
     root    embedding, final norm, head    around the whole forward pass
     block   one decoder block              around the block, with activation checkpointing inside
 
+A second model that shares parameters with the first is cut together with it: its blocks are in the same units.
+
 Shape legend: T = tokens, D = model width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeVar
@@ -33,9 +35,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from penstock.services.trainer.row_shards import local_part, rows_of_mesh
-from penstock.shared.errors import CheckpointError, ConfigError
-from penstock.shared.models.architecture import plan_of, run_blocks_by
+from penstock.services.trainer.row_shards import gathered, local_part
+from penstock.shared.errors import ConfigError
+from penstock.shared.models.architecture import Plan, plan_of, run_blocks_by
 
 __all__ = ["ShardedModel", "Sharding"]
 
@@ -78,34 +80,35 @@ class _Unit(nn.Module):
 
 
 class ShardedModel:
-    """Cuts ``model`` in place and runs functions over it.
+    """Cuts ``model`` in place and runs functions over it. A ``Reader`` of its parameters.
 
     Args:
-        model: on the CPU, whole, the same on every rank; its parameters have the type of the parts.
+        model: on the CPU, whole, the same on every rank; its parameters have the types of the parts. Those that may
+            ever be trained have one type and require gradients now.
+        twin: a model of the same architecture that shares some of the parameters; cut, too.
 
     Raises:
         ConfigError: the functional decoder does not know this architecture.
     """
 
-    def __init__(self, model: PreTrainedModel, sharding: Sharding) -> None:
-        plan = plan_of(model)
-        if plan is None:
-            raise ConfigError(
-                f"backend.type fsdp cuts models of the Llama and Qwen families, not {type(model).__name__}: use 'local'"
-            )
+    def __init__(self, model: PreTrainedModel, sharding: Sharding, *, twin: PreTrainedModel | None = None) -> None:
         self.model, self._sharding = model, sharding
-        model.base_model.rotary_emb.to(sharding.mesh.device_type)  # no unit's: all of it is computed from positions
-        owners = {id(param): "" for param in model.parameters()}
-        self.names = [name for name, _ in model.named_parameters()]
-        self._blocks = [_Unit(block, checkpointing=sharding.checkpointing) for block in model.base_model.layers]
-        for index, block in enumerate(self._blocks):
-            owners |= {id(param): str(index) for param in block.parameters()}
-        unit_of = {name: owners[id(param)] for name, param in model.named_parameters()}
-        self._runs = [(key, list(names)) for key, names in groupby(self.names, key=unit_of.__getitem__)]
-        self._root = _Unit(plan.embedding, plan.final_norm.module, plan.head, *self._blocks)
+        models = (model,) if twin is None else (model, twin)
+        plans = [_plan(each) for each in models]
+        owners: dict[int, int] = {}
+        for index, block in enumerate(model.base_model.layers):
+            owners |= dict.fromkeys(map(id, block.parameters()), index)
+        owner_of = {name: owners.get(id(param)) for name, param in model.named_parameters()}
+        blocks = zip(*(each.base_model.layers for each in models), strict=True)
+        self._blocks = [_Unit(*block, checkpointing=sharding.checkpointing) for block in blocks]
+        around = [part for plan in plans for part in (plan.embedding, plan.final_norm.module, plan.head)]
+        self._root = _Unit(*around, *self._blocks)
+        self._units = {name: self._root if i is None else self._blocks[i] for name, i in owner_of.items()}
         for unit in (*self._blocks, self._root):
             self._cut(unit, None if unit is self._root else sharding.reshard_after_forward)
-        run_blocks_by(model, lambda index, block, x_TD: self._blocks[index](block, x_TD))
+        for each in models:
+            each.base_model.rotary_emb.to(sharding.mesh.device_type)  # no unit's: computed from positions alone
+            run_blocks_by(each, lambda index, block, x_TD: self._blocks[index](block, x_TD))
         with torch.no_grad():
             self.run(lambda: None)  # FSDP decides at the first forward pass which unit is the root
         self.params: dict[str, nn.Parameter] = dict(model.named_parameters())
@@ -126,35 +129,22 @@ class ShardedModel:
         for unit in (self._root, *self._blocks):
             _fsdp(unit).reshard()
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole parameters of ``compute_dtype`` in the order of ``names``; a collective.
-
-        One unit is gathered at a time: a tensor is valid until the next one is asked for. Do not share it with numpy.
-        """
-        for key, names in self._runs:
-            unit = _fsdp(self._blocks[int(key)] if key else self._root)
-            unit.unshard()
+    def in_blocks(self, names: Sequence[str], read: Callable[[str], Tensor]) -> Iterator[Tensor]:
+        """See ``Reader``. One unit is gathered at a time, in ``compute_dtype``; do not share tensors with numpy."""
+        for unit, run in groupby(names, key=self._units.__getitem__):
+            _fsdp(unit).unshard()
             try:
-                whole = dict(self.model.named_parameters())
-                for name in names:
-                    yield name, whole[name].detach()
+                for name in run:
+                    yield read(name)
             finally:
-                unit.reshard()
+                _fsdp(unit).reshard()
 
-    def parts(self) -> dict[str, Tensor]:
-        """This rank's rows of every parameter; live."""
-        return {name: local_part(param.detach()) for name, param in self.params.items()}
-
-    def load(self, name: str, tensor: Tensor) -> None:
-        """Copy this rank's rows out of a whole or a cut tensor.
-
-        Raises:
-            CheckpointError: the model has no such parameter, or one of another shape.
-        """
-        if name not in self.params or tensor.shape != self.params[name].shape:
-            raise CheckpointError(f"'{name}' {tuple(tensor.shape)} is not a parameter of this model")
-        rows = slice(None) if isinstance(tensor, DTensor) else rows_of_mesh(tensor.shape[0], self._sharding.mesh)
-        local_part(self.params[name].detach()).copy_(local_part(tensor)[rows])
+    def one_by_one(self, names: Sequence[str]) -> Iterator[Tensor]:
+        """See ``Reader``. In ``compute_dtype``."""
+        mesh = self._sharding.mesh
+        for name in names:
+            part = local_part(self.params[name].detach()).to(mesh.device_type, self._sharding.compute_dtype)
+            yield gathered(part, mesh, self.params[name].shape)
 
     def _cut(self, unit: nn.Module, reshard: bool | None) -> None:
         sharding = self._sharding
@@ -171,6 +161,16 @@ class ShardedModel:
         )
         _fsdp(unit).set_gradient_divide_factor(1.0)  # sums: losses are divided by the size of the whole batch already
         _fsdp(unit).set_force_sum_reduction_for_comms(True)  # gloo knows no other
+
+
+def _plan(model: PreTrainedModel) -> Plan:
+    plan = plan_of(model)
+    if plan is None:
+        raise ConfigError(
+            f"backend.type fsdp cuts models of the Llama, Qwen and Mixtral families, not {type(model).__name__}: use "
+            "'local'"
+        )
+    return plan
 
 
 def _fsdp(unit: nn.Module) -> FSDPModule:

@@ -1,1 +1,1 @@
-"""Backend `megatron`: megatron-core GPT models, tensor, sequence and context parallel."""
+"""Backend `megatron`: megatron-core GPT models, tensor, sequence, context, pipeline and expert parallel."""

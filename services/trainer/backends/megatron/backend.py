@@ -1,4 +1,4 @@
-"""Backend `megatron`: one model over tensor-, context- and data-parallel ranks.
+"""Backend `megatron`: one model over tensor-, context-, pipeline-, expert- and data-parallel ranks.
 
 Shape legend: M = scored tokens of a microbatch.
 """
@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from penstock.services.trainer.backends.base import BackendState, LossFunction, Role, Scores, Seconds, TensorLayout
+from penstock.services.trainer.backends.base import BackendState, LossFunction, Role, Seconds, TensorLayout
 from penstock.services.trainer.backends.local import describing_files
 from penstock.services.trainer.backends.megatron.conversion import mapping_of
 from penstock.services.trainer.backends.megatron.cpu import allocating_on
 from penstock.services.trainer.backends.megatron.groups import open_groups
 from penstock.services.trainer.backends.megatron.model import MegatronModel
 from penstock.services.trainer.backends.megatron.optimizer import ShardedOptimizer
-from penstock.services.trainer.backends.megatron.scoring import policy_scores, values
+from penstock.services.trainer.backends.megatron.passes import Passes, Work
 from penstock.services.trainer.backends.megatron.weights import gathered, load, whole_shapes
 from penstock.services.trainer.environment import describe_environment
 from penstock.services.trainer.optimizer import check_fits, copy_into
@@ -32,8 +32,8 @@ from penstock.shared.config.job import JobConfig, OptimizerConfig
 from penstock.shared.errors import CheckpointError, ConfigError
 from penstock.shared.models.architecture import plan_of
 from penstock.shared.models.critic import critic_of
-from penstock.shared.models.experts import RouterLoad, Routes
 from penstock.shared.models.loading import build_model, build_tokenizer
+from penstock.shared.models.packed import PackedTokens
 
 __all__ = ["MegatronBackend", "open_megatron"]
 
@@ -41,8 +41,10 @@ __all__ = ["MegatronBackend", "open_megatron"]
 class MegatronBackend:
     """Trains this rank's part of ``model``.
 
-    Ranks that share a microbatch (tensor and context parallel) pass the same one to every method and get the same
-    scores. The model stays in eval mode, as in ``LocalBackend``.
+    Ranks that share a microbatch (tensor and context parallel, all stages) pass the same one to every method and get
+    the same scores. The model stays in eval mode, as in ``LocalBackend``.
+
+    With several stages ``accumulate`` keeps what it is given until ``step``, which sends it through them in a pipeline.
 
     Args:
         model: the policy, or a critic made by ``critic_of``; the same on every rank. Not needed afterwards.
@@ -76,14 +78,17 @@ class MegatronBackend:
             {name: shape for name, shape, _ in self._layout},
             num_kv_heads=model.config.num_key_value_heads,
             tensor_parallel=parallel.tensor_parallel,
+            pipeline_parallel=parallel.pipeline_parallel,
+            expert_parallel=parallel.expert_parallel,
         )
         self._groups = open_groups(parallel)
         self._files = describing_files(model, tokenizer)
-        plan = plan_of(model)
+        plan = plan_of(model) if role == "policy" else None
         self.routers = Routers(plan, coef=aux_loss_coef) if plan is not None and plan.sparse else None
         self._model = self._part_of(model, whole)
         self._reference = self._part_of(model, whole).requires_grad_(False) if keep_reference else None
-        self._seconds = Seconds()
+        self._passes = Passes(self._groups, self._device, role, self.routers)
+        self._waiting: list[Work] = []
         self.new_optimizer(optimizer)
 
     def accumulate(
@@ -95,38 +100,30 @@ class MegatronBackend:
         entropy: bool = False,
         kl: bool = False,
     ) -> None:
-        """See ``Backend``. Data-parallel ranks meet in ``step`` only, so one without a microbatch has nothing to do."""
-        if microbatch is None:
-            return
+        """See ``Backend``."""
         assert not kl or self._reference is not None, "built without keep_reference"
-        start = time.perf_counter()
-        with allocating_on(self._device):
-            load = RouterLoad() if self.routers is not None else None
-            value = loss(self._scores(self._model, microbatch, temperature, entropy=entropy, kl=kl, load=load))
-            if self.routers is not None and load is not None:
-                self.routers.watch(self._summed(load))
-                value = value + self.routers.penalty(load) / self._groups.tensor.size()  # every one of them adds it
-            middle = self._now()
-            value.backward()  # type: ignore[no-untyped-call]
-        self._optimizer.collect()
-        end = self._now()
-        self._seconds.forward += middle - start
-        self._seconds.backward += end - middle
+        if not self._takes_part(microbatch):
+            return
+        batch, given = self._batch(microbatch), loss if microbatch is not None else None
+        # A divergence comes with the entropy, here as in `local`.
+        work = Work(batch=batch, loss=given, temperature=temperature, entropy=entropy or kl, kl=kl)
+        self._waiting.append(work)
+        if self._parallel.pipeline_parallel == 1:
+            self._work_off()
 
     @torch.no_grad()
     def route(self, microbatch: Microbatch | None) -> None:
         """See ``Backend``. A table that will be replayed needs no forward pass."""
-        if microbatch is None or self.routers is None:
+        if self.routers is None:
             return
-        start = time.perf_counter()
-        if microbatch.experts_TNK is not None:
-            self.routers.count_table(microbatch.experts_TNK)
-        else:
-            load = RouterLoad()
-            with allocating_on(self._device):
-                self._model.hidden_states(microbatch.tokens.to(self._device), Routes(load=load))
-            self.routers.count(self._summed(load).chosen)
-        self._seconds.forward += self._now() - start
+        table = None if microbatch is None else microbatch.experts_TNK
+        if table is not None:
+            self.routers.count_table(table)
+        own = microbatch if table is None else None
+        if self._somebody(own is not None):
+            load = self._passes.route(self._batch(own).tokens, self._model)
+            if own is not None:
+                self.routers.count(load.chosen)
 
     def score(self, microbatch: Microbatch | None, *, temperature: float) -> Tensor:
         """See ``Backend``."""
@@ -139,9 +136,10 @@ class MegatronBackend:
 
     def step(self, learning_rate: float) -> float:
         """See ``Backend``."""
+        self._work_off()
         start = time.perf_counter()
         norm = self._optimizer.step(learning_rate)
-        self._seconds.optimizer += self._now() - start
+        self._passes.seconds.optimizer += self._now() - start
         return norm
 
     def freeze_reference(self) -> None:
@@ -151,8 +149,14 @@ class MegatronBackend:
 
     def new_optimizer(self, config: OptimizerConfig, *, whole: bool = False) -> None:
         """See ``Backend``. There is no adapter, so everything is trained in any case."""
+        self._waiting.clear()
         self._optimizer = ShardedOptimizer(
-            self._model.gpt, self._mapping, self._groups, config, sequence_parallel=self._parallel.sequence_parallel
+            self._model.parameters_by_name(),
+            self._mapping,
+            self._groups,
+            config,
+            sequence_parallel=self._parallel.sequence_parallel,
+            tied=self._model.tied,
         )
 
     def layout(self) -> TensorLayout:
@@ -187,7 +191,7 @@ class MegatronBackend:
 
     def take_seconds(self) -> Seconds:
         """See ``Backend``."""
-        taken, self._seconds = self._seconds, Seconds()
+        taken, self._passes.seconds = self._passes.seconds, Seconds()
         return taken
 
     def environment(self) -> dict[str, str]:
@@ -199,6 +203,8 @@ class MegatronBackend:
             "ranks": str(dist.get_world_size()),
             "tensor_parallel": str(self._parallel.tensor_parallel),
             "context_parallel": str(self._parallel.context_parallel),
+            "pipeline_parallel": str(self._parallel.pipeline_parallel),
+            "expert_parallel": str(self._parallel.expert_parallel),
         }
 
     def state(self) -> BackendState:
@@ -246,53 +252,32 @@ class MegatronBackend:
         load(part.parameters_by_name(), whole, self._mapping, self._groups)
         return part.to(self._device).eval()
 
-    def _scores(
-        self,
-        model: MegatronModel,
-        microbatch: Microbatch,
-        temperature: float,
-        *,
-        entropy: bool = False,
-        kl: bool = False,
-        load: RouterLoad | None = None,
-    ) -> Scores:
-        batch = microbatch.to(self._device)
-        if self._role == "critic":
-            return Scores(values(model, self._groups, batch))
-        replayed = self.routers is not None and model is self._model  # the sampler never was the reference
-        return policy_scores(
-            model,
-            self._groups,
-            batch,
-            temperature=temperature,
-            entropy=entropy,
-            reference=self._reference if kl else None,
-            routes=Routes(batch.experts_TNK, load) if replayed else None,
-        )
+    def _work_off(self) -> None:
+        """Forward and backward of what waits."""
+        works, self._waiting = self._waiting, []
+        if works:
+            self._passes.accumulate(works, self._model, self._reference, self._optimizer.collect)
 
-    @torch.no_grad()
+    def _takes_part(self, microbatch: Microbatch | None) -> bool:
+        """Without a microbatch there is something to do only where other ranks' tokens come to this rank's experts."""
+        return microbatch is not None or self._groups.experts.size() > 1
+
+    def _somebody(self, has: bool) -> bool:
+        """Whether any rank of those that exchange tokens has a microbatch."""
+        if self._groups.experts.size() == 1:
+            return has
+        flag = torch.tensor(float(has), device=self._device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._groups.experts)
+        return bool(flag)
+
+    def _batch(self, microbatch: Microbatch | None) -> Microbatch:
+        return (_nothing() if microbatch is None else microbatch).to(self._device)
+
     def _score_by(self, model: MegatronModel, microbatch: Microbatch | None, temperature: float) -> Tensor:
-        if microbatch is None:
+        if not self._takes_part(microbatch):
             return torch.empty(0, device=self._device)
-        start = time.perf_counter()
-        with allocating_on(self._device):
-            scores = self._scores(model, microbatch, temperature)
-        self._seconds.forward += self._now() - start
-        return scores.values_M
-
-    def _summed(self, load: RouterLoad) -> RouterLoad:
-        """Without gradient, over the ranks that hold other tokens of the same microbatch."""
-        group = self._groups.context
-        if group.size() == 1:
-            return load
-        total = RouterLoad()
-        for layer, chosen_E in load.chosen.items():
-            own = torch.stack((load.entropy[layer], torch.tensor(float(load.num_tokens)).to(load.entropy[layer])))
-            sums = torch.cat((chosen_E.double(), load.probs[layer].detach().double(), own))
-            dist.all_reduce(sums, group=group)
-            total.chosen[layer], total.probs[layer] = sums[: len(chosen_E)].long(), sums[len(chosen_E) : -2].float()
-            total.entropy[layer], total.num_tokens = sums[-2], int(sums[-1])
-        return total
+        work = Work(batch=self._batch(microbatch), loss=None, temperature=temperature)
+        return self._passes.score(work, model, replay=model is self._model)
 
     def _optimizer_parts(self) -> dict[str, dict[str, Tensor]]:
         """This rank's optimizer state: by kind, then by megatron-core name."""
@@ -341,3 +326,12 @@ def _by_kind(optimizer: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         kind, name = key.split(".", 1)
         parts.setdefault(kind, {})[name] = tensor
     return parts
+
+
+def _nothing() -> Microbatch:
+    """One token, none of it scored: for a rank that has no microbatch while others need its experts."""
+    none_M, zero_T = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    tokens = PackedTokens(
+        token_ids_T=zero_T, position_ids_T=zero_T, cu_seqlens_S1=torch.tensor([0, 1]), lengths=(1,), max_seqlen=1
+    )
+    return Microbatch(tokens, none_M, none_M, none_M, none_M.float(), none_M.float(), none_M)

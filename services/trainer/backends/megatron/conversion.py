@@ -1,9 +1,9 @@
 """Hugging Face tensors and megatron-core parameters: pure functions of names and tensors.
 
 Two independent steps, each with an exact inverse. *Cutting*: a tensor-parallel rank holds a contiguous run of rows or
-columns of each Hugging Face tensor (whole heads, the same rows of gate and up). *Fusing*: megatron-core keeps some of
-these runs in one parameter: query, key and value by query group, gate above up. Moments of the optimizer have the
-shapes of their parameters and go the same way.
+columns of each Hugging Face tensor (whole heads, the same rows of gate and up), of the experts that are dealt to its
+expert-parallel rank. *Fusing*: megatron-core keeps some of these runs in one parameter: query, key and value by query
+group, gate above up. Moments of the optimizer have the shapes of their parameters and go the same way.
 
 Shape legend: n = rows of a piece on one rank, ... = the dimensions after the first.
 """
@@ -20,10 +20,12 @@ from torch import Tensor
 
 from penstock.shared.errors import ConfigError
 
-__all__ = ["Parameter", "Piece", "cut", "fuse", "joined", "mapping_of", "split"]
+__all__ = ["EMBEDDING", "Parameter", "Piece", "cut", "dealt", "fuse", "joined", "mapping_of", "shape_on_rank", "split"]
+
+EMBEDDING = "embedding.word_embeddings.weight"
 
 _GLOBAL: dict[str, tuple[str, int | None]] = {
-    "model.embed_tokens.weight": ("embedding.word_embeddings.weight", 0),
+    "model.embed_tokens.weight": (EMBEDDING, 0),
     "model.norm.weight": ("decoder.final_layernorm.weight", None),
     "lm_head.weight": ("output_layer.weight", 0),
     "score.weight": ("value_head.weight", None),
@@ -47,8 +49,9 @@ _LAYER: dict[str, tuple[str, int | None]] = {
     "mlp.experts.gate_up_proj": ("mlp.experts.gate_up_proj", 1),
     "mlp.experts.down_proj": ("mlp.experts.down_proj", 2),
 }
-_VOCABULARY = {"embedding.word_embeddings.weight", "output_layer.weight"}
+_VOCABULARY = {EMBEDDING, "output_layer.weight"}
 _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_EXPERTS = ".mlp.experts."
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +63,14 @@ class Piece:
         shape: of the whole.
         dim: dimension along which the tensor-parallel ranks cut it; None: every rank holds the whole.
         halves: along that dimension there are two tensors, and a rank holds a part of each.
+        dealt_to: expert-parallel ranks over which the first dimension, the experts, is divided.
     """
 
     name: str
     shape: tuple[int, ...]
     dim: int | None
     halves: bool = False
+    dealt_to: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +82,34 @@ class Parameter:
         pieces: in the order in which they are fused.
         groups: the pieces are interleaved in this many groups of rows on one rank: query groups in attention, else 1.
         padded_rows: rows on one rank where these are padded to be equal (vocabulary); else None.
+        stage: the pipeline stage that has it. The last one keeps a copy of a tied embedding, too.
     """
 
     name: str
     pieces: tuple[Piece, ...]
     groups: int = 1
     padded_rows: int | None = None
+    stage: int = 0
 
     @property
     def is_cut(self) -> bool:
-        """Whether the ranks hold different parts."""
+        """Whether tensor-parallel ranks hold different parts."""
         return self.pieces[0].dim is not None
 
+    @property
+    def is_dealt(self) -> bool:
+        """Whether expert-parallel ranks hold different parts."""
+        return self.pieces[0].dealt_to > 1
 
-def mapping_of(shapes: Mapping[str, tuple[int, ...]], *, num_kv_heads: int, tensor_parallel: int) -> list[Parameter]:
+
+def mapping_of(
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    num_kv_heads: int,
+    tensor_parallel: int,
+    pipeline_parallel: int = 1,
+    expert_parallel: int = 1,
+) -> list[Parameter]:
     """The parameters of a Llama, Qwen or Mixtral model, from its Hugging Face names and shapes.
 
     Args:
@@ -102,14 +121,23 @@ def mapping_of(shapes: Mapping[str, tuple[int, ...]], *, num_kv_heads: int, tens
     pieces: dict[str, list[Piece]] = {}
     for name, shape in shapes.items():
         target, dim = _place(name)
-        pieces.setdefault(target, []).append(Piece(name, shape, dim, halves=name.endswith(".gate_up_proj")))
+        ranks = expert_parallel if _EXPERTS in name else 1
+        piece = Piece(name, shape, dim, halves=name.endswith(".gate_up_proj"), dealt_to=ranks)
+        pieces.setdefault(target, []).append(piece)
     _check_cut(pieces, num_kv_heads=num_kv_heads, tensor_parallel=tensor_parallel)
+    _check_experts(pieces, expert_parallel)
+    stages = _stages(pieces, pipeline_parallel)
     parameters = []
     for name, parts in pieces.items():
         groups = num_kv_heads // tensor_parallel if ".linear_qkv." in name else 1
         padded = math.ceil(parts[0].shape[0] / tensor_parallel) if name in _VOCABULARY else None
-        parameters.append(Parameter(name, tuple(parts), groups, padded))
+        parameters.append(Parameter(name, tuple(parts), groups, padded, stages[name]))
     return parameters
+
+
+def dealt(whole: Tensor, piece: Piece, *, rank: int) -> Tensor:
+    """The experts of expert-parallel rank ``rank``; a tensor without experts as it is."""
+    return whole.chunk(piece.dealt_to, 0)[rank] if piece.dealt_to > 1 else whole
 
 
 def cut(whole: Tensor, piece: Piece, *, rank: int, size: int) -> Tensor:
@@ -147,10 +175,17 @@ def split(fused: Tensor, parameter: Parameter, *, rank: int, size: int) -> list[
     return [part.flatten(0, 1) for part in torch.split(grouped, [n // parameter.groups for n in rows], 1)]
 
 
+def shape_on_rank(parameter: Parameter, *, size: int) -> tuple[int, ...]:
+    """Shape of the fused parameter; the same on each of ``size`` tensor-parallel ranks."""
+    first = parameter.pieces[0]
+    rows = parameter.padded_rows or sum(_rows(piece, 0, size) for piece in parameter.pieces)
+    return rows, *(n // size if dim == first.dim else n for dim, n in enumerate(first.shape) if dim)
+
+
 def _rows(piece: Piece, rank: int, size: int) -> int:
     """Rows of the piece on ``rank``."""
     if piece.dim != 0:
-        return piece.shape[0]
+        return piece.shape[0] // piece.dealt_to
     per_rank = math.ceil(piece.shape[0] / size)
     return max(0, min(per_rank, piece.shape[0] - rank * per_rank))
 
@@ -187,3 +222,30 @@ def _check_cut(pieces: Mapping[str, list[Piece]], *, num_kv_heads: int, tensor_p
         (part,) = pieces[name]
         if not _rows(part, tensor_parallel - 1, tensor_parallel):
             raise ConfigError(f"a vocabulary of {part.shape[0]} is too small for tensor_parallel {tensor_parallel}")
+
+
+def _check_experts(pieces: Mapping[str, list[Piece]], expert_parallel: int) -> None:
+    numbers = {part.shape[0] for parts in pieces.values() for part in parts if _EXPERTS in part.name}
+    if expert_parallel > 1 and not numbers:
+        raise ConfigError(f"backend.expert_parallel {expert_parallel}: this model has no experts")
+    for number in numbers:
+        if number % expert_parallel:
+            raise ConfigError(
+                f"backend.expert_parallel {expert_parallel} does not divide the {number} experts of a layer"
+            )
+
+
+def _stages(pieces: Mapping[str, list[Piece]], pipeline_parallel: int) -> dict[str, int]:
+    """The stage of each megatron-core parameter: equal runs of layers, the embedding first, what follows them last."""
+    layers = {name: int(name.split(".")[2]) for name in pieces if name.startswith("decoder.layers.")}
+    number = len(set(layers.values()))
+    if number % pipeline_parallel:
+        raise ConfigError(
+            f"backend.pipeline_parallel {pipeline_parallel} does not divide the {number} layers of the model: every "
+            "stage has as many"
+        )
+    per_stage = max(1, number // pipeline_parallel)
+    ends = {EMBEDDING: 0}
+    return {
+        name: layers[name] // per_stage if name in layers else ends.get(name, pipeline_parallel - 1) for name in pieces
+    }

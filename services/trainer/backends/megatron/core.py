@@ -15,7 +15,9 @@ __all__ = [
     "IdentityOp",
     "MLPSubmodules",
     "ModuleSpec",
+    "P2PCommunicator",
     "PackedSeqParams",
+    "ProcessGroupCollection",
     "SelfAttention",
     "SelfAttentionSubmodules",
     "TransformerBlockSubmodules",
@@ -23,6 +25,7 @@ __all__ = [
     "TransformerLayer",
     "TransformerLayerSubmodules",
     "get_bias_dropout_add",
+    "get_forward_backward_func",
     "mappings",
     "parallel_state",
     "tensor_parallel",
@@ -35,6 +38,9 @@ try:
         from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
         from megatron.core.models.gpt import GPTModel
         from megatron.core.packed_seq_params import PackedSeqParams
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+        from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+        from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.core.tensor_parallel import mappings
         from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
         from megatron.core.transformer.identity_op import IdentityOp

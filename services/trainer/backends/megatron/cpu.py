@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
-__all__ = ["allocating_on"]
+__all__ = ["allocating_on", "scheduling_on"]
 
 
 @contextmanager
@@ -26,3 +28,24 @@ def allocating_on(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.cuda.current_device = original
+
+
+@contextmanager
+def scheduling_on(device: torch.device) -> Iterator[None]:
+    """As ``allocating_on``, for the pipeline schedules too: they count tokens on a device that they call "cuda"."""
+    with allocating_on(device):
+        if device.type == "cuda":
+            yield
+            return
+        with _CudaMeans(device):
+            yield
+
+
+class _CudaMeans(TorchFunctionMode):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return func(*args, **({**kwargs, "device": self._device} if kwargs.get("device") == "cuda" else kwargs))

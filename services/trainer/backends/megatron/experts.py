@@ -1,22 +1,26 @@
-"""A mixture-of-experts layer inside the megatron-core model: each tensor-parallel rank holds a slice of every expert.
+"""A mixture-of-experts layer inside the megatron-core model: whole experts on expert-parallel ranks, a slice of the
+width of each on tensor-parallel ranks.
 
 megatron-core's own layer is built for grouped kernels and exchanges between GPUs. This one is the layer of trainer and
-sampler over the rank's slice of the experts' width; the ranks' outputs are partial sums.
+sampler; the outputs of tensor-parallel ranks are partial sums, rows travel to the ranks of their experts and back.
 
 Shape legend: T = tokens of this context-parallel rank, padding included, D = model width, E = experts, K = experts of a
-token, I = width of an expert on this rank.
+token, A = T · K assignments, I = width of an expert on this rank, X = expert-parallel ranks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.services.trainer.backends.megatron.core import mappings, parallel_state
-from penstock.shared.models.experts import Routes, Routing, Sparse
+from penstock.services.trainer.backends.megatron.core import mappings
+from penstock.services.trainer.backends.megatron.groups import Groups
+from penstock.shared.models.experts import Routes, Routing, Sparse, run_experts
 
 __all__ = ["ParallelExperts", "RealTokens"]
 
@@ -34,6 +38,31 @@ class RealTokens:
         return torch.cat((experts_TK, Routes().choose(layer, probs_TE[self.number :], top_k)))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Dealt(Sparse):
+    """The layer where each rank of ``group`` holds some of the experts. A collective, in both directions."""
+
+    group: dist.ProcessGroup
+
+    def outputs(self, h_AD: Tensor, counts: list[int]) -> Tensor:
+        """See ``Sparse``: rows go to the ranks of their experts (GShard, arXiv 2006.16668, section 3.2) and back."""
+        ranks = self.group.size()
+        sent_E = torch.tensor(counts, device=h_AD.device)
+        received_E = torch.empty_like(sent_E)
+        dist.all_to_all_single(received_E, sent_E, group=self.group)
+        to_XE = sent_E.view(ranks, -1).sum(1).tolist()
+        from_XE: list[list[int]] = received_E.view(ranks, -1).tolist()
+        from_X = [sum(row) for row in from_XE]
+        by_rank = torch.split(mappings.all_to_all(self.group, h_AD, from_X, to_XE), [n for row in from_XE for n in row])
+        own = len(from_XE[0])
+        rows = torch.cat([by_rank[rank * own + expert] for expert in range(own) for rank in range(ranks)])
+        out = run_experts(self.experts, rows, [sum(row[expert] for row in from_XE) for expert in range(own)])
+        by_expert = torch.split(out, [row[expert] for expert in range(own) for row in from_XE])
+        back = torch.cat([by_expert[expert * ranks + rank] for rank in range(ranks) for expert in range(own)])
+        returned: Tensor = mappings.all_to_all(self.group, back, to_XE, from_X)
+        return returned
+
+
 class _Router(nn.Module):
     """Weight [E, D], whole on every rank."""
 
@@ -43,11 +72,12 @@ class _Router(nn.Module):
 
 
 class _Experts(nn.Module):
-    """Gate and up [E, 2 I, D], down [E, D, I]."""
+    """Gate and up [E / X, 2 I, D], down [E / X, D, I]."""
 
-    def __init__(self, like: Any, ranks: int, dtype: torch.dtype) -> None:
+    def __init__(self, like: Any, groups: Groups, dtype: torch.dtype) -> None:
         super().__init__()
         experts, twice_width, model_width = like.gate_up_proj.shape
+        experts, ranks = experts // groups.experts.size(), groups.tensor.size()
         self.gate_up_proj = nn.Parameter(torch.empty(experts, twice_width // ranks, model_width, dtype=dtype))
         self.down_proj = nn.Parameter(torch.empty(experts, model_width, twice_width // 2 // ranks, dtype=dtype))
 
@@ -55,18 +85,19 @@ class _Experts(nn.Module):
 class ParallelExperts(nn.Module):
     """``mlp`` of the layer specification; computes what ``like`` does.
 
-    ``routing`` is set before a forward pass and stays until its backward pass is over.
+    ``routing`` is set before a forward pass; where activations are computed again, it is set again before that.
     """
 
     routing: Routing | None = None
 
-    def __init__(self, *, config: Any, like: Sparse) -> None:
+    def __init__(self, *, config: Any, like: Sparse, groups: Groups) -> None:
         super().__init__()
-        self._group = parallel_state.get_tensor_model_parallel_group()
+        self._group = groups.tensor
         self._sequence_parallel = config.sequence_parallel
         self.router = _Router(like.router, config.params_dtype)
-        self.experts = _Experts(like.experts, self._group.size(), config.params_dtype)
-        self._sparse = replace(like, router=self.router, experts=self.experts)
+        self.experts = _Experts(like.experts, groups, config.params_dtype)
+        own = Sparse if groups.experts.size() == 1 else partial(_Dealt, group=groups.experts)
+        self._sparse = own(like.number, self.router, self.experts, like.top_k, like.normalise)
 
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
         """[T, 1, D] -> ([T, 1, D], no bias); T / ranks with sequence parallelism."""

@@ -1,22 +1,31 @@
-"""The process groups of one backend: megatron-core's global state, opened once for each process and sizes."""
+"""The process groups of one backend, opened once for each process and set of ranks.
+
+Ranks stand in a grid, tensor-parallel neighbours first, then context parallel, pipeline stages and data parallel: the
+ranks of one copy of the model are neighbours.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
-from penstock.services.trainer.backends.megatron.core import parallel_state, tensor_parallel
+from penstock.services.trainer.backends.megatron import core
 from penstock.shared.config.backend import MegatronConfig
 from penstock.shared.errors import ConfigError
 
 __all__ = ["Groups", "open_groups"]
 
+Ints = NDArray[np.int64]
 
-_present: dict[str, tuple[object, int, int]] = {}
-"""What megatron-core's state was built for: it does not notice when the process group under it is another one."""
+_open: dict[tuple[object, tuple[int, ...]], dist.ProcessGroup] = {}
+"""Groups by the process group of all ranks under which they were made, and their ranks: the same on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +35,20 @@ class Groups:
     Attributes:
         tensor: ranks that hold different parts of the same layers.
         context: ranks that hold different tokens of the same microbatch.
+        pipeline: ranks that hold different layers, first stage first.
+        ends: first and last stage on these two, this rank alone on stages between.
         gradients: ranks whose gradients add up: other tokens, same parts (data and context parallel).
+        experts: some of ``gradients``, which hold different experts of the same layers.
+        same_experts: the ranks of ``gradients`` that hold the same experts.
     """
 
     tensor: dist.ProcessGroup
     context: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
+    ends: dist.ProcessGroup
     gradients: dist.ProcessGroup
+    experts: dist.ProcessGroup
+    same_experts: dist.ProcessGroup
 
     def in_tensor(self) -> tuple[int, int]:
         """(rank, size) in ``tensor``."""
@@ -41,9 +58,25 @@ class Groups:
         """(rank, size) in ``context``."""
         return self.context.rank(), self.context.size()
 
+    def in_pipeline(self) -> tuple[int, int]:
+        """(stage, stages)."""
+        return self.pipeline.rank(), self.pipeline.size()
+
+    def of_megatron(self) -> Any:
+        """As megatron-core's layers and schedules take them."""
+        return core.ProcessGroupCollection(
+            tp=self.tensor, cp=self.context, pp=self.pipeline, dp_cp=self.gradients, embd=None, pos_embd=None
+        )
+
+    def from_stage(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
+        """The tensor of ``stage`` on all stages; elsewhere ``tensor`` says shape and type and is overwritten."""
+        if self.pipeline.size() > 1:
+            dist.broadcast(tensor, dist.get_global_rank(self.pipeline, stage), group=self.pipeline)
+        return tensor
+
 
 def open_groups(config: MegatronConfig) -> Groups:
-    """megatron-core's groups over all ranks; a process that nobody launched as a rank is a world of one.
+    """The groups over all ranks; a process that nobody launched as a rank is a world of one.
 
     Raises:
         ConfigError: the ranks cannot be divided this way.
@@ -54,37 +87,54 @@ def open_groups(config: MegatronConfig) -> Groups:
     world = dist.get_world_size()
     if world % config.model_parallel:
         raise ConfigError(
-            f"{world} trainer ranks cannot be divided by backend.tensor_parallel x context_parallel = "
-            f"{config.tensor_parallel} x {config.context_parallel}"
+            f"{world} trainer ranks cannot be divided by backend.tensor_parallel x context_parallel x "
+            f"pipeline_parallel = {config.tensor_parallel} x {config.context_parallel} x {config.pipeline_parallel}"
         )
-    _open_parallel_state(config.tensor_parallel, config.context_parallel)
-    # The forward pass draws no random numbers; this tracker needs no CUDA generator.
-    tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
+    grid = np.arange(world).reshape(-1, config.pipeline_parallel, config.context_parallel, config.tensor_parallel)
+    pipelines = grid.transpose(0, 2, 3, 1).reshape(-1, config.pipeline_parallel)
+    others = grid.transpose(1, 3, 0, 2).reshape(-1, world // (config.pipeline_parallel * config.tensor_parallel))
+    if others.shape[1] % config.expert_parallel:
+        raise ConfigError(
+            f"backend.expert_parallel {config.expert_parallel} does not divide the {others.shape[1]} context- and "
+            f"data-parallel ranks ({world} trainer ranks): experts are dealt to ranks with other tokens"
+        )
+    by_experts = others.reshape(len(others), -1, config.expert_parallel)
+    _prepare_megatron()
     return Groups(
-        parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_context_parallel_group(),
-        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        tensor=_own_group(grid.reshape(-1, config.tensor_parallel)),
+        context=_own_group(grid.transpose(0, 1, 3, 2).reshape(-1, config.context_parallel)),
+        pipeline=_own_group(pipelines),
+        ends=_own_group([*(np.unique(p[[0, -1]]) for p in pipelines), *pipelines[:, 1:-1].reshape(-1, 1)]),
+        gradients=_own_group(others),
+        experts=_own_group(by_experts.reshape(-1, config.expert_parallel)),
+        same_experts=_own_group(by_experts.transpose(0, 2, 1).reshape(-1, by_experts.shape[1])),
     )
 
 
-def _open_parallel_state(tensor_parallel: int, context_parallel: int) -> None:
-    """Build megatron-core's groups, unless they are there: over this process group and of these sizes."""
-    wanted = (dist.group.WORLD, tensor_parallel, context_parallel)
-    if parallel_state.is_initialized():
-        if _present.get("groups") == wanted:
-            return
-        parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor_parallel,
-        context_parallel_size=context_parallel,
-        create_gloo_process_groups=False,
-        distributed_timeout_minutes=_deadline() / timedelta(minutes=1),
-    )
-    _present["groups"] = wanted
+def _own_group(partition: Iterable[Ints]) -> dist.ProcessGroup:
+    """This rank's of the groups into which all ranks fall. Every rank makes all of them, in the same order."""
+    for stale in [key for key in _open if key[0] is not dist.group.WORLD]:
+        del _open[stale]
+    own: dist.ProcessGroup | None = None
+    for ranks in partition:
+        key = (dist.group.WORLD, tuple(ranks.tolist()))
+        if key not in _open:
+            _open[key] = dist.new_group(list(key[1]), timeout=_deadline())
+        own = _open[key] if dist.get_rank() in key[1] else own
+    assert own is not None
+    return own
+
+
+def _prepare_megatron() -> None:
+    """megatron-core's global state as far as its layers need it: none of its own groups, which are many, are built."""
+    if core.parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        core.parallel_state._set_global_memory_buffer()
+    # The forward pass draws no random numbers; this tracker needs no CUDA generator.
+    core.tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
 
 
 def _deadline() -> timedelta:
-    """How long the ranks wait for each other elsewhere; megatron-core's own groups would wait for half an hour."""
+    """How long the ranks wait for each other elsewhere."""
     assert dist.group.WORLD is not None
     options = dist.group.WORLD._get_backend(torch.device("cpu")).options
     deadline: timedelta = options._timeout

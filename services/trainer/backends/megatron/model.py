@@ -4,11 +4,13 @@ The layers that are parallel (embedding, projections, MLP) are megatron-core's; 
 ours, so that they run without Apex and TransformerEngine and round as trainer and sampler do elsewhere.
 
 Shape legend: T = tokens of the microbatch, P = T padded to a multiple of the ranks that share it, R = tokens on this
-context-parallel rank, D = model width, d = head width.
+context-parallel rank, S = those of it that this rank keeps between layers (R without sequence parallelism), D = model
+width, d = head width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +22,7 @@ from transformers import PreTrainedModel
 
 from penstock.services.trainer.backends.megatron import core
 from penstock.services.trainer.backends.megatron.attention import PackedCausalAttention, PackedSequences
+from penstock.services.trainer.backends.megatron.conversion import EMBEDDING
 from penstock.services.trainer.backends.megatron.experts import ParallelExperts, RealTokens
 from penstock.services.trainer.backends.megatron.groups import Groups
 from penstock.shared.config.backend import MegatronConfig
@@ -30,6 +33,8 @@ from penstock.shared.models.experts import Routes, Sparse
 from penstock.shared.models.packed import PackedTokens
 
 __all__ = ["MegatronModel", "RMSNorm"]
+
+_LAYERS = "decoder.layers."
 
 
 class RMSNorm(nn.Module):
@@ -49,9 +54,17 @@ class _CheckpointedLayer(core.TransformerLayer):  # type: ignore[misc]
     """A layer whose activations are computed again in the backward pass. Draws no random numbers."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        run = super().forward
         if not torch.is_grad_enabled():
-            return super().forward(*args, **kwargs)
-        return checkpoint(super().forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+            return run(*args, **kwargs)
+        routing = getattr(self.mlp, "routing", None)
+
+        def with_its_routing(*args: Any, **kwargs: Any) -> Any:
+            # By the time of the backward pass a pipeline has sent other microbatches through.
+            self.mlp.routing = routing
+            return run(*args, **kwargs)
+
+        return checkpoint(with_its_routing, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 class _HiddenStates(core.GPTModel):  # type: ignore[misc]
@@ -62,7 +75,7 @@ class _HiddenStates(core.GPTModel):  # type: ignore[misc]
 
 
 class MegatronModel(nn.Module):
-    """The part of one model on this rank; parameters have no values yet.
+    """The part of one model on this rank, layers of one pipeline stage; parameters have no values yet.
 
     Args:
         like: the Hugging Face model whose function is computed; only its configuration and rotary embedding are used.
@@ -84,37 +97,52 @@ class MegatronModel(nn.Module):
         _check_heads(plan.num_kv_heads, config)
         self._groups, self._sequence_parallel = groups, config.sequence_parallel
         self._rotary: Any = type(like.model.rotary_emb)(config=like.config)
+        self._width, self._dtype = like.config.hidden_size, like.dtype
         self.is_critic = not hasattr(like, "lm_head")
+        self.tied = not self.is_critic and like.config.tie_word_embeddings
         self.vocab_size: int = plan.embedding.weight.shape[0]
         tensor_rank, tensor_size = groups.in_tensor()
         self.vocabulary_per_rank = -(-self.vocab_size // tensor_size)
         self.first_of_vocabulary = tensor_rank * self.vocabulary_per_rank
-        tied = self.is_critic or like.config.tie_word_embeddings
+        stage, stages = groups.in_pipeline()
+        number = len(plan.layers) // stages
+        self._first_layer = stage * number
+        self.is_first, self.is_last = stage == 0, stage == stages - 1
         self.gpt = _HiddenStates(
             _transformer_config(like, config),
-            _block(like, config),
+            _block(plan.layers[self._first_layer : self._first_layer + number], config, groups),
             vocab_size=self.vocabulary_per_rank * tensor_size,
             max_sequence_length=like.config.max_position_embeddings,
-            share_embeddings_and_output_weights=tied,
+            pre_process=self.is_first,
+            post_process=self.is_last,
+            share_embeddings_and_output_weights=stages == 1 and (self.is_critic or self.tied),
             position_embedding_type="none",
+            pg_collection=groups.of_megatron(),
         )
-        if self.is_critic:
+        if self.is_critic and self.is_last:
+            self.gpt.output_layer = None
             self.gpt.value_head = nn.utils.skip_init(
                 nn.Linear, like.config.hidden_size, 1, bias=False, dtype=like.dtype
             )  # type: ignore[no-untyped-call]
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters by their megatron-core names, tied ones once."""
-        return dict(self.gpt.named_parameters())
+        """This rank's parameters by the names that megatron-core gives them in a whole model.
+
+        What is tied has the name of the embedding, on the last of several stages too: it keeps a copy.
+        """
+        return {self._name_in_whole(name): parameter for name, parameter in self.gpt.named_parameters()}
+
+    def _name_in_whole(self, name: str) -> str:
+        if name.startswith(_LAYERS):
+            layer, rest = name.removeprefix(_LAYERS).split(".", 1)
+            return f"{_LAYERS}{self._first_layer + int(layer)}.{rest}"
+        return EMBEDDING if self.tied and name == "output_layer.weight" else name
 
     def head_weight(self) -> Tensor:
-        """This rank's rows of the output head, without padding."""
-        weight: Tensor = self.gpt.shared_embedding_or_output_weight() if self._tied else self.gpt.output_layer.weight
+        """This rank's rows of the output head, without padding. Only the last stage has it."""
+        shared = self.gpt.share_embeddings_and_output_weights
+        weight: Tensor = self.gpt.shared_embedding_or_output_weight() if shared else self.gpt.output_layer.weight
         return weight[: self.vocab_size - self.first_of_vocabulary]
-
-    @property
-    def _tied(self) -> bool:
-        return bool(self.gpt.share_embeddings_and_output_weights)
 
     def _route(self, routing: RealTokens | None) -> None:
         for module in self.gpt.modules():
@@ -126,30 +154,47 @@ class MegatronModel(nn.Module):
         unit = self._groups.tensor.size() if self._sequence_parallel else 1
         return -(-tokens.num_tokens // (self._groups.context.size() * unit)) * unit
 
-    def hidden_states(self, tokens: PackedTokens, routes: Routes | None = None) -> Tensor:
-        """Final normalised hidden states [R, D] of this context-parallel rank's run of the padded row. Differentiable.
+    def handed_on(self, tokens: PackedTokens) -> list[int]:
+        """[S, 1, D]: the shape of what a stage gives to the next."""
+        return [
+            self.tokens_per_rank(tokens) // (self._groups.tensor.size() if self._sequence_parallel else 1),
+            1,
+            self._width,
+        ]
 
-        Every rank of the tensor-parallel group gets the same; a gradient that it returns must be the whole one.
+    def run_stage(self, tokens: PackedTokens, routes: Routes | None = None) -> Tensor:
+        """This stage's layers [S, 1, D] over this context-parallel rank's run of the padded row. Differentiable.
+
+        The first stage begins with the embedding, the last ends with the final norm; others continue what the
+        schedule has put in as their input.
         """
         rank, ranks = self._groups.in_context()
         run = self.tokens_per_rank(tokens)
         padded_P = F.pad(tokens.token_ids_T, (0, run * ranks - tokens.num_tokens))
         ids_R = padded_P[rank * run : (rank + 1) * run]
         self._route(None if routes is None else _routes_of_run(routes, tokens.num_tokens, rank * run, run))
-        cos, sin = self._rotary(self.head_weight(), tokens.position_ids_T[None])
+        like = torch.empty(0, dtype=self._dtype, device=ids_R.device)
+        cos, sin = self._rotary(like, tokens.position_ids_T[None])
         sequences = PackedSequences(
             qkv_format="thd",
             blocks=CausalBlocks.of(tokens),
             rope=(cos[0, :, None], sin[0, :, None]),
             num_tokens=tokens.num_tokens,
         )
-        hidden_R1D = self.gpt(ids_R[None], None, None, packed_seq_params=sequences)
-        if self._sequence_parallel:
-            hidden_R1D = core.mappings.gather_from_sequence_parallel_region(
-                hidden_R1D, tensor_parallel_output_grad=False, group=self._groups.tensor
-            )
-        hidden_RD: Tensor = hidden_R1D[:, 0]
-        return hidden_RD
+        hidden_S1D: Tensor = self.gpt(ids_R[None], None, None, packed_seq_params=sequences)
+        return hidden_S1D
+
+    def final(self, hidden_S1D: Tensor) -> Tensor:
+        """Final hidden states [R, D] from what the last stage's layers gave. Differentiable.
+
+        Every rank of the tensor-parallel group gets the same; a gradient that it returns must be the whole one.
+        """
+        if not self._sequence_parallel:
+            return hidden_S1D[:, 0]
+        hidden_R1D: Tensor = core.mappings.gather_from_sequence_parallel_region(
+            hidden_S1D, tensor_parallel_output_grad=False, group=self._groups.tensor
+        )
+        return hidden_R1D[:, 0]
 
 
 def _routes_of_run(routes: Routes, num_tokens: int, start: int, run: int) -> RealTokens:
@@ -160,7 +205,7 @@ def _routes_of_run(routes: Routes, num_tokens: int, start: int, run: int) -> Rea
 
 
 def _check_heads(num_kv_heads: int, config: MegatronConfig) -> None:
-    if num_kv_heads % config.model_parallel:
+    if num_kv_heads % config.sharing_heads:
         raise ConfigError(
             f"backend.tensor_parallel x context_parallel = {config.tensor_parallel} x {config.context_parallel} does "
             f"not divide the {num_kv_heads} key/value heads of the model: every rank attends with whole query groups"
@@ -191,6 +236,12 @@ def _transformer_config(like: PreTrainedModel, config: MegatronConfig) -> Any:
         tensor_model_parallel_size=config.tensor_parallel,
         context_parallel_size=config.context_parallel,
         sequence_parallel=config.sequence_parallel,
+        pipeline_model_parallel_size=config.pipeline_parallel,
+        pipeline_dtype=like.dtype,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # of no account, but the default forbids variable lengths
+        batch_p2p_sync=False,
+        calculate_per_token_loss=True,
         use_cpu_initialization=True,
         perform_initialization=False,
         transformer_impl="local",
@@ -198,11 +249,9 @@ def _transformer_config(like: PreTrainedModel, config: MegatronConfig) -> Any:
     )
 
 
-def _block(like: PreTrainedModel, config: MegatronConfig) -> Any:
+def _block(layers: Sequence[Layer], config: MegatronConfig, groups: Groups) -> Any:
     """Layer specifications: megatron-core's parallel layers around our norms and attention."""
-    plan = plan_of(like)
-    assert plan is not None
-    qk_norm = RMSNorm if plan.layers[0].q_norm is not None else core.IdentityOp
+    qk_norm = RMSNorm if layers[0].q_norm is not None else core.IdentityOp
     columns, rows = core.tensor_parallel.ColumnParallelLinear, core.tensor_parallel.RowParallelLinear
     attention = core.SelfAttentionSubmodules(
         linear_qkv=columns,
@@ -220,11 +269,11 @@ def _block(like: PreTrainedModel, config: MegatronConfig) -> Any:
         mlp_bda=core.get_bias_dropout_add,
     )
     kind = _CheckpointedLayer if config.activation_checkpointing else core.TransformerLayer
-    layers = [core.ModuleSpec(module=kind, submodules=_with_experts(layer, part)) for part in plan.layers]
-    return core.TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    specifications = [core.ModuleSpec(module=kind, submodules=_with_experts(layer, part, groups)) for part in layers]
+    return core.TransformerBlockSubmodules(layer_specs=specifications, layer_norm=RMSNorm)
 
 
-def _with_experts(layer: Any, part: Layer) -> Any:
+def _with_experts(layer: Any, part: Layer, groups: Groups) -> Any:
     if not isinstance(part.mlp, Sparse):
         return layer
     like = part.mlp
@@ -233,6 +282,6 @@ def _with_experts(layer: Any, part: Layer) -> Any:
         """A type and not a specification: megatron-core warns of each specification of an MLP that it does not know."""
 
         def __init__(self, *, config: Any) -> None:
-            super().__init__(config=config, like=like)
+            super().__init__(config=config, like=like, groups=groups)
 
     return replace(layer, mlp=Experts)

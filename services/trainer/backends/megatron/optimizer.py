@@ -8,57 +8,70 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.services.trainer.backends.megatron.conversion import Parameter
+from penstock.services.trainer.backends.megatron.conversion import EMBEDDING, Parameter
 from penstock.services.trainer.backends.megatron.groups import Groups
 from penstock.services.trainer.optimizer import Optimizer
 from penstock.shared.config.job import OptimizerConfig
 
 __all__ = ["ShardedOptimizer"]
 
-_EMBEDDING = "embedding.word_embeddings.weight"
-
 
 class ShardedOptimizer(Optimizer):
     """The optimizer of the whole model, a part of it on each rank.
 
     Args:
-        model: this rank's parameters, by their megatron-core names.
+        parameters: this rank's, by their megatron-core names.
         mapping: what the parameters are parts of.
         sequence_parallel: norms see a part of the tokens, so that their gradients are parts too.
+        tied: the embedding is the head as well; of several stages the first and the last hold it.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
         mapping: Sequence[Parameter],
         groups: Groups,
         config: OptimizerConfig,
         *,
         sequence_parallel: bool,
+        tied: bool,
     ) -> None:
-        decayed = frozenset(p.name for p in mapping if len(p.pieces[0].shape) >= 2 and p.name != _EMBEDDING)
-        super().__init__(model, config, decayed=decayed)
-        self._groups = groups
-        self._cut = frozenset(p.name for p in mapping if p.is_cut)
+        decayed = frozenset(p.name for p in mapping if len(p.pieces[0].shape) >= 2 and p.name != EMBEDDING)
+        super().__init__(parameters, config, decayed=decayed)
+        self._groups, self._tied = groups, tied
+        self._cut = frozenset(p.name for p in mapping if p.is_cut and not p.is_dealt)
+        self._dealt = frozenset(p.name for p in mapping if p.is_dealt)
         # Norms of heads see this rank's heads only, routers weigh this rank's part of the experts' outputs.
         partial = ("q_layernorm.", "k_layernorm.", ".router.", *(("layernorm.",) if sequence_parallel else ()))
         self._partial = frozenset(p.name for p in mapping if any(part in p.name for part in partial))
+        stage, _ = groups.in_pipeline()
+        self._copies = frozenset(p.name for p in mapping if p.stage != stage)
 
     def step(self, learning_rate: float) -> float:
         """See ``Optimizer``."""
         for name, param in self._trained.items():
             assert param.grad is not None
-            _add_up(param.grad, self._groups.gradients)
+            _add_up(param.grad, self._groups.same_experts if name in self._dealt else self._groups.gradients)
             if name in self._partial:
                 _add_up(param.grad, self._groups.tensor)
+            if name == EMBEDDING and self._tied:
+                _add_up(param.grad, self._groups.ends)
         return super().step(learning_rate)
 
     def grad_norm(self, grads: Mapping[str, Tensor]) -> Tensor:
-        """Norm over the whole model: parts of all ranks, and what every rank holds once."""
-        parts = torch.nn.utils.get_total_norm([grad for name, grad in grads.items() if name in self._cut]) ** 2
-        whole = torch.nn.utils.get_total_norm([grad for name, grad in grads.items() if name not in self._cut]) ** 2
+        """Norm over the whole model: parts of all ranks and stages, and what several ranks hold once."""
+        own = {name: grad for name, grad in grads.items() if name not in self._copies}
+        experts = _square([grad for name, grad in own.items() if name in self._dealt])
+        _add_up(experts, self._groups.experts)
+        parts = _square([grad for name, grad in own.items() if name in self._cut]) + experts
         _add_up(parts, self._groups.tensor)
-        return (parts + whole).sqrt()
+        stage = parts + _square([grad for name, grad in own.items() if name not in self._cut | self._dealt])
+        _add_up(stage, self._groups.pipeline)
+        return stage.sqrt()
+
+
+def _square(grads: list[Tensor]) -> Tensor:
+    return torch.nn.utils.get_total_norm(grads) ** 2
 
 
 def _add_up(tensor: Tensor, group: dist.ProcessGroup) -> None:

@@ -23,36 +23,40 @@ from penstock.services.trainer.backends.megatron.groups import Groups
 from penstock.services.trainer.backends.megatron.model import MegatronModel
 from penstock.services.trainer.packing import Microbatch
 from penstock.shared.models.decoder import MAX_LOGITS
-from penstock.shared.models.experts import Routes
 
-__all__ = ["policy_scores", "values", "vocab_parallel_log_softmax"]
+__all__ = ["Selected", "States", "policy_scores", "values", "vocab_parallel_log_softmax"]
 
 Normalised = Callable[[Tensor], Tensor]
 """From places in the N selected rows to this rank's log-probs [., W]."""
 
 
+@dataclass(frozen=True, slots=True)
+class States:
+    """A model of which this rank has the head, and its final hidden states [N, D] at the selected positions."""
+
+    model: MegatronModel
+    hidden_ND: Tensor
+
+
 def policy_scores(
-    model: MegatronModel,
+    here: Selected,
     groups: Groups,
-    batch: Microbatch,
+    policy: States,
     *,
     temperature: float,
     entropy: bool = False,
-    reference: MegatronModel | None = None,
-    routes: Routes | None = None,
+    reference: States | None = None,
 ) -> Scores:
-    """Log-probs of the targets, and exact entropy and KL(policy || reference) where asked for: float32 [M].
+    """Log-probs of the targets, exact entropy where asked for, KL(policy || reference) with a reference: float32 [M].
 
-    ``routes`` are the policy's; the reference routes by itself.
-
-    The same on every rank that shares the microbatch; each rank's gradient is that of its own part.
+    The same on every rank that shares the microbatch's last stage; each rank's gradient is that of its own part.
     """
-    here = _Selected.of(model, groups, batch)
-    log_softmax = _log_softmax_of(model, groups, batch, here, temperature=temperature, routes=routes)
+    model = policy.model
+    log_softmax = _log_softmax_of(policy, groups, temperature=temperature)
     theirs: Normalised | None = None
     if reference is not None:
         with torch.no_grad():
-            theirs = _log_softmax_of(reference, groups, batch, here, temperature=temperature)
+            theirs = _log_softmax_of(reference, groups, temperature=temperature)
 
     def chunk(places: Tensor) -> tuple[Tensor, ...]:
         logprobs_NW = log_softmax(places)
@@ -67,17 +71,14 @@ def policy_scores(
         summed: Tensor = mappings.reduce_from_tensor_model_parallel_region(torch.stack(rows), group=groups.tensor)
         return tuple(summed)
 
-    parts = _in_chunks(
-        chunk, len(here.places_N), max(1, MAX_LOGITS // model.vocabulary_per_rank), batch.select_M.device
-    )
+    size = max(1, MAX_LOGITS // model.vocabulary_per_rank)
+    parts = _in_chunks(chunk, len(here.places_N), size, here.places_N.device)
     return Scores(*(here.everywhere(part) for part in parts))
 
 
-def values(model: MegatronModel, groups: Groups, batch: Microbatch) -> Tensor:
-    """Values of the states before the targets, float32 [M]; the same on every rank that shares the microbatch."""
-    here = _Selected.of(model, groups, batch)
-    hidden_ND = model.hidden_states(batch.tokens)[here.places_N]
-    return here.everywhere(model.gpt.value_head(hidden_ND)[:, 0].float())
+def values(here: Selected, critic: States) -> Tensor:
+    """Values of the states before the targets, float32 [M]; the same on every rank that shares the last stage."""
+    return here.everywhere(critic.model.gpt.value_head(critic.hidden_ND)[:, 0].float())
 
 
 def vocab_parallel_log_softmax(logits_NW: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -93,7 +94,7 @@ def vocab_parallel_log_softmax(logits_NW: Tensor, group: dist.ProcessGroup) -> T
 
 
 @dataclass(frozen=True, slots=True)
-class _Selected:
+class Selected:
     """Which of the M selected positions lie on this context-parallel rank."""
 
     groups: Groups
@@ -105,7 +106,7 @@ class _Selected:
     targets_N: Tensor
 
     @classmethod
-    def of(cls, model: MegatronModel, groups: Groups, batch: Microbatch) -> _Selected:
+    def of(cls, model: MegatronModel, groups: Groups, batch: Microbatch) -> Selected:
         rank, _ = groups.in_context()
         run = model.tokens_per_rank(batch.tokens)
         indices_N = (batch.select_M // run == rank).nonzero()[:, 0]
@@ -119,20 +120,12 @@ class _Selected:
         return summed
 
 
-def _log_softmax_of(
-    model: MegatronModel,
-    groups: Groups,
-    batch: Microbatch,
-    here: _Selected,
-    *,
-    temperature: float,
-    routes: Routes | None = None,
-) -> Normalised:
-    hidden_ND = model.hidden_states(batch.tokens, routes)[here.places_N]
-    hidden_ND = mappings.copy_to_tensor_model_parallel_region(hidden_ND, group=groups.tensor)
+def _log_softmax_of(states: States, groups: Groups, *, temperature: float) -> Normalised:
+    hidden_ND = mappings.copy_to_tensor_model_parallel_region(states.hidden_ND, group=groups.tensor)
+    head_WD = states.model.head_weight()
 
     def of(places: Tensor) -> Tensor:
-        logits_NW = F.linear(hidden_ND[places], model.head_weight()).float()
+        logits_NW = F.linear(hidden_ND[places], head_WD).float()
         if temperature not in (0.0, 1.0):
             logits_NW = logits_NW / temperature
         return vocab_parallel_log_softmax(logits_NW, groups.tensor)

@@ -8,7 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.services.trainer.backends.megatron.conversion import Parameter, cut, fuse, joined, split
+from penstock.services.trainer.backends.megatron.conversion import (
+    Parameter,
+    cut,
+    dealt,
+    fuse,
+    joined,
+    shape_on_rank,
+    split,
+)
 from penstock.services.trainer.backends.megatron.groups import Groups
 
 __all__ = ["gathered", "load", "whole_shapes"]
@@ -27,18 +35,18 @@ def gathered(
     ready: dict[str, Tensor] = {}
     for name in order:
         if name not in ready:
-            ready |= _whole(own[home[name].name].detach(), home[name], groups)
+            ready |= _whole(_of_its_stage(own, home[name], groups), home[name], groups)
         yield name, ready.pop(name)
 
 
 def load(own: Mapping[str, Tensor], whole: Mapping[str, Tensor], mapping: Sequence[Parameter], groups: Groups) -> None:
     """Copy this rank's part of ``whole`` (by Hugging Face name) into ``own`` (by megatron-core name).
 
-    Pieces that ``whole`` does not name stay as they are.
+    Pieces that ``whole`` does not name stay as they are, and so does what another stage has.
     """
     rank, size = groups.in_tensor()
     with torch.no_grad():
-        for parameter in mapping:
+        for parameter in (parameter for parameter in mapping if parameter.name in own):
             named = {i: whole[piece.name] for i, piece in enumerate(parameter.pieces) if piece.name in whole}
             target = own[parameter.name]
             if not target.ndim and named:
@@ -46,30 +54,55 @@ def load(own: Mapping[str, Tensor], whole: Mapping[str, Tensor], mapping: Sequen
             elif named:
                 parts = split(target.clone(), parameter, rank=rank, size=size)
                 for index, tensor in named.items():
-                    parts[index] = cut(tensor, parameter.pieces[index], rank=rank, size=size).to(target)
+                    piece = parameter.pieces[index]
+                    mine = dealt(tensor, piece, rank=groups.experts.rank())
+                    parts[index] = cut(mine, piece, rank=rank, size=size).to(target)
                 target.copy_(fuse(parts, parameter))
 
 
 def whole_shapes(own: Mapping[str, Tensor], mapping: Sequence[Parameter]) -> dict[str, Tensor]:
-    """Empty tensors by Hugging Face name with the shapes and types that ``load`` expects."""
+    """Empty tensors by Hugging Face name with the shapes and types that ``load`` expects, of all stages."""
+    like = _like(own)
     return {
-        piece.name: torch.empty(
-            piece.shape if own[parameter.name].ndim else (), dtype=own[parameter.name].dtype, device="meta"
-        )
+        piece.name: torch.empty(piece.shape if like.ndim else (), dtype=like.dtype, device="meta")
         for parameter in mapping
         for piece in parameter.pieces
     }
+
+
+def _like(own: Mapping[str, Tensor]) -> Tensor:
+    """One of the parts: all have the same type, and all are scalars (step counts) or none is."""
+    return next(iter(own.values()))
+
+
+def _of_its_stage(own: Mapping[str, Tensor], parameter: Parameter, groups: Groups) -> Tensor:
+    """The part of this rank's tensor-parallel place, wherever the layer lives."""
+    stage, stages = groups.in_pipeline()
+    if stages == 1 or stage == parameter.stage:
+        held = own[parameter.name].detach()
+    else:
+        like = _like(own)
+        held = like.new_empty(shape_on_rank(parameter, size=groups.tensor.size()) if like.ndim else ())
+    return groups.from_stage(held, parameter.stage)
 
 
 def _whole(own: Tensor, parameter: Parameter, groups: Groups) -> dict[str, Tensor]:
     names = [piece.name for piece in parameter.pieces]
     if not own.ndim:
         return dict.fromkeys(names, own)
-    rank, size = groups.in_tensor()
-    if not parameter.is_cut or size == 1:
-        return dict(zip(names, split(own, parameter, rank=rank, size=size), strict=True))
-    shards = [torch.empty_like(own) for _ in range(size)]
-    dist.all_gather(shards, own.contiguous(), group=groups.tensor)
-    parts = [split(shard, parameter, rank=other, size=size) for other, shard in enumerate(shards)]
-    columns = zip(*parts, strict=True)
-    return {piece.name: joined(column, piece) for piece, column in zip(parameter.pieces, columns, strict=True)}
+    size = groups.tensor.size()
+    shards = _all(own, groups.tensor) if parameter.is_cut else [own]
+    parts = [split(shard, parameter, rank=rank, size=size) for rank, shard in enumerate(shards)]
+    wholes = [joined(column, piece) for piece, column in zip(parameter.pieces, zip(*parts, strict=True), strict=True)]
+    if parameter.is_dealt:
+        wholes = [torch.cat(_all(tensor, groups.experts)) for tensor in wholes]
+    return dict(zip(names, wholes, strict=True))
+
+
+def _all(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Everybody's, in rank order."""
+    if group.size() == 1:
+        return [own]
+    shards = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(shards, own.contiguous(), group=group)
+    return shards

@@ -1,0 +1,185 @@
+"""Routes that change a job while it runs: its file, and operations on it."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import uuid6
+from fastapi import APIRouter, Header, Path, Query, Request
+from pydantic import BaseModel, Field, ValidationError
+from starlette.responses import Response
+
+from penstock.services.coordinator.api.access import BackendDep, JobId, stopped_within
+from penstock.services.coordinator.api.bodies import job_pointer, read_object
+from penstock.services.coordinator.api.replies import Flaw, HttpProblem, Json
+from penstock.services.coordinator.api.scopes import require
+from penstock.shared.config.amendable import AMENDABLE, changed_keys, is_amendable, leaves, value_at, with_patch
+from penstock.shared.config.base import explain
+from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import AnyJob, job_model
+from penstock.shared.errors import NotFound
+from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord, Operation
+
+__all__ = ["router"]
+
+MERGE_PATCH = "application/merge-patch+json"
+POLL_S = 0.1
+
+router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["jobs"])
+
+
+class Amended(JobRecord):
+    """The job after a change."""
+
+    applies_at_step: int | None = Field(
+        None, description="First update, counted from 1, that the change holds for; null while no leader took it up"
+    )
+
+
+class Patch(BaseModel):
+    """Part of a job file, as a JSON merge patch (RFC 7396); null takes a key back to its default."""
+
+    model_config = {"extra": "forbid", "json_schema_extra": {"minProperties": 1}}
+
+    train: dict[str, Any] = Field({}, description="max_updates")
+    checkpoint: dict[str, Any] = Field({}, description="every, keep")
+    limits: dict[str, Any] = Field({}, description="byte_budget, timeout_s")
+    optimizer: dict[str, Any] = Field({}, description="learning_rate")
+    algorithm: dict[str, Any] = Field({}, description="kl.coef, unless it is adaptive")
+    metadata: dict[str, str | None] = {}
+
+
+@router.patch(
+    "",
+    status_code=202,
+    response_model=Amended,
+    dependencies=[require("jobs:write")],
+    responses={412: {"description": "The job was changed since the ETag that If-Match names."}},
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {t: {"schema": Patch.model_json_schema()} for t in ("application/json", MERGE_PATCH)},
+        }
+    },
+)
+async def amend(
+    request: Request,
+    job: JobId,
+    backend: BackendDep,
+    wait: Annotated[float, Query(ge=0, le=60, description="Wait this long for a leader to take it up")] = 5,
+    if_match: Annotated[str, Header()] = "",
+) -> Response:
+    """Change a job file while the job runs.
+
+    What may change: `train.max_updates`, `checkpoint.every`, `checkpoint.keep`, `limits.*`, `optimizer.learning_rate`,
+    `algorithm.kl.coef` and `metadata`. It holds from the next batch on that is sealed; batches keep what they were
+    sealed with, so that replays stay exact. `If-Match` fails where somebody changed the job since.
+    """
+    patch = await read_object(request, patch_too=True)
+
+    def edit(record: JobRecord) -> AnyJob:
+        _check_match(if_match, record)
+        return amended(record, patch)
+
+    record = await backend.control.amend(job, edit)
+    generation, deadline = record.generation, time.monotonic() + wait
+    while record.status.observed_generation < generation and record.status.phase not in TERMINAL_PHASES:
+        left = deadline - time.monotonic()
+        if left <= 0 or await stopped_within(backend, min(POLL_S, left)):
+            break
+        record = await backend.control.get(job)
+    followed = record.status.observed_generation >= generation
+    step = record.status.applies_at_step if followed else None
+    reply = Amended(**record.model_dump(), applies_at_step=step)
+    return Json(reply, 202, {"ETag": f'"{record.revision}"'})
+
+
+def amended(record: JobRecord, patch: dict[str, Any]) -> AnyJob:
+    """The job file of ``record`` with ``patch`` applied.
+
+    Raises:
+        HttpProblem: 422 `immutable_field` or `invalid_job`, with a pointer to each flaw.
+    """
+    model = job_model(record.spec)
+    before = model.model_validate(record.spec)
+    known = before.model_dump(mode="json")
+    fixed = [
+        key
+        for key, value in leaves(patch)
+        if not is_amendable(before, key) and value_at(known, key) not in (None, value)
+    ]
+    if fixed:
+        raise _immutable(fixed)
+    raw = with_patch(record.spec, patch)
+    try:
+        after = model.model_validate(raw)
+    except ValidationError as error:
+        flaws = [Flaw(pointer=job_pointer(raw, key), detail=detail) for key, detail in explain(model, error)]
+        first = f"{flaws[0].pointer or '/'}: {flaws[0].detail}"
+        raise HttpProblem(422, "invalid_job", f"the job would not be valid: {first}", errors=flaws) from None
+    fixed = [key for key in changed_keys(before, after) if not is_amendable(before, key)]
+    if fixed:
+        raise _immutable(fixed)
+    _check_schedule(after)
+    return after
+
+
+def _check_schedule(job: AnyJob) -> None:
+    if isinstance(job, JobConfig) and job.optimizer.schedule != "constant" and job.train.max_updates is None:
+        detail = f"the schedule '{job.optimizer.schedule}' decays over the run and needs it"
+        flaw = Flaw(pointer="/train/max_updates", detail=detail)
+        raise HttpProblem(422, "invalid_job", f"/train/max_updates: {detail}", errors=[flaw])
+
+
+def _immutable(keys: list[str]) -> HttpProblem:
+    flaws = [Flaw(pointer="/" + key.replace(".", "/"), detail="cannot change while the job exists") for key in keys]
+    may = ", ".join((*AMENDABLE, "metadata"))
+    detail = f"{', '.join(keys)} cannot change any more; what may: {may} (algorithm.kl.coef unless it is adaptive)"
+    return HttpProblem(422, "immutable_field", detail, errors=flaws)
+
+
+def _check_match(if_match: str, record: JobRecord) -> None:
+    """A tag is good while nobody changed what is wanted since, whatever was observed of the run."""
+    if not if_match or if_match.strip() == "*":
+        return
+    tags = [tag.strip().strip('"') for tag in if_match.split(",")]
+    known = [int(tag) for tag in tags if tag.isascii() and tag.isdigit() and len(tag) < 19]
+    if not any(record.changed_from < revision <= record.revision for revision in known):
+        raise HttpProblem(
+            412,
+            "precondition_failed",
+            f"the job was changed since (it is at generation {record.generation}): read it again",
+            headers={"ETag": f'"{record.revision}"'},
+        )
+
+
+# -- operations ------------------------------------------------------------------------------------------------------
+
+
+@router.post("/checkpoints", status_code=202, response_model=Operation, dependencies=[require("jobs:write")])
+async def checkpoint_now(job: JobId, backend: BackendDep) -> Response:
+    """Ask for a checkpoint of what is trained by now; the operation tells when it is there, and its number."""
+    operation = Operation(id=f"op_{uuid6.uuid7().hex}", kind="checkpoint", created_at=datetime.now(UTC))
+    await backend.control.begin_operation(job, operation)
+    return Json(operation, 202, {"Location": f"/v1/jobs/{job}/operations/{operation.id}"})
+
+
+@router.get("/operations/{operation}", response_model=Operation, dependencies=[require("jobs:read")])
+async def get_operation(
+    job: JobId,
+    operation: Annotated[str, Path(max_length=64)],
+    backend: BackendDep,
+    wait: Annotated[float, Query(ge=0, le=60, description="Hold the reply until it is over")] = 0,
+) -> Response:
+    """Show an operation; a job remembers its newest ones."""
+    deadline = time.monotonic() + wait
+    while True:
+        record = await backend.control.get(job)
+        found = next((one for one in record.operations if one.id == operation), None)
+        if found is None:
+            raise NotFound(f"job '{job}' remembers no operation '{operation}'")
+        left = deadline - time.monotonic()
+        if found.state != "pending" or left <= 0 or await stopped_within(backend, min(POLL_S, left)):
+            return Json(found)

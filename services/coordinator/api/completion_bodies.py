@@ -1,0 +1,227 @@
+"""Bodies of chat and text completions as OpenAI's clients send them, and what a rollout worker is asked for."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from penstock.services.coordinator.api.replies import Flaw, HttpProblem
+from penstock.shared.protocol.inference import ClientSampling, InferenceRequest
+
+__all__ = ["EPISODE", "ChatBody", "CompletionBody", "draft_of", "episode_of"]
+
+EPISODE = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
+MAX_TAGS, MAX_TAG_KEY, MAX_TAG_VALUE = 16, 64, 512
+_OWN_METADATA = frozenset({"episode_id", "train", "split"})
+
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class StreamOptions(BaseModel):
+    """What a stream holds beside the text."""
+
+    include_usage: bool = False
+
+
+class _Body(BaseModel):
+    """What both kinds of completion have in common. Fields that are not known are ignored, as OpenAI does."""
+
+    model_config = ConfigDict(frozen=True)
+
+    model: str = Field(min_length=1, max_length=256)
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(1, ge=1, le=128)
+    max_tokens: int | None = Field(None, ge=0, lt=1 << 31)
+    min_tokens: int | None = Field(None, ge=0, lt=1 << 31)
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=1 << 31)
+    stop: str | list[str] | None = Field(None, max_length=64)
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=64)
+    ignore_eos: bool | None = False
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    user: str | None = Field(None, max_length=512)
+    metadata: dict[str, Any] | None = Field(None, description="`episode_id`, `train: false`, `split`, and tags")
+    store: bool | None = Field(None, description="false: the request is not recorded")
+    return_token_ids: bool | None = False
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, description="Only 1")
+    min_p: float | None = Field(None, description="Only 0")
+    logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Bias] | None = Field(None, max_length=1024)
+    response_format: dict[str, Any] | None = Field(None, description="Only `text`")
+
+    @property
+    def stops(self) -> list[str]:
+        """Stop strings."""
+        found = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [stop for stop in found if stop]
+
+    def unsupported(self) -> str | None:
+        """The name of a field that asks for what no engine here can do."""
+        asked = {
+            "repetition_penalty": self.repetition_penalty not in (None, 1),
+            "min_p": self.min_p not in (None, 0),
+            "response_format": (self.response_format or {}).get("type", "text") != "text",
+        }
+        return next((name for name, wanted in asked.items() if wanted), None)
+
+
+class Message(BaseModel):
+    """A message of a chat; the chat template decides what it makes of further fields."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    role: str = Field(min_length=1, max_length=64)
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class ChatBody(_Body):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = Field(None, description="Only `auto` and `none`")
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def wanted_logprobs(self) -> int:
+        """Likeliest tokens to report; -1: no log-probs."""
+        return (self.top_logprobs or 0) if self.logprobs else -1
+
+    def unsupported(self) -> str | None:
+        """See ``_Body.unsupported``."""
+        if self.tool_choice not in (None, "auto", "none"):
+            return "tool_choice"
+        return "max_tokens" if self.max_tokens == 0 else super().unsupported()
+
+
+class CompletionBody(_Body):
+    """Body of `POST /v1/completions`."""
+
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    echo: bool | None = False
+    logprobs: int | None = Field(None, ge=0, le=20)
+    best_of: int | None = Field(None, ge=1, le=128, description="Only `n`")
+    suffix: str | None = Field(None, description="Only empty")
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One prompt or more, text or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [[token for token in self.prompt if isinstance(token, int)]]
+        return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
+
+    @property
+    def wanted_logprobs(self) -> int:
+        """Likeliest tokens to report; -1: no log-probs."""
+        return -1 if self.logprobs is None else self.logprobs
+
+    def unsupported(self) -> str | None:
+        """See ``_Body.unsupported``."""
+        if self.best_of not in (None, self.n or 1):
+            return "best_of"
+        if self.suffix:
+            return "suffix"
+        return "max_tokens" if self.max_tokens == 0 and not self.echo else super().unsupported()
+
+    @model_validator(mode="after")
+    def _has_prompts(self) -> CompletionBody:
+        if not self.prompt or len(self.prompts) > 128:
+            raise ValueError("prompt: give 1 to 128 prompts")
+        return self
+
+
+def draft_of(body: ChatBody | CompletionBody, raw: bytes, headers: Mapping[str, str], key_id: str) -> InferenceRequest:
+    """What a worker is asked for; the gateway completes it.
+
+    Raises:
+        HttpProblem: 400 for a field that asks for what cannot be done.
+    """
+    name = body.unsupported()
+    if name is not None:
+        detail = f"'{name}' with this value is not supported"
+        raise HttpProblem(400, "unsupported_parameter", detail, errors=[Flaw(pointer=f"/{name}", detail=detail)])
+    metadata = body.metadata or {}
+    side = headers.get("x-turn-type", "").lower() == "side"
+    opted_out = str(metadata.get("train", "")).lower() == "false"
+    return InferenceRequest(
+        ids=[],
+        gateway="",
+        **_asked(body),
+        n=body.n or 1,
+        sampling=_sampling(body),
+        logprobs=body.wanted_logprobs,
+        stream=bool(body.stream),
+        store=body.store is not False,
+        untrainable="side_turn" if side else "train_false" if opted_out else "",
+        episode="",
+        key_id=key_id,
+        split="val" if metadata.get("split") == "val" else "train",
+        body_digest=blake2b(raw, digest_size=16).hexdigest(),
+        tags=_tags(metadata),
+        started=time.time(),
+    )
+
+
+def _asked(body: ChatBody | CompletionBody) -> dict[str, Any]:
+    """The prompts."""
+    if isinstance(body, CompletionBody):
+        return {"kind": "completion", "prompts": body.prompts, "echo": bool(body.echo)}
+    return {
+        "kind": "chat",
+        "messages": [message.model_dump(exclude_unset=True) for message in body.messages],
+        "tools": (body.tools or []) if body.tool_choice != "none" else [],
+        "template_args": body.chat_template_kwargs or {},
+    }
+
+
+def episode_of(path: str, headers: Mapping[str, str], body: _Body) -> str:
+    """The episode that a request names: in its path, else a header, else its metadata; '' for none.
+
+    Raises:
+        HttpProblem: 422 for a name that cannot be one.
+    """
+    named = path or headers.get("x-episode-id", "") or str((body.metadata or {}).get("episode_id", ""))
+    if named and not EPISODE.fullmatch(named):
+        raise HttpProblem(422, "invalid_episode", "an episode's id has 1 to 128 letters, digits, '.', '_', ':' or '-'")
+    return named
+
+
+def _sampling(body: ChatBody | CompletionBody) -> ClientSampling:
+    most = body.max_tokens
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        most = body.max_completion_tokens
+    return ClientSampling(
+        seed=secrets.randbits(48) if body.seed is None else body.seed & ((1 << 62) - 1),
+        max_new_tokens=most,
+        min_new_tokens=body.min_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=None if body.top_k is None else max(0, body.top_k),
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        logit_bias=[(int(token), bias) for token, bias in (body.logit_bias or {}).items()],
+        stop=body.stops,
+        stop_token_ids=body.stop_token_ids or [],
+        ignore_eos=bool(body.ignore_eos),
+    )
+
+
+def _tags(metadata: Mapping[str, Any]) -> dict[str, str]:
+    found = {k: v for k, v in metadata.items() if k not in _OWN_METADATA and isinstance(v, str)}
+    return {k[:MAX_TAG_KEY]: v[:MAX_TAG_VALUE] for k, v in list(found.items())[:MAX_TAGS]}

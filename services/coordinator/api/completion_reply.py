@@ -1,0 +1,134 @@
+"""The HTTP response of a completion: one JSON object, or events as the tokens come; ends when its client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from penstock.services.coordinator.api.completion_format import Format
+from penstock.services.coordinator.api.replies import HttpProblem, from_error, problem_response
+from penstock.services.coordinator.api.serving import Answer, Serving
+from penstock.services.coordinator.api.sse import HEADERS
+from penstock.shared.errors import ConfigError, PenstockError, ProtocolError
+from penstock.shared.protocol.inference import Chunk
+from penstock.shared.runtime import metrics
+
+__all__ = ["CompletionReply", "as_problem"]
+
+log = logging.getLogger(__name__)
+
+TOKENS = metrics.counter("inference_tokens", "Tokens of live requests.", ("kind",))
+FIRST = metrics.histogram("time_to_first_token_seconds", "From a live request to the first token of its answer.")
+DISCONNECTED = metrics.counter("inference_disconnects", "Live requests whose client left before the end.")
+
+
+class CompletionReply(Response):
+    """A started answer as a response."""
+
+    def __init__(self, serving: Serving[Any], answer: Answer, format: Format) -> None:
+        self.background = None
+        self.status_code = 200
+        self._serving, self._answer, self._format = serving, answer, format
+        self._names = {
+            "x-interaction-id": answer.id,
+            "x-policy-version": str(answer.version),
+            "x-episode-id": answer.request.episode,
+            "x-request-id": answer.id,
+        }
+        self._begun = False
+        self._chunks: list[Chunk] = []
+        self._new: Sequence[Chunk] = ()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        self._serving.begin(self._answer)
+        work = asyncio.create_task(self._stream(send) if self._answer.request.stream else self._whole(scope, send))
+        gone = asyncio.create_task(_gone(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                DISCONNECTED.inc()
+                log.info("the client of request %s left", self._answer.id)
+        finally:
+            for task in (work, gone):
+                task.cancel()
+            results = await asyncio.gather(work, gone, return_exceptions=True)
+            self._serving.leave(self._answer, begun=self._begun)
+        if isinstance(results[0], Exception):
+            raise results[0]
+
+    async def _stream(self, send: Send) -> None:
+        await self._start(send, 200, {"content-type": "text/event-stream; charset=utf-8", **HEADERS})
+        self._begun = True
+        try:
+            while await self._read():
+                data = self._format.events(self._new)
+                if data:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+        except PenstockError as error:
+            problem = as_problem(error)
+            broken = {"error": {"message": problem.detail, "type": "server_error", "code": problem.code, "param": None}}
+            await send({"type": "http.response.body", "body": b"data: " + orjson.dumps(broken) + b"\n\n"})
+            return
+        self._finished()
+        await send({"type": "http.response.body", "body": self._format.end()})
+
+    async def _whole(self, scope: Scope, send: Send) -> None:
+        try:
+            while await self._read():
+                pass
+        except PenstockError as error:
+            await problem_response(as_problem(error), scope["path"])(scope, _nothing, send)
+            return
+        self._finished()
+        body = orjson.dumps(self._format.whole(self._chunks))
+        recorded = all(chunk.recorded for chunk in self._chunks if chunk.finish)
+        more = {"content-type": "application/json", "content-length": str(len(body))}
+        await self._start(send, 200, more if recorded else {**more, "x-recorded": "false"})
+        self._begun = True
+        await send({"type": "http.response.body", "body": body})
+
+    async def _read(self) -> bool:
+        """Wait for new chunks; False after the last one."""
+        self._new = await self._answer.read(len(self._chunks))
+        if self._new and not self._chunks:
+            FIRST.observe(max(0.0, time.time() - self._answer.request.started))
+        self._chunks += self._new
+        return bool(self._new)
+
+    def _finished(self) -> None:
+        TOKENS.labels("prompt").inc(sum(map(len, self._answer.prompt_ids)))
+        TOKENS.labels("generated").inc(self._answer.num_generated)
+        message = self._format.message(self._chunks)
+        if message is not None:
+            self._serving.remember(self._answer, message)
+
+    async def _start(self, send: Send, status: int, more: dict[str, str]) -> None:
+        headers = [(k.encode(), v.encode("latin-1", "replace")) for k, v in {**self._names, **more}.items()]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+def as_problem(error: PenstockError) -> HttpProblem:
+    """An error of a request as OpenAI's clients know it: 400 for a prompt that cannot be answered."""
+    if isinstance(error, ProtocolError):
+        return HttpProblem(413, "too_large", str(error))
+    if isinstance(error, ConfigError):
+        code = "context_length_exceeded" if "exceed" in str(error) else "invalid_prompt"
+        return HttpProblem(400, code, str(error))
+    return from_error(error)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _nothing() -> dict[str, str]:
+    return {"type": "http.disconnect"}

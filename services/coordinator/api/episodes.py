@@ -1,0 +1,115 @@
+"""Routes of episodes: open one, point an agent at its address, end it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Path, Query, Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
+
+from penstock.services.coordinator.api.access import Backend, BackendDep
+from penstock.services.coordinator.api.auth import Caller
+from penstock.services.coordinator.api.bodies import body_schema, read_model
+from penstock.services.coordinator.api.inference import served_of, serving_of
+from penstock.services.coordinator.api.replies import Json
+from penstock.services.coordinator.api.scopes import require
+from penstock.services.coordinator.api.serving import EpisodeBook, Served
+from penstock.shared.errors import NotFound
+from penstock.shared.protocol.episode import EpisodeRecord
+from penstock.shared.protocol.interaction import job_mark, marked_id
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/v1/episodes", tags=["inference"])
+WRITE = [require("episodes:write")]
+DAY_S = 86400.0
+
+OpenedEpisode = Annotated[str, Path(max_length=64, description="Id of an episode that was opened here: ep_ and a UUID")]
+
+
+class EpisodeBody(BaseModel):
+    """What an episode is for."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = Field(min_length=1, max_length=256)
+    ttl_s: float = Field(DAY_S, gt=0, le=30 * DAY_S, description="Seconds for which requests are taken")
+    split: Literal["train", "val"] = Field("train", description="`val`: recorded, never trained on")
+    group_id: str | None = Field(None, min_length=1, max_length=128)
+    tags: dict[str, Annotated[str, Field(max_length=512)]] = Field(default_factory=dict, max_length=16)
+
+
+class Episode(EpisodeRecord):
+    """An episode and the ``base_url`` that a client of OpenAI's API needs to speak in it."""
+
+    base_url: str
+
+
+class EpisodeList(BaseModel):
+    """A page of episodes, oldest first."""
+
+    object: Literal["list"] = "list"
+    data: list[Episode]
+    has_more: bool = False
+    first_id: str | None = None
+    last_id: str | None = None
+
+
+@router.post("", status_code=201, response_model=Episode, openapi_extra=body_schema(EpisodeBody))
+async def create(
+    request: Request, caller: Annotated[Caller, require("episodes:write")], backend: BackendDep
+) -> Response:
+    """Open an episode: requests to its `base_url` are its turns."""
+    body = await read_model(request, EpisodeBody)
+    served = served_of(backend, body.model)
+    about = body.model_dump(include={"split", "group_id", "tags"})
+    record = await _book(backend).create(served, caller.id, body.ttl_s, about)
+    return Json(_shown(record, request), 201, {"Location": f"/v1/episodes/{record.id}"})
+
+
+@router.get("", response_model=EpisodeList, dependencies=WRITE)
+async def list_episodes(
+    *,
+    request: Request,
+    backend: BackendDep,
+    model: Annotated[str, Query(min_length=1, max_length=256)],
+    after: Annotated[str | None, Query(max_length=64)] = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+) -> Response:
+    """List the episodes of a model, oldest first."""
+    found = await _book(backend).list_all(served_of(backend, model))
+    found = [record for record in found if after is None or record.id > after]
+    page = [_shown(record, request) for record in found[:limit]]
+    ids = {"first_id": page[0].id, "last_id": page[-1].id} if page else {}
+    return Json(EpisodeList(data=page, has_more=len(found) > limit, **ids))
+
+
+@router.get("/{episode}", response_model=Episode, dependencies=WRITE)
+async def get_episode(episode: OpenedEpisode, request: Request, backend: BackendDep) -> Response:
+    """Show an episode."""
+    return Json(_shown(await _book(backend).get(_owner(backend, episode), episode), request))
+
+
+@router.post("/{episode}/end", response_model=Episode, dependencies=WRITE)
+async def end_episode(episode: OpenedEpisode, request: Request, backend: BackendDep) -> Response:
+    """End an episode: it takes no more requests, and its turns are credited. Safe to repeat."""
+    return Json(_shown(await _book(backend).end(_owner(backend, episode), episode), request))
+
+
+def _book(backend: Backend) -> EpisodeBook:
+    return serving_of(backend).episodes
+
+
+def _owner(backend: Backend, episode: str) -> Served:
+    """The model of an episode: its id says so."""
+    marked = marked_id(episode)
+    for served in serving_of(backend).models() if marked is not None else ():
+        if marked is not None and job_mark(served.job) == marked[1]:
+            return served
+    raise NotFound(f"no running job has an episode '{episode}'")
+
+
+def _shown(record: EpisodeRecord, request: Request) -> Episode:
+    base: Any = request.base_url
+    return Episode(**record.model_dump(), base_url=f"{str(base).rstrip('/')}/e/{record.id}/v1")

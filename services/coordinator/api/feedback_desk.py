@@ -1,0 +1,48 @@
+"""What the HTTP API asks of the part that takes feedback. Implemented in ``coordinator.feedback``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from penstock.services.coordinator.api.auth import Caller
+from penstock.services.coordinator.api.control import Row
+from penstock.services.coordinator.api.replies import HttpProblem
+
+__all__ = ["FeedbackDesk"]
+
+
+class FeedbackDesk(Protocol):
+    """Takes feedback and answers for it. Every method may raise Unavailable."""
+
+    async def post(self, posts: Sequence[Any], *, caller: Caller, key: str | None) -> list[Row | HttpProblem]:
+        """Store validated posts (``FeedbackPost``); for each a ``FeedbackReply`` once it is on disk, or its refusal.
+
+        ``key`` is the request's Idempotency-Key: posts without an id of their own get one from it, so that the same
+        request again has no second effect, whenever it comes.
+        """
+        ...
+
+    async def retract(self, feedback: str, *, caller: Caller) -> Row:
+        """Take an item back (``RetractReply``). Raises NotFound."""
+        ...
+
+    async def fate(self, feedback: str) -> Row:
+        """What became of an item (``FateReply``). Raises NotFound."""
+        ...
+
+    async def funnel(self, job: str) -> Row:
+        """The feedback of a job, counted by metric, source and status (``Funnel``)."""
+        ...
+
+    async def consent(self, user: str, *, train: bool) -> Row:
+        """Store what a user allows (``ConsentReply``)."""
+        ...
+
+    async def erase(self, user: str) -> Row:
+        """Begin to delete a user's data, and report (``ErasureReply``)."""
+        ...
+
+    async def erasure(self, user: str) -> Row:
+        """How far the deletion of a user's data is (``ErasureReply``). Raises NotFound."""
+        ...

@@ -1,0 +1,336 @@
+"""What may be posted as feedback, and what the API says about it."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    RootModel,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    StringConstraints,
+    Tag,
+    TypeAdapter,
+    model_validator,
+)
+
+__all__ = [
+    "KIND_TAGS",
+    "MAX_ITEMS",
+    "MAX_TOKENS",
+    "POST",
+    "POSTS",
+    "BatchReply",
+    "ConsentBody",
+    "ConsentReply",
+    "Correction",
+    "ErasureReply",
+    "FateReply",
+    "FeedbackBodies",
+    "FeedbackBody",
+    "FeedbackPost",
+    "FeedbackReply",
+    "Funnel",
+    "ItemReply",
+    "Metric",
+    "MetricByEpisode",
+    "MetricByInference",
+    "PostedInteraction",
+    "Preference",
+    "RetractReply",
+    "is_number",
+]
+
+MAX_ITEMS = 256
+"""Items of one batch."""
+MAX_TOKENS = 131_072
+"""Prompt and completion of one posted interaction together."""
+LOGPROB_SLACK = 1e-6
+"""A log-probability may exceed 0 by rounding."""
+
+_UUID = r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}"
+InferenceId = Annotated[StrictStr, StringConstraints(pattern=rf"^(chatcmpl-|cmpl-)?{_UUID}$")]
+EpisodeId = Annotated[StrictStr, StringConstraints(pattern=rf"^(ep_)?{_UUID}$")]
+FeedbackId = Annotated[StrictStr, StringConstraints(pattern=rf"^(fb_)?{_UUID}$")]
+MetricName = Annotated[StrictStr, StringConstraints(min_length=1, max_length=64)]
+Text = Annotated[StrictStr, StringConstraints(max_length=8192)]
+TagKey = Annotated[StrictStr, StringConstraints(min_length=1, max_length=64)]
+TagValue = Annotated[StrictStr, StringConstraints(max_length=512)]
+User = Annotated[StrictStr, StringConstraints(min_length=1, max_length=256)]
+Finite = Annotated[StrictFloat, Field(allow_inf_nan=False)]
+Token = Annotated[StrictInt, Field(ge=0, lt=1 << 31)]
+Message = dict[str, Any]
+
+
+class _Post(BaseModel):
+    """What every kind of feedback may carry."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    feedback_id: FeedbackId | None = Field(None, description="Chosen by the sender: the same id has one effect")
+    revision: StrictInt = Field(0, ge=0, lt=1 << 31, description="A higher one replaces what the id said before")
+    tags: dict[TagKey, TagValue] = Field(default_factory=dict, max_length=16)
+    observed_at: AwareDatetime | None = Field(None, strict=True, description="When it happened (RFC 3339)")
+    user: User | None = Field(None, description="Whose verdict; stored as a pseudonym only. Also: tags.user_id")
+
+
+class Metric(_Post):
+    """A value of a declared metric, or text."""
+
+    metric_name: MetricName = Field(description="A metric that the job declares, reward, comment or demonstration")
+    value: StrictBool | Finite | Annotated[StrictStr, StringConstraints(max_length=1 << 17)] | Message | list[Message]
+    weight: Finite = Field(1.0, ge=0, le=1)
+    final: StrictBool = False
+    turn: StrictInt = Field(-1, ge=-1, lt=1 << 31, description="Which interaction of an episode; -1: its last")
+    comment: Text | None = None
+    dryrun: StrictBool | None = Field(None, description="Only check it")
+    internal: StrictBool | None = Field(None, description="Ignored; TensorZero's client sends it")
+
+
+class MetricByInference(Metric):
+    """Feedback on one response."""
+
+    inference_id: InferenceId
+    episode_id: None = None
+
+
+class MetricByEpisode(Metric):
+    """Feedback on an episode, or on one of its turns."""
+
+    inference_id: None = None
+    episode_id: EpisodeId
+
+
+class PostedSampling(BaseModel):
+    """How the tokens of a posted interaction were sampled."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    temperature: Finite = Field(1.0, ge=0, le=100)
+    top_p: Finite = Field(1.0, gt=0, le=1)
+    top_k: StrictInt = Field(0, ge=0, lt=1 << 31)
+
+
+class PostedInteraction(_Post):
+    """A whole interaction of an agent that is not served here."""
+
+    kind: Literal["interaction"]
+    model: Annotated[StrictStr, StringConstraints(min_length=1, max_length=128)] = Field(
+        description="Name or id of the online job"
+    )
+    policy_version: StrictInt | None = Field(None, ge=0, lt=1 << 53)
+    messages: list[Message] = Field(default_factory=list, max_length=4096)
+    completion: Message | None = None
+    prompt_token_ids: list[Token] | None = Field(None, max_length=MAX_TOKENS)
+    token_ids: list[Token] | None = Field(None, min_length=1, max_length=MAX_TOKENS)
+    logprobs: list[Finite] | None = Field(None, max_length=MAX_TOKENS)
+    sampling: PostedSampling = PostedSampling()
+    tokenizer_sha: Annotated[StrictStr, StringConstraints(max_length=128)] | None = None
+    group_id: Annotated[StrictStr, StringConstraints(min_length=1, max_length=128)] | None = None
+    episode_id: EpisodeId | None = None
+    turn: StrictInt = Field(-1, ge=-1, lt=1 << 31)
+    reward: Finite | None = None
+    rewards: dict[MetricName, Finite] = Field(default_factory=dict, max_length=64)
+    done: StrictBool = True
+
+    @model_validator(mode="after")
+    def _tokens_fit(self) -> PostedInteraction:
+        if self.token_ids is None and self.completion is None:
+            raise ValueError("an interaction needs a completion, or token_ids and prompt_token_ids")
+        if self.token_ids is not None and self.prompt_token_ids is None:
+            raise ValueError("prompt_token_ids: token_ids need the prompt's, too")
+        count = len(self.token_ids or ())
+        if self.logprobs is not None and len(self.logprobs) != count:
+            raise ValueError(f"logprobs: {len(self.logprobs)} values for {count} token_ids; they must be as many")
+        if any(value > LOGPROB_SLACK for value in self.logprobs or ()):
+            raise ValueError("logprobs: a log-probability is above 0")
+        if count + len(self.prompt_token_ids or ()) > MAX_TOKENS:
+            raise ValueError(f"prompt and completion have more than {MAX_TOKENS} tokens")
+        return self
+
+
+class Preference(_Post):
+    """One response was better than another."""
+
+    kind: Literal["preference"]
+    chosen: InferenceId
+    rejected: InferenceId
+    strength: Finite = Field(1.0, gt=0, le=1)
+
+
+class Correction(_Post):
+    """What a response should have been."""
+
+    kind: Literal["correction"]
+    inference_id: InferenceId
+    corrected: Message
+
+
+def _kind(value: Any) -> str:
+    """The member of the union that a body is meant as, so that its flaws are those of that member only."""
+    if not isinstance(value, dict):
+        return "inference"
+    kind = value.get("kind")
+    if kind is not None:
+        return str(kind)
+    by_episode = value.get("inference_id") is None and value.get("episode_id") is not None
+    return "episode" if by_episode else "inference"
+
+
+FeedbackPost = Annotated[
+    Annotated[MetricByInference, Tag("inference")]
+    | Annotated[MetricByEpisode, Tag("episode")]
+    | Annotated[PostedInteraction, Tag("interaction")]
+    | Annotated[Preference, Tag("preference")]
+    | Annotated[Correction, Tag("correction")],
+    Discriminator(
+        _kind,
+        custom_error_type="unknown_kind",
+        custom_error_message="kind must be interaction, preference or correction; a metric has none",
+    ),
+]
+
+
+class FeedbackBody(RootModel[FeedbackPost]):
+    """One item of feedback."""
+
+
+class FeedbackBodies(RootModel[list[FeedbackPost]]):
+    """A batch of feedback."""
+
+    root: list[FeedbackPost] = Field(min_length=1, max_length=MAX_ITEMS)
+
+
+POST: TypeAdapter[Any] = TypeAdapter(FeedbackPost)
+"""Validates one body."""
+POSTS: TypeAdapter[list[Any]] = TypeAdapter(list[FeedbackPost])
+"""Validates a batch without flaws."""
+KIND_TAGS = frozenset({"inference", "episode", "interaction", "preference", "correction"})
+"""Names of the union's members in the places of flaws."""
+
+
+class FeedbackReply(BaseModel):
+    """An accepted item: it is on disk. ``stream_seq`` is null where the item takes several messages."""
+
+    feedback_id: str
+    status: Literal["accepted", "valid"]
+    duplicate: bool
+    target: Literal["known", "unknown_yet", "none"]
+    job: str
+    stream_seq: int | None
+    href: str
+
+
+class RetractReply(BaseModel):
+    """An accepted retraction. ``too_late``: the item was trained on already; only the record says so now."""
+
+    feedback_id: str
+    retraction_id: str
+    status: Literal["accepted"] = "accepted"
+    duplicate: bool
+    too_late: bool
+
+
+class ItemReply(BaseModel):
+    """One item of a batch: 202 or 200 (dry run), or what a request of its own would have been refused with."""
+
+    index: int
+    id: str | None
+    status: int
+    duplicate: bool = False
+    problem: dict[str, Any] | None = None
+
+
+class BatchReply(BaseModel):
+    """Every item of a batch, in order."""
+
+    object: Literal["list"] = "list"
+    data: list[ItemReply]
+    accepted: int
+    refused: int
+
+
+class Trained(BaseModel):
+    """The batch that an item trained, and the version that it made."""
+
+    step: int
+    version: int
+
+
+class FateReply(BaseModel):
+    """What became of an item of feedback."""
+
+    object: Literal["feedback"] = "feedback"
+    feedback_id: str
+    job: str
+    kind: str
+    metric: str
+    status: str
+    reason: str = ""
+    interactions: list[str] = []
+    ordinal: int | None = None
+    trained: Trained | None = None
+    revision: int = 0
+    retraction_requested: bool = False
+    received: float
+    time: float
+
+
+class FunnelRow(BaseModel):
+    """So many items of one metric from one source have one status."""
+
+    metric: str
+    source: str
+    status: str
+    items: int
+
+
+class Funnel(BaseModel):
+    """The feedback of a job, counted by metric (or kind), source (the key that posted it) and status."""
+
+    object: Literal["feedback.funnel"] = "feedback.funnel"
+    job: str
+    items: int
+    by_status: dict[str, int]
+    data: list[FunnelRow]
+
+
+class ConsentBody(BaseModel):
+    """What a user allows."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    train: StrictBool = Field(description="False: interactions are served and never trained on")
+
+
+class ConsentReply(BaseModel):
+    """What a user allows, as stored."""
+
+    user: str = Field(description="The pseudonym under which everything is stored")
+    train: bool
+
+
+class ErasureReply(BaseModel):
+    """The deletion of a user's data: how far it is and what is left."""
+
+    user: str = Field(description="The pseudonym under which everything was stored")
+    status: Literal["running", "done"]
+    interactions: int
+    feedback: int
+    groups: int
+    trained_versions: dict[str, list[int]] = Field(description="By job: versions that were trained on it; they stay")
+    requested: float
+    finished: float | None = None
+
+
+def is_number(value: Any) -> bool:
+    """A finite number that is no boolean."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,234 @@
+"""Routes of OpenAI's inference API: models, chat and text completions, also below the address of an episode."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Path, Request
+from pydantic import BaseModel, ConfigDict
+from starlette.responses import Response
+
+from penstock.services.coordinator.api.access import Backend, BackendDep
+from penstock.services.coordinator.api.auth import Caller
+from penstock.services.coordinator.api.bodies import body_schema, read_model
+from penstock.services.coordinator.api.completion_bodies import ChatBody, CompletionBody, draft_of, episode_of
+from penstock.services.coordinator.api.completion_format import ChatFormat, TextFormat
+from penstock.services.coordinator.api.completion_reply import CompletionReply, as_problem
+from penstock.services.coordinator.api.direct import posts_of
+from penstock.services.coordinator.api.replies import HttpProblem, Json
+from penstock.services.coordinator.api.scopes import require
+from penstock.services.coordinator.api.serving import Ask, Served, Serving
+from penstock.shared.errors import NotFound, PenstockError
+from penstock.shared.protocol.interaction import job_mark, marked_id
+
+__all__ = ["DIRECT", "router", "served_of", "serving_of"]
+
+router = APIRouter(tags=["inference"])
+READ = [require("models:read")]
+MAX_JOBS = 100_000
+_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}},
+    410: {"description": "The episode is over."},
+}
+
+Writer = Annotated[Caller, require("inference:write")]
+EpisodeId = Annotated[str, Path(max_length=128, pattern="^[A-Za-z0-9._:-]+$", description="Id of an episode")]
+
+
+class Model(BaseModel):
+    """A running job as a model."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "penstock"
+    job: str
+    online: bool
+    policy_version: int
+
+
+class ModelList(BaseModel):
+    """All models."""
+
+    object: str = "list"
+    data: list[Model]
+
+
+class Completion(BaseModel):
+    """A completion; see OpenAI's reference. ``model`` names the policy version: `name@version`."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+
+
+class InteractionRow(BaseModel):
+    """The record of one choice of a request."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    request: str
+    job: str
+    episode: str
+    untrainable: str
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    spans: list[tuple[int, int, int]]
+    finish: str
+    text: str
+
+
+@router.get("/v1/models", response_model=ModelList, dependencies=READ)
+async def list_models(backend: BackendDep) -> Response:
+    """List the models: every job that trains, under its name."""
+    return Json(ModelList(data=[_model(served) for served in serving_of(backend).models()]))
+
+
+@router.get("/v1/models/{model}", response_model=Model, dependencies=READ)
+async def get_model(
+    model: Annotated[str, Path(max_length=256, description="Name or id of a job")], backend: BackendDep
+) -> Response:
+    """Show a model."""
+    return Json(_model(served_of(backend, model)))
+
+
+@router.get("/e/{episode_id}/v1/models", response_model=ModelList, dependencies=READ)
+async def list_models_in_episode(episode_id: EpisodeId, backend: BackendDep) -> Response:
+    """List the models; for clients whose base URL is the address of an episode."""
+    return await list_models(backend)
+
+
+@router.get("/e/{episode_id}/v1/models/{model}", response_model=Model, dependencies=READ)
+async def get_model_in_episode(
+    episode_id: EpisodeId,
+    model: Annotated[str, Path(max_length=256, description="Name or id of a job")],
+    backend: BackendDep,
+) -> Response:
+    """Show a model; for clients whose base URL is the address of an episode."""
+    return await get_model(model, backend)
+
+
+@router.post(
+    "/v1/chat/completions",
+    response_model=Completion,
+    openapi_extra=body_schema(ChatBody),
+    responses=_RESPONSES,
+)
+async def chat(request: Request, caller: Writer, backend: BackendDep) -> Response:
+    """Answer a chat with the job's newest policy; recorded as an interaction. ``stream`` sends tokens as they come."""
+    return await _chat(request, caller, backend, "")
+
+
+@router.post(
+    "/e/{episode_id}/v1/chat/completions",
+    response_model=Completion,
+    openapi_extra=body_schema(ChatBody),
+    responses=_RESPONSES,
+)
+async def chat_in_episode(episode_id: EpisodeId, request: Request, caller: Writer, backend: BackendDep) -> Response:
+    """Answer a chat as a turn of an episode."""
+    return await _chat(request, caller, backend, episode_id)
+
+
+@router.post(
+    "/v1/completions",
+    response_model=Completion,
+    openapi_extra=body_schema(CompletionBody),
+    responses=_RESPONSES,
+)
+async def complete(request: Request, caller: Writer, backend: BackendDep) -> Response:
+    """Complete prompts, texts or token ids; recorded as interactions. ``echo`` with ``logprobs`` scores the prompts."""
+    return await _complete(request, caller, backend, "")
+
+
+@router.post(
+    "/e/{episode_id}/v1/completions",
+    response_model=Completion,
+    openapi_extra=body_schema(CompletionBody),
+    responses=_RESPONSES,
+)
+async def complete_in_episode(episode_id: EpisodeId, request: Request, caller: Writer, backend: BackendDep) -> Response:
+    """Complete prompts as a turn of an episode."""
+    return await _complete(request, caller, backend, episode_id)
+
+
+@router.get("/v1/interactions/{interaction}", response_model=InteractionRow, dependencies=[require("jobs:read")])
+async def get_interaction(
+    interaction: Annotated[str, Path(max_length=64, description="Id of a response: a UUID, or chatcmpl- and a UUID")],
+    backend: BackendDep,
+) -> Response:
+    """Show what is recorded of a choice: tokens, log-probs, versions, sampling."""
+    marked = marked_id(interaction)
+    if marked is not None:
+        jobs = await backend.control.list_jobs(
+            after=None, limit=MAX_JOBS, order="desc", phase=None, name=None, kind=None, labels={}
+        )
+        for record in jobs:
+            if job_mark(record.id) == marked[1]:
+                found = await serving_of(backend).interaction(record.id, marked[0])
+                if found is not None:
+                    return Json(msgspec.to_builtins(found))
+    raise NotFound(f"no interaction '{interaction}' is recorded")
+
+
+DIRECT = posts_of(router, ("/v1/chat/completions", "/v1/completions"))
+
+
+async def _chat(request: Request, caller: Caller, backend: Backend, episode: str) -> Response:
+    body = await read_model(request, ChatBody)
+    return await _answer(request, caller, backend, body, episode, num_prompts=1)
+
+
+async def _complete(request: Request, caller: Caller, backend: Backend, episode: str) -> Response:
+    body = await read_model(request, CompletionBody)
+    return await _answer(request, caller, backend, body, episode, num_prompts=len(body.prompts))
+
+
+async def _answer(
+    request: Request,
+    caller: Caller,
+    backend: Backend,
+    body: ChatBody | CompletionBody,
+    episode: str,
+    *,
+    num_prompts: int,
+) -> Response:
+    serving = serving_of(backend)
+    draft = draft_of(body, await request.body(), request.headers, caller.id)
+    retries = request.headers.get("x-stainless-retry-count", "")
+    ask = Ask(
+        served=served_of(backend, body.model), draft=draft, num_prompts=num_prompts, user=body.user or "",
+        episode=episode_of(episode, request.headers, body), retries=int(retries) if retries.isdecimal() else None,
+    )  # fmt: skip
+    try:
+        answer = await serving.open(ask)
+    except PenstockError as error:
+        raise as_problem(error) from None
+    usage = bool(body.stream_options and body.stream_options.include_usage)
+    kind = ChatFormat if isinstance(body, ChatBody) else TextFormat
+    return CompletionReply(serving, answer, kind(answer, bool(body.return_token_ids), usage))
+
+
+def serving_of(backend: Backend) -> Serving[Any]:
+    """The gateway of this process. Raises HttpProblem: 503 where there is none."""
+    if backend.serving is None:
+        raise HttpProblem(503, "no_gateway", "this process serves no models")
+    return backend.serving
+
+
+def served_of(backend: Backend, model: str) -> Served:
+    """A model by name or id of its job. Raises HttpProblem: 404."""
+    try:
+        return serving_of(backend).find(model)
+    except NotFound as error:
+        raise HttpProblem(404, "model_not_found", str(error)) from None
+
+
+def _model(served: Served) -> Model:
+    return Model(
+        id=served.name, created=served.created, job=served.job, online=served.online, policy_version=served.version
+    )

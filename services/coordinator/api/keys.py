@@ -1,0 +1,109 @@
+"""Routes that make, list and revoke API keys."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Path, Request
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, field_validator, model_validator
+from starlette.responses import Response
+
+from penstock.services.coordinator.api.access import BackendDep
+from penstock.services.coordinator.api.bodies import body_schema, read_model
+from penstock.services.coordinator.api.ratelimit import parse_rate
+from penstock.services.coordinator.api.replies import Json
+from penstock.services.coordinator.api.scopes import require
+from penstock.shared.errors import NotFound
+from penstock.shared.protocol.keys import KeyRecord, Scope
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/v1/keys", tags=["keys"], dependencies=[require("admin")])
+
+KeyId = Annotated[str, Path(max_length=64, description="Id of a key: 16 hex digits")]
+LONGEST_S = 10 * 365 * 86400
+
+
+class KeyRequest(BaseModel):
+    """A new key. It expires ``expires_in_s`` seconds from now, or at ``expires_at``, or never."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(min_length=1, max_length=64, description="For people")
+    scopes: list[Scope] = Field(min_length=1, max_length=16)
+    expires_in_s: float | None = Field(None, gt=0, le=LONGEST_S)
+    expires_at: AwareDatetime | None = None
+    rate_limit: str | None = Field(None, max_length=64, description="Like 600/minute; default: the deployment's")
+
+    @field_validator("rate_limit")
+    @classmethod
+    def _is_a_rate(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_rate(value)
+        return value
+
+    @model_validator(mode="after")
+    def _one_end(self) -> KeyRequest:
+        if self.expires_in_s is not None and self.expires_at is not None:
+            raise ValueError("give expires_in_s or expires_at, not both")
+        return self
+
+    @property
+    def end(self) -> datetime | None:
+        """When the key expires."""
+        if self.expires_in_s is None:
+            return self.expires_at
+        return datetime.now(UTC) + timedelta(seconds=self.expires_in_s)
+
+
+class NewKey(KeyRecord):
+    """A key that was just made; ``key`` is shown this once."""
+
+    key: str
+
+
+class KeyList(BaseModel):
+    """Every key that was not revoked, oldest first."""
+
+    object: Literal["list"] = "list"
+    data: list[KeyRecord]
+    has_more: bool = False
+
+
+@router.post("", status_code=201, response_model=NewKey, openapi_extra=body_schema(KeyRequest))
+async def create_key(request: Request, backend: BackendDep) -> Response:
+    """Make a key. Its text is in this reply and nowhere else; a repeated request makes another key."""
+    wanted = await read_model(request, KeyRequest)
+    scopes = sorted(set(wanted.scopes))
+    key, text = await backend.control.keys.create(
+        wanted.name, scopes, expires_at=wanted.end, rate_limit=wanted.rate_limit
+    )
+    body = NewKey(**key.shown().model_dump(), key=text)
+    return Json(body, 201, {"Location": f"/v1/keys/{key.id}", "Cache-Control": "no-store"})
+
+
+@router.get("", response_model=KeyList)
+async def list_keys(backend: BackendDep) -> Response:
+    """List the keys: what each may do and when it expires, never its text."""
+    return Json(KeyList(data=[key.shown() for key in await backend.control.keys.list_all()]))
+
+
+@router.get("/{key_id}", response_model=KeyRecord)
+async def get_key(key_id: KeyId, backend: BackendDep) -> Response:
+    """Show a key."""
+    found = [key for key in await backend.control.keys.list_all() if key.id == key_id]
+    if not found:
+        raise NotFound(f"no key '{key_id}'")
+    return Json(found[0].shown())
+
+
+@router.delete("/{key_id}", status_code=204)
+async def revoke_key(key_id: KeyId, backend: BackendDep) -> Response:
+    """Revoke a key, at once; other replicas of the API may take it for one more second."""
+    known = {key.id for key in await backend.control.keys.list_all()}
+    if key_id not in known:
+        raise NotFound(f"no key '{key_id}'")
+    await backend.control.keys.delete(key_id)
+    backend.ring.forget(key_id)
+    return Response(status_code=204)

@@ -1,0 +1,137 @@
+"""What the HTTP API asks of the gateway to the rollout workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+from penstock.shared.protocol.episode import EpisodeRecord
+from penstock.shared.protocol.inference import Chunk, InferenceRequest
+from penstock.shared.protocol.interaction import Interaction
+
+__all__ = ["Answer", "Ask", "EpisodeBook", "Served", "Serving"]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A running job under the name of its model. ``version``: its newest policy; ``created``: Unix seconds."""
+
+    name: str
+    job: str
+    online: bool
+    version: int
+    created: int
+    hold_s: float
+
+    def at(self, version: int) -> Served:
+        """The same at another version."""
+        return replace(self, version=version)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A client's request. ``draft`` lacks what the gateway decides: ids, gateway, episode, user.
+
+    ``retries`` is how often the client sent it before, None where it does not say; a client that says so asks again
+    by itself when it gets no answer. ``episode`` is empty where the client names none.
+    """
+
+    served: Served
+    draft: InferenceRequest
+    num_prompts: int
+    user: str
+    episode: str
+    retries: int | None
+
+
+class Answer(Protocol):
+    """What the rollout workers answer, as it comes."""
+
+    served: Served
+    request: InferenceRequest
+    version: int
+    prompt_ids: list[list[int]]
+
+    @property
+    def id(self) -> str:
+        """Of the response, and of its first interaction."""
+        ...
+
+    @property
+    def num_generated(self) -> int:
+        """Output tokens of all choices so far."""
+        ...
+
+    async def read(self, cursor: int) -> Sequence[Chunk]:
+        """Chunks from number ``cursor`` on, as soon as there are any; none once all were read.
+
+        Raises:
+            PenstockError: the answer broke off.
+        """
+        ...
+
+
+class EpisodeBook(Protocol):
+    """Episodes that were opened by request. Every method may raise Unavailable."""
+
+    async def create(self, served: Served, key_id: str, ttl_s: float, about: dict[str, object]) -> EpisodeRecord:
+        """Open one; ``about``: split, group_id and tags."""
+        ...
+
+    async def get(self, served: Served, id: str) -> EpisodeRecord:
+        """Raises NotFound."""
+        ...
+
+    async def list_all(self, served: Served) -> list[EpisodeRecord]:
+        """All of a model, oldest first."""
+        ...
+
+    async def end(self, served: Served, id: str) -> EpisodeRecord:
+        """No more requests are taken; the same twice changes nothing. Raises NotFound."""
+        ...
+
+
+A = TypeVar("A", bound=Answer)
+
+
+class Serving(Protocol[A]):
+    """The gateway. ``A``: its own kind of answers."""
+
+    @property
+    def episodes(self) -> EpisodeBook:
+        """The episodes."""
+        ...
+
+    def models(self) -> list[Served]:
+        """All models. Raises Unavailable while the jobs are not read yet."""
+        ...
+
+    def find(self, model: str) -> Served:
+        """A model by name or id of its job. Raises NotFound, Unavailable."""
+        ...
+
+    async def open(self, ask: Ask) -> A:
+        """Have a rollout worker take the request; for a retry the answer of the first try.
+
+        Raises:
+            ConfigError: the prompt cannot be rendered, or is too long.
+            HttpProblem: 429 where all workers are full, 503 where none answers, 410 where the episode is over.
+        """
+        ...
+
+    async def interaction(self, job: str, id: str) -> Interaction | None:
+        """The record of an interaction; None where there is none. Raises Unavailable."""
+        ...
+
+    def remember(self, answer: A, message: dict[str, object]) -> None:
+        """The message that a client got: a chat that goes on from it belongs to the same episode."""
+        ...
+
+    def begin(self, answer: A) -> None:
+        """Somebody reads the answer."""
+        ...
+
+    def leave(self, answer: A, *, begun: bool) -> None:
+        """A reader is done or went away; ``begun``: it has seen a part of the answer."""
+        ...

@@ -1,0 +1,126 @@
+"""Completions of a job, read back from its streams: pages of rows, and single ones with every token."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import re
+from collections.abc import Sequence
+
+from penstock.services.coordinator.api.control import Row
+from penstock.services.coordinator.samples import choose_samples, sample_detail, sample_rows
+from penstock.shared.errors import NotFound, ProtocolError
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.events import BatchSealed, BatchTrained, decode_events
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.trajectory import GroupHeader, decode_group, parse_group_header
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["SampleBrowser"]
+
+_ROW_ID = re.compile(r"(\d{1,15})-(\d{1,15}\.\d{1,9})-(\d{1,6})", re.ASCII)
+
+
+class SampleBrowser:
+    """See ``Control.samples`` and ``Control.sample``. ``trains``: the job has batches; else it is an evaluation."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+
+    async def page(
+        self, job: str, *, trains: bool, step: int | None, limit: int, sort: str | None, after: str | None,
+        min_reward: float | None,
+    ) -> list[Row]:  # fmt: skip
+        """Rows of one page."""
+        if not trains:
+            rows = await self._evaluated(job, limit=limit, sort=sort, after=after, min_reward=min_reward)
+        else:
+            rows = await self._trained(job, step=step, limit=limit, sort=sort, after=after, min_reward=min_reward)
+        return [{**row, "href": f"/v1/samples/{job}-{row['id']}"} for row in rows]
+
+    async def one(self, job: str, row_id: str, *, trains: bool) -> Row:
+        """One completion. Raises NotFound: there is none, or its group is not in the stream any more."""
+        found = _ROW_ID.fullmatch(row_id)
+        if found is None:
+            raise NotFound(f"'{row_id[:80]}' is no sample: STEP-DRAW-INDEX, as the list of samples shows it")
+        step, draw, index = int(found[1]), Draw.parse(found[2]), int(found[3])
+        seq = await (self._seq_in_batch(job, step, draw) if trains else self._seq_in_stream(job, draw))
+        messages = {} if seq is None else await self._bus.get_whole(subjects.EXPERIENCE, [seq])
+        if seq is None or seq not in messages:
+            raise NotFound(f"sample '{row_id}' of job '{job}' is not there (any more)")
+        group = await asyncio.to_thread(decode_group, messages[seq].data)
+        if index >= group.num_trajectories:
+            raise NotFound(f"draw {draw} has {group.num_trajectories} completions, none with index {index}")
+        return {**sample_detail(step, group, index), "href": f"/v1/samples/{job}-{row_id}"}
+
+    async def _trained(
+        self, job: str, *, step: int | None, limit: int, sort: str | None, after: str | None, min_reward: float | None
+    ) -> list[Row]:
+        batches = await self._batches(job)
+        steps = [step] if step is not None else sorted(batches, reverse=True)
+        place = _ROW_ID.fullmatch(after or "")
+        if step is None and sort is None and place is not None:  # the page before ended in this batch
+            steps = [number for number in steps if number <= int(place[1])]
+        rows: list[Row] = []
+        for number in steps:
+            batch = batches.get(number)
+            if batch is None:
+                continue
+            messages = await self._bus.get_whole(subjects.EXPERIENCE, [group.seq for group in batch.groups])
+            found = [messages[group.seq].data for group in batch.groups if group.seq in messages]
+            rows += [row for row in await asyncio.to_thread(_rows_of, number, found) if _good(row, min_reward)]
+            if len(rows) >= limit * 4 or step is not None:
+                break
+        if sort is not None:
+            rows.sort(key=lambda row: float(row["reward" if "reward" in sort else "tokens"]), reverse=sort[0] == "-")
+        if after is not None:
+            rows = list(itertools.dropwhile(lambda row: row["id"] != after, rows))[1:]
+        return rows[:limit]
+
+    async def _evaluated(
+        self, job: str, *, limit: int, sort: str | None, after: str | None, min_reward: float | None
+    ) -> list[Row]:
+        headers = await self._headers(job)
+        chosen = choose_samples(headers, sort=sort, after=after, limit=limit, min_reward=min_reward)
+        messages = await self._bus.get_whole(subjects.EXPERIENCE, [seq for seq, _ in chosen])
+        found = await asyncio.to_thread(_rows_of, 0, [message.data for message in messages.values()])
+        rows = {row["id"]: row for row in found}
+        return [rows[row_id] for _, row_id in chosen if row_id in rows]
+
+    async def _headers(self, job: str) -> list[tuple[int, GroupHeader]]:
+        headers: list[tuple[int, GroupHeader]] = []
+        for message in await self._bus.read(subjects.EXPERIENCE, subjects.experience(job), headers_only=True):
+            with contextlib.suppress(ProtocolError):
+                headers.append((message.seq, parse_group_header(message.headers)))
+        return headers
+
+    async def _batches(self, job: str) -> dict[int, BatchSealed]:
+        messages = await self._bus.read(subjects.LEDGER, subjects.ledger(job))
+        return await asyncio.to_thread(_trained_of, [message.data for message in messages])
+
+    async def _seq_in_batch(self, job: str, step: int, draw: Draw) -> int | None:
+        batch = (await self._batches(job)).get(step)
+        return next((group.seq for group in batch.groups if group.draw == draw), None) if batch else None
+
+    async def _seq_in_stream(self, job: str, draw: Draw) -> int | None:
+        return next((seq for seq, header in await self._headers(job) if header.draw == draw), None)
+
+
+def _good(row: Row, min_reward: float | None) -> bool:
+    return min_reward is None or (row["reward"] >= min_reward and not row["failed"])
+
+
+def _rows_of(step: int, found: Sequence[bytes]) -> list[Row]:
+    return sample_rows(step, [decode_group(data) for data in found])
+
+
+def _trained_of(entries: Sequence[bytes]) -> dict[int, BatchSealed]:
+    sealed: dict[int, BatchSealed] = {}
+    trained: dict[int, BatchSealed] = {}
+    for event in (event for data in entries for event in decode_events(data)):
+        if isinstance(event, BatchSealed):
+            sealed[event.number] = event
+        elif isinstance(event, BatchTrained):
+            trained[event.number] = sealed[event.number]
+    return trained

@@ -1,0 +1,1 @@
+"""Feedback on live interactions: taken durably, indexed, and forgotten on demand."""

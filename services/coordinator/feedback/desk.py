@@ -1,0 +1,256 @@
+"""Feedback as HTTP sees it: posts become items, items become durable, and questions are answered from the index."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uuid6
+
+from penstock.services.coordinator.api.auth import Caller
+from penstock.services.coordinator.api.feedback_models import Metric, PostedInteraction
+from penstock.services.coordinator.api.replies import HttpProblem
+from penstock.services.coordinator.feedback.erasure import Eraser, Report
+from penstock.services.coordinator.feedback.index import FeedbackIndex
+from penstock.services.coordinator.feedback.ingest import Ingest, Stored
+from penstock.services.coordinator.feedback.items import (
+    Identity,
+    Posted,
+    derived_id,
+    item_of,
+    retraction_of,
+    target_of,
+)
+from penstock.services.coordinator.feedback.jobs import LiveJobs
+from penstock.services.coordinator.feedback.privacy import Consents, Pseudonyms
+from penstock.services.coordinator.store import JobStore
+from penstock.shared.errors import NotFound, PenstockError, StreamFull, Unavailable
+from penstock.shared.protocol.interaction import Feedback, bare_id
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["FeedbackDesk"]
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+RETRY = {"Retry-After": "1", "retry-after-ms": "1000"}
+FOLDER = "feedback"
+PROMPT_S = 2.0
+"""A deletion that ends within this time is reported by the reply to its request."""
+REACH_S = 30.0
+Row = dict[str, Any]
+
+
+class FeedbackDesk:
+    """Implements ``api.feedback_desk.FeedbackDesk``."""
+
+    def __init__(self, bus: Bus, store: JobStore, data_dir: Path) -> None:
+        self.pseudonyms, self.consents = Pseudonyms(bus), Consents(bus)
+        self.jobs = LiveJobs(store)
+        self.index = FeedbackIndex(bus, data_dir / FOLDER)
+        self.ingest = Ingest(bus, self.index)
+        self.index.on_projected = self.ingest.projected
+        self._eraser = Eraser(bus)
+        self._erasing: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Keep everything up until cancelled."""
+        await self._load()
+        async with asyncio.TaskGroup() as tasks:
+            for part in (self.jobs, self.index, self.consents):
+                tasks.create_task(part.run())
+            tasks.create_task(self._resume())
+
+    async def _load(self) -> None:
+        while True:
+            try:
+                await self.pseudonyms.load()
+                return
+            except Unavailable as error:
+                log.info("users cannot be named yet: %s", error)
+                await asyncio.sleep(RETRY_S)
+
+    # -- posts -------------------------------------------------------------------------------------------------------
+
+    async def post(self, posts: Sequence[Any], *, caller: Caller, key: str | None) -> list[Row | HttpProblem]:
+        """See ``api.feedback_desk.FeedbackDesk.post``."""
+        prepared = [await self._prepare(post, caller, key, place) for place, post in enumerate(posts)]
+        items = [
+            (found[0], found[1])
+            for post, found in zip(posts, prepared, strict=True)
+            if not isinstance(found, HttpProblem) and not _is_dry(post)
+        ]
+        stored = iter(await self.ingest.add(items))
+        known = await self.index.targets([item.inference or item.episode for item, _ in items])
+        replies: list[Row | HttpProblem] = []
+        for post, found in zip(posts, prepared, strict=True):
+            if isinstance(found, HttpProblem):
+                replies.append(found)
+            elif _is_dry(post):
+                replies.append(_reply(found[0], None, known))
+            else:
+                result = next(stored)
+                replies.append(_reply(found[0], result, known) if isinstance(result, Stored) else _refusal(result))
+        return replies
+
+    async def _prepare(
+        self, post: Posted, caller: Caller, key: str | None, place: int
+    ) -> tuple[Feedback, bool] | HttpProblem:
+        """``(item, whether its sender chose its id)``, or why there is none."""
+        try:
+            if isinstance(post, PostedInteraction):
+                job = await self.jobs.of_model(post.model)
+            else:
+                job = await self.jobs.of_target(*target_of(post))
+            who = _identity(post, caller, key, place)
+            item = item_of(post, job, who, self.pseudonyms.of)
+            self._refuse_erased(item)
+            return item, who.chosen
+        except HttpProblem as problem:
+            return problem
+        except Unavailable as error:
+            return _refusal(error)
+
+    def _refuse_erased(self, item: Feedback) -> None:
+        for id in (item.id, item.inference, item.body.get("rejected")):
+            if id and id in self.index.erased:
+                raise HttpProblem(410, "erased", f"'{id}' was deleted together with the data of its user")
+
+    async def retract(self, feedback: str, *, caller: Caller) -> Row:
+        """See ``api.feedback_desk.FeedbackDesk.retract``."""
+        row = await self.fate(feedback)
+        id = derived_id("", f"retract {row['feedback_id']}", 0)
+        item = retraction_of(row["feedback_id"], row["job"], Identity(id, caller.id, chosen=True))
+        result = (await self.ingest.add([(item, True)]))[0]
+        if not isinstance(result, Stored):
+            raise _refusal(result)
+        return {
+            "feedback_id": row["feedback_id"], "retraction_id": id, "status": "accepted",
+            "duplicate": result.duplicate, "too_late": row["status"] == "trained",
+        }  # fmt: skip
+
+    # -- questions ---------------------------------------------------------------------------------------------------
+
+    async def fate(self, feedback: str) -> Row:
+        """See ``api.feedback_desk.FeedbackDesk.fate``."""
+        id = bare_id(feedback)
+        if id is None:
+            raise NotFound(f"'{feedback[:80]}' is not the id of an item of feedback")
+        row = await self.index.fate(id)
+        item = self.ingest.recent(id)
+        if item is not None and (row is None or row["revision"] < item.revision):
+            return _fresh(item)
+        if row is None:
+            raise NotFound(f"no feedback '{id}' was accepted here")
+        trained = {"step": row["batch"], "version": row["version"]} if row["status"] == "trained" else None
+        shown = {name: row[name] for name in ("job", "kind", "metric", "status", "reason", "interactions", "revision")}
+        return {
+            "object": "feedback", "feedback_id": id, **shown,
+            "ordinal": row["ordinal"] if row["ordinal"] >= 0 else None, "trained": trained,
+            "retraction_requested": bool(row["retracted"]), "received": row["received"], "time": row["time"],
+        }  # fmt: skip
+
+    async def funnel(self, job: str) -> Row:
+        """See ``api.feedback_desk.FeedbackDesk.funnel``."""
+        rows = await self.index.funnel(job)
+        by_status: Counter[str] = Counter()
+        for _, _, status, count in rows:
+            by_status[status] += count
+        data = [dict(zip(("metric", "source", "status", "items"), row, strict=True)) for row in rows]
+        return {
+            "object": "feedback.funnel", "job": job, "items": by_status.total(), "by_status": dict(by_status),
+            "data": data,
+        }  # fmt: skip
+
+    # -- users -------------------------------------------------------------------------------------------------------
+
+    async def consent(self, user: str, *, train: bool) -> Row:
+        """See ``api.feedback_desk.FeedbackDesk.consent``."""
+        pseudonym = self.pseudonyms.of(user)
+        await self.consents.say(pseudonym, train=train)
+        return {"user": pseudonym, "train": train}
+
+    async def erase(self, user: str) -> Row:
+        """See ``api.feedback_desk.FeedbackDesk.erase``."""
+        report = await self._eraser.begin(self.pseudonyms.of(user))
+        await asyncio.wait({self._delete(report)}, timeout=PROMPT_S)
+        return _shown(await self._eraser.find(report.user) or report)
+
+    async def erasure(self, user: str) -> Row:
+        """See ``api.feedback_desk.FeedbackDesk.erasure``."""
+        report = await self._eraser.find(self.pseudonyms.of(user))
+        if report is None:
+            raise NotFound("nobody asked for the deletion of this user's data")
+        return _shown(report)
+
+    async def _resume(self) -> None:
+        """Take up what a process that is gone did not finish."""
+        for report in await self._eraser.unfinished():
+            self._delete(report)
+
+    def _delete(self, report: Report) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._delete_all(report))
+        self._erasing.add(task)
+        task.add_done_callback(self._erasing.discard)
+        return task
+
+    async def _delete_all(self, report: Report) -> None:
+        """Delete until it is done; the next start goes on with what is left."""
+        while True:
+            try:
+                await self.index.reach(await self._eraser.run(report), REACH_S)
+                return
+            except Unavailable as error:
+                log.warning("deleting the data of user %s goes on: %s", report.user, error)
+            await asyncio.sleep(RETRY_S)
+
+
+def _identity(post: Posted, caller: Caller, key: str | None, place: int) -> Identity:
+    if post.feedback_id is not None:
+        return Identity(bare_id(post.feedback_id) or "", caller.id, chosen=True)
+    if key is not None:
+        return Identity(derived_id(caller.id, key, place), caller.id, chosen=True)
+    return Identity(str(uuid6.uuid7()), caller.id, chosen=False)
+
+
+def _is_dry(post: Posted) -> bool:
+    return isinstance(post, Metric) and bool(post.dryrun)
+
+
+def _reply(item: Feedback, stored: Stored | None, known: set[str]) -> Row:
+    target = item.inference or item.episode
+    return {
+        "feedback_id": item.id,
+        "status": "accepted" if stored is not None else "valid",
+        "duplicate": stored is not None and stored.duplicate,
+        "target": "none" if not target else "known" if target in known else "unknown_yet",
+        "job": item.job,
+        "stream_seq": stored.seq if stored is not None else None,
+        "href": f"/v1/feedback/{item.id}",
+    }
+
+
+def _refusal(error: PenstockError) -> HttpProblem:
+    """What the sender hears: everything that is no flaw of the item may be sent again with the same id."""
+    if isinstance(error, HttpProblem):
+        return error
+    code = "ingest_backlog_full" if isinstance(error, StreamFull) else "ingest_unavailable"
+    return HttpProblem(503, code, str(error), headers=RETRY)
+
+
+def _fresh(item: Feedback) -> Row:
+    """The fate of an item that is on disk and not indexed yet."""
+    return {
+        "object": "feedback", "feedback_id": item.id, "job": item.job, "kind": item.kind, "metric": item.metric,
+        "status": "received", "reason": "", "interactions": [], "ordinal": None, "trained": None,
+        "revision": item.revision, "retraction_requested": False, "received": item.received, "time": item.received,
+    }  # fmt: skip
+
+
+def _shown(report: Report) -> Row:
+    return dict(msgspec.to_builtins(report))

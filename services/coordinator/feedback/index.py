@@ -1,0 +1,256 @@
+"""The projection, kept up in the background: how far the streams were read, and what they said about an id."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sqlite3
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from penstock.services.coordinator.feedback.ingest import Known
+from penstock.services.coordinator.feedback.projection import Place, Projection, open_projection
+from penstock.shared.errors import ProtocolError, Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import unpack
+from penstock.shared.protocol.interaction import (
+    EPISODE_HEADER,
+    Erasure,
+    Fate,
+    FateBatch,
+    Feedback,
+    FeedbackBatch,
+    bare_id,
+)
+from penstock.shared.protocol.parts import PART, count_of
+from penstock.shared.transport.bus import Bus, Message
+
+__all__ = ["FeedbackIndex"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+STREAMS = (subjects.FEEDBACK, subjects.DECISIONS, subjects.INTERACTIONS)
+QUEUE = 1024
+TOGETHER = 256
+"""Messages of one transaction."""
+CAUGHT_UP_S = 5.0
+"""Most time that a request waits for the projection after a start."""
+LOOK_S = 0.05
+RETRY_S = 1.0
+TARGETS = 65_536
+"""Interactions and episodes that are known without a query: the newest."""
+
+
+@dataclass(slots=True)
+class _Read:
+    """What some messages said."""
+
+    posts: list[tuple[int, Feedback]] = field(default_factory=list)
+    fates: list[Fate] = field(default_factory=list)
+    erasures: list[Erasure] = field(default_factory=list)
+    targets: list[str] = field(default_factory=list)
+
+
+class FeedbackIndex:
+    """Implements ``ingest.Index`` over the projection of this process."""
+
+    def __init__(self, bus: Bus, directory: Path) -> None:
+        self.on_projected: Callable[[int], None] = lambda seq: None
+        self.erased: set[str] = set()
+        self._bus, self.directory = bus, directory
+        self._projection: Projection | None = None
+        self._reading = ThreadPoolExecutor(1, thread_name_prefix="feedback-read")
+        self._writing = ThreadPoolExecutor(1, thread_name_prefix="feedback-write")
+        self._places: dict[str, Place] = {}
+        self._queue: asyncio.Queue[tuple[str, Message]] = asyncio.Queue(QUEUE)
+        self._caught_up = asyncio.Event()
+        self._targets: OrderedDict[str, None] = OrderedDict()
+        self._all_targets = False
+        """``_targets`` leaves none out."""
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Keep the projection up until cancelled."""
+        try:
+            await self._write(self._open)
+            projection = self._projection
+            assert projection is not None
+            await self._find_places(projection)
+            self.erased |= await self._write(projection.all_erased)
+            some = await self._write(projection.some_targets, TARGETS + 1)
+            self._targets, self._all_targets = OrderedDict.fromkeys(some), len(some) <= TARGETS
+            async with asyncio.TaskGroup() as tasks:
+                for stream in STREAMS:
+                    tasks.create_task(self._follow(stream))
+                tasks.create_task(self._take_over(projection))
+                tasks.create_task(self._see_end())
+        finally:
+            self._caught_up.clear()
+            for pool in (self._reading, self._writing):
+                pool.shutdown(wait=True)
+            if self._projection is not None:
+                self._projection.close()
+            self._projection = None
+
+    def _open(self) -> None:
+        self._projection = open_projection(self.directory)
+
+    async def _find_places(self, projection: Projection) -> None:
+        """Go on where this file ends, or begin anew where the streams are others than it read."""
+        known = await self._write(projection.places)
+        states = {stream: await self._state(stream) for stream in STREAMS}
+        if any(known[s][1] != created or known[s][2] > last for s, (created, last) in states.items() if s in known):
+            log.warning("the streams were made anew: the feedback index of this process begins again")
+            await self._write(projection.clear)
+            known = {}
+        self._places = {s: known.get(s, (s, created, 0)) for s, (created, _) in states.items()}
+
+    async def _state(self, stream: str) -> tuple[str, int]:
+        while True:
+            try:
+                state = await self._bus.stream_state(stream)
+                return state.created, state.last_seq
+            except Unavailable as error:
+                log.info("the feedback index waits for %s: %s", stream, error)
+                await asyncio.sleep(RETRY_S)
+
+    async def _follow(self, stream: str) -> None:
+        only_headers = stream == subjects.INTERACTIONS
+        while True:
+            start = self._places[stream][2] + 1
+            reader = self._bus.follow(stream, f"{stream.lower()}.>", start_seq=start, headers_only=only_headers)
+            try:
+                async with contextlib.aclosing(reader):
+                    async for message in reader:
+                        await self._queue.put((stream, await self._whole(stream, message)))
+            except Unavailable as error:
+                log.info("%s is not followed: %s", stream, error)
+            await asyncio.sleep(RETRY_S)
+
+    async def _whole(self, stream: str, message: Message) -> Message:
+        if stream == subjects.INTERACTIONS or count_of(message.headers) == 1:
+            return message
+        return (await self._bus.get_whole(stream, [message.seq])).get(message.seq, message)
+
+    async def _take_over(self, projection: Projection) -> None:
+        """Write what was read, as much at once as came meanwhile."""
+        while True:
+            some = [await self._queue.get()]
+            while len(some) < TOGETHER and not self._queue.empty():
+                some.append(self._queue.get_nowait())
+            places = {stream: (stream, self._places[stream][1], message.seq) for stream, message in some}
+            read = await self._stored(projection, some, list(places.values()))
+            self._places |= places
+            self._remember(read)
+            if subjects.FEEDBACK in places:
+                self.on_projected(places[subjects.FEEDBACK][2])
+
+    async def _stored(self, projection: Projection, some: list[tuple[str, Message]], places: list[Place]) -> _Read:
+        while True:
+            try:
+                return await self._write(_apply, projection, some, places)
+            except sqlite3.OperationalError as error:  # no room on the disk, a lock that will be free again
+                log.error("the feedback index cannot be written: %s", error)
+                await asyncio.sleep(RETRY_S)
+
+    async def _see_end(self) -> None:
+        """Say when everything is known that was in FEEDBACK at the start."""
+        while not self._caught_up.is_set():
+            with contextlib.suppress(Unavailable):
+                newest = await self._bus.last(subjects.FEEDBACK, f"{subjects.FEEDBACK.lower()}.>")
+                if newest is None or self._places[subjects.FEEDBACK][2] >= newest.seq:
+                    self._caught_up.set()
+            await asyncio.sleep(LOOK_S)
+
+    def _remember(self, read: _Read) -> None:
+        for erasure in read.erasures:
+            self.erased.update(erasure.interactions, erasure.feedback)
+        for target in read.targets:
+            self._targets[target] = None
+            self._targets.move_to_end(target)
+        while len(self._targets) > TARGETS:
+            self._targets.popitem(last=False)
+            self._all_targets = False
+
+    # -- questions ---------------------------------------------------------------------------------------------------
+
+    async def known(self, ids: Sequence[str]) -> dict[str, Known]:
+        """See ``Index.known``."""
+        projection = await self._ready()
+        return await self._read(projection.known, ids)
+
+    async def targets(self, ids: Sequence[str]) -> set[str]:
+        """Those of ``ids`` (interactions, episodes) that were recorded."""
+        found = {id for id in ids if id in self._targets}
+        rest = [id for id in ids if id not in found]
+        if rest and not self._all_targets and self._projection is not None:
+            found |= await self._read(self._projection.targets, rest)
+        return found
+
+    async def fate(self, id: str) -> dict[str, Any] | None:
+        """The row of an item, None for an unknown one."""
+        projection = await self._ready()
+        return await self._read(projection.fate, id)
+
+    async def funnel(self, job: str) -> list[tuple[str, str, str, int]]:
+        """``(metric or kind, source, status, items)`` of a job."""
+        projection = await self._ready()
+        return await self._read(projection.funnel, job)
+
+    async def reach(self, seq: int, deadline_s: float) -> None:
+        """Return once FEEDBACK was taken over up to ``seq``. Raises Unavailable at the deadline."""
+        end = asyncio.get_running_loop().time() + deadline_s
+        while self._places.get(subjects.FEEDBACK, ("", "", 0))[2] < seq:
+            if asyncio.get_running_loop().time() > end:
+                raise Unavailable(f"the feedback index did not reach message {seq} within {deadline_s:g} s")
+            await asyncio.sleep(LOOK_S)
+
+    async def _ready(self) -> Projection:
+        try:
+            async with asyncio.timeout(CAUGHT_UP_S):
+                await self._caught_up.wait()
+        except TimeoutError:
+            raise Unavailable("the index of feedback is still being read; retry in a moment") from None
+        if self._projection is None:
+            raise Unavailable("the index of feedback is closed")
+        return self._projection
+
+    async def _read(self, ask: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._reading, ask, *args)
+
+    async def _write(self, work: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._writing, work, *args)
+
+
+def _apply(projection: Projection, some: list[tuple[str, Message]], places: list[Place]) -> _Read:
+    """Runs in the writing thread."""
+    read = _Read()
+    for stream, message in some:
+        try:
+            _take(read, stream, message)
+        except ProtocolError as error:
+            log.error("message %d of %s is left out of the feedback index: %s", message.seq, stream, error)
+    projection.apply(read.posts, read.fates, read.erasures, read.targets, places)
+    return read
+
+
+def _take(read: _Read, stream: str, message: Message) -> None:
+    if PART in message.headers:
+        return
+    if stream == subjects.INTERACTIONS:
+        id, episode = message.subject.rpartition(".")[2], message.headers.get(EPISODE_HEADER, "")
+        read.targets += [bare for text in (id, episode) if text and (bare := bare_id(text)) is not None]
+    elif stream == subjects.DECISIONS:
+        read.fates += unpack(message.data, FateBatch)[0].items
+    elif message.subject.endswith(".erased"):
+        read.erasures.append(unpack(message.data, Erasure)[0])
+    else:
+        read.posts += [(message.seq, item) for item in unpack(message.data, FeedbackBatch)[0].items]

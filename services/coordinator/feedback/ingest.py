@@ -1,0 +1,299 @@
+"""Group commit: items that arrive within a moment become one message, and each sender hears of it once that is on disk.
+
+One lane per job. A lane sends what it holds when its oldest item has waited GATHER_S, or when it is full; at most
+IN_FLIGHT messages of it wait for their acknowledgement, and while they do, the next one grows.
+
+An id that its sender can post again is looked up before it is sent: first among what this process has taken and the
+projection has not, then, for a whole group at once, in the projection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from penstock.services.coordinator.api.replies import Flaw, HttpProblem
+from penstock.shared.errors import PenstockError, ProtocolError, StreamFull, Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import MAX_INLINE_BYTES, pack
+from penstock.shared.protocol.interaction import Feedback, FeedbackBatch
+from penstock.shared.runtime import metrics
+from penstock.shared.runtime.tasks import unexpected
+from penstock.shared.transport.bus import Bus, Outgoing
+
+__all__ = ["Index", "Ingest", "Stored"]
+
+GATHER_S = 0.002
+GROUP_ITEMS = 256
+GROUP_BYTES = 512 << 10
+IN_FLIGHT = 2
+MAX_UNPROJECTED, MAX_UNPROJECTED_BYTES = 65_536, 256 << 20
+"""Items taken that the projection has not seen, and their bytes; beyond that nothing more is taken."""
+ACK_S = 4.0
+ROOM = 4096
+"""Bytes of a message that are not its items."""
+
+ITEMS = metrics.counter("feedback", "Items of feedback by what became of the post.", ("metric", "decision"))
+ACK_SECONDS = metrics.histogram("ingest_ack_seconds", "From an item's arrival to the proof that it is on disk.", ())
+GROUP = metrics.histogram("ingest_group_items", "Items that one message carries.", ())
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An item is on disk; ``seq`` is None where it takes several messages, and was stored by an earlier request."""
+
+    id: str
+    seq: int | None
+    duplicate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What an id says already."""
+
+    fingerprint: str
+    revision: int
+    seq: int | None
+
+
+class Index(Protocol):
+    """Where stored items are found by id."""
+
+    async def known(self, ids: Sequence[str]) -> dict[str, Known]:
+        """Those of ``ids`` that are stored. Raises Unavailable while it does not know everything yet."""
+        ...
+
+
+@dataclass(slots=True)
+class _Entry:
+    item: Feedback
+    nbytes: int
+    chosen: bool
+    arrived: float
+    done: asyncio.Future[Stored]
+
+
+@dataclass(slots=True)
+class _Lane:
+    """What waits for one job."""
+
+    waiting: list[_Entry] = field(default_factory=list)
+    nbytes: int = 0
+    filled: asyncio.Event = field(default_factory=asyncio.Event)
+    sender: asyncio.Task[None] | None = None
+
+
+class Ingest:
+    """Takes items durably."""
+
+    def __init__(self, bus: Bus, index: Index) -> None:
+        self._bus, self._index = bus, index
+        self._lanes: dict[str, _Lane] = {}
+        self._recent: dict[str, _Entry] = {}
+        self._nbytes = 0
+        self._unprojected: dict[int, list[_Entry]] = {}
+        self._sending: set[asyncio.Task[None]] = set()
+
+    def recent(self, id: str) -> Feedback | None:
+        """An item that is on disk and that the projection may not have seen yet."""
+        entry = self._recent.get(id)
+        if entry is None or not entry.done.done() or entry.done.cancelled() or entry.done.exception() is not None:
+            return None
+        return entry.item
+
+    async def add(self, items: Sequence[tuple[Feedback, bool]]) -> list[Stored | PenstockError]:
+        """Store items, each with whether its sender chose its id; for each its place, or why it was refused.
+
+        Returns once every one is on disk or refused: StreamFull, Unavailable (it may be stored or not), HttpProblem
+        (422 the id says something else already, 413 too large).
+        """
+        begun = [self._begin(item, chosen) for item, chosen in items]
+        pending = {found[0].done for found in begun if not isinstance(found, PenstockError)}
+        if pending:
+            await asyncio.wait(pending)
+        results = [_result(found) for found in begun]
+        for (item, _), result in zip(items, results, strict=True):
+            ITEMS.labels(item.metric or item.kind, _decision(result)).inc()
+        return results
+
+    def projected(self, seq: int) -> None:
+        """The projection holds everything up to this sequence of FEEDBACK."""
+        for place in [place for place in self._unprojected if place <= seq]:
+            for entry in self._unprojected.pop(place):
+                self._forget(entry)
+
+    async def close(self) -> None:
+        """Let what was taken reach the disk."""
+        tasks = [*self._sending, *(lane.sender for lane in self._lanes.values() if lane.sender is not None)]
+        if tasks:
+            await asyncio.wait(tasks, timeout=ACK_S)
+
+    def _begin(self, item: Feedback, chosen: bool) -> tuple[_Entry, bool] | PenstockError:
+        """``(the entry to wait for, whether it is an earlier one)``."""
+        earlier = self._recent.get(item.id)
+        try:
+            if earlier is not None and _compare(item, Known(earlier.item.fingerprint, earlier.item.revision, None)):
+                return earlier, True
+            return self._enter(item, chosen), False
+        except PenstockError as error:
+            return error
+
+    def _enter(self, item: Feedback, chosen: bool) -> _Entry:
+        if len(self._recent) >= MAX_UNPROJECTED or self._nbytes >= MAX_UNPROJECTED_BYTES:
+            raise StreamFull(f"{len(self._recent)} items wait to be indexed; retry in a moment")
+        loop = asyncio.get_running_loop()
+        entry = _Entry(item, len(_encoder.encode(item)), chosen, loop.time(), loop.create_future())
+        entry.done.add_done_callback(_seen)
+        if (replaced := self._recent.get(item.id)) is not None:
+            self._forget(replaced)
+        self._recent[item.id] = entry
+        self._nbytes += entry.nbytes
+        lane = self._lanes.get(item.job) or self._lanes.setdefault(item.job, _Lane())
+        lane.waiting.append(entry)
+        lane.nbytes += entry.nbytes
+        if len(lane.waiting) >= GROUP_ITEMS or lane.nbytes >= GROUP_BYTES:
+            lane.filled.set()
+        if lane.sender is None:
+            lane.sender = asyncio.create_task(self._send(item.job, lane))
+        return entry
+
+    async def _send(self, job: str, lane: _Lane) -> None:
+        """Send group after group until the lane is empty."""
+        room = asyncio.Semaphore(IN_FLIGHT)
+        while lane.waiting:
+            await room.acquire()
+            left = GATHER_S - (asyncio.get_running_loop().time() - lane.waiting[0].arrived)
+            if left > 0 and not lane.filled.is_set():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(left):
+                        await lane.filled.wait()
+            group = _take(lane)
+            task = asyncio.create_task(self._commit(job, group))
+            self._sending.add(task)
+            task.add_done_callback(self._sending.discard)
+            task.add_done_callback(lambda _: room.release())
+        lane.sender = None
+
+    async def _commit(self, job: str, group: list[_Entry]) -> None:
+        error = await unexpected(self._store(job, group))
+        if error is None:
+            return
+        for entry in group:
+            if not entry.done.done():
+                self._forget(entry)
+                entry.done.set_exception(error if isinstance(error, PenstockError) else _broken(error))
+
+    async def _store(self, job: str, group: list[_Entry]) -> None:
+        group = await self._unknown(group)
+        if not group:
+            return
+        items = [entry.item for entry in group]
+        data = pack(FeedbackBatch(items=items), job=job)
+        name = hashlib.sha256("".join(f"{item.id}.{item.revision}\n" for item in items).encode()).hexdigest()[:32]
+        seq, bound = await self._publish(subjects.feedback(job), data, name)
+        now = asyncio.get_running_loop().time()
+        GROUP.observe(len(group))
+        for entry in group:
+            ACK_SECONDS.observe(now - entry.arrived)
+            entry.done.set_result(Stored(entry.item.id, seq))
+        self._unprojected.setdefault(bound, []).extend(group)
+
+    async def _publish(self, subject: str, data: bytes, name: str) -> tuple[int | None, int]:
+        """``(sequence, a sequence at or above it)``; a payload in parts has no sequence that is known here."""
+        if len(data) <= MAX_INLINE_BYTES:
+            seq = await self._bus.publish(subject, data, msg_id=name, deadline_s=ACK_S)
+            return seq, seq
+        try:
+            await self._bus.publish_whole([Outgoing(subject, data, msg_id=name)], deadline_s=ACK_S)
+        except ProtocolError as error:
+            raise HttpProblem(413, "too_large", str(error)) from None
+        newest = await self._bus.last(subjects.FEEDBACK, subject)
+        return None, newest.seq if newest is not None else 0
+
+    async def _unknown(self, group: list[_Entry]) -> list[_Entry]:
+        """The entries that are not stored yet; the others get their answer."""
+        chosen = [entry.item.id for entry in group if entry.chosen]
+        known = await self._index.known(chosen) if chosen else {}
+        found = []
+        for entry in group:
+            if entry.item.id not in known:
+                found.append(entry)
+                continue
+            earlier = known[entry.item.id]
+            try:
+                told = _compare(entry.item, earlier)
+            except HttpProblem as problem:
+                self._forget(entry)
+                entry.done.set_exception(problem)
+                continue
+            if told is None:
+                found.append(entry)
+            else:
+                self._forget(entry)
+                entry.done.set_result(Stored(entry.item.id, earlier.seq, duplicate=True))
+        return found
+
+    def _forget(self, entry: _Entry) -> None:
+        if self._recent.get(entry.item.id) is entry:
+            del self._recent[entry.item.id]
+            self._nbytes -= entry.nbytes
+
+
+def _result(found: tuple[_Entry, bool] | PenstockError) -> Stored | PenstockError:
+    if isinstance(found, PenstockError):
+        return found
+    entry, earlier = found
+    error = entry.done.exception()
+    if error is not None:
+        return error if isinstance(error, PenstockError) else _broken(error)
+    stored = entry.done.result()
+    return Stored(stored.id, stored.seq, duplicate=True) if earlier else stored
+
+
+def _compare(item: Feedback, earlier: Known) -> Known | None:
+    """``earlier`` where ``item`` only repeats it, None where it replaces it. Raises HttpProblem: 422 neither."""
+    if item.fingerprint == earlier.fingerprint:
+        return earlier
+    if item.revision > earlier.revision:
+        return None
+    detail = f"feedback '{item.id}' says something else already (revision {earlier.revision}); send a higher revision"
+    raise HttpProblem(422, "feedback_id_reused", detail, errors=[Flaw(pointer="/feedback_id", detail=detail)])
+
+
+def _take(lane: _Lane) -> list[_Entry]:
+    """The next group: the oldest items, as many as a message may hold, at least one."""
+    count = nbytes = 0
+    for entry in lane.waiting[:GROUP_ITEMS]:
+        if count and nbytes + entry.nbytes > GROUP_BYTES:
+            break
+        count, nbytes = count + 1, nbytes + entry.nbytes
+    group, lane.waiting = lane.waiting[:count], lane.waiting[count:]
+    lane.nbytes -= nbytes
+    lane.filled.clear()
+    if len(lane.waiting) >= GROUP_ITEMS or lane.nbytes >= GROUP_BYTES:
+        lane.filled.set()
+    return group
+
+
+def _seen(done: asyncio.Future[Stored]) -> None:
+    """Nobody may wait any more for an item that is refused: its sender has gone."""
+    if not done.cancelled():
+        done.exception()
+
+
+def _decision(result: Stored | PenstockError) -> str:
+    if isinstance(result, Stored):
+        return "duplicate" if result.duplicate else "accepted"
+    return "unavailable" if isinstance(result, Unavailable) else "refused"
+
+
+def _broken(error: BaseException) -> Unavailable:
+    return Unavailable(f"feedback was not stored: {type(error).__name__}: {error}")

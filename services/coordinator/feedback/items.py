@@ -1,0 +1,195 @@
+"""From a posted body to what is stored: ids made canonical, users made pseudonyms, values checked against the job."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+import msgspec
+
+from penstock.services.coordinator.api.feedback_models import (
+    Correction,
+    Metric,
+    PostedInteraction,
+    Preference,
+    is_number,
+)
+from penstock.services.coordinator.api.replies import Flaw, HttpProblem
+from penstock.services.coordinator.feedback.jobs import LiveJob
+from penstock.shared.config.online import MetricConfig
+from penstock.shared.protocol.interaction import Feedback
+
+__all__ = ["Identity", "derived_id", "item_of", "retraction_of", "target_of"]
+
+VERSION_BITS, VERSION_8 = (0xF << 76) | (0x3 << 62), (0x8 << 76) | (0x2 << 62)
+"""Version and variant of a UUID, and what they are in one with contents of its maker's own (RFC 9562 §5.8)."""
+USER_TAG = "user_id"
+"""The tag by which TensorZero's clients name a user."""
+UUID_CHARS = 36
+RANGE_FACTOR = 10.0
+"""A weighted value further out than this many times the larger bound of `clip` is an error of its sender."""
+Posted = Metric | PostedInteraction | Preference | Correction
+
+_canonical = msgspec.msgpack.Encoder(order="deterministic")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who posts, and by which id the item is known; ``chosen``: the sender can post the same id again."""
+
+    id: str
+    key_id: str
+    chosen: bool
+
+
+def derived_id(key_id: str, idempotency_key: str, index: int) -> str:
+    """The id of an item that came with an Idempotency-Key: the same request again is the same item, for good."""
+    digest = hashlib.sha256(f"{key_id}\n{idempotency_key}\n{index}".encode()).digest()
+    value = int.from_bytes(digest[:16], "big")
+    return str(UUID(int=(value & ~VERSION_BITS) | VERSION_8))
+
+
+def target_of(post: Posted) -> tuple[str, str]:
+    """``(id, JSON pointer)`` of the target by which an item finds its job; ('', '') for a posted interaction."""
+    if isinstance(post, PostedInteraction):
+        return "", ""
+    if isinstance(post, Preference):
+        return _bare(post.chosen), "/chosen"
+    inference: str | None = getattr(post, "inference_id", None)
+    if inference is not None:
+        return _bare(inference), "/inference_id"
+    return _bare(str(getattr(post, "episode_id", ""))), "/episode_id"
+
+
+def item_of(post: Posted, job: LiveJob, who: Identity, pseudonym: Callable[[str], str]) -> Feedback:
+    """The item to store.
+
+    Raises:
+        HttpProblem: 422 for a metric that the job does not declare, or a value that does not fit it.
+    """
+    tags = dict(post.tags)
+    user = post.user or tags.get(USER_TAG, "")
+    if USER_TAG in tags:
+        tags[USER_TAG] = pseudonym(tags[USER_TAG])
+    fields = _fields(post, job)
+    if post.observed_at is not None:
+        fields["body"] = {**fields.get("body", {}), "observed_at": post.observed_at.timestamp()}
+    item = Feedback(
+        id=who.id, job=job.id, key_id=who.key_id, received=time.time(), user=pseudonym(user),
+        revision=post.revision, tags=tags, **fields,
+    )  # fmt: skip
+    return msgspec.structs.replace(item, fingerprint=_fingerprint(item))
+
+
+def retraction_of(feedback: str, job: str, who: Identity) -> Feedback:
+    """The item that takes another one back."""
+    item = Feedback(
+        id=who.id, job=job, kind="retraction", key_id=who.key_id, received=time.time(), body={"feedback": feedback}
+    )  # fmt: skip
+    return msgspec.structs.replace(item, fingerprint=_fingerprint(item))
+
+
+def _fields(post: Posted, job: LiveJob) -> dict[str, Any]:
+    """The fields of an item that depend on its kind."""
+    match post:
+        case PostedInteraction():
+            _check_rewards(post, job)
+            episode = _bare(post.episode_id) if post.episode_id is not None else ""
+            shared = {"kind", "feedback_id", "revision", "tags", "observed_at", "user", "episode_id", "turn"}
+            body = post.model_dump(exclude=shared, exclude_none=True)
+            return {"kind": "interaction", "episode": episode, "turn": post.turn, "final": post.done, "body": body}
+        case Preference():
+            body = {"chosen": _bare(post.chosen), "rejected": _bare(post.rejected), "strength": post.strength}
+            if body["chosen"] == body["rejected"]:
+                raise _invalid("/rejected", "a response cannot be preferred to itself")
+            return {"kind": "preference", "inference": body["chosen"], "body": body}
+        case Correction():
+            body = {"corrected": post.corrected}
+            return {"kind": "correction", "inference": _bare(post.inference_id), "body": body}
+        case _:
+            return _metric_fields(post, job)
+
+
+def _metric_fields(post: Metric, job: LiveJob) -> dict[str, Any]:
+    inference: str | None = getattr(post, "inference_id", None)
+    value, body = _value(post, job, by_episode=inference is None)
+    if post.comment is not None:
+        body["comment"] = post.comment
+    target, _ = target_of(post)
+    return {
+        "kind": "metric", "metric": post.metric_name, "value": value, "weight": post.weight, "final": post.final,
+        "turn": post.turn, "body": body, "inference" if inference is not None else "episode": target,
+    }  # fmt: skip
+
+
+def _value(post: Metric, job: LiveJob, *, by_episode: bool) -> tuple[bool | float | str | None, dict[str, Any]]:
+    """``(value, body)``: what a message may be does not fit into a scalar."""
+    name, value = post.metric_name, post.value
+    declared = job.metric(name)
+    if declared is not None:
+        if declared.level == "episode" and not by_episode:
+            raise _invalid("/episode_id", f"'{name}' judges an episode: post it with episode_id, not inference_id")
+        return _number(name, value, declared), {}
+    if name == "comment":
+        if not isinstance(value, str) or len(value) > 8192:
+            raise _invalid("/value", "a comment is a string of at most 8192 characters")
+        return value, {}
+    if name == "demonstration":
+        if by_episode:
+            raise _invalid("/inference_id", "a demonstration is of one response: post it with inference_id")
+        if isinstance(value, bool | int | float):
+            raise _invalid("/value", "a demonstration is a string or a message")
+        return (value, {}) if isinstance(value, str) else (None, {"demonstration": value})
+    raise _invalid("/metric_name", f"job '{job.name}' declares no metric '{name}'; it takes: {', '.join(job.names)}")
+
+
+def _number(name: str, value: Any, declared: MetricConfig) -> bool | float:
+    if declared.type == "boolean":
+        if not isinstance(value, bool):
+            raise _invalid("/value", f"'{name}' is a boolean, found {_kind(value)}")
+        return value
+    if not is_number(value):
+        raise _invalid("/value", f"'{name}' is a finite number, found {_kind(value)}")
+    bound = RANGE_FACTOR * max(abs(declared.clip[0]), abs(declared.clip[1]))
+    if abs(value * declared.weight) > bound:
+        raise _invalid("/value", f"'{name}' times its weight {declared.weight:g} must lie within ±{bound:g}")
+    return float(value)
+
+
+def _check_rewards(post: PostedInteraction, job: LiveJob) -> None:
+    values = dict(post.rewards) | ({"reward": post.reward} if post.reward is not None else {})
+    for name, value in values.items():
+        pointer = "/reward" if name == "reward" and post.reward is not None else f"/rewards/{name}"
+        declared = job.metric(name)
+        if declared is None:
+            raise _invalid(pointer, f"job '{job.name}' declares no metric '{name}'; it takes: {', '.join(job.names)}")
+        if declared.type == "boolean":
+            raise _invalid(pointer, f"'{name}' is a boolean; rewards of an interaction are numbers")
+        _number(name, value, declared)
+
+
+def _fingerprint(item: Feedback) -> str:
+    """SHA-256 of what an item says, whoever says it, under whichever id and revision."""
+    said = (
+        item.job, item.kind, item.user, item.inference, item.episode, item.metric, item.value, item.weight,
+        item.final, item.turn, item.tags, item.body,
+    )  # fmt: skip
+    return hashlib.sha256(_canonical.encode(said)).hexdigest()
+
+
+def _bare(text: str) -> str:
+    """The canonical id in what the models' patterns let through: a prefix and a UUID."""
+    return text[-UUID_CHARS:].lower()
+
+
+def _kind(value: Any) -> str:
+    names = {bool: "a boolean", str: "a string", dict: "an object", list: "a list"}
+    return names.get(type(value), "a number")
+
+
+def _invalid(pointer: str, detail: str) -> HttpProblem:
+    return HttpProblem(422, "invalid_feedback", detail, errors=[Flaw(pointer=pointer, detail=detail)])

@@ -1,0 +1,142 @@
+"""Which online job an item of feedback is for: by its target's mark, by name, or because there is only one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+
+from penstock.services.coordinator.api.replies import Flaw, HttpProblem
+from penstock.services.coordinator.store import JobStore
+from penstock.shared.config.online import RESERVED_METRICS, MetricConfig, OnlineConfig
+from penstock.shared.errors import ConfigError, Unavailable
+from penstock.shared.protocol.interaction import job_mark
+from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
+
+__all__ = ["LiveJob", "LiveJobs"]
+
+log = logging.getLogger(__name__)
+
+ONLINE = "online_rl"
+LOOK_AGAIN_S = 1.0
+"""A job that is not known may have been submitted a moment ago: the bucket is read at most this often."""
+RETRY_S = 1.0
+REWARD = "reward"
+MARK_DIGITS = 8
+"""Hex digits of the mark that a canonical id ends in."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveJob:
+    """What feedback needs of an online job."""
+
+    id: str
+    name: str
+    finished: bool
+    metrics: dict[str, MetricConfig]
+
+    @property
+    def names(self) -> list[str]:
+        """Metrics that may be posted."""
+        return sorted({*self.metrics, REWARD, *RESERVED_METRICS})
+
+    def metric(self, name: str) -> MetricConfig | None:
+        """The declaration of a metric that is a number or a boolean; `reward` is a float unless declared."""
+        found = self.metrics.get(name)
+        return MetricConfig(type="float") if found is None and name == REWARD else found
+
+
+class LiveJobs:
+    """Every online job there is, followed in the `jobs` bucket."""
+
+    def __init__(self, store: JobStore) -> None:
+        self._store = store
+        self._jobs: dict[str, LiveJob] = {}
+        self._marks: dict[int, LiveJob] = {}
+        self._looked = -LOOK_AGAIN_S
+
+    async def run(self) -> None:
+        """Follow the bucket until cancelled."""
+        while True:
+            try:
+                async for record in self._store.watch():
+                    self.know(record)
+            except Unavailable as error:
+                log.info("jobs are not followed: %s", error)
+            await asyncio.sleep(RETRY_S)
+
+    def know(self, record: JobRecord) -> None:
+        """Take a job's record; one of another kind is none of ours."""
+        if record.spec.get("kind") != ONLINE:
+            return
+        try:
+            online = OnlineConfig.parse(record.spec.get("online", {}), where=record.id)
+        except ConfigError as error:
+            log.error("feedback for job %s cannot be taken: %s", record.id, error)
+            return
+        finished = record.status.phase in TERMINAL_PHASES
+        job = LiveJob(record.id, record.name, finished, dict(online.metrics))
+        self._jobs[job.id] = self._marks[job_mark(job.id)] = job
+
+    def get(self, job: str) -> LiveJob | None:
+        """A job by its id."""
+        return self._jobs.get(job)
+
+    async def of_target(self, target: str, pointer: str) -> LiveJob:
+        """The job that a canonical id of an interaction or an episode is marked with; for others the only job there is.
+
+        Raises:
+            HttpProblem: 410 the job is over, 422 no job or several.
+        """
+        mark = int(target[-MARK_DIGITS:], 16)
+        if mark not in self._marks:
+            await self._look_again()
+        job = self._marks.get(mark)
+        if job is not None:
+            return _open(job)
+        running = [job for job in self._jobs.values() if not job.finished]
+        if len(running) == 1:
+            return running[0]
+        raise _no_job(pointer, f"'{target}' was not given out by an online job that is known here", running)
+
+    async def of_model(self, model: str) -> LiveJob:
+        """The job with this name or id, with or without `@VERSION`.
+
+        Raises:
+            HttpProblem: 410 the job is over, 422 there is none.
+        """
+        name = model.partition("@")[0]
+        job = self._named(name)
+        if job is None:
+            await self._look_again()
+            job = self._named(name)
+        if job is None:
+            running = [job for job in self._jobs.values() if not job.finished]
+            raise _no_job("/model", f"no online job '{name[:128]}'", running)
+        return _open(job)
+
+    def _named(self, name: str) -> LiveJob | None:
+        if name in self._jobs:
+            return self._jobs[name]
+        found = [job for job in self._jobs.values() if job.name == name]
+        return max(found, key=lambda job: (not job.finished, job.id), default=None)
+
+    async def _look_again(self) -> None:
+        if time.monotonic() - self._looked < LOOK_AGAIN_S:
+            return
+        self._looked = time.monotonic()
+        for record in await self._store.list_all():
+            self.know(record)
+
+
+def _open(job: LiveJob) -> LiveJob:
+    if job.finished:
+        raise HttpProblem(410, "job_finished", f"online job '{job.name}' ({job.id}) is over: it learns no more")
+    return job
+
+
+def _no_job(pointer: str, detail: str, running: list[LiveJob] | None = None) -> HttpProblem:
+    names = ", ".join(f"'{job.name}' ({job.id})" for job in running or ()) or "none"
+    text = f"{detail}; online jobs that run: {names}"
+    return HttpProblem(422, "no_such_target", text, errors=[Flaw(pointer=pointer, detail=text)])

@@ -1,0 +1,83 @@
+"""Users as pseudonyms, and what they consented to. A user's own name never reaches a stream or a table."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import logging
+import secrets
+
+from penstock.shared.errors import Conflict, Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["Consents", "Pseudonyms"]
+
+log = logging.getLogger(__name__)
+
+KEY = "pseudonym"
+CONSENT = "consent"
+RETRY_S = 1.0
+OPTED_OUT, OPTED_IN = b"0", b"1"
+
+
+class Pseudonyms:
+    """HMACs of users under one key for the deployment, which lives in the `privacy` bucket."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._kv = bus.kv(subjects.PRIVACY)
+        self._key = b""
+
+    async def load(self) -> None:
+        """Read the key, or make it. Raises Unavailable."""
+        with contextlib.suppress(Conflict):  # another replica was faster
+            if await self._kv.get(KEY) is None:
+                await self._kv.create(KEY, secrets.token_bytes(32))
+        entry = await self._kv.get(KEY)
+        if entry is None or not entry.value:
+            raise Unavailable("the key of pseudonyms is gone from the bucket `privacy`")
+        self._key = entry.value
+
+    def of(self, user: str) -> str:
+        """The pseudonym of a user, 32 hex digits; of nobody: ''. Raises Unavailable before ``load``."""
+        if not user:
+            return ""
+        if not self._key:
+            raise Unavailable("the key of pseudonyms is not read yet; retry in a moment")
+        return hmac.new(self._key, user.encode(), hashlib.sha256).hexdigest()[:32]
+
+
+class Consents:
+    """Who must not be trained on, by pseudonym; the same on every replica a moment after it was said."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._kv = bus.kv(subjects.PRIVACY)
+        self._out: set[str] = set()
+
+    def opted_out(self, pseudonym: str) -> bool:
+        """Whether a user must not be trained on."""
+        return pseudonym in self._out
+
+    async def say(self, pseudonym: str, *, train: bool) -> None:
+        """Store what a user allows, durably. Raises Unavailable."""
+        await self._kv.put(f"{CONSENT}.{pseudonym}", OPTED_IN if train else OPTED_OUT)
+        self._take(pseudonym, OPTED_IN if train else OPTED_OUT)
+
+    async def run(self) -> None:
+        """Follow what users say until cancelled."""
+        while True:
+            try:
+                async with contextlib.aclosing(self._kv.watch(CONSENT)) as entries:
+                    async for entry in entries:
+                        self._take(entry.key.partition(".")[2], entry.value)
+            except Unavailable as error:
+                log.info("consents are not followed: %s", error)
+            await asyncio.sleep(RETRY_S)
+
+    def _take(self, pseudonym: str, value: bytes | None) -> None:
+        if value == OPTED_OUT:
+            self._out.add(pseudonym)
+        else:
+            self._out.discard(pseudonym)

@@ -1,0 +1,200 @@
+"""What was posted and what became of it, as tables: a file that can be deleted at any time and is built anew.
+
+One file per process: the first free one of a numbered series in the data directory, held by a kernel lock, so that a
+process that starts again finds its own or another complete one. It remembers how far in which stream it has read.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from penstock.services.coordinator.feedback.ingest import Known
+from penstock.shared.protocol.interaction import Erasure, Fate, Feedback
+
+__all__ = ["Place", "Projection", "open_projection"]
+
+log = logging.getLogger(__name__)
+
+SCHEMA = 1
+"""Files of another one are built anew."""
+MAX_FILES = 64
+CHUNK = 256
+"""Ids in one query."""
+
+Place = tuple[str, str, int]
+"""Stream, its creation time, and the sequence up to which it was read."""
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS place (stream TEXT PRIMARY KEY, created TEXT NOT NULL, seq INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS feedback (
+  id TEXT PRIMARY KEY, job TEXT NOT NULL DEFAULT '', kind TEXT NOT NULL DEFAULT '', metric TEXT NOT NULL DEFAULT '',
+  source TEXT NOT NULL DEFAULT '', user TEXT NOT NULL DEFAULT '', revision INTEGER NOT NULL DEFAULT 0,
+  fingerprint TEXT NOT NULL DEFAULT '', seq INTEGER NOT NULL DEFAULT 0, received REAL NOT NULL DEFAULT 0,
+  retracted INTEGER NOT NULL DEFAULT 0, status TEXT NOT NULL DEFAULT 'received', reason TEXT NOT NULL DEFAULT '',
+  interactions TEXT NOT NULL DEFAULT '', ordinal INTEGER NOT NULL DEFAULT -1, batch INTEGER NOT NULL DEFAULT 0,
+  version INTEGER NOT NULL DEFAULT 0, time REAL NOT NULL DEFAULT 0
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS funnel ON feedback (job, metric, source, status);
+CREATE TABLE IF NOT EXISTS target (id TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS erased (id TEXT PRIMARY KEY) WITHOUT ROWID;
+"""
+_POST = """
+INSERT INTO feedback (id, job, kind, metric, source, user, revision, fingerprint, seq, received, time)
+VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?10)
+ON CONFLICT (id) DO UPDATE SET job = ?2, kind = ?3, metric = ?4, source = ?5, user = ?6, revision = ?7,
+  fingerprint = ?8, seq = ?9, received = ?10, time = max(time, ?10)
+WHERE fingerprint = '' OR ?7 > revision OR fingerprint = ?8
+"""
+_FATE = """
+INSERT INTO feedback (id, status, reason, interactions, ordinal, batch, version, time) VALUES (?, ?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT (id) DO UPDATE SET status = excluded.status, reason = excluded.reason, time = excluded.time,
+  interactions = excluded.interactions, ordinal = excluded.ordinal, batch = excluded.batch, version = excluded.version
+"""
+_TARGET = "INSERT OR IGNORE INTO target (id) VALUES (?)"
+_PLACE = "INSERT OR REPLACE INTO place (stream, created, seq) VALUES (?, ?, ?)"
+_RETRACT = """
+INSERT INTO feedback (id, retracted) VALUES (?, 1) ON CONFLICT (id) DO UPDATE SET retracted = 1
+"""
+
+
+def open_projection(directory: Path) -> Projection:
+    """The first file of the directory that no other process holds; a broken one is built anew."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for number in range(MAX_FILES):
+        lock = (directory / f"feedback-{number}.lock").open("wb")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            continue
+        path = directory / f"feedback-{number}.sqlite"
+        try:
+            return Projection(path, lock)
+        except sqlite3.DatabaseError as error:
+            log.warning("%s is built anew: %s", path, error)
+            for broken in directory.glob(f"{path.name}*"):
+                broken.unlink()
+            return Projection(path, lock)
+    raise OSError(f"{MAX_FILES} processes hold a projection in {directory}")
+
+
+class Projection:
+    """The tables. One thread writes, one reads; neither is the event loop's."""
+
+    def __init__(self, path: Path, lock: IO[bytes] | None = None) -> None:
+        self.path = path
+        self._lock = lock
+        self._writer = _connect(path)
+        version = self._writer.execute("PRAGMA user_version").fetchone()[0]
+        if version not in (0, SCHEMA):
+            self._writer.close()
+            raise sqlite3.DatabaseError(f"schema {version}, this build writes {SCHEMA}")
+        with self._writer:
+            self._writer.executescript(_TABLES)
+            self._writer.execute(f"PRAGMA user_version = {SCHEMA}")
+        self._reader = _connect(path)
+
+    def close(self) -> None:
+        """Give the file back."""
+        self._reader.close()
+        self._writer.close()
+        if self._lock is not None:
+            self._lock.close()
+
+    def places(self) -> dict[str, Place]:
+        """How far each stream was read."""
+        return {row[0]: tuple(row) for row in self._writer.execute("SELECT stream, created, seq FROM place")}
+
+    def clear(self) -> None:
+        """Forget everything: the streams are others than those that were read."""
+        with self._writer:
+            for table in ("place", "feedback", "target", "erased"):
+                self._writer.execute(f"DELETE FROM {table}")
+
+    def apply(
+        self,
+        posts: Iterable[tuple[int, Feedback]],
+        fates: Iterable[Fate],
+        erasures: Sequence[Erasure],
+        targets: Iterable[str],
+        places: Iterable[Place],
+    ) -> None:
+        """Take what the streams said up to ``places``, all or nothing."""
+        posts = list(posts)
+        with self._writer:
+            self._writer.executemany(_POST, (_post_row(seq, item) for seq, item in posts))
+            retracted = [(item.body.get("feedback", ""),) for _, item in posts if item.kind == "retraction"]
+            self._writer.executemany(_RETRACT, retracted)
+            self._writer.executemany(_FATE, map(_fate_row, fates))
+            self._writer.executemany(_TARGET, ((id,) for id in targets))
+            for erasure in erasures:
+                ids = [(id,) for id in (*erasure.interactions, *erasure.feedback)]
+                self._writer.executemany("INSERT OR IGNORE INTO erased (id) VALUES (?)", ids)
+                self._writer.executemany("DELETE FROM feedback WHERE id = ?", ((id,) for id in erasure.feedback))
+                self._writer.executemany("DELETE FROM target WHERE id = ?", ((id,) for id in erasure.interactions))
+            self._writer.executemany(_PLACE, places)
+        if erasures:  # the log still holds what was deleted
+            self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def known(self, ids: Sequence[str]) -> dict[str, Known]:
+        """Those of ``ids`` that are stored."""
+        query = "SELECT id, fingerprint, revision, seq FROM feedback WHERE fingerprint != '' AND id IN ({})"
+        return {row[0]: Known(row[1], row[2], row[3]) for row in self._in(query, ids)}
+
+    def targets(self, ids: Sequence[str]) -> set[str]:
+        """Those of ``ids`` that are interactions or episodes."""
+        return {row[0] for row in self._in("SELECT id FROM target WHERE id IN ({})", ids)}
+
+    def some_targets(self, limit: int) -> list[str]:
+        """At most ``limit`` interactions and episodes."""
+        return [row[0] for row in self._writer.execute("SELECT id FROM target LIMIT ?", (limit,))]
+
+    def all_erased(self) -> set[str]:
+        """Ids of what was deleted on demand."""
+        return {row[0] for row in self._writer.execute("SELECT id FROM erased")}
+
+    def fate(self, id: str) -> dict[str, Any] | None:
+        """The row of an item; None for an unknown one."""
+        cursor = self._reader.execute("SELECT * FROM feedback WHERE id = ? AND fingerprint != ''", (id,))
+        row = cursor.fetchone()
+        if row is None:
+            return None
+        found = dict(zip((column[0] for column in cursor.description), row, strict=True))
+        return {**found, "interactions": found["interactions"].split()}
+
+    def funnel(self, job: str) -> list[tuple[str, str, str, int]]:
+        """``(metric or kind, source, status, items)`` of a job."""
+        query = """
+        SELECT CASE metric WHEN '' THEN kind ELSE metric END, source, status, count(*) FROM feedback
+        WHERE job = ? AND kind != 'retraction' GROUP BY 1, 2, 3 ORDER BY 1, 2, 3
+        """
+        return list(self._reader.execute(query, (job,)))
+
+    def _in(self, query: str, ids: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+        for start in range(0, len(ids), CHUNK):
+            some = ids[start : start + CHUNK]
+            yield from self._reader.execute(query.format(",".join("?" * len(some))), some)
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, check_same_thread=False, timeout=30.0)
+    for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON", "busy_timeout = 30000"):
+        connection.execute(f"PRAGMA {pragma}")
+    return connection
+
+
+def _post_row(seq: int, item: Feedback) -> tuple[Any, ...]:
+    return (
+        item.id, item.job, item.kind, item.metric, item.key_id, item.user, item.revision, item.fingerprint, seq,
+        item.received,
+    )  # fmt: skip
+
+
+def _fate_row(fate: Fate) -> tuple[Any, ...]:
+    told = " ".join(fate.interactions)
+    return fate.feedback, fate.status, fate.reason, told, fate.ordinal, fate.batch, fate.version, fate.time

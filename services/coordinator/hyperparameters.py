@@ -1,0 +1,21 @@
+"""What an update takes from the settings that the ledger holds. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.shared.protocol.events import Hyperparameters
+
+__all__ = ["hyperparameters_of"]
+
+
+def hyperparameters_of(settings: Mapping[str, Any]) -> Hyperparameters | None:
+    """Hyper-parameters of the next batch; None in a ledger without settings, which an earlier version began."""
+    if not settings:
+        return None
+    return Hyperparameters(
+        learning_rate=settings["optimizer.learning_rate"],
+        kl_coef=settings["algorithm.kl.coef"],
+        max_updates=settings["train.max_updates"],
+    )

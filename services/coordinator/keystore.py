@@ -1,0 +1,47 @@
+"""API keys in the `keys` bucket, one per entry, so that every replica knows the same ones."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from penstock.shared.errors import NotFound
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.keys import Scope, StoredKey, new_key
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["KeyStore"]
+
+
+class KeyStore:
+    """Implements ``api.control.Keys``."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._kv = bus.kv(subjects.KEYS)
+
+    async def create(
+        self, name: str, scopes: list[Scope], *, expires_at: datetime | None, rate_limit: str | None
+    ) -> tuple[StoredKey, str]:
+        """See ``Keys.create``."""
+        id, text, digest = new_key()
+        key = StoredKey(
+            id=id, name=name, scopes=scopes, created_at=datetime.now(UTC), expires_at=expires_at,
+            rate_limit=rate_limit, digest=digest,
+        )  # fmt: skip
+        await self._kv.create(id, key.model_dump_json().encode())
+        return key, text
+
+    async def find(self, id: str) -> StoredKey | None:
+        """See ``Keys.find``."""
+        entry = await self._kv.get(id)
+        return StoredKey.model_validate_json(entry.value) if entry is not None and entry.value is not None else None
+
+    async def list_all(self) -> list[StoredKey]:
+        """See ``Keys.list_all``."""
+        entries = await self._kv.entries()
+        return [StoredKey.model_validate_json(entry.value) for entry in entries if entry.value is not None]
+
+    async def delete(self, id: str) -> None:
+        """See ``Keys.delete``."""
+        if await self.find(id) is None:
+            raise NotFound(f"no key '{id}'")
+        await self._kv.delete(id)

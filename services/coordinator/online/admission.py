@@ -1,0 +1,160 @@
+"""Whether a live interaction may be trained on, and for which reward. Pure: the same facts give the same decision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.shared.config.online import MetricConfig
+from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.protocol.interaction import Feedback, Interaction
+
+__all__ = ["Decision", "admit", "lag_of", "out_of_range", "refusal_of", "reward_of"]
+
+FARTHEST = 10.0
+"""A float beyond this many times its metric's bounds is an error of its sender, not an opinion."""
+HIGHEST_LOGPROB = 1e-6
+"""Log-probs above this are no log-probs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What becomes of one interaction now.
+
+    ``wait``: what was said of it is not complete. ``reject``: it is never trained on, for ``reason``; its ``reward``
+    still counts for the turns before it. ``train``: ``reason`` says what the reward comes from: `feedback`, `credit`
+    (only what was said of other turns), `default` or `invalid`.
+    """
+
+    verdict: Literal["wait", "train", "reject"]
+    reason: str
+    reward: float = 0.0
+
+
+def admit(
+    interaction: Interaction,
+    items: Sequence[Feedback],
+    job: OnlineJob,
+    *,
+    version: int,
+    now: float,
+    last: bool = True,
+    closed: bool = False,
+    rated: bool = False,
+) -> Decision:
+    """Decide on one interaction from everything that was said of it.
+
+    Args:
+        items: feedback on it, and on its episode where it is the ``last`` turn; the newest revision of each id.
+        version: policy version from which the next update starts.
+        now: Unix seconds.
+        last: whether metrics of the episode are its own.
+        closed: whether nothing more is waited for: what is missing counts as its default.
+        rated: whether something was said of another turn of its episode, for which this one gets its share.
+    """
+    reward = reward_of(interaction, items, job, now=now, last=last, closed=closed)
+    reason = refusal_of(interaction, job) or _stale(interaction, version, job.train.max_lag)
+    if reason:
+        return Decision("reject", reason, reward or 0.0)
+    if max(span.version for span in interaction.spans) > version:
+        return Decision("wait", "newer_than_the_clock")
+    if interaction.tool_calls_valid is False:
+        return Decision("train", "invalid", invalid_reward(job))
+    if reward is None:
+        return Decision("wait", "feedback")
+    defaults = any(metric.default_after_s is not None for metric in job.online.metrics.values())
+    source = "feedback" if items else "credit" if rated else "default" if defaults else ""
+    return Decision("train", source, reward) if source else Decision("reject", "no_feedback", reward)
+
+
+def refusal_of(interaction: Interaction, job: OnlineJob) -> str:
+    """Why an interaction is never trained on, whatever is said of it; '' where nothing speaks against it."""
+    tokens = len(interaction.token_ids)
+    finite = all(math.isfinite(value) and value <= HIGHEST_LOGPROB for value in interaction.logprobs)
+    checks = {
+        interaction.untrainable: bool(interaction.untrainable),
+        f"split_{interaction.split}": interaction.split != "train",
+        "no_tokens": not tokens or not interaction.prompt_ids,
+        "prompt_too_long": len(interaction.prompt_ids) > job.data.prompt.max_tokens,
+        "completion_too_long": tokens > job.sampling.max_new_tokens,
+        "lengths_differ": len(interaction.logprobs) != tokens or not _covers(interaction, tokens),
+        "not_finite": not finite,
+        "other_temperature": interaction.sampling.temperature != job.sampling.temperature,
+    }
+    return next((reason for reason, found in checks.items() if found), "")
+
+
+def lag_of(interaction: Interaction, version: int) -> int:
+    """Versions between the oldest token and an update that starts from ``version``."""
+    return version - min(span.version for span in interaction.spans)
+
+
+def reward_of(
+    interaction: Interaction, items: Iterable[Feedback], job: OnlineJob, *, now: float, last: bool, closed: bool
+) -> float | None:
+    """Sum over the declared metrics; None while one is missing that is still waited for."""
+    if interaction.tool_calls_valid is False:
+        return invalid_reward(job)
+    total, items = 0.0, list(items)
+    for name, metric in job.online.metrics.items():
+        if metric.level == "episode" and not last:
+            continue
+        value = _mean([item for item in items if item.metric == name], metric)
+        if value is None:
+            due = metric.default_after_s is not None and now >= interaction.ended + metric.default_after_s
+            if not (closed or due):
+                return None
+            value = _worth(metric.default_value, metric)
+        total += value
+    return total
+
+
+def invalid_reward(job: OnlineJob) -> float:
+    """Reward of an answer that cannot be used: never nothing, or it would pay to break what would be judged badly."""
+    if job.online.invalid_reward is not None:
+        return job.online.invalid_reward
+    return min((metric.clip[0] for metric in job.online.metrics.values()), default=-1.0)
+
+
+def out_of_range(item: Feedback, metrics: dict[str, MetricConfig]) -> bool:
+    """Whether a value cannot be meant."""
+    metric = metrics.get(item.metric)
+    if metric is None or isinstance(item.value, bool) or not isinstance(item.value, float | int):
+        return False
+    low, high = FARTHEST * min(metric.clip[0], -metric.clip[1]), FARTHEST * max(metric.clip[1], -metric.clip[0])
+    return not math.isfinite(item.value) or not low <= metric.weight * item.value <= high
+
+
+def _mean(items: Collection[Feedback], metric: MetricConfig) -> float | None:
+    """The newest word of each source, averaged by their weights; None where nobody said anything."""
+    newest: dict[str, Feedback] = {}
+    for item in sorted(items, key=lambda item: (item.received, item.revision, item.id)):
+        newest[item.key_id] = item
+    weight = sum(item.weight for item in newest.values())
+    if not newest or weight <= 0:
+        return None
+    return sum(item.weight * _worth(item.value, metric) for item in newest.values()) / weight
+
+
+def _worth(value: bool | float | str | None, metric: MetricConfig) -> float:
+    """Clipped reward of one value."""
+    if isinstance(value, bool):
+        value = metric.when_true if value else metric.when_false
+    number = float(value) if isinstance(value, float | int) else 0.0
+    return min(max(metric.weight * number, metric.clip[0]), metric.clip[1])
+
+
+def _stale(interaction: Interaction, version: int, max_lag: int) -> str:
+    return "stale" if interaction.spans and lag_of(interaction, version) > max_lag else ""
+
+
+def _covers(interaction: Interaction, tokens: int) -> bool:
+    """Whether the version spans cover every token once, in order."""
+    end = 0
+    for span in interaction.spans:
+        if span.start != end or span.end <= span.start:
+            return False
+        end = span.end
+    return end == tokens

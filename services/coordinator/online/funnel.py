@@ -1,0 +1,65 @@
+"""What came in and what became of it, between two updates: values for the row of an update, and for Prometheus."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from penstock.services.coordinator.online.admission import out_of_range
+from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.protocol.events import Admission
+from penstock.shared.protocol.interaction import Fate, Feedback
+from penstock.shared.runtime import metrics
+
+__all__ = ["Funnel"]
+
+INTERACTIONS = metrics.counter("interactions_read", "Live interactions that leaders read.")
+FEEDBACK = metrics.counter("feedback_decided", "Items of feedback, by what became of them.", ["status"])
+
+
+class Funnel:
+    """Counts since the last row."""
+
+    def __init__(self, job: OnlineJob) -> None:
+        self._job = job
+        self._counts: Counter[str] = Counter()
+        self._said: dict[str, list[float]] = {}
+        self._waits: list[float] = []
+        self._lags: list[int] = []
+
+    def on_interaction(self) -> None:
+        """One was read."""
+        INTERACTIONS.inc()
+        self._counts["interactions"] += 1
+
+    def on_feedback(self, item: Feedback) -> None:
+        """One was read; of declared metrics the mean value is told, of a boolean one the share of `true`."""
+        self._counts["feedback"] += 1
+        declared = self._job.online.metrics
+        if item.metric in declared and isinstance(item.value, float | int) and not out_of_range(item, declared):
+            self._said.setdefault(item.metric, []).append(float(item.value))
+
+    def on_fates(self, fates: Iterable[Fate]) -> None:
+        """These were decided."""
+        for fate in fates:
+            FEEDBACK.labels(fate.status).inc()
+            self._counts[fate.status] += 1
+            if fate.status == "rejected":
+                self._counts[f"rejected/{fate.reason}"] += 1
+
+    def on_admissions(self, admissions: Sequence[Admission], ended: Sequence[float]) -> None:
+        """These were admitted; ``ended`` is when their last answers were."""
+        self._counts["admissions"] += len(admissions)
+        self._lags += [admission.lag for admission in admissions]
+        self._waits += [admission.time - end for admission, end in zip(admissions, ended, strict=True)]
+
+    def row(self) -> dict[str, float]:
+        """Values since the last call; counting starts again."""
+        values = {f"online/{name}": float(count) for name, count in sorted(self._counts.items())}
+        values |= {f"online/said/{name}": sum(said) / len(said) for name, said in sorted(self._said.items())}
+        if self._waits:
+            values["online/admitted_after_s"] = sum(self._waits) / len(self._waits)
+            values["online/lag"] = sum(self._lags) / len(self._lags)
+        for kept in (self._counts, self._said, self._waits, self._lags):
+            kept.clear()
+        return values

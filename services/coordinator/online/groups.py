@@ -1,0 +1,71 @@
+"""From admitted turns to a group of one trajectory, as workers would have made it. Pure.
+
+Shapes: N tokens after the first prompt, P prompt tokens, S version spans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.interaction import Interaction
+from penstock.shared.protocol.trajectory import FINISH_REASONS, Group
+
+__all__ = ["gone_group", "group_of"]
+
+WORKER = "online"
+"""Stands where the name of a worker does."""
+
+
+def group_of(job: str, draw: Draw, turns: Sequence[Interaction], *, reward: float, epoch: int) -> Group:
+    """The turns as one trajectory: the first prompt, then what the policy said and, masked, what it was told between.
+
+    Tokens that the policy did not choose belong to the version that read them: the next turn's first one. Their
+    log-probs are 0 and never used. The attempt follows from the draw, so every leader makes the same group.
+    """
+    prompt, tokens, mask = list(turns[0].prompt_ids), list[int](), list[int]()
+    logprobs, spans = list[float](), list[list[int]]()
+    for turn in turns:
+        told = turn.prompt_ids[len(prompt) + len(tokens) :]
+        if told:
+            spans.append([0, turn.spans[0].version, len(tokens), len(tokens) + len(told)])
+            tokens += told
+            logprobs += [0.0] * len(told)
+            mask += [0] * len(told)
+        start = len(tokens)
+        spans += [[0, span.version, start + span.start, start + span.end] for span in turn.spans]
+        tokens += turn.token_ids
+        logprobs += turn.logprobs
+        mask += [1] * len(turn.token_ids)
+    last = turns[-1]
+    finish = "length" if last.finish == "length" else "stop"
+    return Group(
+        job=job, draw=draw, attempt=f"live-{draw}", epoch=epoch,
+        prompt_ids=np.array(prompt, np.int32),
+        token_ids=np.array(tokens, np.int32),
+        cu_seqlens=np.array([0, len(tokens)], np.int32),
+        logprobs=np.minimum(np.array(logprobs, np.float32), 0.0),
+        mask=np.array(mask, np.uint8),
+        rewards=np.array([reward], np.float32),
+        failed=np.zeros(1, np.bool_),
+        finish=np.array([FINISH_REASONS.index(finish)], np.uint8),
+        spans=np.array(spans, np.int32).reshape(-1, 4),
+        parts={"feedback": np.array([reward], np.float32)},
+        meta={
+            "worker": WORKER, "episode": last.episode, "interactions": [turn.id for turn in turns],
+            "completions": [turn.text for turn in turns[-1:]],
+        },
+    )  # fmt: skip
+
+
+def gone_group(job: str, draw: Draw, *, epoch: int, reason: str) -> Group:
+    """What stands for a draw whose interactions do not exist any more: it is dropped for ``reason``."""
+    empty = np.zeros(0, np.int32)
+    return Group(
+        job=job, draw=draw, attempt=f"live-{draw}", epoch=epoch, prompt_ids=empty, token_ids=empty,
+        cu_seqlens=np.zeros(1, np.int32), logprobs=np.zeros(0, np.float32), mask=np.zeros(0, np.uint8),
+        rewards=np.zeros(0, np.float32), failed=np.zeros(0, np.bool_), finish=np.zeros(0, np.uint8),
+        spans=np.zeros((0, 4), np.int32), meta={"worker": WORKER, "skipped": reason},
+    )  # fmt: skip

@@ -1,0 +1,253 @@
+"""Makes the groups of an online job out of its live interactions. Runs on the job's leader; the bus side of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import xxhash
+
+from penstock.services.coordinator.feedback.privacy import Consents
+from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.online.fates import fates_of
+from penstock.services.coordinator.online.funnel import Funnel
+from penstock.services.coordinator.online.groups import gone_group, group_of
+from penstock.services.coordinator.online.matching import Matching
+from penstock.services.coordinator.online.source import LiveSource
+from penstock.services.coordinator.run import JobRun
+from penstock.services.coordinator.supply import Fact
+from penstock.services.coordinator.why import wait_row
+from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.errors import ProtocolError, StreamFull, Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.events import Admitted, BatchTrained, Checkpointed, Event, Finished, decode_events
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.interaction import Erasure, Fate, FateBatch, FeedbackBatch, Interaction
+from penstock.shared.protocol.parts import count_of
+from penstock.shared.protocol.trajectory import Group, encode_group, group_headers
+from penstock.shared.transport.bus import Bus, Message, Outgoing
+
+__all__ = ["LiveSupply"]
+
+logger = logging.getLogger(__name__)
+
+SWEEP_S = 0.5
+"""Defaults, ends of episodes and expiries are looked at this often."""
+RETRY_S = 0.2
+FULL_SHARE = 0.5
+"""Above this share of INTERACTIONS a checkpoint gives up records."""
+GROUPS_AT_ONCE = 64
+"""Groups of one durable write."""
+MAX_FATES = 1000
+"""Fates of one message."""
+
+T = TypeVar("T", bound=msgspec.Struct)
+Post = Callable[[Fact], Awaitable[None]]
+
+
+class LiveSupply:
+    """See ``coordinator.supply.Supply``."""
+
+    def __init__(self, bus: Bus, job: str, config: OnlineJob, *, epoch: int) -> None:
+        self.bus, self.job, self.config, self.epoch = bus, job, config, epoch
+        self._consents = Consents(bus)
+        self.matching = Matching(config, opted_out=self._consents.opted_out)
+        self.source = LiveSource(config, self.matching)
+        self._funnel = Funnel(config)
+        self._state = LedgerState()
+        self._untold: list[Fate] = []
+        self._next = {subjects.INTERACTIONS: 1, subjects.FEEDBACK: 1}
+
+    # -- what earlier leaders left -----------------------------------------------------------------------------------
+
+    async def recover(self, state: LedgerState) -> None:
+        """Both streams from where the ledger says that something is undecided; fates of the last decision once more."""
+        self._state = state
+        self.matching.recall(state)
+        last = await self.bus.last(subjects.LEDGER, subjects.ledger(self.job))
+        await self._tell(fates_of(decode_events(last.data), state) if last is not None else [])
+        for stream, start in zip(self._next, state.read_from, strict=True):
+            for subject in self._subjects(stream):
+                for message in await self.bus.read(stream, subject, start_seq=start):
+                    await self._take(stream, message)
+            self._next[stream] = max(self._next[stream], start)
+        await self._sweep(everything=True)
+
+    def _subjects(self, stream: str) -> tuple[str, ...]:
+        if stream == subjects.INTERACTIONS:
+            return (subjects.interactions(self.job),)
+        return (subjects.feedback(self.job), subjects.erasures(self.job))
+
+    # -- facts -------------------------------------------------------------------------------------------------------
+
+    async def follow(self, post: Post) -> None:
+        """Interactions, feedback, erasures, consents, and the passing of time."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._consents.run())
+            for stream, start in self._next.items():
+                for subject in self._subjects(stream):
+                    tasks.create_task(self._read(stream, subject, start, post))
+            while True:
+                await asyncio.sleep(SWEEP_S)
+                await post(lambda: self._sweep(everything=True))
+
+    async def _read(self, stream: str, subject: str, start: int, post: Post) -> None:
+        async with contextlib.aclosing(self.bus.follow(stream, subject, start_seq=start)) as messages:
+            async for message in messages:
+
+                async def fact(message: Message = message) -> None:
+                    await self._take(stream, message)
+                    await self._sweep(everything=False)
+
+                await post(fact)
+
+    async def _take(self, stream: str, message: Message) -> None:
+        """One message of one of the streams; what cannot be read is passed over, and the log says so."""
+        self._next[stream] = max(self._next[stream], message.seq + 1)
+        now = time.time()
+        try:
+            if message.subject == subjects.erasures(self.job):
+                self.matching.on_erasure(unpack(message.data, Erasure)[0])
+            elif stream == subjects.INTERACTIONS:
+                interaction = await self._whole(stream, message, Interaction)
+                self._funnel.on_interaction()
+                self._untold += self.matching.on_interaction(message.seq, interaction)
+            else:
+                for item in (await self._whole(stream, message, FeedbackBatch)).items:
+                    self._funnel.on_feedback(item)
+                    self._untold += self.matching.on_feedback(message.seq, item, now)
+        except ProtocolError as error:
+            logger.error("%s: message %d of %s is passed over: %s", self.job, message.seq, stream, error)
+
+    async def _whole(self, stream: str, message: Message, kind: type[T]) -> T:
+        data = message.data
+        if count_of(message.headers) > 1:
+            found = await self.bus.get_whole(stream, [message.seq])
+            if message.seq not in found:
+                raise ProtocolError("a part of it is missing")
+            data = found[message.seq].data
+        return unpack(data, kind)[0]
+
+    async def _sweep(self, *, everything: bool) -> None:
+        version = self._state.start_version(self._state.next_number)
+        self._untold += self.matching.sweep(version=version, now=time.time(), everything=everything)
+
+    # -- decisions ---------------------------------------------------------------------------------------------------
+
+    async def flush(self) -> None:
+        """Fates that follow from facts alone: told before a decision moves the mark from which they would follow."""
+        fates, self._untold = self._untold, []
+        await self._tell(fates)
+
+    async def committed(self, run: JobRun, events: Sequence[Event]) -> None:
+        """Tell what a decision means for feedback; forget what is decided."""
+        self._state = run.state
+        await self._tell(fates_of(events, run.state))
+        for event in events:
+            match event:
+                case Admitted():
+                    self._funnel.on_admissions(event.admissions, self.matching.ended(event.admissions))
+                    self.matching.take(event.admissions)
+                case BatchTrained():
+                    self.source.learnt(event.number, run.state)
+                case Checkpointed():
+                    await self._make_room(run.state, event.number)
+                case Finished():
+                    await self._tell(self.matching.end(event.time))
+                case _:
+                    pass
+
+    async def _make_room(self, state: LedgerState, checkpoint: int) -> None:
+        """Give up records that nothing can ask for again, once INTERACTIONS fills: those of what is checkpointed."""
+        try:
+            stream = await self.bus.stream_state(subjects.INTERACTIONS)
+            if stream.bytes > FULL_SHARE * stream.max_bytes:
+                later = {draw.ordinal for n, b in state.batches.items() if n > checkpoint for draw in b.draws}
+                later |= {draw.ordinal for draw in state.open}
+                kept = [state.admissions[ordinal] for ordinal in later if ordinal in state.admissions]
+                low = min([state.read_from[0], *(seq for one in kept for seq in one.interactions.values())])
+                await self.bus.purge(subjects.INTERACTIONS, subjects.interactions(self.job), below_seq=low)
+        except Unavailable as error:  # the next checkpoint tries again
+            logger.info("%s: no room is made among its interactions: %s", self.job, error)
+
+    async def order(self, run: JobRun, draws: Sequence[Draw]) -> None:
+        """Make and publish the groups of admitted draws; waits while the bus is away."""
+        admissions = {draw: run.state.admissions[draw.ordinal] for draw in draws}
+        seqs = {seq for admission in admissions.values() for seq in admission.interactions.values()}
+        records = await self._records(seqs)
+        groups: list[Group] = []
+        for draw, admission in admissions.items():
+            turns = [records.get(seq) for seq in admission.interactions.values()]
+            known = [turn for turn in turns if turn is not None]
+            if len(known) < len(turns):
+                groups.append(gone_group(self.job, draw, epoch=self.epoch, reason="interaction_gone"))
+            else:
+                groups.append(group_of(self.job, draw, known, reward=admission.reward, epoch=self.epoch))
+        await self._publish(groups)
+
+    async def _records(self, seqs: Iterable[int]) -> dict[int, Interaction]:
+        while True:
+            try:
+                found = await self.bus.get_whole(subjects.INTERACTIONS, sorted(seqs))
+            except Unavailable as error:
+                logger.warning("interactions of %s wait: %s", self.job, error)
+                await asyncio.sleep(RETRY_S)
+            else:
+                return {seq: unpack(message.data, Interaction)[0] for seq, message in found.items()}
+
+    async def _publish(self, groups: Sequence[Group]) -> None:
+        subject = subjects.experience(self.job)
+        for start in range(0, len(groups), GROUPS_AT_ONCE):
+            encoded = [(group, *encode_group(group)) for group in groups[start : start + GROUPS_AT_ONCE]]
+            await self._send(
+                [
+                    Outgoing(subject, data, group_headers(header), f"{self.job}:{group.draw}:{group.attempt}")
+                    for group, data, header in encoded
+                ]
+            )
+
+    async def _tell(self, fates: Sequence[Fate]) -> None:
+        """Append fates to DECISIONS before anything else is decided."""
+        self._funnel.on_fates(fates)
+        for start in range(0, len(fates), MAX_FATES):
+            batch = FateBatch(items=list(fates[start : start + MAX_FATES]))
+            data = pack(batch, job=self.job, epoch=self.epoch)
+            msg_id = f"fates:{self.job}:{xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(batch))}"
+            try:
+                await self._send([Outgoing(subjects.decisions(self.job), data, {}, msg_id)])
+            except StreamFull as error:  # what people are told; what is trained does not depend on it
+                logger.error("%s: fates of %d items are lost: %s", self.job, len(batch.items), error)
+
+    async def _send(self, messages: list[Outgoing]) -> None:
+        while True:
+            try:
+                await self.bus.publish_whole(messages, deadline_s=5)
+                return
+            except StreamFull:
+                raise
+            except Unavailable as error:
+                logger.warning("%s waits: %s", messages[0].subject, error)
+                await asyncio.sleep(RETRY_S)
+
+    # -- what people see ---------------------------------------------------------------------------------------------
+
+    def measures(self) -> dict[str, float]:
+        """The funnel since the last update."""
+        waiting = {"online/waiting": float(self.matching.num_waiting), "online/parked": float(self.matching.num_parked)}
+        return self._funnel.row() | waiting
+
+    def waits(self, run: JobRun, now: float) -> list[dict[str, Any]]:
+        """Feedback, while no batch is in training."""
+        state = run.state
+        if state.sealed or state.finished or state.checkpoint is None or run.desired == "paused":
+            return []
+        unsealed = [state.admissions[draw.ordinal].time for draw, info in state.open.items() if not info.batch]
+        age_s = now - min(unsealed, default=now)
+        what = f"feedback (WaitingForFeedback): {self.source.waiting(state)}"
+        return [wait_row(what, subjects.feedback(self.job), self.job, age_s=age_s)]

@@ -1,0 +1,5 @@
+"""Live requests of agents on their way between HTTP and the rollout workers."""
+
+from penstock.services.coordinator.serving.gateway import Gateway
+
+__all__ = ["Gateway"]

@@ -1,0 +1,141 @@
+"""What one request has been answered so far: filled by the gateway, read by one HTTP response or more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from penstock.services.coordinator.api.serving import Served
+from penstock.shared.errors import PenstockError
+from penstock.shared.protocol.generation import Span
+from penstock.shared.protocol.inference import Begun, Chunk, InferenceReply, InferenceRequest
+from penstock.shared.protocol.interaction import Interaction
+
+__all__ = ["Answer"]
+
+
+@dataclass(slots=True)
+class _Choice:
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    text: int = 0
+    finish: str = ""
+
+
+class Answer:
+    """Implements ``api.serving.Answer``."""
+
+    def __init__(self, served: Served, request: InferenceRequest) -> None:
+        self.served, self.request = served, request
+        self.worker = ""
+        self.version = served.version
+        self.prompt_ids: list[list[int]] = []
+        self.error: PenstockError | None = None
+        self.recovering: asyncio.Task[None] | None = None
+        self.recoveries = 0
+        self.readers = 0
+        self.end: asyncio.TimerHandle | None = None
+        """Until then a client that went away may come back for it."""
+        self._choices = [_Choice() for _ in request.ids]
+        self._chunks: list[Chunk] = []
+        self._waiters: list[asyncio.Future[None]] = []
+
+    @property
+    def id(self) -> str:
+        """Of the response, and of its first interaction."""
+        return self.request.id
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing will follow."""
+        return self.error is not None or all(choice.finish for choice in self._choices)
+
+    @property
+    def num_generated(self) -> int:
+        """Output tokens of all choices."""
+        return sum(len(choice.token_ids) for choice in self._choices)
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Choices without an end."""
+        return [index for index, choice in enumerate(self._choices) if not choice.finish]
+
+    def accepted(self, reply: InferenceReply) -> None:
+        """A worker has taken the request."""
+        self.worker = reply.worker
+        if not self.prompt_ids:
+            self.prompt_ids, self.version = reply.prompt_ids, reply.version
+
+    def feed(self, chunk: Chunk) -> bool:
+        """Take what is new; False where something before it is missing."""
+        choice = self._choices[chunk.choice]
+        if choice.finish:
+            return True
+        if chunk.start >= 0:
+            if chunk.start != len(choice.token_ids):
+                return False
+            self._extend(choice, chunk)
+        elif any(known.choice == chunk.choice and known.start < 0 for known in self._chunks):
+            return True
+        choice.text += len(chunk.text) if chunk.start >= 0 else 0
+        choice.finish = chunk.finish
+        self._chunks.append(chunk)
+        self._wake()
+        return True
+
+    def _extend(self, choice: _Choice, chunk: Chunk) -> None:
+        start = len(choice.token_ids)
+        choice.token_ids += chunk.token_ids
+        choice.logprobs += [logprob for logprob in chunk.logprobs if logprob is not None]
+        end = len(choice.token_ids)
+        if choice.spans and choice.spans[-1].version == chunk.version:
+            start = choice.spans.pop().start
+        if end > start:
+            choice.spans.append(Span(chunk.version, start, end))
+
+    def finish_from(self, index: int, record: Interaction) -> None:
+        """End a choice as its record says: the worker's last words were lost."""
+        choice = self._choices[index]
+        start = len(choice.token_ids)
+        version = record.spans[-1].version if record.spans else self.version
+        self.feed(
+            Chunk(
+                self.id, index, start, record.token_ids[start:], list(record.logprobs[start:]), version,
+                record.text[choice.text :], finish=record.finish, recorded=True,
+            )
+        )  # fmt: skip
+
+    def progress(self) -> dict[int, Begun]:
+        """What the client has of unfinished choices."""
+        return {
+            index: Begun(token_ids=choice.token_ids, logprobs=choice.logprobs, spans=choice.spans)
+            for index in self.unfinished
+            if (choice := self._choices[index]).token_ids
+        }
+
+    def fail(self, error: PenstockError) -> None:
+        """There will be no more."""
+        self.error = self.error or error
+        self._wake()
+
+    async def read(self, cursor: int) -> Sequence[Chunk]:
+        """Chunks from ``cursor`` on, as soon as there are any; none once all were read.
+
+        Raises:
+            PenstockError: the answer broke off.
+        """
+        while len(self._chunks) <= cursor and not self.done:
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+        if len(self._chunks) <= cursor and self.error is not None:
+            raise self.error
+        return self._chunks[cursor:]
+
+    def _wake(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)

@@ -1,0 +1,115 @@
+"""Episodes in a bucket, so that every replica knows which are over."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from datetime import UTC, datetime, timedelta
+
+from penstock.services.coordinator.api.replies import HttpProblem
+from penstock.services.coordinator.api.serving import Served
+from penstock.shared.errors import Conflict, NotFound
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack
+from penstock.shared.protocol.episode import EpisodeRecord
+from penstock.shared.protocol.interaction import Feedback, FeedbackBatch, bare_id, job_mark, marked_id, new_marked_id
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["Episodes"]
+
+TRUST_S = 1.0
+"""An episode that was looked up is trusted for so long."""
+MAX_KNOWN = 16384
+
+
+class Episodes:
+    """Implements ``api.serving.EpisodeBook``."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus, self._kv = bus, bus.kv(subjects.EPISODES)
+        self._known: dict[str, tuple[float, EpisodeRecord | None]] = {}
+
+    async def create(self, served: Served, key_id: str, ttl_s: float, about: dict[str, object]) -> EpisodeRecord:
+        """See ``EpisodeBook.create``."""
+        now = datetime.now(UTC)
+        record = EpisodeRecord.model_validate(
+            {
+                **about, "id": f"ep_{new_marked_id(served.job)}", "job": served.job, "model": served.name,
+                "key_id": key_id, "created_at": now, "expires_at": now + timedelta(seconds=ttl_s),
+            }
+        )  # fmt: skip
+        await self._kv.create(_key(served.job, record.id), record.model_dump_json().encode())
+        return record
+
+    async def get(self, served: Served, id: str) -> EpisodeRecord:
+        """See ``EpisodeBook.get``."""
+        record = await self._read(served.job, id)
+        if record is None:
+            raise NotFound(f"model '{served.name}' has no episode '{id[:80]}'")
+        return record
+
+    async def list_all(self, served: Served) -> list[EpisodeRecord]:
+        """See ``EpisodeBook.list_all``."""
+        entries = await self._kv.entries(served.job)
+        found = [EpisodeRecord.model_validate_json(entry.value) for entry in entries if entry.value is not None]
+        return sorted(found, key=lambda record: record.id)
+
+    async def end(self, served: Served, id: str) -> EpisodeRecord:
+        """See ``EpisodeBook.end``. Learning hears of it in the stream of feedback."""
+        key = _key(served.job, id)
+        while True:
+            entry = await self._kv.get(key)
+            if entry is None or entry.value is None:
+                raise NotFound(f"model '{served.name}' has no episode '{id[:80]}'")
+            record = EpisodeRecord.model_validate_json(entry.value)
+            if record.ended_at is None:
+                record = record.model_copy(update={"ended_at": datetime.now(UTC)})
+                try:
+                    await self._kv.update(key, record.model_dump_json().encode(), entry.revision)
+                except Conflict:
+                    continue
+            self._known.pop(key, None)
+            await self._tell_the_end(record)
+            return record
+
+    async def opened(self, served: Served, id: str) -> EpisodeRecord | None:
+        """The record of an episode that may go on; None for a name that the client made up.
+
+        Raises:
+            HttpProblem: 410 where it ended or expired.
+        """
+        marked = marked_id(id)
+        if marked is None or marked[1] != job_mark(served.job):
+            return None
+        key, now = _key(served.job, id), time.monotonic()
+        until, record = self._known.get(key, (0.0, None))
+        if until < now:
+            record = await self._read(served.job, id)
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            self._known[key] = now + TRUST_S, record
+        if record is not None and (record.ended_at is not None or record.expires_at < datetime.now(UTC)):
+            what = "has ended" if record.ended_at is not None else "has expired"
+            raise HttpProblem(410, "episode_over", f"episode '{id}' {what}: open another one")
+        return record
+
+    async def _read(self, job: str, id: str) -> EpisodeRecord | None:
+        if bare_id(id) is None:
+            return None
+        entry = await self._kv.get(_key(job, id))
+        if entry is None or entry.value is None:
+            return None
+        return EpisodeRecord.model_validate_json(entry.value)
+
+    async def _tell_the_end(self, record: EpisodeRecord) -> None:
+        episode = bare_id(record.id) or record.id
+        end = Feedback(
+            id=str(uuid.uuid5(uuid.UUID(episode), "end")), job=record.job, kind="metric", key_id=record.key_id,
+            received=time.time(), episode=episode, final=True,
+        )  # fmt: skip
+        data = pack(FeedbackBatch(items=[end]), job=record.job)
+        await self._bus.publish(subjects.feedback(record.job), data, msg_id=end.id)
+
+
+def _key(job: str, id: str) -> str:
+    return f"{job}.{bare_id(id) or 'none'}"

@@ -1,0 +1,343 @@
+"""Brings requests of HTTP clients to rollout workers and their tokens back, whatever happens to a worker in between."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from penstock.services.coordinator.api.replies import HttpProblem
+from penstock.services.coordinator.api.serving import Ask, Served
+from penstock.services.coordinator.serving.answer import Answer
+from penstock.services.coordinator.serving.episodes import Episodes
+from penstock.services.coordinator.serving.models import ModelTable
+from penstock.services.coordinator.serving.threads import Threads
+from penstock.shared import errors
+from penstock.shared.errors import PenstockError, ProtocolError, Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.episode import EpisodeRecord
+from penstock.shared.protocol.inference import SIGN_EVERY_S, Cancel, Chunks, Failure, InferenceReply
+from penstock.shared.protocol.interaction import Interaction, new_marked_id
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["Gateway"]
+
+logger = logging.getLogger(__name__)
+
+SILENT_S = 4 * SIGN_EVERY_S
+"""A worker that gives no sign for this long has lost its requests: others go on with them."""
+REPLY_S = 10.0
+RETRY_S = 0.1
+COME_BACK_S = 10.0
+"""A client that repeats requests by itself may come back for an answer within this time; stock SDKs wait up to 8 s."""
+MAX_RECOVERIES = 5
+"""A request that was lost more often is what breaks its workers."""
+MAX_KEPT = 512
+MAX_IN_FLIGHT = 2048
+"""Requests of one model in this process; more are told to come back."""
+
+Key = tuple[str, str, str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The first try of a client that asks again by itself, from the moment it came in."""
+
+    answer: Answer
+    opening: asyncio.Task[Answer]
+
+
+class Gateway:
+    """Implements ``api.serving.Serving``. ``run`` until cancelled.
+
+    Args:
+        pseudonym: what stands for a user in records.
+        opted_out: whether the user of a pseudonym must not be trained on.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        worker_id: str,
+        *,
+        pseudonym: Callable[[str], str],
+        opted_out: Callable[[str], bool],
+    ) -> None:
+        self.id = f"{worker_id}.{secrets.token_hex(4)}"
+        self._bus, self._pseudonym, self._opted_out = bus, pseudonym, opted_out
+        self._table, self._threads = ModelTable(bus), Threads()
+        self.episodes = Episodes(bus)
+        self._answers: dict[str, Answer] = {}
+        self._in_flight: Counter[str] = Counter()
+        self._heard: dict[str, float] = {}
+        self._kept: OrderedDict[Key, _Kept] = OrderedDict()
+        self._notes: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Follow the jobs, hear the workers."""
+        async with (
+            await self._bus.subscribe(subjects.inference_chunks(self.id), self._on_chunks),
+            asyncio.TaskGroup() as tasks,
+        ):
+            tasks.create_task(self._table.run())
+            tasks.create_task(self._watch_workers())
+
+    # -- api.serving.Serving -----------------------------------------------------------------------------------------
+
+    def models(self) -> list[Served]:
+        """See ``Serving.models``."""
+        if not self._table.current:
+            raise Unavailable("the jobs are not read yet; retry in a moment")
+        return self._table.rows()
+
+    def find(self, model: str) -> Served:
+        """See ``Serving.find``."""
+        return self._table.find(model)
+
+    async def open(self, ask: Ask) -> Answer:
+        """See ``Serving.open``."""
+        key = (ask.served.job, ask.draft.key_id, ask.episode, ask.draft.body_digest)
+        kept = self._kept.get(key) if ask.retries else None
+        if kept is not None and kept.answer.error is None:
+            return await asyncio.shield(kept.opening)
+        if self._in_flight[ask.served.job] >= MAX_IN_FLIGHT:
+            raise _full(ask.served)
+        record = await self.episodes.opened(ask.served, ask.episode)
+        answer = self._prepared(ask, record)
+        if ask.retries is None:
+            return await self._dispatched(answer)
+        opening = asyncio.create_task(self._dispatched(answer), name=f"open {answer.id}")
+        self._keep(key, _Kept(answer, opening))
+        try:
+            return await asyncio.shield(opening)
+        except PenstockError:
+            self._forget(answer)
+            raise
+
+    def begin(self, answer: Answer) -> None:
+        """See ``Serving.begin``."""
+        answer.readers += 1
+        if answer.end is not None:
+            answer.end.cancel()
+            answer.end = None
+
+    def leave(self, answer: Answer, *, begun: bool) -> None:
+        """See ``Serving.leave``."""
+        answer.readers -= 1
+        if answer.done or answer.readers:
+            return
+        if not begun and any(kept.answer is answer for kept in self._kept.values()):
+            answer.end = asyncio.get_running_loop().call_later(COME_BACK_S, self._give_up, answer)
+        else:
+            self._give_up(answer)
+
+    async def interaction(self, job: str, id: str) -> Interaction | None:
+        """See ``Serving.interaction``."""
+        message = await self._bus.last(subjects.INTERACTIONS, subjects.interaction(job, id))
+        try:
+            return None if message is None else unpack(message.data, Interaction)[0]
+        except ProtocolError:  # overwritten, because its user wanted to be forgotten
+            return None
+
+    def remember(self, answer: Answer, message: dict[str, object]) -> None:
+        """See ``Serving.remember``."""
+        request = answer.request
+        if request.alone and request.kind == "chat":
+            owner = (answer.served.job, request.key_id, request.user)
+            self._threads.remember(owner, request.messages, message, request.episode)
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def _prepared(self, ask: Ask, record: EpisodeRecord | None) -> Answer:
+        job, draft = ask.served.job, ask.draft
+        user = self._pseudonym(ask.user)
+        episode = ask.episode
+        if not episode and draft.kind == "chat":
+            episode = self._threads.find((job, draft.key_id, user), draft.messages)
+        untrainable = draft.untrainable or ("opted_out" if user and self._opted_out(user) else "")
+        request = replace(
+            draft, ids=self._new_ids(job, ask.num_prompts * draft.n), gateway=self.id, user=user,
+            episode=episode or f"ep_{new_marked_id(job)}", alone=not ask.episode, untrainable=untrainable,
+            split="val" if record is not None and record.split == "val" else draft.split,
+            tags={**_tags(record), **draft.tags},
+        )  # fmt: skip
+        return Answer(ask.served, request)
+
+    def _new_ids(self, job: str, number: int) -> list[str]:
+        return [new_marked_id(job) for _ in range(number)]
+
+    async def _dispatched(self, answer: Answer) -> Answer:
+        """The answer once a worker has taken its request.
+
+        Raises:
+            HttpProblem: no worker takes it within the job's ``hold_s``.
+            PenstockError: the request cannot be served.
+        """
+        served, clock = answer.served, asyncio.get_running_loop().time
+        end = clock() + served.hold_s
+        subject, full = subjects.inference(served.job), False
+        while True:
+            self._enter(answer)
+            try:
+                data = await self._bus.request(subject, pack(answer.request, job=served.job), deadline_s=REPLY_S)
+                reply, _ = unpack(data, InferenceReply)
+            except Unavailable as error:  # a worker may have it all the same: its answer would be nobody's
+                self._exit(answer)
+                why, full = error, False
+                if not answer.prompt_ids:
+                    answer.request = replace(answer.request, ids=self._new_ids(served.job, len(answer.request.ids)))
+            except BaseException:
+                self._exit(answer)
+                raise
+            else:
+                if reply.accepted:
+                    self._heard[reply.worker] = clock()
+                    answer.accepted(reply)
+                    return answer
+                self._exit(answer)
+                why, full = Unavailable("all rollout workers are full"), True
+            if clock() + RETRY_S > end:
+                raise _full(served) if full else _nobody(served, why)
+            with contextlib.suppress(Unavailable):
+                self._table.find(served.job)
+            await asyncio.sleep(RETRY_S)
+
+    def _enter(self, answer: Answer) -> None:
+        if answer.id not in self._answers:
+            self._answers[answer.id] = answer
+            self._in_flight[answer.served.job] += 1
+
+    def _exit(self, answer: Answer) -> None:
+        if self._answers.pop(answer.id, None) is not None:
+            self._in_flight[answer.served.job] -= 1
+
+    def _keep(self, key: Key, kept: _Kept) -> None:
+        self._kept[key] = kept
+        self._kept.move_to_end(key)
+        while len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)
+
+    def _give_up(self, answer: Answer) -> None:
+        """Nobody waits for the answer: the worker records what there is."""
+        self._forget(answer)
+        if not answer.done:
+            self._tell(answer.worker, Cancel(request=answer.id, gone=True))
+
+    def _forget(self, answer: Answer) -> None:
+        for key in [key for key, kept in self._kept.items() if kept.answer is answer]:
+            del self._kept[key]
+
+    def _tell(self, worker: str, cancel: Cancel) -> None:
+        async def send() -> None:
+            with contextlib.suppress(PenstockError):
+                await self._bus.notify(subjects.inference_worker(worker), pack(cancel))
+
+        note = asyncio.create_task(send(), name=f"cancel {cancel.request}")
+        self._notes.add(note)
+        note.add_done_callback(self._notes.discard)
+
+    # -- workers -----------------------------------------------------------------------------------------------------
+
+    def _on_chunks(self, subject: str, data: bytes) -> None:
+        try:
+            message, _ = unpack(data, Chunks)
+        except ProtocolError as error:
+            logger.warning("ignored on %s: %s", subject, error)
+            return
+        self._heard[message.worker] = asyncio.get_running_loop().time()
+        for chunk in message.chunks:
+            answer = self._answers.get(chunk.request)
+            if answer is None or answer.worker not in ("", message.worker):
+                continue
+            if not answer.feed(chunk):
+                self._recover(answer)
+            elif answer.done:
+                self._exit(answer)
+        for failure in message.failures:
+            self._on_failure(message.worker, failure)
+        if message.in_hand is not None:
+            self._compare(message.worker, set(message.in_hand))
+
+    def _on_failure(self, worker: str, failure: Failure) -> None:
+        answer = self._answers.get(failure.request)
+        if answer is None or answer.worker not in ("", worker):
+            return
+        kind = getattr(errors, failure.error, PenstockError) if failure.error in errors.__all__ else PenstockError
+        if issubclass(kind, Unavailable):
+            self._recover(answer)
+        else:
+            self._fail(answer, kind(failure.text))
+
+    def _compare(self, worker: str, in_hand: set[str]) -> None:
+        """What a worker has and what it should have."""
+        for unknown in in_hand - self._answers.keys():
+            self._tell(worker, Cancel(request=unknown, gone=False))
+        for answer in list(self._answers.values()):
+            if answer.worker == worker and answer.id not in in_hand:
+                self._recover(answer)
+
+    async def _watch_workers(self) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(SIGN_EVERY_S / 2)
+            for answer in list(self._answers.values()):
+                if answer.worker and clock() - self._heard.get(answer.worker, 0.0) > SILENT_S:
+                    self._recover(answer)
+            busy = {answer.worker for answer in self._answers.values()}
+            self._heard = {worker: heard for worker, heard in self._heard.items() if worker in busy}
+
+    def _recover(self, answer: Answer) -> None:
+        if answer.recovering is None:
+            answer.recovering = asyncio.create_task(self._recovered(answer), name=f"recover {answer.id}")
+
+    async def _recovered(self, answer: Answer) -> None:
+        """Read what was recorded, and let another worker go on with the rest."""
+        logger.warning("request %s lost its worker %s", answer.id, answer.worker)
+        self._tell(answer.worker, Cancel(request=answer.id, gone=False))
+        answer.worker = ""
+        try:
+            for index in answer.unfinished:
+                record = await self.interaction(answer.served.job, answer.request.ids[index])
+                if record is not None:
+                    answer.finish_from(index, record)
+            self._exit(answer)
+            if answer.done:
+                return
+            if not answer.readers and answer.end is None:
+                raise Unavailable("nobody waits for the answer")
+            answer.recoveries += 1
+            if answer.recoveries > MAX_RECOVERIES:
+                raise Unavailable(f"{answer.recoveries} rollout workers in turn lost this request")
+            answer.request = replace(answer.request, begun=answer.progress(), wanted=answer.unfinished)
+            await self._dispatched(answer)
+        except PenstockError as error:
+            self._fail(answer, error)
+        finally:
+            answer.recovering = None
+
+    def _fail(self, answer: Answer, error: PenstockError) -> None:
+        self._exit(answer)
+        answer.fail(error)
+
+
+def _tags(record: EpisodeRecord | None) -> dict[str, str]:
+    if record is None:
+        return {}
+    return record.tags if record.group_id is None else {**record.tags, "group_id": record.group_id}
+
+
+def _full(served: Served) -> HttpProblem:
+    text = f"model '{served.name}' has as many requests as it can take; come back in a moment"
+    return HttpProblem(429, "capacity", text, headers={"Retry-After": "1", "retry-after-ms": "500"})
+
+
+def _nobody(served: Served, why: Unavailable) -> HttpProblem:
+    text = f"no rollout worker serves model '{served.name}' within {served.hold_s:g} s: {why}"
+    return HttpProblem(503, "no_worker", text, headers={"Retry-After": "1", "retry-after-ms": "1000"})

@@ -1,0 +1,86 @@
+"""The jobs that can be addressed as models: those that train and are not over."""
+
+from __future__ import annotations
+
+import logging
+
+from penstock.services.coordinator.api.serving import Served
+from penstock.services.coordinator.store import decode_record
+from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import parse_job
+from penstock.shared.config.online import OnlineConfig
+from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.errors import ConfigError, NotFound, ProtocolError, Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["ModelTable"]
+
+logger = logging.getLogger(__name__)
+
+
+class ModelTable:
+    """Follows the job records, so that a request costs no look-up on the bus."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._served: dict[str, Served] = {}
+        self.current = False
+
+    async def run(self) -> None:
+        """Follow until cancelled."""
+        for entry in await self._bus.kv(subjects.JOBS).entries():
+            if entry.value is not None:
+                self._take(decode_record(entry))
+        self.current = True
+        async for entry in self._bus.kv(subjects.JOBS).watch(""):
+            if entry.value is None:
+                self._served.pop(entry.key, None)
+                continue
+            try:
+                self._take(decode_record(entry))
+            except ProtocolError as error:
+                logger.error("%s", error)
+
+    def _take(self, record: JobRecord) -> None:
+        if record.status.phase in TERMINAL_PHASES:
+            self._served.pop(record.id, None)
+            return
+        known = self._served.get(record.id)
+        if known is not None:
+            self._served[record.id] = known.at(record.status.policy_version)
+            return
+        try:
+            config = parse_job(record.spec)
+        except ConfigError as error:
+            logger.error("job record '%s' is unreadable: %s", record.id, error)
+            return
+        if isinstance(config, JobConfig):
+            online = config.online if isinstance(config, OnlineJob) else None
+            self._served[record.id] = Served(
+                name=record.name, job=record.id, online=online is not None, version=record.status.policy_version,
+                created=int(record.created_at.timestamp()), hold_s=(online or OnlineConfig()).hold_s,
+            )  # fmt: skip
+
+    def rows(self) -> list[Served]:
+        """One model for each name: an online job rather than another, the newest of several."""
+        best: dict[str, Served] = {}
+        for served in sorted(self._served.values(), key=lambda served: (served.online, served.job)):
+            best[served.name] = served
+        return sorted(best.values(), key=lambda served: served.name)
+
+    def find(self, name: str) -> Served:
+        """The job of a model's name, or of its own id.
+
+        Raises:
+            NotFound: no job of that name runs.
+            Unavailable: the records are not read yet.
+        """
+        if not self.current:
+            raise Unavailable("the jobs are not read yet; retry in a moment")
+        found = self._served.get(name) or next((served for served in self.rows() if served.name == name), None)
+        if found is None:
+            names = ", ".join(served.name for served in self.rows()[:20]) or "none"
+            raise NotFound(f"no running job serves a model '{name[:80]}'; models: {names}")
+        return found

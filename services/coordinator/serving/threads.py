@@ -1,0 +1,65 @@
+"""Conversations of clients that name no episode: a chat that goes on from an answer belongs to its episode."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from typing import Any
+
+__all__ = ["Threads"]
+
+KEEP_S = 1800.0
+MAX_THREADS = 65536
+
+
+class Threads:
+    """Episodes by what was said: the digest of the messages up to and with an answer, within a key and a user."""
+
+    def __init__(self) -> None:
+        self._episodes: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
+
+    def find(self, owner: Sequence[str], messages: Sequence[dict[str, Any]]) -> str:
+        """Episode of the longest beginning of ``messages`` that ends in an answer of ours; '' where there is none."""
+        found = ""
+        for message, digest in _digests(owner, messages):
+            known = self._episodes.get(digest) if message.get("role") == "assistant" else None
+            if known is not None and known[0] > time.monotonic():
+                found = known[1]
+        return found
+
+    def remember(
+        self, owner: Sequence[str], messages: Sequence[dict[str, Any]], answer: dict[str, Any], episode: str
+    ) -> None:
+        """``answer`` to ``messages`` was given in ``episode``."""
+        *_, (_, digest) = _digests(owner, [*messages, answer])
+        self._episodes[digest] = time.monotonic() + KEEP_S, episode
+        self._episodes.move_to_end(digest)
+        while len(self._episodes) > MAX_THREADS:
+            self._episodes.popitem(last=False)
+
+
+def _digests(owner: Sequence[str], messages: Iterable[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], bytes]]:
+    digest = blake2b(json.dumps(list(owner)).encode(), digest_size=16)
+    for message in messages:
+        digest.update(json.dumps(_said(message)).encode())
+        yield message, digest.digest()
+
+
+def _said(message: dict[str, Any]) -> list[Any]:
+    """What counts of a message: clients add fields of their own when they send an answer back."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(str(part.get("text", part)) if isinstance(part, dict) else str(part) for part in content)
+    calls = [call.get("function") or {} for call in message.get("tool_calls") or []]
+    called = [(call.get("name"), _compact(call.get("arguments"))) for call in calls]
+    return [message.get("role"), content or "", called, message.get("tool_call_id")]
+
+
+def _compact(arguments: Any) -> Any:
+    try:
+        return json.loads(arguments)
+    except (TypeError, ValueError):
+        return arguments

@@ -1,0 +1,54 @@
+"""What a job's leader needs of whoever makes its groups, where tickets to workers do not."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+from penstock.services.coordinator.decision import DrawSource
+from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.run import JobRun
+from penstock.shared.protocol.events import Event
+from penstock.shared.protocol.ids import Draw
+
+__all__ = ["Fact", "Supply"]
+
+Fact = Callable[[], Awaitable[None]]
+"""Runs in turn with the decisions of its job."""
+
+
+class Supply(Protocol):
+    """Makes the groups of one job on its leader."""
+
+    @property
+    def source(self) -> DrawSource:
+        """Its part of each decision."""
+        ...
+
+    async def recover(self, state: LedgerState) -> None:
+        """Take up what earlier leaders left, before the first decision."""
+        ...
+
+    async def follow(self, post: Callable[[Fact], Awaitable[None]]) -> None:
+        """Bring facts, until cancelled."""
+        ...
+
+    async def order(self, run: JobRun, draws: Sequence[Draw]) -> None:
+        """Publish the groups of these draws. Safe to repeat."""
+        ...
+
+    async def flush(self) -> None:
+        """Make durable what facts brought: a decision follows that may rest on it."""
+        ...
+
+    async def committed(self, run: JobRun, events: Sequence[Event]) -> None:
+        """A decision stands in the ledger, and ``run`` has taken it in."""
+        ...
+
+    def measures(self) -> dict[str, float]:
+        """Values of the row of an update, of what happened since the last one."""
+        ...
+
+    def waits(self, run: JobRun, now: float) -> list[dict[str, Any]]:
+        """What the groups that are missing wait for."""
+        ...

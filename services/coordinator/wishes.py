@@ -1,0 +1,114 @@
+"""What the user wants of a job that runs, as its record says: its state, its job file, and operations."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+
+from penstock.services.coordinator.letterbox import LetterBox
+from penstock.services.coordinator.run import JobRun
+from penstock.shared.config.kinds import parse_training
+from penstock.shared.errors import ConfigError, Conflict, NotFound, Unavailable
+from penstock.shared.protocol.events import Event, Redrawn
+from penstock.shared.protocol.jobs import JobRecord, Operation
+
+__all__ = ["CANCEL_GRACE_S", "Wishes"]
+
+logger = logging.getLogger(__name__)
+
+CANCEL_GRACE_S = 15.0
+"""A cancelled job has this long to train what is sealed and to write a last checkpoint."""
+
+
+class Wishes:
+    """The newest record of a job, and what of it was not followed yet."""
+
+    def __init__(self, record: JobRecord) -> None:
+        self._cancelled_at = 0.0
+        self._goals: dict[str, int] = {}
+        self._settled: set[str] = set()
+        self.followed = 0
+        """Generation of the record that the run follows."""
+        self.take(record)
+
+    def take(self, record: JobRecord) -> None:
+        """The record changed."""
+        self.record = record
+        if record.desired_state == "cancelled" and not self._cancelled_at:
+            self._cancelled_at = time.monotonic()
+
+    @property
+    def desired(self) -> str:
+        """The state that is wanted."""
+        return self.record.desired_state
+
+    @property
+    def cancel_now(self) -> bool:
+        """Cancel without waiting any longer."""
+        late = bool(self._cancelled_at) and time.monotonic() - self._cancelled_at > CANCEL_GRACE_S
+        return self.record.force or late
+
+    def amend(self, run: JobRun, now: float) -> list[Event]:
+        """Have ``run`` follow the job file as it is now; the event that says from when on, [] where nothing changed."""
+        generation = self.record.generation
+        if generation == self.followed or not run.state.started:
+            return []
+        self.followed = generation
+        try:
+            config = parse_training(self.record.spec)
+        except ConfigError as error:  # written by another version of the API
+            logger.error("%s: the changed job file is not followed: %s", self.record.id, error)
+            return []
+        return run.amend(config, generation, now)
+
+    @property
+    def wants_checkpoint(self) -> bool:
+        """Whether an operation waits for a checkpoint."""
+        return bool(self._pending("checkpoint"))
+
+    async def redraw(
+        self, run: JobRun, letters: LetterBox, commit: Callable[[list[Event]], Awaitable[None]]
+    ) -> list[Operation]:
+        """Have dead letters replayed that the user wants replayed; the operations that are over by that."""
+        done = []
+        for operation in self._pending("replay_dead_letter"):
+            id, now = int(operation.args["id"]), datetime.now(UTC)
+            try:
+                draw = await letters.draw(self.record.id, id)
+                events = run.replay_dead_letter(id, draw, time.time())
+                await commit(events)
+                await letters.drop(self.record.id, id)
+                drawn = [str(event.draw) for event in events if isinstance(event, Redrawn)]
+                result = {"draw": drawn[0]} if drawn else {}
+                over = {"state": "succeeded", "result": result, "finished_at": now}
+            except (Conflict, NotFound) as error:
+                over = {"state": "failed", "message": str(error), "finished_at": now}
+            except Unavailable as error:
+                logger.info("%s: dead letter %d waits: %s", self.record.id, id, error)
+                continue
+            self._settled.add(operation.id)
+            done.append(operation.model_copy(update=over))
+        return done
+
+    def settle(self, run: JobRun) -> list[Operation]:
+        """Checkpoints on request that are there by now, each told once."""
+        state, done = run.state, []
+        for operation in self._pending("checkpoint"):
+            goal = self._goals.setdefault(operation.id, state.last_trained)
+            now = datetime.now(UTC)
+            if state.checkpoint is not None and state.checkpoint.number >= goal:
+                result = {"number": state.checkpoint.number, "path": state.checkpoint.path}
+                over = {"state": "succeeded", "result": result, "finished_at": now}
+            elif state.finished:
+                over = {"state": "failed", "message": f"the job {state.finished} before", "finished_at": now}
+            else:
+                continue
+            self._settled.add(operation.id)
+            done.append(operation.model_copy(update=over))
+        return done
+
+    def _pending(self, kind: str) -> list[Operation]:
+        asked = (one for one in self.record.operations if one.kind == kind and one.state == "pending")
+        return [one for one in asked if one.id not in self._settled]

@@ -1,0 +1,176 @@
+"""One choice of a request on its way: tokens so far, what its client may see of them, its record. Pure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from penstock.services.rollout.serving.text import TextStream, ToolCalls
+from penstock.shared.protocol.generation import Likely, Sample, Sampling, Scores, Span, Token
+from penstock.shared.protocol.ids import derive_seed
+from penstock.shared.protocol.inference import Begun, Chunk, InferenceRequest, ToolCall
+from penstock.shared.protocol.interaction import FinishReason, Interaction, bare_id
+
+__all__ = ["Choice", "Decode"]
+
+Decode = Callable[[list[int]], str]
+
+
+@dataclass(eq=False)
+class Choice:
+    """Choice ``index`` of ``request``. ``sampling`` is complete; ``stop_tokens`` end it and are no text.
+
+    Output tokens come from one engine request, or from several that follow each other when an engine was interrupted.
+    """
+
+    request: InferenceRequest
+    index: int
+    prompt_ids: list[int]
+    sampling: Sampling
+    stop_tokens: frozenset[int]
+    decode: Decode
+    spell: Decode
+    """As ``decode``, special tokens included."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    text: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+    first_token: float = 0.0
+    pauses: int = 0
+    _told: int = 0
+    """Output tokens that were put into chunks."""
+    _top: list[Likely] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._text = TextStream(self.decode, self.sampling.stop_strings)
+        self._tools = ToolCalls() if self.request.tools else None
+
+    @property
+    def id(self) -> str:
+        """Of the interaction."""
+        return self.request.ids[self.index]
+
+    @property
+    def engine_id(self) -> str:
+        """Of the engine request under way."""
+        return f"{self.id}/{self.pauses}"
+
+    def resume(self, begun: Begun) -> None:
+        """Take over what another worker produced; its client has the text of it."""
+        for span in begun.spans:
+            self._add(begun.token_ids[span.start : span.end], begun.logprobs[span.start : span.end], span.version)
+        self._read(self.token_ids)
+        self._top += [[] for _ in self.token_ids]
+        self._told = len(self.token_ids)
+        self.pauses = 1
+
+    def rest(self) -> tuple[list[int], Sampling]:
+        """Prompt and sampling of the next engine request. After an interruption the noise must be another one."""
+        if not self.token_ids:
+            return self.prompt_ids, self.sampling
+        done, s = len(self.token_ids), self.sampling
+        sampling = replace(
+            s, max_new_tokens=s.max_new_tokens - done, min_new_tokens=max(0, s.min_new_tokens - done),
+            seed=derive_seed(s.seed or 0, "resumed", done),
+        )  # fmt: skip
+        return [*self.prompt_ids, *self.token_ids], sampling
+
+    def push(self, token: Token) -> Chunk:
+        """A token that is not the last one."""
+        self._add([token.token_id], [token.logprob], token.version)
+        self._top.append(token.top)
+        return self._chunk(*self._read(self.token_ids[self._told :]))
+
+    def take(self, sample: Sample, before: int) -> None:
+        """The end of an engine request that began after ``before`` output tokens: tokens that were not pushed."""
+        for span in sample.spans:
+            start = max(span.start, len(self.token_ids) - before)
+            if start < span.end:
+                self._add(sample.token_ids[start : span.end], sample.logprobs[start : span.end], span.version)
+                self._top += sample.top[start : span.end]
+
+    def last(self, finish: str, *, recorded: bool) -> Chunk:
+        """The chunk that ends the choice, once ``finished`` was asked."""
+        return self._chunk(*self._ending, finish=finish, recorded=recorded)
+
+    def finished(self, reason: str) -> FinishReason:
+        """Read the last tokens; why the choice ended, as its client sees it."""
+        self.first_token = self.first_token or time.time()
+        unread = self.token_ids[self._told :]
+        if reason == "stop" and unread and unread[-1] in self.stop_tokens:
+            unread = unread[:-1]
+        text, calls = self._read(unread)
+        rest = self._text.close()
+        if self._tools is not None:
+            more, found = self._tools.push(rest)
+            rest, calls = more + self._tools.close(), calls + found
+            self.calls += found
+        self.text += rest
+        self._ending = text + rest, calls
+        if reason == "client_disconnected":
+            return "client_disconnected"
+        if self._tools is not None and self._tools.num_calls:
+            return "tool_calls"
+        return "length" if reason == "length" and not self._text.stopped else "stop"
+
+    def echo(self, scores: Scores | None) -> Chunk:
+        """The prompt as a chunk; the first token has no log-prob."""
+        ids = self.prompt_ids
+        logprobs: list[float | None] = [None, *scores.logprobs] if scores is not None else []
+        top = [[], *(self._named(likely) for likely in scores.top)] if scores is not None and scores.top else []
+        pieces = [self.spell([token]) for token in ids] if scores is not None else []
+        return Chunk(
+            self.request.id, self.index, -1, list(ids), logprobs, scores.version if scores is not None else -1,
+            self.decode(list(ids)), pieces=pieces, top=top,
+        )  # fmt: skip
+
+    def interaction(self, *, job: str, finish: FinishReason, untrainable: str, template: str) -> Interaction:
+        """The record of the choice."""
+        request = self.request
+        return Interaction(
+            id=self.id, request=request.ids[self.index - self.index % request.n], index=self.index % request.n, job=job,
+            episode=bare_id(request.episode) or request.episode, alone=request.alone, key_id=request.key_id,
+            user=request.user, split=request.split, untrainable=untrainable, prompt_ids=self.prompt_ids,
+            token_ids=self.token_ids, logprobs=self.logprobs, spans=self.spans, sampling=self.sampling, finish=finish,
+            template=template, body_digest=request.body_digest, text=self.text,
+            tool_calls_valid=self._tools.valid if self._tools is not None else None, tags=request.tags,
+            started=request.started, first_token=self.first_token, ended=time.time(),
+        )  # fmt: skip
+
+    def _add(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
+        if token_ids and not self.token_ids:
+            self.first_token = time.time()
+        start, end = len(self.token_ids), len(self.token_ids) + len(token_ids)
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        if self.spans and self.spans[-1].version == version:
+            start = self.spans.pop().start
+        self.spans.append(Span(version, start, end))
+
+    def _read(self, token_ids: Sequence[int]) -> tuple[str, list[ToolCall]]:
+        """Text and calls that became certain with these tokens."""
+        text = self._text.push(token_ids)
+        calls: list[ToolCall] = []
+        if self._tools is not None:
+            text, calls = self._tools.push(text)
+        self.text += text
+        self.calls += calls
+        return text, calls
+
+    def _chunk(self, text: str, calls: list[ToolCall], *, finish: str = "", recorded: bool = False) -> Chunk:
+        start, self._told = self._told, len(self.token_ids)
+        wanted, ids = self.request.logprobs, self.token_ids[start:]
+        return Chunk(
+            self.request.id, self.index, start, ids, list(self.logprobs[start:]),
+            self.spans[-1].version if self.spans else -1, text, calls,
+            [self.spell([token]) for token in ids] if wanted >= 0 else [],
+            [self._named(likely) for likely in self._top[start:]] if wanted > 0 else [],
+            finish, recorded,
+        )  # fmt: skip
+
+    def _named(self, likely: Likely) -> list[tuple[str, float]]:
+        return [(self.spell([token]), logprob) for token, logprob in likely]

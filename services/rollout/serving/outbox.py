@@ -1,0 +1,86 @@
+"""What goes to the gateways: one message per gateway and decode step, and a sign of life while nothing is new."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+
+from penstock.shared.errors import PenstockError
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import MAX_INLINE_BYTES, pack
+from penstock.shared.protocol.inference import SIGN_EVERY_S, Chunk, Chunks, Failure
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["Outbox"]
+
+logger = logging.getLogger(__name__)
+
+
+class Outbox:
+    """Collects chunks; all that is there when the event loop comes round to ``run`` leaves together."""
+
+    def __init__(self, bus: Bus, worker: str) -> None:
+        self._bus, self._worker = bus, worker
+        self._chunks: defaultdict[str, list[Chunk]] = defaultdict(list)
+        self._failures: defaultdict[str, list[Failure]] = defaultdict(list)
+        self._in_hand: defaultdict[str, set[str]] = defaultdict(set)
+        self._new = asyncio.Event()
+
+    def open(self, gateway: str, request: str) -> None:
+        """A request of ``gateway`` is in hand."""
+        self._in_hand[gateway].add(request)
+
+    def put(self, gateway: str, chunk: Chunk) -> None:
+        """Send a chunk."""
+        self._chunks[gateway].append(chunk)
+        self._new.set()
+
+    def close(self, gateway: str, request: str, failure: Failure | None = None) -> None:
+        """A request is not in hand any more, because it is answered or because of a failure."""
+        self._in_hand[gateway].discard(request)
+        if failure is not None:
+            self._failures[gateway].append(failure)
+            self._new.set()
+
+    async def run(self) -> None:
+        """Send until cancelled."""
+        clock = asyncio.get_running_loop().time
+        due = clock() + SIGN_EVERY_S
+        while True:
+            try:
+                async with asyncio.timeout_at(due):
+                    await self._new.wait()
+            except TimeoutError:
+                pass
+            self._new.clear()
+            sign = clock() >= due
+            await self._send(sign=sign)
+            if sign:
+                due = clock() + SIGN_EVERY_S
+
+    async def flush(self) -> None:
+        """Send what is there now."""
+        await self._send(sign=False)
+
+    async def _send(self, *, sign: bool) -> None:
+        for gateway in {*self._chunks, *self._failures, *(self._in_hand if sign else ())}:
+            chunks, failures = self._chunks.pop(gateway, []), self._failures.pop(gateway, [])
+            in_hand = sorted(self._in_hand[gateway]) if sign else None
+            try:
+                for message in _messages(Chunks(self._worker, chunks, failures, in_hand)):
+                    await self._bus.notify(subjects.inference_chunks(gateway), message)
+            except PenstockError as error:  # the gateway sees the gap and asks elsewhere
+                logger.warning("%d chunks for gateway %s are lost: %s", len(chunks), gateway, error)
+            if not self._in_hand[gateway]:
+                del self._in_hand[gateway]
+
+
+def _messages(chunks: Chunks) -> list[bytes]:
+    """One message, or several where one would be too large."""
+    data = pack(chunks)
+    if len(data) <= MAX_INLINE_BYTES or len(chunks.chunks) < 2:
+        return [data]
+    middle = len(chunks.chunks) // 2
+    first = Chunks(chunks.worker, chunks.chunks[:middle])
+    return _messages(first) + _messages(Chunks(chunks.worker, chunks.chunks[middle:], chunks.failures, chunks.in_hand))

@@ -1,0 +1,69 @@
+"""Records interactions durably: those that end at the same moment go out in one write."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from penstock.shared.errors import PenstockError
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import MAX_INLINE_BYTES, pack
+from penstock.shared.protocol.interaction import EPISODE_HEADER, Interaction
+from penstock.shared.runtime import metrics
+from penstock.shared.transport.bus import Bus, Outgoing
+
+__all__ = ["Recorder"]
+
+logger = logging.getLogger(__name__)
+
+MAX_AT_ONCE = 64
+BYTES_AT_ONCE = 4 << 20
+DEADLINE_S = 5.0
+"""Longest that the last token of a completion is held back for its record."""
+
+RECORDED = metrics.counter("interactions", "Interactions of live requests, durable or not.", ("recorded",))
+
+
+class Recorder:
+    """Coalesces interactions of one job. ``run`` sends until cancelled."""
+
+    def __init__(self, bus: Bus, job: str) -> None:
+        self._bus, self._job = bus, job
+        self._queue: asyncio.Queue[tuple[Outgoing, asyncio.Future[bool]]] = asyncio.Queue(maxsize=4096)
+
+    async def record(self, interaction: Interaction) -> bool:
+        """Whether the interaction is durable now. Serving goes on without a record; it is counted and logged."""
+        data = pack(interaction, job=self._job, id=interaction.id)
+        if len(data) > MAX_INLINE_BYTES:
+            logger.error("interaction %s has %d bytes, too many for a record", interaction.id, len(data))
+            return _counted(False)
+        subject = subjects.interaction(self._job, interaction.id)
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        await self._queue.put((Outgoing(subject, data, {EPISODE_HEADER: interaction.episode}, interaction.id), done))
+        return _counted(await done)
+
+    async def run(self) -> None:
+        """Send until cancelled."""
+        while True:
+            batch = [await self._queue.get()]
+            nbytes = len(batch[0][0].data)
+            while not self._queue.empty() and len(batch) < MAX_AT_ONCE and nbytes < BYTES_AT_ONCE:
+                batch.append(self._queue.get_nowait())
+                nbytes += len(batch[-1][0].data)
+            recorded = await self._send([outgoing for outgoing, _ in batch])
+            for _, done in batch:
+                if not done.done():
+                    done.set_result(recorded)
+
+    async def _send(self, messages: list[Outgoing]) -> bool:
+        try:
+            await self._bus.publish_many(messages, deadline_s=DEADLINE_S)
+        except PenstockError as error:
+            logger.error("%d interactions of %s are not recorded: %s", len(messages), self._job, error)
+            return False
+        return True
+
+
+def _counted(recorded: bool) -> bool:
+    RECORDED.labels(str(recorded).lower()).inc()
+    return recorded

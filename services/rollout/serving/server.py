@@ -1,0 +1,279 @@
+"""Takes live requests of a job from the bus, has the engine answer them, and records what it sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec.structs import replace
+from transformers import PreTrainedTokenizerFast
+
+from penstock.services.rollout.engines import Engine
+from penstock.services.rollout.serving.choice import Choice
+from penstock.services.rollout.serving.outbox import Outbox
+from penstock.services.rollout.serving.recorder import Recorder
+from penstock.services.rollout.serving.rendering import Renderer
+from penstock.services.rollout.serving.sampling import NOT_REPLAYABLE, replayable, sampling_for
+from penstock.shared.config.sampling import SamplingConfig
+from penstock.shared.errors import PenstockError, ProtocolError, Unavailable, WeightsError
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.generation import GenRequest, Token
+from penstock.shared.protocol.inference import Cancel, Failure, InferenceReply, InferenceRequest
+from penstock.shared.runtime.tasks import unexpected
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["InferenceServer"]
+
+logger = logging.getLogger(__name__)
+
+QUEUE = "rollout"
+WAITING_PER_SLOT = 4
+"""Choices in hand for each sequence that the engine decodes at once; beyond, requests are refused."""
+RETRY_S = 0.1
+
+
+@dataclass(eq=False)
+class _Live:
+    request: InferenceRequest
+    choices: list[Choice]
+    task: asyncio.Task[None] | None = None
+    gone: bool = False
+    """The client went away."""
+    dropped: bool = False
+    """The gateway does not want it from here any more."""
+
+
+@dataclass(eq=False)
+class InferenceServer:
+    """Serves one job on one worker. ``run`` until cancelled; ``drain`` takes no more and lets the rest end.
+
+    Args:
+        max_running: sequences that the engine decodes at once.
+        version: the policy version that the engine serves.
+        hold_s: how long a request waits for an engine that was interrupted.
+    """
+
+    bus: Bus
+    worker_id: str
+    job: str
+    engine: Engine
+    tokenizer: PreTrainedTokenizerFast
+    sampling: SamplingConfig
+    max_running: int
+    version: Callable[[], int]
+    hold_s: float
+    template_args: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.id = f"{self.worker_id}.{secrets.token_hex(4)}"
+        self._recorder, self._outbox = Recorder(self.bus, self.job), Outbox(self.bus, self.id)
+        self._backend: Any = self.tokenizer.backend_tokenizer
+        self._texts: dict[int, str] = {}
+        """Of single tokens."""
+        self._live: dict[str, _Live] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._leaving = asyncio.Event()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests in hand."""
+        return len(self._live)
+
+    async def run(self) -> None:
+        """Serve until cancelled, or drained."""
+        self._renderer = await asyncio.to_thread(Renderer, self.tokenizer, self.template_args)
+        background = [asyncio.create_task(self._recorder.run()), asyncio.create_task(self._outbox.run())]
+        try:
+            async with AsyncExitStack() as stack:
+                cancels = await self.bus.subscribe(subjects.inference_worker(self.id), self._on_cancel)
+                await stack.enter_async_context(cancels)
+                server = await self.bus.serve(subjects.inference(self.job), self._take, queue=QUEUE)
+                await stack.enter_async_context(server)
+                await self._leaving.wait()
+                await server.close()
+                await self._idle.wait()
+                await self._outbox.flush()
+        finally:
+            left = list(self._live.values())
+            tasks = [live.task for live in left if live.task is not None] + background
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for live in left:
+                stops = Failure(live.request.id, "Unavailable", "the rollout worker stops")
+                self._outbox.close(live.request.gateway, live.request.id, stops)
+            await self._outbox.flush()
+
+    def drain(self) -> None:
+        """Take no more requests; ``run`` returns when those in hand are answered."""
+        self._leaving.set()
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    async def _take(self, data: bytes) -> bytes:
+        request, _ = unpack(data, InferenceRequest)
+        live = self._live.get(request.id)
+        if live is not None and live.task is not None and (live.dropped or live.request != request):
+            live.task.cancel()  # what was sent of it got lost on the way
+            await asyncio.wait([live.task])
+            live = None
+        if live is None:
+            in_hand = sum(len(other.choices) for other in self._live.values())
+            if in_hand and in_hand + len(request.ids) > WAITING_PER_SLOT * self.max_running:
+                return pack(InferenceReply(worker=self.id, accepted=False, version=self.version()), job=self.job)
+            prompts = await asyncio.to_thread(self._renderer.prompts, request)
+            live = self._open(request, prompts)
+        prompt_ids = [choice.prompt_ids for choice in live.choices[:: request.n]]
+        reply = InferenceReply(worker=self.id, accepted=True, version=self.version(), prompt_ids=prompt_ids)
+        return pack(reply, job=self.job)
+
+    def _open(self, request: InferenceRequest, prompts: list[list[int]]) -> _Live:
+        if len(request.ids) != len(prompts) * request.n:
+            raise ProtocolError(f"{len(request.ids)} ids for {request.n} choices of {len(prompts)} prompts")
+        stop = frozenset({*self.sampling.stop_token_ids, *request.sampling.stop_token_ids, *self.engine.stop_ids})
+        choices = []
+        for index in range(len(request.ids)):
+            prompt_ids = prompts[index // request.n]
+            sampling = sampling_for(
+                self.sampling, request.sampling, num_prompt=len(prompt_ids), max_length=self.engine.max_length
+            )
+            sampling = replace(sampling, seed=request.sampling.seed + index)
+            choices.append(Choice(request, index, prompt_ids, sampling, stop, self._decode, self._spell))
+            if index in request.begun:
+                choices[-1].resume(request.begun[index])
+        live = self._live[request.id] = _Live(request, choices)
+        self._idle.clear()
+        self._outbox.open(request.gateway, request.id)
+        live.task = asyncio.create_task(self._serve(live), name=f"inference {request.id}")
+        return live
+
+    def _decode(self, token_ids: list[int]) -> str:
+        """Called for each token of each stream: the wrapper around the tokenizer would cost more than its work."""
+        if len(token_ids) != 1:
+            return str(self._backend.decode(token_ids, skip_special_tokens=True))
+        text = self._texts.get(token_ids[0])
+        if text is None:
+            text = self._texts[token_ids[0]] = str(self._backend.decode(token_ids, skip_special_tokens=True))
+        return text
+
+    def _spell(self, token_ids: list[int]) -> str:
+        return str(self._backend.decode(token_ids, skip_special_tokens=False))
+
+    async def _serve(self, live: _Live) -> None:
+        request = live.request
+        failure = None
+        try:
+            error = await unexpected(self._answer(live))
+            if error is not None:
+                failure = _failure(request.id, error)
+        finally:
+            del self._live[request.id]
+            self._outbox.close(request.gateway, request.id, failure)
+            if not self._live:
+                self._idle.set()
+
+    async def _answer(self, live: _Live) -> None:
+        wanted = live.request.wanted or range(len(live.choices))
+        tasks = [asyncio.create_task(self._answer_choice(live, live.choices[index])) for index in wanted]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _answer_choice(self, live: _Live, choice: Choice) -> None:
+        request = live.request
+        if request.echo and not choice.token_ids:
+            wanted = request.logprobs >= 0
+            top = max(0, request.logprobs)
+            scores = await self.engine.score(choice.prompt_ids, top_logprobs=top) if wanted else None
+            self._outbox.put(request.gateway, choice.echo(scores))
+        reason = await self._complete(live, choice)
+        finish = choice.finished(reason)
+        untrainable = request.untrainable
+        if live.gone:
+            untrainable = "client_disconnected"
+        elif not untrainable and not replayable(choice.sampling, self.sampling):
+            untrainable = NOT_REPLAYABLE
+        recorded = False
+        if request.store and choice.token_ids:
+            record = choice.interaction(
+                job=self.job, finish=finish, untrainable=untrainable, template=self._renderer.digest
+            )
+            recorded = await self._recorder.record(record)
+        self._outbox.put(request.gateway, choice.last(finish, recorded=recorded))
+
+    async def _complete(self, live: _Live, choice: Choice) -> str:
+        """Let the engine write to the end, again where it was interrupted (weights failed, the engine slept).
+
+        Raises:
+            Unavailable: the engine was away for longer than ``hold_s``.
+        """
+        clock = asyncio.get_running_loop().time
+        waiting_since: float | None = None
+        request = live.request
+
+        def push(token: Token) -> None:
+            self._outbox.put(request.gateway, choice.push(token))
+
+        while not live.gone:
+            prompt_ids, sampling = choice.rest()
+            before = len(choice.token_ids)
+            if sampling.max_new_tokens < 1:
+                return "length"
+            wanted = GenRequest(
+                request_id=choice.engine_id, prompt_ids=prompt_ids, sampling=sampling,
+                top_logprobs=max(0, request.logprobs),
+            )  # fmt: skip
+            try:
+                result = await self.engine.generate(wanted, push if request.stream else None)
+            except (WeightsError, Unavailable) as error:
+                why = str(error)
+            else:
+                choice.take(result.samples[0], before)
+                if result.samples[0].finish != "abort":
+                    return result.samples[0].finish
+                why = "the engine ended what it had in hand"
+            choice.pauses += 1
+            if len(choice.token_ids) > before:
+                waiting_since = None
+            waiting_since = waiting_since or clock()
+            if clock() - waiting_since > self.hold_s:
+                raise Unavailable(f"no answer within {self.hold_s:g} s: {why}")
+            if not live.gone:
+                await asyncio.sleep(RETRY_S)
+        return "client_disconnected"
+
+    def _on_cancel(self, subject: str, data: bytes) -> None:
+        try:
+            cancel, _ = unpack(data, Cancel)
+        except ProtocolError as error:
+            logger.warning("ignored on %s: %s", subject, error)
+            return
+        live = self._live.get(cancel.request)
+        if live is None or live.task is None:
+            return
+        if not cancel.gone:
+            live.dropped = True
+            live.task.cancel()
+            return
+        live.gone = True
+        ids = [choice.engine_id for choice in live.choices]
+        self._aborting = asyncio.create_task(self.engine.abort(ids), name=f"abort {cancel.request}")
+
+
+def _failure(request: str, error: BaseException) -> Failure:
+    if isinstance(error, PenstockError):
+        return Failure(request, type(error).__name__, str(error))
+    logger.error("inference request %s failed", request, exc_info=error)
+    return Failure(request, "PenstockError", f"the request failed inside: {error!r}")

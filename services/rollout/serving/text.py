@@ -1,0 +1,132 @@
+"""From tokens to text as it becomes certain: whole characters only, nothing of a stop string, tool calls apart."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from penstock.shared.protocol.inference import ToolCall
+
+__all__ = ["TextStream", "ToolCalls", "held_back"]
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_BLOCK = re.compile(re.escape(OPEN) + r"(.*?)" + re.escape(CLOSE), re.DOTALL)
+_UNFINISHED = "\ufffd"
+"""What a decoder writes for bytes that are no character yet."""
+
+
+def held_back(text: str, markers: Sequence[str]) -> int:
+    """How many characters at the end of ``text`` may be the start of a marker."""
+    longest = max(map(len, markers), default=0) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        tail = text[-length:]
+        if any(marker.startswith(tail) for marker in markers):
+            return length
+    return 0
+
+
+class TextStream:
+    """Decodes one completion token by token; ends before the first stop string."""
+
+    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str]) -> None:
+        self._decode, self._stop = decode, stop
+        self._token_ids: list[int] = []
+        self._start = self._read = 0
+        """Tokens [start, read) are written; how the next ones are written depends on them (spaces)."""
+        self._pending = ""
+        self.stopped = False
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Text that is certain now."""
+        self._token_ids += token_ids
+        if self.stopped:
+            return ""
+        before = self._decode(self._token_ids[self._start : self._read])
+        now = self._decode(self._token_ids[self._start :])
+        if len(now) <= len(before) or now.endswith(_UNFINISHED):
+            return ""
+        self._start, self._read = self._read, len(self._token_ids)
+        return self._release(now[len(before) :], final=False)
+
+    def close(self) -> str:
+        """What is left once the last token is there."""
+        if self.stopped:
+            return ""
+        before = self._decode(self._token_ids[self._start : self._read])
+        now = self._decode(self._token_ids[self._start :])
+        self._read = len(self._token_ids)
+        return self._release(now[len(before) :], final=True)
+
+    def _release(self, text: str, *, final: bool) -> str:
+        self._pending += text
+        cuts = [place for stop in self._stop if (place := self._pending.find(stop)) >= 0]
+        if cuts:
+            self.stopped = True
+            released, self._pending = self._pending[: min(cuts)], ""
+            return released
+        keep = 0 if final else held_back(self._pending, self._stop)
+        released, self._pending = self._pending[: len(self._pending) - keep], self._pending[len(self._pending) - keep :]
+        return released
+
+
+@dataclass(slots=True)
+class ToolCalls:
+    """Takes tool calls out of a text: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen).
+
+    What cannot be parsed stays text.
+    """
+
+    valid: bool | None = None
+    """Whether all calls could be parsed; None where there was none."""
+    num_calls: int = 0
+    _pending: str = ""
+
+    def push(self, text: str) -> tuple[str, list[ToolCall]]:
+        """Text outside of calls, and calls that are complete."""
+        self._pending += text
+        content, calls = [], []
+        while block := _BLOCK.search(self._pending):
+            before, self._pending = self._pending[: block.start()], self._pending[block.end() :]
+            call = _parsed(block[1])
+            self._judge(call is not None)
+            if call is None:
+                content.append(before + block[0])
+            else:
+                content.append(before.rstrip())
+                calls.append(call)
+        self.num_calls += len(calls)
+        certain = self._certain()
+        content.append(self._pending[:certain])
+        self._pending = self._pending[certain:]
+        return "".join(content), calls
+
+    def close(self) -> str:
+        """What is left at the end; a call that was begun and not closed is none."""
+        left, self._pending = self._pending, ""
+        if OPEN in left:
+            self._judge(False)
+        return left if left.strip() or not self.num_calls else ""
+
+    def _certain(self) -> int:
+        """Length of the pending text that is no part of a call, nor space before one."""
+        start = self._pending.find(OPEN)
+        if start < 0:
+            start = len(self._pending) - held_back(self._pending, [OPEN])
+        return len(self._pending[:start].rstrip())
+
+    def _judge(self, parsed: bool) -> None:
+        self.valid = parsed and self.valid is not False
+
+
+def _parsed(text: str) -> ToolCall | None:
+    try:
+        call = json.loads(text)
+        name, arguments = call["name"], call.get("arguments", {})
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    return ToolCall(f"call_{uuid.uuid4().hex[:24]}", name, json.dumps(arguments, ensure_ascii=False))

@@ -1,0 +1,45 @@
+"""Scores of the tokens of a microbatch by the decoder that trainer and sampler share.
+
+Shape legend: M = scored tokens of a microbatch.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from penstock.services.trainer.backends.base import Role
+from penstock.services.trainer.packing import Microbatch
+from penstock.shared.models.critic import selected_values
+from penstock.shared.models.decoder import selected_logprobs
+from penstock.shared.models.divergence import exact_scores
+from penstock.shared.models.experts import Routes
+
+__all__ = ["ScoreTensors", "score_tensors"]
+
+ScoreTensors = tuple[Tensor, Tensor | None, Tensor | None]
+"""The fields of ``Scores``, each [M]."""
+
+
+def score_tensors(
+    model: PreTrainedModel,
+    batch: Microbatch,
+    *,
+    role: Role,
+    temperature: float,
+    entropy: bool = False,
+    reference: PreTrainedModel | None = None,
+    routes: Routes | None = None,
+) -> ScoreTensors:
+    """Log-probs of a policy or values of a critic, by ``role``; ``batch`` is on the device of ``model``.
+
+    Args:
+        reference: give the exact divergence from it, too, and the entropy.
+        routes: which experts the tokens of a mixture go to; None: the model's own choice.
+    """
+    if role == "critic":
+        return selected_values(model, batch.tokens, batch.select_M), None, None
+    at = (batch.tokens, batch.select_M, batch.targets_M)
+    if reference is not None:
+        return exact_scores(model, reference, *at, temperature=temperature, routes=routes)
+    return *selected_logprobs(model, *at, temperature=temperature, entropy=entropy, routes=routes), None

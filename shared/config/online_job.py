@@ -1,0 +1,111 @@
+"""The job file of an online job: a policy that serves live agents and learns from what they say about its answers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from penstock.shared.config.algorithm import PPOConfig, ReinforcePPConfig
+from penstock.shared.config.data import DataConfig, Source
+from penstock.shared.config.job import JobConfig, TrainConfig
+from penstock.shared.config.online import OnlineConfig
+from penstock.shared.config.reward import RewardConfig
+from penstock.shared.config.scorers import ScorerConfig
+
+__all__ = ["OnlineData", "OnlineJob", "OnlineReward", "OnlineTrain"]
+
+GROUPLESS = ("reinforce_pp", "ppo")
+"""Algorithms that learn from one answer to each prompt."""
+MAX_LAG = 8
+"""Further back, the recorded log-probs say too little about the policy that would be trained."""
+
+
+class OnlineData(DataConfig):
+    """Prompts come from agents; held-out prompts may be given to measure the policy on."""
+
+    train: list[Source] = Field(default_factory=list, max_length=0)
+    """Empty: live agents send the prompts."""
+
+
+class OnlineReward(RewardConfig):
+    """Rewards come from feedback; scorers only judge answers to held-out prompts."""
+
+    scorers: list[ScorerConfig] = Field(default_factory=list, max_length=8)
+    """How answers to held-out prompts are scored; empty: nothing is measured."""
+
+
+class OnlineTrain(TrainConfig):
+    """Batch algebra and on-policy bound; the run goes on until somebody ends it, unless `max_updates` is set."""
+
+    batch_size: int = Field(64, ge=2)
+    """Trajectories of a full batch."""
+    max_lag: int = Field(1, ge=0, le=MAX_LAG)
+    """Bound on (trainer version at the start of an update) - (oldest version in a trajectory)."""
+
+    @model_validator(mode="after")
+    def _has_an_end(self) -> OnlineTrain:
+        if self.data_epochs is not None:
+            raise ValueError("data_epochs: an online job has no training data; leave it out, or give max_updates")
+        return self
+
+    @model_validator(mode="after")
+    def _trains_what_comes(self) -> OnlineTrain:
+        if self.staleness == "in_order":
+            raise ValueError("staleness: 'in_order' would wait for one agent's feedback; use wait or drop")
+        return self
+
+
+def _without_groups(data: Any) -> Any:
+    if not isinstance(data, dict):
+        return data
+    data = {"type": GROUPLESS[0], **data}
+    if data["type"] not in GROUPLESS:
+        raise ValueError(
+            f"type '{data['type']}' needs several answers to the same prompt, and a live agent asks once: "
+            f"use {' or '.join(GROUPLESS)}"
+        )
+    if data.get("group_size", 1) != 1:
+        raise ValueError("group_size: a live agent asks once, so a group has one answer; leave it out")
+    return data
+
+
+OnlineAlgorithm = Annotated[
+    ReinforcePPConfig | PPOConfig, Field(discriminator="type"), BeforeValidator(_without_groups)
+]
+
+
+class OnlineJob(JobConfig):
+    """A policy that is served to live agents under its name and trained on their feedback."""
+
+    kind: Literal["online_rl"]  # type: ignore[assignment]  # kinds exclude each other, their jobs train alike
+    """What kind of job this is; `online_rl` serves agents and learns from their feedback."""
+    data: OnlineData = OnlineData()
+    """Held-out prompts, and the longest prompt that is trained on (`prompt.max_tokens`)."""
+    reward: OnlineReward = OnlineReward()
+    """How answers to held-out prompts are scored."""
+    algorithm: OnlineAlgorithm = Field(default_factory=ReinforcePPConfig)
+    """Advantages and loss, without groups."""
+    train: OnlineTrain = OnlineTrain()
+    """Batch algebra and on-policy bound."""
+    online: OnlineConfig = OnlineConfig()
+    """How live interactions become training data."""
+
+    @model_validator(mode="after")
+    def _what_is_measured_is_scored(self) -> OnlineJob:
+        if self.data.eval and not self.reward.scorers:
+            raise ValueError("reward.scorers: data.eval is there to be measured, and nothing scores it")
+        if self.warm_start.steps and not self.warm_start.data:
+            raise ValueError("warm_start.data: an online job has no training data; name the demonstrations")
+        return self
+
+    @model_validator(mode="after")
+    def _shares_fit_the_batch(self) -> OnlineJob:
+        for key in ("max_share_per_key", "max_share_per_user"):
+            share = getattr(self.online, key)
+            if share * self.train.batch_size < 1:
+                raise ValueError(
+                    f"online.{key}: {share:g} of a batch of {self.train.batch_size} is less than one trajectory; "
+                    "raise it, or train.batch_size"
+                )
+        return self

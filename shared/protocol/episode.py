@@ -1,0 +1,28 @@
+"""Episodes that were opened by request, as stored and as the API shows them."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = ["EpisodeRecord"]
+
+
+class EpisodeRecord(BaseModel):
+    """A session of an agent with a model. Requests after ``expires_at`` or ``ended_at`` are refused."""
+
+    model_config = ConfigDict(frozen=True)
+
+    id: str = Field(description="ep_ and a UUIDv7")
+    object: Literal["rl.episode"] = "rl.episode"
+    job: str
+    model: str
+    key_id: str
+    created_at: datetime
+    expires_at: datetime
+    ended_at: datetime | None = None
+    split: Literal["train", "val"] = "train"
+    group_id: str | None = None
+    tags: dict[str, str] = {}

@@ -1,0 +1,173 @@
+"""Live requests served to agents, what is said about them later, and what becomes of that."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+import uuid6
+import xxhash
+
+from penstock.shared.protocol.generation import Sampling, Span
+
+__all__ = [
+    "EPISODE_HEADER",
+    "Erasure",
+    "Fate",
+    "FateBatch",
+    "FateStatus",
+    "Feedback",
+    "FeedbackBatch",
+    "FinishReason",
+    "Interaction",
+    "bare_id",
+    "job_mark",
+    "marked_id",
+    "new_marked_id",
+]
+
+FinishReason = Literal["stop", "length", "tool_calls", "abort", "client_disconnected"]
+MARK_BITS = 32
+EPISODE_HEADER = "Penstock-Episode"
+"""Header of an interaction's message: what an index of episodes needs without reading the interaction."""
+
+
+class Interaction(msgspec.Struct, frozen=True, kw_only=True):
+    """One choice of one served request, recorded where its tokens were sampled, before the client has the last of them.
+
+    ``token_ids`` and ``logprobs`` are as long as each other; ``spans`` cover them. ``request`` is shared by the choices
+    of one request: they are siblings of one prompt. ``episode`` is never empty: a request without one gets its own.
+    ``user`` is an HMAC. ``untrainable`` names why the interaction may not be trained on; empty where it may.
+    """
+
+    id: str
+    request: str
+    index: int
+    job: str
+    episode: str
+    alone: bool = False
+    """The request named no episode: its own one is over with it."""
+    key_id: str
+    user: str
+    split: Literal["train", "val"]
+    untrainable: str
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    spans: list[Span]
+    sampling: Sampling
+    finish: FinishReason
+    template: str
+    """Digest of tokenizer and chat template."""
+    body_digest: str
+    """Digest of the request's body: the same again with a retry count is the same request."""
+    text: str
+    """The completion as the client saw it, for people and preference losses."""
+    tool_calls_valid: bool | None = None
+    """Whether the completion's tool calls could be parsed; None where there are none."""
+    tags: dict[str, str] = msgspec.field(default_factory=dict)
+    started: float
+    first_token: float
+    ended: float
+
+
+class Feedback(msgspec.Struct, frozen=True, kw_only=True):
+    """One accepted item of feedback: durable in FEEDBACK before its sender has the 202.
+
+    ``metric`` is declared by the job, or `reward`, `comment`, `demonstration`. Exactly one of ``inference`` and
+    ``episode`` names the target of kind `metric`; ``body`` holds what other kinds carry. ``key_id`` is who posted it.
+    ``user`` is an HMAC, as in Interaction. Ids are canonical UUIDs without prefix.
+    """
+
+    id: str
+    job: str
+    kind: Literal["metric", "interaction", "preference", "correction", "retraction"]
+    key_id: str
+    received: float
+    user: str = ""
+    revision: int = 0
+    inference: str = ""
+    episode: str = ""
+    metric: str = ""
+    value: bool | float | str | None = None
+    weight: float = 1.0
+    final: bool = False
+    turn: int = -1
+    tags: dict[str, str] = msgspec.field(default_factory=dict)
+    fingerprint: str = ""
+    """SHA-256 of the canonical body: the same id with another one is refused."""
+    body: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class FeedbackBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """One message of FEEDBACK: what arrived within a moment, in order.
+
+    An id may come again: the first one counts, unless a later one has a higher revision.
+    """
+
+    items: list[Feedback]
+
+
+class Erasure(msgspec.Struct, frozen=True, kw_only=True):
+    """What was deleted of one user in one job, in FEEDBACK beside the feedback: ids only, they tell nothing of anybody.
+
+    ``user`` is an HMAC. Neither the interactions nor the feedback exist any more; feedback on them is refused.
+    """
+
+    user: str
+    interactions: list[str]
+    feedback: list[str]
+    time: float
+
+
+FateStatus = Literal["received", "matched", "admitted", "quarantined", "rejected", "expired", "retracted", "trained"]
+
+
+class Fate(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one item of feedback; the newest one of an id counts. Appended to DECISIONS, never changed."""
+
+    feedback: str
+    status: FateStatus
+    reason: str = ""
+    interactions: list[str] = msgspec.field(default_factory=list)
+    ordinal: int = -1
+    """Place in the job's data order, once admitted."""
+    batch: int = 0
+    version: int = 0
+    """Version that the batch made, once trained."""
+    time: float
+
+
+class FateBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """One message of DECISIONS: what one decision made of how many items soever, in order."""
+
+    items: list[Fate]
+
+
+def job_mark(job: str) -> int:
+    """What the ids of a job's interactions and episodes end in, so that feedback finds its job before its target."""
+    return xxhash.xxh32_intdigest(job.encode())
+
+
+def new_marked_id(job: str) -> str:
+    """A UUIDv7 (canonical form) whose last 32 bits are the mark of ``job``."""
+    value = uuid6.uuid7().int
+    return str(uuid6.UUID(int=(value >> MARK_BITS << MARK_BITS) | job_mark(job)))
+
+
+def marked_id(text: str) -> tuple[str, int] | None:
+    """``(canonical UUID, mark)`` of an id with or without prefix (`chatcmpl-`, `cmpl-`, `ep_`); None: not an id."""
+    bare = bare_id(text)
+    if bare is None:
+        return None
+    return bare, uuid6.UUID(bare).int & ((1 << MARK_BITS) - 1)
+
+
+def bare_id(text: str) -> str | None:
+    """The canonical UUID in ``text``; None where there is none."""
+    for prefix in ("chatcmpl-", "cmpl-", "ep_", "fb_"):
+        text = text.removeprefix(prefix)
+    try:
+        return str(uuid6.UUID(text))
+    except ValueError:
+        return None

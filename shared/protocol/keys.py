@@ -1,0 +1,79 @@
+"""API keys: what each may do, as stored and as the API shows it. The secret itself is never stored."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from datetime import datetime
+from typing import Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = ["SCOPES", "KeyRecord", "Scope", "StoredKey", "key_id", "new_key"]
+
+Scope = Literal[
+    "jobs:read",
+    "jobs:write",
+    "models:read",
+    "inference:write",
+    "episodes:write",
+    "feedback:write",
+    "feedback:admin",
+    "artifacts:read",
+    "metrics:read",
+    "admin",
+]
+SCOPES: tuple[Scope, ...] = get_args(Scope)
+"""``admin`` includes all the others."""
+
+_KEY = re.compile(r"rlk_([0-9a-f]{16})_([A-Za-z0-9_-]{43})", re.ASCII)
+PREFIX = "rlk_"
+
+
+class KeyRecord(BaseModel):
+    """A key as people see it. ``rate_limit`` (like ``600/minute``) replaces the deployment's."""
+
+    model_config = ConfigDict(frozen=True)
+
+    id: str
+    object: Literal["rl.key"] = "rl.key"
+    name: str
+    scopes: list[Scope]
+    created_at: datetime
+    expires_at: datetime | None = None
+    rate_limit: str | None = None
+
+
+class StoredKey(KeyRecord):
+    """A key as it is stored: with the SHA-256 (hex) of its whole text, which has 256 random bits."""
+
+    digest: str = Field(repr=False)
+
+    def fits(self, text: str) -> bool:
+        """Whether ``text`` is this key, in constant time."""
+        return hmac.compare_digest(_digest(text), self.digest)
+
+    def shown(self) -> KeyRecord:
+        """Without the digest."""
+        return KeyRecord(**{name: getattr(self, name) for name in KeyRecord.model_fields})
+
+
+def key_id(text: str) -> str | None:
+    """Id of the key that ``text`` claims to be; '' for a malformed one, None for what is no key of this kind."""
+    if not text.startswith(PREFIX):
+        return None
+    found = _KEY.fullmatch(text)
+    return found[1] if found else ""
+
+
+def new_key() -> tuple[str, str, str]:
+    """``(id, text, digest)`` of a new key, ``rlk_<id>_<32 random bytes>``."""
+    id = secrets.token_hex(8)
+    text = f"{PREFIX}{id}_{secrets.token_urlsafe(32)}"
+    return id, text, _digest(text)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,128 @@
+"""Commands about feedback on live interactions."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+import typer
+
+from penstock.cli.exits import FAILED, Commands
+from penstock.cli.printing import Json, console, note, number, show_json, show_line, table
+from penstock.client import Client
+from penstock.shared.errors import ConfigError, DataError
+
+__all__ = ["app"]
+
+app = typer.Typer(name="feedback", cls=Commands, help="Post feedback and see what became of it.", no_args_is_help=True)
+
+ACCEPTED = (200, 202)
+
+Id = Annotated[str, typer.Argument(metavar="ID", help="As the API gave it out.")]
+
+
+@app.command()
+def send(
+    *,
+    target: Annotated[str, typer.Argument(help="Id of the response, or of the episode (ep_...).")],
+    metric: Annotated[str, typer.Argument(help="A metric that the job declares, reward, or comment.")],
+    value: Annotated[str, typer.Argument(help="true, false, a number, or text.")],
+    id: Annotated[str | None, typer.Option(help="The same id has one effect.")] = None,
+    final: Annotated[bool, typer.Option("--final", help="Nothing more will be said: the episode is over.")] = False,
+    comment: Annotated[str | None, typer.Option(help="Why.")] = None,
+    user: Annotated[str | None, typer.Option(help="Whose verdict it is; stored as a pseudonym.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Post one verdict; it is on disk when the command ends."""
+    inference, episode = (None, target) if target.startswith("ep_") else (target, None)
+    more: dict[str, Any] = {"final": final or None, "comment": comment, "user": user}
+    with Client() as client:
+        reply = client.feedback(metric, _value(value, metric), inference=inference, episode=episode, id=id, **more)
+    if as_json:
+        show_json(reply)
+        return
+    typer.echo(reply["feedback_id"])
+    said = "known already" if reply["duplicate"] else "stored"
+    note(f"{said} for job {reply['job']}; its target is {reply['target'].replace('_', ' ')}")
+
+
+@app.command()
+def batch(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON lines, one item each; - for standard input.")],
+    as_json: Json = False,
+) -> None:
+    """Post the items of a file; exit with 1 if one is refused."""
+    with Client() as client:
+        rows = client.feedback_batch(_items(file))
+    refused = [(place, row) for place, row in enumerate(rows, 1) if row["status"] not in ACCEPTED]
+    if as_json:
+        for row in rows:
+            show_line(row)
+    else:
+        for place, row in refused:
+            note(f"item {place}: {row['status']} {row['problem']['detail']}")
+        repeated = sum(bool(row["duplicate"]) for row in rows)
+        typer.echo(f"{len(rows) - len(refused)} of {len(rows)} items stored, {repeated} of them before")
+    if refused:
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def status(id: Id, as_json: Json = False) -> None:
+    """Show what became of an item."""
+    with Client() as client:
+        fate = client.feedback_status(id)
+    if as_json:
+        show_json(fate)
+        return
+    trained = fate["trained"]
+    rows = [
+        ("id", fate["feedback_id"]),
+        ("job", fate["job"]),
+        ("said", fate["metric"] or fate["kind"]),
+        ("status", f"{fate['status']} {fate['reason']}".strip()),
+        ("interactions", ", ".join(fate["interactions"])),
+        ("trained", f"update {trained['step']}, version {trained['version']}" if trained else ""),
+        ("revision", number(fate["revision"])),
+    ]
+    console().print(table(("FIELD", "VALUE"), rows))
+
+
+@app.command()
+def retract(id: Id) -> None:
+    """Take an item back; needs the scope feedback:admin."""
+    with Client() as client:
+        reply = client.retract_feedback(id)
+    said = "was trained on already: too late" if reply["too_late"] else "is retracted"
+    note(f"feedback {reply['feedback_id']} {said}")
+
+
+def _value(text: str, metric: str) -> bool | float | str:
+    """A value as JSON would read it; text for comments and for what is neither a boolean nor a number."""
+    if metric in ("comment", "demonstration"):
+        return text
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return text
+    return value if isinstance(value, bool | int | float) else text
+
+
+def _items(file: Path) -> Iterator[dict[str, Any]]:
+    try:
+        data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror or error}") from None
+    for place, line in enumerate(data.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            item = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise DataError(f"{file}:{place}: not JSON: {error}") from None
+        if not isinstance(item, dict):
+            raise DataError(f"{file}:{place}: an item is an object")
+        yield item

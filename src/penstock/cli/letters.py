@@ -1,0 +1,63 @@
+"""Commands about dead letters."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated
+
+import typer
+
+from penstock.cli.exits import Commands
+from penstock.cli.printing import Job, Json, ago, console, note, show_json, table
+from penstock.client import Client
+
+__all__ = ["app"]
+
+app = typer.Typer(name="dlq", cls=Commands, help="Dead letters: messages that nobody could use.", no_args_is_help=True)
+
+Letter = Annotated[int, typer.Argument(metavar="ID", min=1, help="As 'penstock dlq ls' shows it.")]
+
+
+@app.command()
+def ls(
+    job: Job,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="At most so many.")] = 100,
+    as_json: Json = False,
+) -> None:
+    """List the dead letters of a job, oldest first."""
+    with Client() as client:
+        rows = client.letters.list(client.find(job).id, limit=limit)
+    if as_json:
+        show_json(rows)
+        return
+    shown = [
+        (r["id"], r["stream"], r["draw"], r["attempts"], ago(datetime.fromtimestamp(r["time"], UTC)), r["reason"])
+        for r in rows
+    ]
+    console().print(table(("ID#", "STREAM", "DRAW", "ATTEMPTS#", "AGE#", "REASON"), shown))
+
+
+@app.command()
+def show(job: Job, letter: Letter) -> None:
+    """Show a dead letter with its headers and content, as JSON."""
+    with Client() as client:
+        show_json(client.letters.show(client.find(job).id, letter))
+
+
+@app.command()
+def replay(job: Job, letter: Letter, as_json: Json = False) -> None:
+    """Have its prompt asked for again, and drop it."""
+    with Client() as client:
+        result = client.letters.replay(client.find(job).id, letter)
+    if as_json:
+        show_json(result)
+    else:
+        note(f"dead letter {letter} is asked for again" + (f" as draw {result['draw']}" if "draw" in result else ""))
+
+
+@app.command()
+def drop(job: Job, letter: Letter) -> None:
+    """Forget a dead letter."""
+    with Client() as client:
+        client.letters.drop(client.find(job).id, letter)
+    note(f"dead letter {letter} is dropped")

@@ -1,0 +1,253 @@
+"""Durable feedback per second through HTTP: nats-server, a coordinator and the load, each a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from penstock.local.load import Plan, Result
+from penstock.local.ports import free_ports
+from penstock.shared.errors import ConfigError, DeadlineError
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import unpack
+from penstock.shared.protocol.interaction import FeedbackBatch, new_marked_id
+from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.server import NatsServer
+
+__all__ = ["BATCH", "SINGLE", "Front", "Losses", "kill_test", "load_name", "measure"]
+
+SINGLE, BATCH = "/v1/feedback", "/v1/feedback/batch"
+READY_S = 60.0
+LONGEST_S = 600.0
+BETWEEN_KILLS = 500
+"""Items that are acknowledged before something is killed."""
+ID_BYTES = 37
+JOB = {
+    "kind": "online_rl",
+    "name": "ingest",
+    "model": {"config": {"hidden_size": 64}, "tokenizer": "char"},
+    "online": {"metrics": {"accepted": {"type": "boolean"}}},
+}
+_WRK_LATENCY = re.compile(r"^\s+(50|99)%\s+([\d.]+)(us|ms|s)", re.MULTILINE)
+_WRK_COUNT = re.compile(r"(\d+) requests in ([\d.]+)s")
+_WRK_BAD = re.compile(r"Non-2xx or 3xx responses: (\d+)")
+_WRK_ERRORS = re.compile(r"Socket errors: connect (\d+), read (\d+), write (\d+), timeout (\d+)")
+_MS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
+
+
+class Front:
+    """A coordinator that takes feedback for one online job, on a nats-server that syncs every message to disk."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.nats = NatsServer(directory / "nats")
+        self.port = 0
+        self.job = ""
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Front:
+        self.nats.start()
+        self.port = free_ports(1)[0]
+        self.start()
+        self.job = _request("POST", f"{self.url}/v1/jobs", JOB)["id"]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self.nats.close()
+
+    @property
+    def url(self) -> str:
+        """Address of the API."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Process of the coordinator."""
+        return self._process.pid if self._process is not None else 0
+
+    def start(self) -> None:
+        """Start the coordinator; returns when it is ready. Raises DeadlineError."""
+        own = {
+            "NATS_URL": self.nats.url, "NATS_MONITOR_URL": self.nats.monitor_url, "HTTP_HOST": "127.0.0.1",
+            "HTTP_PORT": str(self.port), "DATA_DIR": str(self.directory / "data"), "RATE_LIMIT": "100000000/minute",
+            "LOG_LEVEL": "warning", "API_KEYS": "", "WORKER_ID": "bench",
+        }  # fmt: skip
+        environment = {**os.environ, **{f"PENSTOCK_{name}": value for name, value in own.items()}}
+        environment.pop("PENSTOCK_REDIS_URL", None)
+        with (self.directory / "coordinator.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "penstock.services.coordinator"], env=environment, stdout=log, stderr=log
+            )
+        self.wait_ready()
+
+    def wait_ready(self) -> None:
+        """Return when the coordinator can store feedback. Raises DeadlineError."""
+        end = time.monotonic() + READY_S
+        while not _is_ready(f"{self.url}/readyz"):
+            if time.monotonic() > end or (self._process is not None and self._process.poll() is not None):
+                raise DeadlineError(f"the coordinator did not become ready; see {self.directory / 'coordinator.log'}")
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        """End the coordinator as a crash would (SIGKILL)."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def item(self) -> dict[str, Any]:
+        """A verdict on a response that this job might have given."""
+        return {"inference_id": new_marked_id(self.job), "metric_name": "accepted", "value": True}
+
+    def plan(self, *, batch: int, connections: int, seconds: float, acked: str = "") -> Plan:
+        """Load with ``batch`` items in each request; 0: single items."""
+        body = json.dumps([self.item() for _ in range(batch)] if batch else self.item())
+        return Plan(
+            host="127.0.0.1", port=self.port, path=BATCH if batch else SINGLE, body=body, connections=connections,
+            seconds=seconds, items=max(1, batch), acked=acked,
+        )  # fmt: skip
+
+
+def load_name() -> str:
+    """What makes the load: wrk where it is installed."""
+    return "wrk" if shutil.which("wrk") else "Python sockets in a process of their own (wrk is not installed)"
+
+
+def measure(plan: Plan) -> Result:
+    """Run one load to its end. Raises ConfigError where it could not."""
+    if shutil.which("wrk") and not plan.acked:
+        return _wrk(plan)
+    with begun(plan) as process:
+        return ended(process, plan)
+
+
+@contextmanager
+def begun(plan: Plan) -> Iterator[subprocess.Popen[bytes]]:
+    """A load that runs beside."""
+    command = [sys.executable, "-m", "penstock.local.load"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(plan))
+    process.stdin.close()
+    process.stdin = None
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def ended(process: subprocess.Popen[bytes], plan: Plan) -> Result:
+    """What a load says at its end."""
+    output, _ = process.communicate(timeout=plan.seconds + READY_S)
+    if process.returncode:
+        raise ConfigError("the load broke off; is the machine short of file descriptors?")
+    return msgspec.json.decode(output, type=Result)
+
+
+class Losses(msgspec.Struct, kw_only=True):
+    """Acknowledged items and what became of them after the kills."""
+
+    acked: int
+    stored: int
+    lost: int
+    repeated: int
+    errors: int
+    kills: list[str]
+
+
+def kill_test(front: Front, *, connections: int, kills: int = 4) -> Losses:
+    """Load with SIGKILL of the coordinator and of nats-server in turn; then every acknowledged item is looked for."""
+    acked = front.directory / "acked"
+    acked.touch()
+    plan = front.plan(batch=0, connections=connections, seconds=LONGEST_S, acked=str(acked))
+    killed = []
+    with begun(plan) as process:
+        for turn in range(kills):
+            _grown(acked, BETWEEN_KILLS)
+            killed.append(("coordinator", "nats")[turn % 2])
+            if killed[-1] == "nats":
+                front.nats.restart()
+            else:
+                front.kill()
+                front.start()
+        _grown(acked, BETWEEN_KILLS)
+        process.terminate()
+        result = ended(process, plan)
+    front.wait_ready()
+    known = [line.decode() for line in acked.read_bytes().split()]
+    stored = asyncio.run(_stored(front.nats.url))
+    return Losses(
+        acked=len(known), stored=len(stored), lost=len(set(known) - set(stored)),
+        repeated=len(stored) - len(set(stored)), errors=result.errors, kills=killed,
+    )  # fmt: skip
+
+
+def _grown(acked: Path, items: int) -> None:
+    """Return once so many more items were acknowledged. Raises DeadlineError."""
+    end, size = time.monotonic() + READY_S, acked.stat().st_size + items * ID_BYTES
+    while acked.stat().st_size < size:
+        if time.monotonic() > end:
+            raise DeadlineError(f"fewer than {items} items were acknowledged within {READY_S:g} s")
+        time.sleep(0.01)
+
+
+async def _stored(url: str) -> list[str]:
+    """Ids of every item in FEEDBACK, read from the stream itself."""
+    async with await Bus.connect(url, name="bench") as bus:
+        found: list[str] = []
+        async with contextlib.aclosing(bus.scan(subjects.FEEDBACK, subjects.feedback("*"))) as messages:
+            async for message in messages:
+                found += [item.id for item in unpack(message.data, FeedbackBatch)[0].items]
+        return found
+
+
+def _wrk(plan: Plan) -> Result:
+    script = f"wrk.method='POST'\nwrk.headers['Content-Type']='application/json'\nwrk.body=[==[{plan.body}]==]\n"
+    with tempfile.NamedTemporaryFile("w", suffix=".lua") as file:
+        file.write(script)
+        file.flush()
+        command = ["wrk", "-t1", f"-c{plan.connections}", f"-d{plan.seconds:g}s", "--latency", "-s", file.name]
+        command.append(f"http://{plan.host}:{plan.port}{plan.path}")
+        output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    count = _WRK_COUNT.search(output)
+    if count is None:
+        raise ConfigError(f"wrk said nothing that could be read:\n{output}")
+    bad = int(found[1]) if (found := _WRK_BAD.search(output)) else 0
+    errors = sum(map(int, found.groups())) if (found := _WRK_ERRORS.search(output)) else 0
+    times = {name: float(value) * _MS[unit] for name, value, unit in _WRK_LATENCY.findall(output)}
+    requests, elapsed = int(count[1]) - bad, float(count[2])
+    return Result(
+        requests=requests, items_per_s=requests * plan.items / elapsed, p50_ms=times["50"], p99_ms=times["99"],
+        statuses={"2xx": requests, "other": bad}, errors=errors, seconds=elapsed,
+    )  # fmt: skip
+
+
+def _request(method: str, url: str, body: Any) -> dict[str, Any]:
+    reply = httpx.request(method, url, json=body, timeout=30.0)
+    if not reply.is_success:
+        raise ConfigError(f"{url}: {reply.status_code} {reply.text}")
+    return dict(reply.json())
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=2.0).is_success
+    except httpx.TransportError:
+        return False

@@ -1,0 +1,183 @@
+"""HTTP load from a process of its own: raw sockets, one request in flight on each, the next one as soon as it is done.
+
+    python -m penstock.local.load < plan.json
+
+Prints one JSON object. A connection that breaks is opened again until the time is over; what was in flight counts as an
+error. SIGTERM ends it early. With ``acked`` the ids in the replies are appended to a file, one write for each reply,
+before the next request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import msgspec
+
+__all__ = ["Plan", "Result", "run"]
+
+AGAIN_S = 0.05
+LONGEST_REPLY_S = 30.0
+_LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
+_IDS = re.compile(rb'"(?:feedback_id|id)":"([0-9a-f-]{36})"')
+
+
+class Plan(msgspec.Struct, kw_only=True):
+    """What to send where. ``items`` is what one request carries, for the rate."""
+
+    host: str
+    port: int
+    path: str
+    body: str
+    connections: int
+    seconds: float
+    items: int = 1
+    good: tuple[int, ...] = (200, 202, 207)
+    acked: str = ""
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """What came of it; latencies are of whole requests that were answered well."""
+
+    requests: int
+    items_per_s: float
+    p50_ms: float
+    p99_ms: float
+    statuses: dict[str, int]
+    errors: int
+    seconds: float
+
+
+class _Link(asyncio.Protocol):
+    """One connection."""
+
+    def __init__(self, load: _Load) -> None:
+        self._load = load
+        self._transport: asyncio.Transport | None = None
+        self._data = bytearray()
+        self._sent = 0.0
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self._send()
+
+    def data_received(self, data: bytes) -> None:
+        """Collect one reply."""
+        self._data += data
+        head = self._data.find(b"\r\n\r\n")
+        if head < 0:
+            return
+        found = _LENGTH.search(self._data, 0, head)
+        end = head + 4 + (int(found[1]) if found else 0)
+        if len(self._data) < end:
+            return
+        self._load.take(int(self._data[9:12]), time.perf_counter() - self._sent, bytes(self._data[head:end]))
+        del self._data[:end]
+        self._send()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Whoever opened it opens another one."""
+        if not self.over.done():
+            self.over.set_result(None)
+
+    def _send(self) -> None:
+        assert self._transport is not None
+        if self._load.is_over:
+            self._transport.close()
+            return
+        self._sent = time.perf_counter()
+        self._transport.write(self._load.request)
+
+
+class _Load:
+    """All connections together."""
+
+    def __init__(self, plan: Plan, acked: BinaryIO | None) -> None:
+        self.plan = plan
+        body = plan.body.encode()
+        head = f"POST {plan.path} HTTP/1.1\r\nHost: {plan.host}:{plan.port}\r\nContent-Type: application/json\r\n"
+        self.request = head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
+        self.latencies: list[float] = []
+        self.statuses: Counter[str] = Counter()
+        self.errors = 0
+        self._end = time.perf_counter() + plan.seconds
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.stop)
+        self._acked = acked
+
+    def stop(self) -> None:
+        """End now, as if the time were used up."""
+        self._end = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """The time is used up."""
+        return time.perf_counter() >= self._end
+
+    def take(self, status: int, seconds: float, body: bytes) -> None:
+        """Count one reply."""
+        self.statuses[str(status)] += 1
+        if status not in self.plan.good:
+            return
+        self.latencies.append(seconds)
+        if self._acked is not None:
+            self._acked.write(b"".join(id + b"\n" for id in _IDS.findall(body)))
+
+    async def keep_open(self) -> None:
+        """One connection after another until the time is over."""
+        loop = asyncio.get_running_loop()
+        while not self.is_over:
+            try:
+                _, link = await loop.create_connection(lambda: _Link(self), self.plan.host, self.plan.port)
+                await link.over
+            except OSError:
+                await asyncio.sleep(AGAIN_S)
+            if not self.is_over:
+                self.errors += 1
+
+
+@contextmanager
+def _acked(plan: Plan) -> Iterator[BinaryIO | None]:
+    """The file for acknowledged ids, unbuffered: what is in it was seen, whatever happens next."""
+    if not plan.acked:
+        yield None
+        return
+    with Path(plan.acked).open("ab", buffering=0) as file:
+        yield cast(BinaryIO, file)
+
+
+async def run(plan: Plan) -> Result:
+    """Send until the time is over."""
+    with _acked(plan) as acked:
+        load = _Load(plan, acked)
+        began = time.perf_counter()
+        async with asyncio.timeout(plan.seconds + LONGEST_REPLY_S):
+            await asyncio.gather(*(load.keep_open() for _ in range(plan.connections)))
+        elapsed = time.perf_counter() - began
+    times = sorted(load.latencies) or [0.0]
+    return Result(
+        requests=len(load.latencies),
+        items_per_s=len(load.latencies) * plan.items / elapsed,
+        p50_ms=times[len(times) // 2] * 1e3,
+        p99_ms=times[int(len(times) * 0.99)] * 1e3,
+        statuses=dict(load.statuses),
+        errors=load.errors,
+        seconds=elapsed,
+    )
+
+
+if __name__ == "__main__":
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        found = runner.run(run(msgspec.json.decode(sys.stdin.buffer.read(), type=Plan)))
+    sys.stdout.buffer.write(msgspec.json.encode(found) + b"\n")

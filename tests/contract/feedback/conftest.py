@@ -1,0 +1,147 @@
+"""The real application over a real bus, with online jobs that nobody leads: what is tested is how feedback gets in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from penstock.services.coordinator.api import create_app
+from penstock.services.coordinator.control import CoordinatorControl
+from penstock.services.coordinator.feedback.desk import FeedbackDesk
+from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.store import JobStore
+from penstock.shared.config.kinds import parse_job
+from penstock.shared.config.service import ServiceSettings
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.generation import Sampling, Span
+from penstock.shared.protocol.interaction import (
+    EPISODE_HEADER,
+    Fate,
+    FateBatch,
+    Feedback,
+    FeedbackBatch,
+    Interaction,
+    new_marked_id,
+)
+from penstock.shared.transport.bus import Bus
+
+DEADLINE_S = 30.0
+METRICS = {
+    "accepted": {"type": "boolean"},
+    "score": {"type": "float", "clip": [0.0, 1.0]},
+    "solved": {"type": "boolean", "level": "episode"},
+}
+
+
+def online_job(name: str = "policy") -> dict[str, Any]:
+    return {
+        "kind": "online_rl",
+        "name": name,
+        "model": {"config": {"hidden_size": 64}, "tokenizer": "char"},
+        "online": {"metrics": METRICS},
+    }
+
+
+class Desk:
+    """A coordinator's front, and what tests look at behind it."""
+
+    def __init__(self, bus: Bus, client: httpx.AsyncClient, desk: FeedbackDesk, store: JobStore, job: str) -> None:
+        self.bus, self.client, self.desk, self.store, self.job = bus, client, desk, store, job
+
+    def new_id(self) -> str:
+        """An id as the gateway gives it out."""
+        return new_marked_id(self.job)
+
+    async def post(self, body: Any, **headers: str) -> httpx.Response:
+        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        return await self.client.post("/v1/feedback", json=body, headers=names)
+
+    async def accept(self, **body: Any) -> dict[str, Any]:
+        """Post a verdict that must be taken; the reply."""
+        reply = await self.post({"inference_id": self.new_id(), "metric_name": "accepted", "value": True, **body})
+        assert reply.status_code == 202, reply.text
+        return dict(reply.json())
+
+    async def fate(self, feedback: str) -> dict[str, Any]:
+        reply = await self.client.get(f"/v1/feedback/{feedback}")
+        assert reply.status_code == 200, reply.text
+        return dict(reply.json())
+
+    async def until(self, ask: Callable[[], Any], what: str) -> Any:
+        """Wait for something true."""
+        end = time.monotonic() + DEADLINE_S
+        while not (found := await ask()):
+            assert time.monotonic() < end, f"no {what} within {DEADLINE_S:g} s"
+            await asyncio.sleep(0.01)
+        return found
+
+    async def stored(self) -> list[list[Feedback]]:
+        """What FEEDBACK holds, message by message."""
+        messages = await self.bus.read(subjects.FEEDBACK, "feedback.*")
+        whole = await self.bus.get_whole(subjects.FEEDBACK, [message.seq for message in messages])
+        return [unpack(whole[m.seq].data, FeedbackBatch)[0].items for m in messages]
+
+    async def items(self) -> list[Feedback]:
+        return [item for batch in await self.stored() for item in batch]
+
+    async def decide(self, *fates: Fate) -> None:
+        """Say what became of items, as the leader would."""
+        await self.bus.publish(subjects.decisions(self.job), pack(FateBatch(items=list(fates)), job=self.job))
+
+    async def record(self, user: str = "", text: str = "an answer", id: str = "") -> Interaction:
+        """An interaction, as a worker would record it."""
+        found = Interaction(
+            id=id or self.new_id(), request="r", index=0, job=self.job, episode=self.new_id(), key_id="local",
+            user=self.desk.pseudonyms.of(user), split="train", untrainable="", prompt_ids=[1, 2], token_ids=[3, 4],
+            logprobs=[-0.5, -0.25], spans=[Span(3, 0, 2)], sampling=Sampling(max_new_tokens=8), finish="stop",
+            template="t", body_digest="d", text=text, started=0.0, first_token=0.0, ended=0.0,
+        )  # fmt: skip
+        subject = subjects.interaction(self.job, found.id)
+        headers = {EPISODE_HEADER: found.episode}
+        await self.bus.publish(subject, pack(found, job=self.job), headers=headers, msg_id=found.id)
+        return found
+
+
+Open = Callable[..., contextlib.AbstractAsyncContextManager[Desk]]
+
+
+@pytest.fixture
+def open_desk(bus: Bus, tmp_path: Path) -> Open:
+    """Opens coordinators' fronts over one bus; keyword arguments are settings."""
+
+    @contextlib.asynccontextmanager
+    async def build(data_dir: Path | None = None, **more: Any) -> AsyncIterator[Desk]:
+        settings = ServiceSettings(data_dir=data_dir or tmp_path, rate_limit="1000000/minute", **more)
+        store = JobStore(bus)
+        desk = FeedbackDesk(bus, store, settings.data_dir)
+        control = CoordinatorControl(bus, store, Members(), {}, settings)
+        app = create_app(control, settings, desk=desk)
+        running = asyncio.create_task(desk.run())
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        jobs = await store.list_all() or [await store.create(parse_job(online_job()))]
+        await desk.pseudonyms.load()
+        await asyncio.wait_for(desk.index._caught_up.wait(), DEADLINE_S)
+        try:
+            client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
+            async with app.router.lifespan_context(app), client:
+                yield Desk(bus, client, desk, store, jobs[0].id)
+        finally:
+            running.cancel()
+            await asyncio.wait({running})
+
+    return build
+
+
+@pytest.fixture
+async def desk(open_desk: Open) -> AsyncIterator[Desk]:
+    """One front and one online job."""
+    async with open_desk() as opened:
+        yield opened

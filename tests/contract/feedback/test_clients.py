@@ -1,0 +1,102 @@
+"""The Python clients and the command line, over HTTP and a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import uvicorn
+from typer.testing import CliRunner
+
+from penstock.cli import app as cli
+from penstock.client import AsyncClient, Client
+from penstock.local.load import Plan, run
+from penstock.shared.errors import ConfigError, NotFound
+
+
+@pytest.fixture
+async def url(desk: Any) -> Any:
+    """The desk's application on a port of its own."""
+    server = uvicorn.Server(uvicorn.Config(desk.client._transport.app, port=0, log_level="error", lifespan="off"))
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    await serving
+
+
+async def test_both_clients(desk: Any, url: str) -> None:
+    def blocking() -> str:
+        with Client(url) as client:
+            id = str(uuid.uuid4())
+            target = desk.new_id()
+            replies = [client.feedback("accepted", True, inference=target, id=id) for _ in range(2)]
+            assert [reply["duplicate"] for reply in replies] == [False, True]
+            assert client.feedback("solved", False, episode=target, final=True, tags={"a": "b"})["status"] == "accepted"
+            with pytest.raises(ConfigError, match="declares no metric"):
+                client.feedback("liked", True, inference=target)
+            with pytest.raises(ConfigError, match="one of them"):
+                client.feedback("accepted", True)
+            rows = client.feedback_batch(
+                {"inference_id": desk.new_id(), "metric_name": "score", "value": 0.5} for _ in range(300)
+            )
+            assert [row["status"] for row in rows] == [202] * 300
+            assert not client.retract_feedback(id)["too_late"]
+            return id
+
+    id = await asyncio.to_thread(blocking)
+    assert len(await desk.items()) == 303
+    async with AsyncClient(url) as client:
+        assert (await client.feedback_status(id))["status"] == "received"
+        assert (await client.feedback("accepted", False, inference=desk.new_id()))["job"] == desk.job
+        assert [row["status"] for row in await client.feedback_batch([{"metric_name": "accepted"}])] == [422]
+        with pytest.raises(NotFound):
+            await client.retract_feedback(str(uuid.uuid4()))
+
+
+async def test_commands(desk: Any, url: str, tmp_path: Path) -> None:
+    file = tmp_path / "items.ndjson"
+    lines = [{"inference_id": desk.new_id(), "metric_name": "accepted", "value": value} for value in (True, 7)]
+    file.write_text("\n".join(json.dumps(line) for line in lines))
+
+    def command(*words: str) -> Any:
+        return CliRunner().invoke(cli, ["feedback", *words], env={"PENSTOCK_URL": url, "PENSTOCK_API_KEY": ""})
+
+    def commands() -> None:
+        sent = command("send", desk.new_id(), "accepted", "true", "--comment", "good", "--json")
+        id = json.loads(sent.stdout)["feedback_id"]
+        assert "received" in command("status", id).stdout
+        assert command("send", f"ep_{desk.new_id()}", "solved", "false", "--final").exit_code == 0
+        assert command("send", desk.new_id(), "comment", "12").exit_code == 0
+        assert command("retract", id).exit_code == 0
+        posted = command("batch", str(file))
+        assert (posted.exit_code, posted.stdout) == (1, "1 of 2 items stored, 0 of them before\n")
+        assert "item 2: 422" in posted.stderr
+        assert command("batch", str(tmp_path / "none")).exit_code == 2
+
+    await asyncio.to_thread(commands)
+    kinds = [(item.metric, item.value) for item in await desk.items() if item.kind == "metric"]
+    assert kinds == [("accepted", True), ("solved", False), ("comment", "12"), ("accepted", True)]
+
+
+async def test_the_load_counts_what_is_on_disk(desk: Any, url: str, tmp_path: Path) -> None:
+    """The benchmark's client: what it calls acknowledged is what the stream holds."""
+    body = {"inference_id": desk.new_id(), "metric_name": "accepted", "value": True}
+    port, acked = int(url.rpartition(":")[2]), tmp_path / "acked"
+    plan = Plan(
+        host="127.0.0.1", port=port, path="/v1/feedback", body=json.dumps(body), connections=8, seconds=0.5,
+        acked=str(acked),
+    )  # fmt: skip
+    result = await run(plan)
+    ids = acked.read_text().split()
+    assert result.requests == len(ids) == len(set(ids)) > 0
+    assert set(ids) == {item.id for item in await desk.items()}
+    batch = msgspec.structs.replace(plan, path="/v1/feedback/batch", body=json.dumps([body] * 3), items=3, seconds=0.2)
+    assert (await run(batch)).statuses.keys() == {"207"}
+    assert {item.id for item in await desk.items()} == set(acked.read_text().split())

@@ -1,0 +1,163 @@
+"""The same item twice has one effect: by its id, by its Idempotency-Key, in one process, in another, for good."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.services.coordinator.feedback import ingest
+from penstock.services.coordinator.keystore import KeyStore
+from penstock.shared.protocol.interaction import Fate
+
+
+def verdict(desk: Any, **more: Any) -> dict[str, Any]:
+    return {"inference_id": desk.new_id(), "metric_name": "accepted", "value": True, **more}
+
+
+async def test_an_id_has_one_effect(desk: Any) -> None:
+    body = verdict(desk, feedback_id=f"fb_{uuid.uuid4()}")
+    replies = await asyncio.gather(*(desk.post(body) for _ in range(20)))
+    assert {reply.status_code for reply in replies} == {202}
+    assert sorted(reply.json()["duplicate"] for reply in replies) == [False] + [True] * 19
+    assert len({reply.json()["stream_seq"] for reply in replies}) == 1
+    assert len(await desk.items()) == 1
+    other = await desk.post({**body, "value": False})
+    assert (other.status_code, other.json()["error"]["code"]) == (422, "feedback_id_reused")
+    again = await desk.post({**body, "revision": 1})
+    assert again.json()["duplicate"]
+    newer = await desk.post({**body, "value": False, "revision": 1})
+    assert (newer.status_code, newer.json()["duplicate"]) == (202, False)
+    assert (await desk.post({**body, "value": True, "revision": 1})).status_code == 422
+    assert [item.value for item in await desk.items()] == [True, False]
+    assert (await desk.fate(body["feedback_id"]))["revision"] == 1
+
+
+async def test_a_batch_may_repeat_itself(desk: Any) -> None:
+    body = verdict(desk, feedback_id=str(uuid.uuid4()))
+    reply = await desk.client.post("/v1/feedback/batch", json=[body, body, {**body, "value": False}])
+    assert [(row["status"], row["duplicate"]) for row in reply.json()["data"]] == [
+        (202, False), (202, True), (422, False),
+    ]  # fmt: skip
+    assert len(await desk.items()) == 1
+
+
+async def test_a_key_has_one_effect_even_elsewhere_and_later(open_desk: Any, tmp_path: Path) -> None:
+    """Another replica has neither the reply nor the memory of it: the item's id comes from the key."""
+    async with open_desk() as first, open_desk(tmp_path / "other") as second:
+        body = verdict(first)
+        replies = await asyncio.gather(*(first.post(body, Idempotency_Key="k1") for _ in range(10)))
+        ids = {reply.json()["feedback_id"] for reply in replies if reply.status_code == 202}
+        assert {reply.status_code for reply in replies} <= {202, 409}
+        assert len(ids) == 1
+        await second.desk.index.reach(1, 30)
+        elsewhere = await second.post(body, Idempotency_Key="k1")
+        assert (elsewhere.status_code, elsewhere.json()["duplicate"]) == (202, True)
+        assert {elsewhere.json()["feedback_id"]} == ids
+        changed = await second.post({**body, "value": False}, Idempotency_Key="k1")
+        assert changed.status_code == 422
+        batch = [verdict(first), verdict(first)]
+        for expected in (False, True):
+            reply = await first.client.post("/v1/feedback/batch", json=batch, headers={"Idempotency-Key": "k2"})
+            assert [row["duplicate"] for row in reply.json()["data"]] == [expected] * 2
+        assert len(await first.items()) == 3
+
+
+async def test_a_restart_knows_everything(open_desk: Any) -> None:
+    async with open_desk() as before:
+        body = verdict(before, feedback_id=str(uuid.uuid4()))
+        await before.post(body)
+        await before.desk.index.reach(1, 30)
+    async with open_desk() as meanwhile:
+        other = verdict(meanwhile, feedback_id=str(uuid.uuid4()))
+        await meanwhile.post(other)
+    for file in meanwhile.desk.index.directory.glob("*.sqlite*"):
+        file.unlink()
+    async with open_desk() as after:
+        for known in (body, other):
+            assert (await after.post(known)).json()["duplicate"]
+            assert (await after.fate(known["feedback_id"]))["status"] == "received"
+        assert len(await after.items()) == 2
+
+
+async def test_streams_made_anew_are_read_from_their_start(open_desk: Any, bus: Any, nats_server: Any) -> None:
+    """The projection of other streams says nothing about these."""
+    from penstock.shared.transport.jetstream import call
+
+    async with open_desk() as before:
+        body = verdict(before, feedback_id=str(uuid.uuid4()))
+        await before.post(body)
+        await before.desk.index.reach(1, 30)
+    await call(bus._connection, "STREAM.DELETE.FEEDBACK", None, deadline_s=10, what="delete")
+    await bus.ensure_streams(experience_bytes=64 << 20, stream_bytes=16 << 20)
+    async with open_desk() as after:
+        assert (await after.client.get(f"/v1/feedback/{body['feedback_id']}")).status_code == 404
+        assert not (await after.post(body)).json()["duplicate"]
+
+
+async def test_what_was_not_proven_can_be_sent_again(
+    desk: Any, nats_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await desk.accept()
+    monkeypatch.setattr(ingest, "ACK_S", 0.3)
+    nats_server.kill()
+    body = verdict(desk)
+    reply = await desk.post(body, Idempotency_Key="k")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "ingest_unavailable")
+    assert reply.headers["retry-after-ms"] == "1000"
+    batch = await desk.client.post("/v1/feedback/batch", json=[body, {**body, "value": False}])
+    assert batch.status_code == 503
+    monkeypatch.setattr(ingest, "ACK_S", 30.0)
+    nats_server.start()
+    assert (await desk.post(body, Idempotency_Key="k")).status_code == 202
+    assert (await desk.post(body, Idempotency_Key="k")).headers["idempotent-replayed"] == "true"
+    assert len(await desk.items()) == 2
+
+
+async def test_a_key_needs_the_scope(desk: Any) -> None:
+    keys = KeyStore(desk.bus)
+    body = verdict(desk)
+    for scopes, posted, retracted in (
+        (["inference:write"], 403, 403),
+        (["feedback:write"], 202, 403),
+        (["feedback:write", "feedback:admin"], 202, 202),
+    ):
+        _, text = await keys.create("k", scopes, expires_at=None, rate_limit=None)
+        bearer = {"authorization": f"Bearer {text}"}
+        for path in ("/feedback", "/v1/feedback", "/v1/feedback/batch"):
+            content = [body] if path.endswith("batch") else body
+            reply = await desk.client.post(path, json=content, headers=bearer)
+            assert reply.status_code == (207 if reply.is_success and path.endswith("batch") else posted)
+        id = (await desk.accept())["feedback_id"]
+        assert (await desk.client.post(f"/v1/feedback/{id}/retract", headers=bearer)).status_code == retracted
+    sources = {item.key_id for item in await desk.items()}
+    assert len(sources) == 3, "two keys, and nobody"
+
+
+async def test_fates_are_told_and_counted(desk: Any) -> None:
+    ids = [(await desk.accept())["feedback_id"] for _ in range(3)]
+    await desk.accept(metric_name="score", value=0.5)
+    target = desk.new_id()
+    await desk.decide(
+        Fate(feedback=ids[0], status="matched", interactions=[target], time=1.0),
+        Fate(feedback=ids[1], status="rejected", reason="stale", time=2.0),
+    )
+    await desk.decide(
+        Fate(feedback=ids[0], status="trained", interactions=[target], ordinal=7, batch=3, version=4, time=3.0)
+    )
+
+    async def trained() -> Any:
+        fate = await desk.fate(ids[0])
+        return fate if fate["status"] == "trained" else None
+
+    fate = await desk.until(trained, "fate")
+    assert fate["trained"] == {"step": 3, "version": 4}
+    assert (fate["ordinal"], fate["interactions"]) == (7, [target])
+    assert (await desk.fate(ids[1]))["reason"] == "stale"
+    funnel = (await desk.client.get(f"/v1/jobs/{desk.job}/feedback")).json()
+    assert funnel["items"] == 4
+    assert funnel["by_status"] == {"received": 2, "rejected": 1, "trained": 1}
+    assert {"metric": "score", "source": "local", "status": "received", "items": 1} in funnel["data"]

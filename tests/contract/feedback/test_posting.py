@@ -1,0 +1,254 @@
+"""Posting feedback: what is taken, on which job it lands, and what is refused with which words."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from typing import Any
+
+import pytest
+
+from penstock.services.coordinator.api.feedback_models import MAX_TOKENS
+from penstock.services.coordinator.api.guard import MAX_LARGE_BYTES
+from penstock.services.coordinator.feedback import ingest
+from penstock.shared.config.kinds import parse_job
+
+TARGET = "0192f0c1-0000-7000-8000-000000000001"
+NDJSON = {"content-type": "application/x-ndjson"}
+
+
+def refused(response: Any, status: int, code: str) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    body: dict[str, Any] = response.json()
+    assert body["error"]["code"] == code, body
+    return body
+
+
+async def test_a_verdict_is_durable_and_has_a_fate(desk: Any) -> None:
+    target = desk.new_id()
+    reply = await desk.post({"inference_id": f"chatcmpl-{target}", "metric_name": "accepted", "value": True})
+    assert reply.status_code == 202, reply.text
+    body = reply.json()
+    assert body == {
+        "feedback_id": body["feedback_id"], "status": "accepted", "duplicate": False, "target": "unknown_yet",
+        "job": desk.job, "stream_seq": 1, "href": f"/v1/feedback/{body['feedback_id']}",
+    }  # fmt: skip
+    (item,) = await desk.items()
+    assert (item.id, item.inference, item.metric, item.value) == (body["feedback_id"], target, "accepted", True)
+    fate = await desk.fate(body["feedback_id"])
+    assert (fate["status"], fate["job"], fate["metric"]) == ("received", desk.job, "accepted")
+
+
+async def test_requests_of_one_moment_share_a_message(desk: Any) -> None:
+    await desk.accept()
+    replies = await asyncio.gather(*(desk.accept() for _ in range(40)))
+    batches = await desk.stored()
+    assert len({reply["feedback_id"] for reply in replies}) == 40
+    assert sum(map(len, batches)) == 41
+    assert len(batches) < 20
+
+
+async def test_tensorzero_posts_as_it_does(desk: Any) -> None:
+    """The body of TensorZero's own Python client, at its own path; ids are bare UUIDs."""
+    body = {
+        "episode_id": None, "inference_id": desk.new_id(), "metric_name": "score", "value": 1, "internal": False,
+        "tags": {"user_id": "u1", "page": "7"}, "dryrun": None,
+    }  # fmt: skip
+    reply = await desk.client.post("/feedback", json=body)
+    assert reply.status_code == 202, reply.text
+    assert str(uuid.UUID(reply.json()["feedback_id"])) == reply.json()["feedback_id"]
+    (item,) = await desk.items()
+    assert item.value == 1.0
+    assert item.tags["page"] == "7"
+    assert item.user == item.tags["user_id"] == desk.desk.pseudonyms.of("u1") != "u1"
+    dry = await desk.client.post("/feedback", json={**body, "dryrun": True})
+    assert (dry.status_code, dry.json()["status"]) == (200, "valid")
+    assert len(await desk.items()) == 1
+
+
+async def test_every_kind_is_stored_as_what_it_is(desk: Any) -> None:
+    a, b, episode = desk.new_id(), desk.new_id(), desk.new_id()
+    posts = [
+        {"episode_id": f"ep_{episode}", "metric_name": "solved", "value": False, "final": True},
+        {"episode_id": episode, "metric_name": "score", "value": 0.5, "turn": 2, "weight": 0.5, "comment": "meh"},
+        {"inference_id": a, "metric_name": "reward", "value": -1},
+        {"inference_id": a, "metric_name": "comment", "value": "nice"},
+        {"inference_id": a, "metric_name": "demonstration", "value": {"role": "assistant", "content": "so"}},
+        {"kind": "preference", "chosen": f"chatcmpl-{a}", "rejected": b, "strength": 0.5},
+        {"kind": "correction", "inference_id": a, "corrected": {"role": "assistant", "content": "thus"}},
+        {
+            "kind": "interaction", "model": "policy@3", "policy_version": 3, "messages": [{"role": "user"}],
+            "prompt_token_ids": [1], "token_ids": [2, 3], "logprobs": [-1.0, -0.5], "reward": 0.7, "user": "u",
+            "observed_at": "2026-01-02T03:04:05Z", "rewards": {"score": 1}, "episode_id": f"ep_{episode}", "turn": 3,
+        },
+    ]  # fmt: skip
+    reply = await desk.client.post("/v1/feedback/batch", json=posts)
+    assert reply.status_code == 207
+    assert reply.json()["accepted"] == len(posts), reply.text
+    items = await desk.items()
+    assert [item.id for item in items] == [row["id"] for row in reply.json()["data"]]
+    kinds = ["metric"] * 5 + ["preference", "correction", "interaction"]
+    assert [item.kind for item in items] == kinds
+    solved, score, reward, comment, demonstration, preference, correction, whole = items
+    assert (solved.episode, solved.value, solved.final) == (episode, False, True)
+    assert (score.episode, score.turn, score.weight, score.body) == (episode, 2, 0.5, {"comment": "meh"})
+    assert (reward.inference, reward.value) == (a, -1.0)
+    assert comment.value == "nice"
+    assert demonstration.body["demonstration"]["content"] == "so"
+    assert preference.body == {"chosen": a, "rejected": b, "strength": 0.5}
+    assert correction.body["corrected"]["content"] == "thus"
+    assert (whole.episode, whole.turn, whole.user) == (episode, 3, desk.desk.pseudonyms.of("u"))
+    assert whole.body["token_ids"] == [2, 3]
+    assert whole.body["observed_at"] == 1767323045.0
+    assert not {"user", "tags", "kind"} & set(whole.body)
+
+
+FLAWS: list[tuple[dict[str, Any], str, str]] = [
+    ({"metric_name": "liked"}, "/metric_name", "declares no metric 'liked'; it takes: accepted, comment"),
+    ({"value": 1}, "/value", "a boolean"),
+    ({"value": "yes"}, "/value", "a boolean"),
+    ({"metric_name": "score", "value": True}, "/value", "a finite number"),
+    ({"metric_name": "score", "value": 10.5}, "/value", "within ±10"),
+    ({"metric_name": "comment", "value": True}, "/value", "a string"),
+    ({"metric_name": "demonstration", "value": 1}, "/value", "a string or a message"),
+    ({"metric_name": "solved"}, "/episode_id", "episode_id"),
+    ({"weight": 2}, "/weight", "less than or equal to 1"),
+    ({"final": 0}, "/final", "valid boolean"),
+    ({"value": None}, "/value", "valid"),
+    ({"inference_id": "chat-7"}, "/inference_id", "pattern"),
+    ({"inference_id": None}, "/inference_id", "valid string"),
+    ({"episode_id": TARGET}, "/episode_id", "null"),
+    ({"reward": 1.0}, "/reward", "not permitted"),
+    ({"tags": {"a": 1}}, "/tags/a", "valid string"),
+    ({"tags": {str(i): "" for i in range(17)}}, "/tags", "at most 16"),
+    ({"tags": {"a": "x" * 513}}, "/tags/a", "at most 512"),
+    ({"comment": "x" * 8193}, "/comment", "at most 8192"),
+    ({"observed_at": 7}, "/observed_at", "datetime"),
+    ({"observed_at": "2026-01-02T03:04:05"}, "/observed_at", "timezone"),
+    ({"feedback_id": "seven"}, "/feedback_id", "pattern"),
+    ({"kind": "praise"}, "", "kind must be interaction, preference or correction"),
+]
+
+
+async def test_flaws_are_named(desk: Any) -> None:
+    for change, pointer, words in FLAWS:
+        body = {"inference_id": desk.new_id(), "metric_name": "accepted", "value": True, **change}
+        problem = refused(await desk.post(body), 422, "invalid_feedback")
+        assert any(flaw["pointer"].startswith(pointer) for flaw in problem["errors"]), problem
+        assert words in problem["detail"], problem
+    assert await desk.items() == []
+
+
+async def test_numbers_that_are_none_are_refused(desk: Any) -> None:
+    body = '{"inference_id": "%s", "metric_name": "score", "value": %s}'
+    headers = {"content-type": "application/json"}
+    for text in ("NaN", "Infinity", "-Infinity", "1e999"):
+        content = body % (desk.new_id(), text)
+        refused(await desk.client.post("/v1/feedback", content=content, headers=headers), 422, "invalid_feedback")
+        reply = await desk.client.post("/v1/feedback/batch", content=f"[{content}]", headers=headers)
+        assert [row["status"] for row in reply.json()["data"]] == [422]
+    for content, status, code in ((b"{", 400, "malformed_json"), (b'"\xff"', 400, "malformed_json")):
+        refused(await desk.client.post("/v1/feedback", content=content, headers=headers), status, code)
+    refused(await desk.client.post("/v1/feedback", content=b"{}"), 415, "unsupported_media_type")
+    assert await desk.items() == []
+
+
+MISFITS: list[tuple[dict[str, Any], str]] = [
+    ({"logprobs": [-1.0]}, "1 values for 2 token_ids"),
+    ({"logprobs": [-1.0, 0.1]}, "above 0"),
+    ({"token_ids": [], "logprobs": []}, "at least 1"),
+    ({"prompt_token_ids": None}, "prompt_token_ids"),
+    ({"token_ids": None, "logprobs": None}, "needs a completion"),
+    ({"prompt_token_ids": [1] * MAX_TOKENS}, f"more than {MAX_TOKENS} tokens"),
+    ({"rewards": {"liked": 1.0}}, "declares no metric 'liked'"),
+    ({"rewards": {"accepted": 1.0}}, "is a boolean"),
+    ({"reward": 11.0}, "within ±10"),
+    ({"model": "nobody"}, "no online job 'nobody'"),
+    ({"model": None}, "/model"),
+]
+
+
+async def test_interactions_that_do_not_fit(desk: Any) -> None:
+    whole = {"kind": "interaction", "model": "policy", "prompt_token_ids": [1], "token_ids": [2, 3]}
+    for change, words in MISFITS:
+        reply = await desk.post({**whole, "logprobs": [-1, -0.5], **change})
+        assert reply.status_code == 422
+        assert words in reply.json()["detail"], reply.text
+    assert await desk.items() == []
+
+
+async def test_the_job_is_found_by_mark_by_name_or_alone(desk: Any) -> None:
+    assert (await desk.accept(inference_id=TARGET))["job"] == desk.job
+    other = await desk.store.create(parse_job({**(await desk.store.get(desk.job)).spec, "name": "second"}))
+    desk.desk.jobs.know(other)
+    problem = refused(
+        await desk.post({"inference_id": TARGET, "metric_name": "accepted", "value": True}), 422, "no_such_target"
+    )
+    assert "'policy'" in problem["detail"]
+    assert "'second'" in problem["detail"]
+    assert (await desk.accept())["job"] == desk.job
+    whole = {"kind": "interaction", "model": "second", "completion": {"content": "x"}}
+    assert (await desk.post(whole)).json()["job"] == other.id
+    await desk.store.set_status(other.id, phase="succeeded")
+    desk.desk.jobs.know(await desk.store.get(other.id))
+    refused(await desk.post({**whole, "model": other.id}), 410, "job_finished")
+
+
+async def test_a_batch_judges_each_item_alone(desk: Any) -> None:
+    good = {"inference_id": desk.new_id(), "metric_name": "accepted", "value": True}
+    lines = [json.dumps(good), "{", json.dumps({**good, "value": 3}), "", json.dumps({**good, "value": False})]
+    reply = await desk.client.post("/v1/feedback/batch", content="\n".join(lines), headers=NDJSON)
+    assert reply.status_code == 207
+    body = reply.json()
+    assert [(row["index"], row["status"]) for row in body["data"]] == [(0, 202), (1, 400), (2, 422), (3, 202)]
+    assert (body["accepted"], body["refused"]) == (2, 2)
+    assert body["data"][2]["problem"]["errors"][0]["pointer"] == "/value"
+    assert [item.value for item in await desk.items()] == [True, False]
+    for content, status in ((b"[]", 422), (b"{}", 422), (b"[", 400), (json.dumps([good] * 257), 413)):
+        reply = await desk.client.post(
+            "/v1/feedback/batch", content=content, headers={"content-type": "application/json"}
+        )
+        assert reply.status_code == status, reply.text
+
+
+async def test_large_bodies(desk: Any) -> None:
+    """8 MiB while it streams in, 1 MiB for what is no interaction; an interaction may take several messages."""
+    sent = 0
+
+    async def endless() -> Any:
+        nonlocal sent
+        while sent < 32 << 20:
+            sent += 1 << 16
+            yield b" " * (1 << 16)
+
+    reply = await desk.client.post("/v1/feedback", content=endless(), headers={"content-type": "application/json"})
+    refused(reply, 413, "too_large")
+    assert sent <= MAX_LARGE_BYTES + (1 << 17)
+    long = {"inference_id": desk.new_id(), "metric_name": "demonstration", "value": {"content": "x" * (1 << 20)}}
+    refused(await desk.post(long), 413, "too_large")
+    whole = {"kind": "interaction", "model": "policy", "completion": {"content": "y" * (3 << 20)}}
+    reply = await desk.post(whole)
+    assert reply.status_code == 202, reply.text
+    assert reply.json()["stream_seq"] is None
+    (item,) = await desk.items()
+    assert item.body["completion"] == whole["completion"]
+    assert (await desk.fate(item.id))["kind"] == "interaction"
+    await desk.accept()
+    assert len(await desk.items()) == 2
+
+
+async def test_a_full_stream_says_come_back(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    big = {"kind": "interaction", "model": "policy", "completion": {"content": "z" * (7 << 20)}}
+    codes = []
+    for _ in range(4):
+        reply = await desk.post(big)
+        codes.append(reply.status_code)
+    assert codes == [202, 202, 503, 503]
+    problem = refused(reply, 503, "ingest_backlog_full")
+    assert reply.headers["retry-after"] == "1"
+    assert reply.headers["retry-after-ms"] == "1000"
+    assert "full" in problem["detail"]
+    monkeypatch.setattr(ingest, "MAX_UNPROJECTED", 0)
+    reply = await desk.post({"inference_id": desk.new_id(), "metric_name": "accepted", "value": True})
+    assert "wait to be indexed" in refused(reply, 503, "ingest_backlog_full")["detail"]

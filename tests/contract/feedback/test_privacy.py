@@ -1,0 +1,137 @@
+"""Users: pseudonyms everywhere, opt-out, and a deletion that leaves no byte of what they said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.events import Admission, Admitted, encode_events
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.interaction import Fate
+from penstock.shared.protocol.trajectory import GroupHeader, group_headers
+
+MARKER = "the-marker-nobody-else-writes-7351"
+USER = "marker-user@example.org"
+
+
+def files_with(folder: Path, *texts: str) -> dict[str, list[str]]:
+    """Files below ``folder`` that hold one of the texts, raw."""
+    found: dict[str, list[str]] = {}
+    for path in folder.rglob("*"):
+        data = path.read_bytes() if path.is_file() else b""
+        hits = [text for text in texts if text.encode() in data]
+        if hits:
+            found[str(path.relative_to(folder))] = hits
+    return found
+
+
+async def test_no_byte_of_a_deleted_user_is_left(desk: Any, nats_server: Any, tmp_path: Path) -> None:
+    mine = await desk.record(USER, text=MARKER)
+    large = await desk.record(USER, text=MARKER + "x" * 2000)
+    other = await desk.record("somebody else", text="kept")
+    about = {"metric_name": "comment", "tags": {"user_id": USER}}
+    posts = [
+        {"inference_id": mine.id, **about, "value": MARKER},
+        {"inference_id": other.id, "metric_name": "comment", "value": "kept, too"},
+        {"inference_id": large.id, "metric_name": "accepted", "value": True, "comment": MARKER},
+        {"kind": "interaction", "model": "policy", "completion": {"content": MARKER * 60_000}, "user": USER},
+    ]
+    reply = await desk.client.post("/v1/feedback/batch", json=posts)
+    ids = [row["id"] for row in reply.json()["data"]]
+    assert reply.json()["accepted"] == 4
+    fate = Fate(feedback=ids[0], status="trained", interactions=[mine.id], batch=1, version=2, time=1.0)
+    await desk.decide(fate)
+    await desk.until(lambda: is_trained(desk, ids[0]), "fate")
+    for ordinal, text in ((0, MARKER), (1, "kept")):
+        header = GroupHeader(
+            draw=Draw(ordinal), attempt="a", epoch=1, digest="d", nbytes=9, prompt_tokens=1, lengths=[1],
+            rewards=[0.0], failed=[False], truncated=[False], finite=True, min_version=0, max_version=0, worker="w",
+        )  # fmt: skip
+        await desk.bus.publish(subjects.experience(desk.job), text.encode(), headers=group_headers(header))
+    admission = Admission(0, {mine.id: 1}, {ids[0]: 1}, 1.0, 0, "local", mine.user, "feedback", 1.0)
+    event = Admitted(writer_epoch=1, time=1.0, admissions=[admission], low_interactions=0, low_feedback=0)
+    await desk.bus.publish(subjects.ledger(desk.job), encode_events([event]))
+    assert files_with(nats_server.directory, MARKER), "the test would find it"
+    assert files_with(nats_server.directory, USER) == {}, "a user's name never reaches the disk"
+
+    reply = await desk.client.delete(f"/v1/users/{USER}/data")
+    assert reply.status_code == 202, reply.text
+
+    async def done() -> Any:
+        report = (await desk.client.get(f"/v1/users/{USER}/data")).json()
+        return report if report["status"] == "done" else None
+
+    report = await desk.until(done, "end of the deletion")
+    assert (report["interactions"], report["feedback"], report["groups"]) == (2, 3, 1)
+    assert report["trained_versions"] == {desk.job: [2]}
+    assert report["user"] == mine.user
+    assert files_with(nats_server.directory, MARKER, USER) == {}
+    assert files_with(tmp_path, MARKER, USER) == {}
+    assert [item.value for item in await desk.items()] == ["kept, too"]
+    assert len(await desk.bus.read(subjects.INTERACTIONS, "interactions.>")) == 1
+
+    async def forgotten() -> bool:
+        return (await desk.client.get(f"/v1/feedback/{ids[0]}")).status_code == 404
+
+    await desk.until(forgotten, "index that has forgotten")
+    assert (await desk.fate(ids[1]))["status"] == "received"
+    again = await desk.post({"inference_id": mine.id, "metric_name": "accepted", "value": True})
+    assert (again.status_code, again.json()["error"]["code"]) == (410, "erased")
+    again = await desk.post({"inference_id": other.id, "feedback_id": ids[0], "metric_name": "accepted", "value": True})
+    assert again.status_code == 410
+
+
+async def is_trained(desk: Any, id: str) -> bool:
+    return bool((await desk.fate(id))["status"] == "trained")
+
+
+async def test_a_deletion_is_taken_up_by_the_next_process(open_desk: Any) -> None:
+    async with open_desk() as first:
+        await first.record(USER, text=MARKER)
+        await first.desk._eraser.begin(first.desk.pseudonyms.of(USER))
+    async with open_desk() as second:
+
+        async def gone() -> bool:
+            return not await second.bus.read(subjects.INTERACTIONS, "interactions.>")
+
+        await second.until(gone, "deletion")
+
+
+async def test_consent_reaches_every_replica(open_desk: Any, tmp_path: Path) -> None:
+    async with open_desk() as first, open_desk(tmp_path / "other") as second:
+        pseudonym = first.desk.pseudonyms.of(USER)
+        assert pseudonym == second.desk.pseudonyms.of(USER)
+        for train in (False, True):
+            reply = await first.client.put(f"/v1/users/{USER}/consent", json={"train": train})
+            assert reply.json() == {"user": pseudonym, "train": train}
+
+            async def told(train: bool = train) -> bool:
+                return bool(second.desk.consents.opted_out(pseudonym) is not train)
+
+            await second.until(told, "consent")
+        assert (await first.client.put(f"/v1/users/{USER}/consent", json={"train": 1})).status_code == 422
+        assert (await first.client.get("/v1/users/nobody/data")).status_code == 404
+
+
+async def test_targets_and_retractions(desk: Any) -> None:
+    known = await desk.record()
+
+    async def target() -> bool:
+        return bool((await desk.accept(inference_id=known.id))["target"] == "known")
+
+    await desk.until(target, "known target")
+    episode = {"inference_id": None, "episode_id": f"ep_{known.episode}", "metric_name": "solved"}
+    assert (await desk.accept(**episode))["target"] == "known"
+    id = (await desk.accept())["feedback_id"]
+    replies = [await desk.client.post(f"/v1/feedback/{id}/retract") for _ in range(2)]
+    assert [(reply.status_code, reply.json()["duplicate"]) for reply in replies] == [(202, False), (202, True)]
+    (item,) = [item for item in await desk.items() if item.kind == "retraction"]
+    assert (item.body, item.job) == ({"feedback": id}, desk.job)
+
+    async def requested() -> bool:
+        return bool((await desk.fate(id))["retraction_requested"])
+
+    await desk.until(requested, "note of the retraction")
+    unknown = await desk.client.post("/v1/feedback/0192f0c1-0000-7000-8000-000000000009/retract")
+    assert unknown.status_code == 404

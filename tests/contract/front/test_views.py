@@ -1,0 +1,224 @@
+"""What a job shows beside its lists: names of metrics, timelines, samples, archives, artifacts, logs, dead letters."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from penstock.cli import app as cli
+from penstock.client import AsyncClient, Client
+from penstock.services.coordinator.artifacts import Artifacts
+from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.thinning import largest_triangles
+from penstock.services.coordinator.timeline import timeline
+from penstock.shared.errors import Conflict, NotFound
+from penstock.shared.protocol.events import (
+    BatchSealed,
+    BatchTrained,
+    Checkpointed,
+    Drawn,
+    Finished,
+    SealedGroup,
+)
+from penstock.shared.protocol.ids import Draw
+
+FILES = {"config.json": b"{}", "critic/model.safetensors": bytes(range(256)) * 300, "empty.bin": b""}
+
+
+def commit(path: Path, files: dict[str, bytes]) -> None:
+    """A checkpoint as the trainer leaves it."""
+    import json
+
+    for name, data in files.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(data)
+    listed = {n: {"nbytes": len(d), "sha256": hashlib.sha256(d).hexdigest()} for n, d in files.items()}
+    manifest = json.dumps({"files": listed}).encode()
+    (path / "manifest.json").write_bytes(manifest)
+    (path / "COMMIT").write_text(hashlib.sha256(manifest).hexdigest())
+
+
+def recorded(ledger: LedgerState, number: int, path: Path) -> None:
+    ledger.apply(
+        Checkpointed(
+            writer_epoch=1, time=1000.0, number=number, version=number, digest="d", path=str(path), trainer_epoch=1,
+            low_seq=0,
+        )
+    )  # fmt: skip
+
+
+async def test_an_archive_holds_every_file_and_is_the_same_each_time(
+    connect: Any, books: Any, job: Any, tmp_path: Path
+) -> None:
+    long = {f"{'d' * 90}/{'f' * 90}-{i}": b"x" * (511 + i) for i in range(3)}
+    commit(tmp_path / "4", {**FILES, **long})
+    recorded(books.ledger, 4, tmp_path / "4")
+    recorded(books.ledger, 5, tmp_path / "5")
+    async with connect() as client:
+        path = f"/v1/jobs/{(await client.post('/v1/jobs', json=job)).json()['id']}/checkpoints"
+        got = await client.get(f"{path}/4/archive")
+        assert int(got.headers["content-length"]) == len(got.content)
+        with tarfile.open(fileobj=io.BytesIO(got.content)) as tar:
+            read = {one.name.partition("/")[2]: tar.extractfile(one).read() for one in tar}  # type: ignore[union-attr]
+        assert {name: read[name] for name in (*FILES, *long)} == {**FILES, **long}
+        assert set(read) == {*FILES, *long, "manifest.json"}
+        assert (await client.get(f"{path}/4/archive")).content == got.content
+        assert (await client.get(f"{path}/5/archive")).status_code == 409
+        assert (await client.get(f"{path}/6/archive")).status_code == 404
+
+
+async def test_artifacts_are_found_by_content(connect: Any, books: Any, tmp_path: Path) -> None:
+    commit(tmp_path / "job_a" / "4-x", FILES)
+    commit(tmp_path / "job_a" / "5-x", {"other": b"5"})
+    (tmp_path / "job_a" / "5-x" / "COMMIT").unlink()
+    books.artifacts = Artifacts(tmp_path)
+    data = FILES["critic/model.safetensors"]
+    sha256 = hashlib.sha256(data).hexdigest()
+    async with connect() as client:
+        whole = await client.get(f"/v1/artifacts/{sha256}")
+        assert (whole.content, whole.headers["etag"]) == (data, f'"{sha256}"')
+        part = await client.get(f"/v1/artifacts/{sha256}", headers={"range": "bytes=100-199"})
+        assert (part.status_code, part.content) == (206, data[100:200])
+        same = await client.get(f"/v1/artifacts/{sha256}", headers={"if-none-match": f'"{sha256}"'})
+        assert same.status_code == 304
+        for unknown in (hashlib.sha256(b"5").hexdigest(), "0" * 64, "abc", sha256.upper()):
+            assert (await client.get(f"/v1/artifacts/{unknown}")).status_code == 404
+    (tmp_path / "job_a" / "4-x" / "COMMIT").unlink()
+    with pytest.raises(NotFound):
+        books.artifacts.find(sha256)
+
+
+def test_what_a_run_needs_is_not_deleted(served: Any, books: Any, job: Any, tmp_path: Path) -> None:
+    for number in (0, 4, 8):
+        commit(tmp_path / str(number), FILES)
+        recorded(books.ledger, number, tmp_path / str(number))
+    with Client(served.url) as client:
+        id = client.submit(job).id
+        for needed in (0, 8):
+            with pytest.raises(Conflict, match="needed while the job runs"):
+                client.delete_checkpoint(id, needed)
+        client.delete_checkpoint(id, 4)
+        assert not (tmp_path / "4").exists()
+        assert not client.checkpoint(id, 4)["available"]
+        with pytest.raises(Conflict, match="not on the coordinator's host"):
+            client.delete_checkpoint(id, 4)
+        with pytest.raises(NotFound):
+            client.delete_checkpoint(id, 5)
+        books.ledger.apply(Finished(writer_epoch=1, time=0.0, reason="succeeded", summary={}))
+        gone = CliRunner().invoke(cli, ["ckpt", "rm", id, "initial"], env={"PENSTOCK_URL": served.url})
+        assert gone.exit_code == 0, gone.output
+        assert not (tmp_path / "0").exists()
+
+
+async def test_names_timeline_and_a_single_sample(connect: Any, job: Any) -> None:
+    async with connect() as client:
+        id = (await client.post("/v1/jobs", json=job)).json()["id"]
+        names = (await client.get(f"/v1/jobs/{id}/metrics/names")).json()["data"]
+        assert names == [{"name": "reward", "count": 5, "first_step": 0, "last_step": 4, "last": 0.9}]
+        spans = (await client.get(f"/v1/jobs/{id}/timeline?step=3")).json()["data"]
+        assert [(span["step"], span["stage"]) for span in spans] == [(3, "train")]
+        sample = (await client.get(f"/v1/samples/{id}-4-3.0-1")).json()
+        assert (sample["token_ids"], sample["logprobs"], sample["versions"]) == ([2, 3], [-0.5, -1.0], [3, 4])
+        for wrong in (f"{id}-4-3.0-2", f"{id}", "x", f"job_{'0' * 32}-4-3.0-1"):
+            assert (await client.get(f"/v1/samples/{wrong}")).status_code == 404, wrong
+        assert (await client.get(f"/v1/jobs/{id}/samples?min_reward=nan")).status_code == 422
+
+
+async def test_logs_are_followed_to_the_end(connect: Any, books: Any, job: Any) -> None:
+    async with connect() as client:
+        id = (await client.post("/v1/jobs", json=job)).json()["id"]
+        books.advance(id, "succeeded")
+        stream = await client.get(f"/v1/jobs/{id}/logs?follow=true")
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        assert "id: trainer:3\nevent: log\n" in stream.text
+        assert stream.text.endswith("event: end\ndata: {}\n\n")
+        again = await client.get(f"/v1/jobs/{id}/logs?follow=true", headers={"last-event-id": "trainer:3"})
+        assert "event: log" not in again.text
+        assert (await client.get(f"/v1/jobs/job_{'0' * 32}/logs?follow=true")).status_code == 404
+
+
+async def test_dead_letters(connect: Any, books: Any, job: Any) -> None:
+    async with connect() as client:
+        id = (await client.post("/v1/jobs", json=job)).json()["id"]
+        path = f"/v1/jobs/{id}/dead-letters"
+        page = (await client.get(f"{path}?limit=1")).json()
+        assert ([row["id"] for row in page["data"]], page["has_more"]) == ([7], True)
+        assert [row["id"] for row in (await client.get(f"{path}?after={page['last_id']}")).json()["data"]] == [8]
+        assert (await client.get(f"{path}/7")).json()["content"] == "abc"
+        asked = await client.post(f"{path}/7/replay")
+        assert (asked.status_code, asked.json()["args"]) == (202, {"id": 7})
+        assert (await client.post(f"{path}/8/replay")).status_code == 404
+        assert (await client.delete(f"{path}/8")).status_code == 204
+        assert (await client.delete(f"{path}/8")).status_code == 404
+        assert (await client.get(f"/v1/jobs/job_{'0' * 32}/dead-letters")).status_code == 404
+
+
+async def test_clients_and_commands_see_dead_letters(served: Any, job: Any) -> None:
+    async with AsyncClient(served.url) as client:
+        id = (await client.submit(job)).id
+        assert [row["id"] for row in await client.letters.list(id)] == [7, 8]
+        await client.letters.drop(id, 8)
+        with pytest.raises(NotFound):
+            await client.letters.show(id, 8)
+    env = {"PENSTOCK_URL": served.url}
+    listed = CliRunner().invoke(cli, ["dlq", "ls", id], env=env)
+    assert (listed.exit_code, "max deliveries" in listed.output) == (0, True)
+    assert CliRunner().invoke(cli, ["dlq", "show", id, "7"], env=env).exit_code == 0
+    assert CliRunner().invoke(cli, ["dlq", "drop", id, "7"], env=env).exit_code == 0
+    assert CliRunner().invoke(cli, ["dlq", "replay", id, "7"], env=env).exit_code == 1
+
+
+# -- pure parts ------------------------------------------------------------------------------------------------------
+
+
+def test_thinning_keeps_the_ends_and_where_curves_turn() -> None:
+    steps = list(range(1000))
+    spike = [0.0] * 1000
+    spike[617] = 5.0
+    slow = list(np.sin(np.arange(1000) / 150))
+    for points in (2, 3, 10, 100, 999):
+        chosen = largest_triangles(steps, [slow, spike], points)
+        assert len(chosen) == points
+        assert chosen == sorted(set(chosen))
+        assert (chosen[0], chosen[-1]) == (0, 999)
+        assert (617 in chosen) or points < 10, "an evenly spaced choice of ten would miss it"
+    gaps = [None if i % 3 else float("nan") for i in range(1000)]
+    assert len(largest_triangles(steps, [gaps], 10)) == 10
+    assert largest_triangles(steps, [], 5)[0] == 0
+    assert largest_triangles([1, 2], [[1.0, 2.0]], 10) == [0, 1]
+
+
+def test_spans_of_an_update() -> None:
+    base = {"writer_epoch": 1}
+    events = [
+        Drawn(**base, time=1.0, start=0, stop=2, min_version=0, deadline=9.0),
+        *(
+            BatchSealed(
+                **base, time=3.0 + n, number=n, revision=1, start_version=n - 1, update_index=n - 1,
+                groups=[SealedGroup(Draw(n - 1), "a", n, "d", 0, 0, [1.0], 3, "w")],
+            )
+            for n in (1, 2)
+        ),
+        BatchTrained(**base, time=6.0, number=1, revision=1, version=1, digest="a", trainer_epoch=1),
+        BatchTrained(**base, time=8.0, number=2, revision=1, version=2, digest="b", trainer_epoch=1),
+        Checkpointed(**base, time=9.0, number=2, version=2, digest="b", path="p", trainer_epoch=1, low_seq=0),
+    ]  # fmt: skip
+    shown = [(s["step"], s["stage"], s["start"], s["end"]) for s in timeline(events, step=None)]
+    assert shown == [
+        (1, "generate", 1.0, 4.0),
+        (1, "train", 4.0, 6.0),
+        (2, "generate", 1.0, 5.0),
+        (2, "wait", 5.0, 6.0),
+        (2, "train", 6.0, 8.0),
+        (2, "checkpoint", 8.0, 9.0),
+    ]
+    assert timeline(events, step=1) == timeline(events, step=None)[:2]
+    assert timeline(events, step=None, limit=1) == timeline(events, step=2)
+    assert timeline(events, step=3) == []

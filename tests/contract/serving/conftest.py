@@ -1,0 +1,237 @@
+"""A gateway behind HTTP, a bus, and rollout sessions over a model that says what the test wants. All real, one process.
+
+The model is a chain: each word has one successor, with a log-prob of almost 0, except after ``?``, where all words are
+about equally likely.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+import torch
+import uvicorn
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from penstock.services.coordinator.api import create_app
+from penstock.services.coordinator.control import CoordinatorControl
+from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.serving import Gateway
+from penstock.services.coordinator.store import JobStore
+from penstock.services.rollout.session import RolloutSession
+from penstock.shared.config.kinds import parse_training
+from penstock.shared.config.service import ServiceSettings
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.interaction import Interaction
+from penstock.shared.protocol.jobs import JobRecord
+from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.server import NatsServer
+from penstock.shared.weights import layout_of, open_publisher
+
+CALL = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
+CHAINS = {
+    "hi": ["hello", " wor", "ld", " and", " more", "<eos>"],
+    "tool": ["I call", "\n<tool_call>", CALL, "</tool_call>", "<eos>"],
+    "bad": ["<tool_call>{broken", "</tool_call>", "<eos>"],
+    "again": ["la", "la"],
+    "?": [],
+}
+SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
+WORDS = [*SPECIAL, *dict.fromkeys(w for first, rest in CHAINS.items() for w in (first, *rest) if w not in SPECIAL)]
+HIDDEN = 32
+FREE = "?"
+
+
+def successors() -> dict[str, str]:
+    found = {}
+    for first, rest in CHAINS.items():
+        for word, following in zip([first, *rest], rest, strict=False):
+            found[word] = following
+    return found
+
+
+def save_chain(folder: Path, *, away: bool = False) -> None:
+    """The model and its tokenizer; ``away`` from the chain: every word is followed by the end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    pattern = "|".join(re.escape(word) for word in sorted(WORDS, key=len, reverse=True))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(folder / "tokenizer")
+    assert len(WORDS) <= HIDDEN
+    config = Qwen2Config(
+        vocab_size=len(WORDS), hidden_size=HIDDEN, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=2048, tie_word_embeddings=False, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config)
+    following = successors()
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(torch.eye(HIDDEN)[: len(WORDS)])
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.lm_head.weight.zero_()
+        for place, word in enumerate(WORDS):
+            if word != FREE:
+                follower = "<eos>" if away else following.get(word, "<eos>")
+                model.lm_head.weight[WORDS.index(follower), place] = 10.0
+    model.save_pretrained(folder)
+
+
+@dataclass
+class Stack:
+    """Everything behind ``client``, which speaks HTTP to the gateway."""
+
+    bus: Bus
+    url: str
+    client: httpx.AsyncClient
+    gateway: Gateway
+    job: str
+    settings: ServiceSettings
+    record: JobRecord
+    publisher: Any
+    server: NatsServer
+    sessions: list[asyncio.Task[None]] = field(default_factory=list)
+    rollouts: list[RolloutSession] = field(default_factory=list)
+
+    async def interactions(self) -> list[Interaction]:
+        """All records, in the order in which they became durable."""
+        messages = await self.bus.read(subjects.INTERACTIONS, subjects.interactions(self.job))
+        return [unpack(message.data, Interaction)[0] for message in messages]
+
+    async def recorded(self, id: str) -> Interaction:
+        """The record of an interaction."""
+        message = await self.bus.last(subjects.INTERACTIONS, subjects.interaction(self.job, id))
+        assert message is not None
+        return unpack(message.data, Interaction)[0]
+
+    async def chat(self, content: str, **more: Any) -> httpx.Response:
+        """One chat with one message."""
+        headers = more.pop("headers", {})
+        path = more.pop("path", "/v1/chat/completions")
+        body = {"model": "agent", "messages": [{"role": "user", "content": content}], "max_tokens": 16, **more}
+        return await self.client.post(path, json=body, headers=headers)
+
+    def add_worker(self, name: str) -> asyncio.Task[None]:
+        """Another rollout worker."""
+        settings = self.settings.model_copy(update={"worker_id": name})
+        session = RolloutSession(self.bus, settings, self.job, parse_training(self.record.spec))
+        self.rollouts.append(session)
+        self.sessions.append(asyncio.create_task(session.run()))
+        return self.sessions[-1]
+
+    async def publish(self, version: int, *, away: bool = False) -> None:
+        """A policy version: the chain, or ``away`` from it."""
+        folder = self.settings.data_dir / "away" if away else self.settings.data_dir / "model"
+        if away and not folder.exists():
+            save_chain(folder, away=True)
+        tensors = list(Qwen2ForCausalLM.from_pretrained(folder).named_parameters())
+        publisher = self.publisher(tensors)
+        manifest = await asyncio.to_thread(publisher.publish, tensors, version=version, epoch=1)
+        await self.bus.kv(subjects.MANIFESTS).put(self.job, pack(manifest, job=self.job))
+
+    async def serving(self, version: int) -> None:
+        """Wait until every worker serves a version."""
+        async with asyncio.timeout(60):
+            while not all(session.status()["version"] == version for session in self.rollouts):
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def running_stack(directory: Path, **online: Any) -> AsyncIterator[Stack]:
+    """A stack with one rollout worker that serves version 0 of job `agent`."""
+    save_chain(directory / "model")
+    settings = ServiceSettings(
+        worker_id="api-0", host_id="test", data_dir=directory, shm_dir=directory, rate_limit="100000/minute",
+    )  # fmt: skip
+    async with AsyncExitStack() as stack:
+        server = stack.enter_context(NatsServer(directory / "nats"))
+        bus = await stack.enter_async_context(await Bus.connect(server.url, name="test"))
+        await bus.ensure_streams(experience_bytes=64 << 20, stream_bytes=16 << 20)
+        store = JobStore(bus)
+        record = await store.create(
+            parse_training(
+                {
+                    "kind": "online_rl",
+                    "name": "agent",
+                    "model": {"path": str(directory / "model"), "tokenizer": str(directory / "model" / "tokenizer")},
+                    "sampling": {"max_new_tokens": 32},
+                    "placement": {"max_running": 8},
+                    "online": {"hold_s": 10.0, **online},
+                }
+            )
+        )
+        publishers: list[Any] = []
+
+        def publisher(tensors: Any) -> Any:
+            if not publishers:
+                publishers.append(open_publisher(record.id, layout_of(tensors), settings))
+                stack.callback(publishers[0].close)
+            return publishers[0]
+
+        gateway = Gateway(
+            bus, "api-0", pseudonym=lambda user: user and f"p-{user}", opted_out=lambda user: "no" in user
+        )
+        control = CoordinatorControl(bus, store, Members(), {}, settings)
+        listener = socket.create_server(("127.0.0.1", 0))
+        app = create_app(control, settings, serving=gateway)
+        http = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
+        http.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+        tasks = [asyncio.create_task(gateway.run()), asyncio.create_task(http._serve([listener]))]
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60))
+        made = Stack(bus, url, client, gateway, record.id, settings, record, publisher, server)
+        await made.publish(0)
+        made.add_worker("rollout-0")
+        try:
+            async with asyncio.timeout(60):
+                while not http.started or (await client.get("/v1/models")).status_code != 200:
+                    await asyncio.sleep(0.02)
+            yield made
+        finally:
+            http.should_exit = True
+            await tasks[1]
+            for task in [*made.sessions, tasks[0]]:
+                task.cancel()
+            await asyncio.gather(*made.sessions, *tasks, return_exceptions=True)
+
+
+@pytest.fixture(scope="module")
+def memory() -> Iterator[Path]:
+    """A directory in memory where there is one: an fsync costs nothing there."""
+    shm = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="penstock-test-", dir=shm if shm.is_dir() else None) as directory:
+        yield Path(directory)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def agent(memory: Path) -> AsyncIterator[Stack]:
+    """One stack for the tests that leave it as it was."""
+    async with running_stack(memory) as stack:
+        yield stack
+
+
+@pytest.fixture
+def stack_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Make a stack of the test's own: ``async with stack_of(hold_s=1) as stack``."""
+    return lambda **online: running_stack(tmp_path_factory.mktemp("stack"), **online)

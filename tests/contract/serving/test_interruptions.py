@@ -1,0 +1,153 @@
+"""What an agent notices of new weights, lost workers and its own retries: nothing; and what is recorded then."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import orjson
+
+IDS = {"return_token_ids": True}
+LONG = 1900
+"""More tokens than are sampled before a test ends the completion by weights that end everything."""
+
+
+async def opened(stack: Any, **more: Any) -> tuple[httpx.Response, Any]:
+    """A stream whose first event has come, and its further lines."""
+    body = {"model": "agent", "messages": [{"role": "user", "content": "again"}], "stream": True, **IDS, **more}
+    request = stack.client.build_request("POST", "/v1/chat/completions", json=body)
+    response = await stack.client.send(request, stream=True)
+    assert response.status_code == 200
+    lines = response.aiter_lines()
+    await anext(lines)
+    return response, lines
+
+
+async def tokens_of(lines: Any) -> tuple[list[int], list[str]]:
+    """Token ids and finish reasons in the rest of a stream; its first event has one token."""
+    tokens, ends, last = [], [], ""
+    async for line in lines:
+        if line.startswith("data: {"):
+            event = orjson.loads(line[6:])
+            assert "error" not in event, event
+            choice = event["choices"][0]
+            tokens += choice["token_ids"]
+            ends += [choice["finish_reason"]] if choice["finish_reason"] else []
+        last = line or last
+    assert last == "data: [DONE]"
+    return tokens, ends
+
+
+async def settled(stack: Any, number: int) -> Any:
+    """The records, once there are ``number`` of them."""
+    async with asyncio.timeout(60):
+        while len(found := await stack.interactions()) < number:
+            await asyncio.sleep(0.02)
+    return found
+
+
+async def test_new_weights_are_invisible_and_every_token_knows_its_version(stack_of: Any) -> None:
+    async with stack_of() as stack:
+        response, lines = await opened(stack, max_tokens=LONG)
+        for version in (1, 2):
+            await stack.publish(version, away=version == 2)
+            await stack.serving(version)
+        tokens, ends = await tokens_of(lines)
+        record = (await settled(stack, 1))[0]
+        assert ends == ["stop"]
+        assert record.token_ids[1:] == tokens
+        assert len(record.token_ids) == len(record.logprobs)
+        assert [span.version for span in record.spans] == [0, 1, 2]
+        assert [span.start for span in record.spans[1:]] == [span.end for span in record.spans[:-1]]
+        assert record.untrainable == ""
+        assert response.headers["x-policy-version"] == "0"
+
+
+async def test_another_worker_goes_on_where_one_was_lost(stack_of: Any) -> None:
+    async with stack_of() as stack:
+        streams = [await opened(stack, max_tokens=LONG) for _ in range(3)]
+        waiting = asyncio.create_task(stack.chat("again", max_tokens=LONG, **IDS))
+        stack.add_worker("rollout-1")
+        await stack.serving(0)
+        stack.sessions[0].cancel()
+        del stack.rollouts[0]
+        async with asyncio.timeout(60):
+            while stack.rollouts[0].status()["requests"] < 4:
+                await asyncio.sleep(0.01)
+        await stack.publish(1, away=True)
+        told = []
+        for _, lines in streams:
+            tokens, ends = await tokens_of(lines)
+            assert ends == ["stop"]
+            told.append(tokens)
+        told.append((await waiting).json()["choices"][0]["token_ids"][1:])
+        records = await settled(stack, 4)
+        assert sorted(record.token_ids[1:] for record in records) == sorted(told)
+        assert {record.spans[-1].version for record in records} == {1}
+
+
+async def test_a_restart_of_the_bus_loses_no_token(stack_of: Any) -> None:
+    async with stack_of() as stack:
+        streams = [await opened(stack, max_tokens=LONG) for _ in range(2)]
+        await asyncio.to_thread(stack.server.restart)
+        await stack.bus.wait_connected(30)
+        await stack.publish(1, away=True)
+        told = []
+        for _, lines in streams:
+            tokens, ends = await tokens_of(lines)
+            assert ends == ["stop"]
+            told.append(tokens)
+        records = await settled(stack, 2)
+        assert sorted(record.token_ids[1:] for record in records) == sorted(told)
+
+
+async def test_a_worker_that_drains_ends_what_it_has(stack_of: Any) -> None:
+    async with stack_of(hold_s=0.5) as stack:
+        _, lines = await opened(stack, max_tokens=400)
+        stack.rollouts[0].drain()
+        refused = await stack.chat("hi")
+        assert refused.status_code == 503
+        tokens, ends = await tokens_of(lines)
+        assert (len(tokens), ends) == (399, ["length"])
+        await asyncio.wait_for(asyncio.shield(stack.sessions[0]), 60)
+
+
+async def test_without_a_worker_the_client_is_told_to_come_back(stack_of: Any) -> None:
+    async with stack_of(hold_s=0.5) as stack:
+        stack.sessions[0].cancel()
+        await asyncio.gather(*stack.sessions, return_exceptions=True)
+        response = await stack.chat("hi")
+        assert response.status_code == 503
+        assert (response.headers["retry-after"], response.headers["retry-after-ms"]) == ("1", "1000")
+        assert response.json()["error"]["code"] == "no_worker"
+
+
+async def test_a_client_that_leaves_is_recorded_as_such(stack_of: Any) -> None:
+    async with stack_of() as stack:
+        response, _ = await opened(stack, max_tokens=LONG)
+        await response.aclose()
+        record = (await settled(stack, 1))[0]
+        assert (record.finish, record.untrainable) == ("client_disconnected", "client_disconnected")
+        assert 0 < len(record.token_ids) < LONG
+        assert len(record.token_ids) == len(record.logprobs) == record.spans[-1].end
+
+
+async def test_a_retry_of_a_stock_client_is_one_interaction(stack_of: Any) -> None:
+    async with stack_of() as stack:
+        body = {"max_tokens": 100, **IDS}
+        task = asyncio.create_task(stack.chat("again", headers={"x-stainless-retry-count": "0"}, **body))
+        async with asyncio.timeout(30):
+            while not stack.rollouts[0].status()["requests"]:
+                await asyncio.sleep(0.005)
+        task.cancel()
+        await asyncio.wait([task])
+        again = await stack.chat("again", headers={"x-stainless-retry-count": "1"}, **body)
+        once_more = await stack.chat("again", headers={"x-stainless-retry-count": "2"}, **body)
+        other = await stack.chat("hi", headers={"x-stainless-retry-count": "1"})
+        assert again.json()["usage"]["completion_tokens"] == 100
+        assert once_more.json() == again.json()
+        assert other.json()["id"] != again.json()["id"]
+        records = await stack.interactions()
+        assert sorted(len(record.token_ids) for record in records) == [6, 100]
+        assert again.headers["x-interaction-id"] in {record.id for record in records}

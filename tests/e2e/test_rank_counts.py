@@ -1,0 +1,124 @@
+"""A trainer is killed at random steps and goes on with another number of ranks: 2, then 1, then 3.
+
+Another number of ranks adds up gradients in another order, so what was trained after the last checkpoint cannot be
+repeated to the bit: it is rolled back and its prompts are drawn again. What stays is one run over the data, and its
+weights are those of a single process that trains the same batches without a break, within the bound of a replay.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.local.child import ServiceRanks
+from penstock.services.trainer.nearness import BOUNDS
+from penstock.shared.protocol.events import BatchSealed, BatchTrained, Checkpointed, Event, LineageForked
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+
+TOTAL, EVERY = 16, 3
+"""Updates of the job; updates between checkpoints."""
+GROUPS = 4
+"""Of a batch."""
+
+
+@contextmanager
+def trainer(stack: Any, size: int, **of_the_last: str) -> Iterator[ServiceRanks]:
+    """A trainer of ``size`` ranks, the last one with other variables; at the end all of them are killed at once."""
+    workers = [f"trainer-of-{size}", *(f"trainer-of-{size}-rank{rank}" for rank in range(1, size))]
+    environments = [stack.environment_of(worker) for worker in workers]
+    environments[-1] |= of_the_last
+    ranks = ServiceRanks("trainer", workers, environments=environments, log_dir=stack.directory / "data" / "logs")
+    ranks.start()
+    try:
+        yield ranks
+    finally:
+        for pid in ranks.processes.values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        ranks.stop(deadline_s=5)
+
+
+def lineage(events: list[Event]) -> tuple[dict[int, BatchSealed], list[BatchTrained], list[Checkpointed]]:
+    """What counts in the end: sealed batches by number, trained ones and checkpoints in order."""
+    sealed: dict[int, BatchSealed] = {}
+    trained: list[BatchTrained] = []
+    checkpoints: list[Checkpointed] = []
+    for event in events:
+        match event:
+            case BatchSealed():
+                sealed[event.number] = event
+            case BatchTrained():
+                trained.append(event)
+            case Checkpointed():
+                checkpoints.append(event)
+            case LineageForked():
+                trained = [one for one in trained if one.number < event.from_batch]
+                checkpoints = [one for one in checkpoints if one.number < event.from_batch]
+    return sealed, trained, checkpoints
+
+
+def ranks_of(checkpoint: Checkpointed) -> str:
+    """How many ranks wrote it."""
+    manifest = msgspec.json.decode((Path(checkpoint.path) / "manifest.json").read_bytes())
+    return str(manifest["environment"]["ranks"])
+
+
+def test_ranks_come_and_go(stack_without_trainer: Any) -> None:
+    stack = stack_without_trainer
+    seed = int(os.environ.get("PENSTOCK_TEST_SEED") or random.SystemRandom().randrange(1000))
+    chance = random.Random(seed)
+    kills = [chance.randint(3, 7), chance.randint(9, 12)]
+    print(f"PENSTOCK_TEST_SEED={seed}: killed after updates {kills}")
+    job = stack.submit(
+        f"train.max_updates={TOTAL}", f"checkpoint.every={EVERY}", "checkpoint.keep=20", "train.max_lag=0",
+        "train.minibatches=2", "train.staleness=in_order", "backend.type=fsdp", "optimizer.learning_rate=1e-3",
+        reward={"scorers": [{"type": "function", "path": "e2e_scorers:paced"}], "processes": 1},
+    )  # fmt: skip
+    for size, step in zip((2, 1), kills, strict=True):
+        with trainer(stack, size):
+            assert stack.reach(job, step, 120) < TOTAL, "the job was over before the trainer was killed"
+    with trainer(stack, 3):
+        record = stack.finish(job, 120)
+        rows = list(stack.client.replay(job))
+    assert (record.status.phase, record.status.step) == ("succeeded", TOTAL), record.status
+    stack.check_books(job)
+
+    events = stack.ledger(job)
+    sealed, trained, checkpoints = lineage(events)
+    order = [group.draw.ordinal for batch in trained for group in sealed[batch.number].groups]
+    assert order == list(range(TOTAL * GROUPS)), "the data order has a gap or a repeat"
+    assert [sealed[batch.number].update_index for batch in trained] == list(range(TOTAL)), "one schedule"
+    assert len({event.trainer_epoch for event in events if isinstance(event, BatchTrained)}) == 3
+    forks = [event for event in events if isinstance(event, LineageForked)]
+    assert all("another weight digest" in fork.reason for fork in forks), forks
+    assert {ranks_of(checkpoint) for checkpoint in checkpoints} == {"1", "2", "3"}
+
+    *updates, done = rows
+    assert done["ok"], done
+    print(f"{len(forks)} forks; replay on one rank: {done['summary']}")
+    assert len(updates) == TOTAL
+    assert all(row["match"] or row["near"] for row in updates)
+    assert any(row["near"] for row in updates), "three numbers of ranks gave the bits of one"
+    assert f"within the bound of {BOUNDS['float32']:g}" in done["summary"]
+
+
+def test_an_error_of_one_rank_fails_the_job(stack_without_trainer: Any) -> None:
+    """Rank 1 lacks a module that the others have, while these wait for it in a collective of the warm start."""
+    stack = stack_without_trainer
+    job = stack.submit(
+        "data.curriculum=e2e_scorers:as_they_come", "warm_start.steps=2", "backend.type=fsdp", "train.max_updates=2"
+    )
+    with trainer(stack, 2, PYTHONPATH="") as ranks:
+        record = stack.finish(job, 120)
+        stack.until(lambda: not ranks.running, "the ranks end, for there is no way out of the collective")
+    assert record.status.phase == "failed"
+    assert "rank 1: the warm start: data.curriculum: cannot import 'e2e_scorers:as_they_come'" in record.status.message

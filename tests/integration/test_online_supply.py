@@ -1,0 +1,180 @@
+"""Live interactions and feedback on a real bus become batches, across the crash of their leader, each of them once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.services.coordinator.audit import audit_group, audit_ledger, sealed_by_seq
+from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.online import supply as supply_module
+from penstock.services.coordinator.online.supply import LiveSupply
+from penstock.services.coordinator.runner import JobRunner
+from penstock.services.coordinator.store import JobStore
+from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.errors import Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.events import BatchSealed, decode_events
+from penstock.shared.protocol.generation import Sampling, Span
+from penstock.shared.protocol.interaction import (
+    Fate,
+    FateBatch,
+    Feedback,
+    FeedbackBatch,
+    Interaction,
+    new_marked_id,
+)
+from penstock.shared.protocol.jobs import JobRecord
+from penstock.shared.protocol.messages import Ack, Report
+from penstock.shared.protocol.trajectory import decode_group
+from penstock.shared.transport.bus import Bus
+
+DEADLINE_S = 40
+CONFIG = OnlineJob.parse(
+    {
+        "kind": "online_rl", "name": "live", "model": {"config": {}, "tokenizer": "char"},
+        "sampling": {"max_new_tokens": 4}, "train": {"batch_size": 2, "max_lag": 1}, "online": {"max_wait_s": 3600},
+    }
+)  # fmt: skip
+
+
+@asynccontextmanager
+async def leader(bus: Bus, record: JobRecord, epoch: int, data_dir: Path) -> AsyncIterator[JobRunner]:
+    """Leads until it is killed at the end of the block."""
+    supply = LiveSupply(bus, record.id, CONFIG, epoch=epoch)
+    runner = JobRunner(bus, JobStore(bus), Members(), record, epoch=epoch, data_dir=data_dir, supply=supply)
+    task = asyncio.create_task(runner.lead())
+    try:
+        yield runner
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def serve(bus: Bus, job: str, *, version: int = 0) -> str:
+    """One answer, recorded."""
+    name, now = new_marked_id(job), time.time()
+    record = Interaction(
+        id=name, request=name, index=0, job=job, episode=new_marked_id(job), alone=True, key_id="k", user="u",
+        split="train", untrainable="", prompt_ids=[4, 5], token_ids=[6, 7, 2], logprobs=[-0.1, -0.2, -0.3],
+        spans=[Span(version, 0, 3)], sampling=Sampling(max_new_tokens=4), finish="stop", template="t", body_digest="b",
+        text="ab", started=now, first_token=now, ended=now,
+    )  # fmt: skip
+    await bus.publish(subjects.interaction(job, name), pack(record, job=job), msg_id=name)
+    return name
+
+
+async def say(bus: Bus, job: str, *items: tuple[str, str, float]) -> None:
+    """One message of (feedback id, interaction, reward)."""
+    now = time.time()
+    batch = FeedbackBatch(
+        items=[
+            Feedback(
+                id=name, job=job, kind="metric", key_id="k", received=now, inference=about, metric="reward", value=value
+            )
+            for name, about, value in items
+        ]
+    )  # fmt: skip
+    await bus.publish(subjects.feedback(job), pack(batch, job=job))
+
+
+async def report(bus: Bus, job: str, **fields: Any) -> None:
+    """As the trainer does: again until the leader has it."""
+    data = pack(Report(epoch=1, **fields), job=job)
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            with suppress(Unavailable):
+                ack, _ = unpack(await bus.request(subjects.report(job), data, deadline_s=5), Ack)
+                assert ack.ok, ack.reason
+                return
+
+
+async def fates(bus: Bus, job: str) -> dict[str, Fate]:
+    """The newest of each item."""
+    messages = await bus.read(subjects.DECISIONS, subjects.decisions(job))
+    return {fate.feedback: fate for message in messages for fate in unpack(message.data, FateBatch)[0].items}
+
+
+async def until_fates(bus: Bus, job: str, **wanted: str) -> dict[str, Fate]:
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            found = await fates(bus, job)
+            if {name: found[name].status for name in wanted if name in found} == wanted:
+                return found
+            await asyncio.sleep(0.05)
+
+
+async def until_sealed(bus: Bus, job: str, number: int) -> BatchSealed:
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            for entry in await ledger(bus, job):
+                for event in entry:
+                    if isinstance(event, BatchSealed) and event.number == number:
+                        return event
+            await asyncio.sleep(0.05)
+
+
+async def ledger(bus: Bus, job: str) -> list[list[Any]]:
+    return [decode_events(message.data) for message in await bus.read(subjects.LEDGER, subjects.ledger(job))]
+
+
+async def test_feedback_becomes_batches_across_the_crash_of_a_leader(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = await JobStore(bus).create(CONFIG)
+    job = record.id
+    async with leader(bus, record, 1, tmp_path) as runner:
+        await report(bus, job, kind="checkpointed", batch=0, version=0, digest="w0", path="ckpt-0")
+        early = new_marked_id(job)
+        await say(bus, job, ("lost", early, 1.0))
+        first, second = await serve(bus, job), await serve(bus, job)
+        await say(bus, job, ("a", first, 1.0), ("b", second, -1.0), ("a", first, 1.0))
+        sealed = await until_sealed(bus, job, 1)
+        assert sorted(group.rewards for group in sealed.groups) == [[-1.0], [1.0]]
+        assert {name: fate.status for name, fate in (await fates(bus, job)).items()} == {
+            "a": "admitted",
+            "b": "admitted",
+        }
+        third = await serve(bus, job)
+        assert not [row for row in runner.why() if "WaitingForFeedback" in row["waiting_for"]], "a batch is in training"
+
+    async with leader(bus, record, 2, tmp_path) as runner:
+        await report(bus, job, kind="trained", batch=1, revision=1, version=1, digest="w1")
+        found = await until_fates(bus, job, a="trained", b="trained")
+        assert (found["a"].batch, found["a"].version, found["a"].interactions) == (1, 1, [first])
+        assert [row for row in runner.why() if "WaitingForFeedback" in row["waiting_for"]]
+        fourth = await serve(bus, job, version=1)
+        await say(bus, job, ("c", third, 0.5), ("d", fourth, 0.25), ("late", first, -1.0))
+        sealed = await until_sealed(bus, job, 2)
+        found = await until_fates(bus, job, c="admitted", d="admitted", late="rejected")
+        assert found["late"].reason == "late_after_training"
+        assert "lost" not in found, "its interaction may still come"
+        monkeypatch.setattr(supply_module, "FULL_SHARE", -1.0)
+        await report(bus, job, kind="checkpointed", batch=1, version=1, digest="w1", path="ckpt-1")
+        async with asyncio.timeout(DEADLINE_S):
+            while await bus.last(subjects.INTERACTIONS, subjects.interaction(job, second)) is not None:
+                await asyncio.sleep(0.05)
+        assert await bus.last(subjects.INTERACTIONS, subjects.interaction(job, third)) is not None, "not trained yet"
+
+    entries = await ledger(bus, job)
+    audit = audit_ledger(entries, CONFIG)
+    groups = {group.seq: group for group in sealed.groups} | {
+        seq: one for seq, (_, one) in sealed_by_seq(audit).items()
+    }
+    messages = await bus.get_whole(subjects.EXPERIENCE, groups)
+    for seq, (number, one) in sealed_by_seq(audit).items():
+        audit_group(audit, number, one, decode_group(messages[seq].data), one.digest)
+    assert not audit.violations
+    assert (audit.admissions_checked, audit.groups_checked) == (4, 2)
+    group = decode_group(messages[sealed.groups[0].seq].data)
+    assert group.token_ids.tolist() == [6, 7, 2]
+    assert np.allclose(group.logprobs, [-0.1, -0.2, -0.3])

@@ -1,0 +1,320 @@
+"""Live interactions, feedback, admission and ledger as one state machine against a world that misbehaves.
+
+The world keeps what the real one keeps durably (both streams, the ledger, stored groups, fates) and loses the leader's
+memory. Feedback comes early, late, twice, revised and retracted; leaders crash between any two steps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from penstock.services.coordinator.audit import audit_ledger
+from penstock.services.coordinator.ledger import LedgerState, fold
+from penstock.services.coordinator.online.fates import fates_of
+from penstock.services.coordinator.online.groups import group_of
+from penstock.services.coordinator.online.matching import Matching
+from penstock.services.coordinator.online.source import LiveSource
+from penstock.services.coordinator.run import JobRun
+from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.protocol.events import Admission, Admitted, BatchSealed, Event, Finished
+from penstock.shared.protocol.generation import Sampling, Span
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.interaction import Fate, Feedback, Interaction
+from penstock.shared.protocol.messages import Report
+from penstock.shared.protocol.trajectory import GroupHeader, encode_group
+
+LAST = ("admitted", "rejected", "expired", "retracted", "trained")
+NAMES = [f"i{n}" for n in range(60)]
+KEYS = ["a", "b", "hostile"]
+
+
+def job(*, max_lag: int, batch: int, gamma: float, share: float, default_after_s: float | None) -> OnlineJob:
+    return OnlineJob.parse(
+        {
+            "kind": "online_rl", "name": "machine", "model": {"config": {}, "tokenizer": "char"},
+            "sampling": {"max_new_tokens": 2}, "train": {"batch_size": batch, "max_lag": max_lag},
+            "online": {
+                "metrics": {"rating": {"type": "float", "default_after_s": default_after_s}}, "gamma": gamma,
+                "max_wait_s": 20.0, "match_ttl_s": 50.0, "idle_ttl_s": 40.0, "max_share_per_key": share,
+            },
+        }
+    )  # fmt: skip
+
+
+@dataclass
+class World:
+    """What survives every crash."""
+
+    entries: list[list[Event]] = field(default_factory=list)
+    interactions: dict[int, Interaction] = field(default_factory=dict)
+    feedback: dict[int, list[Feedback]] = field(default_factory=dict)
+    stored: dict[int, GroupHeader] = field(default_factory=dict)
+    fates: list[Fate] = field(default_factory=list)
+    num_groups: int = 0
+    engine_version: int = 0
+
+
+class OnlineMachine(RuleBasedStateMachine):
+    @initialize(
+        max_lag=st.integers(0, 2),
+        batch=st.integers(2, 4),
+        gamma=st.sampled_from([0.0, 1.0]),
+        share=st.sampled_from([0.5, 1.0]),
+        default_after_s=st.sampled_from([None, 15.0]),
+    )
+    def begin(self, **choices: Any) -> None:
+        self.config, self.world = job(**choices), World()
+        self.now, self.epoch, self.served = 1000.0, 1, 0
+        self.lead()
+        self.report(Report(kind="checkpointed", epoch=1, batch=0, version=0, digest="w0", path="ckpt-0"))
+
+    # -- the leader --------------------------------------------------------------------------------------------------
+
+    def lead(self) -> None:
+        """A leader that knows only what is durable."""
+        state = fold((event for entry in self.world.entries for event in entry), LedgerState())
+        self.matching = Matching(self.config)
+        self.source = LiveSource(self.config, self.matching)
+        self.run = JobRun(self.config, state, num_ordinals=None, writer_epoch=self.epoch, source=self.source)
+        for seq, header in sorted(self.world.stored.items()):
+            self.run.on_group(seq, header)
+        self.matching.recall(state)
+        self.world.fates += fates_of(self.world.entries[-1] if self.world.entries else [], state)
+        self.cursor = list(state.read_from)
+        self.decide()
+        self.publish([draw for draw in state.in_flight if draw not in self.run.candidates])
+
+    def decide(self) -> None:
+        self.append(self.run.decide(self.now))
+
+    def append(self, events: list[Event], *, crash: bool = False) -> None:
+        if not events:
+            return
+        self.world.entries.append(events)
+        if crash:
+            return
+        effects = self.run.commit(events)
+        self.world.fates += fates_of(events, self.run.state)
+        for event in events:
+            if isinstance(event, Admitted):
+                self.matching.take(event.admissions)
+            if isinstance(event, Finished):
+                self.world.fates += self.matching.end(self.now)
+        self.publish(effects.tickets)
+        for seq in effects.delete:
+            self.world.stored.pop(seq, None)
+        if effects.purge_below is not None:
+            self.world.stored = {s: h for s, h in self.world.stored.items() if s >= effects.purge_below}
+
+    def publish(self, draws: list[Draw]) -> None:
+        for draw in draws:
+            admission = self.run.state.admissions[draw.ordinal]
+            turns = [self.world.interactions[seq] for seq in admission.interactions.values()]
+            _, header = encode_group(group_of("j", draw, turns, reward=admission.reward, epoch=self.epoch))
+            self.world.num_groups += 1
+            self.world.stored[self.world.num_groups] = header
+            self.run.on_group(self.world.num_groups, header)
+
+    def report(self, report: Report) -> None:
+        events = self.run.on_report(report, self.now)
+        if events:
+            self.append(events + self.run.decide(self.now, after=events))
+
+    # -- what may happen ---------------------------------------------------------------------------------------------
+
+    @rule(episode=st.sampled_from(["", "", "e1", "e2"]), old=st.integers(0, 2), broken=st.integers(0, 7))
+    def serve(self, episode: str, old: int, broken: int) -> None:
+        if self.served == len(NAMES):
+            return
+        name = NAMES[self.served]
+        self.served += 1
+        version = max(0, self.world.engine_version - old)
+        self.world.interactions[len(self.world.interactions) + 1] = Interaction(
+            id=name, request=name, index=0, job="j", episode=episode or f"own-{name}", alone=not episode,
+            key_id="asker", user="u", split="train", untrainable="client_disconnected" if broken == 1 else "",
+            prompt_ids=[1], token_ids=[2], logprobs=[-0.1], spans=[Span(version, 0, 1)],
+            sampling=Sampling(max_new_tokens=2),
+            finish="stop", template="", body_digest="", text="", tool_calls_valid=False if broken == 2 else None,
+            started=self.now, first_token=self.now, ended=self.now,
+        )  # fmt: skip
+
+    @rule(
+        name=st.integers(0, 60),
+        back=st.integers(-2, 6),
+        value=st.sampled_from([-1.0, 0.0, 1.0, 99.0]),
+        key=st.sampled_from(KEYS),
+        revision=st.integers(0, 2),
+        kind=st.sampled_from(["metric"] * 5 + ["retraction", "correction"]),
+        final=st.booleans(),
+    )
+    def say(self, *, name: int, back: int, value: float, key: str, revision: int, kind: Any, final: bool) -> None:
+        """Items come alone or in one message with others; an id may come again, on whatever target it likes."""
+        about = NAMES[max(0, min(len(NAMES) - 1, self.served - back))]  # also one that is not served yet
+        place = {"episode": f"e{back - 4}"} if back > 4 else {"inference": about}
+        body = {"feedback": f"f{(name + revision) % 60}"} if kind == "retraction" else {}
+        item = Feedback(
+            id=f"r{name}" if kind == "retraction" else f"f{name}", job="j", kind=kind, key_id=key, received=self.now,
+            revision=revision, metric="rating", value=value, final=final, body=body, **place,
+        )  # fmt: skip
+        newest = len(self.world.feedback)
+        if newest and self.cursor[1] <= newest and value == 0.0:
+            self.world.feedback[newest].append(item)
+        else:
+            self.world.feedback[newest + 1] = [item]
+
+    @rule(count=st.integers(1, 4), early=st.booleans(), key=st.sampled_from(KEYS))
+    def talk(self, count: int, early: bool, key: str) -> None:
+        """Answers that are rated at once, sometimes before they are read."""
+        for n in range(count):
+            if self.served < len(NAMES):
+                self.serve(episode="", old=0, broken=0)
+                name = NAMES[self.served - 1]
+                item = Feedback(
+                    id=f"f{name}", job="j", kind="metric", key_id=KEYS[n % 2] if early else key, received=self.now,
+                    inference=name, metric="rating", value=float(n % 2),
+                )  # fmt: skip
+                self.world.feedback[len(self.world.feedback) + 1] = [item]
+        if early:
+            self.read_feedback(8)
+        self.read_interactions(8)
+        self.read_feedback(8)
+        self.decide()
+
+    @rule(count=st.integers(1, 4))
+    def read_interactions(self, count: int) -> None:
+        for _ in range(count):
+            if (record := self.world.interactions.get(self.cursor[0])) is not None:
+                self.world.fates += self.matching.on_interaction(self.cursor[0], record)
+                self.cursor[0] += 1
+        self.sweep(everything=False)
+
+    @rule(count=st.integers(1, 4))
+    def read_feedback(self, count: int) -> None:
+        for _ in range(count):
+            for item in self.world.feedback.get(self.cursor[1], []):
+                self.world.fates += self.matching.on_feedback(self.cursor[1], item, self.now)
+            self.cursor[1] += self.cursor[1] in self.world.feedback
+        self.sweep(everything=False)
+
+    def sweep(self, *, everything: bool) -> None:
+        version = self.run.state.start_version(self.run.state.next_number)
+        self.world.fates += self.matching.sweep(version=version, now=self.now, everything=everything)
+
+    @rule(seconds=st.sampled_from([1.0, 16.0, 45.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.sweep(everything=True)
+        self.decide()
+
+    @rule()
+    def decide_now(self) -> None:
+        self.decide()
+
+    @rule()
+    def crash(self) -> None:
+        self.epoch += 1
+        self.lead()
+
+    @rule()
+    def crash_after_the_append(self) -> None:
+        """The decision is durable; nothing that follows from it was done."""
+        self.append(self.run.decide(self.now), crash=True)
+        self.crash()
+
+    @precondition(lambda self: self.run.state.sealed)
+    @rule(crash=st.sampled_from(["", "", "before", "after"]))
+    def train(self, crash: str) -> None:
+        batch = self.run.state.sealed[min(self.run.state.sealed)]
+        version = batch.start_version + 1
+        self.world.engine_version = max(self.world.engine_version, version)
+        report = Report(
+            kind="trained", epoch=1, batch=batch.number, revision=batch.revision, version=version, digest=f"w{version}"
+        )
+        if crash == "before":  # engines know the version before the ledger does
+            self.crash()
+        if crash == "after":
+            self.append(self.run.on_report(report, self.now), crash=True)
+            self.crash()
+        else:
+            self.report(report)
+
+    @rule()
+    def fork(self) -> None:
+        """A restarted trainer cannot repeat a batch: what it trained is opened again, from the same records."""
+        state = self.run.state
+        newest = -1 if state.checkpoint is None else state.checkpoint.number
+        rolled_back = [number for number in state.batches if number > newest]
+        if rolled_back:
+            version = max(state.version, self.world.engine_version) + 1
+            self.world.engine_version = version
+            self.report(
+                Report(
+                    kind="forked", epoch=1, batch=min(rolled_back), version=version, digest=f"w{version}", reason="x"
+                )
+            )
+
+    @rule()
+    def checkpoint(self) -> None:
+        state = self.run.state
+        if state.last_trained not in state.checkpoints:
+            self.report(
+                Report(
+                    kind="checkpointed", epoch=1, batch=state.last_trained, version=state.version, digest=state.digest,
+                    path=f"ckpt-{state.last_trained}",
+                )
+            )  # fmt: skip
+
+    # -- what must hold ----------------------------------------------------------------------------------------------
+
+    def admissions(self) -> list[Admission]:
+        events = [event for entry in self.world.entries for event in entry]
+        return [one for event in events if isinstance(event, Admitted) for one in event.admissions]
+
+    @invariant()
+    def books_hold(self) -> None:
+        assert self.run.state.balanced()
+        assert not audit_ledger(self.world.entries, self.config).violations
+
+    @invariant()
+    def once_only(self) -> None:
+        for kind in ("interactions", "feedback"):
+            counts = Counter(name for one in self.admissions() for name in getattr(one, kind))
+            assert not [name for name, count in counts.items() if count > 1]
+
+    @invariant()
+    def nobody_has_more_than_their_share(self) -> None:
+        owner = {one.ordinal: one.key_id for one in self.admissions()}
+        for event in (event for entry in self.world.entries for event in entry):
+            if isinstance(event, BatchSealed):
+                keys = Counter(owner[group.draw.ordinal] for group in event.groups)
+                assert max(keys.values()) <= self.config.online.max_share_per_key * len(event.groups)
+
+    def teardown(self) -> None:
+        """Everything is read, the job ends: each item has one newest fate, and it is what the ledger says."""
+        while self.cursor[0] in self.world.interactions:
+            self.read_interactions(4)
+        while self.cursor[1] in self.world.feedback:
+            self.read_feedback(4)
+        self.append(self.run.finish(self.now, {}))
+        newest = {one.feedback: one for one in self.world.fates}
+        ordinals = {name: one.ordinal for one in self.admissions() for name in one.feedback}
+        lineage = audit_ledger(self.world.entries, self.config).trained
+        trained = {group.draw.ordinal for batch in lineage.values() for group in batch.groups}
+        items = [item for items in self.world.feedback.values() for item in items]
+        revised = {item.id: any(one.id == item.id and one.revision for one in items) for item in items}
+        for item in items:
+            found = newest[item.id]
+            assert found.status in LAST
+            assert found.status != "admitted", "the job has ended"
+            if not revised[item.id]:  # a revision that comes too late has a fate of its own
+                assert (found.status == "trained") == (ordinals.get(item.id, -1) in trained), found
+
+
+TestOnline = OnlineMachine.TestCase
+TestOnline.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

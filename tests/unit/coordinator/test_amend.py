@@ -1,0 +1,141 @@
+"""A job file that changes during the run: one event at a batch boundary, and batches that say what they train with."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.services.coordinator.audit import audit_ledger
+from penstock.services.coordinator.ledger import LedgerState, fold
+from penstock.services.coordinator.run import JobRun
+from penstock.shared.config.amendable import settings_of, with_patch
+from penstock.shared.config.job import JobConfig
+from penstock.shared.protocol.events import (
+    BatchSealed,
+    Event,
+    Hyperparameters,
+    JobStarted,
+    SettingsChanged,
+    decode_events,
+    encode_events,
+)
+from penstock.shared.protocol.messages import Report
+from penstock.shared.protocol.trajectory import GroupHeader
+
+SPEC = {
+    "name": "amended",
+    "model": {"config": {}, "tokenizer": "char"},
+    "data": {"train": {"type": "addition"}},
+    "reward": {"scorers": [{"type": "exact"}]},
+    "algorithm": {"group_size": 2, "kl": {"coef": 0.1}},
+    "sampling": {"max_new_tokens": 4},
+    "optimizer": {"learning_rate": 1e-3},
+    "train": {"batch_size": 4, "max_updates": 3, "max_lag": 1},
+}
+CONFIG = JobConfig.parse(SPEC)
+PATCH = {"optimizer": {"learning_rate": 5e-4}, "algorithm": {"kl": {"coef": 0.2}}, "train": {"max_updates": 9}}
+CHANGED = JobConfig.parse(with_patch(SPEC, PATCH))
+
+
+class Scene:
+    """A job with one batch of lag whose groups come as fast as they are asked for; keeps its ledger."""
+
+    def __init__(self) -> None:
+        self.run = JobRun(CONFIG, LedgerState(), num_ordinals=None, writer_epoch=1)
+        self.entries: list[list[Event]] = []
+        self.seq = 0
+        self.commit(self.run.decide(1.0))
+        self.report("checkpointed", digest="w0", path="c0")
+
+    def commit(self, events: list[Event]) -> None:
+        if events:
+            self.entries.append(decode_events(encode_events(events)))
+            self.run.commit(events)
+
+    def report(self, kind: str, **fields: object) -> None:
+        events = self.run.on_report(Report(kind=kind, epoch=1, **fields), 1.0)  # type: ignore[arg-type]
+        self.commit(events + self.run.decide(1.0, after=events))
+
+    def answer(self) -> None:
+        for draw in [d for d in self.run.state.in_flight if d not in self.run.candidates]:
+            self.seq += 1
+            version = self.run.state.version
+            header = GroupHeader(
+                draw=draw, attempt=f"a{self.seq}", epoch=1, digest="d", nbytes=100, prompt_tokens=2, lengths=[2, 2],
+                rewards=[1.0, 0.0], failed=[False] * 2, truncated=[False] * 2, finite=True, min_version=version,
+                max_version=version, worker="w",
+            )  # fmt: skip
+            self.run.on_group(self.seq, header)
+        self.commit(self.run.decide(1.0))
+
+    def train(self) -> None:
+        number = self.run.state.last_trained + 1
+        batch = self.run.state.sealed[number]
+        self.report(
+            "trained", batch=number, revision=batch.revision, version=batch.start_version + 1, digest=f"w{number}"
+        )
+
+    def sealed(self) -> dict[int, Hyperparameters | None]:
+        return {e.number: e.hyperparameters for entry in self.entries for e in entry if isinstance(e, BatchSealed)}
+
+
+def test_batches_keep_what_they_were_sealed_with() -> None:
+    scene = Scene()
+    scene.answer()
+    old, new = Hyperparameters(1e-3, 0.1, 3), Hyperparameters(5e-4, 0.2, 9)
+    before = set(scene.sealed())
+    assert before
+    scene.commit(scene.run.amend(CHANGED, 2, 1.0))
+    assert scene.run.amend(CHANGED, 3, 1.0) == [], "what is so already is no change"
+    for _ in range(5):
+        scene.answer()
+        scene.train()
+    sealed = scene.sealed()
+    assert {number for number, found in sealed.items() if found == old} == before
+    assert {number for number, found in sealed.items() if found == new} == set(sealed) - before
+    assert len(sealed) > CONFIG.train.max_updates, "the run is longer now"
+    event = next(e for entry in scene.entries for e in entry if isinstance(e, SettingsChanged))
+    assert (event.number, event.update_index, event.generation) == (max(before) + 1, max(before), 2)
+    assert scene.run.state.applies_at == max(before)
+    assert audit_ledger(scene.entries, CHANGED).report()["ok"]
+
+
+def test_a_new_leader_folds_the_same_settings_and_changes_nothing() -> None:
+    scene = Scene()
+    scene.commit(scene.run.amend(CHANGED, 2, 1.0))
+    state = fold(event for entry in scene.entries for event in entry)
+    assert state.settings == settings_of(CHANGED)
+    assert JobRun(CHANGED, state, num_ordinals=None, writer_epoch=2).amend(CHANGED, 2, 1.0) == []
+    late = JobRun(CONFIG, fold(scene.entries[0]), num_ordinals=None, writer_epoch=2)  # it died before the event
+    assert [type(event) for event in late.amend(CHANGED, 2, 1.0)] == [SettingsChanged]
+
+
+def test_the_audit_finds_a_batch_with_other_settings() -> None:
+    scene = Scene()
+    scene.answer()
+    wrong = next(i for i, entry in enumerate(scene.entries) if any(isinstance(e, BatchSealed) for e in entry))
+    started = [
+        JobStarted(writer_epoch=1, time=0.0, config_digest="c", settings=settings_of(CHANGED))
+        if isinstance(event, JobStarted)
+        else event
+        for event in scene.entries[0]
+    ]
+    report = audit_ledger([started, *scene.entries[1 : wrong + 1]], CONFIG).report()
+    assert [text.partition(":")[0] for text in report["violations"]] == ["hyper-parameters"] * len(scene.sealed())
+
+
+def test_a_ledger_of_an_earlier_version_gets_its_settings_at_the_next_boundary() -> None:
+    state = fold([JobStarted(writer_epoch=1, time=0.0, config_digest="c")])
+    run = JobRun(CONFIG, state, num_ordinals=None, writer_epoch=2)
+    (event,) = run.amend(CONFIG, 1, 1.0)
+    assert isinstance(event, SettingsChanged)
+    assert event.settings == settings_of(CONFIG)
+
+
+@pytest.mark.parametrize(("requested", "reason"), [(True, "request"), (False, "")])
+def test_a_checkpoint_on_request(requested: bool, reason: str) -> None:
+    scene = Scene()
+    scene.run.requested = requested
+    assert scene.run.wants_checkpoint == "", "what is trained is in a checkpoint already"
+    scene.answer()
+    scene.train()
+    assert scene.run.wants_checkpoint == reason

@@ -1,0 +1,384 @@
+"""The admission table row by row, feedback in any order, credit over turns, shares of a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.services.coordinator.online.admission import admit
+from penstock.services.coordinator.online.credit import returns
+from penstock.services.coordinator.online.groups import group_of
+from penstock.services.coordinator.online.matching import Matching
+from penstock.services.coordinator.online.source import within_shares
+from penstock.shared.config.kinds import parse_job
+from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.errors import ConfigError
+from penstock.shared.protocol.events import Admission
+from penstock.shared.protocol.generation import Sampling, Span
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.interaction import Erasure, Fate, Feedback, Interaction
+from penstock.shared.protocol.trajectory import decode_group, encode_group
+
+NOW = 1000.0
+ACCEPTED = {"accepted": {"type": "boolean"}}
+RATED = {"rating": {"type": "float"}}
+SOLVED = {"solved": {"type": "boolean", "level": "episode"}}
+
+
+def job(**online: Any) -> OnlineJob:
+    spec = {
+        "kind": "online_rl", "name": "live", "model": {"config": {}, "tokenizer": "char"},
+        "data": {"prompt": {"max_tokens": 16}}, "sampling": {"max_new_tokens": 4},
+        "train": {"batch_size": 4}, "online": {"metrics": RATED, **online},
+    }  # fmt: skip
+    config = parse_job(spec)
+    assert isinstance(config, OnlineJob)
+    return config
+
+
+def interaction(name: str = "i1", *, version: int = 5, at: float = NOW, **changes: Any) -> Interaction:
+    tokens = changes.pop("token_ids", [1, 2])
+    fields: dict[str, Any] = {
+        "id": name, "request": name, "index": 0, "job": "j", "episode": f"e-{name}", "alone": True, "key_id": "asker",
+        "user": "u", "split": "train", "untrainable": "", "prompt_ids": [7, 8], "token_ids": tokens,
+        "logprobs": [-0.5] * len(tokens), "spans": [Span(version, 0, len(tokens))] if tokens else [],
+        "sampling": Sampling(max_new_tokens=4), "finish": "stop", "template": "t", "body_digest": "b", "text": "x",
+        "started": at - 1, "first_token": at, "ended": at,
+    }  # fmt: skip
+    return Interaction(**fields | changes)
+
+
+def said(name: str = "f1", value: Any = 0.5, **changes: Any) -> Feedback:
+    fields: dict[str, Any] = {"id": name, "job": "j", "kind": "metric", "key_id": "k1", "received": NOW + 1}
+    if "episode" not in changes:
+        fields["inference"] = "i1"
+    return Feedback(**fields | {"metric": "rating", "value": value} | changes)
+
+
+def table(**changes: Any) -> tuple[str, str, float]:
+    """Verdict, reason and reward of one interaction."""
+    arguments: dict[str, Any] = {"interaction": interaction(), "items": [said()], "job": job(), "version": 5}
+    arguments |= changes
+    found = admit(arguments.pop("interaction"), arguments.pop("items"), arguments.pop("job"), now=NOW + 2, **arguments)
+    return found.verdict, found.reason, found.reward
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", [5, 6])
+def test_row_1_served_by_us_within_the_window_is_trained(version: int) -> None:
+    assert table(version=version) == ("train", "feedback", 0.5)
+
+
+def test_row_1_the_oldest_token_counts() -> None:
+    spans = [Span(4, 0, 1), Span(5, 1, 2)]
+    assert table(interaction=interaction(spans=spans), version=5)[0] == "train"
+    assert table(interaction=interaction(spans=spans), version=6) == ("reject", "stale", 0.5)
+
+
+def test_row_1_tokens_newer_than_the_next_update_wait_for_the_clock() -> None:
+    assert table(version=4)[:2] == ("wait", "newer_than_the_clock")
+
+
+def test_row_2_beyond_the_window_is_rejected_as_stale() -> None:
+    assert table(version=7) == ("reject", "stale", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"token_ids": [1], "logprobs": [-1.0], "policy_version": 5}, "posted_unverified"),  # row 3
+        ({"token_ids": [1], "policy_version": 5}, "logprobs_missing"),  # row 4
+        ({"token_ids": [1]}, "behaviour_unknown"),  # row 5
+        ({"messages": []}, "text_only"),  # row 6
+    ],
+)
+def test_rows_3_to_6_posted_interactions_are_refused_with_a_reason(body: dict[str, Any], reason: str) -> None:
+    fates = Matching(job()).on_feedback(1, said(kind="interaction", body=body), NOW)
+    assert [(fate.status, fate.reason) for fate in fates] == [("rejected", reason)]
+
+
+def test_row_7_last_word_of_each_source_then_their_mean() -> None:
+    items = [said("a", 1.0), said("b", -1.0, received=NOW + 3), said("c", 0.5, key_id="k2")]
+    assert table(items=items) == ("train", "feedback", -0.25)
+    assert table(items=[*items[:2], said("c", 0.5, key_id="k2", weight=3.0)])[2] == pytest.approx(0.125)
+
+
+def test_row_8_feedback_after_its_interaction_was_taken_is_late() -> None:
+    matching, _ = settled([interaction()], [said()])
+    take(matching)
+    fates = matching.on_feedback(9, said("f2", 1.0), NOW + 9)
+    assert [(fate.status, fate.reason) for fate in fates] == [("rejected", "late_after_training")]
+
+
+def test_row_9_a_missing_metric_counts_as_its_default_after_a_time_or_at_the_end() -> None:
+    timed = job(metrics={"rating": {"type": "float", "default_after_s": 10.0, "default_value": -0.5}})
+    assert table(job=timed, items=[])[0] == "wait"
+    assert table(job=timed, items=[], interaction=interaction(at=NOW - 9)) == ("train", "default", -0.5)
+    assert table(items=[], closed=True) == ("reject", "no_feedback", 0.0)
+    two = job(metrics=RATED | {"other": {"type": "float", "default_value": 0.25}})
+    assert table(job=two)[0] == "wait"
+    assert table(job=two, closed=True) == ("train", "feedback", 0.75)
+
+
+def test_row_10_a_broken_tool_call_is_never_free() -> None:
+    broken = interaction(tool_calls_valid=False)
+    assert table(interaction=broken, items=[]) == ("train", "invalid", -1.0)
+    assert table(interaction=broken, items=[said(value=1.0)]) == ("train", "invalid", -1.0)
+    assert table(interaction=broken, job=job(invalid_reward=-0.3)) == ("train", "invalid", -0.3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"untrainable": "opted_out"}, "opted_out"), ({"split": "val"}, "split_val")],
+)
+def test_row_11_what_is_kept_from_training(changes: dict[str, Any], reason: str) -> None:
+    assert table(interaction=interaction(**changes))[:2] == ("reject", reason)
+
+
+def test_row_11_who_opted_out_is_not_trained_on() -> None:
+    matching = Matching(job(), opted_out=lambda user: user == "u")
+    matching.on_interaction(1, interaction())
+    matching.on_feedback(1, said(), NOW)
+    assert [(f.status, f.reason) for f in matching.sweep(version=5, now=NOW)] == [("rejected", "opted_out")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"prompt_ids": [1] * 17}, "prompt_too_long"),
+        ({"token_ids": [1] * 5}, "completion_too_long"),
+        ({"token_ids": []}, "no_tokens"),
+        ({"logprobs": [-1.0, float("nan")]}, "not_finite"),
+        ({"logprobs": [-1.0, 0.5]}, "not_finite"),
+        ({"logprobs": [-1.0]}, "lengths_differ"),
+        ({"spans": [Span(5, 0, 1)]}, "lengths_differ"),
+        ({"sampling": Sampling(max_new_tokens=4, temperature=0.0)}, "other_temperature"),
+    ],
+)
+def test_row_12_what_cannot_be_scored(changes: dict[str, Any], reason: str) -> None:
+    assert table(interaction=interaction(**changes))[:2] == ("reject", reason)
+
+
+@pytest.mark.parametrize("value", [float("inf"), 11.0, -11.0])
+def test_row_12_a_reward_far_out_of_range_is_an_error(value: float) -> None:
+    fates = Matching(job()).on_feedback(1, said(value=value), NOW)
+    assert [(fate.status, fate.reason) for fate in fates] == [("rejected", "out_of_range")]
+
+
+def test_a_reward_is_mapped_weighted_clipped_and_summed() -> None:
+    two = job(metrics={"accepted": {"type": "boolean", "when_false": -0.5}, "rating": {"type": "float", "weight": 0.1}})
+    items = [said("a", False, metric="accepted"), said("b", 5.0)]
+    assert table(job=two, items=items)[2] == pytest.approx(0.0)
+    assert table(job=two, items=[items[0], said("b", 50.0)])[2] == pytest.approx(0.5)
+
+
+# -- matching ---------------------------------------------------------------------------------------------------------
+
+
+def settled(interactions: list[Interaction], items: list[Feedback], **online: Any) -> tuple[Matching, list[Fate]]:
+    matching = Matching(job(**online))
+    fates = [one for seq, item in enumerate(items, 1) for one in matching.on_feedback(seq, item, NOW)]
+    fates += [one for seq, record in enumerate(interactions, 1) for one in matching.on_interaction(seq, record)]
+    return matching, fates + matching.sweep(version=5, now=NOW + 2)
+
+
+def take(matching: Matching) -> list[Admission]:
+    ready = [trajectory for found in matching.ready.values() for trajectory in found]
+    admissions = [
+        Admission(
+            n, {t.interaction.id: t.seq for t in one.turns}, {name: item.seq for name, item in one.feedback.items()},
+            one.reward, 0, one.key_id, one.user, one.reason, NOW,
+        )
+        for n, one in enumerate(ready)
+    ]  # fmt: skip
+    matching.take(admissions)
+    return admissions
+
+
+def test_early_feedback_waits_and_expires_with_its_time() -> None:
+    matching = Matching(job(match_ttl_s=60.0))
+    assert matching.on_feedback(1, said(), NOW) == []
+    assert matching.sweep(version=5, now=NOW + 30) == []
+    assert [f.status for f in matching.on_interaction(1, interaction())] == ["matched"]
+    matching.on_feedback(2, said("f2", inference="nobody"), NOW)
+    fates = [one for t in (30.0, 62.0) for one in matching.sweep(version=5, now=NOW + t)]
+    assert [(f.feedback, f.status, f.reason) for f in fates] == [("f2", "expired", "unknown_target")]
+
+
+def test_a_duplicate_changes_nothing_and_a_higher_revision_replaces() -> None:
+    matching, _ = settled([interaction()], [said()])
+    assert matching.on_feedback(2, said(value=-1.0), NOW) == []
+    assert matching.ready["i1"][0].reward == 0.5
+    matching.on_feedback(3, said(value=-1.0, revision=1), NOW)
+    assert not matching.ready, "settled anew before it is admitted"
+    matching.sweep(version=5, now=NOW + 2)
+    assert matching.ready["i1"][0].reward == -1.0
+    assert take(matching)[0].feedback == {"f1": 3}
+    assert matching.on_feedback(4, said(value=1.0, revision=2), NOW) == [], "its fate stands"
+
+
+def test_retraction_before_and_after_it_counted() -> None:
+    retract = said("r1", kind="retraction", inference="", body={"feedback": "f1"})
+    matching, fates = settled([interaction()], [said(), retract])
+    assert [(f.feedback, f.status) for f in fates] == [("f1", "retracted"), ("r1", "retracted")]
+    assert not matching.ready
+    matching, _ = settled([interaction()], [said()])
+    take(matching)
+    again = matching.on_feedback(2, retract, NOW)
+    assert [(f.feedback, f.status, f.reason) for f in again] == [("r1", "rejected", "late_after_training")]
+
+
+def test_a_retraction_may_overtake_what_it_retracts() -> None:
+    matching = Matching(job())
+    matching.on_feedback(1, said("r1", kind="retraction", inference="", body={"feedback": "f1"}), NOW)
+    matching.on_interaction(1, interaction())
+    assert matching.lowest()[1] == 1, "a new leader must know of it, too"
+    assert [(f.feedback, f.status) for f in matching.on_feedback(2, said(), NOW)] == [("f1", "retracted")]
+    assert matching.sweep(version=5, now=NOW) == []
+    assert not matching.ready
+
+
+def test_what_is_erased_is_forgotten() -> None:
+    matching, _ = settled([interaction()], [said()])
+    matching.on_erasure(Erasure(user="u", interactions=["i1"], feedback=["f1"], time=NOW))
+    assert matching.sweep(version=5, now=NOW) == []
+    assert not matching.ready
+    assert not matching.num_waiting
+
+
+def test_below_the_lowest_sequences_everything_is_decided() -> None:
+    matching, _ = settled([interaction(), interaction("i2")], [said(), said("f2", inference="i2", episode="")])
+    assert matching.lowest() == (1, 1)
+    assert matching.lowest(without=["i1"]) == (2, 2)
+    take(matching)
+    assert matching.lowest() == (3, 2), "a message of feedback may hold more items"
+
+
+def test_the_end_of_a_job_leaves_no_item_without_a_fate() -> None:
+    matching = Matching(job())
+    matching.on_feedback(1, said("f9", inference="nobody"), NOW)
+    assert [(f.feedback, f.reason) for f in matching.end(NOW)] == [("f9", "job_ended")]
+
+
+# -- turns ------------------------------------------------------------------------------------------------------------
+
+
+def turns(*, rendered_anew: bool = False) -> list[Interaction]:
+    first = interaction("i1", episode="ep", alone=False)
+    prompt = [9, 9, 9] if rendered_anew else [7, 8, 1, 2, 30, 31]
+    return [
+        first,
+        interaction("i2", at=NOW + 5, episode="ep", alone=False, prompt_ids=prompt, token_ids=[3], version=6),
+    ]
+
+
+def test_returns_run_backwards() -> None:
+    assert returns([1.0, 0.0, 4.0], 0.5) == [2.0, 2.0, 4.0]
+
+
+def test_an_episode_waits_for_its_end_and_is_one_trajectory() -> None:
+    matching, _ = settled(turns(), [said("f1", 0.5, inference="i2")])
+    assert not matching.ready, "more turns may follow"
+    matching.on_feedback(2, said("end", None, episode="ep", metric="", final=True), NOW)
+    matching.sweep(version=6, now=NOW + 6)
+    (trajectory,) = matching.ready["ep"]
+    assert ([t.interaction.id for t in trajectory.turns], trajectory.reward) == (["i1", "i2"], 0.5)
+    assert set(trajectory.feedback) == {"f1", "end"}
+
+
+def test_a_prompt_rendered_anew_or_another_return_makes_its_own_trajectory() -> None:
+    end = said("f1", 0.5, inference="i2", final=True)
+    matching, _ = settled(turns(rendered_anew=True), [end])
+    matching.sweep(version=6, now=NOW + 6)
+    assert [len(t.turns) for t in matching.ready["ep"]] == [1, 1]
+    assert [t.reason for t in matching.ready["ep"]] == ["credit", "feedback"]
+    matching, _ = settled(turns(), [said("f0", 0.25), end])
+    matching.sweep(version=6, now=NOW + 6)
+    assert [(len(t.turns), t.reward) for t in matching.ready["ep"]] == [(1, 0.75), (1, 0.5)]
+
+
+def test_an_episode_metric_judges_the_whole_and_ends_it() -> None:
+    item = said("f1", True, episode="ep", metric="solved")
+    matching, _ = settled(turns(), [item], metrics=SOLVED, gamma=0.5)
+    matching.sweep(version=6, now=NOW + 6)
+    assert [t.reward for t in matching.ready["ep"]] == [0.5, 1.0]
+
+
+def test_an_idle_episode_is_over() -> None:
+    matching, _ = settled(turns(), [said("f1", 0.5)], idle_ttl_s=60.0)
+    matching.sweep(version=6, now=NOW + 64)
+    assert not matching.ready
+    matching.sweep(version=6, now=NOW + 66)
+    assert [t.reward for t in matching.ready["ep"]] == [0.5, 0.0]
+
+
+def test_a_turn_after_the_end_is_refused() -> None:
+    matching, _ = settled(turns(), [said("f1", 0.5, inference="i2", final=True)])
+    matching.sweep(version=6, now=NOW + 6)
+    take(matching)
+    matching.on_interaction(3, interaction("i3", episode="ep", alone=False, at=NOW + 9))
+    fates = matching.on_feedback(4, said("f3", 1.0, inference="i3"), NOW)
+    assert [(f.status, f.reason) for f in fates] == [("rejected", "episode_over")]
+
+
+def test_without_credit_over_turns_each_turn_counts_by_itself() -> None:
+    matching, _ = settled(turns(), [said("f1", 0.5)], gamma=0.0)
+    assert list(matching.ready) == ["i1"]
+
+
+def test_the_tokens_of_an_episode_are_one_trajectory_with_what_it_was_told_masked() -> None:
+    group = group_of("j", Draw(3), turns(), reward=0.5, epoch=1)
+    assert group.prompt_ids.tolist() == [7, 8]
+    assert group.token_ids.tolist() == [1, 2, 30, 31, 3]
+    assert group.mask.tolist() == [1, 1, 0, 0, 1]
+    assert group.spans.tolist() == [[0, 5, 0, 2], [0, 6, 2, 4], [0, 6, 4, 5]]
+    data, header = encode_group(group)
+    assert np.array_equal(decode_group(data).logprobs, np.float32([-0.5, -0.5, 0, 0, -0.5]))
+    assert (header.min_version, header.max_version, header.rewards) == (5, 6, [0.5])
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
+
+
+def shares(owners: list[tuple[str, str]], size: int = 4, **online: Any) -> list[int]:
+    admissions = {
+        n: Admission(n, {f"i{n}": n}, {}, 0.0, 0, key, user, "feedback", NOW) for n, (key, user) in enumerate(owners)
+    }
+    draws = [Draw(n) for n in admissions]
+    return [draw.ordinal for draw in within_shares(job(**online), draws, admissions, size)]
+
+
+def test_nobody_has_more_than_their_share_of_a_batch() -> None:
+    hostile = [("bad", "b")] * 6
+    assert shares([*hostile, ("a", "1"), ("b", "2"), ("c", "3")], max_share_per_key=0.25) == [0, 6, 7, 8]
+    assert shares(hostile, max_share_per_key=0.5) == [], "a smaller batch would be theirs altogether"
+    assert shares([*hostile, ("a", "1")], max_share_per_key=0.5) == [0, 6]
+    assert shares([("a", "1"), ("b", "1"), ("c", "2")], max_share_per_user=0.5) == [0, 2]
+    assert shares(hostile) == [0, 1, 2, 3]
+
+
+# -- the job file -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("section", "text"),
+    [
+        ({"algorithm": {"type": "grpo"}}, "needs several answers to the same prompt"),
+        ({"algorithm": {"group_size": 4}}, "a live agent asks once"),
+        ({"train": {"max_lag": 9}}, "less than or equal to 8"),
+        ({"train": {"data_epochs": 1}}, "no training data"),
+        ({"online": {"max_share_per_key": 0.01}}, "less than one trajectory"),
+        ({"warm_start": {"steps": 3}}, "warm_start.data"),
+        ({"data": {"eval": {"type": "addition"}}}, "reward.scorers"),
+        ({"data": {"train": {"type": "addition"}}}, "at most 0 items"),
+    ],
+)
+def test_a_job_that_cannot_learn_online_is_refused(section: dict[str, Any], text: str) -> None:
+    spec = {"kind": "online_rl", "name": "live", "model": {"config": {}, "tokenizer": "char"}}
+    parse_job(spec)
+    with pytest.raises(ConfigError, match=text):
+        parse_job(spec | section)

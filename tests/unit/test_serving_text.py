@@ -1,0 +1,72 @@
+"""Tokens become text piece by piece, and the pieces are the whole."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.services.rollout.serving.text import TextStream, ToolCalls, held_back
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>'
+
+
+def decode_bytes(token_ids: list[int]) -> str:
+    """Each token is one byte: characters of several bytes are complete only with their last token."""
+    return bytes(token_ids).decode("utf-8", "replace")
+
+
+def streamed(text: str, stop: tuple[str, ...] = ()) -> list[str]:
+    stream = TextStream(decode_bytes, stop)
+    return [*(stream.push([token]) for token in text.encode()), stream.close()]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.text(max_size=30), st.lists(st.text(min_size=1, max_size=3), max_size=2))
+def test_the_pieces_are_the_text_before_the_first_stop_string(text: str, stop: list[str]) -> None:
+    text = text.replace("\ufffd", "")
+    cuts = [place for each in stop if (place := text.find(each)) >= 0]
+    expected = text[: min(cuts)] if cuts else text
+    pieces = streamed(text, tuple(stop))
+    assert "".join(pieces) == expected
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_text_comes_as_soon_as_it_is_certain() -> None:
+    assert streamed("abé") == ["a", "b", "", "é", ""]
+    assert streamed("a world", ("wonder",)) == ["a", " ", "", "", "wor", "l", "d", ""]
+    assert streamed("a wonderful", ("wonder",)) == ["a", " ", *[""] * 10]
+
+
+@pytest.mark.parametrize(("text", "held"), [("", 0), ("abc", 0), ("ab<", 1), ("ab<tool", 5), ("<tool_call", 10)])
+def test_what_may_become_a_marker_is_held_back(text: str, held: int) -> None:
+    assert held_back(text, ["<tool_call>"]) == held
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "names", "valid"),
+    [
+        ("just <b>text</b>\n", "just <b>text</b>\n", [], None),
+        (f"I look.\n{CALL}\n{CALL}", "I look.", ["f", "f"], True),
+        (CALL, "", ["f"], True),
+        ("<tool_call>{broken}</tool_call>", "<tool_call>{broken}</tool_call>", [], False),
+        (f"{CALL}<tool_call>[1]</tool_call>", "<tool_call>[1]</tool_call>", ["f"], False),
+        ('<tool_call>{"name": "f", "arg', '<tool_call>{"name": "f", "arg', [], False),
+        ('<tool_call>{"name": "f", "arguments": "x"}</tool_call>', None, [], False),
+    ],
+)
+def test_tool_calls_are_taken_out_of_the_text(text: str, content: str | None, names: list[str], valid: bool) -> None:
+    for size in (1, 7, len(text)):
+        parser, told, calls = ToolCalls(), "", []
+        for start in range(0, len(text), size):
+            more, found = parser.push(text[start : start + size])
+            told, calls = told + more, calls + found
+        told += parser.close()
+        assert (told, [call.name for call in calls], parser.valid) == (
+            text if content is None else content,
+            names,
+            valid,
+        )
+        assert all(json.loads(call.arguments) == {"x": "é"} for call in calls)

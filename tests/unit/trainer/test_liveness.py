@@ -1,0 +1,168 @@
+"""Ranks that are stopped, or fail alone, while others wait for them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.services.trainer import ranks as module
+from penstock.services.trainer.liveness import Liveness
+from penstock.services.trainer.process_group import World
+from penstock.services.trainer.ranks import Ranks, Threads
+from penstock.services.trainer.replica import Replica
+from penstock.shared.config.job import JobConfig
+from penstock.shared.errors import CheckpointError, DataError, RankLost
+
+SILENCE_S = 3.0
+OVER = "over"
+
+
+def watch(world: World, victim: int) -> str:
+    """``victim`` is stopped by the other rank, which tells what it noticed."""
+    return asyncio.run(_watch(world, victim))
+
+
+async def _watch(world: World, victim: int) -> str:
+    pids = [int(part["pid"][0]) for part in world.everybody.gather({"pid": np.array([os.getpid()])})]
+    threads = Threads()
+    liveness = await Liveness.open(world, threads.compute, silence_s=SILENCE_S, interval_s=0.1)
+    running = asyncio.create_task(liveness.run())
+    with world.everybody.during("update 7"):
+        if world.place.rank == victim:
+            await threads.compute(partial(world.store.wait, [OVER]))
+            await asyncio.sleep(0.3)  # signs that waited are taken
+            assert not running.done(), "who was stopped itself accuses nobody"
+            running.cancel()
+            return ""
+        while f"rank {victim} in 'update 7'" not in liveness.story():
+            await asyncio.sleep(0.01)
+        os.kill(pids[victim], signal.SIGSTOP)
+        try:
+            await running
+        except RankLost as error:
+            return str(error)
+        finally:
+            os.kill(pids[victim], signal.SIGCONT)
+            await threads.compute(partial(world.store.set, OVER, "1"))
+    return "nothing"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stopped_rank_is_noticed(ranks: Any, victim: int) -> None:
+    said = ranks.run(2, watch, victim)[1 - victim]
+    assert f"rank {victim} of 2 gave no sign for {SILENCE_S:g} s" in said
+    assert f"rank {victim} in 'update 7' (stage 2), silent for 3 s" in said, "where it was"
+    assert f"rank {1 - victim} in 'update 7' (stage 2)" in said
+
+
+def compute(world: World, seconds: float) -> str:
+    """Rank 1 computes for longer than a silence may last, and rank 0 waits for it in a collective."""
+    return asyncio.run(_compute(world, seconds))
+
+
+async def _compute(world: World, seconds: float) -> str:
+    threads = Threads()
+    liveness = await Liveness.open(world, threads.compute, silence_s=1.0, interval_s=0.05)
+    running = asyncio.create_task(liveness.run())
+
+    def step() -> None:
+        end = time.monotonic() + seconds
+        while world.place.rank and time.monotonic() < end:
+            sum(range(1000))
+        world.everybody.agree(True)
+
+    await threads.compute(step)
+    lost = running.done()
+    running.cancel()
+    await threads.compute(partial(world.everybody.agree, True))
+    return str(running.exception()) if lost else ""
+
+
+def test_a_long_step_is_no_silence(ranks: Any) -> None:
+    assert ranks.run(2, compute, 2.5) == ["", ""]
+
+
+def fail_alone(world: World, config: JobConfig, directory: Path) -> tuple[str, str]:
+    """Rank 1 fails while rank 0 stands in a collective of the same work; what both raise."""
+    module.FAILED_GRACE_S = 1.0
+    return asyncio.run(_fail_alone(world, config, directory))
+
+
+async def _fail_alone(world: World, config: JobConfig, directory: Path) -> tuple[str, str]:
+    threads = Threads()
+    liveness = await Liveness.open(world, threads.compute, silence_s=30, interval_s=0.05)
+    running = asyncio.create_task(liveness.run())
+    ranks = Ranks(world, threads, liveness)
+    replica = Replica(None, "job", config, world=world, threads=threads, checkpoints=directory)  # type: ignore[arg-type]
+
+    def work() -> bool:
+        if world.place.rank:
+            raise DataError("rows.jsonl: no such file")
+        return world.everybody.agree(True)
+
+    again = ""
+    if world.place.rank:
+        failing = asyncio.create_task(replica.together("the warm start", work))
+        await asyncio.to_thread(world.store.wait, [OVER])
+        world.everybody.agree(True)  # only to let rank 0 go
+        with pytest.raises(DataError) as own:
+            await failing
+        said = str(own.value)
+    else:
+        with pytest.raises(CheckpointError) as caught:
+            await ranks.unless_failed(replica.together("the warm start", work))
+        said = str(caught.value)
+        with pytest.raises(RankLost) as stranded:
+            await ranks.unless_failed(replica.copy())
+        again = str(stranded.value)
+        await asyncio.to_thread(world.store.set, OVER, "1")
+        await threads.compute(lambda: None)  # behind the vote
+    running.cancel()
+    return said, again
+
+
+def test_an_error_of_one_rank_ends_the_wait_of_the_others(ranks: Any, make_config: Any, tmp_path: Path) -> None:
+    (said, again), (own, _) = ranks.run(2, fail_alone, make_config(backend={"type": "fsdp"}), tmp_path)
+    assert said == "rank 1: the warm start: rows.jsonl: no such file"
+    assert again == f"the ranks wait for one that failed: {said}"
+    assert own == "rows.jsonl: no such file"
+
+
+def test_an_error_on_which_all_vote_strands_nobody(ranks: Any, make_config: Any, tmp_path: Path) -> None:
+    first, second = ranks.run(2, vote, make_config(backend={"type": "fsdp"}), tmp_path)
+    assert first == ("rank 1: rows.jsonl: no such file", "", "")
+    assert second == ("rows.jsonl: no such file", "", "")
+
+
+def vote(world: World, config: JobConfig, directory: Path) -> tuple[str, str, str]:
+    """Rank 1 fails, rank 0 comes to the vote: what it raises, what is left of it, what makes the ranks unusable."""
+    return asyncio.run(_vote(world, config, directory))
+
+
+async def _vote(world: World, config: JobConfig, directory: Path) -> tuple[str, str, str]:
+    threads = Threads()
+    liveness = await Liveness.open(world, threads.compute, silence_s=30, interval_s=0.05)
+    running = asyncio.create_task(liveness.run())
+    ranks = Ranks(world, threads, liveness)
+    replica = Replica(None, "job", config, world=world, threads=threads, checkpoints=directory)  # type: ignore[arg-type]
+
+    def work() -> None:
+        if world.place.rank:
+            raise DataError("rows.jsonl: no such file")
+
+    with pytest.raises((CheckpointError, DataError)) as caught:
+        await ranks.unless_failed(replica.together("the warm start", work))
+    async with asyncio.timeout(30):
+        while liveness.failure:  # the last sign of another rank may be older than the vote
+            await asyncio.sleep(0.02)
+    await threads.compute(partial(world.everybody.agree, True))
+    running.cancel()
+    return str(caught.value), liveness.failure, ranks.stranded
