@@ -63,7 +63,12 @@ async def serve_naively(nats_url: str, port: int, data_dir: Path) -> None:
 
     desks.Ingest = Naive  # type: ignore[misc]
     async with await Bus.connect(nats_url, name="naive") as bus:
-        settings = ServiceSettings(data_dir=data_dir, rate_limit="100000000/minute", api_keys="", redis_url=None)
+        settings = ServiceSettings(
+            data_dir=data_dir,
+            live_rate_limit="100000000/minute",
+            api_keys="",
+            redis_url=None,
+        )
         store = JobStore(bus)
         desk = desks.FeedbackDesk(bus, store, data_dir)
         app = create_app(CoordinatorControl(bus, store, Members(), {}, settings), settings, desk=desk)

@@ -74,6 +74,8 @@ class ServiceSettings(BaseSettings):
     """Least severe level that is logged."""
     rate_limit: str = "600/minute"
     """API requests of one key (`limits` notation); needs redis_url to be shared between replicas."""
+    live_rate_limit: str = "60000/minute"
+    """Requests of one key to models and feedback, counted apart; a key's own rate replaces both."""
     experience_bytes: int = Field(4 << 30, ge=1 << 20)
     """Size of the EXPERIENCE stream; a full stream refuses new messages."""
     stream_bytes: int = Field(1 << 30, ge=1 << 20)

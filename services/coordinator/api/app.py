@@ -72,7 +72,7 @@ def create_app(
     """
     volatile = Volatile(settings.redis_url)
     ring = KeyRing(settings, control.keys)
-    limiter = RateLimiter(settings.rate_limit, volatile)
+    limiter = RateLimiter(settings, volatile)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -21,8 +21,8 @@ MAX_BODY_BYTES = 1 << 20
 """Longest request body; enforced while it is read, whatever Content-Length says."""
 MAX_LARGE_BYTES = 8 << 20
 """Longest body where whole conversations or batches of feedback are posted."""
-LARGE_PATHS = frozenset({"/feedback", "/v1/feedback", "/v1/feedback/batch"})
-LARGE_ENDS = ("/chat/completions", "/v1/completions")
+LIVE_PATHS = frozenset({"/feedback", "/v1/feedback", "/v1/feedback/batch"})
+LIVE_ENDS = ("/chat/completions", "/v1/completions")
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/v1/version", "/openapi.json", "/metrics"})
 """Served without a key and without counting."""
 
@@ -60,7 +60,7 @@ class Guard:
         scope.setdefault("state", {})["caller"] = caller
         client = scope.get("client")
         peer = f"{caller.id}@{client[0]}" if client and caller is ANONYMOUS else caller.id
-        allowance = await self.limiter.hit(peer, caller.rate_limit)
+        allowance = await self.limiter.hit(peer, caller.rate_limit, live=is_live(scope["path"]))
         reply.extra = allowance.headers()
         if not allowance.allowed:
             raise HttpProblem(
@@ -88,7 +88,12 @@ class _Reply:
 
 def body_limit(path: str) -> int:
     """Longest body of a request to ``path``, in bytes."""
-    return MAX_LARGE_BYTES if path in LARGE_PATHS or path.endswith(LARGE_ENDS) else MAX_BODY_BYTES
+    return MAX_LARGE_BYTES if is_live(path) else MAX_BODY_BYTES
+
+
+def is_live(path: str) -> bool:
+    """Whether ``path`` is where agents talk to models and post feedback: often, and whole conversations."""
+    return path in LIVE_PATHS or path.endswith(LIVE_ENDS)
 
 
 def _limited(headers: Headers, receive: Receive, limit: int) -> Receive:

@@ -13,6 +13,7 @@ from limits.aio.storage import MemoryStorage, RedisStorage
 from limits.aio.strategies import SlidingWindowCounterRateLimiter
 
 from penstock.services.coordinator.api.volatile import Volatile
+from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, Unavailable
 
 __all__ = ["Allowance", "RateLimiter", "parse_rate"]
@@ -40,24 +41,23 @@ class Allowance:
 
 
 class RateLimiter:
-    """Sliding-window counters, one per caller.
+    """Sliding-window counters, one per caller, and another one for its live requests (models and feedback).
 
     Raises:
-        ConfigError: ``notation`` is not like ``600/minute``.
+        ConfigError: a limit is not like ``600/minute``.
     """
 
-    def __init__(self, notation: str, volatile: Volatile) -> None:
-        try:
-            self._item = parse_rate(notation)
-        except ConfigError as error:
-            raise ConfigError(f"PENSTOCK_RATE_LIMIT: {error}") from None
+    def __init__(self, settings: ServiceSettings, volatile: Volatile) -> None:
+        self._item = _limit_of("PENSTOCK_RATE_LIMIT", settings.rate_limit)
+        self._live = _limit_of("PENSTOCK_LIVE_RATE_LIMIT", settings.live_rate_limit)
         self._volatile = volatile
         self._local = SlidingWindowCounterRateLimiter(MemoryStorage())
         self._shared = _on(volatile.client) if volatile.client is not None else None
 
-    async def hit(self, caller: str, notation: str | None = None) -> Allowance:
+    async def hit(self, caller: str, notation: str | None = None, *, live: bool = False) -> Allowance:
         """Count one request of ``caller`` against its own limit, or else the deployment's."""
-        item = self._item if notation is None else parse_rate(notation)
+        item = parse_rate(notation) if notation is not None else self._live if live else self._item
+        caller = f"{caller}:live" if live and notation is None else caller
         shared = self._shared
         if shared is not None:
 
@@ -75,6 +75,13 @@ class RateLimiter:
         stats = await limiter.get_window_stats(item, caller)
         reset_s = max(0, math.ceil(stats.reset_time - time.time()))
         return Allowance(allowed, stats.remaining, reset_s, item.amount, item.get_expiry())
+
+
+def _limit_of(variable: str, notation: str) -> RateLimitItem:
+    try:
+        return parse_rate(notation)
+    except ConfigError as error:
+        raise ConfigError(f"{variable}: {error}") from None
 
 
 @lru_cache(maxsize=256)

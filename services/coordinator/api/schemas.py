@@ -151,5 +151,6 @@ class Limits(BaseModel):
     max_page: int
     max_wait_s: float
     rate_limit: str
+    live_rate_limit: str = Field(description="Of models and feedback, counted apart")
     idempotency_keep_s: int
     authentication: bool

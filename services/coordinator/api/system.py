@@ -31,6 +31,7 @@ async def limits(backend: BackendDep) -> Response:
         max_page=MAX_PAGE,
         max_wait_s=MAX_WAIT_S,
         rate_limit=backend.settings.rate_limit,
+        live_rate_limit=backend.settings.live_rate_limit,
         idempotency_keep_s=KEEP_S,
         authentication=backend.ring.required,
     )

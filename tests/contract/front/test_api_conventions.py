@@ -216,6 +216,14 @@ async def test_rate_limit(connect: Any) -> None:
         assert (await client.get("/healthz")).status_code == 200
 
 
+async def test_live_requests_are_counted_apart(connect: Any) -> None:
+    async with connect(rate_limit="1/minute", live_rate_limit="2/minute") as client:
+        for allowed in (True, True, False):
+            reply = await client.post("/v1/feedback", json={})
+            assert (reply.status_code != 429) is allowed
+        assert (await client.get("/v1/jobs")).status_code == 200
+
+
 async def test_a_rate_limit_that_cannot_be_read(books: Any) -> None:
     with pytest.raises(ConfigError, match="600/minute"):
         create_app(books, ServiceSettings(rate_limit="often"))
