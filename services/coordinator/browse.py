@@ -19,7 +19,7 @@ from penstock.shared.transport.bus import Bus
 
 __all__ = ["SampleBrowser"]
 
-_ROW_ID = re.compile(r"(\d{1,15})-(\d{1,15}\.\d{1,9})-(\d{1,6})", re.ASCII)
+_ROW_ID = re.compile(r"(\d{1,15})-(\d{1,15}\.\d{1,18})-(\d{1,6})", re.ASCII)
 
 
 class SampleBrowser:
@@ -60,8 +60,11 @@ class SampleBrowser:
         batches = await self._batches(job)
         steps = [step] if step is not None else sorted(batches, reverse=True)
         place = _ROW_ID.fullmatch(after or "")
-        if step is None and sort is None and place is not None:  # the page before ended in this batch
+        if after is not None and place is None:
+            return []
+        if sort is None and place is not None:  # the page before ended in this batch
             steps = [number for number in steps if number <= int(place[1])]
+        enough = limit if sort is None else limit * 4
         rows: list[Row] = []
         for number in steps:
             batch = batches.get(number)
@@ -69,13 +72,15 @@ class SampleBrowser:
                 continue
             messages = await self._bus.get_whole(subjects.EXPERIENCE, [group.seq for group in batch.groups])
             found = [messages[group.seq].data for group in batch.groups if group.seq in messages]
-            rows += [row for row in await asyncio.to_thread(_rows_of, number, found) if _good(row, min_reward)]
-            if len(rows) >= limit * 4 or step is not None:
+            read = await asyncio.to_thread(_rows_of, number, found)
+            if sort is None and place is not None and number == int(place[1]):
+                read = _past(read, after)
+            rows += [row for row in read if _good(row, min_reward)]
+            if len(rows) >= enough:
                 break
         if sort is not None:
             rows.sort(key=lambda row: float(row["reward" if "reward" in sort else "tokens"]), reverse=sort[0] == "-")
-        if after is not None:
-            rows = list(itertools.dropwhile(lambda row: row["id"] != after, rows))[1:]
+            rows = rows if after is None else _past(rows, after)
         return rows[:limit]
 
     async def _evaluated(
@@ -109,6 +114,11 @@ class SampleBrowser:
 
 def _good(row: Row, min_reward: float | None) -> bool:
     return min_reward is None or (row["reward"] >= min_reward and not row["failed"])
+
+
+def _past(rows: list[Row], after: str | None) -> list[Row]:
+    """The rows behind the one with id ``after``; none where it is not there."""
+    return list(itertools.dropwhile(lambda row: row["id"] != after, rows))[1:]
 
 
 def _rows_of(step: int, found: Sequence[bytes]) -> list[Row]:

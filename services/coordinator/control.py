@@ -28,7 +28,7 @@ from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.retention import check_room
 from penstock.services.coordinator.series import columns, metric_names
 from penstock.services.coordinator.store import JobStore
-from penstock.services.coordinator.submission import plan_job, resolve_model
+from penstock.services.coordinator.submission import check_budget, plan_job, resolve_model
 from penstock.services.coordinator.timeline import timeline
 from penstock.shared.config.job import JobConfig, group_bytes
 from penstock.shared.config.kinds import AnyJob, parse_job, trains
@@ -123,6 +123,7 @@ class CoordinatorControl:
     async def amend(self, job: str, edit: Callable[[JobRecord], AnyJob]) -> JobRecord:
         """See ``Control.amend``."""
         others = [record for record in await self.store.list_all() if record.id != job]
+        await self._check_smaller_budget(await self.store.get(job), edit)
 
         def checked(record: JobRecord) -> AnyJob:
             config = edit(record)
@@ -130,6 +131,15 @@ class CoordinatorControl:
             return config
 
         return await self.store.amend(job, checked)
+
+    async def _check_smaller_budget(self, record: JobRecord, edit: Callable[[JobRecord], AnyJob]) -> None:
+        """Refuse a byte budget that groups of the job do not fit in any more. What a group may take never changes."""
+        if record.status.phase in TERMINAL_PHASES:
+            return
+        config = edit(record)
+        if config.limits.byte_budget < parse_job(record.spec).limits.byte_budget:
+            parts = (await self.bus.stream_state(subjects.EXPERIENCE)).atomic
+            await check_budget(config, stores_parts=parts)
 
     async def begin_operation(self, job: str, operation: Operation) -> JobRecord:
         """See ``Control.begin_operation``."""

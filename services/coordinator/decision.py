@@ -43,6 +43,7 @@ class RunFacts(Protocol):
     writer_epoch: int
     desired: str
     stop_early: str
+    replays: int
     hold: Callable[[int], bool]
     source: DrawSource
 
@@ -260,7 +261,7 @@ class TicketSource:
         run, state, config = draft.run, draft.state, draft.config
         size = config.groups_per_batch
         planned = sorted(info.min_version for info in state.open.values() if not info.batch)
-        room = config.max_draws - len(state.open)
+        room = config.max_draws - len(state.open) - run.replays
         remaining = draft.remaining_batches()
         if remaining is not None:
             room = min(room, max(0, remaining) * size - len(planned))

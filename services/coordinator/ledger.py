@@ -81,7 +81,8 @@ class LedgerState:
         checkpoint: the newest one that exists; ``checkpoints``: number -> event, of this lineage; ``best``: which of
             them is the best by the metric that the job follows.
         settings: values of the keys of the job file that may change, for batches that are sealed from now on;
-            ``applies_at``: updates before the first batch of the newest change, None while nothing was changed.
+            ``applies_at``: updates before the first batch of the newest change, None while nothing was changed;
+            ``generation``: of the job file, in that change.
         replayed: dead letters whose prompts were asked for again.
         rolled_back: first and last batch number that each fork took out of the lineage.
         admissions: by ordinal, of an online job: what its open draws train, and those that ended since the newest
@@ -95,6 +96,7 @@ class LedgerState:
     config_digest: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
     applies_at: int | None = None
+    generation: int = 0
     phase: str = "running"
     finished: str = ""
     next_ordinal: int = 0
@@ -183,7 +185,7 @@ class LedgerState:
     def _settings_changed(self, event: SettingsChanged) -> None:
         assert event.number == self.next_number, "settings change at the boundary before the next batch"
         assert event.update_index == self.update_index(event.number)
-        self.settings, self.applies_at = event.settings, event.update_index
+        self.settings, self.applies_at, self.generation = event.settings, event.update_index, event.generation
 
     def _phase_changed(self, event: PhaseChanged) -> None:
         self.phase = event.phase

@@ -1,4 +1,4 @@
-"""How long groups, batches, metrics and events of finished jobs stay: until others need the room. Ledgers stay."""
+"""How long groups, batches, metrics, events and interactions of jobs stay: until others need the room. Ledgers stay."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.shared.protocol import subjects
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
 from penstock.shared.protocol.parts import part_subject
 
-__all__ = ["FULL_SHARE", "GIVEN_UP", "check_room", "oldest_finished"]
+__all__ = ["FULL_SHARE", "GIVEN_UP", "check_room", "oldest_finished", "without_interactions"]
 
 FULL_SHARE = 0.7
 """Above this share of a stream what the oldest finished job has there is given up (its audit and replay say so)."""
@@ -18,6 +18,7 @@ GIVEN_UP: Mapping[str, Callable[[str], str]] = {
     subjects.BATCHES: subjects.batches,
     subjects.METRICS: subjects.metrics,
     subjects.EVENTS: subjects.events,
+    subjects.INTERACTIONS: subjects.interactions,
     subjects.FEEDBACK: subjects.feedback,
     subjects.DECISIONS: subjects.decisions,
 }
@@ -34,6 +35,17 @@ def oldest_finished(
         if record.status.phase in TERMINAL_PHASES and any(counts.get(s, 0) for s in (subject, part_subject(subject))):
             return record.id
     return None
+
+
+def without_interactions(records: Iterable[JobRecord]) -> list[str]:
+    """Jobs that can do without their interactions, in the order in which they give them up.
+
+    Finished ones first; then those that run and do not learn from them. Online jobs give up what is decided themselves.
+    """
+    records = sorted(records, key=lambda record: record.id)
+    finished = [record.id for record in records if record.status.phase in TERMINAL_PHASES]
+    others = [record.id for record in records if record.spec.get("kind") != "online_rl"]
+    return list(dict.fromkeys([*finished, *others]))
 
 
 def check_room(records: Iterable[JobRecord], byte_budget: int, *, experience_bytes: int) -> None:

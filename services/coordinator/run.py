@@ -40,7 +40,7 @@ from penstock.shared.protocol.trajectory import GroupHeader
 __all__ = ["Effects", "JobRun"]
 
 REPLAYED = 1000
-"""Step between the numbers of draws of replayed dead letters; redraws end far below it."""
+"""A replayed dead letter draws under its id times this, so that no two share a number; redraws end far below it."""
 FAILED_STREAK = 4
 """The job fails after this many batches' worth of groups in a row could not be scored."""
 
@@ -102,6 +102,8 @@ class JobRun:
         """Why a checkpoint is wanted for a metric's new best, or ''."""
         self.requested = False
         """The user asked for a checkpoint."""
+        self.replays = 0
+        """Dead letters that the user wants replayed: room among the draws in flight is kept for them."""
 
     def want(self, desired: str) -> None:
         """What the user wants of the job; anything but a pause ends one that the trainer asked for."""
@@ -192,6 +194,11 @@ class JobRun:
         return not self.state.sealed and len(waiting) >= self.config.groups_per_batch
 
     @property
+    def has_room(self) -> bool:
+        """Another draw may be in flight."""
+        return len(self.state.open) < self.config.max_draws
+
+    @property
     def training_done(self) -> bool:
         """No further batch will be sealed or trained."""
         if self.state.sealed:
@@ -258,10 +265,10 @@ class JobRun:
         return draft.events
 
     def replay_dead_letter(self, letter: int, draw: Draw, now: float) -> list[Event]:
-        """Have the prompt of a buried draw asked for again, under a number that no redraw reaches; [] if it was.
+        """Have the prompt of a buried draw asked for again, under a number that is this letter's alone; [] if it was.
 
         Raises:
-            Conflict: not now: the run draws nothing or has no room.
+            Conflict: not now: the run draws nothing or has no room; or never: it did not draw this prompt.
         """
         state = self.state
         if letter in state.replayed:
@@ -269,13 +276,16 @@ class JobRun:
         draft = Draft(self, copy_state(state), now)
         if not self.source.redraws or not draft.may_draw() or state.checkpoint is None or self.training_done:
             raise Conflict("the job draws no prompts now: it is paused, at its end, or not fed by prompts")
-        if not draft.byte_credits():
-            raise Conflict("the byte budget of the job is used up; try again later")
+        if not draft.byte_credits() or not self.has_room:
+            raise Conflict("the byte budget of the job is used up, or all its draws are in flight; try again later")
+        again = Draw(draw.ordinal, letter * REPLAYED)
+        if draw.ordinal >= state.next_ordinal or again in state.open:
+            raise Conflict(f"dead letter {letter} stands for draw {draw}: it was never drawn, or is open again")
         min_version, deadline = plan_draw(self.config, state, now)
         return [
             Redrawn(
                 writer_epoch=self.writer_epoch, time=now, letter=letter,
-                draw=Draw(draw.ordinal, (draw.n + 1) * REPLAYED), min_version=min_version, deadline=deadline,
+                draw=again, min_version=min_version, deadline=deadline,
             )
         ]  # fmt: skip
 

@@ -137,6 +137,7 @@ class JobRunner:
         while not self.run.state.finished:
             self.run.want(self.wishes.desired)
             self.run.cancel_now, self.run.requested = self.wishes.cancel_now, self.wishes.wants_checkpoint
+            self.run.replays = self.wishes.replays
             await self._commit(self.wishes.amend(self.run, time.time()))
             self._check_limits()
             await self._commit(self.run.decide(time.time()))
@@ -162,7 +163,7 @@ class JobRunner:
         except TimeoutError:
             return
         await fact()
-        while not self._inbox.empty():
+        for _ in range(self._inbox.qsize()):  # what comes meanwhile waits: wishes and deadlines are looked at between
             await self._inbox.get_nowait()()
 
     def _check_limits(self) -> None:
@@ -182,13 +183,11 @@ class JobRunner:
     def want(self, record: JobRecord) -> None:
         """The job's record changed."""
         self.wishes.take(record)
-        self._post(self._nothing)
+        with contextlib.suppress(asyncio.QueueFull):  # so much is there that nobody has to be woken
+            self._inbox.put_nowait(self._nothing)
 
     async def _nothing(self) -> None:
         return
-
-    def _post(self, fact: Callable[[], Awaitable[None]]) -> None:
-        self._inbox.put_nowait(fact)
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 
@@ -364,7 +363,7 @@ class JobRunner:
             "phase": summary.phase_of(self.run, self.wishes.desired),
             "message": self.run.failure or self.run.halted or self.run.stop_early,
             "observed_generation": self.wishes.followed,
-            "applies_at_step": None if state.applies_at is None else state.applies_at + 1,
+            "applies_at_step": self.wishes.applies_at_step(state),
             "step": state.updates,
             "policy_version": state.version,
             "reward": self.measures.reward if self.measures.reward is not None else self.record.status.reward,

@@ -24,7 +24,7 @@ from penstock.services.coordinator.feedback.desk import FeedbackDesk
 from penstock.services.coordinator.leader import Leader
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.online.supply import LiveSupply
-from penstock.services.coordinator.retention import FULL_SHARE, GIVEN_UP, oldest_finished
+from penstock.services.coordinator.retention import FULL_SHARE, GIVEN_UP, oldest_finished, without_interactions
 from penstock.services.coordinator.runner import JobRunner
 from penstock.services.coordinator.serving import Gateway
 from penstock.services.coordinator.store import JobStore
@@ -231,7 +231,7 @@ class CoordinatorService:
         self.runners.clear()
 
     async def _keep_room(self) -> None:
-        """While a stream is nearly full, give up what finished jobs have there, the oldest first."""
+        """While a stream is nearly full, give up what jobs can do without there, finished and old ones first."""
         while True:
             await asyncio.sleep(ROOM_EVERY_S)
             if not self.leading:
@@ -243,18 +243,32 @@ class CoordinatorService:
                 logger.info("room is not checked: %s", error)
 
     async def make_room(self, stream: str) -> None:
-        """Give up what one finished job has in ``stream`` if that is nearly full."""
+        """Give up what one job can do without in ``stream`` if that is nearly full."""
         state = await self.bus.stream_state(stream)
         if state.bytes <= FULL_SHARE * state.max_bytes:
+            return
+        if stream == subjects.INTERACTIONS:
+            await self._drop_interactions()
             return
         counts = await self.bus.subject_counts(stream)
         job = oldest_finished(await self.store.list_all(), counts, stream)
         if job is None and stream == subjects.BATCHES:
             await self._shorten_batches()
+        if job is None and stream == subjects.DECISIONS:
+            middle = (state.first_seq + state.last_seq) // 2
+            count = await self.bus.purge(stream, subjects.decisions("*"), below_seq=middle + 1)
+            logger.warning("%s is nearly full: its %d oldest messages are given up", stream, count)
         if job is not None:
             logger.warning("%s is %d of %d bytes full: giving up what finished job %s has there",
                            stream, state.bytes, state.max_bytes, job)  # fmt: skip
             await self.bus.purge(stream, GIVEN_UP[stream](job))
+
+    async def _drop_interactions(self) -> None:
+        """Have one job give up its interactions; a subject for each is too much to count them by subject."""
+        for job in without_interactions(await self.store.list_all()):
+            if count := await self.bus.purge(subjects.INTERACTIONS, subjects.interactions(job)):
+                logger.warning("INTERACTIONS is nearly full: giving up the %d of job %s", count, job)
+                return
 
     async def _shorten_batches(self) -> None:
         """No finished job is left to make room: those that run give up what their newest checkpoint covers."""

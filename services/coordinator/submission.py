@@ -25,7 +25,7 @@ from penstock.shared.errors import ConfigError, DataError, NotFound
 from penstock.shared.protocol.codec import MAX_INLINE_BYTES
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
 
-__all__ = ["check_groups", "plan_job", "resolve_model"]
+__all__ = ["check_budget", "check_groups", "plan_job", "resolve_model"]
 
 REFERENCE = re.compile(r"job:(job_[0-9a-f]{32})@(\w+)", re.ASCII)
 """A checkpoint of another job as a model path."""
@@ -72,7 +72,7 @@ async def plan_job(
     check_room(records, spec.limits.byte_budget, experience_bytes=experience_bytes)
     if isinstance(spec, OnlineJob):
         check_alias(spec, records)
-    data = await _open(spec.data if isinstance(spec, JobConfig) else spec.data_config, spec.reward)
+    data = await _open_data(spec)
     plan = await _plan_training(spec, data) if isinstance(spec, JobConfig) else _plan_evaluation(spec, data)
     check_groups(spec, data.row_bytes, stores_parts=stores_parts)
     return {
@@ -81,6 +81,11 @@ async def plan_job(
         "data": msgspec.to_builtins(data),
         "bytes": {"group_max": spec.max_group_bytes + data.row_bytes, "budget": spec.limits.byte_budget},
     }
+
+
+async def check_budget(spec: AnyJob, *, stores_parts: bool) -> None:
+    """``check_groups`` of a job whose rows were not measured yet. Raises ConfigError, also for data that is gone."""
+    check_groups(spec, (await _open_data(spec)).row_bytes, stores_parts=stores_parts)
 
 
 def check_groups(spec: AnyJob, row_bytes: int, *, stores_parts: bool) -> None:
@@ -152,6 +157,10 @@ def _plan_evaluation(spec: EvaluationJob, data: DataSummary) -> dict[str, Any]:
         raise ConfigError("data.eval: there is not a single row to evaluate")
     measures = {"prompts": prompts, "completions": prompts * spec.completions_per_group}
     return {"evaluation": measures | {"metrics": spec.evaluation.metrics}}
+
+
+async def _open_data(spec: AnyJob) -> DataSummary:
+    return await _open(spec.data if isinstance(spec, JobConfig) else spec.data_config, spec.reward)
 
 
 async def _open(config: DataConfig, reward: RewardConfig | None = None) -> DataSummary:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 
+from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.letterbox import LetterBox
 from penstock.services.coordinator.run import JobRun
 from penstock.shared.config.kinds import parse_training
@@ -31,6 +32,8 @@ class Wishes:
         self._settled: set[str] = set()
         self.followed = 0
         """Generation of the record that the run follows."""
+        self._unreadable = 0
+        """Generation whose job file is none for this version."""
         self.take(record)
 
     def take(self, record: JobRecord) -> None:
@@ -53,30 +56,47 @@ class Wishes:
     def amend(self, run: JobRun, now: float) -> list[Event]:
         """Have ``run`` follow the job file as it is now; the event that says from when on, [] where nothing changed."""
         generation = self.record.generation
-        if generation == self.followed or not run.state.started:
+        if generation in (self.followed, self._unreadable) or not run.state.started:
             return []
-        self.followed = generation
         try:
             config = parse_training(self.record.spec)
         except ConfigError as error:  # written by another version of the API
+            self._unreadable = generation
             logger.error("%s: the changed job file is not followed: %s", self.record.id, error)
             return []
+        self.followed = generation
         return run.amend(config, generation, now)
+
+    def applies_at_step(self, state: LedgerState) -> int | None:
+        """First update, counted from 1, that the job file as followed holds for; None where it changed no setting."""
+        if state.applies_at is None or state.generation != self.followed:
+            return None
+        return state.applies_at + 1
 
     @property
     def wants_checkpoint(self) -> bool:
         """Whether an operation waits for a checkpoint."""
         return bool(self._pending("checkpoint"))
 
+    @property
+    def replays(self) -> int:
+        """Dead letters that wait for being replayed."""
+        return len(self._pending("replay_dead_letter"))
+
     async def redraw(
         self, run: JobRun, letters: LetterBox, commit: Callable[[list[Event]], Awaitable[None]]
     ) -> list[Operation]:
-        """Have dead letters replayed that the user wants replayed; the operations that are over by that."""
+        """Have dead letters replayed that the user wants replayed; the operations that are over by that.
+
+        One waits while as many draws are in flight as may be: the run keeps the next room for it.
+        """
         done = []
         for operation in self._pending("replay_dead_letter"):
             id, now = int(operation.args["id"]), datetime.now(UTC)
             try:
                 draw = await letters.draw(self.record.id, id)
+                if self._may_wait(run, id):
+                    continue
                 events = run.replay_dead_letter(id, draw, time.time())
                 await commit(events)
                 await letters.drop(self.record.id, id)
@@ -85,12 +105,19 @@ class Wishes:
                 over = {"state": "succeeded", "result": result, "finished_at": now}
             except (Conflict, NotFound) as error:
                 over = {"state": "failed", "message": str(error), "finished_at": now}
+                if isinstance(error, NotFound) and id in run.state.replayed:  # a leader before this one did it
+                    over = {"state": "succeeded", "result": {}, "finished_at": now}
             except Unavailable as error:
                 logger.info("%s: dead letter %d waits: %s", self.record.id, id, error)
                 continue
             self._settled.add(operation.id)
             done.append(operation.model_copy(update=over))
         return done
+
+    @staticmethod
+    def _may_wait(run: JobRun, letter: int) -> bool:
+        ends = run.training_done or run.desired != "running" or bool(run.state.finished)
+        return not run.has_room and run.source.redraws and not ends and letter not in run.state.replayed
 
     def settle(self, run: JobRun) -> list[Operation]:
         """Checkpoints on request that are there by now, each told once."""

@@ -86,6 +86,7 @@ class Liveness:
         except (RuntimeError, OSError) as error:
             raise RankLost(f"rank {world.place.rank} does not reach rank 0 at {host}: {error}") from error
         found._links.add(writer)
+        found._tell()  # shows at once whose connection this is
         found._reading = asyncio.create_task(found._hear(reader), name="signs of rank 0")
         return found
 
@@ -167,9 +168,13 @@ class Liveness:
         return int(listener.getsockname()[1])
 
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._links.add(writer)
         try:
-            await self._hear(reader)
+            first = await asyncio.wait_for(reader.readline(), self._silence_s)
+            if self._heed(first):
+                self._links.add(writer)
+                await self._hear(reader)
+        except (OSError, ValueError, msgspec.DecodeError) as error:  # a TimeoutError is an OSError
+            logger.info("a connection that does not show itself to be a rank's was closed: %s", error)
         finally:
             self._links.discard(writer)
             writer.close()
@@ -178,13 +183,19 @@ class Liveness:
         """Until the connection closes: a rank that is gone falls silent."""
         try:
             while line := await reader.readline():
-                sign = msgspec.json.decode(line, type=Sign)
-                if sign.word != self._word or sign.rank not in self._silence:
-                    logger.warning("a connection that is no rank's was closed")
+                if not self._heed(line):
                     return
-                self._heard[sign.rank], self._silence[sign.rank] = sign, 0.0
         except (OSError, ValueError, msgspec.DecodeError) as error:
             logger.info("no more signs of a rank: %s", error)
+
+    def _heed(self, line: bytes) -> bool:
+        """Take a sign; False for one without the word. Raises DecodeError."""
+        sign = msgspec.json.decode(line, type=Sign)
+        if sign.word != self._word or sign.rank not in self._silence:
+            logger.warning("a connection that is no rank's was closed")
+            return False
+        self._heard[sign.rank], self._silence[sign.rank] = sign, 0.0
+        return True
 
 
 def _where(sign: Sign | None) -> str:

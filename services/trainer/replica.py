@@ -89,7 +89,7 @@ class Replica:
         """Continue from a checkpoint of any backend and number of ranks. Raises CheckpointError."""
         everybody = self._everybody
         verify = partial(verify_share, path, rank=everybody.rank, ranks=everybody.size)
-        await self.together(f"checkpoint {path} to be verified", verify)
+        await self.together(f"checkpoint {path} to be verified", verify, meets=False)
         into = None if self._world is None else await self._threads.compute(self.learner.state)
         read = partial(load_checkpoint, path, into=into, verified=True)
         checkpoint = await self.together(f"checkpoint {path} to be read", read)
@@ -202,8 +202,12 @@ class Replica:
 
     # -- votes -------------------------------------------------------------------------------------------------------
 
-    async def together(self, what: str, work: Callable[[], T]) -> T:
-        """``work`` on every rank, in its thread; an error of one rank is raised on all of them."""
+    async def together(self, what: str, work: Callable[[], T], *, meets: bool = True) -> T:
+        """``work`` on every rank, in its thread; an error of one rank is raised on all of them.
+
+        Args:
+            meets: whether the ranks meet in ``work``, so that one that fails leaves the others waiting for it there.
+        """
 
         def voted() -> T:
             result, error = None, None
@@ -213,7 +217,8 @@ class Replica:
                 except (ConfigError, DataError, CheckpointError) as raised:
                     error = raised
                     logger.error("%s: %s", what, raised)
-                    self._announce(f"{what}: {raised}")  # the others may stand in a collective of ``work``
+                    if meets:
+                        self._announce(f"{what}: {raised}")
                 self._raise_anywhere(error)
             return result  # type: ignore[return-value]
 

@@ -60,5 +60,7 @@ class OnlineConfig(StrictModel):
     """Largest share of a batch whose feedback came from one key."""
     max_share_per_user: float = Field(1.0, gt=0, le=1)
     """Largest share of a batch whose feedback came from one user."""
+    raters: Literal["any", "same_key"] = "any"
+    """Whose feedback counts: that of `any` key that may post it, or only of the key that the answer was served to."""
     hold_s: float = Field(30.0, gt=0)
     """How long a request waits for weights or a free worker before the client is told to come back."""

@@ -60,7 +60,8 @@ class JobStatus(BaseModel):
     observed_generation: int = 0
     """Generation of the record that the run follows."""
     applies_at_step: int | None = None
-    """First update, counted from 1, that the newest change of the job file holds for."""
+    """First update, counted from 1, that generation ``observed_generation`` of the job file holds for; None where it
+    changed nothing of the training."""
 
     phase: Phase = "pending"
     message: str = ""

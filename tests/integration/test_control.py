@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from penstock.services.coordinator import control as control_module
@@ -14,9 +17,19 @@ from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.store import JobStore
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
+from penstock.shared.errors import ConfigError
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.events import Checkpointed, Finished, JobStarted, SealedGroup
+from penstock.shared.protocol.events import (
+    BatchSealed,
+    BatchTrained,
+    Checkpointed,
+    Finished,
+    JobStarted,
+    SealedGroup,
+)
 from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.jobs import JobRecord
+from penstock.shared.protocol.trajectory import Group, encode_group, group_headers
 from penstock.shared.transport.bus import Bus
 
 CONFIG = JobConfig.parse(
@@ -68,3 +81,64 @@ def test_the_audit_reads_portions_bounded_in_bytes() -> None:
     full = CONFIG.completions_per_group * CONFIG.sampling.max_new_tokens
     group = SealedGroup(Draw(0), "a", 1, "d", 0, 0, [1.0], full, "w")
     assert largest_size(CONFIG, group) == CONFIG.max_group_bytes
+
+
+async def test_pages_of_samples_go_through_every_batch(bus: Bus, tmp_path: Path) -> None:
+    control = CoordinatorControl(bus, JobStore(bus), Members(), {}, ServiceSettings(data_dir=tmp_path))
+    job = await job_of(bus, phase="running")
+    journal = Journal(bus, job)
+    await journal.load()
+    base, expected = {"writer_epoch": 1, "time": 0.0}, []
+    for number in (1, 2, 3):
+        draw = Draw(number, 10**12)  # of a replayed dead letter
+        data, header = encode_group(group(job, draw))
+        seq = await bus.publish(subjects.experience(job), data, headers=group_headers(header))
+        sealed = SealedGroup(draw, "a", seq, header.digest, 0, 0, header.rewards, 4, "w")
+        trained = {"revision": 1, "version": number, "digest": "w", "trainer_epoch": 1}
+        await journal.append(
+            [
+                BatchSealed(**base, number=number, revision=1, start_version=0, update_index=0, groups=[sealed]),
+                BatchTrained(**base, number=number, **trained),
+            ]
+        )
+        expected = [f"{number}-{draw}-{index}" for index in range(4)] + expected
+
+    async def pages(min_reward: float | None) -> list[str]:
+        seen: list[str] = []
+        while rows := await control.samples(
+            job, step=None, limit=1, sort=None, after=seen[-1] if seen else None, min_reward=min_reward
+        ):
+            seen += [row["id"] for row in rows]
+        return seen
+
+    assert await pages(None) == expected
+    assert await pages(0.5) == [id for id in expected if int(id[-1]) % 2]
+
+
+async def test_a_budget_may_shrink_no_further_than_the_groups_allow(bus: Bus, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "x" * 50_000, "answer": "y"}) + "\n")
+    spec = CONFIG.model_dump(mode="json", exclude_unset=True) | {"data": {"train": {"type": "file", "path": str(rows)}}}
+    control = CoordinatorControl(bus, JobStore(bus), Members(), {}, ServiceSettings(data_dir=tmp_path))
+    job = (await control.store.create(JobConfig.parse(spec))).id
+    need = 4 * CONFIG.groups_per_batch * CONFIG.max_group_bytes  # without its rows
+
+    def with_budget(byte_budget: int) -> Callable[[JobRecord], JobConfig]:
+        return lambda record: JobConfig.parse({**spec, "limits": {"byte_budget": byte_budget}})
+
+    with pytest.raises(ConfigError, match="a data row of up to 50"):
+        await control.amend(job, with_budget(need))
+    assert (await control.amend(job, with_budget(need + 2_000_000))).generation == 2
+    rows.unlink()
+    assert (await control.amend(job, with_budget(need + 3_000_000))).generation == 3, "more is always enough"
+
+
+def group(job: str, draw: Draw) -> Group:
+    """Four completions of one token; every other one is right."""
+    ones = np.ones(4, np.int32)
+    return Group(
+        job=job, draw=draw, attempt="a", epoch=1, prompt_ids=ones, token_ids=ones,
+        cu_seqlens=np.arange(5, dtype=np.int32), logprobs=np.zeros(4, np.float32), mask=np.ones(4, np.uint8),
+        rewards=np.asarray([0, 1, 0, 1], np.float32), failed=np.zeros(4, np.bool_), finish=np.zeros(4, np.uint8),
+        spans=np.asarray([[i, 0, 0, 1] for i in range(4)], np.int32), meta={},
+    )  # fmt: skip

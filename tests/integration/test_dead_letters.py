@@ -16,6 +16,7 @@ import pytest
 from penstock.services.coordinator.deadletters import DeadLetters
 from penstock.services.coordinator.letterbox import LetterBox
 from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.run import REPLAYED
 from penstock.services.coordinator.runner import JobRunner
 from penstock.services.coordinator.store import JobStore
 from penstock.shared.errors import NotFound
@@ -40,14 +41,16 @@ SPEC: dict[str, Any] = {
     "train": {"batch_size": 8, "max_updates": 3},
 }
 ACK_WAIT_S, MAX_DELIVER = 0.3, 2
+DEAD_TICKET = {"Penstock-Stream": subjects.TICKETS, "Penstock-Attempts": "2", DRAW_HEADER: "0.0"}
 
 
 class Led:
     """A job that is led here; the test plays its workers."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, train: dict[str, Any]) -> None:
         self.bus, self.members = bus, Members()
-        record = JobRecord(id=JOB, name=JOB, created_at=datetime.now(UTC), spec=SPEC)
+        spec = {**SPEC, "train": SPEC["train"] | train}
+        record = JobRecord(id=JOB, name=JOB, created_at=datetime.now(UTC), spec=spec)
         self.runner = JobRunner(bus, JobStore(bus), self.members, record, epoch=1, data_dir=Path("/nonexistent"))
         self.letters = DeadLetters(bus, self.members, {JOB: self.runner})
 
@@ -94,8 +97,8 @@ class Led:
 
 
 @asynccontextmanager
-async def led(bus: Bus) -> AsyncIterator[Led]:
-    job = Led(bus)
+async def led(bus: Bus, **train: Any) -> AsyncIterator[Led]:
+    job = Led(bus, train)
     await bus.kv(subjects.JOBS).put(JOB, job.runner.record.model_dump_json().encode())
     leading = asyncio.create_task(job.runner.lead())
     try:
@@ -311,7 +314,7 @@ async def test_a_batch_refused_while_the_job_fails(bus: Bus) -> None:
 
 
 async def test_a_dead_letter_is_looked_into_replayed_once_and_dropped(bus: Bus) -> None:
-    async with led(bus) as job:
+    async with led(bus, max_lag=1, max_updates=1) as job:  # room for more draws than the last batch needs
         await job.use_up(subjects.TICKETS, 2)
 
         async def both() -> bool:
@@ -331,7 +334,7 @@ async def test_a_dead_letter_is_looked_into_replayed_once_and_dropped(bus: Bus) 
         async with asyncio.timeout(30):
             while (done := (await store.get(JOB)).operations[0]).state == "pending":
                 await asyncio.sleep(0.02)
-        again = Draw(0, 1000)
+        again = Draw(0, first["id"] * REPLAYED)
         assert (done.state, done.result) == ("succeeded", {"draw": str(again)})
         assert again in await job.waiting()
         assert job.runner.run.state.balanced()
@@ -339,6 +342,12 @@ async def test_a_dead_letter_is_looked_into_replayed_once_and_dropped(bus: Bus) 
             "after a crash before the letter went"
         )
         assert [row["id"] for row in await box.page(JOB, after=0, limit=10)] == [second["id"]]
+        unaware = asked.model_copy(update={"id": "op_0"})  # it crashed before it told that the letter was replayed
+        job.runner.want(await store.begin_operation(JOB, unaware))
+        async with asyncio.timeout(30):
+            while (told := (await store.get(JOB)).operations[1]).state == "pending":
+                await asyncio.sleep(0.02)
+        assert told.state == "succeeded", told.message
 
         await box.drop(JOB, second["id"])
         assert await box.page(JOB, after=0, limit=10) == []
@@ -346,6 +355,33 @@ async def test_a_dead_letter_is_looked_into_replayed_once_and_dropped(bus: Bus) 
         lost = Operation(id="op_2", kind="replay_dead_letter", created_at=datetime.now(UTC), args={"id": second["id"]})
         job.runner.want(await store.begin_operation(JOB, lost))
         async with asyncio.timeout(30):
-            while (failed := (await store.get(JOB)).operations[1]).state == "pending":
+            while (failed := (await store.get(JOB)).operations[2]).state == "pending":
                 await asyncio.sleep(0.02)
         assert (failed.state, failed.message) == ("failed", f"job '{JOB}' has no dead letter {second['id']}")
+
+
+async def test_two_letters_of_one_draw_are_two_draws_that_wait_for_room(bus: Bus) -> None:
+    async with led(bus) as job:
+        run, store = job.runner.run, JobStore(bus)
+        for seq in (1, 2):  # a ticket that was delivered twice, say
+            await bus.publish(subjects.dead(JOB), b"", headers=DEAD_TICKET | {"Penstock-Sequence": str(seq)})
+        letters = [row["id"] for row in await LetterBox(bus).page(JOB, after=0, limit=9)]
+        for id in letters:
+            asked = Operation(id=f"op_{id}", kind="replay_dead_letter", created_at=datetime.now(UTC), args={"id": id})
+            job.runner.want(await store.begin_operation(JOB, asked))
+        async with asyncio.timeout(30):
+            while job.runner.run.replays < len(letters):
+                await asyncio.sleep(0.02)
+        assert len(run.state.open) == run.config.max_draws
+        for draw in (Draw(0), Draw(1)):
+            data, header = encode_group(group(draw))
+            await bus.publish(subjects.experience(JOB), data, headers=group_headers(header))
+        async with asyncio.timeout(30):
+            while not run.state.sealed:
+                await asyncio.sleep(0.02)
+        await job.report(Report(kind="trained", epoch=1, batch=1, revision=1, version=1, digest="w1"))
+        async with asyncio.timeout(30):
+            while any(one.state == "pending" for one in (await store.get(JOB)).operations):
+                await asyncio.sleep(0.02)
+        assert {Draw(0, id * REPLAYED) for id in letters} == set(run.state.open)
+        assert run.state.balanced()

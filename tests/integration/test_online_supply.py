@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from penstock.services.coordinator.audit import audit_group, audit_ledger, sealed_by_seq
+from penstock.services.coordinator.feedback.privacy import Consents
+from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.online import supply as supply_module
 from penstock.services.coordinator.online.supply import LiveSupply
@@ -25,6 +27,7 @@ from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.events import BatchSealed, decode_events
 from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.interaction import (
+    Erasure,
     Fate,
     FateBatch,
     Feedback,
@@ -158,12 +161,15 @@ async def test_feedback_becomes_batches_across_the_crash_of_a_leader(
         found = await until_fates(bus, job, c="admitted", d="admitted", late="rejected")
         assert found["late"].reason == "late_after_training"
         assert "lost" not in found, "its interaction may still come"
-        monkeypatch.setattr(supply_module, "FULL_SHARE", -1.0)
         await report(bus, job, kind="checkpointed", batch=1, version=1, digest="w1", path="ckpt-1")
+        monkeypatch.setattr(supply_module, "FULL_SHARE", -1.0)
+        monkeypatch.setattr(supply_module, "ROOM_EVERY_S", 0.0)
         async with asyncio.timeout(DEADLINE_S):
             while await bus.last(subjects.INTERACTIONS, subjects.interaction(job, second)) is not None:
                 await asyncio.sleep(0.05)
         assert await bus.last(subjects.INTERACTIONS, subjects.interaction(job, third)) is not None, "not trained yet"
+        said = await bus.read(subjects.FEEDBACK, subjects.feedback(job))
+        assert next(item.id for m in said for item in unpack(m.data, FeedbackBatch)[0].items) == "lost", "undecided"
 
     entries = await ledger(bus, job)
     audit = audit_ledger(entries, CONFIG)
@@ -178,3 +184,64 @@ async def test_feedback_becomes_batches_across_the_crash_of_a_leader(
     group = decode_group(messages[sealed.groups[0].seq].data)
     assert group.token_ids.tolist() == [6, 7, 2]
     assert np.allclose(group.logprobs, [-0.1, -0.2, -0.3])
+
+
+async def test_decided_feedback_gives_room_without_a_checkpoint(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supply_module, "FULL_SHARE", -1.0)
+    supply = LiveSupply(bus, "job_x", CONFIG, epoch=1)
+    about = await serve(bus, "job_x")
+    await say(bus, "job_x", ("far", about, 999.0))
+    await say(bus, "job_x", ("open", new_marked_id("job_x"), 1.0))
+    await supply.recover(LedgerState())
+    await supply._make_room()
+    (left,) = await bus.read(subjects.FEEDBACK, subjects.feedback("job_x"))
+    assert [item.id for item in unpack(left.data, FeedbackBatch)[0].items] == ["open"]
+    assert (await fates(bus, "job_x"))["far"].status == "rejected", "told before it went"
+    assert len(await bus.read(subjects.INTERACTIONS, subjects.interactions("job_x"))) == 1, "undecided"
+
+
+async def test_what_arrives_while_a_leader_recovers_is_read_on(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Feedback and erasures share a stream and are read one after the other."""
+    supply = LiveSupply(bus, "job_x", CONFIG, epoch=1)
+    await say(bus, "job_x", ("early", new_marked_id("job_x"), 1.0))
+    read = bus.read
+
+    async def slow(stream: str, subject: str, **options: Any) -> Any:
+        found = await read(stream, subject, **options)
+        if subject == subjects.feedback("job_x"):
+            await say(bus, "job_x", ("between", new_marked_id("job_x"), 1.0))
+            erasure = Erasure(user="u", interactions=[], feedback=[], time=0.0)
+            await bus.publish(subjects.erasures("job_x"), pack(erasure, job="job_x"))
+        return found
+
+    monkeypatch.setattr(bus, "read", slow)
+    await supply.recover(LedgerState())
+    facts: asyncio.Queue[Any] = asyncio.Queue()
+    following = asyncio.create_task(supply.follow(facts.put))
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            while supply.matching.num_parked < 2:
+                await (await facts.get())()
+    finally:
+        following.cancel()
+
+
+async def test_who_opted_out_is_known_before_the_first_decision(bus: Bus) -> None:
+    await Consents(bus).say("u", train=False)
+    about = await serve(bus, "job_x")
+    await say(bus, "job_x", ("f", about, 1.0))
+    supply = LiveSupply(bus, "job_x", CONFIG, epoch=1)
+    await supply.recover(LedgerState())
+    await supply.flush()
+    assert (await fates(bus, "job_x"))["f"].reason == "opted_out"
+
+
+async def test_a_wish_finds_room_beside_a_full_inbox(bus: Bus, tmp_path: Path) -> None:
+    record = await JobStore(bus).create(CONFIG)
+    runner = JobRunner(bus, JobStore(bus), Members(), record, epoch=1, data_dir=tmp_path)
+    while not runner._inbox.full():
+        runner._inbox.put_nowait(runner._nothing)
+    runner.want(record.model_copy(update={"desired_state": "paused"}))
+    assert runner.wishes.desired == "paused"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.services.coordinator import service as service_module
 from penstock.services.coordinator.batch_log import batch_id, give_up_batches
 from penstock.services.coordinator.outbox import Outbox
 from penstock.services.coordinator.retention import GIVEN_UP
@@ -57,6 +58,27 @@ async def test_cleaning_up_after_a_job_waits_for_the_bus(
     nats_server.start()
     await asyncio.wait_for(cleaning, 60)
     assert (await bus.stream_state(subjects.TICKETS)).messages == 0
+
+
+async def test_interactions_and_decisions_give_room(bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "FULL_SHARE", -1.0)
+    service = CoordinatorService(bus, ServiceSettings(data_dir=tmp_path))
+    plain, finished = [(await service.store.create(CONFIG)).id for _ in range(2)]
+    await service.store.set_status(finished, phase="succeeded")
+    for job in (plain, finished):
+        await bus.publish(subjects.interaction(job, "i1"), b"x")
+        await bus.publish(subjects.decisions(job), b"x")
+    left = []
+    for _ in range(2):
+        await service.make_room(subjects.INTERACTIONS)
+        left.append([len(await bus.read(subjects.INTERACTIONS, subjects.interactions(j))) for j in (plain, finished)])
+    assert left == [[1, 0], [0, 0]]
+    for _ in range(3):
+        await bus.publish(subjects.decisions(plain), b"newer")
+    await service.make_room(subjects.DECISIONS)
+    assert not await bus.read(subjects.DECISIONS, subjects.decisions(finished))
+    await service.make_room(subjects.DECISIONS)
+    assert [m.data for m in await bus.read(subjects.DECISIONS, subjects.decisions(plain))] == [b"newer"] * 2
 
 
 async def fill(bus: Bus, subject: str) -> None:

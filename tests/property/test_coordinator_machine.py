@@ -6,6 +6,7 @@ lose (the leader's memory, in-flight work). Hypothesis reorders, duplicates, del
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -20,7 +21,7 @@ from penstock.services.coordinator.reports import Refusal
 from penstock.services.coordinator.run import Effects, JobRun
 from penstock.services.coordinator.snapshot import decode_snapshot, encode_snapshot
 from penstock.shared.config.job import JobConfig
-from penstock.shared.errors import ProtocolError
+from penstock.shared.errors import Conflict, ProtocolError
 from penstock.shared.protocol.events import BatchSealed, BatchTrained, Drawn, Dropped, Event, LineageForked
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import Report
@@ -90,6 +91,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.now = 1000.0
         self.epoch = 1
         self.trainer_epoch = 1
+        self.letters = 0
         self.run = self.new_leader()
         self.decide()
         self.report(Report(kind="checkpointed", epoch=1, batch=0, version=0, digest="w0", path="ckpt-0"))
@@ -368,6 +370,18 @@ class CoordinatorMachine(RuleBasedStateMachine):
         draw = data.draw(st.sampled_from(sorted(self.run.state.open)))
         self.append(self.run.on_dead_letter(draw, self.now))
         self.decide()  # as the runner does; a draw that is dropped for good is replaced by another ordinal here
+
+    @precondition(lambda self: hasattr(self, "run") and self.run.state.next_ordinal)
+    @rule(data=st.data())
+    def replay(self, data: st.DataObject) -> None:
+        """Of a letter of its own, though several may stand for one draw."""
+        self.letters += 1
+        draw = Draw(data.draw(st.integers(0, self.run.state.next_ordinal - 1)))
+        with contextlib.suppress(Conflict):
+            events = self.run.replay_dead_letter(self.letters, draw, self.now)
+            self.append(events)
+            assert self.run.replay_dead_letter(self.letters, draw, self.now) == []
+        self.decide()
 
     # -- what must always hold ---------------------------------------------------------------------------------------
 

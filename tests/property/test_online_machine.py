@@ -31,6 +31,7 @@ from penstock.shared.protocol.trajectory import GroupHeader, encode_group
 
 LAST = ("admitted", "rejected", "expired", "retracted", "trained")
 NAMES = [f"i{n}" for n in range(60)]
+EPISODES = [f"0192f0c1-0000-7000-8000-00000000000{n}" for n in range(3)]
 KEYS = ["a", "b", "hostile"]
 
 
@@ -128,7 +129,7 @@ class OnlineMachine(RuleBasedStateMachine):
 
     # -- what may happen ---------------------------------------------------------------------------------------------
 
-    @rule(episode=st.sampled_from(["", "", "e1", "e2"]), old=st.integers(0, 2), broken=st.integers(0, 7))
+    @rule(episode=st.sampled_from(["", "", *EPISODES[1:]]), old=st.integers(0, 2), broken=st.integers(0, 7))
     def serve(self, episode: str, old: int, broken: int) -> None:
         if self.served == len(NAMES):
             return
@@ -156,7 +157,7 @@ class OnlineMachine(RuleBasedStateMachine):
     def say(self, *, name: int, back: int, value: float, key: str, revision: int, kind: Any, final: bool) -> None:
         """Items come alone or in one message with others; an id may come again, on whatever target it likes."""
         about = NAMES[max(0, min(len(NAMES) - 1, self.served - back))]  # also one that is not served yet
-        place = {"episode": f"e{back - 4}"} if back > 4 else {"inference": about}
+        place = {"episode": EPISODES[back - 4]} if back > 4 else {"inference": about}
         body = {"feedback": f"f{(name + revision) % 60}"} if kind == "retraction" else {}
         item = Feedback(
             id=f"r{name}" if kind == "retraction" else f"f{name}", job="j", kind=kind, key_id=key, received=self.now,

@@ -44,6 +44,16 @@ def test_following(tmp_path: Path) -> None:
     assert texts(read_logs(tmp_path, job=OURS, service=None, tail=10, after=found["next"])) == ["new"]
 
 
+def test_a_tail_cuts_nothing_behind_a_cursor(tmp_path: Path) -> None:
+    log = tmp_path / "trainer-0.log"
+    log.write_text("a\nb\n")
+    found = read_logs(tmp_path, job=OURS, service=None, tail=1, after=None)
+    assert texts(found) == ["b"]
+    with log.open("a") as file:
+        file.write("c\nd\ne\n")
+    assert texts(read_logs(tmp_path, job=OURS, service=None, tail=1, after=found["next"])) == ["c", "d", "e"]
+
+
 @pytest.mark.parametrize("service", ["nobody", "../../etc/passwd", ""])
 def test_no_such_log(tmp_path: Path, service: str) -> None:
     (tmp_path / "trainer-0.log").write_text("a\n")

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from penstock.services.coordinator.retention import check_room, oldest_finished
+from penstock.services.coordinator.retention import check_room, oldest_finished, without_interactions
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.jobs import JobRecord, JobStatus, Phase
 
@@ -28,3 +28,9 @@ def test_budgets_of_running_jobs_are_reserved() -> None:
     check_room(records, 400, experience_bytes=1000)
     with pytest.raises(ConfigError, match="401 bytes beside the 600 of 1 running jobs"):
         check_room(records, 401, experience_bytes=1000)
+
+
+def test_jobs_that_do_not_learn_from_their_interactions_give_them_up_after_finished_ones() -> None:
+    records = [record("job_1", "running"), record("job_2", "running"), record("job_3", "succeeded")]
+    records[0].spec["kind"] = "online_rl"
+    assert without_interactions(records) == ["job_3", "job_2"]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.services.rollout.serving.text import TextStream, ToolCalls, held_back
+from penstock.services.rollout.serving.text import MAX_BLOCK, TextStream, ToolCalls, held_back
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>'
 
@@ -70,3 +70,31 @@ def test_tool_calls_are_taken_out_of_the_text(text: str, content: str | None, na
             valid,
         )
         assert all(json.loads(call.arguments) == {"x": "é"} for call in calls)
+
+
+def test_calls_that_never_end_are_text_and_little_is_held_back() -> None:
+    parser, told = ToolCalls(), 0
+    for _ in range(20):
+        content, calls = parser.push("<tool_call>" * 1000)
+        assert not calls
+        told += len(content)
+        assert parser.valid is (None if not told else False)
+    assert told >= 20 * 11_000 - MAX_BLOCK - 100
+    assert len(parser.close()) == 20 * 11_000 - told
+
+
+def test_a_call_after_one_that_is_too_long_is_a_call() -> None:
+    text = "<tool_call>" + "x" * (MAX_BLOCK + 1) + "</tool_call>" + CALL
+    for size in (4096, len(text)):
+        parser, told, names = ToolCalls(), "", []
+        for start in range(0, len(text), size):
+            more, found = parser.push(text[start : start + size])
+            told, names = told + more, names + [call.name for call in found]
+        assert (told + parser.close(), names, parser.valid) == (text.removesuffix(CALL), ["f"], False)
+
+
+def test_nesting_beyond_what_can_be_parsed_is_text() -> None:
+    text = "<tool_call>" + "[" * 60_000 + "</tool_call>"
+    parser = ToolCalls()
+    assert parser.push(text) == (text, [])
+    assert parser.valid is False

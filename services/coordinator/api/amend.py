@@ -34,7 +34,9 @@ class Amended(JobRecord):
     """The job after a change."""
 
     applies_at_step: int | None = Field(
-        None, description="First update, counted from 1, that the change holds for; null while no leader took it up"
+        None,
+        description="First update, counted from 1, that the change holds for; null while no leader took it up, "
+        "and where it changes nothing of the training",
     )
 
 
@@ -127,10 +129,14 @@ def amended(record: JobRecord, patch: dict[str, Any]) -> AnyJob:
 
 
 def _check_schedule(job: AnyJob) -> None:
-    if isinstance(job, JobConfig) and job.optimizer.schedule != "constant" and job.train.max_updates is None:
-        detail = f"the schedule '{job.optimizer.schedule}' decays over the run and needs it"
-        flaw = Flaw(pointer="/train/max_updates", detail=detail)
-        raise HttpProblem(422, "invalid_job", f"/train/max_updates: {detail}", errors=[flaw])
+    if not isinstance(job, JobConfig) or job.train.max_updates is not None:
+        return
+    critic = job.algorithm.critic
+    for schedule in (job.optimizer.schedule, "constant" if critic is None else critic.optimizer.schedule):
+        if schedule != "constant":
+            detail = f"the schedule '{schedule}' decays over the run and needs it"
+            flaw = Flaw(pointer="/train/max_updates", detail=detail)
+            raise HttpProblem(422, "invalid_job", f"/train/max_updates: {detail}", errors=[flaw])
 
 
 def _immutable(keys: list[str]) -> HttpProblem:

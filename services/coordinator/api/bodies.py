@@ -8,13 +8,15 @@ import orjson
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from penstock.services.coordinator.api.documents import from_json, from_yaml, step
+from penstock.services.coordinator.api.documents import from_json, from_yaml, step, too_many_flaws
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem
 from penstock.shared.config.base import explain
 from penstock.shared.config.kinds import AnyJob, job_model
 
 __all__ = ["BODIES", "YAML_TYPES", "body_schema", "job_pointer", "read_job", "read_model", "read_object"]
 
+MAX_SHOWN = 20
+"""Flaws of a body that are listed."""
 YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
 
 
@@ -70,9 +72,11 @@ async def read_model(request: Request, model: type[M]) -> M:
     try:
         return model.model_validate_json(orjson.dumps(_with_integers(data)), strict=True)
     except ValidationError as error:
+        if (problem := too_many_flaws(error)) is not None:
+            raise problem from None
         flaws = [Flaw(pointer=job_pointer(data, key), detail=detail) for key, detail in explain(model, error)]
         first = f"{flaws[0].pointer or '/'}: {flaws[0].detail}"
-        raise HttpProblem(422, "invalid_body", f"the body is not valid: {first}", errors=flaws) from None
+        raise HttpProblem(422, "invalid_body", f"the body is not valid: {first}", errors=flaws[:MAX_SHOWN]) from None
 
 
 def _with_integers(data: Any) -> Any:

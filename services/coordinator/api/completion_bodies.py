@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem
 from penstock.shared.protocol.inference import ClientSampling, InferenceRequest
@@ -17,10 +17,24 @@ from penstock.shared.protocol.inference import ClientSampling, InferenceRequest
 __all__ = ["EPISODE", "ChatBody", "CompletionBody", "draft_of", "episode_of"]
 
 EPISODE = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
+MAX_CHOICES = 256
+"""Answers to one request: prompts times ``n``."""
+MIN_TEMPERATURE = 1e-3
+"""Lower ones overflow what logits are divided in; 0 is greedy."""
 MAX_TAGS, MAX_TAG_KEY, MAX_TAG_VALUE = 16, 64, 512
 _OWN_METADATA = frozenset({"episode_id", "train", "split"})
 
+
+def _no_tiny_temperature(value: float) -> float:
+    if 0 < value < MIN_TEMPERATURE:
+        raise ValueError(f"must be 0 (greedy) or at least {MIN_TEMPERATURE:g}")
+    return value
+
+
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Temperature = Annotated[float, Field(ge=0, le=100), AfterValidator(_no_tiny_temperature)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
@@ -41,7 +55,7 @@ class _Body(BaseModel):
     n: int | None = Field(1, ge=1, le=128)
     max_tokens: int | None = Field(None, ge=0, lt=1 << 31)
     min_tokens: int | None = Field(None, ge=0, lt=1 << 31)
-    temperature: float | None = Field(None, ge=0, le=100)
+    temperature: Temperature | None = None
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=1 << 31)
     stop: str | list[str] | None = Field(None, max_length=64)
@@ -81,18 +95,18 @@ class Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow")
 
     role: str = Field(min_length=1, max_length=64)
-    content: str | list[dict[str, Any]] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    content: str | Objects | None = None
+    tool_calls: Objects | None = None
 
 
 class ChatBody(_Body):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = Field(None, description="Only `auto` and `none`")
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -111,7 +125,9 @@ class ChatBody(_Body):
 class CompletionBody(_Body):
     """Body of `POST /v1/completions`."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: (
+        str | Annotated[list[str], Field(fail_fast=True)] | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
+    )
     echo: bool | None = False
     logprobs: int | None = Field(None, ge=0, le=20)
     best_of: int | None = Field(None, ge=1, le=128, description="Only `n`")
@@ -143,6 +159,8 @@ class CompletionBody(_Body):
     def _has_prompts(self) -> CompletionBody:
         if not self.prompt or len(self.prompts) > 128:
             raise ValueError("prompt: give 1 to 128 prompts")
+        if len(self.prompts) * (self.n or 1) > MAX_CHOICES:
+            raise ValueError(f"n: prompts times n is more than {MAX_CHOICES}; send several requests")
         return self
 
 

@@ -48,7 +48,6 @@ class CompletionReply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
-        self._serving.begin(self._answer)
         work = asyncio.create_task(self._stream(send) if self._answer.request.stream else self._whole(scope, send))
         gone = asyncio.create_task(_gone(receive))
         try:

@@ -8,13 +8,17 @@ from typing import Any
 
 import orjson
 import yaml
+from pydantic import ValidationError
 
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem
 
-__all__ = ["MAX_DEPTH", "MAX_VALUES", "from_json", "from_yaml", "step"]
+__all__ = ["MAX_DEPTH", "MAX_FLAWS", "MAX_VALUES", "bound_values", "from_json", "from_yaml", "step", "too_many_flaws"]
 
 MAX_VALUES, MAX_DEPTH = 100_000, 64
 """Bounds of a document; YAML aliases can make a short text enormous."""
+
+MAX_FLAWS = 1000
+"""A body with more flaws is refused without a list of them: making it takes longer than reading the body."""
 
 _SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -41,6 +45,27 @@ def from_yaml(body: bytes) -> Any:
         raise HttpProblem(400, "malformed_yaml", f"the body is not valid YAML{place}: {problem}") from None
     _check(data)
     return data
+
+
+def bound_values(data: Any, most: int) -> None:
+    """Refuse parsed JSON with more than ``most`` values. Raises HttpProblem: 422."""
+    seen, open_ones = 1, [data]
+    while open_ones:
+        value = open_ones.pop()
+        if isinstance(value, dict | list):
+            seen += len(value)
+            if seen > most:
+                raise HttpProblem(422, "too_complex", f"the document has more than {most} values")
+            open_ones.extend(value.values() if isinstance(value, dict) else value)
+
+
+def too_many_flaws(error: ValidationError) -> HttpProblem | None:
+    """What to say of a body that has more flaws than can be listed."""
+    count = error.error_count()
+    if count <= MAX_FLAWS:
+        return None
+    detail = f"the body is not valid: it has {count} flaws, too many to list"
+    return HttpProblem(422, "invalid_body", detail, errors=[Flaw(pointer="", detail=detail)])
 
 
 def step(part: str) -> str:

@@ -9,8 +9,15 @@ import pydantic_core
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from penstock.services.coordinator.api.documents import step
-from penstock.services.coordinator.api.feedback_models import KIND_TAGS, MAX_ITEMS, POST, POSTS, PostedInteraction
+from penstock.services.coordinator.api.documents import MAX_VALUES, bound_values, step, too_many_flaws
+from penstock.services.coordinator.api.feedback_models import (
+    KIND_TAGS,
+    MAX_ITEMS,
+    MAX_TOKENS,
+    POST,
+    POSTS,
+    PostedInteraction,
+)
 from penstock.services.coordinator.api.guard import MAX_BODY_BYTES
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem
 
@@ -19,6 +26,9 @@ __all__ = ["NDJSON", "read_batch", "read_post"]
 JSON, NDJSON = "application/json", "application/x-ndjson"
 IN_THREAD_BYTES = 128 << 10
 """Longer bodies are parsed beside the event loop."""
+
+MAX_ITEM_VALUES = 3 * MAX_TOKENS + MAX_VALUES
+"""JSON values of one item: an interaction's tokens, their log-probs, and all else."""
 
 Read = Any | HttpProblem
 """A validated post, or what is wrong with it."""
@@ -66,9 +76,15 @@ async def _beside(body: bytes, work: Any, *args: Any) -> Any:
 def _parse(body: bytes) -> Read:
     """One post, or what is wrong with it."""
     try:
+        if not _small(body):
+            bound_values(pydantic_core.from_json(body), MAX_ITEM_VALUES)
         post = POST.validate_json(body)
+    except HttpProblem as problem:
+        return problem
     except ValidationError as error:
-        return _problem(error)
+        return too_many_flaws(error) or _problem(error)
+    except ValueError as error:
+        return HttpProblem(400, "malformed_json", f"the body is not valid JSON: {error}")
     if len(body) > MAX_BODY_BYTES and not isinstance(post, PostedInteraction):
         detail = f"an item that is no interaction has at most {MAX_BODY_BYTES} bytes"
         return HttpProblem(413, "too_large", detail)
@@ -82,7 +98,8 @@ def _parse_lines(body: bytes) -> list[Read]:
 
 def _parse_array(body: bytes) -> list[Read]:
     try:
-        return list(_bounded(POSTS.validate_json(body)))
+        if _small(body):
+            return list(_bounded(POSTS.validate_json(body)))
     except ValidationError:
         pass  # at least one item has a flaw: each is looked at alone
     try:
@@ -93,6 +110,11 @@ def _parse_array(body: bytes) -> list[Read]:
         detail = f"the body must be an array, found {type(rows).__name__}"
         raise HttpProblem(422, "invalid_body", detail, errors=[Flaw(pointer="", detail=detail)])
     return [_parse(pydantic_core.to_json(row, inf_nan_mode="constants")) for row in _bounded(rows)]
+
+
+def _small(body: bytes) -> bool:
+    """Whether a body certainly has few values: a comma stands before each but the first of its list or object."""
+    return body.count(b",") < MAX_VALUES
 
 
 def _bounded(items: list[Any]) -> list[Any]:

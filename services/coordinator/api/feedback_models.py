@@ -68,6 +68,8 @@ User = Annotated[StrictStr, StringConstraints(min_length=1, max_length=256)]
 Finite = Annotated[StrictFloat, Field(allow_inf_nan=False)]
 Token = Annotated[StrictInt, Field(ge=0, lt=1 << 31)]
 Message = dict[str, Any]
+Messages = Annotated[list[Message], Field(fail_fast=True)]
+Tokens = Annotated[list[Token], Field(fail_fast=True)]
 
 
 class _Post(BaseModel):
@@ -86,7 +88,7 @@ class Metric(_Post):
     """A value of a declared metric, or text."""
 
     metric_name: MetricName = Field(description="A metric that the job declares, reward, comment or demonstration")
-    value: StrictBool | Finite | Annotated[StrictStr, StringConstraints(max_length=1 << 17)] | Message | list[Message]
+    value: StrictBool | Finite | Annotated[StrictStr, StringConstraints(max_length=1 << 17)] | Message | Messages
     weight: Finite = Field(1.0, ge=0, le=1)
     final: StrictBool = False
     turn: StrictInt = Field(-1, ge=-1, lt=1 << 31, description="Which interaction of an episode; -1: its last")
@@ -127,11 +129,11 @@ class PostedInteraction(_Post):
         description="Name or id of the online job"
     )
     policy_version: StrictInt | None = Field(None, ge=0, lt=1 << 53)
-    messages: list[Message] = Field(default_factory=list, max_length=4096)
+    messages: Messages = Field(default_factory=list, max_length=4096)
     completion: Message | None = None
-    prompt_token_ids: list[Token] | None = Field(None, max_length=MAX_TOKENS)
-    token_ids: list[Token] | None = Field(None, min_length=1, max_length=MAX_TOKENS)
-    logprobs: list[Finite] | None = Field(None, max_length=MAX_TOKENS)
+    prompt_token_ids: Tokens | None = Field(None, max_length=MAX_TOKENS)
+    token_ids: Tokens | None = Field(None, min_length=1, max_length=MAX_TOKENS)
+    logprobs: Annotated[list[Finite], Field(fail_fast=True)] | None = Field(None, max_length=MAX_TOKENS)
     sampling: PostedSampling = PostedSampling()
     tokenizer_sha: Annotated[StrictStr, StringConstraints(max_length=128)] | None = None
     group_id: Annotated[StrictStr, StringConstraints(min_length=1, max_length=128)] | None = None

@@ -38,10 +38,11 @@ def read_logs(directory: Path, *, job: str, service: str | None, tail: int, afte
     seen = _parse_cursor(after)
     lines: list[dict[str, Any]] = []
     places: dict[str, int] = {}
+    tail_from = -tail if after is None else 0  # behind a cursor nothing is left out
     for path in paths:
         texts, places[path.stem] = _read(path, seen.get(path.stem), fresh=after is None)
         wanted = [text for text in texts if _concerns(text, job)]
-        lines += [{"service": _service(path), "worker": path.stem, "text": text} for text in wanted[-tail:]]
+        lines += [{"service": _service(path), "worker": path.stem, "text": text} for text in wanted[tail_from:]]
     return {"lines": lines, "next": ",".join(f"{name}:{place}" for name, place in places.items())}
 
 

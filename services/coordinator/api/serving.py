@@ -112,7 +112,7 @@ class Serving(Protocol[A]):
         ...
 
     async def open(self, ask: Ask) -> A:
-        """Have a rollout worker take the request; for a retry the answer of the first try.
+        """Have a rollout worker take the request; for a retry the answer that its client left unread. Then ``leave``.
 
         Raises:
             ConfigError: the prompt cannot be rendered, or is too long.
@@ -128,10 +128,6 @@ class Serving(Protocol[A]):
         """The message that a client got: a chat that goes on from it belongs to the same episode."""
         ...
 
-    def begin(self, answer: A) -> None:
-        """Somebody reads the answer."""
-        ...
-
     def leave(self, answer: A, *, begun: bool) -> None:
-        """A reader is done or went away; ``begun``: it has seen a part of the answer."""
+        """The reader is done or went away; ``begun``: it has seen a part of the answer."""
         ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ class FeedbackDesk:
                 job = await self.jobs.of_model(post.model)
             else:
                 job = await self.jobs.of_target(*target_of(post))
-            who = _identity(post, caller, key, place)
+            who = _identity(post, caller, key, place, self.pseudonyms.digest)
             item = item_of(post, job, who, self.pseudonyms.of)
             self._refuse_erased(item)
             return item, who.chosen
@@ -124,7 +124,7 @@ class FeedbackDesk:
     async def retract(self, feedback: str, *, caller: Caller) -> Row:
         """See ``api.feedback_desk.FeedbackDesk.retract``."""
         row = await self.fate(feedback)
-        id = derived_id("", f"retract {row['feedback_id']}", 0)
+        id = derived_id(self.pseudonyms.digest, "", f"retract {row['feedback_id']}", 0)
         item = retraction_of(row["feedback_id"], row["job"], Identity(id, caller.id, chosen=True))
         result = (await self.ingest.add([(item, True)]))[0]
         if not isinstance(result, Stored):
@@ -210,11 +210,11 @@ class FeedbackDesk:
             await asyncio.sleep(RETRY_S)
 
 
-def _identity(post: Posted, caller: Caller, key: str | None, place: int) -> Identity:
+def _identity(post: Posted, caller: Caller, key: str | None, place: int, digest: Callable[[str], bytes]) -> Identity:
     if post.feedback_id is not None:
         return Identity(bare_id(post.feedback_id) or "", caller.id, chosen=True)
     if key is not None:
-        return Identity(derived_id(caller.id, key, place), caller.id, chosen=True)
+        return Identity(derived_id(digest, caller.id, key, place), caller.id, chosen=True)
     return Identity(str(uuid6.uuid7()), caller.id, chosen=False)
 
 

@@ -28,6 +28,8 @@ __all__ = ["Eraser", "Report"]
 T = TypeVar("T", bound=msgspec.Struct)
 
 PREFIX = "erasure"
+UNDECIDED = frozenset({"received", "matched"})
+"""Fates that others follow. What has its last one is not stored anew: a later leader would decide it again."""
 
 
 class Report(msgspec.Struct, kw_only=True):
@@ -96,10 +98,10 @@ class Eraser:
                 time=time.time(),
             )  # fmt: skip
             last = max(last, await self._bus.publish(subjects.erasures(job), pack(erasure, job=job)))
-            versions = await self._versions(job, mine)
+            versions, decided = await self._told(job, mine)
             report.groups += await self._erase_groups(job, mine)
             for message, rest in mine.mixed:
-                await self._rewrite(job, message, rest)
+                await self._rewrite(job, message, [item for item in rest if _target(item) not in decided])
             for message in mine.interactions.values():
                 await self._erase(subjects.INTERACTIONS, message)
             report.interactions += len(mine.interactions)
@@ -143,9 +145,9 @@ class Eraser:
         whole = (await self._bus.get_whole(stream, [message.seq])).get(message.seq)
         return whole.data if whole is not None else b""
 
-    async def _versions(self, job: str, mine: _Found) -> list[int]:
-        """Versions that were trained on it, as the decisions tell."""
-        versions: set[int] = set()
+    async def _told(self, job: str, mine: _Found) -> tuple[list[int], set[str]]:
+        """Versions that were trained on it, and all feedback of the job with a last fate, as the decisions tell."""
+        versions, decided = set[int](), set[str]()
         async for message in self._bus.scan(subjects.DECISIONS, subjects.decisions(job)):
             batch = _decoded(message.data, FateBatch)
             for fate in batch.items if batch is not None else ():
@@ -153,12 +155,14 @@ class Eraser:
                 about = fate.feedback in mine.feedback or not told.isdisjoint(mine.interactions)
                 if fate.status == "trained" and about:
                     versions.add(fate.version)
-        return sorted(versions)
+                if fate.status not in UNDECIDED:
+                    decided.add(fate.feedback)
+        return sorted(versions), decided
 
     # -- deletion ----------------------------------------------------------------------------------------------------
 
     async def _rewrite(self, job: str, message: Message, rest: list[Feedback]) -> None:
-        """Store what the message holds of others once more, then delete it."""
+        """Store what the message holds of others and is undecided once more, then delete it."""
         if rest:
             data = pack(FeedbackBatch(items=rest), job=job)
             await self._bus.publish_whole([Outgoing(subjects.feedback(job), data)])
@@ -189,6 +193,12 @@ class Eraser:
         """Overwrite a payload and delete it, its first message last: while that stands, a search finds the rest."""
         for place in reversed(range(count_of(message.headers))):
             await self._bus.delete_message(stream, message.seq + place)
+
+
+def _target(item: Feedback) -> str:
+    """The feedback by whose fate an item is over: its own, of a retraction what it retracts."""
+    name = str(item.body.get("feedback", "")) if item.kind == "retraction" else item.id
+    return bare_id(name) or name
 
 
 def _decoded(data: bytes, kind: type[T]) -> T | None:

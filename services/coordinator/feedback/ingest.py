@@ -62,6 +62,7 @@ class Known:
     fingerprint: str
     revision: int
     seq: int | None
+    key_id: str
 
 
 class Index(Protocol):
@@ -140,7 +141,7 @@ class Ingest:
         """``(the entry to wait for, whether it is an earlier one)``."""
         earlier = self._recent.get(item.id)
         try:
-            if earlier is not None and _compare(item, Known(earlier.item.fingerprint, earlier.item.revision, None)):
+            if earlier is not None and _compare(item, _known(earlier.item)):
                 return earlier, True
             return self._enter(item, chosen), False
         except PenstockError as error:
@@ -258,13 +259,23 @@ def _result(found: tuple[_Entry, bool] | PenstockError) -> Stored | PenstockErro
     return Stored(stored.id, stored.seq, duplicate=True) if earlier else stored
 
 
+def _known(item: Feedback) -> Known:
+    return Known(item.fingerprint, item.revision, None, item.key_id)
+
+
 def _compare(item: Feedback, earlier: Known) -> Known | None:
-    """``earlier`` where ``item`` only repeats it, None where it replaces it. Raises HttpProblem: 422 neither."""
+    """``earlier`` where ``item`` only repeats it, None where it replaces it. Raises HttpProblem: 422 neither.
+
+    Only the key that posted an item revises it. A retraction is the same whoever may ask for it.
+    """
     if item.fingerprint == earlier.fingerprint:
         return earlier
-    if item.revision > earlier.revision:
+    if item.key_id != earlier.key_id:
+        detail = f"feedback '{item.id}' was posted with another API key, and only that one can revise it"
+    elif item.revision > earlier.revision:
         return None
-    detail = f"feedback '{item.id}' says something else already (revision {earlier.revision}); send a higher revision"
+    else:
+        detail = f"feedback '{item.id}' says something else already (revision {earlier.revision}): send a higher one"
     raise HttpProblem(422, "feedback_id_reused", detail, errors=[Flaw(pointer="/feedback_id", detail=detail)])
 
 

@@ -46,10 +46,12 @@ class Identity:
     chosen: bool
 
 
-def derived_id(key_id: str, idempotency_key: str, index: int) -> str:
-    """The id of an item that came with an Idempotency-Key: the same request again is the same item, for good."""
-    digest = hashlib.sha256(f"{key_id}\n{idempotency_key}\n{index}".encode()).digest()
-    value = int.from_bytes(digest[:16], "big")
+def derived_id(digest: Callable[[str], bytes], key_id: str, idempotency_key: str, index: int) -> str:
+    """The id of an item that came with an Idempotency-Key: the same request again is the same item, for good.
+
+    ``digest`` is keyed by a secret (``Pseudonyms.digest``): nobody else can tell the id and take it first.
+    """
+    value = int.from_bytes(digest(f"item\n{key_id}\n{idempotency_key}\n{index}")[:16], "big")
     return str(UUID(int=(value & ~VERSION_BITS) | VERSION_8))
 
 

@@ -44,9 +44,13 @@ class Pseudonyms:
         """The pseudonym of a user, 32 hex digits; of nobody: ''. Raises Unavailable before ``load``."""
         if not user:
             return ""
+        return self.digest(user).hex()[:32]
+
+    def digest(self, text: str) -> bytes:
+        """32 bytes that only the deployment can derive from a text. Raises Unavailable before ``load``."""
         if not self._key:
             raise Unavailable("the key of pseudonyms is not read yet; retry in a moment")
-        return hmac.new(self._key, user.encode(), hashlib.sha256).hexdigest()[:32]
+        return hmac.new(self._key, text.encode(), hashlib.sha256).digest()
 
 
 class Consents:
@@ -64,6 +68,11 @@ class Consents:
         """Store what a user allows, durably. Raises Unavailable."""
         await self._kv.put(f"{CONSENT}.{pseudonym}", OPTED_IN if train else OPTED_OUT)
         self._take(pseudonym, OPTED_IN if train else OPTED_OUT)
+
+    async def read(self) -> None:
+        """Take in everything that was said until now. Raises Unavailable."""
+        for entry in await self._kv.entries(CONSENT):
+            self._take(entry.key.partition(".")[2], entry.value)
 
     async def run(self) -> None:
         """Follow what users say until cancelled."""

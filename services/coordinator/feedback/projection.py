@@ -48,7 +48,7 @@ INSERT INTO feedback (id, job, kind, metric, source, user, revision, fingerprint
 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?10)
 ON CONFLICT (id) DO UPDATE SET job = ?2, kind = ?3, metric = ?4, source = ?5, user = ?6, revision = ?7,
   fingerprint = ?8, seq = ?9, received = ?10, time = max(time, ?10)
-WHERE fingerprint = '' OR ?7 > revision OR fingerprint = ?8
+WHERE fingerprint = '' OR (?7 > revision AND source = ?5) OR fingerprint = ?8
 """
 _FATE = """
 INSERT INTO feedback (id, status, reason, interactions, ordinal, batch, version, time) VALUES (?, ?, ?, ?, ?, ?, ?, ?)
@@ -143,8 +143,8 @@ class Projection:
 
     def known(self, ids: Sequence[str]) -> dict[str, Known]:
         """Those of ``ids`` that are stored."""
-        query = "SELECT id, fingerprint, revision, seq FROM feedback WHERE fingerprint != '' AND id IN ({})"
-        return {row[0]: Known(row[1], row[2], row[3]) for row in self._in(query, ids)}
+        query = "SELECT id, fingerprint, revision, seq, source FROM feedback WHERE fingerprint != '' AND id IN ({})"
+        return {row[0]: Known(row[1], row[2], row[3], row[4]) for row in self._in(query, ids)}
 
     def targets(self, ids: Sequence[str]) -> set[str]:
         """Those of ``ids`` that are interactions or episodes."""

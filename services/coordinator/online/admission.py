@@ -43,6 +43,7 @@ def admit(
     last: bool = True,
     closed: bool = False,
     rated: bool = False,
+    refusal: str | None = None,
 ) -> Decision:
     """Decide on one interaction from everything that was said of it.
 
@@ -53,9 +54,11 @@ def admit(
         last: whether metrics of the episode are its own.
         closed: whether nothing more is waited for: what is missing counts as its default.
         rated: whether something was said of another turn of its episode, for which this one gets its share.
+        refusal: what ``refusal_of`` says of it, where that is known already.
     """
     reward = reward_of(interaction, items, job, now=now, last=last, closed=closed)
-    reason = refusal_of(interaction, job) or _stale(interaction, version, job.train.max_lag)
+    refusal = refusal_of(interaction, job) if refusal is None else refusal
+    reason = refusal or _stale(interaction, version, job.train.max_lag)
     if reason:
         return Decision("reject", reason, reward or 0.0)
     if max(span.version for span in interaction.spans) > version:

@@ -21,11 +21,12 @@ class Item:
 
 @dataclass(slots=True)
 class Turn:
-    """One interaction, the sequence of its message, and what was said of it, by id."""
+    """One interaction, the sequence of its message, what was said of it, by id, and why it is refused once known."""
 
     seq: int
     interaction: Interaction
     items: dict[str, Item] = field(default_factory=dict)
+    refusal: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from penstock.services.coordinator.online.admission import Decision, admit
+from penstock.services.coordinator.online.admission import Decision, admit, refusal_of
 from penstock.services.coordinator.online.credit import Item, Trajectory, Turn, joined, returns
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.interaction import Feedback
@@ -61,10 +61,13 @@ class Episode:
         if not (self.single or closed or idle):
             return None
         rated = any(item.feedback.metric for item in self._said())
+        for turn in self.turns:
+            if turn.refusal is None:  # facts alone decide it: once, however often the episode is looked at
+                turn.refusal = refusal_of(turn.interaction, job)
         decisions = [
             admit(
                 turn.interaction, self._said_of(place), job, version=version, now=now,
-                last=place == len(self.turns) - 1, closed=closed or idle, rated=rated,
+                last=place == len(self.turns) - 1, closed=closed or idle, rated=rated, refusal=turn.refusal,
             )
             for place, turn in enumerate(self.turns)
         ]  # fmt: skip

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import msgspec
 
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.admission import out_of_range
 from penstock.services.coordinator.online.credit import Item, Trajectory, Turn
 from penstock.services.coordinator.online.episode import UNKNOWN, Episode
 from penstock.services.coordinator.online.fates import fate
+from penstock.services.coordinator.online.parked import Parked
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission
 from penstock.shared.protocol.interaction import Erasure, Fate, Feedback, Interaction, bare_id
@@ -25,6 +29,16 @@ REMEMBERED = 100_000
 TEXTS = frozenset({"comment", "demonstration"})
 """Names of feedback that is text: no reward by itself."""
 CONSUMED = "late_after_training"
+
+
+@dataclass(slots=True)
+class _Held:
+    """An undecided item and where it is: with its ``holder`` (a turn or an episode, ``key``), or parked without one."""
+
+    item: Item
+    target: str
+    key: str = ""
+    holder: dict[str, Item] | None = None
 
 
 class Matching:
@@ -39,11 +53,11 @@ class Matching:
         self.episodes: dict[str, Episode] = {}
         self.ready: dict[str, list[Trajectory]] = {}
         """Trajectories of episodes that are settled and not admitted yet, by episode."""
-        self._parked: dict[str, dict[str, Item]] = {}
+        self._parked = Parked()
         self._places: dict[str, str] = {}
         """Undecided interaction, or another name of an episode -> its episode."""
-        self._items: dict[str, tuple[Item, str]] = {}
-        """Undecided feedback and its target, by id."""
+        self._items: dict[str, _Held] = {}
+        """Undecided feedback, by id."""
         self._retracted: dict[str, tuple[int, Feedback]] = {}
         """Feedback whose retraction overtook it, by id."""
         self._decided: OrderedDict[str, str] = OrderedDict()
@@ -69,7 +83,7 @@ class Matching:
     @property
     def num_parked(self) -> int:
         """Items of feedback whose target is not known yet."""
-        return sum(len(items) for items in self._parked.values())
+        return len(self._parked)
 
     def lowest(self, without: Iterable[str] = ()) -> tuple[int, int]:
         """Sequences below which everything is decided once the episodes ``without`` are, too."""
@@ -77,7 +91,7 @@ class Matching:
         left = [episode.lowest for name, episode in self.episodes.items() if name not in gone]
         interactions = min((low for low, _ in left), default=UNKNOWN)
         feedback = min((low for _, low in left), default=UNKNOWN)
-        parked = min((item.seq for items in self._parked.values() for item in items.values()), default=UNKNOWN)
+        parked = min((item.seq for item in self._parked), default=UNKNOWN)
         parked = min([parked, *(seq for seq, _ in self._retracted.values())])
         return min(interactions, self._next[0]), min(feedback, parked, self._next[1])
 
@@ -94,7 +108,7 @@ class Matching:
     def on_interaction(self, seq: int, interaction: Interaction) -> list[Fate]:
         """A record was read. Feedback that waited for it is matched now."""
         self._next = (max(self._next[0], seq + 1), self._next[1])
-        name, episode_id = _canonical(interaction.id), _canonical(interaction.episode)
+        name, episode_id = _canonical(interaction.id), _episode_of(interaction)
         if name in self._places:
             return []
         if name in self._decided:
@@ -131,10 +145,13 @@ class Matching:
         if reason:
             return self._close(item.id, fate(item.id, "rejected", reason, now))
         known = self._items.get(item.id)
-        if known is None or item.revision > known[0].feedback.revision:
+        if known is not None:
+            said = known.item.feedback
+            if item.revision <= said.revision or item.key_id != said.key_id:  # nobody revises what others said
+                return []
             self._detach(item.id)
-            return self._attach(Item(seq, item), now)
-        return []
+        bare = msgspec.structs.replace(item, body={}, tags={}, fingerprint="")  # no reward depends on these
+        return self._attach(Item(seq, bare), now)
 
     def on_erasure(self, erasure: Erasure) -> None:
         """A user's interactions and feedback do not exist any more."""
@@ -195,51 +212,59 @@ class Matching:
         target = _canonical(feedback.inference or feedback.episode)
         if target in self._decided:
             return self._close(feedback.id, fate(feedback.id, "rejected", self._decided[target], now))
-        self._items[feedback.id] = (item, target)
+        held = self._items[feedback.id] = _Held(item, target)
         key = self._places.get(target)
         if key is None:
-            self._parked.setdefault(target, {})[feedback.id] = item
-            return []
-        self._holder(target, key)[feedback.id] = item
-        self._unready(key)
-        return [fate(feedback.id, "matched", "", now, [target])]
+            oldest = self._parked.put(target, item)
+            return [] if oldest is None else self._expired(oldest, now, "too_many_parked")
+        holder, asker = self._holder(target, key)
+        return self._hold(held, key, holder, asker, now)
 
-    def _holder(self, target: str, key: str) -> dict[str, Item]:
-        """What holds the feedback on a target: a turn, or its whole episode."""
+    def _hold(self, held: _Held, key: str, holder: dict[str, Item], asker: str, now: float) -> list[Fate]:
+        """An item has found its target, which ``asker`` (a key) was served."""
+        name = held.item.feedback.id
+        if self.job.online.raters == "same_key" and held.item.feedback.key_id != asker:
+            return self._close(name, fate(name, "rejected", "other_key", now))
+        held.key, held.holder = key, holder
+        holder[name] = held.item
+        self._unready(key)
+        return [fate(name, "matched", "", now, [held.target])]
+
+    def _holder(self, target: str, key: str) -> tuple[dict[str, Item], str]:
+        """What holds the feedback on a target, a turn or its whole episode, and the key that it was served to."""
         episode = self.episodes[key]
         turns = (turn for turn in episode.turns if _canonical(turn.interaction.id) == target)
         turn = next(turns, None)
-        return episode.items if turn is None else turn.items
+        if turn is not None:
+            return turn.items, turn.interaction.key_id
+        return episode.items, episode.turns[0].interaction.key_id if episode.turns else ""
 
     def _detach(self, name: str) -> None:
-        """Take an undecided item away from its target."""
-        found = self._items.pop(name, None)
-        if found is None:
+        """Take an undecided item away from where it is: another turn may have the name of its target by now."""
+        held = self._items.pop(name, None)
+        if held is None:
             return
-        target = found[1]
-        if (parked := self._parked.get(target)) is not None:
-            parked.pop(name, None)
-            if not parked:
-                del self._parked[target]
-        if (key := self._places.get(target)) is not None:
-            self._holder(target, key).pop(name, None)
-            self._unready(key)
+        if held.holder is None:
+            self._parked.remove(held.target, name)
+            return
+        held.holder.pop(name, None)
+        self._unready(held.key)
 
     def _unpark(self, target: str, key: str, holder: dict[str, Item], interaction: Interaction) -> list[Fate]:
         """Hand over what waited for a target; what had expired before the target was there stays expired."""
-        fates = []
-        for name, item in self._parked.pop(target, {}).items():
+        fates: list[Fate] = []
+        for name, item in self._parked.pop(target).items():
             if interaction.ended > item.feedback.received + self.job.online.match_ttl_s:
                 fates += self._expired(item, interaction.ended)
                 continue
-            holder[name] = item
-            fates.append(fate(name, "matched", "", max(interaction.ended, item.feedback.received), [target]))
+            found = max(interaction.ended, item.feedback.received)
+            fates += self._hold(self._items[name], key, holder, interaction.key_id, found)
         return fates
 
     def _late(self, target: str, now: float) -> list[Fate]:
         return [
             one
-            for name in self._parked.pop(target, {})
+            for name in self._parked.pop(target)
             for one in self._close(name, fate(name, "rejected", self._decided[target], now))
         ]
 
@@ -274,11 +299,11 @@ class Matching:
     def _expire(self, now: float) -> list[Fate]:
         limit = now - self.job.online.match_ttl_s
         self._retracted = {name: one for name, one in self._retracted.items() if one[1].received >= limit}
-        items = [item for items in self._parked.values() for item in items.values() if item.feedback.received < limit]
+        items = [item for item in self._parked if item.feedback.received < limit]
         return [one for item in items for one in self._expired(item, now)]
 
-    def _expired(self, item: Item, now: float) -> list[Fate]:
-        return self._close(item.feedback.id, fate(item.feedback.id, "expired", "unknown_target", now))
+    def _expired(self, item: Item, now: float, reason: str = "unknown_target") -> list[Fate]:
+        return self._close(item.feedback.id, fate(item.feedback.id, "expired", reason, now))
 
     def _close(self, name: str, last: Fate) -> list[Fate]:
         """The last fate of an item that is not admitted."""
@@ -286,11 +311,9 @@ class Matching:
         return [last]
 
     def _shut(self, name: str) -> None:
-        found = self._items.pop(name, None)
-        if found is not None and (parked := self._parked.get(found[1])) is not None:
-            parked.pop(name, None)
-            if not parked:
-                del self._parked[found[1]]
+        held = self._items.pop(name, None)
+        if held is not None and held.holder is None:
+            self._parked.remove(held.target, name)
         self._closed[name] = None
         if len(self._closed) > REMEMBERED:
             self._closed.popitem(last=False)
@@ -308,7 +331,7 @@ class Matching:
             name = _canonical(turn.interaction.id)
             if name in self._places:
                 self._decide(name, reason)
-            episode_id = _canonical(turn.interaction.episode)
+            episode_id = _episode_of(turn.interaction)
             if self._places.get(episode_id) == key:
                 self._decide(episode_id, reason)
         self._decide(key, reason)
@@ -323,6 +346,11 @@ class Matching:
 def _canonical(text: str) -> str:
     """An id without its prefix; what is no id stays as it is."""
     return bare_id(text) or text
+
+
+def _episode_of(interaction: Interaction) -> str:
+    """The episode of an interaction. A name that an agent made up is one of its key: others may make up the same."""
+    return bare_id(interaction.episode) or f"{interaction.key_id} {interaction.episode}"
 
 
 def _off_policy(item: Feedback) -> str:

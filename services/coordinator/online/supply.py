@@ -26,7 +26,7 @@ from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.errors import ProtocolError, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.events import Admitted, BatchTrained, Checkpointed, Event, Finished, decode_events
+from penstock.shared.protocol.events import Admitted, BatchTrained, Event, Finished, decode_events
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.interaction import Erasure, Fate, FateBatch, FeedbackBatch, Interaction
 from penstock.shared.protocol.parts import count_of
@@ -41,7 +41,8 @@ SWEEP_S = 0.5
 """Defaults, ends of episodes and expiries are looked at this often."""
 RETRY_S = 0.2
 FULL_SHARE = 0.5
-"""Above this share of INTERACTIONS a checkpoint gives up records."""
+"""Above this share of INTERACTIONS or FEEDBACK what is decided there is given up."""
+ROOM_EVERY_S = 5.0
 GROUPS_AT_ONCE = 64
 """Groups of one durable write."""
 MAX_FATES = 1000
@@ -62,7 +63,8 @@ class LiveSupply:
         self._funnel = Funnel(config)
         self._state = LedgerState()
         self._untold: list[Fate] = []
-        self._next = {subjects.INTERACTIONS: 1, subjects.FEEDBACK: 1}
+        self._next = {subjects.interactions(job): 1, subjects.feedback(job): 1, subjects.erasures(job): 1}
+        """Sequence from which each subject is read on; each for itself, for they are not read in one go."""
 
     # -- what earlier leaders left -----------------------------------------------------------------------------------
 
@@ -72,17 +74,17 @@ class LiveSupply:
         self.matching.recall(state)
         last = await self.bus.last(subjects.LEDGER, subjects.ledger(self.job))
         await self._tell(fates_of(decode_events(last.data), state) if last is not None else [])
-        for stream, start in zip(self._next, state.read_from, strict=True):
-            for subject in self._subjects(stream):
-                for message in await self.bus.read(stream, subject, start_seq=start):
-                    await self._take(stream, message)
-            self._next[stream] = max(self._next[stream], start)
+        await self._consents.read()
+        starts = dict(zip((subjects.INTERACTIONS, subjects.FEEDBACK), state.read_from, strict=True))
+        for subject in self._next:
+            stream = self._stream(subject)
+            self._next[subject] = max(1, starts[stream])
+            for message in await self.bus.read(stream, subject, start_seq=starts[stream]):
+                await self._take(subject, message)
         await self._sweep(everything=True)
 
-    def _subjects(self, stream: str) -> tuple[str, ...]:
-        if stream == subjects.INTERACTIONS:
-            return (subjects.interactions(self.job),)
-        return (subjects.feedback(self.job), subjects.erasures(self.job))
+    def _stream(self, subject: str) -> str:
+        return subjects.INTERACTIONS if subject == subjects.interactions(self.job) else subjects.FEEDBACK
 
     # -- facts -------------------------------------------------------------------------------------------------------
 
@@ -90,29 +92,32 @@ class LiveSupply:
         """Interactions, feedback, erasures, consents, and the passing of time."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._consents.run())
-            for stream, start in self._next.items():
-                for subject in self._subjects(stream):
-                    tasks.create_task(self._read(stream, subject, start, post))
+            for subject, start in self._next.items():
+                tasks.create_task(self._read(subject, start, post))
+            looked = time.monotonic()
             while True:
                 await asyncio.sleep(SWEEP_S)
                 await post(lambda: self._sweep(everything=True))
+                if time.monotonic() - looked >= ROOM_EVERY_S:
+                    looked = time.monotonic()
+                    await post(self._make_room)
 
-    async def _read(self, stream: str, subject: str, start: int, post: Post) -> None:
-        async with contextlib.aclosing(self.bus.follow(stream, subject, start_seq=start)) as messages:
+    async def _read(self, subject: str, start: int, post: Post) -> None:
+        async with contextlib.aclosing(self.bus.follow(self._stream(subject), subject, start_seq=start)) as messages:
             async for message in messages:
 
                 async def fact(message: Message = message) -> None:
-                    await self._take(stream, message)
+                    await self._take(subject, message)
                     await self._sweep(everything=False)
 
                 await post(fact)
 
-    async def _take(self, stream: str, message: Message) -> None:
-        """One message of one of the streams; what cannot be read is passed over, and the log says so."""
-        self._next[stream] = max(self._next[stream], message.seq + 1)
-        now = time.time()
+    async def _take(self, subject: str, message: Message) -> None:
+        """One message of one of the subjects; what cannot be read is passed over, and the log says so."""
+        self._next[subject] = max(self._next[subject], message.seq + 1)
+        now, stream = time.time(), self._stream(subject)
         try:
-            if message.subject == subjects.erasures(self.job):
+            if subject == subjects.erasures(self.job):
                 self.matching.on_erasure(unpack(message.data, Erasure)[0])
             elif stream == subjects.INTERACTIONS:
                 interaction = await self._whole(stream, message, Interaction)
@@ -156,25 +161,32 @@ class LiveSupply:
                     self.matching.take(event.admissions)
                 case BatchTrained():
                     self.source.learnt(event.number, run.state)
-                case Checkpointed():
-                    await self._make_room(run.state, event.number)
                 case Finished():
                     await self._tell(self.matching.end(event.time))
                 case _:
                     pass
 
-    async def _make_room(self, state: LedgerState, checkpoint: int) -> None:
-        """Give up records that nothing can ask for again, once INTERACTIONS fills: those of what is checkpointed."""
+    async def _make_room(self) -> None:
+        """Give up what nothing can ask for again, once a stream fills.
+
+        Of FEEDBACK that is what is decided; of INTERACTIONS what is decided and no batch needs again that a rollback to
+        the newest checkpoint would open. Fates of what goes are told first: a later leader cannot derive them.
+        """
+        await self.flush()
+        state = self._state
+        newest = -1 if state.checkpoint is None else state.checkpoint.number
+        later = {draw.ordinal for number, batch in state.batches.items() if number > newest for draw in batch.draws}
+        later |= {draw.ordinal for draw in state.open}
+        kept = [state.admissions[ordinal] for ordinal in later if ordinal in state.admissions]
+        read, said = (max(lows) for lows in zip(state.read_from, self.matching.lowest(), strict=True))
+        read = min([read, *(seq for one in kept for seq in one.interactions.values())])
         try:
-            stream = await self.bus.stream_state(subjects.INTERACTIONS)
-            if stream.bytes > FULL_SHARE * stream.max_bytes:
-                later = {draw.ordinal for n, b in state.batches.items() if n > checkpoint for draw in b.draws}
-                later |= {draw.ordinal for draw in state.open}
-                kept = [state.admissions[ordinal] for ordinal in later if ordinal in state.admissions]
-                low = min([state.read_from[0], *(seq for one in kept for seq in one.interactions.values())])
-                await self.bus.purge(subjects.INTERACTIONS, subjects.interactions(self.job), below_seq=low)
-        except Unavailable as error:  # the next checkpoint tries again
-            logger.info("%s: no room is made among its interactions: %s", self.job, error)
+            for subject, low in ((subjects.interactions(self.job), read), (subjects.feedback(self.job), said)):
+                stream = await self.bus.stream_state(self._stream(subject))
+                if stream.bytes > FULL_SHARE * stream.max_bytes:
+                    await self.bus.purge(self._stream(subject), subject, below_seq=low)
+        except Unavailable as error:  # the next look tries again
+            logger.info("%s: no room is made among its interactions and feedback: %s", self.job, error)
 
     async def order(self, run: JobRun, draws: Sequence[Draw]) -> None:
         """Make and publish the groups of admitted draws; waits while the bus is away."""

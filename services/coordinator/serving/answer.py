@@ -12,7 +12,10 @@ from penstock.shared.protocol.generation import Span
 from penstock.shared.protocol.inference import Begun, Chunk, InferenceReply, InferenceRequest
 from penstock.shared.protocol.interaction import Interaction
 
-__all__ = ["Answer"]
+__all__ = ["Answer", "Key"]
+
+Key = tuple[str, str, str, str]
+"""What the tries of one request have in common: job, API key, episode, digest of the body."""
 
 
 @dataclass(slots=True)
@@ -35,7 +38,10 @@ class Answer:
         self.error: PenstockError | None = None
         self.recovering: asyncio.Task[None] | None = None
         self.recoveries = 0
-        self.readers = 0
+        self.key: Key | None = None
+        """Where the client asks again by itself."""
+        self.given_up = False
+        """Nobody waits for it any more."""
         self.end: asyncio.TimerHandle | None = None
         """Until then a client that went away may come back for it."""
         self._choices = [_Choice() for _ in request.ids]

@@ -6,15 +6,14 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from msgspec.structs import replace
 
 from penstock.services.coordinator.api.replies import HttpProblem
 from penstock.services.coordinator.api.serving import Ask, Served
-from penstock.services.coordinator.serving.answer import Answer
+from penstock.services.coordinator.serving.answer import Answer, Key
 from penstock.services.coordinator.serving.episodes import Episodes
 from penstock.services.coordinator.serving.models import ModelTable
 from penstock.services.coordinator.serving.threads import Threads
@@ -37,21 +36,13 @@ REPLY_S = 10.0
 RETRY_S = 0.1
 COME_BACK_S = 10.0
 """A client that repeats requests by itself may come back for an answer within this time; stock SDKs wait up to 8 s."""
+LEAVE_S = 1.0
+"""A retry may arrive before it is noticed that the client left its first try."""
 MAX_RECOVERIES = 5
 """A request that was lost more often is what breaks its workers."""
 MAX_KEPT = 512
 MAX_IN_FLIGHT = 2048
 """Requests of one model in this process; more are told to come back."""
-
-Key = tuple[str, str, str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """The first try of a client that asks again by itself, from the moment it came in."""
-
-    answer: Answer
-    opening: asyncio.Task[Answer]
 
 
 class Gateway:
@@ -77,7 +68,10 @@ class Gateway:
         self._answers: dict[str, Answer] = {}
         self._in_flight: Counter[str] = Counter()
         self._heard: dict[str, float] = {}
-        self._kept: OrderedDict[Key, _Kept] = OrderedDict()
+        self._tries: Counter[Key] = Counter()
+        """Requests of clients that ask again by themselves and have not left yet."""
+        self._kept: list[Answer] = []
+        """Answers that such a client left before it got them, the oldest first."""
         self._notes: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -104,38 +98,30 @@ class Gateway:
     async def open(self, ask: Ask) -> Answer:
         """See ``Serving.open``."""
         key = (ask.served.job, ask.draft.key_id, ask.episode, ask.draft.body_digest)
-        kept = self._kept.get(key) if ask.retries else None
-        if kept is not None and kept.answer.error is None:
-            return await asyncio.shield(kept.opening)
+        kept = await self._first_try(key) if ask.retries else None
+        if kept is not None:
+            return kept
         if self._in_flight[ask.served.job] >= MAX_IN_FLIGHT:
             raise _full(ask.served)
         record = await self.episodes.opened(ask.served, ask.episode)
         answer = self._prepared(ask, record)
         if ask.retries is None:
             return await self._dispatched(answer)
-        opening = asyncio.create_task(self._dispatched(answer), name=f"open {answer.id}")
-        self._keep(key, _Kept(answer, opening))
+        answer.key = key
+        self._tries[key] += 1
         try:
-            return await asyncio.shield(opening)
-        except PenstockError:
-            self._forget(answer)
+            return await self._dispatched(answer)
+        except BaseException:
+            self._left(key)
             raise
-
-    def begin(self, answer: Answer) -> None:
-        """See ``Serving.begin``."""
-        answer.readers += 1
-        if answer.end is not None:
-            answer.end.cancel()
-            answer.end = None
 
     def leave(self, answer: Answer, *, begun: bool) -> None:
         """See ``Serving.leave``."""
-        answer.readers -= 1
-        if answer.done or answer.readers:
-            return
-        if not begun and any(kept.answer is answer for kept in self._kept.values()):
-            answer.end = asyncio.get_running_loop().call_later(COME_BACK_S, self._give_up, answer)
-        else:
+        if answer.key is not None:
+            self._left(answer.key)
+        if not begun and answer.key is not None and answer.error is None:
+            self._keep(answer)
+        elif not answer.done:
             self._give_up(answer)
 
     async def interaction(self, job: str, id: str) -> Interaction | None:
@@ -184,6 +170,8 @@ class Gateway:
         end = clock() + served.hold_s
         subject, full = subjects.inference(served.job), False
         while True:
+            if answer.given_up:
+                raise Unavailable("nobody waits for the answer")
             self._enter(answer)
             try:
                 data = await self._bus.request(subject, pack(answer.request, job=served.job), deadline_s=REPLY_S)
@@ -200,6 +188,8 @@ class Gateway:
                 if reply.accepted:
                     self._heard[reply.worker] = clock()
                     answer.accepted(reply)
+                    if answer.given_up:
+                        self._tell(reply.worker, Cancel(request=answer.id, gone=True))
                     return answer
                 self._exit(answer)
                 why, full = Unavailable("all rollout workers are full"), True
@@ -218,21 +208,43 @@ class Gateway:
         if self._answers.pop(answer.id, None) is not None:
             self._in_flight[answer.served.job] -= 1
 
-    def _keep(self, key: Key, kept: _Kept) -> None:
-        self._kept[key] = kept
-        self._kept.move_to_end(key)
-        while len(self._kept) > MAX_KEPT:
-            self._kept.popitem(last=False)
+    async def _first_try(self, key: Key) -> Answer | None:
+        """An answer that was left unread. One that somebody reads belongs to another client with the same body."""
+        clock = asyncio.get_running_loop().time
+        end = clock() + LEAVE_S
+        while True:
+            for answer in self._kept:
+                if answer.key == key and answer.error is None:
+                    self._unkeep(answer)
+                    self._tries[key] += 1
+                    return answer
+            if not self._tries[key] or clock() > end:
+                return None
+            await asyncio.sleep(RETRY_S)
+
+    def _left(self, key: Key) -> None:
+        self._tries[key] -= 1
+        if self._tries[key] <= 0:
+            del self._tries[key]
+
+    def _keep(self, answer: Answer) -> None:
+        answer.end = asyncio.get_running_loop().call_later(COME_BACK_S, self._give_up, answer)
+        self._kept.append(answer)
+        if len(self._kept) > MAX_KEPT:
+            self._give_up(self._kept[0])
+
+    def _unkeep(self, answer: Answer) -> None:
+        if answer.end is not None:
+            answer.end.cancel()
+            answer.end = None
+            self._kept.remove(answer)
 
     def _give_up(self, answer: Answer) -> None:
         """Nobody waits for the answer: the worker records what there is."""
-        self._forget(answer)
-        if not answer.done:
+        self._unkeep(answer)
+        answer.given_up = True
+        if not answer.done and answer.worker:
             self._tell(answer.worker, Cancel(request=answer.id, gone=True))
-
-    def _forget(self, answer: Answer) -> None:
-        for key in [key for key, kept in self._kept.items() if kept.answer is answer]:
-            del self._kept[key]
 
     def _tell(self, worker: str, cancel: Cancel) -> None:
         async def send() -> None:
@@ -310,7 +322,7 @@ class Gateway:
             self._exit(answer)
             if answer.done:
                 return
-            if not answer.readers and answer.end is None:
+            if answer.given_up:
                 raise Unavailable("nobody waits for the answer")
             answer.recoveries += 1
             if answer.recoveries > MAX_RECOVERIES:

@@ -32,6 +32,8 @@ class Requests:
     def __init__(self) -> None:
         self._serials = count()
         self._open: dict[int, _Request] = {}
+        self._serial_of: dict[str, int] = {}
+        """By request id."""
         self._queue: deque[Completion] = deque()
 
     @property
@@ -45,9 +47,9 @@ class Requests:
 
     def chosen(self, request_ids: Collection[str] | None) -> set[int]:
         """Open requests with these ids; None: all."""
-        return {
-            serial for serial, request in self._open.items() if request_ids is None or request.request_id in request_ids
-        }
+        if request_ids is None:
+            return set(self._open)
+        return {self._serial_of[request_id] for request_id in request_ids if request_id in self._serial_of}
 
     def open(
         self, request: GenRequest, stop_ids: tuple[int, ...], on_token: Listener | None = None
@@ -57,12 +59,13 @@ class Requests:
         Raises:
             Conflict: a request with this id is open.
         """
-        if self.chosen([request.request_id]):
+        if request.request_id in self._serial_of:
             raise Conflict(f"request id '{request.request_id}' is in use")
         serial = next(self._serials)
         seed = request.sampling.seed
         base = secrets.randbits(62) if seed is None else seed
         answer: asyncio.Future[GenResult] = asyncio.get_running_loop().create_future()
+        self._serial_of[request.request_id] = serial
         self._open[serial] = _Request(request.request_id, answer, [None] * request.n, on_token)
         prompt_ids = tuple(request.prompt_ids)
         self._queue.extend(
@@ -102,7 +105,7 @@ class Requests:
             request.samples[item.completion.index] = item.sample
             samples = [sample for sample in request.samples if sample is not None]
             if len(samples) == len(request.samples):
-                del self._open[item.completion.request]
+                self._close(item.completion.request)
                 if not request.answer.done():
                     request.answer.set_result(GenResult(request_id=request.request_id, samples=samples))
 
@@ -114,7 +117,7 @@ class Requests:
 
     def forget(self, request: int) -> None:
         """Drop a request that nobody waits for; what of it is in the batch must be evicted."""
-        self._open.pop(request, None)
+        self._close(request)
         self._queue = deque(c for c in self._queue if c.request != request)
 
     def fail(self, error: Callable[[], Exception]) -> None:
@@ -123,4 +126,10 @@ class Requests:
             if not request.answer.done():
                 request.answer.set_exception(error())
         self._open.clear()
+        self._serial_of.clear()
         self._queue.clear()
+
+    def _close(self, serial: int) -> None:
+        request = self._open.pop(serial, None)
+        if request is not None:
+            del self._serial_of[request.request_id]

@@ -1,6 +1,7 @@
 """State of the running completions as tensors: one dense row each, so that a step has no loop over rows.
 
-Shape legend: R = rows, C = token capacity of a row, K = stop tokens of a row (padded with -1).
+Shape legend: R = rows, C = token capacity of a row, K = stop tokens of a row (padded with -1),
+B = biased tokens, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ class Rows:
         self.completions: list[Completion] = []
         self._device = device
         self._features: Counter[str] = Counter()
+        self._biases: dict[Completion, tuple[Tensor, Tensor]] = {}
+        """Tokens and what is added to their logits, of completions that ask for it."""
         self._ints = torch.zeros((7, capacity), dtype=torch.long, device=device)
         self._floats = torch.zeros((2, capacity), device=device)
         self.length_R, self._prompt_R, self._limit_R, self._minimum_R, self._stream_R, self._top_k_R, self._greedy_R = (
@@ -61,6 +64,9 @@ class Rows:
             floats.append((s.temperature or 1.0, s.top_p))
             stops.append((*c.stop_ids, *[-1] * (width - len(c.stop_ids))))
             self._features.update(_features(c))
+            if s.logit_bias:
+                tokens, biases = zip(*s.logit_bias, strict=True)
+                self._biases[c] = torch.tensor(tokens, device=self._device), torch.tensor(biases, device=self._device)
         self._ints[:, start:stop] = torch.tensor(ints, device=self._device).T
         self._floats[:, start:stop] = torch.tensor(floats, device=self._device).T
         self._stops_RK[start:stop] = torch.tensor(stops, device=self._device)
@@ -95,8 +101,9 @@ class Rows:
                 output = self.tokens_RC[row, len(completion.prompt_ids) : int(self.length_R[row])]
                 count_V = torch.bincount(output, minlength=vocab).float()
                 nudge_V -= s.frequency_penalty * count_V + s.presence_penalty * (count_V > 0)
-            for token, bias in s.logit_bias:
-                nudge_V[token] += bias
+            if completion in self._biases:
+                token_B, bias_B = self._biases[completion]
+                nudge_V.index_add_(0, token_B, bias_B)
         return nudge_RV
 
     def append(self, start: int, token_R: Tensor, logprob_R: Tensor) -> Tensor:
@@ -172,6 +179,7 @@ class Rows:
         sources = [row for row in range(left, self.count) if row not in gone]
         for row in rows:
             self._features.subtract(_features(self.completions[row]))
+            self._biases.pop(self.completions[row], None)
         for source, target in zip(sources, targets, strict=True):
             self.completions[target] = self.completions[source]
         del self.completions[left:]

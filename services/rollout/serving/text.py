@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ from penstock.shared.protocol.inference import ToolCall
 __all__ = ["TextStream", "ToolCalls", "held_back"]
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_BLOCK = re.compile(re.escape(OPEN) + r"(.*?)" + re.escape(CLOSE), re.DOTALL)
+MAX_BLOCK = 1 << 16
+"""Characters between the markers of one call; a longer one is text, so that little is held back."""
 _UNFINISHED = "\ufffd"
 """What a decoder writes for bytes that are no character yet."""
 
@@ -83,49 +83,61 @@ class ToolCalls:
     """Whether all calls could be parsed; None where there was none."""
     num_calls: int = 0
     _pending: str = ""
+    _scanned: int = 0
+    """No end of a call begins before this place of the pending text."""
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
         """Text outside of calls, and calls that are complete."""
-        self._pending += text
-        content, calls = [], []
-        while block := _BLOCK.search(self._pending):
-            before, self._pending = self._pending[: block.start()], self._pending[block.end() :]
-            call = _parsed(block[1])
+        pending = self._pending + text
+        content: list[str] = []
+        calls: list[ToolCall] = []
+        place, close = 0, pending.find(CLOSE, self._scanned)
+        while (start := pending.find(OPEN, place)) >= 0:
+            body = start + len(OPEN)
+            if 0 <= close < body:
+                close = pending.find(CLOSE, body)
+            if close < 0 and len(pending) < body + MAX_BLOCK + len(CLOSE):
+                break
+            if close < 0 or close > body + MAX_BLOCK:
+                self._judge(False)
+                content.append(pending[place:body])
+                place = body
+                continue
+            call, end = _parsed(pending[body:close]), close + len(CLOSE)
             self._judge(call is not None)
-            if call is None:
-                content.append(before + block[0])
-            else:
-                content.append(before.rstrip())
-                calls.append(call)
+            content.append(pending[place:end] if call is None else pending[place:start].rstrip())
+            calls += [call] if call is not None else []
+            place = end
         self.num_calls += len(calls)
-        certain = self._certain()
-        content.append(self._pending[:certain])
-        self._pending = self._pending[certain:]
+        certain = _certain(pending, place, start)
+        content.append(pending[place:certain])
+        self._pending = pending[certain:]
+        self._scanned = max(0, len(self._pending) - len(CLOSE) + 1)
         return "".join(content), calls
 
     def close(self) -> str:
         """What is left at the end; a call that was begun and not closed is none."""
-        left, self._pending = self._pending, ""
+        left, self._pending, self._scanned = self._pending, "", 0
         if OPEN in left:
             self._judge(False)
         return left if left.strip() or not self.num_calls else ""
 
-    def _certain(self) -> int:
-        """Length of the pending text that is no part of a call, nor space before one."""
-        start = self._pending.find(OPEN)
-        if start < 0:
-            start = len(self._pending) - held_back(self._pending, [OPEN])
-        return len(self._pending[:start].rstrip())
-
     def _judge(self, parsed: bool) -> None:
         self.valid = parsed and self.valid is not False
+
+
+def _certain(text: str, place: int, start: int) -> int:
+    """Where what may be a call, or space before one, begins after ``place``; ``start``: of a call, -1 for none."""
+    if start < 0:
+        start = len(text) - held_back(text[max(place, len(text) - len(OPEN)) :], [OPEN])
+    return place + len(text[place:start].rstrip())
 
 
 def _parsed(text: str) -> ToolCall | None:
     try:
         call = json.loads(text)
         name, arguments = call["name"], call.get("arguments", {})
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None

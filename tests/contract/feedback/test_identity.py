@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from penstock.services.coordinator.feedback import ingest
+from penstock.services.coordinator.feedback.items import derived_id
+from penstock.services.coordinator.feedback.privacy import Pseudonyms
 from penstock.services.coordinator.keystore import KeyStore
 from penstock.shared.protocol.interaction import Fate
 
@@ -135,6 +137,27 @@ async def test_a_key_needs_the_scope(desk: Any) -> None:
         assert (await desk.client.post(f"/v1/feedback/{id}/retract", headers=bearer)).status_code == retracted
     sources = {item.key_id for item in await desk.items()}
     assert len(sources) == 3, "two keys, and nobody"
+
+
+async def test_only_its_own_key_revises_an_item(desk: Any) -> None:
+    body = verdict(desk, feedback_id=str(uuid.uuid4()))
+    assert (await desk.post(body)).status_code == 202
+    _, text = await KeyStore(desk.bus).create("k", ["feedback:write"], expires_at=None, rate_limit=None)
+    hostile = {**body, "value": False, "revision": 9}
+    for _ in range(2):  # first from memory, then from the index
+        reply = await desk.client.post("/v1/feedback", json=hostile, headers={"authorization": f"Bearer {text}"})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (422, "feedback_id_reused")
+        await desk.desk.index.reach(1, 30)
+        desk.desk.ingest.projected(1)
+    assert (await desk.post({**hostile, "revision": 1})).status_code == 202
+
+
+async def test_a_key_alone_does_not_tell_the_id_of_its_item(desk: Any) -> None:
+    """Who could derive it could take the id before its owner does."""
+    digests = [Pseudonyms(desk.bus), Pseudonyms(desk.bus)]
+    for secret, one in enumerate(digests):
+        one._key = bytes([secret]) * 32
+    assert len({derived_id(one.digest, "key", "idempotency", 0) for one in digests}) == 2
 
 
 async def test_fates_are_told_and_counted(desk: Any) -> None:

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack
 from penstock.shared.protocol.events import Admission, Admitted, encode_events
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import Fate
+from penstock.shared.protocol.interaction import Fate, Feedback, FeedbackBatch
 from penstock.shared.protocol.trajectory import GroupHeader, group_headers
 
 MARKER = "the-marker-nobody-else-writes-7351"
@@ -135,3 +136,32 @@ async def test_targets_and_retractions(desk: Any) -> None:
     await desk.until(requested, "note of the retraction")
     unknown = await desk.client.post("/v1/feedback/0192f0c1-0000-7000-8000-000000000009/retract")
     assert unknown.status_code == 404
+
+
+async def test_a_deletion_stores_nothing_decided_of_others_anew(desk: Any) -> None:
+    """A later leader would take it for new; a retraction stays with what it may still overtake."""
+    mine, other = await desk.record(USER), await desk.record("somebody else")
+    about = {"metric_name": "accepted", "value": True}
+    posts = [{"inference_id": one.id, **about} for one in (mine, other, other)]
+    reply = await desk.client.post("/v1/feedback/batch", json=posts)
+    gone, decided, waiting = [row["id"] for row in reply.json()["data"]]
+    (message,) = await desk.bus.read(subjects.FEEDBACK, subjects.feedback(desk.job))
+    (items,) = await desk.stored()
+    retractions = [
+        Feedback(id=f"r-{name}", job=desk.job, kind="retraction", key_id="k", received=1.0, body={"feedback": name})
+        for name in (decided, waiting)
+    ]
+    batch = pack(FeedbackBatch(items=[*items, *retractions]), job=desk.job)
+    await desk.bus.publish(subjects.feedback(desk.job), batch)
+    await desk.bus.delete_message(subjects.FEEDBACK, message.seq)
+    await desk.decide(
+        Fate(feedback=decided, status="expired", time=1.0), Fate(feedback=waiting, status="matched", time=1.0)
+    )
+    assert (await desk.client.delete(f"/v1/users/{USER}/data")).status_code == 202
+
+    async def done() -> bool:
+        return (await desk.client.get(f"/v1/users/{USER}/data")).json()["status"] == "done"
+
+    await desk.until(done, "end of the deletion")
+    assert [item.id for item in await desk.items()] == [waiting, f"r-{waiting}"]
+    assert gone not in {item.id for item in await desk.items()}

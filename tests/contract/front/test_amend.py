@@ -82,6 +82,11 @@ async def test_a_schedule_keeps_its_end_and_an_adaptive_kl_its_coefficient(conne
         path = await submitted(client, job)
         reply = await client.patch(path, json={"train": {"max_updates": None}})
         assert "decays over the run" in reply.json()["detail"]
+        critic = {"type": "ppo", "critic": {"optimizer": {"schedule": "cosine"}}}
+        path = await submitted(client, {**job, "optimizer": {}, "algorithm": critic})
+        reply = await client.patch(path, json={"train": {"max_updates": None}})
+        assert (reply.status_code, reply.json()["errors"][0]["pointer"]) == (422, "/train/max_updates"), reply.text
+        path = await submitted(client, job)
         changed = await client.patch(path, json={"algorithm": {"kl": {"coef": 0.02}}}, params=NO_WAIT)
         assert changed.json()["spec"]["algorithm"]["kl"]["coef"] == 0.02
         job["algorithm"]["kl"]["adaptive"] = {"target": 0.1}

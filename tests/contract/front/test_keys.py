@@ -119,6 +119,12 @@ async def test_without_configured_keys_a_key_still_limits_its_holder(connect: An
         assert (await client.get("/v1/jobs", headers=bearer("rlk_not-a-key"))).status_code == 401
 
 
+async def test_a_configured_key_may_look_like_a_stored_one(connect: Any) -> None:
+    async with connect(api_keys="rlk_ours") as client:
+        assert (await client.get("/v1/keys", headers=bearer("rlk_ours"))).status_code == 200
+        assert (await client.get("/v1/keys", headers=bearer("rlk_theirs"))).status_code == 401
+
+
 async def test_a_key_may_have_its_own_rate(connect: Any) -> None:
     async with connect(api_keys="root", rate_limit="100/minute") as client:
         _, slow = await made(client, "jobs:read", rate_limit="2/minute")

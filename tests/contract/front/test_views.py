@@ -95,6 +95,19 @@ async def test_artifacts_are_found_by_content(connect: Any, books: Any, tmp_path
         books.artifacts.find(sha256)
 
 
+def test_a_manifest_that_could_not_be_read_is_read_again(tmp_path: Path) -> None:
+    folder, artifacts = tmp_path / "job_a" / "4-x", Artifacts(tmp_path)
+    commit(folder, FILES)
+    manifest = folder / "manifest.json"
+    data = manifest.read_bytes()
+    manifest.unlink()
+    sha256 = hashlib.sha256(FILES["critic/model.safetensors"]).hexdigest()
+    with pytest.raises(NotFound):
+        artifacts.find(sha256)
+    manifest.write_bytes(data)
+    assert artifacts.find(sha256) == folder / "critic/model.safetensors"
+
+
 def test_what_a_run_needs_is_not_deleted(served: Any, books: Any, job: Any, tmp_path: Path) -> None:
     for number in (0, 4, 8):
         commit(tmp_path / str(number), FILES)

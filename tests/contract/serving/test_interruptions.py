@@ -7,6 +7,9 @@ from typing import Any
 
 import httpx
 import orjson
+import pytest
+
+from penstock.services.coordinator.serving import gateway
 
 IDS = {"return_token_ids": True}
 LONG = 1900
@@ -146,8 +149,50 @@ async def test_a_retry_of_a_stock_client_is_one_interaction(stack_of: Any) -> No
         once_more = await stack.chat("again", headers={"x-stainless-retry-count": "2"}, **body)
         other = await stack.chat("hi", headers={"x-stainless-retry-count": "1"})
         assert again.json()["usage"]["completion_tokens"] == 100
-        assert once_more.json() == again.json()
+        assert once_more.json()["id"] != again.json()["id"]
         assert other.json()["id"] != again.json()["id"]
         records = await stack.interactions()
-        assert sorted(len(record.token_ids) for record in records) == [6, 100]
+        assert sorted(len(record.token_ids) for record in records) == [6, 100, 100]
         assert again.headers["x-interaction-id"] in {record.id for record in records}
+
+
+async def test_a_retry_does_not_get_the_answer_of_another_client_with_the_same_body(stack_of: Any) -> None:
+    async with stack_of() as stack:
+        body = {
+            "model": "agent",
+            "messages": [{"role": "user", "content": "again"}],
+            "max_tokens": LONG,
+            "stream": True,
+        }
+
+        async def sent(retries: int) -> httpx.Response:
+            headers = {"x-stainless-retry-count": str(retries)}
+            request = stack.client.build_request("POST", "/v1/chat/completions", json=body, headers=headers)
+            return await stack.client.send(request, stream=True)
+
+        other, retry = await sent(0), await sent(1)
+        assert retry.headers["x-interaction-id"] != other.headers["x-interaction-id"]
+        await retry.aclose()
+        await other.aclose()
+        await settled(stack, 2)
+
+
+async def test_what_nobody_waits_for_goes_to_no_other_worker(stack_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway, "COME_BACK_S", 1.0)
+    async with stack_of() as stack, asyncio.timeout(60):
+        first = {"x-stainless-retry-count": "0"}
+        task = asyncio.create_task(stack.chat("again", headers=first, max_tokens=LONG))
+        while not stack.rollouts[0].status()["requests"]:
+            await asyncio.sleep(0.005)
+        task.cancel()
+        while not stack.gateway._kept:
+            await asyncio.sleep(0.005)
+        stack.sessions[0].cancel()
+        while stack.gateway._kept:
+            await asyncio.sleep(0.005)
+        stack.add_worker("rollout-1")
+        del stack.rollouts[0]
+        await stack.serving(0)
+        assert (await stack.chat("hi")).status_code == 200
+        assert stack.rollouts[0].status()["requests"] == 0
+        assert all(len(record.token_ids) < 10 or record.untrainable for record in await stack.interactions())

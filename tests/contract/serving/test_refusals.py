@@ -38,6 +38,8 @@ TEXT: dict[str, Any] = {"model": "agent", "prompt": "hi"}
         ("completions", {**TEXT, "prompt": [[]]}, 400, "invalid_prompt"),
         ("completions", {**TEXT, "prompt": [4, 10_000]}, 400, "invalid_prompt"),
         ("completions", {**TEXT, "prompt": [4, -1]}, 422, "invalid_body"),
+        ("completions", {**TEXT, "prompt": ["hi", "hi", "hi"], "n": 100}, 422, "invalid_body"),
+        ("completions", {**TEXT, "temperature": 1e-39}, 422, "invalid_body"),
         ("completions", {**TEXT, "max_tokens": 0}, 400, "unsupported_parameter"),
         ("completions", {**TEXT, "best_of": 3}, 400, "unsupported_parameter"),
     ],
@@ -48,6 +50,20 @@ async def test_bad_requests(agent: Any, path: str, body: dict[str, Any], status:
     assert (response.status_code, response.json()["error"]["code"]) == (status, code), response.text
     assert response.headers["content-type"] == "application/problem+json"
     assert len(await agent.interactions()) == before
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("completions", {**TEXT, "prompt": [-1] * 50_000}),
+        ("chat/completions", {**CHAT, "messages": [{"role": ""}] * 30_000}),
+        ("chat/completions", {**CHAT, "logit_bias": {f"x{i}": "y" for i in range(50_000)}}),
+    ],
+)
+async def test_few_flaws_of_many_are_listed(agent: Any, path: str, body: dict[str, Any]) -> None:
+    response = await agent.client.post(f"/v1/{path}", json=body)
+    assert response.status_code == 422
+    assert 1 <= len(response.json()["errors"]) <= 20
 
 
 async def test_an_error_of_a_stream_comes_before_it(agent: Any) -> None:

@@ -22,6 +22,7 @@ from penstock.shared.protocol.interaction import Erasure, Fate, Feedback, Intera
 from penstock.shared.protocol.trajectory import decode_group, encode_group
 
 NOW = 1000.0
+EPISODE = "0192f0c1-0000-7000-8000-00000000000e"
 ACCEPTED = {"accepted": {"type": "boolean"}}
 RATED = {"rating": {"type": "float"}}
 SOLVED = {"solved": {"type": "boolean", "level": "episode"}}
@@ -268,11 +269,11 @@ def test_the_end_of_a_job_leaves_no_item_without_a_fate() -> None:
 
 
 def turns(*, rendered_anew: bool = False) -> list[Interaction]:
-    first = interaction("i1", episode="ep", alone=False)
+    first = interaction("i1", episode=EPISODE, alone=False)
     prompt = [9, 9, 9] if rendered_anew else [7, 8, 1, 2, 30, 31]
     return [
         first,
-        interaction("i2", at=NOW + 5, episode="ep", alone=False, prompt_ids=prompt, token_ids=[3], version=6),
+        interaction("i2", at=NOW + 5, episode=EPISODE, alone=False, prompt_ids=prompt, token_ids=[3], version=6),
     ]
 
 
@@ -283,9 +284,9 @@ def test_returns_run_backwards() -> None:
 def test_an_episode_waits_for_its_end_and_is_one_trajectory() -> None:
     matching, _ = settled(turns(), [said("f1", 0.5, inference="i2")])
     assert not matching.ready, "more turns may follow"
-    matching.on_feedback(2, said("end", None, episode="ep", metric="", final=True), NOW)
+    matching.on_feedback(2, said("end", None, episode=EPISODE, metric="", final=True), NOW)
     matching.sweep(version=6, now=NOW + 6)
-    (trajectory,) = matching.ready["ep"]
+    (trajectory,) = matching.ready[EPISODE]
     assert ([t.interaction.id for t in trajectory.turns], trajectory.reward) == (["i1", "i2"], 0.5)
     assert set(trajectory.feedback) == {"f1", "end"}
 
@@ -294,18 +295,18 @@ def test_a_prompt_rendered_anew_or_another_return_makes_its_own_trajectory() -> 
     end = said("f1", 0.5, inference="i2", final=True)
     matching, _ = settled(turns(rendered_anew=True), [end])
     matching.sweep(version=6, now=NOW + 6)
-    assert [len(t.turns) for t in matching.ready["ep"]] == [1, 1]
-    assert [t.reason for t in matching.ready["ep"]] == ["credit", "feedback"]
+    assert [len(t.turns) for t in matching.ready[EPISODE]] == [1, 1]
+    assert [t.reason for t in matching.ready[EPISODE]] == ["credit", "feedback"]
     matching, _ = settled(turns(), [said("f0", 0.25), end])
     matching.sweep(version=6, now=NOW + 6)
-    assert [(len(t.turns), t.reward) for t in matching.ready["ep"]] == [(1, 0.75), (1, 0.5)]
+    assert [(len(t.turns), t.reward) for t in matching.ready[EPISODE]] == [(1, 0.75), (1, 0.5)]
 
 
 def test_an_episode_metric_judges_the_whole_and_ends_it() -> None:
-    item = said("f1", True, episode="ep", metric="solved")
+    item = said("f1", True, episode=EPISODE, metric="solved")
     matching, _ = settled(turns(), [item], metrics=SOLVED, gamma=0.5)
     matching.sweep(version=6, now=NOW + 6)
-    assert [t.reward for t in matching.ready["ep"]] == [0.5, 1.0]
+    assert [t.reward for t in matching.ready[EPISODE]] == [0.5, 1.0]
 
 
 def test_an_idle_episode_is_over() -> None:
@@ -313,14 +314,14 @@ def test_an_idle_episode_is_over() -> None:
     matching.sweep(version=6, now=NOW + 64)
     assert not matching.ready
     matching.sweep(version=6, now=NOW + 66)
-    assert [t.reward for t in matching.ready["ep"]] == [0.5, 0.0]
+    assert [t.reward for t in matching.ready[EPISODE]] == [0.5, 0.0]
 
 
 def test_a_turn_after_the_end_is_refused() -> None:
     matching, _ = settled(turns(), [said("f1", 0.5, inference="i2", final=True)])
     matching.sweep(version=6, now=NOW + 6)
     take(matching)
-    matching.on_interaction(3, interaction("i3", episode="ep", alone=False, at=NOW + 9))
+    matching.on_interaction(3, interaction("i3", episode=EPISODE, alone=False, at=NOW + 9))
     fates = matching.on_feedback(4, said("f3", 1.0, inference="i3"), NOW)
     assert [(f.status, f.reason) for f in fates] == [("rejected", "episode_over")]
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import Any
 
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.run import JobRun
 from penstock.services.coordinator.wishes import Wishes
+from penstock.shared.config.amendable import settings_of, with_patch
 from penstock.shared.config.job import JobConfig
-from penstock.shared.protocol.events import Checkpointed
+from penstock.shared.protocol.events import Checkpointed, JobStarted
 from penstock.shared.protocol.jobs import JobRecord, Operation
 
 SPEC = {
@@ -61,3 +63,22 @@ def test_the_end_of_the_job_ends_what_waits() -> None:
     run.state.last_trained, run.state.checkpoint, run.state.finished = 5, checkpoint(3), "failed"
     (done,) = Wishes(record(operation("a"))).settle(run)
     assert (done.state, done.message) == ("failed", "the job failed before")
+
+
+def changed(generation: int, patch: dict[str, Any]) -> JobRecord:
+    return record().model_copy(update={"generation": generation, "spec": with_patch(SPEC, patch)})
+
+
+def test_only_the_change_of_a_setting_applies_at_a_step() -> None:
+    config = JobConfig.parse(SPEC)
+    run = JobRun(config, LedgerState(), num_ordinals=None, writer_epoch=1)
+    run.commit([JobStarted(writer_epoch=1, time=0.0, config_digest="c", settings=settings_of(config))])
+    wishes = Wishes(changed(2, {"train": {"max_updates": 5}}))
+    run.commit(wishes.amend(run, 1.0))
+    assert (wishes.followed, wishes.applies_at_step(run.state)) == (2, 1)
+    wishes.take(changed(3, {"train": {"max_updates": 5}, "metadata": {"team": "a"}}))
+    assert wishes.amend(run, 1.0) == []
+    assert (wishes.followed, wishes.applies_at_step(run.state)) == (3, None)
+    wishes.take(changed(4, {"train": {"max_updates": 5, "unknown": 1}}))
+    assert wishes.amend(run, 1.0) == []
+    assert wishes.followed == 3, "what cannot be read is not followed"

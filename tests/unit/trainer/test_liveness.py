@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from penstock.services.trainer import ranks as module
-from penstock.services.trainer.liveness import Liveness
+from penstock.services.trainer.liveness import KEY, Liveness
 from penstock.services.trainer.process_group import World
 from penstock.services.trainer.ranks import Ranks, Threads
 from penstock.services.trainer.replica import Replica
@@ -166,3 +166,61 @@ async def _vote(world: World, config: JobConfig, directory: Path) -> tuple[str, 
     await threads.compute(partial(world.everybody.agree, True))
     running.cancel()
     return str(caught.value), liveness.failure, ranks.stranded
+
+
+def fail_apart(world: World, config: JobConfig, directory: Path) -> tuple[str, str]:
+    """Rank 1 fails in work in which the ranks do not meet; rank 0 is busy with its own for longer than the grace."""
+    grace_s, look_s, module.FAILED_GRACE_S, module.LOOK_S = module.FAILED_GRACE_S, module.LOOK_S, 0.1, 0.02
+    try:
+        return asyncio.run(_fail_apart(world, config, directory))
+    finally:
+        module.FAILED_GRACE_S, module.LOOK_S = grace_s, look_s
+
+
+async def _fail_apart(world: World, config: JobConfig, directory: Path) -> tuple[str, str]:
+    threads = Threads()
+    liveness = await Liveness.open(world, threads.compute, silence_s=30, interval_s=0.02)
+    running = asyncio.create_task(liveness.run())
+    ranks = Ranks(world, threads, liveness)
+    replica = Replica(None, "job", config, world=world, threads=threads, checkpoints=directory)  # type: ignore[arg-type]
+
+    def work() -> None:
+        if world.place.rank:
+            raise CheckpointError("a file is torn")
+        time.sleep(0.6)
+
+    with pytest.raises(CheckpointError) as caught:
+        await ranks.unless_failed(replica.together("a checkpoint to be verified", work, meets=False))
+    await threads.compute(partial(world.everybody.agree, True))
+    running.cancel()
+    return str(caught.value), ranks.stranded
+
+
+def test_work_in_which_ranks_do_not_meet_strands_nobody(ranks: Any, make_config: Any, tmp_path: Path) -> None:
+    first, second = ranks.run(2, fail_apart, make_config(backend={"type": "fsdp"}), tmp_path)
+    assert first == ("rank 1: a file is torn", "")
+    assert second == ("a file is torn", "")
+
+
+def intrude(world: World) -> bytes:
+    """Rank 1 opens another connection to rank 0 and says nothing there; what it is told until that is closed."""
+    return asyncio.run(_intrude(world))
+
+
+async def _intrude(world: World) -> bytes:
+    threads, told = Threads(), b""
+    liveness = await Liveness.open(world, threads.compute, silence_s=0.4, interval_s=0.02)
+    running = asyncio.create_task(liveness.run())
+    if world.place.rank:
+        port = int(world.store.get(KEY).split()[0])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        async with asyncio.timeout(30):
+            told = await reader.read()
+        writer.close()
+    await threads.compute(partial(world.everybody.agree, True))
+    running.cancel()
+    return told
+
+
+def test_a_connection_that_says_nothing_learns_nothing_and_is_closed(ranks: Any) -> None:
+    assert ranks.run(2, intrude) == [b"", b""]

@@ -1,0 +1,122 @@
+"""Feedback that names the same episode, comes from other keys, or comes without end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.services.coordinator.online import episode as episode_module
+from penstock.services.coordinator.online import parked as parked_module
+from penstock.services.coordinator.online.admission import refusal_of
+from penstock.services.coordinator.online.matching import Matching
+from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.protocol.generation import Sampling, Span
+from penstock.shared.protocol.interaction import Feedback, Interaction
+
+NOW = 1000.0
+EPISODE = "0192f0c1-0000-7000-8000-00000000000e"
+
+
+def matching(**online: Any) -> Matching:
+    spec = {
+        "kind": "online_rl", "name": "live", "model": {"config": {}, "tokenizer": "char"},
+        "data": {"prompt": {"max_tokens": 16}}, "sampling": {"max_new_tokens": 4}, "train": {"batch_size": 4},
+        "online": {"metrics": {"rating": {"type": "float"}}, "gamma": 0.0, **online},
+    }  # fmt: skip
+    return Matching(OnlineJob.parse(spec))
+
+
+def served(name: str, *, episode: str = EPISODE, key: str = "asker", alone: bool = True) -> Interaction:
+    return Interaction(
+        id=name, request=name, index=0, job="j", episode=episode, alone=alone, key_id=key, user="u", split="train",
+        untrainable="", prompt_ids=[7], token_ids=[1], logprobs=[-0.5], spans=[Span(0, 0, 1)],
+        sampling=Sampling(max_new_tokens=4), finish="stop", template="t", body_digest="b", text="x", started=NOW,
+        first_token=NOW, ended=NOW,
+    )  # fmt: skip
+
+
+def said(name: str, about: str, *, key: str = "asker", **changes: Any) -> Feedback:
+    fields: dict[str, Any] = {"inference": about, "value": 0.5, "received": NOW} | changes
+    return Feedback(id=name, job="j", kind="metric", key_id=key, metric="rating", **fields)
+
+
+def test_a_revision_takes_its_item_away_from_the_turn_that_has_it() -> None:
+    """Both turns have the episode's name, one after the other; the item counts for one of them."""
+    found = matching()
+    found.on_interaction(1, served("i1"))
+    found.on_feedback(1, said("f1", "", episode=EPISODE, value=1.0), NOW)
+    found.on_interaction(2, served("i2"))
+    found.on_feedback(2, said("f1", "", episode=EPISODE, value=-1.0, revision=1), NOW)
+    found.sweep(version=0, now=NOW)
+    admitted = {name: one.reward for paths in found.ready.values() for one in paths for name in one.feedback}
+    holders = [one.turns[0].interaction.id for paths in found.ready.values() for one in paths if "f1" in one.feedback]
+    assert (holders, admitted) == (["i2"], {"f1": -1.0})
+
+
+def test_nobody_revises_what_another_key_said() -> None:
+    found = matching()
+    found.on_interaction(1, served("i1"))
+    found.on_feedback(1, said("f1", "i1", value=1.0), NOW)
+    assert found.on_feedback(2, said("f1", "i1", key="hostile", value=-1.0, revision=9), NOW) == []
+    found.sweep(version=0, now=NOW)
+    assert [one.reward for one in found.ready["i1"]] == [1.0]
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("place", [{"about": "i1"}, {"about": "", "episode": EPISODE, "final": True}])
+def test_a_job_may_listen_to_the_key_that_asked_alone(early: bool, place: dict[str, Any]) -> None:
+    found = matching(raters="same_key")
+    item = said("f1", key="other", **place)
+    fates = found.on_feedback(1, item, NOW) if early else []
+    fates += found.on_interaction(1, served("i1"))
+    fates += [] if early else found.on_feedback(1, item, NOW)
+    assert [(one.status, one.reason) for one in fates] == [("rejected", "other_key")]
+    fates = found.on_feedback(2, said("f2", "i1"), NOW)
+    assert [one.status for one in fates] == ["matched"]
+    assert matching().job.online.raters == "any"
+
+
+def test_what_waits_for_its_target_is_bounded_for_each_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parked_module, "MAX_PER_KEY", 2)
+    found = matching()
+    items = [said(f"f{n}", f"i{n}", key="flood") for n in range(1, 4)]
+    fates = [one for seq, item in enumerate(items) for one in found.on_feedback(seq, item, NOW)]
+    assert [(one.feedback, one.status, one.reason) for one in fates] == [("f1", "expired", "too_many_parked")]
+    assert found.on_feedback(4, said("f4", "i4", key="quiet"), NOW) == []
+    assert found.num_parked == 3
+    assert found.on_interaction(1, served("i1")) == []
+    assert [one.feedback for one in found.on_interaction(2, served("i2", episode="other"))] == ["f2"]
+    assert found.num_parked == 2
+
+
+def test_only_what_decides_a_reward_is_kept_of_an_item() -> None:
+    found = matching()
+    found.on_feedback(1, said("f1", "i1", body={"comment": "x" * 9999}, tags={"a": "b"}), NOW)
+    (item,) = found._parked
+    assert (item.feedback.body, item.feedback.tags) == ({}, {})
+
+
+def test_a_turn_is_checked_once_however_often_it_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+
+    def counted(interaction: Interaction, job: OnlineJob) -> str:
+        checked.append(interaction.id)
+        return refusal_of(interaction, job)
+
+    monkeypatch.setattr(episode_module, "refusal_of", counted)
+    found = matching()
+    found.on_interaction(1, served("i1"))
+    for _ in range(3):
+        found.sweep(version=0, now=NOW)
+    assert checked == ["i1"]
+
+
+def test_a_name_that_agents_made_up_is_an_episode_of_each_key() -> None:
+    found = matching(gamma=1.0)
+    for seq, key in enumerate(("a", "b", "a")):
+        found.on_interaction(seq, served(f"i{seq}", episode="session-1", key=key, alone=False))
+    assert sorted(len(one.turns) for one in found.episodes.values()) == [1, 2]
+    for seq, key in enumerate(("a", "b"), 3):  # an id that was given out is one episode, whoever asks
+        found.on_interaction(seq, served(f"i{seq}", key=key, alone=False))
+    assert len(found.episodes[EPISODE].turns) == 2
