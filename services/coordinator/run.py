@@ -244,7 +244,8 @@ class JobRun:
 
     def _may_cancel(self, state: LedgerState) -> bool:
         """A cancelled run trains what is sealed and checkpoints first, unless it must end now."""
-        return self.cancel_now or state.checkpoint is None or not (state.sealed or self.wants_checkpoint)
+        checkpoint = state.checkpoint
+        return self.cancel_now or checkpoint is None or not (state.sealed or checkpoint.number < state.last_trained)
 
     def finish(self, now: float, summary: dict[str, object]) -> list[Event]:
         """The last decision of a run that is done: what is still in flight is dropped, nothing more is drawn."""

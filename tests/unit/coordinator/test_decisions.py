@@ -6,7 +6,7 @@ from penstock.services.coordinator.gate import MAX_REDRAWS
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.run import Effects, JobRun
 from penstock.shared.config.job import JobConfig
-from penstock.shared.protocol.events import Drawn, Dropped, Event
+from penstock.shared.protocol.events import Drawn, Dropped, Event, Finished
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import Report
 from penstock.shared.protocol.trajectory import GroupHeader
@@ -112,3 +112,15 @@ def test_a_group_that_is_always_refused_is_given_up() -> None:
     assert effects.tickets == [Draw(2)]
     assert effects.delete == [scene.seq]
     assert scene.run.state.balanced()
+
+
+def test_a_cancelled_job_checkpoints_the_update_that_was_under_way() -> None:
+    scene = Scene()
+    for draw in scene.waiting:
+        scene.answer(draw)
+    scene.decide()
+    scene.run.want("cancelled")
+    events, _ = scene.report("trained", batch=1, revision=1, version=1, digest="w1")
+    assert not any(isinstance(event, Finished) for event in events), "update 1 would be undone"
+    events, _ = scene.report("checkpointed", batch=1, version=1, digest="w1", path="c1")
+    assert isinstance(events[-1], Finished)
