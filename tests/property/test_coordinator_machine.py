@@ -22,7 +22,7 @@ from penstock.services.coordinator.run import Effects, JobRun
 from penstock.services.coordinator.snapshot import decode_snapshot, encode_snapshot
 from penstock.shared.config.job import JobConfig
 from penstock.shared.errors import Conflict, ProtocolError
-from penstock.shared.protocol.events import BatchSealed, BatchTrained, Drawn, Dropped, Event, LineageForked
+from penstock.shared.protocol.events import BatchSealed, BatchTrained, Drawn, Dropped, Event, LineageForked, Redrawn
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import Report
 from penstock.shared.protocol.trajectory import GroupHeader
@@ -412,25 +412,28 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @invariant()
     def resampling_is_bounded_and_replaces(self) -> None:
-        """Groups are replaced at most so often for a batch, each by another ordinal at once; and while there is room
-        for that, none without signal waits to be trained."""
+        """Groups are replaced at most so often for a batch, each by another ordinal at once unless a replayed dead
+        letter already stands in; and while there is room for that, none without signal waits to be trained."""
         if not hasattr(self, "run"):
             return
         state, run = self.run.state, self.run
         forked = any(isinstance(event, LineageForked) for entry in self.world.entries for event in entry)
         dynamic = self.config.algorithm.dynamic_sampling
         bound = 0 if dynamic is None else int(dynamic.max_resampled * self.config.groups_per_batch)
-        since_seal = 0
+        since_seal = spare = 0
         for entry in self.world.entries:
             for event in entry:
                 if isinstance(event, BatchSealed):
                     since_seal = 0
+                elif isinstance(event, Redrawn):
+                    spare += 1
                 elif isinstance(event, Dropped) and event.reason == "no_signal":
                     since_seal += len(event.draws)
                     assert since_seal <= bound
                     assert not event.redraw
                     drawn = sum(e.stop - e.start for e in entry if isinstance(e, Drawn))
-                    assert forked or drawn >= len(event.draws), "a group was dropped and nothing was drawn instead"
+                    spare -= max(0, len(event.draws) - drawn)
+                    assert forked or spare >= 0, "a group was dropped and nothing was drawn instead"
         assert state.resampled == since_seal
         if run.desired != "running" or state.checkpoint is None:
             return
