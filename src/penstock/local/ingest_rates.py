@@ -223,8 +223,8 @@ def _wrk(plan: Plan) -> Result:
     with tempfile.NamedTemporaryFile("w", suffix=".lua") as file:
         file.write(script)
         file.flush()
-        command = ["wrk", "-t1", f"-c{plan.connections}", f"-d{plan.seconds:g}s", "--latency", "-s", file.name]
-        command.append(f"http://{plan.host}:{plan.port}{plan.path}")
+        command = ["wrk", "-t1", f"-c{plan.connections}", f"-d{plan.seconds:g}s", "--timeout", "10s", "--latency"]
+        command += ["-s", file.name, f"http://{plan.host}:{plan.port}{plan.path}"]
         output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     count = _WRK_COUNT.search(output)
     if count is None:
