@@ -6,10 +6,11 @@ TRL_VENV ?= .bench/trl
 PEERS_VENV ?= .bench/peers
 FRESH ?= ../shared/tools/fresh.sh
 GSM8K ?= data/gsm8k
+CLIENTS ?= $(sort $(basename $(notdir $(wildcard tests/clients/requirements/*.txt))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format type imports check test e2e docs docs-serve reference compose-config compose-test up down \
-	demo bench bench-bus bench-ledger bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-algorithms bench-ingest bench-length fresh package release clean
+.PHONY: help setup lint format type imports check test e2e clients clients-venvs docs docs-serve reference compose-config compose-test up down \
+	demo bench bench-bus bench-ledger bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-algorithms bench-ingest bench-online bench-length fresh package release clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -43,6 +44,12 @@ test: $(BIN)/pytest  ## all tests
 
 e2e: $(BIN)/pytest  ## only the tests that start the whole stack as processes
 	$(BIN)/pytest -m e2e
+
+clients-venvs: $(BIN)/pytest  ## an environment for each client of others (CLIENTS="openai litellm": only those)
+	$(BIN)/python tests/clients/venvs.py $(CLIENTS)
+
+clients: clients-venvs  ## clients of others, unmodified, against a running deployment (CLIENTS=... as above)
+	PENSTOCK_REQUIRE_CLIENTS="$(CLIENTS)" $(BIN)/pytest tests/clients
 
 docs: $(BIN)/pytest  ## the manual, as a site; warnings are errors
 	$(BIN)/python docs/reference.py --check
@@ -107,6 +114,9 @@ bench-length: $(BIN)/pytest  ## which aggregations and overlong rules make wrong
 
 bench-ingest: $(BIN)/pytest  ## durable feedback per second through HTTP, and what SIGKILL loses
 	$(BIN)/python benchmarks/ingest.py $(ARGS)
+
+bench-online: $(BIN)/pytest  ## accepted answers of an agent that learns from feedback, alone and beside a hostile key, three seeds each
+	$(BIN)/python benchmarks/online.py --out docs/results/online $(ARGS)
 
 fresh:  ## both commands of the README on a clean machine
 	$(FRESH) . "python3 -m venv .venv && .venv/bin/pip install -q -e '.[demo]' && .venv/bin/penstock demo"

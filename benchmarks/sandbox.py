@@ -18,10 +18,10 @@ from contextlib import closing
 from functools import partial
 from typing import get_args
 
-from penstock.services.reward.sandbox.plan import Job, Mechanism
-from penstock.services.reward.sandbox.sandbox import Sandbox
 from penstock.shared.config.scorers import CodeScorer
-from penstock.shared.errors import ScoringError
+from penstock.shared.errors import SandboxError
+from penstock.shared.sandbox.plan import Job, Mechanism
+from penstock.shared.sandbox.sandbox import Sandbox
 
 PRINT = Job("print(int(input()) * 2)", [], "")
 CALL = Job("def f(x):\n    return x * 2", [{"call": "f", "args": [21], "kwargs": {}}], "n")
@@ -39,7 +39,7 @@ def main() -> None:
         try:
             config = CodeScorer(site_packages=True, preload=["numpy"], memory_bytes=1 << 30)
             sandbox = Sandbox(config, [mechanism])
-        except ScoringError as error:
+        except SandboxError as error:
             print(f"{mechanism}: {error}")
             continue
         with closing(sandbox):

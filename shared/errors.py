@@ -16,7 +16,9 @@
     ├── NotFound (KeyError)             no such job, message or checkpoint
     ├── WeightsError                    a weight transfer failed; the engine stays on its old version
     ├── CheckpointError                 a checkpoint is missing, partial or does not match
-    └── ScoringError                    a scorer failed or hung; the trajectory is failed, never scored by default
+    ├── ScoringError                    a scorer failed or hung; the trajectory is failed, never scored by default
+    ├── ToolError                       a tool broke or hung; says nothing about the call
+    └── SandboxError                    programs cannot be contained here, or a sandbox failed; nothing runs without one
 
 A message says what went wrong, where, and what to do. All are picklable (plain ``args``).
 """
@@ -35,8 +37,10 @@ __all__ = [
     "PenstockError",
     "ProtocolError",
     "RankLost",
+    "SandboxError",
     "ScoringError",
     "StreamFull",
+    "ToolError",
     "Unavailable",
     "WeightsError",
 ]
@@ -103,3 +107,11 @@ class CheckpointError(PenstockError):
 
 class ScoringError(PenstockError):
     """A scorer raised, hung or returned something that is not a finite number."""
+
+
+class ToolError(PenstockError):
+    """A tool broke, hung, or cannot be opened; a mistake in a call is none."""
+
+
+class SandboxError(PenstockError):
+    """Nothing on this machine contains programs, or a sandbox failed; says nothing about the program."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.server import NatsServer
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the models of the tests are small
 SHM, SHM_ROOM_BYTES = Path("/dev/shm"), 2 << 30
 EXPERIENCE_BYTES, STREAM_BYTES = 64 << 20, 16 << 20
 WORKERS = 2
@@ -23,6 +26,12 @@ WORKERS = 2
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """The whole suite is shared out; tests that somebody names run in this process, where `-s` and `--pdb` work."""
     return WORKERS if config.args_source is pytest.Config.ArgsSource.TESTPATHS else 0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first, or one worker would wait for the other's last file."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture
@@ -51,13 +60,26 @@ async def bus(nats_server: NatsServer) -> AsyncIterator[Bus]:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Any]:
+def nursery() -> Iterator[Any]:
+    """A ``Nursery``: forks services and ranks that need not import torch any more."""
+    found = module_beside("nursery").Nursery()
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="session")
+def ranks(nursery: Any) -> Iterator[Any]:
     """A ``RankPool``: ``ranks.run(2, function, *args)`` calls ``function(world, *args)`` on two gloo ranks."""
-    spec = importlib.util.spec_from_file_location("rank_pool", Path(__file__).with_name("rank_pool.py"))
+    pool = module_beside("rank_pool").RankPool(nursery)
+    yield pool
+    pool.close()
+
+
+def module_beside(name: str) -> ModuleType:
+    """The file of that name in this folder."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    pool = module.RankPool()
-    yield pool
-    pool.close()
+    return module

@@ -1,8 +1,8 @@
 """Processes that are ranks, kept for many tests.
 
-``python rank_pool.py <socket>`` imports once what every rank needs and forks a rank each time it is sent a socket. A
-task on that socket names a function in a file. The ranks of the task meet, each calls the function with its ``World``
-and the arguments, and what it returns goes back; then they part.
+A rank runs this file, with the descriptor of a socket. A task on that socket names a function in a file. The ranks of
+the task meet, each calls the function with its ``World`` and the arguments, and what it returns goes back; then they
+part.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import traceback
@@ -33,8 +32,8 @@ class RankError(AssertionError):
 class RankPool:
     """Starts ranks when they are first needed."""
 
-    def __init__(self) -> None:
-        self._nursery: subprocess.Popen[bytes] | None = None
+    def __init__(self, nursery: Any) -> None:
+        self._nursery = nursery
         self._ranks: list[_Rank] = []
         self._directory = tempfile.TemporaryDirectory(prefix="penstock-ranks-")
 
@@ -65,23 +64,14 @@ class RankPool:
         self._directory.cleanup()
 
     def _start(self, size: int) -> None:
-        if self._nursery is None:
-            environment = {
-                **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-                "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # the other check breaks CUDA in forked processes
-            }  # fmt: skip
-            for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-                environment.pop(name, None)
-            self._orders, theirs = socket.socketpair()
-            with theirs:
-                self._nursery = subprocess.Popen(
-                    [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], env=environment
-                )
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            environment.pop(name, None)
         while len(self._ranks) < size:
             ours, its = socket.socketpair()
             with its:
-                socket.send_fds(self._orders, [b"."], [its.fileno()])
-            self._ranks.append(_Rank(ours))
+                process = self._nursery.run(__file__, environment=environment, channel=its)
+            self._ranks.append(_Rank(ours, process))
 
     def _result(self, number: int) -> Any:
         answer = self._ranks[number].answer()
@@ -98,19 +88,14 @@ class RankPool:
         for rank in self._ranks:
             rank.end()
         self._ranks.clear()
-        if self._nursery is not None:
-            self._orders.close()
-            self._nursery.kill()
-            self._nursery.wait()
-            self._nursery = None
 
 
 class _Rank:
-    """The other end of a rank's socket; it says its process id first."""
+    """A rank and the other end of its socket."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, process: Any) -> None:
         self._connection, self._lines = connection, connection.makefile("rw")
-        self._pid: int | None = None
+        self._process = process
 
     def tell(self, line: str) -> None:
         with contextlib.suppress(BrokenPipeError):  # a dead rank is noticed when its answer is read
@@ -120,50 +105,23 @@ class _Rank:
     def answer(self) -> str:
         """The next line without its end; empty once the rank is gone."""
         with contextlib.suppress(ConnectionResetError):
-            if self._pid is None:
-                self._pid = int(self._lines.readline() or 0) or None
             return self._lines.readline().strip()
         return ""
 
     def end(self) -> None:
-        if self._pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)
+        self._process.kill()
+        self._process.wait()
         with contextlib.suppress(BrokenPipeError):
             self._lines.close()
         self._connection.close()
 
 
-def _fork_ranks(orders: socket.socket) -> None:
-    """One rank for each socket that is received."""
+def _serve(connection: socket.socket) -> None:
     import torch
 
-    from penstock.services.trainer.backends.fsdp import backend as _
-    from penstock.shared.errors import ConfigError
-
-    with contextlib.suppress(ConfigError):  # megatron-core is optional
-        from penstock.services.trainer.backends.megatron import backend as _
-
     torch.set_num_threads(1)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
-    while True:
-        data, received, _, _ = socket.recv_fds(orders, 1, 1)
-        if not data:
-            return
-        if os.fork():
-            os.close(received[0])
-            continue
-        orders.close()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        _serve(socket.socket(fileno=received[0]))
-        return
-
-
-def _serve(connection: socket.socket) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     lines = connection.makefile("rw")
-    lines.write(f"{os.getpid()}\n")
-    lines.flush()
     for line in lines:
         task = json.loads(line)
         os.environ.update(task["environment"])
@@ -197,4 +155,4 @@ def _carry_out(task: dict[str, Any], directory: Path) -> Any:
 
 
 if __name__ == "__main__":
-    _fork_ranks(socket.socket(fileno=int(sys.argv[1])))
+    _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -64,7 +64,9 @@ def continue_supervised(config: JobConfig, checkpoint: Path, *, rate: float, wal
     evaluate = Evaluator(config, learner)
     curve = Curve(f"supervised, rate {rate:g}")
     curve.add(0.0, 0, evaluate())
-    source = PromptSource(config.warm_start_data, learner.tokenizer, config.seed)
+    source = PromptSource(
+        config.warm_start_data, learner.tokenizer, config.seed, demonstration=warm.demonstration
+    )  # fmt: skip
     batches = source.warm_start_batches(warm.batch_size, ENOUGH_STEPS, derive_seed(config.seed, "continued"))
     clock = _Clock(wall_s)
 

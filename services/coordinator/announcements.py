@@ -13,6 +13,9 @@ from penstock.shared.protocol.events import (
     Dropped,
     Event,
     LineageForked,
+    Promoted,
+    PromotionRefused,
+    Quarantined,
     SettingsChanged,
 )
 
@@ -35,6 +38,8 @@ def announce(outbox: Outbox, events: Iterable[Event]) -> None:
                 outbox.event("warning", "dropped", f"{len(event.draws)} draws dropped{ending}: {event.reason}")
             case LineageForked():
                 outbox.event("warning", "lineage_forked", f"rolled back from batch {event.from_batch}: {event.reason}")
+            case Promoted() | PromotionRefused() | Quarantined():
+                _announce_safety(outbox, event)
             case SettingsChanged():
                 shown = ", ".join(
                     f"{key} {value}" for key, value in sorted(event.settings.items()) if value is not None
@@ -45,3 +50,16 @@ def announce(outbox: Outbox, events: Iterable[Event]) -> None:
                 outbox.event("info", "step", "first policy update done")
             case _:
                 pass
+
+
+def _announce_safety(outbox: Outbox, event: Promoted | PromotionRefused | Quarantined) -> None:
+    match event:
+        case Promoted():
+            text = f"version {event.version} is served ({event.reason})"
+            outbox.event("info", "promoted", text, version=event.version, figures=event.figures)
+        case PromotionRefused():
+            text = f"version {event.version} is not served: {event.reason}"
+            outbox.event("warning", "promotion_refused", text, version=event.version, figures=event.figures)
+        case Quarantined():
+            text = f"{len(event.items)} items of feedback are held back: see the quarantine"
+            outbox.event("warning", "quarantined", text, feedback=sorted(event.items))

@@ -12,6 +12,8 @@ import numpy as np
 from penstock.services.coordinator.hyperparameters import hyperparameters_of
 from penstock.services.coordinator.ledger import NO_SIGNAL, LedgerState
 from penstock.services.coordinator.online.proof import flaws_of_admission
+from penstock.services.coordinator.online.values import flaws_of_values
+from penstock.services.coordinator.promotion import flaws_of_promotions
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import BatchSealed, BatchTrained, Dropped, Event, LineageForked, SealedGroup
@@ -31,6 +33,7 @@ CHECKS = {
     "resampling": "no more groups without signal were replaced than algorithm.dynamic_sampling allows",
     "hyper-parameters": "each batch was sealed with the settings that held then",
     "admissions": "what an online job trained was admitted: an interaction once, its feedback once, within the bound",
+    "promotions": "a version that was served kept the bounds of online.promotion, or somebody wanted it",
     "snapshots": "each snapshot equals the fold of the entries that it covers",
 }
 
@@ -107,15 +110,18 @@ def audit_ledger(
                 audit.find("snapshots", f"the one after entry {count} is not the fold of the entries up to there")
     _check_once(audit)
     if isinstance(config, OnlineJob):
-        audit.admissions_checked, flaws = flaws_of_admission(entries, audit.trained, config.train.max_lag)
+        audit.admissions_checked, flaws = flaws_of_admission(entries, audit.trained, config)
         for flaw in flaws:
             audit.find("admissions", flaw)
+        for flaw in flaws_of_promotions(entries, config.online.promotion):
+            audit.find("promotions", flaw)
     return audit
 
 
 def _audit_entry(audit: Audit, entry: list[Event], config: JobConfig, sealed: dict[int, BatchSealed]) -> None:
     for event in entry:
         before = audit.state.version
+        _check_values(audit, event, config)
         audit.state.apply(event)
         match event:
             case BatchSealed():
@@ -137,14 +143,22 @@ def _audit_entry(audit: Audit, entry: list[Event], config: JobConfig, sealed: di
                 pass
 
 
+def _check_values(audit: Audit, event: Event, config: JobConfig) -> None:
+    if isinstance(event, BatchSealed) and isinstance(config, OnlineJob):
+        for flaw in flaws_of_values(config, audit.state, event):
+            audit.find("admissions", flaw)
+
+
 def _check_lag(audit: Audit, batch: BatchSealed, max_lag: int) -> None:
     for group in batch.groups:
+        if group.max_version > batch.start_version:
+            audit.find("spans", f"batch {batch.number}: draw {group.draw} is newer than the policy that trained it")
+        if group.objective != "policy":
+            continue
         lag = batch.start_version - group.min_version
         audit.max_lag_seen = max(audit.max_lag_seen, lag)
         if lag > max_lag:
             audit.find("lag bound", f"batch {batch.number}: draw {group.draw} has lag {lag} > {max_lag}")
-        if group.max_version > batch.start_version:
-            audit.find("spans", f"batch {batch.number}: draw {group.draw} is newer than the policy that trained it")
 
 
 def _check_resampling(audit: Audit, config: JobConfig) -> None:
@@ -175,6 +189,8 @@ def audit_group(audit: Audit, number: int, sealed: SealedGroup, group: Group, di
     where = f"batch {number}, draw {sealed.draw}"
     if digest != sealed.digest or group.draw != sealed.draw or group.attempt != sealed.attempt:
         audit.find("digests", f"{where}: the stored group is not the one that was sealed")
+    if group.objective != sealed.objective:
+        audit.find("digests", f"{where}: sealed as {sealed.objective}, the stored group is of {group.objective}")
     versions = group.spans[:, 1]
     if len(versions) and (int(versions.min()), int(versions.max())) != (sealed.min_version, sealed.max_version):
         audit.find("spans", f"{where}: spans say {versions.min()}..{versions.max()}, the gate saw otherwise")

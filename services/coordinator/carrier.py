@@ -41,9 +41,9 @@ class Carrier:
         for number in effects.announce:
             await self._announce(run, number)
             self.sealed_at = time.time()
+        await self.delete(effects.delete)  # first: what replaces it may be as large
         if effects.tickets:
             await (order or self.ask)(run, effects.tickets)
-        await self.delete(effects.delete)
         if effects.purge_below is not None:
             await self.bus.purge(subjects.EXPERIENCE, subjects.experience(self.job), below_seq=effects.purge_below)
 

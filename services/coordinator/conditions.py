@@ -12,7 +12,7 @@ from penstock.shared.protocol.jobs import Condition
 
 __all__ = ["conditions"]
 
-Type = Literal["WorkersReady", "WeightsSynced", "MakingProgress", "Checkpointed", "Succeeded"]
+Type = Literal["WorkersReady", "WeightsSynced", "MakingProgress", "Checkpointed", "PromotionAllowed", "Succeeded"]
 
 
 def conditions(
@@ -29,15 +29,17 @@ def conditions(
 
 
 Fact = tuple[Literal["True", "False", "Unknown"], str, str]
+"""Status, reason in one word, and a sentence."""
 
 
 def _facts(run: JobRun, job: str, members: Members, clock: float) -> dict[Type, Fact]:
     state = run.state
+    version = state.version if state.promoted is None else state.promoted.version
     lost = [service for service in run.config.services if not members.of(service, clock)]
     behind = [
         member.beat.worker
         for member in members.of("rollout", clock)
-        if int(member.beat.jobs.get(job, {}).get("version", -1)) < state.version - run.config.train.max_lag
+        if int(member.beat.jobs.get(job, {}).get("version", -1)) < version - run.config.train.max_lag
     ]
     workers: Fact = ("False", "WorkersMissing", ", ".join(lost)) if lost else ("True", "AllServicesAlive", "")
     synced: Fact = ("False", "EnginesBehind", ", ".join(behind)) if behind else ("True", "WithinLag", "")
@@ -47,11 +49,15 @@ def _facts(run: JobRun, job: str, members: Members, clock: float) -> dict[Type, 
     succeeded: Fact = ("Unknown", "Running", "")
     if state.finished:
         succeeded = ("True" if state.finished == "succeeded" else "False", state.finished.capitalize(), run.failure)
+    promotion: dict[Type, Fact] = {}
+    if run.promotion is not None:
+        promotion["PromotionAllowed"] = run.promotion.fact(state)
     return {
         "WorkersReady": workers,
         "WeightsSynced": synced,
         "MakingProgress": _progress(run, lost),
         "Checkpointed": checkpoint,
+        **promotion,
         "Succeeded": succeeded,
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -19,21 +20,28 @@ from penstock.services.coordinator.artifacts import Artifacts
 from penstock.services.coordinator.audit import Audit, audit_group, audit_ledger, sealed_by_seq
 from penstock.services.coordinator.browse import SampleBrowser
 from penstock.services.coordinator.checkpoints import checkpoint_row, checkpoint_rows, delete_checkpoint, find_file
+from penstock.services.coordinator.files import FileStore
+from penstock.services.coordinator.finetuning.desk import FineTuningDesk
+from penstock.services.coordinator.graders import GraderBench
 from penstock.services.coordinator.journal import Journal, read_snapshots
 from penstock.services.coordinator.keystore import KeyStore
 from penstock.services.coordinator.leader import Leader
+from penstock.services.coordinator.leaderline import LeaderLine
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.letterbox import LetterBox
 from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.once import Once
 from penstock.services.coordinator.retention import check_room
+from penstock.services.coordinator.scaling import Scaler
 from penstock.services.coordinator.series import columns, metric_names
 from penstock.services.coordinator.store import JobStore
 from penstock.services.coordinator.submission import check_budget, plan_job, resolve_model
 from penstock.services.coordinator.timeline import timeline
+from penstock.services.coordinator.webhooks.store import WebhookStore
 from penstock.shared.config.job import JobConfig, group_bytes
 from penstock.shared.config.kinds import AnyJob, parse_job, trains
 from penstock.shared.config.service import ServiceSettings
-from penstock.shared.errors import Conflict, PenstockError
+from penstock.shared.errors import ConfigError, Conflict, PenstockError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.events import SealedGroup, decode_events
@@ -59,20 +67,35 @@ class CoordinatorControl:
     def __init__(
         self, bus: Bus, store: JobStore, members: Members, runners: Mapping[str, Leader], settings: ServiceSettings
     ) -> None:
-        self.bus, self.store, self.members, self.runners, self.settings = bus, store, members, runners, settings
+        self.bus, self.store, self.members, self.settings = bus, store, members, settings
+        self.leader = LeaderLine(bus, runners)
+        self._once = Once(bus)
         self.keys = KeyStore(bus)
         self.letters = LetterBox(bus)
+        self.files = FileStore(settings.data_dir / "files")
+        self.graders = GraderBench(bus, settings)
+        self.fine_tuning = FineTuningDesk(self, self.files, settings)
+        self.scaling = Scaler(bus, store)
+        self.webhooks = WebhookStore(bus, private=settings.webhook_private)
         self._browser, self._artifacts = SampleBrowser(bus), Artifacts(settings.data_dir / "checkpoints")
         self._finished: OrderedDict[str, LedgerState] = OrderedDict()
         self._folding = asyncio.Lock()
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
-    async def submit(self, spec: AnyJob, raw: Row) -> JobRecord:
+    async def submit(self, spec: AnyJob, raw: Row, *, key: str = "", fine_tuning: Row | None = None) -> JobRecord:
         """See ``Control.submit``."""
+        id = await self._once.job_id(key, json.dumps(raw, default=str).encode()) if key else ""
+        if id and (known := await self.store.find(id)) is not None:
+            return known
         spec = await resolve_model(spec, self._state)
-        await self._plan(spec)
-        return await self.store.create(spec)
+        try:
+            await self._plan(spec)
+        except ConfigError:
+            if id and (known := await self.store.find(id)) is not None:  # what it collides with is itself
+                return known
+            raise
+        return await self.store.create(spec, id, fine_tuning=fine_tuning)
 
     async def dry_run(self, spec: AnyJob) -> Row:
         """See ``Control.dry_run``."""
@@ -116,9 +139,11 @@ class CoordinatorControl:
             itertools.islice((r for r in chosen if labels.items() <= r.spec.get("metadata", {}).items()), limit)
         )
 
-    async def set_desired(self, job: str, state: DesiredState, *, force: bool = False) -> JobRecord:
+    async def set_desired(
+        self, job: str, state: DesiredState, *, force: bool = False, checkpoint: bool = True
+    ) -> JobRecord:
         """See ``Control.set_desired``."""
-        return await self.store.set_desired(job, state, force=force)
+        return await self.store.set_desired(job, state, force=force, checkpoint=checkpoint)
 
     async def amend(self, job: str, edit: Callable[[JobRecord], AnyJob]) -> JobRecord:
         """See ``Control.amend``."""
@@ -242,19 +267,7 @@ class CoordinatorControl:
         record = await self.store.get(job)
         if record.status.phase in TERMINAL_PHASES:
             return []
-        runner = self.runners.get(job)
-        if runner is None or not runner.ready:
-            holder = await self.bus.kv(subjects.LEASES).get("coordinator")
-            return [
-                {
-                    "waiting_for": "a coordinator to lead this job (recovering, or another replica leads)",
-                    "subject": subjects.LEASES,
-                    "id": "coordinator",
-                    "holder": None if holder is None or not holder.value else holder.value.decode(errors="replace"),
-                    "age_s": 0.0,
-                }
-            ]
-        return runner.why()
+        return await self.leader.why(job)
 
     async def audit(self, job: str) -> Row:
         """See ``Control.audit``."""
@@ -325,6 +338,7 @@ class CoordinatorControl:
         try:
             async with asyncio.timeout(0.8):
                 state = await self.bus.stream_state(subjects.LEDGER)
+                checks["leader"] = {"ok": True, "detail": await self.leader.name()}
             checks["ledger"] = {"ok": True, "detail": f"{state.messages} entries"}
         except (PenstockError, TimeoutError) as error:
             checks["ledger"] = {"ok": False, "detail": str(error) or "the ledger stream does not answer"}

@@ -7,9 +7,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
-from penstock.services.coordinator.gate import MAX_REDRAWS, Candidate, Verdict, choose, is_stale
+from penstock.services.coordinator.gate import MAX_REDRAWS, Candidate, Verdict, choose
 from penstock.services.coordinator.hyperparameters import hyperparameters_of
 from penstock.services.coordinator.ledger import NO_SIGNAL, LedgerState
+from penstock.services.coordinator.promotion import PromotionGate, Rollback
 from penstock.shared.config.job import JobConfig
 from penstock.shared.protocol.events import (
     BatchRefused,
@@ -46,6 +47,11 @@ class RunFacts(Protocol):
     replays: int
     hold: Callable[[int], bool]
     source: DrawSource
+    promotion: PromotionGate | None
+
+    def rollback_of(self, state: LedgerState) -> Rollback | None:
+        """Where training is to go back to, given this ledger."""
+        ...
 
 
 class DrawSource(Protocol):
@@ -60,6 +66,10 @@ class DrawSource(Protocol):
 
     def choose(self, draft: Draft, ready: Sequence[Draw]) -> list[Draw] | None:
         """The groups of the next batch, in training order, out of those that may be trained; None: not yet."""
+        ...
+
+    def values(self, draft: Draft, chosen: Sequence[Draw]) -> tuple[dict[Draw, float], dict[str, tuple[float, float]]]:
+        """Baselines of the groups of a batch, and what is tracked of their kinds after it; see algorithms.baseline."""
         ...
 
     def idle(self, state: LedgerState) -> Progress:
@@ -121,6 +131,13 @@ class Draft:
             self.add(PhaseChanged(writer_epoch=self.run.writer_epoch, time=self.now, phase=phase, reason=reason))
         self.add(Finished(writer_epoch=self.run.writer_epoch, time=self.now, reason=phase, summary=summary or {}))
 
+    def promote(self) -> None:
+        """Decide whether the newest version is served."""
+        gate = self.run.promotion
+        event = None if gate is None else gate.decide(self.state, writer_epoch=self.run.writer_epoch, now=self.now)
+        if event is not None:
+            self.add(event)
+
     # -- drops -------------------------------------------------------------------------------------------------------
 
     def drop(self) -> None:
@@ -143,7 +160,7 @@ class Draft:
                 by_reason.setdefault((candidate.header.skipped, False), []).append(draw)
             elif candidate.verdict is not Verdict.ACCEPT:
                 by_reason.setdefault((str(candidate.verdict), draw.n < MAX_REDRAWS), []).append(draw)
-            elif is_stale(candidate.header.min_version, start, self.config.train.max_lag):
+            elif candidate.is_stale(start, self.config.train.max_lag):
                 by_reason.setdefault(("stale", True), []).append(draw)
         for (reason, redraw), draws in sorted(by_reason.items()):
             self.drop_draws(sorted(draws), reason, redraw=redraw)
@@ -201,11 +218,12 @@ class Draft:
                 if candidate.verdict is Verdict.ACCEPT
                 and draw in state.open
                 and not state.open[draw].batch
-                and not is_stale(candidate.header.min_version, start, self.config.train.max_lag)
+                and not candidate.is_stale(start, self.config.train.max_lag)
             ]
             chosen = self.run.source.choose(self, ready)
             if chosen is None:
                 return
+            baselines, values = self.run.source.values(self, chosen)
             self.add(
                 BatchSealed(
                     writer_epoch=self.run.writer_epoch,
@@ -214,8 +232,9 @@ class Draft:
                     revision=state.revisions.get(number, 0) + 1,
                     start_version=start,
                     update_index=state.update_index(number),
-                    groups=[sealed_group(self.candidates[draw]) for draw in chosen],
+                    groups=[sealed_group(self.candidates[draw], baselines.get(draw)) for draw in chosen],
                     hyperparameters=hyperparameters_of(state.settings),
+                    values=values,
                 )
             )
 
@@ -226,6 +245,8 @@ class Draft:
         number = state.next_number
         if number - state.last_trained > self.config.train.max_lag + 1 or run.hold(state.update_index(number)):
             return False
+        if run.promotion is not None and not run.promotion.lets_train(state):
+            return False
         remaining = self.remaining_batches()
         return remaining is None or remaining > 0
 
@@ -234,7 +255,9 @@ class Draft:
         return None if limit is None else limit - self.state.updates - len(self.state.sealed)
 
     def may_draw(self) -> bool:
-        return self.state.phase == "running" and self.run.desired == "running" and not self.run.stop_early
+        run, state = self.run, self.state
+        wanted = state.phase == "running" and run.desired == "running" and not run.stop_early
+        return wanted and run.rollback_of(state) is None
 
     def draw(self) -> None:
         if self.may_draw():
@@ -285,12 +308,16 @@ class TicketSource:
             planned = sorted([*planned, *[min_version] * count])
             room -= count
 
+    def values(self, draft: Draft, chosen: Sequence[Draw]) -> tuple[dict[Draw, float], dict[str, tuple[float, float]]]:
+        """None: groups have baselines of their own, or need none."""
+        return {}, {}
+
     def idle(self, state: LedgerState) -> Progress:
         """Workers answer tickets."""
         return "True", "Generating", ""
 
 
-def sealed_group(candidate: Candidate) -> SealedGroup:
+def sealed_group(candidate: Candidate, baseline: float | None = None) -> SealedGroup:
     """The entry of a group in its batch."""
     header = candidate.header
     return SealedGroup(
@@ -303,4 +330,6 @@ def sealed_group(candidate: Candidate) -> SealedGroup:
         rewards=header.rewards,
         tokens=sum(header.lengths),
         worker=header.worker,
+        objective=header.objective,
+        baseline=baseline,
     )

@@ -49,6 +49,10 @@ class Candidate:
         """Sequences of the messages that hold it."""
         return range(self.seq, self.seq + self.header.num_messages)
 
+    def is_stale(self, start_version: int, max_lag: int) -> bool:
+        """Whether an update that starts from ``start_version`` may not train it; only the policy loss knows a lag."""
+        return self.header.objective == "policy" and is_stale(self.header.min_version, start_version, max_lag)
+
     @property
     def mean_length(self) -> int:
         """Mean completion length in tokens."""

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 from datetime import UTC, datetime
 
-from penstock.shared.errors import NotFound
+from penstock.shared.errors import Conflict, NotFound, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.keys import Scope, StoredKey, new_key
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["KeyStore"]
 
+SECRET = "episode-keys"
+
 
 class KeyStore:
     """Implements ``api.control.Keys``."""
 
     def __init__(self, bus: Bus) -> None:
-        self._kv = bus.kv(subjects.KEYS)
+        self._kv, self._private = bus.kv(subjects.KEYS), bus.kv(subjects.PRIVACY)
+        self._secret = b""
 
     async def create(
         self, name: str, scopes: list[Scope], *, expires_at: datetime | None, rate_limit: str | None
@@ -45,3 +50,15 @@ class KeyStore:
         if await self.find(id) is None:
             raise NotFound(f"no key '{id}'")
         await self._kv.delete(id)
+
+    async def secret(self) -> bytes:
+        """See ``Keys.secret``."""
+        if not self._secret:
+            if await self._private.get(SECRET) is None:
+                with contextlib.suppress(Conflict):  # another replica was faster
+                    await self._private.create(SECRET, secrets.token_bytes(32))
+            entry = await self._private.get(SECRET)
+            if entry is None or not entry.value:
+                raise Unavailable("the secret of episodes' keys is gone from the bucket `privacy`")
+            self._secret = entry.value
+        return self._secret

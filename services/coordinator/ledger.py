@@ -32,13 +32,18 @@ from penstock.shared.protocol.events import (
     JobStarted,
     LineageForked,
     PhaseChanged,
+    Promoted,
+    PromotionRefused,
+    Quarantined,
     Redrawn,
     SettingsChanged,
 )
 from penstock.shared.protocol.ids import Draw
 
-__all__ = ["NO_SIGNAL", "LedgerState", "OpenDraw", "TrainedBatch", "fold"]
+__all__ = ["LOGPROBS_DIFFER", "NO_SIGNAL", "LedgerState", "OpenDraw", "TrainedBatch", "fold"]
 
+LOGPROBS_DIFFER = "logprobs_differ"
+"""Reason of a draw whose posted log-probs are not those of the policy: its sender is not believed any more."""
 NO_SIGNAL = "no_signal"
 """Reason of a draw that was replaced because the rewards of its group are all equal."""
 
@@ -61,6 +66,8 @@ class TrainedBatch:
     revision: int
     version: int
     digest: str
+    values: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """What was tracked before it."""
 
 
 @dataclass(slots=True)
@@ -89,6 +96,12 @@ class LedgerState:
             checkpoint trained.
         consumed, used: interactions and feedback that were admitted, id -> sequence in their streams, from
             ``read_from`` (interactions, feedback) on; below these sequences everything is decided.
+        values: tracked rewards by kind of prompt, after the newest trained batch.
+        distrusted: keys that posted log-probs which are not the policy's.
+        quarantined: feedback that was held back, id -> sequence, from ``read_from`` on; released or not.
+        promoted: the version that is served, of a job with a promotion gate; ``refused``: the newest one if it is not,
+            the ``num_refused``-th in a row; ``figures``: of the newest update, which decide on its promotion.
+        forked: the version that the newest fork began; ``fork_request``: the operation that asked for it, or ''.
     """
 
     epoch: int = 0
@@ -123,6 +136,15 @@ class LedgerState:
     consumed: dict[str, int] = field(default_factory=dict)
     used: dict[str, int] = field(default_factory=dict)
     read_from: tuple[int, int] = (1, 1)
+    values: dict[str, tuple[float, float]] = field(default_factory=dict)
+    distrusted: frozenset[str] = frozenset()
+    quarantined: dict[str, int] = field(default_factory=dict)
+    promoted: Promoted | None = None
+    refused: PromotionRefused | None = None
+    num_refused: int = 0
+    figures: dict[str, float] = field(default_factory=dict)
+    forked: int = -1
+    fork_request: str = ""
 
     # -- queries -----------------------------------------------------------------------------------------------------
 
@@ -145,8 +167,17 @@ class LedgerState:
 
     @property
     def pinned(self) -> list[int]:
-        """Checkpoints that stay whatever their age: the initial and the best one."""
-        return [0] if self.best is None else sorted({0, self.best.number})
+        """Checkpoints that stay whatever their age: the initial and the best one, and where the served one begins."""
+        served = self.base_of(self.promoted.number) if self.promoted is not None else None
+        return sorted({0, *(c.number for c in (self.best, served) if c is not None)})
+
+    def base_of(self, number: int) -> Checkpointed | None:
+        """The checkpoint from which the state after batch ``number`` is made again."""
+        return self.checkpoints.get(max((n for n in self.checkpoints if n <= number), default=-1))
+
+    def after(self, number: int) -> list[int]:
+        """Batches of this lineage that were trained after ``number``."""
+        return [n for n in range(number + 1, self.last_trained + 1) if self.in_lineage(n)]
 
     def in_lineage(self, number: int) -> bool:
         """Whether no fork has rolled batch ``number`` back."""
@@ -225,6 +256,10 @@ class LedgerState:
         self.read_from = (event.low_interactions, event.low_feedback)
         self.consumed = {name: seq for name, seq in consumed.items() if seq >= event.low_interactions}
         self.used = {name: seq for name, seq in used.items() if seq >= event.low_feedback}
+        self.quarantined = {name: seq for name, seq in self.quarantined.items() if seq >= event.low_feedback}
+
+    def _quarantined(self, event: Quarantined) -> None:
+        self.quarantined = self.quarantined | event.items
 
     def _drop(self, draws: Iterable[Draw], reason: str) -> None:
         for draw in draws:
@@ -236,6 +271,8 @@ class LedgerState:
         self._drop(event.draws, event.reason)
         self.dropped_tokens[event.reason] += sum(event.lengths)
         self.resampled += len(event.draws) if event.reason == NO_SIGNAL else 0
+        if event.reason == LOGPROBS_DIFFER:
+            self.distrusted |= {self.admissions[draw.ordinal].key_id for draw in event.draws}
         if event.redraw:
             for draw in event.draws:
                 self._open(draw.again(), event.min_version, event.deadline)
@@ -273,10 +310,19 @@ class LedgerState:
         self.trained += len(draws)
         self.revisions.pop(event.number)
         seqs = tuple(group.seq for group in batch.groups)
-        self.batches[event.number] = TrainedBatch(draws, seqs, event.revision, event.version, event.digest)
+        self.batches[event.number] = TrainedBatch(draws, seqs, event.revision, event.version, event.digest, self.values)
+        self.values = self.values | batch.values
         self.last_trained, self.updates = event.number, self.updates + 1
-        self.version, self.digest = event.version, event.digest
+        self.version, self.digest, self.figures = event.version, event.digest, event.figures
         self.trainer_epoch = max(self.trainer_epoch, event.trainer_epoch)
+
+    def _promoted(self, event: Promoted) -> None:
+        assert event.version == self.version, "only the newest version has weights to serve"
+        self.promoted, self.refused, self.num_refused = event, None, 0
+
+    def _promotion_refused(self, event: PromotionRefused) -> None:
+        assert event.version == self.version, "an older version is decided already"
+        self.refused, self.num_refused = event, self.num_refused + 1
 
     def _checkpointed(self, event: Checkpointed) -> None:
         self.checkpoint = self.checkpoints[event.number] = event
@@ -296,7 +342,9 @@ class LedgerState:
     def _forked(self, event: LineageForked) -> None:
         assert event.version > self.version, "a fork continues above the clock"
         redraw: list[Draw] = []
-        for number in [n for n in self.batches if n >= event.from_batch]:
+        lost = [n for n in self.batches if n >= event.from_batch]
+        self.values = self.batches[lost[0]].values if lost else self.values
+        for number in lost:
             batch = self.batches.pop(number)
             self.trained -= len(batch.draws)
             self.updates -= 1
@@ -313,6 +361,10 @@ class LedgerState:
             self.best = None
         if event.from_batch <= self.last_trained:
             self.rolled_back = (*self.rolled_back, (event.from_batch, self.last_trained))
+        if self.checkpoint is not None and self.checkpoint.number >= event.from_batch:
+            self.checkpoint = self.base_of(event.from_batch)
+        self.refused, self.num_refused, self.figures = None, 0, {}
+        self.forked, self.fork_request = event.version, event.operation
         self.version, self.digest = event.version, event.digest
         self.trainer_epoch = max(self.trainer_epoch, event.trainer_epoch)
 
@@ -332,6 +384,9 @@ _HANDLERS: dict[type[Event], Callable[[LedgerState, Any], None]] = {
     LineageForked: LedgerState._forked,
     PhaseChanged: LedgerState._phase_changed,
     Finished: LedgerState._finished,
+    Promoted: LedgerState._promoted,
+    PromotionRefused: LedgerState._promotion_refused,
+    Quarantined: LedgerState._quarantined,
 }
 
 

@@ -9,6 +9,7 @@ from penstock.services.coordinator.evaluation import EvaluationPlan
 from penstock.services.coordinator.goals import Goals
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.outbox import Outbox
+from penstock.services.coordinator.promotion import Evaluated, gate_of
 from penstock.services.coordinator.tally import Tally
 from penstock.shared.config.job import JobConfig
 from penstock.shared.protocol.events import BatchSealed
@@ -26,6 +27,9 @@ class Measures:
         self.goals = Goals(config.early_stop, config.checkpoint.keep_best)
         self.tally = Tally(config.groups_per_batch)
         self.reward: float | None = None
+        self.evaluated: Evaluated | None = None
+        """The newest evaluation that misses no prompt."""
+        self.gate = gate_of(config, lambda: self.evaluated)
         self._warned = False
 
     def recall(self, rows: Iterable[dict[str, Any]], state: LedgerState, *, num_eval: int, now: float) -> None:
@@ -41,7 +45,7 @@ class Measures:
                 continue
             self.goals.take(values, int(row["batch"]))
             if row["kind"] == "eval":
-                self.plan.done.add(int(row["step"]))
+                self._evaluated(int(row["step"]), int(row["version"]), values)
             else:
                 self.reward = values.get("reward/mean", self.reward)
         self.tally.begin(now, newest)
@@ -49,6 +53,8 @@ class Measures:
     def roll_back(self, state: LedgerState) -> None:
         """The lineage forked: what was measured of the batches that it lost decides nothing, and is measured again."""
         self.plan.roll_back(state.updates)
+        if self._compares and (state.promoted is None or not state.promoted.figures):
+            self.plan.done.discard(state.updates)  # nobody knows what these weights earn
         self.goals.roll_back(state)
 
     # -- updates -----------------------------------------------------------------------------------------------------
@@ -91,13 +97,29 @@ class Measures:
             return False
         point = self.plan.current.point
         values = self.plan.finish(now)
-        self.outbox.metrics("eval", point, state.version, values, batch=state.newest_batch)
+        if self._evaluated(point, state.version, values):
+            self.outbox.metrics("eval", point, state.version, values, batch=state.newest_batch)
         shown = [f"{name} {values[name]:.3f}" for name in self.config.evaluation.metrics if name in values]
         text, missing = f"update {point}: {', '.join(shown) or 'nothing could be scored'}", values["eval/missing"]
         text += f"; {missing:.0f} prompts are missing, so no goal follows from it" if missing else ""
         self.outbox.event("warning" if missing else "info", "evaluation", text)
         self.goals.take(values, state.newest_batch)
         return True
+
+    def _evaluated(self, point: int, version: int, values: Mapping[str, float]) -> bool:
+        """Whether a point is done; a gate that compares needs all prompts, so one that misses some is begun again."""
+        missing = bool(values.get("eval/missing"))
+        if missing and self._compares:
+            self.plan.done.discard(point)
+            return False
+        self.plan.done.add(point)
+        if not missing:
+            self.evaluated = Evaluated(version, values)
+        return True
+
+    @property
+    def _compares(self) -> bool:
+        return self.gate is not None and self.gate.config.max_drop is not None
 
     def pending(self, state: LedgerState) -> bool:
         """Whether the end of the run must wait for an evaluation."""

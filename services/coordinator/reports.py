@@ -39,7 +39,7 @@ def events_of_report(run: RunFacts, report: Report, now: float) -> list[Event]:
             return _checkpointed(run, report, now)
         case "forked":
             return _forked(run, report, now)
-        case "failed" | "halted":  # nothing to record, yet a fenced trainer has no say in it either
+        case "failed" | "halted" | "not_rolled_back":  # nothing to record, yet a fenced trainer has no say in it either
             return []
         case _:
             raise Refusal(f"report '{report.kind}' is not a ledger matter")
@@ -66,6 +66,7 @@ def _trained(run: RunFacts, report: Report, now: float) -> list[Event]:
             version=report.version,
             digest=report.digest,
             trainer_epoch=report.epoch,
+            figures={} if run.promotion is None else run.promotion.figures_of(report.metrics),
         )
     ]
 
@@ -138,6 +139,8 @@ def _low_seq(run: RunFacts, checkpoint: int) -> int:
     """Lowest sequence to keep once ``checkpoint`` exists: the whole log while it fits, else what comes after it."""
     if run.stored_bytes * 2 < run.config.limits.byte_budget:
         return min(run.stored, default=0)
+    if run.state.promoted is not None and (base := run.state.base_of(run.state.promoted.number)) is not None:
+        checkpoint = min(checkpoint, base.number)  # training may have to go back there
     needed = {seq for n, batch in run.state.batches.items() if n > checkpoint for seq in batch.seqs}
     needed |= {group.seq for batch in run.state.sealed.values() for group in batch.groups}
     needed |= {candidate.seq for candidate in run.candidates.values()}
@@ -147,6 +150,8 @@ def _low_seq(run: RunFacts, checkpoint: int) -> int:
 def _forked(run: RunFacts, report: Report, now: float) -> list[Event]:
     if report.version <= run.state.version:
         raise Refusal(f"a fork continues above version {run.state.version}, not at {report.version}")
+    wanted = run.rollback_of(run.state)
+    kept = wanted is not None and report.batch in run.state.after(wanted.number)[:1]
     return [
         LineageForked(
             writer_epoch=run.writer_epoch,
@@ -158,5 +163,6 @@ def _forked(run: RunFacts, report: Report, now: float) -> list[Event]:
             trainer_epoch=report.epoch,
             min_version=report.version,
             deadline=now + run.config.train.draw_timeout_s,
+            operation=wanted.operation if wanted is not None and kept else "",
         )
     ]

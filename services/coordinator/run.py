@@ -15,6 +15,7 @@ import xxhash
 from penstock.services.coordinator.decision import Draft, DrawSource, TicketSource, copy_state, plan_draw
 from penstock.services.coordinator.gate import MAX_REDRAWS, Candidate, Verdict, judge
 from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.promotion import PromotionGate, Rollback
 from penstock.services.coordinator.reports import events_of_report
 from penstock.shared.config.amendable import settings_of
 from penstock.shared.config.job import JobConfig
@@ -66,6 +67,7 @@ class JobRun:
         writer_epoch: epoch of this leader, stands in every event it writes.
         hold: whether the update after so many completed ones must not be sealed yet (evaluation pins its version).
         source: where draws come from; default: the data order, by tickets.
+        promotion: decides which version is served; None: the newest.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class JobRun:
         writer_epoch: int,
         hold: Callable[[int], bool] = lambda point: False,
         source: DrawSource | None = None,
+        promotion: PromotionGate | None = None,
     ) -> None:
         self.config = config
         self.state = state
@@ -86,6 +89,11 @@ class JobRun:
         self.config_digest = xxhash.xxh3_64_hexdigest(config.model_dump_json().encode())
         self.hold = hold
         self.source: DrawSource = source or TicketSource()
+        self.promotion = promotion
+        self.asked_rollback: Rollback | None = None
+        """Where somebody wants training to go back to."""
+        self.failed_rollbacks: dict[str, str] = {}
+        """Requests to go back that the trainer could not follow, and why."""
         self.candidates: dict[Draw, Candidate] = {}
         self.stored: dict[int, int] = {}
         """EXPERIENCE sequence -> bytes of every group of this job that is in the stream (of its first message)."""
@@ -93,6 +101,8 @@ class JobRun:
         self.desired = "running"
         self.cancel_now = False
         """Cancel without waiting for what is sealed and for a last checkpoint."""
+        self.last_checkpoint = True
+        """A cancelled run checkpoints before it ends."""
         self.failed_streak = 0
         self.failure = ""
         self.halted = ""
@@ -109,6 +119,23 @@ class JobRun:
         """What the user wants of the job; anything but a pause ends one that the trainer asked for."""
         self.desired = desired
         self.halted = self.halted if desired == "paused" else ""
+
+    def rollback_of(self, state: LedgerState) -> Rollback | None:
+        """Where training is to go back to, given this ledger: by request, or for too many refused versions."""
+        if self.asked_rollback is not None or self.promotion is None:
+            return self.asked_rollback
+        return self.promotion.rollback(state)
+
+    def give_up_rollback(self, reason: str) -> None:
+        """The trainer cannot read the checkpoint that somebody wants to go back to."""
+        if self.asked_rollback is not None:
+            self.failed_rollbacks[self.asked_rollback.operation] = reason
+            self.asked_rollback = None
+
+    @property
+    def rollback(self) -> Rollback | None:
+        """Where training is to go back to."""
+        return self.rollback_of(self.state)
 
     def amend(self, config: JobConfig, generation: int, now: float) -> list[Event]:
         """The job file is ``config`` from the next batch on; the event that says so, [] where no setting changes."""
@@ -175,17 +202,18 @@ class JobRun:
     def wants_checkpoint(self) -> str:
         """Why the trainer should checkpoint now, or ''."""
         state, checkpoint = self.state, self.state.checkpoint
-        if checkpoint is None or checkpoint.number >= state.last_trained:
+        unwanted = self.desired == "cancelled" and not self.last_checkpoint
+        if checkpoint is None or checkpoint.number >= state.last_trained or unwanted:
             return ""
         if self.stored_bytes * 2 >= self.config.limits.byte_budget:
             return "byte budget half used"
         if self.desired != "running" or self.training_done:
             return "run is at an end" if self.training_done else "pause"
+        if self.rollback is not None:  # these updates are about to be given up
+            return ""
         if self.new_best or self.requested:
             return self.new_best or "request"
-        if state.last_trained - checkpoint.number >= self.config.checkpoint.every:
-            return "interval"
-        return ""
+        return "interval" if state.last_trained - checkpoint.number >= self.config.checkpoint.every else ""
 
     @property
     def batch_ready(self) -> bool:
@@ -201,7 +229,7 @@ class JobRun:
     @property
     def training_done(self) -> bool:
         """No further batch will be sealed or trained."""
-        if self.state.sealed:
+        if self.state.sealed or self.rollback is not None:
             return False
         if self.stop_early:
             return True
@@ -236,6 +264,7 @@ class JobRun:
         if state.checkpoint is None:  # the initial policy does not exist yet
             return []
         draft.phase()
+        draft.promote()
         draft.drop()
         draft.resample()
         draft.seal()
@@ -243,9 +272,12 @@ class JobRun:
         return draft.events
 
     def _may_cancel(self, state: LedgerState) -> bool:
-        """A cancelled run trains what is sealed and checkpoints first, unless it must end now."""
+        """A cancelled run trains what is sealed and checkpoints first, unless it must end now or wants no more."""
         checkpoint = state.checkpoint
-        return self.cancel_now or checkpoint is None or not (state.sealed or checkpoint.number < state.last_trained)
+        if self.cancel_now or checkpoint is None:
+            return True
+        unsaved = self.last_checkpoint and checkpoint.number < state.last_trained
+        return not (state.sealed or unsaved)
 
     def finish(self, now: float, summary: dict[str, object]) -> list[Event]:
         """The last decision of a run that is done: what is still in flight is dropped, nothing more is drawn."""

@@ -20,6 +20,7 @@ import msgspec
 from penstock.services.coordinator import summary
 from penstock.services.coordinator.announcements import announce
 from penstock.services.coordinator.carrier import Carrier
+from penstock.services.coordinator.commands import TrainerCommands
 from penstock.services.coordinator.conditions import conditions
 from penstock.services.coordinator.gate import Verdict
 from penstock.services.coordinator.journal import Journal
@@ -27,6 +28,7 @@ from penstock.services.coordinator.letterbox import LetterBox
 from penstock.services.coordinator.measures import Measures
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.outbox import Outbox
+from penstock.services.coordinator.pointer import Pointer
 from penstock.services.coordinator.reports import Refusal
 from penstock.services.coordinator.run import Effects, JobRun
 from penstock.services.coordinator.store import JobStore
@@ -37,13 +39,13 @@ from penstock.services.coordinator.why import explain_waits
 from penstock.services.coordinator.wishes import Wishes
 from penstock.shared.config.kinds import parse_training
 from penstock.shared.data.check import check_data
-from penstock.shared.errors import Conflict, DataError, ProtocolError, Unavailable
+from penstock.shared.errors import Conflict, DataError, ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.events import Checkpointed, Event, LineageForked
+from penstock.shared.protocol.events import Event, LineageForked
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.jobs import Condition, JobRecord
-from penstock.shared.protocol.messages import Ack, Command, EvalResult, Report
+from penstock.shared.protocol.messages import Ack, EvalResult, Report
 from penstock.shared.protocol.parts import count_of
 from penstock.shared.protocol.trajectory import parse_group_header
 from penstock.shared.transport.bus import Bus
@@ -54,7 +56,6 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
 """Deadlines and desires are looked at this often when nothing else happens."""
-COMMAND_RETRY_S = 2.0
 
 
 class JobRunner:
@@ -70,14 +71,13 @@ class JobRunner:
         self.journal = Journal(bus, self.job)
         self.outbox = Outbox(bus, store, self.job)
         self.carrier = Carrier(bus, self.job, epoch)
+        self.commands = TrainerCommands(bus, self.outbox, self.job, epoch)
         self.run: JobRun
         self.measures = Measures(self.config, self.outbox)
         run = Run(self.job, record.name, record.spec, data_dir / "tracking" / self.job)
         self.tracking = Tracking(bus, self.outbox, self.config.tracking, run)
         self._inbox: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue(maxsize=4096)
         self.wishes = Wishes(record)
-        self._asked_checkpoint = 0.0
-        self._asked_after: Checkpointed | None = None
         self._known: list[Condition] = list(record.status.conditions)
         self.ready = False
 
@@ -99,6 +99,9 @@ class JobRunner:
             ]
             if self.supply is not None:
                 running.append(tasks.create_task(self.supply.follow(self._inbox.put)))
+            if self.measures.gate is not None:
+                pointer = Pointer(self.bus, self.job, self.measures.gate, lambda: self.run.state.promoted)
+                running.append(tasks.create_task(pointer.follow()))
             self.ready = True
             await self._decide_until_finished()
             await self.outbox.flush()
@@ -118,6 +121,7 @@ class JobRunner:
             writer_epoch=self.epoch,
             hold=lambda point: self.measures.holds(self.run.state, point),
             source=None if self.supply is None else self.supply.source,
+            promotion=self.measures.gate,
         )
         rows = await self.bus.read(subjects.METRICS, subjects.metrics(self.job))
         self.measures.recall(
@@ -137,7 +141,9 @@ class JobRunner:
         while not self.run.state.finished:
             self.run.want(self.wishes.desired)
             self.run.cancel_now, self.run.requested = self.wishes.cancel_now, self.wishes.wants_checkpoint
+            self.run.last_checkpoint = self.wishes.record.last_checkpoint
             self.run.replays = self.wishes.replays
+            self.wishes.steer(self.run)
             await self._commit(self.wishes.amend(self.run, time.time()))
             self._check_limits()
             await self._commit(self.run.decide(time.time()))
@@ -146,7 +152,7 @@ class JobRunner:
             await self._evaluate()
             await self._follow_best()
             await self._settle_operations()
-            await self._ask_for_checkpoint()
+            self.commands.follow(self.run)
             self._report_status()
             if self._may_finish():
                 await self._commit(self.run.finish(time.time(), summary.summary_of(self.run.state)))
@@ -263,7 +269,7 @@ class JobRunner:
 
     async def _take_report(self, report: Report) -> Ack:
         if report.kind == "hello":
-            return Ack(ok=True, data=summary.start_of(self.run.state))
+            return Ack(ok=True, data=summary.start_of(self.run))
         now, state = time.time(), self.run.state
         batch = state.sealed.get(report.batch)
         try:
@@ -272,6 +278,9 @@ class JobRunner:
             return Ack(ok=False, reason=str(refusal))
         if report.kind == "failed":
             self.run.failure = self.run.failure or f"trainer: {report.reason}"
+            return Ack(ok=True)
+        if report.kind == "not_rolled_back":
+            self.run.give_up_rollback(report.reason)
             return Ack(ok=True)
         if report.kind == "halted":
             return await self._halt(f"batch {report.batch} is not trained: {report.reason}")
@@ -334,25 +343,10 @@ class JobRunner:
         await self._commit([*goals.mark(state, writer_epoch=self.epoch, now=time.time())])
         self.run.new_best = goals.wanted(state)
 
-    async def _ask_for_checkpoint(self) -> None:
-        reason, newest = self.run.wants_checkpoint, self.run.state.checkpoint
-        if not reason or (newest is self._asked_after and time.monotonic() - self._asked_checkpoint < COMMAND_RETRY_S):
-            return
-        self._asked_checkpoint, self._asked_after = time.monotonic(), newest
-        request = Command(kind="checkpoint", epoch=self.epoch, args={"reason": reason})
-        command = pack(request, job=self.job, epoch=self.epoch)
-        self.outbox.later(lambda: self._command(command), keep=False)
-
     async def _settle_operations(self) -> None:
         redrawn = await self.wishes.redraw(self.run, LetterBox(self.bus), self._commit)
         for done in [*self.wishes.settle(self.run), *redrawn]:
             self.outbox.later(lambda done=done: self.store.finish_operation(self.job, done))  # type: ignore[misc]
-
-    async def _command(self, command: bytes) -> None:
-        try:
-            await self.bus.request(subjects.command(self.job), command, deadline_s=COMMAND_RETRY_S)
-        except Unavailable as error:
-            logger.info("the trainer of %s did not take the command yet: %s", self.job, error)
 
     # -- what people see ---------------------------------------------------------------------------------------------
 
@@ -366,6 +360,7 @@ class JobRunner:
             "applies_at_step": self.wishes.applies_at_step(state),
             "step": state.updates,
             "policy_version": state.version,
+            "served_version": None if state.promoted is None else state.promoted.version,
             "reward": self.measures.reward if self.measures.reward is not None else self.record.status.reward,
             "draws": summary.draws_of(state),
             "checkpoint": checkpoint.path if checkpoint else None,

@@ -45,7 +45,8 @@ def sample_rows(step: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
         usable = group.rewards[~(group.failed | group.greedy)]
         mean = float(usable.mean()) if len(usable) else 0.0
         std = float(usable.std(ddof=1)) if len(usable) > 1 else 0.0
-        completions = group.meta.get("completions") or [""] * group.num_trajectories
+        texts = group.meta.get("transcripts") or group.meta.get("completions")  # of several turns: all that was said
+        completions = texts or [""] * group.num_trajectories
         for index in range(group.num_trajectories):
             mine = group.spans[group.spans[:, 0] == index][:, 1]
             start, end = int(group.cu_seqlens[index]), int(group.cu_seqlens[index + 1])

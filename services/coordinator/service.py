@@ -22,12 +22,14 @@ from penstock.services.coordinator.deadletters import DeadLetters
 from penstock.services.coordinator.evaluation_runner import EvaluationRunner
 from penstock.services.coordinator.feedback.desk import FeedbackDesk
 from penstock.services.coordinator.leader import Leader
+from penstock.services.coordinator.leaderline import COORDINATOR
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.online.supply import LiveSupply
 from penstock.services.coordinator.retention import FULL_SHARE, GIVEN_UP, oldest_finished, without_interactions
 from penstock.services.coordinator.runner import JobRunner
 from penstock.services.coordinator.serving import Gateway
 from penstock.services.coordinator.store import JobStore
+from penstock.services.coordinator.webhooks.delivery import Courier
 from penstock.shared.config.kinds import parse_training, trains
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.service import ServiceSettings
@@ -130,7 +132,7 @@ class CoordinatorService:
 
     async def _lead_forever(self) -> None:
         while True:
-            lease = Lease(self.bus, "coordinator", holder=self.settings.worker_id, lease_s=self.settings.lease_s)
+            lease = Lease(self.bus, COORDINATOR, holder=self.settings.worker_id, lease_s=self.settings.lease_s)
             async with self._holding(lease) as epoch:
                 logger.info("leading with epoch %d", epoch)
                 await self._lead(epoch, lease)
@@ -148,14 +150,18 @@ class CoordinatorService:
 
     async def _lead(self, epoch: int, lease: Lease) -> None:
         """Run every job that is not terminal, until the lease is lost."""
-        watching = asyncio.create_task(self._watch_jobs(epoch))
-        lost = asyncio.create_task(lease.keep())
+        courier = Courier(self.bus, self.control.webhooks, private=self.settings.webhook_private)
+        parts = (
+            self._watch_jobs(epoch), lease.keep(), self.control.leader.serve(), self.feedback.finish_deletions(),
+            courier.run(), self.control.scaling.run(),
+        )  # fmt: skip
+        tasks = [asyncio.create_task(part) for part in parts]
         try:
-            await asyncio.wait({watching, lost}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (watching, lost):
+            for task in tasks:
                 task.cancel()
-            results = await asyncio.gather(watching, lost, return_exceptions=True)
+            results = await asyncio.gather(*tasks, return_exceptions=True)
         for result in results:
             if isinstance(result, Fenced | Unavailable):
                 logger.warning("not leading any more: %s", result)

@@ -27,24 +27,33 @@ class JobStore:
     def __init__(self, bus: Bus) -> None:
         self._kv = bus.kv(subjects.JOBS)
 
-    async def create(self, config: AnyJob) -> JobRecord:
-        """Store a new job durably."""
+    async def create(self, config: AnyJob, id: str = "", *, fine_tuning: dict[str, Any] | None = None) -> JobRecord:
+        """Store a new job durably; with an ``id`` that exists already, nothing, and return that one."""
         record = JobRecord(
-            id=new_job_id(),
+            id=id or new_job_id(),
             name=config.name,
             created_at=datetime.now(UTC),
             spec=config.model_dump(mode="json", exclude_unset=True),
             status=JobStatus(total_steps=_total_steps(config)),
+            fine_tuning=fine_tuning,
         )
-        revision = await self._kv.create(record.id, record.model_dump_json().encode())
+        try:
+            revision = await self._kv.create(record.id, record.model_dump_json().encode())
+        except Conflict:
+            return await self.get(record.id)
         return record.model_copy(update={"revision": revision})
 
     async def get(self, job: str) -> JobRecord:
         """Raises NotFound for an unknown job."""
-        entry = await self._kv.get(job)
-        if entry is None:
+        record = await self.find(job)
+        if record is None:
             raise NotFound(f"no job '{job}'")
-        return decode_record(entry)
+        return record
+
+    async def find(self, job: str) -> JobRecord | None:
+        """The record of a job, None for an unknown one."""
+        entry = await self._kv.get(job)
+        return decode_record(entry) if entry is not None else None
 
     async def list_all(self) -> list[JobRecord]:
         """Every job, oldest first."""
@@ -65,7 +74,9 @@ class JobStore:
             return changed.model_copy(update={"revision": revision})
         raise Conflict(f"job '{job}' changes too often; try again")
 
-    async def set_desired(self, job: str, state: DesiredState, *, force: bool = False) -> JobRecord:
+    async def set_desired(
+        self, job: str, state: DesiredState, *, force: bool = False, checkpoint: bool = True
+    ) -> JobRecord:
         """Write what the user wants. Raises Conflict when the job is terminal or being cancelled."""
 
         def edit(record: JobRecord) -> JobRecord:
@@ -75,7 +86,11 @@ class JobStore:
                 raise Conflict(f"job '{job}' is an evaluation: it can be cancelled, not paused")
             if record.desired_state == "cancelled" and state != "cancelled":
                 raise Conflict(f"job '{job}' is being cancelled")
-            wanted = {"desired_state": state, "force": record.force or force}
+            wanted = {
+                "desired_state": state,
+                "force": record.force or force,
+                "last_checkpoint": record.last_checkpoint and checkpoint,
+            }
             if wanted.items() <= record.model_dump().items():
                 return record
             return _wanted(record, wanted)
@@ -103,7 +118,7 @@ class JobStore:
         def edit(record: JobRecord) -> JobRecord:
             if record.status.phase in TERMINAL_PHASES:
                 raise Conflict(f"job '{job}' is {record.status.phase}: nothing can be asked of it")
-            if not trains(record.spec):
+            if not trains(record.spec) and operation.kind != "scale":
                 raise Conflict(f"job '{job}' is an evaluation: it has no checkpoints")
             pending = [one for one in record.operations if one.state == "pending"]
             if len(pending) >= MAX_OPERATIONS:

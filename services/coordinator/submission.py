@@ -15,6 +15,7 @@ from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.retention import check_room
 from penstock.services.coordinator.trackers import check_trackers
 from penstock.shared.config.data import DataConfig
+from penstock.shared.config.environment import completion_tokens
 from penstock.shared.config.evaluation_job import EvaluationJob
 from penstock.shared.config.job import MAX_GROUP_BYTES, ROW_BYTES, JobConfig
 from penstock.shared.config.kinds import AnyJob
@@ -98,7 +99,7 @@ def check_groups(spec: AnyJob, row_bytes: int, *, stores_parts: bool) -> None:
         ConfigError: names the numbers.
     """
     size = spec.max_group_bytes + row_bytes
-    parts = f"{spec.completions_per_group} completions of up to {spec.sampling.max_new_tokens} tokens"
+    parts = f"{spec.completions_per_group} completions of up to {spec.max_completion_tokens} tokens"
     if row_bytes:
         parts += f" and a data row of up to {row_bytes + ROW_BYTES} bytes"
     if size > MAX_GROUP_BYTES:
@@ -188,7 +189,7 @@ def _check_room(file: Path, spec: AnyJob) -> None:
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"model.path: {file} cannot be read: {error}") from None
     most = config.get("max_position_embeddings") if isinstance(config, dict) else None
-    longest = max(spec.sampling.max_new_tokens, spec.evaluation_sampling.max_new_tokens)
+    longest = max(completion_tokens(s, spec.environment) for s in (spec.sampling, spec.evaluation_sampling))
     if isinstance(most, int) and longest >= most:
         raise ConfigError(
             f"max_new_tokens {longest} leaves no room for a prompt: the model takes {most} tokens ({file})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from penstock.services.coordinator.ledger import LedgerState
@@ -47,9 +48,19 @@ def retention_of(run: JobRun) -> dict[str, Any]:
     return {"pinned": run.state.pinned, "keep": run.config.checkpoint.keep}
 
 
-def start_of(state: LedgerState) -> dict[str, Any]:
-    """Where a trainer takes up the job."""
+def start_of(run: JobRun) -> dict[str, Any]:
+    """Where a trainer takes up the job.
+
+    ``served``: an older version that engines still need, made again on the way; ``rollback``: the batch after which the
+    lineage is given up, and why.
+    """
+    state, rollback, served = run.state, run.rollback, run.state.promoted
+    behind = served is not None and served.version != state.version
     checkpoint = state.checkpoint
+    if rollback is not None:
+        checkpoint = state.base_of(rollback.number)
+    elif served is not None and behind:
+        checkpoint = state.base_of(served.number)
     after = checkpoint.number if checkpoint else 0
     return {
         "checkpoint": None if checkpoint is None else {"number": checkpoint.number, "path": checkpoint.path},
@@ -57,6 +68,8 @@ def start_of(state: LedgerState) -> dict[str, Any]:
         "digest": state.digest,
         "last_trained": state.last_trained,
         "pinned": state.pinned,
+        "served": {"number": served.number, "version": served.version} if served is not None and behind else None,
+        "rollback": None if rollback is None else asdict(rollback),
         "batches": [[n, b.revision, b.version, b.digest] for n, b in sorted(state.batches.items()) if n > after],
     }
 

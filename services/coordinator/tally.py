@@ -69,10 +69,11 @@ class Tally:
             values["goodput"] = self._totals["trained"] / self._totals["generated"]
         values |= {name: float(count) for name, count in self._since.items() if name.startswith("dropped")}
         values["resample_ratio"] = self._since[f"dropped/{NO_SIGNAL}"] / self._groups_per_batch
-        for lag, count in sorted(Counter(batch.start_version - group.min_version for group in batch.groups).items()):
+        lags = [batch.start_version - group.min_version for group in batch.groups if group.objective == "policy"]
+        for lag, count in sorted(Counter(lags).items()):
             values[f"lag_groups/{lag}"] = float(count)
-        for group in batch.groups:
-            LAG.observe(batch.start_version - group.min_version)
+        for lag in lags:
+            LAG.observe(lag)
         self._since.clear()
         self._began = now
         return values

@@ -31,6 +31,7 @@ def explain_waits(
         rows.append(wait_row(what, subjects.evaluation(job), f"update {plan.current.point}"))
     if run.new_best:
         rows.append(wait_row(f"a checkpoint: {run.new_best}", subjects.command(job), job))
+    rows += _version_waits(job, run)
     for number, batch in sorted(run.state.sealed.items()):
         what = f"the trainer to train batch {number}"
         rows.append(wait_row(what, subjects.batches(job), f"{number}.{batch.revision}", age_s=now - sealed_at))
@@ -39,6 +40,22 @@ def explain_waits(
         used = f"{run.stored_bytes} of {run.config.limits.byte_budget} bytes used"
         what = f"room in the byte budget ({used}); a checkpoint frees it"
         rows.append(wait_row(what, subjects.experience(job), f"checkpoint {run.state.checkpoint.number}"))
+    return rows
+
+
+def _version_waits(job: str, run: JobRun) -> list[dict[str, Any]]:
+    """A version that is not served, and updates that are to be given up."""
+    rows, state = [], run.state
+    if run.promotion is not None and state.promoted is not None:
+        status, reason, message = run.promotion.fact(state)
+        if status != "True":
+            rows.append(wait_row(f"promotion ({reason}): {message}", subjects.ledger(job), f"version {state.version}"))
+        elif run.promotion.announced != state.promoted.version:
+            what = f"the trainer to publish version {state.promoted.version}, which is to be served"
+            rows.append(wait_row(what, subjects.MANIFESTS, subjects.candidate_manifest(job)))
+    if run.rollback is not None:
+        what = f"the trainer to go back to where it was after batch {run.rollback.number}: {run.rollback.reason}"
+        rows.append(wait_row(what, subjects.command(job), f"batch {run.rollback.number}"))
     return rows
 
 

@@ -6,9 +6,11 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
+from typing import Any
 
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.letterbox import LetterBox
+from penstock.services.coordinator.promotion import Rollback, flaw_of_rollback
 from penstock.services.coordinator.run import JobRun
 from penstock.shared.config.kinds import parse_training
 from penstock.shared.errors import ConfigError, Conflict, NotFound, Unavailable
@@ -119,23 +121,62 @@ class Wishes:
         ends = run.training_done or run.desired != "running" or bool(run.state.finished)
         return not run.has_room and run.source.redraws and not ends and letter not in run.state.replayed
 
+    def steer(self, run: JobRun) -> None:
+        """Have ``run`` serve a version, or go back to a checkpoint, where somebody asks for it."""
+        if run.promotion is not None:
+            run.promotion.forced = max((int(one.args["version"]) for one in self._pending("promote")), default=-1)
+        asked = [one for one in self._pending("rollback") if one.id not in run.failed_rollbacks][:1]
+        found = [Rollback(int(one.args["checkpoint"]), "by request", one.id) for one in asked]
+        possible = [one for one in found if not flaw_of_rollback(run.state, one.number)]
+        run.asked_rollback = possible[0] if possible else None
+
     def settle(self, run: JobRun) -> list[Operation]:
-        """Checkpoints on request that are there by now, each told once."""
-        state, done = run.state, []
-        for operation in self._pending("checkpoint"):
-            goal = self._goals.setdefault(operation.id, state.last_trained)
-            now = datetime.now(UTC)
-            if state.checkpoint is not None and state.checkpoint.number >= goal:
-                result = {"number": state.checkpoint.number, "path": state.checkpoint.path}
-                over = {"state": "succeeded", "result": result, "finished_at": now}
-            elif state.finished:
-                over = {"state": "failed", "message": f"the job {state.finished} before", "finished_at": now}
-            else:
-                continue
-            self._settled.add(operation.id)
-            done.append(operation.model_copy(update=over))
+        """What was asked for and is done by now, or cannot be done: each told once."""
+        done = []
+        for kind, outcome in (("checkpoint", self._saved), ("promote", _promoted), ("rollback", _rolled_back)):
+            for operation in self._pending(kind):
+                over = outcome(operation, run)
+                if over is None and run.state.finished:
+                    over = _failed(f"the job {run.state.finished} before")
+                if over is not None:
+                    self._settled.add(operation.id)
+                    done.append(operation.model_copy(update=over | {"finished_at": datetime.now(UTC)}))
         return done
+
+    def _saved(self, operation: Operation, run: JobRun) -> dict[str, Any] | None:
+        state = run.state
+        goal = self._goals.setdefault(operation.id, state.last_trained)
+        if state.checkpoint is None or state.checkpoint.number < goal:
+            return None
+        return _succeeded({"number": state.checkpoint.number, "path": state.checkpoint.path})
 
     def _pending(self, kind: str) -> list[Operation]:
         asked = (one for one in self.record.operations if one.kind == kind and one.state == "pending")
         return [one for one in asked if one.id not in self._settled]
+
+
+def _promoted(operation: Operation, run: JobRun) -> dict[str, Any] | None:
+    state, version = run.state, int(operation.args["version"])
+    if run.promotion is None:
+        return _failed("the job has no online.promotion: its newest version is served anyway")
+    if state.promoted is not None and state.promoted.version == version:
+        return _succeeded({"version": version})
+    if version != state.version:
+        return _failed(f"only the newest version can be promoted, which is {state.version} by now")
+    return None
+
+
+def _rolled_back(operation: Operation, run: JobRun) -> dict[str, Any] | None:
+    state = run.state
+    if state.fork_request == operation.id:
+        return _succeeded({"version": state.forked})
+    flaw = run.failed_rollbacks.get(operation.id) or flaw_of_rollback(state, int(operation.args["checkpoint"]))
+    return _failed(flaw) if flaw else None
+
+
+def _succeeded(result: dict[str, Any]) -> dict[str, Any]:
+    return {"state": "succeeded", "result": result}
+
+
+def _failed(message: str) -> dict[str, Any]:
+    return {"state": "failed", "message": message}

@@ -1,4 +1,4 @@
-"""The env process: opens sessions on request, answers them, closes the idle ones."""
+"""The env process: opens simulators on request, answers them, closes the idle ones; carries out calls of tools."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from collections import Counter
 from typing import Any
 
 from penstock.services.env.session import EnvSession
+from penstock.services.env.tool_session import ToolSession
+from penstock.shared.config.kinds import AnyJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.environment import EnvOpened, OpenEnv
+from penstock.shared.runtime.jobs import watch_jobs
 from penstock.shared.transport.bulk_message import FrameMail
 from penstock.shared.transport.bus import Bus
 
@@ -32,6 +35,8 @@ class EnvService:
     def __init__(self, bus: Bus, settings: ServiceSettings) -> None:
         self.bus, self.settings = bus, settings
         self.sessions: dict[str, EnvSession] = {}
+        self.tools: dict[str, ToolSession] = {}
+        """By job."""
         self.ready = False
         self._draining = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
@@ -43,9 +48,15 @@ class EnvService:
         opening = await self.bus.serve(subjects.ENV_OPEN, self._on_open, queue=QUEUE)
         try:
             async with self._tasks:
+                watching = self._tasks.create_task(
+                    watch_jobs(self.bus, self._serve_tools, open_evaluation=self._serve_tools)
+                )
                 self.ready = True
                 await self._draining.wait()
                 await opening.close()
+                for tool in list(self.tools.values()):
+                    await tool.ended.wait()
+                watching.cancel()
         finally:
             await opening.close()
             await asyncio.to_thread(self._mail.close)
@@ -54,18 +65,32 @@ class EnvService:
         """Open no more sessions; answer what is in hand and close them. Their clients open others elsewhere."""
         self.ready = False
         self._draining.set()
-        sessions = list(self.sessions.values())
+        sessions, tools = list(self.sessions.values()), list(self.tools.values())
         for session in sessions:
             session.closed.set()
-        for session in sessions:
-            await session.ended.wait()
+        for tool in tools:
+            tool.drain()
+        for ended in [one.ended for one in sessions] + [one.ended for one in tools]:
+            await ended.wait()
 
     def status(self) -> dict[str, dict[str, Any]]:
         """Counters per job, summed over its sessions."""
         rows: dict[str, Counter[str]] = {}
         for session in self.sessions.values():
             rows.setdefault(session.job, Counter()).update({**session.status(), "sessions": 1})
-        return {job: dict(row) for job, row in rows.items()}
+        simulators = {job: dict(row) for job, row in rows.items()}
+        return simulators | {job: session.status() | simulators.get(job, {}) for job, session in self.tools.items()}
+
+    async def _serve_tools(self, job: str, config: AnyJob) -> None:
+        if config.environment is None or self._draining.is_set():
+            return
+        session = ToolSession(self.bus, job, config.environment, drain_s=self.settings.drain_s)
+        self.tools[job] = session
+        try:
+            await session.run()
+        finally:
+            session.ended.set()
+            self.tools.pop(job, None)
 
     async def _on_open(self, data: bytes) -> bytes:
         request, envelope = unpack(data, OpenEnv)

@@ -1,9 +1,10 @@
-"""The reward process: a session for every job that runs."""
+"""The reward process: a session for every job that runs, and graders on request."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from penstock.services.reward.grading import GradingDesk
 from penstock.services.reward.session import RewardSession
 from penstock.shared.config.kinds import AnyJob
 from penstock.shared.config.service import ServiceSettings
@@ -26,8 +27,9 @@ class RewardService:
 
     async def run(self) -> None:
         """Serve until drained or cancelled."""
-        self.ready = True
-        await watch_jobs(self.bus, self._run_session, open_evaluation=self._run_session)
+        async with await GradingDesk(self.bus).open():
+            self.ready = True
+            await watch_jobs(self.bus, self._run_session, open_evaluation=self._run_session)
 
     async def _run_session(self, job: str, config: AnyJob) -> None:
         if self._draining or not config.reward.scorers:  # an online job that measures nothing

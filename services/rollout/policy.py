@@ -23,10 +23,11 @@ RETRY_S = 0.5
 
 
 class PolicyFollower:
-    """Watches the job's manifest and brings each new version into the engine."""
+    """Watches the job's manifest, or that under ``key``, and brings each new version into the engine."""
 
-    def __init__(self, bus: Bus, settings: ServiceSettings, job: str, engine: Engine) -> None:
+    def __init__(self, bus: Bus, settings: ServiceSettings, job: str, engine: Engine, *, key: str = "") -> None:
         self._bus, self._settings, self._job, self._engine = bus, settings, job, engine
+        self._key = key or job
         self._receiver = open_receiver(settings)
         self._serving: Staged | None = None
         self._changed = asyncio.Condition()
@@ -39,13 +40,13 @@ class PolicyFollower:
     async def run(self) -> None:
         """Follow manifests until cancelled. A version that cannot be staged is tried again; the old one serves on."""
         try:
-            async for entry in self._bus.kv(subjects.MANIFESTS).watch(self._job):
-                if entry.value is None:
+            async for entry in self._bus.kv(subjects.MANIFESTS).watch(self._key):
+                if entry.value is None or entry.key != self._key:  # others begin with the job's id, too
                     continue
                 manifest, _ = unpack(entry.value, WeightManifest)
                 while not self._outdated(manifest) and not await self._adopt(manifest):
                     await asyncio.sleep(RETRY_S)
-                    manifest = await self._newest(self._job) or manifest
+                    manifest = await self._newest(self._key) or manifest
         finally:
             if self._serving is not None:
                 await self._engine.close()

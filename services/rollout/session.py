@@ -7,16 +7,11 @@ import logging
 import time
 from typing import Any
 
+from penstock.services.rollout.candidate import Candidate
 from penstock.services.rollout.engines import Engine, open_engine
-from penstock.services.rollout.episode import (
-    build_group,
-    completion_texts,
-    failed_group,
-    requests_for,
-    skipped_group,
-    with_scores,
-)
+from penstock.services.rollout.episode import failed_group, skipped_group, with_scores
 from penstock.services.rollout.fixed import FixedPolicy
+from penstock.services.rollout.group_maker import GroupMaker
 from penstock.services.rollout.policy import PolicyFollower
 from penstock.services.rollout.publisher import GroupPublisher
 from penstock.services.rollout.scoring import joined, score_requests
@@ -31,9 +26,8 @@ from penstock.shared.errors import ConfigError, DataError, DeadlineError, Protoc
 from penstock.shared.models.loading import build_tokenizer, resolve_device
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.generation import GenRequest, GenResult
-from penstock.shared.protocol.ids import new_attempt
 from penstock.shared.protocol.messages import EvalResult, Report, ScoreReply, Ticket
+from penstock.shared.protocol.tools import ToolReply, ToolRequest
 from penstock.shared.protocol.trajectory import Group
 from penstock.shared.transport.bus import Bus, Delivery
 
@@ -62,6 +56,7 @@ class RolloutSession:
         """Work in hand -> sequence of its ticket, version it asks for."""
         self._engine: Engine | None = None
         self._policy: PolicyFollower | FixedPolicy | None = None
+        self._candidate: Candidate | None = None
         self._serving: InferenceServer | None = None
         self._draining = False
         self.groups = 0
@@ -84,6 +79,8 @@ class RolloutSession:
         slots = asyncio.Semaphore(max(1, self.config.placement.max_running // self.config.completions_per_group))
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(self._policy.run()), tasks.create_task(self._publisher.run())]
+            if self._candidate is not None:
+                background.append(tasks.create_task(self._candidate.run()))
             self._wait("policy", "the first policy version", subjects.MANIFESTS)
             await self._policy.reach(lambda version: version >= 0, deadline_s=86400, what="the first policy version")
             self._done("policy")
@@ -102,13 +99,14 @@ class RolloutSession:
 
     def _load(self) -> None:
         self._tokenizer = build_tokenizer(self.config.model)
-        data = self.config.data if isinstance(self.config, JobConfig) else self.config.data_config
-        self._source = PromptSource(data, self._tokenizer, self.config.seed)
+        self._source = PromptSource(self.config.data_config, self._tokenizer, self.config.seed)
         self._engine = open_engine(
             self.config.model, self._tokenizer, max_running=self.config.placement.max_running, seed=self.config.seed,
             device=resolve_device(self.config.placement.device),
         )  # fmt: skip
-        self._stop_tokens = frozenset(self._engine.stop_ids) | frozenset(self.config.sampling.stop_token_ids)
+        self._maker = GroupMaker(self.job, self._settings.worker_id, self.config, self._engine, self._tokenizer)
+        if Candidate.is_needed(self.config):
+            self._candidate = Candidate(self._bus, self._settings, self.job, self.config, self._tokenizer)
 
     async def _take_tickets(self, working: asyncio.TaskGroup, slots: asyncio.Semaphore) -> None:
         puller = await self._bus.pull(
@@ -247,31 +245,21 @@ class RolloutSession:
         await self._ask(subjects.evaluation(self.job), data, key, "the coordinator to take an evaluation result")
 
     async def _generate(self, ticket: Ticket, prompt: Prompt, key: str, *, wanted: Any) -> Group:
-        assert self._engine is not None
-        assert self._policy is not None
-        if not wanted(self._policy.version):
-            self._wait(key, f"policy version {ticket.min_version} (serving {self._policy.version})", subjects.MANIFESTS)
-            await self._policy.reach(
+        source = self._candidate if self._is_measure(ticket) else None
+        policy, maker = (self._policy, self._maker) if source is None else (source.policy, source.maker)
+        assert policy is not None
+        if not wanted(policy.version):
+            self._wait(key, f"policy version {ticket.min_version} (serving {policy.version})", subjects.MANIFESTS)
+            await policy.reach(
                 wanted, deadline_s=ticket.deadline - time.time(), what=f"version {ticket.min_version}"
             )
             self._done(key)
-        asked = requests_for(self.config, ticket)
-        start, attempt = time.perf_counter(), new_attempt()
-        requests = [
-            GenRequest(request_id=f"{key}@{attempt}.{i}", prompt_ids=prompt.token_ids, sampling=sampling, n=n)
-            for i, (sampling, n) in enumerate(asked)
-        ]
-        results: list[GenResult] = await asyncio.gather(*(self._engine.generate(request) for request in requests))
-        samples = [sample for result in results for sample in result.samples]
-        texts = completion_texts(samples, self._decode, stop_tokens=self._stop_tokens, stop=asked[0][0].stop_strings)
-        return build_group(
-            job=self.job, draw=ticket.draw, epoch=ticket.epoch, worker=self._settings.worker_id, prompt=prompt,
-            samples=samples, texts=texts, seconds=time.perf_counter() - start,
-            num_greedy=sum(n for sampling, n in asked if sampling.temperature == 0),
-        )  # fmt: skip
 
-    def _decode(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+        async def call(name: str, request: ToolRequest) -> ToolReply:
+            data = pack(request, job=self.job, id=name)
+            return unpack(await self._ask(subjects.tools(self.job), data, key, "an env worker"), ToolReply)[0]
+
+        return await maker.make(ticket, prompt, key, call)
 
     async def _score(self, group: Group, key: str) -> ScoreReply:
         asked = [

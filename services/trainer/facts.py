@@ -32,7 +32,7 @@ class BatchFacts:
 
     Attributes:
         group_B: position of the group in the batch.
-        rewards_B, scored_B, length_B, truncated_B, parts, baseline_G: as in ``Columns``, over the whole batch.
+        rewards_B, scored_B, length_B, truncated_B, assumed_B, parts, baseline_G: as in ``Columns``, of the whole batch.
         own_B: rows of this rank's columns, in their order.
         counted: places of this rank's scored tokens in its flat arrays [L], in the order of its rows.
     """
@@ -42,6 +42,7 @@ class BatchFacts:
     scored_B: Ints
     length_B: Ints
     truncated_B: NDArray[np.bool_]
+    assumed_B: NDArray[np.bool_]
     parts: dict[str, NDArray[np.float32]]
     baseline_G: NDArray[np.float32]
     own_B: Ints
@@ -98,6 +99,7 @@ def gather_facts(columns: Columns, shard: BatchShard, collective: Collective) ->
             "scored": columns.scored_B,
             "length": columns.length_B,
             "truncated": columns.truncated_B,
+            "assumed": columns.assumed_B,
             "position": positions,
             "baseline": columns.baseline_G,
             "num_failed": np.array([columns.num_failed], np.int64),
@@ -117,6 +119,7 @@ def gather_facts(columns: Columns, shard: BatchShard, collective: Collective) ->
         scored_B=batch["scored"][order],
         length_B=batch["length"][order],
         truncated_B=batch["truncated"][order],
+        assumed_B=batch["assumed"][order],
         parts={name: batch[f"part.{name}"][order] for name in names},
         baseline_G=batch["baseline"][np.argsort(batch["position"], kind="stable")],
         own_B=place[before : before + len(columns.group_B)],

@@ -53,7 +53,11 @@ async def fetch_shard(bus: Bus, manifest: BatchManifest, positions: Sequence[int
             reasons.append(f"draw {one.draw}: {error}")
     if bad:
         raise Untrainable(bad, "; ".join(reasons[:3]))
-    return BatchShard(groups, list(positions), len(manifest.groups), manifest.hyperparameters)
+    return BatchShard(
+        groups, list(positions), len(manifest.groups), manifest.hyperparameters,
+        objectives=tuple(one.objective for one in manifest.groups),
+        baselines=tuple(one.baseline for one in manifest.groups),
+    )  # fmt: skip
 
 
 def _checked(message: Message | None, sealed: SealedGroup, manifest: BatchManifest, max_lag: int) -> Group:
@@ -63,8 +67,9 @@ def _checked(message: Message | None, sealed: SealedGroup, manifest: BatchManife
         raise ProtocolError("its bytes do not hash to the sealed digest")
     group = decode_group(message.data)
     oldest = int(group.spans[:, 1].min()) if len(group.spans) else 0
-    if group.draw != sealed.draw or manifest.start_version - oldest > max_lag:
-        raise ProtocolError(f"it is draw {group.draw} from version {oldest}")
+    stale = group.objective == "policy" and manifest.start_version - oldest > max_lag
+    if group.draw != sealed.draw or group.objective != sealed.objective or stale:
+        raise ProtocolError(f"it is draw {group.draw} ({group.objective}) from version {oldest}")
     if not len(group.prompt_ids):
         raise ProtocolError("its prompt is empty, so its first token cannot be scored")
     return group

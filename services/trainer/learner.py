@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,9 +16,11 @@ from penstock.services.trainer.collective import Alone, Collective
 from penstock.services.trainer.reference import load_reference
 from penstock.services.trainer.schedule import learning_rate
 from penstock.services.trainer.sharding import BatchShard
+from penstock.services.trainer.teacher import open_teacher
 from penstock.services.trainer.update_rules import OnPolicyRule
 from penstock.services.trainer.warm_start import warm_start
 from penstock.shared.config.job import JobConfig
+from penstock.shared.data.prompts import Demonstration
 from penstock.shared.errors import CheckpointError, ConfigError
 from penstock.shared.models.compatibility import check_tokenizer
 from penstock.shared.models.loading import build_tokenizer, resolve_device
@@ -28,7 +31,7 @@ __all__ = ["Learner", "open_learner"]
 
 
 class Learner:
-    """Policy, reference policy and, where the algorithm has one, critic; their optimizers; the update rule.
+    """Policy, reference policy and, where the algorithm has them, critic and teacher; optimizers; the update rule.
 
     Every method is a collective: all ranks call the same ones in the same order.
 
@@ -39,8 +42,8 @@ class Learner:
         total_updates: length of the run for the learning-rate schedule; default: ``train.max_updates``.
 
     Raises:
-        ConfigError: the model, the tokenizer or the reference cannot be loaded or do not fit together, or the schedule
-            needs a length that is not known.
+        ConfigError: the model, the tokenizer, the reference or the teacher cannot be loaded or do not fit together, or
+            the schedule needs a length that is not known.
     """
 
     def __init__(
@@ -64,14 +67,17 @@ class Learner:
         self._policy = self._models["policy"]
         self._base_taken = False
         load_reference(self._policy, config, self.tokenizer)
-        self._rule = OnPolicyRule(config, self._models, collective, total_updates=total_updates)
+        self._teacher = open_teacher(config, self.tokenizer, collective, device)
+        self._rule = OnPolicyRule(
+            config, self._models, collective, total_updates=total_updates, teacher=self._teacher
+        )
 
     def warm_start(
         self,
-        batches: Iterable[Sequence[tuple[list[int], list[int]]]],
+        batches: Iterable[Sequence[Demonstration]],
         on_step: Callable[[int, float], None] = lambda step, loss: None,
     ) -> None:
-        """Supervised training on ``(prompt ids, answer ids)`` rows before version 0; see ``warm_start.warm_start``.
+        """Supervised training before version 0; see ``warm_start.warm_start``.
 
         The critic starts from the body that the policy has then.
         """
@@ -130,11 +136,12 @@ class Learner:
 
     def environment(self) -> dict[str, str]:
         """What bit-identical results depend on besides the state: compare with a checkpoint's before a replay."""
-        return self._policy.environment()
+        return self._policy.environment() | self._pins
 
     def state(self) -> LearnerState:
         """A copy of everything that the next update depends on."""
         models = {role: model.state() for role, model in self._models.items()}
+        models["policy"] = replace(models["policy"], environment=models["policy"].environment | self._pins)
         return LearnerState(models=models, rule=self._rule.state())
 
     def load_state(self, state: LearnerState) -> None:
@@ -148,9 +155,20 @@ class Learner:
                 f"the state holds {[*state.models, *state.rule]}, this job's algorithm "
                 f"'{self._config.algorithm.type}' needs {[*self._models, *self._rule.state()]}"
             )
+        taught_by = state.models["policy"].environment.get("teacher", "")
+        if taught_by != self._pins.get("teacher", ""):
+            raise CheckpointError(
+                f"the checkpoint was taught by weights of digest '{taught_by}', algorithm.teacher holds "
+                f"'{self._pins.get('teacher', '')}': give the teacher that the job was started with"
+            )
         for role, model in self._models.items():
             model.load_state(state.models[role])
         self._rule.load_state(state.rule)
+
+    @property
+    def _pins(self) -> dict[str, str]:
+        """What no checkpoint holds and every update depends on."""
+        return {"teacher": self._teacher.digest} if self._teacher is not None else {}
 
     def update(self, shard: BatchShard, *, update_index: int) -> dict[str, float]:
         """One policy update: ``epochs × minibatches`` optimizer steps on a batch of which this rank holds ``shard``.

@@ -23,7 +23,7 @@ def decayed_names(model: nn.Module) -> frozenset[str]:
 
 
 class Optimizer:
-    """AdamW (arXiv 1711.05101) whose gradients always exist: an update without signal still ages the moments.
+    """AdamW (arXiv 1711.05101) that steps every parameter: an update without signal still ages the moments.
 
     Parameters narrower than float32 get float32 masters: gradients of microbatches are summed there, the step is made
     there, and the parameter is its rounded copy. Otherwise small steps would be lost to rounding.
@@ -46,8 +46,6 @@ class Optimizer:
         narrow = {n: p for n, p in self._params.items() if p.dtype != torch.float32}
         self._masters = {n: nn.Parameter(p.detach().float()) for n, p in narrow.items()}
         self._trained: dict[str, Tensor] = {**self._params, **self._masters}
-        for param in self._trained.values():
-            param.grad = torch.zeros_like(param)
         if decayed is None:
             assert isinstance(model, nn.Module), "shards do not show which parameters are matrices: name them"
             decayed = decayed_names(model)
@@ -62,8 +60,7 @@ class Optimizer:
         for name, master in self._masters.items():
             grad = self._params[name].grad
             if grad is not None:
-                assert master.grad is not None
-                master.grad.add_(grad)
+                master.grad = grad.float() if master.grad is None else master.grad.add_(grad)
                 self._params[name].grad = None
 
     def grad_norm(self, grads: Mapping[str, Tensor]) -> Tensor:
@@ -77,6 +74,7 @@ class Optimizer:
             The global gradient norm before clipping. If it is not finite, no parameter and no moment was changed.
         """
         trained = list(self._trained.values())
+        self.complete(trained)
         total = self.grad_norm({name: param.grad for name, param in self._trained.items() if param.grad is not None})
         norm = float(total)
         if math.isfinite(norm):
@@ -87,10 +85,19 @@ class Optimizer:
             with torch.no_grad():
                 for name, master in self._masters.items():
                     self._params[name].copy_(master)
-        for param in trained:
-            assert param.grad is not None
-            param.grad.zero_()
+        self.clear(trained)
         return norm
+
+    def complete(self, trained: list[Tensor]) -> None:
+        """Give zeros to the parameters that no backward pass reached."""
+        for param in trained:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+
+    def clear(self, trained: list[Tensor]) -> None:
+        """Forget the gradients: the next backward pass then leaves its own in place instead of adding to zeros."""
+        for param in trained:
+            param.grad = None
 
     def state(self) -> dict[str, Tensor]:
         """Copies of all moments (and masters), by ``<kind>.<parameter name>``."""

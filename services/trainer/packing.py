@@ -22,7 +22,16 @@ from penstock.shared.errors import ProtocolError
 from penstock.shared.models.packed import PackedTokens
 from penstock.shared.protocol.trajectory import FINISH_REASONS, Group
 
-__all__ = ["Columns", "Microbatch", "columns_of", "columns_of_rows", "concatenated_ranges", "microbatches"]
+__all__ = [
+    "Columns",
+    "Microbatch",
+    "columns_of",
+    "columns_of_rows",
+    "concatenated_ranges",
+    "microbatches",
+    "pair_microbatches",
+    "stand_in",
+]
 
 Ints = NDArray[np.int64]
 
@@ -45,6 +54,7 @@ class Columns:
         scored_B: tokens with mask 1.
         num_groups: groups.
         num_failed: failed trajectories.
+        assumed_B: bool, of which nobody knows the sampler: their log-probs mean nothing.
         experts: the router table to replay, one row for each of ``tokens``; None where there is none.
     """
 
@@ -64,6 +74,7 @@ class Columns:
     scored_B: Ints
     num_groups: int
     num_failed: int
+    assumed_B: NDArray[np.bool_]
     experts: NDArray[Any] | None = None
 
     def counted(self) -> Ints:
@@ -146,12 +157,18 @@ def columns_of(groups: Sequence[Group]) -> Columns:
         scored_B=(scored_before[starts + lengths] - scored_before[starts])[keep],
         num_groups=len(groups),
         num_failed=int((failed & ~greedy).sum()),
+        assumed_B=np.repeat(np.array([g.assumed for g in groups], np.bool_), sizes)[keep],
         experts=_router_table(groups),
     )
 
 
-def columns_of_rows(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Columns:
-    """Columns of supervised rows ``(prompt ids, answer ids)``: each its own group, all tokens scored, no reward.
+def columns_of_rows(
+    rows: Sequence[tuple[Sequence[int], Sequence[int]]], masks: Sequence[Sequence[int]] | None = None
+) -> Columns:
+    """Columns of supervised rows ``(prompt ids, answer ids)``: each its own group, no reward.
+
+    Args:
+        masks: for each row, 1 where a token of its answer is scored; default: all are.
 
     Raises:
         ProtocolError: a prompt is empty.
@@ -161,6 +178,8 @@ def columns_of_rows(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Colu
     prompt_lengths = np.array([len(prompt) for prompt, _ in rows], np.int64)
     lengths = np.array([len(answer) for _, answer in rows], np.int64)
     offset, total = int(prompt_lengths.sum()), int(lengths.sum())
+    mask = np.ones(total, np.bool_) if masks is None else np.array([m for row in masks for m in row], np.bool_)
+    scored = lengths if masks is None else np.array([sum(row) for row in masks], np.int64)
     prompts = [token for prompt, _ in rows for token in prompt]
     return Columns(
         group_B=np.arange(len(rows)),
@@ -175,10 +194,11 @@ def columns_of_rows(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Colu
         offset=offset,
         tokens=np.array(prompts + [token for _, answer in rows for token in answer], np.int64),
         logprobs=np.zeros(total, np.float32),
-        mask=np.ones(total, np.bool_),
-        scored_B=lengths,
+        mask=mask,
+        scored_B=scored,
         num_groups=len(rows),
         num_failed=0,
+        assumed_B=np.zeros(len(rows), np.bool_),
     )
 
 
@@ -190,18 +210,33 @@ def microbatches(columns: Columns, rows: Ints, max_tokens: int) -> list[Microbat
     """
     rows = rows[columns.scored_B[rows] > 0]
     packed = columns.prompt_length_B[rows] + columns.length_B[rows] - 1
+    return [_pack(columns, rows[places]) for places in _next_fit(packed, max_tokens)]
+
+
+def pair_microbatches(columns: Columns, pairs_P2: Ints, max_tokens: int) -> list[Microbatch]:
+    """As ``microbatches``, but the two rows of a pair stay together, side by side; int64 [P, 2].
+
+    A pair of which a row has no scored token is left out.
+    """
+    pairs_P2 = pairs_P2[(columns.scored_B[pairs_P2] > 0).all(1)]
+    packed = (columns.prompt_length_B[pairs_P2] + columns.length_B[pairs_P2] - 1).sum(1)
+    return [_pack(columns, pairs_P2[places].ravel()) for places in _next_fit(packed, max_tokens)]
+
+
+def _next_fit(packed: Ints, max_tokens: int) -> list[Ints]:
+    """Places of what is packed together, the longest first; one that is longer than ``max_tokens`` is alone."""
     order = np.argsort(-packed, kind="stable")
-    rows, packed = rows[order], packed[order]
+    packed = packed[order]
     target = packed.sum() / max(1, -(-packed.sum() // max_tokens))
-    batches, start, total = [], 0, 0
+    found, start, total = [], 0, 0
     for i, length in enumerate(packed.tolist()):
         if total and (total >= target or total + length > max_tokens):
-            batches.append(_pack(columns, rows[start:i]))
+            found.append(order[start:i])
             start, total = i, 0
         total += length
     if total:
-        batches.append(_pack(columns, rows[start:]))
-    return batches
+        found.append(order[start:])
+    return found
 
 
 def _pack(columns: Columns, rows: Ints) -> Microbatch:
@@ -270,3 +305,12 @@ def _router_table(groups: Sequence[Group]) -> NDArray[Any] | None:
 def _part(groups: Sequence[Group], name: str) -> NDArray[np.float32]:
     absent = (np.full(g.num_trajectories, np.nan, np.float32) for g in groups)
     return np.concatenate([g.parts.get(name, nan) for g, nan in zip(groups, absent, strict=True)])
+
+
+def stand_in() -> Microbatch:
+    """One token that scores itself: what a rank computes while others have more."""
+    zero, one = torch.zeros(1, dtype=torch.int64), torch.ones(1)
+    tokens = PackedTokens(zero, zero, torch.tensor([0, 1]), (1,), 1)
+    return Microbatch(
+        tokens=tokens, select_M=zero, targets_M=zero, rows_M=zero, source_M=zero, behaviour_M=one, lengths_M=one
+    )

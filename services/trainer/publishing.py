@@ -2,10 +2,14 @@
 
 A job that publishes adapters names with every version the weights that these belong to. Where the warm start made them,
 so that no engine can load them by itself, they are published before the first version.
+
+Of a job with a promotion gate every version is announced as a candidate, and the coordinator tells the engines which
+one to serve; that one stays reachable until it names another.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain
@@ -16,8 +20,9 @@ from torch import Tensor
 from penstock.services.trainer.crew import Crew
 from penstock.services.trainer.learner import Learner
 from penstock.shared.config.service import ServiceSettings
+from penstock.shared.errors import Unavailable
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.codec import pack
+from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.weights import WeightManifest
 from penstock.shared.transport.bus import Bus
 from penstock.shared.weights import WeightPublisher, open_publisher
@@ -25,18 +30,22 @@ from penstock.shared.weights import WeightPublisher, open_publisher
 __all__ = ["Publishing"]
 
 
-class Publishing:
-    """Publishes the policy of one job."""
+RETRY_S = 0.2
 
-    def __init__(self, bus: Bus, settings: ServiceSettings, job: str) -> None:
-        self._bus, self._settings, self._job = bus, settings, job
+
+class Publishing:
+    """Publishes the policy of one job; ``gated``: the coordinator decides which version is served."""
+
+    def __init__(self, bus: Bus, settings: ServiceSettings, job: str, *, gated: bool = False) -> None:
+        self._bus, self._settings, self._job, self._gated = bus, settings, job, gated
         self._publisher: WeightPublisher | None = None
         self._base_publisher: WeightPublisher | None = None
         self._base_manifest: WeightManifest | None = None
 
     async def publish(self, crew: Crew, *, version: int, epoch: int) -> WeightManifest:
         """Copy the weights out; nobody knows of them until they are announced."""
-        return await crew.publish(partial(self._write, version, epoch))
+        keep = await self._known(self._job) if self._gated else None
+        return await crew.publish(partial(self._write, version, epoch, keep))
 
     async def announce(self, manifest: WeightManifest) -> None:
         """Tell the engines."""
@@ -45,8 +54,31 @@ class Publishing:
             data = pack(base, job=self._job, id=key, epoch=base.epoch)
             await self._bus.kv(subjects.MANIFESTS).put(key, data, deadline_s=30)
             self._base_manifest = None
+        await self._put(subjects.candidate_manifest(self._job) if self._gated else self._job, manifest)
+
+    async def announce_served(self, manifest: WeightManifest) -> None:
+        """Tell the engines where the version that they serve lies now."""
+        await self._put(self._job, manifest)
+
+    async def newest(self) -> int:
+        """The newest version that engines may know, -1: none. A trainer can end before it reports what it told them."""
+        keys = (self._job, subjects.candidate_manifest(self._job))
+        known = [await self._known(key) for key in keys]
+        return max((manifest.version for manifest in known if manifest is not None), default=-1)
+
+    async def _put(self, key: str, manifest: WeightManifest) -> None:
         data = pack(manifest, job=self._job, id=str(manifest.version), epoch=manifest.epoch)
-        await self._bus.kv(subjects.MANIFESTS).put(self._job, data, deadline_s=30)
+        await self._bus.kv(subjects.MANIFESTS).put(key, data, deadline_s=30)
+
+    async def _known(self, key: str) -> WeightManifest | None:
+        """What stands under a key; waits while the bus is away."""
+        while True:
+            try:
+                entry = await self._bus.kv(subjects.MANIFESTS).get(key)
+            except Unavailable:
+                await asyncio.sleep(RETRY_S)
+            else:
+                return None if entry is None or entry.value is None else unpack(entry.value, WeightManifest)[0]
 
     def close(self) -> None:
         """Stop serving; what was published stays."""
@@ -54,13 +86,13 @@ class Publishing:
             if publisher is not None:
                 publisher.close()
 
-    def _write(self, version: int, epoch: int, learner: Learner) -> WeightManifest:
+    def _write(self, version: int, epoch: int, keep: WeightManifest | None, learner: Learner) -> WeightManifest:
         base, weights = learner.take_base(), learner.weights()
         try:
             if self._publisher is None:
                 self._publisher = open_publisher(self._job, learner.layout(), self._settings)
             self._write_base(base, epoch, learner)
-            manifest = self._publisher.publish(weights, version=version, epoch=epoch)
+            manifest = self._publisher.publish(weights, version=version, epoch=epoch, keep=keep)
             return msgspec.structs.replace(manifest, base=learner.base_digest)
         finally:
             for _ in chain(base, weights):  # other ranks gather to the end, whatever became of it here

@@ -21,7 +21,7 @@ from penstock.services.trainer.inputs import BatchInputs, Untrainable, fetch_sha
 from penstock.services.trainer.learner import Learner, open_learner
 from penstock.services.trainer.process_group import World
 from penstock.services.trainer.ranks import Threads
-from penstock.services.trainer.sharding import BatchShard, assign
+from penstock.services.trainer.sharding import BatchShard, owners
 from penstock.shared.config.job import JobConfig
 from penstock.shared.data.prompts import PromptSource
 from penstock.shared.errors import CheckpointError, ConfigError, DataError, PenstockError
@@ -79,7 +79,10 @@ class Replica:
         warm = self.config.warm_start
 
         def work() -> None:
-            source = PromptSource(self.config.warm_start_data, build_tokenizer(self.config.model), self.config.seed)
+            source = PromptSource(
+                self.config.warm_start_data, build_tokenizer(self.config.model), self.config.seed,
+                demonstration=warm.demonstration,
+            )  # fmt: skip
             seed = derive_seed(self.config.seed, "warm_start")
             self.learner.warm_start(source.warm_start_batches(warm.batch_size, warm.steps, seed), on_step)
 
@@ -104,7 +107,8 @@ class Replica:
     def positions(self, manifest: BatchManifest) -> list[int]:
         """Positions of the groups that this rank trains."""
         tokens = [group.tokens for group in manifest.groups]
-        owner = assign(tokens, minibatches=self.config.train.minibatches, ranks=self._collective.size)
+        objectives = [group.objective for group in manifest.groups]
+        owner = owners(tokens, objectives, minibatches=self.config.train.minibatches, ranks=self._collective.size)
         return [int(position) for position in np.flatnonzero(owner == self._collective.rank)]
 
     async def fetch(self, manifest: BatchManifest, inputs: BatchInputs | None) -> BatchShard:

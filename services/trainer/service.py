@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 LEAVE_S = 2.0
 """Followers have this long to hear that it is over."""
-END_S = 5.0
+END_S = 2.0
 """A process whose ranks are lost has this long to tidy up."""
 
 

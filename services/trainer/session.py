@@ -26,6 +26,7 @@ from penstock.services.trainer.start import Start
 from penstock.services.trainer.statistics import lag_facts
 from penstock.services.trainer.update_rules.on_policy import NonFiniteStep
 from penstock.shared.config.job import JobConfig
+from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import (
     CheckpointError,
@@ -74,13 +75,16 @@ class TrainerSession:
             checkpoints=settings.data_dir / "checkpoints",
         )  # fmt: skip
         self._crew = Crew(replica, ranks)
-        self._publishing = Publishing(bus, settings, job)
+        gated = isinstance(config, OnlineJob) and config.online.promotion is not None
+        self._publishing = Publishing(bus, settings, job, gated=gated)
         self._reporter = Reporter(bus, job)
         self._checkpointing: Checkpointing | None = None
         self._inputs: BatchInputs | None = None
         self._waiting: tuple[str, str, float] | None = None
         self._epoch = 0
         self._draining = False
+        self._going_back = ""
+        """Why this trainer is to start over from an earlier batch."""
         self.progress = Progress()
         self._seconds = {"wait": 0.0, "publish": 0.0}
 
@@ -122,7 +126,7 @@ class TrainerSession:
         try:
             await self._hold(lease)
         except* Fenced as group:
-            logger.warning("starting over: %s", group.exceptions[0])
+            logger.warning("starting over: %s", _first(group))
         finally:
             await lease.release()
             with contextlib.suppress(RankLost):
@@ -144,7 +148,7 @@ class TrainerSession:
     async def _train(self) -> None:
         self._wait("the coordinator to say where to start", subjects.report(self.job))
         start = await self._reporter.ask(Report(kind="hello", epoch=self._epoch))
-        self.progress = Progress()
+        self.progress, self._going_back = Progress(), ""
         checkpointing = self._checkpointing = Checkpointing(
             self._crew, self._reporter, self.job, self.config, root=self._settings.data_dir / "checkpoints",
             epoch=self._epoch, pinned=pinned_in(start) or {0}, wake=self._wake,
@@ -197,6 +201,8 @@ class TrainerSession:
     async def _step(self) -> None:
         """Train the next batch when it is sealed, or checkpoint when asked."""
         assert self._checkpointing is not None
+        if self._going_back:
+            raise Fenced(f"back to an earlier batch: {self._going_back}")
         if self._checkpointing.asked:
             self._wait(f"a copy of the state after batch {self.progress.batch}", subjects.report(self.job))
             await self._checkpointing.take(self.progress)
@@ -282,7 +288,7 @@ class TrainerSession:
             )
         )  # fmt: skip
         self._wait(f"the job to be resumed: {error.reason}", subjects.JOBS)
-        while not self._draining and not await self._is_wanted():
+        while not (self._draining or self._going_back or await self._is_wanted()):
             await asyncio.sleep(RESUMED_POLL_S)
         if error.changed:
             raise Fenced(f"batch {manifest.number} was left half trained: back to the last checkpoint")
@@ -302,6 +308,9 @@ class TrainerSession:
         command, _ = unpack(data, Command)
         if command.kind == "checkpoint" and self._checkpointing is not None:
             self._checkpointing.ask(str(command.args.get("reason", "")))
+        if command.kind == "rollback" and int(command.args["version"]) >= self.progress.version:  # not done already
+            self._going_back = str(command.args.get("reason", ""))
+            self._wake()
         return pack(Ack(ok=True), job=self.job, epoch=self._epoch)
 
     # -- what others see ---------------------------------------------------------------------------------------------

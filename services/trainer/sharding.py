@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.shared.protocol.events import Hyperparameters
+from penstock.shared.protocol.objective import Objective
 from penstock.shared.protocol.trajectory import Group
 
-__all__ = ["BatchShard", "assign"]
+__all__ = ["BatchShard", "assign", "owners"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +27,45 @@ class BatchShard:
         positions: place of each in the batch, ascending.
         num_groups: groups of the whole batch.
         hyperparameters: those that the batch was sealed with; None: those of the job file.
+        objectives: of every group of the whole batch; empty: all are for the policy loss.
+        baselines: values that the batch was sealed with, of every group of it; empty: there are none.
     """
 
     groups: list[Group]
     positions: list[int]
     num_groups: int
     hyperparameters: Hyperparameters | None = None
+    objectives: tuple[Objective, ...] = ()
+    baselines: tuple[float | None, ...] = ()
 
     @classmethod
     def whole(cls, groups: Sequence[Group]) -> BatchShard:
         """The shard of a single rank: everything."""
-        return cls(list(groups), list(range(len(groups))), len(groups))
+        objectives = tuple(group.objective for group in groups)
+        return cls(list(groups), list(range(len(groups))), len(groups), objectives=objectives)
+
+    def of(self, objective: Objective) -> BatchShard:
+        """The groups of one objective as a batch of their own, the same cut on every rank."""
+        every = self.objectives or ("policy",) * self.num_groups
+        mine = [position for position, one in enumerate(every) if one == objective]
+        places = {position: place for place, position in enumerate(mine)}
+        own = [(group, places[at]) for group, at in zip(self.groups, self.positions, strict=True) if at in places]
+        return BatchShard(
+            [group for group, _ in own], [at for _, at in own], len(mine), self.hyperparameters,
+            baselines=tuple(self.baselines[at] for at in mine) if self.baselines else (),
+        )  # fmt: skip
+
+
+def owners(
+    group_tokens: Sequence[int], objectives: Sequence[Objective], *, minibatches: int, ranks: int
+) -> NDArray[np.int64]:
+    """Rank of each group, int64 [groups]: ``assign`` for each objective by itself, as their losses are computed."""
+    owner = np.zeros(len(group_tokens), np.int64)
+    tokens, kinds = np.asarray(group_tokens, np.int64), np.array(objectives, np.str_)
+    for objective in dict.fromkeys(objectives):
+        places = np.flatnonzero(kinds == objective)
+        owner[places] = assign(tokens[places].tolist(), minibatches=minibatches, ranks=ranks)
+    return owner
 
 
 def assign(group_tokens: Sequence[int], *, minibatches: int, ranks: int) -> NDArray[np.int64]:

@@ -13,11 +13,9 @@ from penstock.services.trainer.publishing import Publishing
 from penstock.services.trainer.reports import Reporter
 from penstock.services.trainer.update_rules.on_policy import NonFiniteStep
 from penstock.shared.config.job import JobConfig
-from penstock.shared.errors import CheckpointError, ProtocolError
+from penstock.shared.errors import CheckpointError, Fenced, ProtocolError
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.messages import Report
-from penstock.shared.protocol.weights import WeightManifest
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["Start"]
@@ -49,7 +47,7 @@ class Start:
         await self._publishing.announce(manifest)
 
     async def restore(self, start: dict[str, Any]) -> None:
-        """The newest checkpoint, and everything that was trained after it once more.
+        """A checkpoint, and everything that was trained after it once more.
 
         Args:
             start: the coordinator's answer to `hello`.
@@ -60,7 +58,7 @@ class Start:
         """
         checkpoint, progress = start["checkpoint"], self._progress
         self._wait(f"checkpoint {checkpoint['path']} to load", checkpoint["path"])
-        await self._crew.load(Path(checkpoint["path"]))
+        await self._load(Path(checkpoint["path"]), start)
         progress.batch = checkpoint["number"]
         await self._repeat(start)
         await self._crew.forget()
@@ -72,14 +70,36 @@ class Start:
             raise CheckpointError(f"weights after batch {progress.batch} do not hash to what the ledger recorded")
         await self._publishing.announce(manifest)
 
+    async def _load(self, path: Path, start: dict[str, Any]) -> None:
+        """One that a user wants to go back to may be gone: then the job goes on where it was."""
+        try:
+            await self._crew.load(path)
+        except CheckpointError as error:
+            if not (start.get("rollback") or {}).get("operation"):
+                raise
+            await self._reporter.ask(Report(kind="not_rolled_back", epoch=self._epoch, reason=str(error)))
+            raise Fenced(str(error)) from None
+
     def _on_warm_step(self, step: int, loss: float) -> None:
         steps = self._config.warm_start.steps
         self._wait(f"the warm start: {step} of {steps} steps, loss {loss:.3f}", subjects.report(self._job))
 
     async def _repeat(self, start: dict[str, Any]) -> None:
-        """Train again what was trained after the checkpoint; the digests must come out as the ledger has them."""
+        """Train again what was trained after the checkpoint; the digests must come out as the ledger has them.
+
+        The version that engines serve is published on the way, if it is an older one. Where the coordinator wants to go
+        back, the lineage forks there.
+        """
         manifests = await read_manifests(self._bus, self._job)
+        served, rollback = start.get("served"), start.get("rollback")
         for number, revision, version, digest in start["batches"]:
+            if rollback is not None and number > rollback["number"]:
+                await self._fork(number, start, rollback["reason"])
+                return
+            if served is not None and number > served["number"]:
+                shown = await self._publishing.publish(self._crew, version=served["version"], epoch=self._epoch)
+                await self._publishing.announce_served(shown)
+                served = None
             self._wait(
                 f"batch {number} of {start['last_trained']} to be repeated after a restart", subjects.batches(self._job)
             )
@@ -101,16 +121,11 @@ class Start:
             self._progress.batch = number
 
     async def _fork(self, number: int, start: dict[str, Any], reason: str) -> None:
-        """The lineage cannot be reproduced: go on above the clock from the last good batch."""
-        version = max(start["version"], await self._announced()) + 1
+        """The lineage ends here: go on above the clock from the batch before."""
+        version = max(start["version"], await self._publishing.newest()) + 1
         manifest = await self._publishing.publish(self._crew, version=version, epoch=self._epoch)
         report = Report(
             kind="forked", epoch=self._epoch, batch=number, version=version, digest=manifest.digest, reason=reason
         )
         await self._reporter.ask(report)
         start["version"], start["digest"] = version, manifest.digest
-
-    async def _announced(self) -> int:
-        """The version that engines may know already: a trainer can end between its announcement and its report."""
-        entry = await self._bus.kv(subjects.MANIFESTS).get(self._job)
-        return -1 if entry is None or entry.value is None else unpack(entry.value, WeightManifest)[0].version

@@ -130,6 +130,7 @@ def batch_facts(facts: BatchFacts) -> dict[str, float]:
         "sequences/count": float(len(rewards_B)),
         "sequences/failed": float(facts.num_failed),
         "tokens/scored": float(facts.scored_B.sum()),
+        "tokens/observed": float((facts.length_B - facts.scored_B).sum()),
         "length/mean": float(lengths_B.mean()),
         "length/max": float(lengths_B.max()),
         **quantiles("length/quantile", lengths_B, QUANTILES),
@@ -153,8 +154,14 @@ def advantage_facts(facts: BatchFacts, advantages: Tensor, *, per_token: bool) -
 
 
 def lag_facts(manifest: BatchManifest) -> dict[str, float]:
-    """Lag of the groups of a batch: mean, largest, and the share of groups with each lag; ahead counts as none."""
-    lags = np.array([max(manifest.start_version - group.min_version, 0) for group in manifest.groups], np.int64)
+    """Lag of the groups of a batch that the policy loss trains: mean, largest, the share of groups with each lag.
+
+    Ahead counts as none.
+    """
+    groups = [group for group in manifest.groups if group.objective == "policy"]
+    if not groups:
+        return {}
+    lags = np.array([max(manifest.start_version - group.min_version, 0) for group in groups], np.int64)
     shares = np.bincount(lags) / len(lags)
     return {
         "lag/mean": float(lags.mean()),

@@ -13,13 +13,14 @@ from penstock.services.trainer.packing import Columns, columns_of_rows, microbat
 from penstock.services.trainer.schedule import decay
 from penstock.shared.algorithms.aggregation import token_mean
 from penstock.shared.config.job import JobConfig
+from penstock.shared.data.prompts import Demonstration
 
 __all__ = ["warm_start"]
 
 
 def warm_start(
     backend: Backend,
-    batches: Iterable[Sequence[tuple[list[int], list[int]]]],
+    batches: Iterable[Sequence[Demonstration]],
     config: JobConfig,
     collective: Collective,
     *,
@@ -33,8 +34,8 @@ def warm_start(
     with adapters trains the weights under them here, too.
 
     Args:
-        batches: rows of (prompt ids, answer ids), the same on every rank, which takes its share of them; ``eos`` is
-            appended where the answer does not end with it.
+        batches: the same on every rank, which takes its share of the rows; ``eos`` is appended where the answer does
+            not end with it.
         on_step: called with the number of the step, from 1, and its mean loss in nats per token.
 
     Raises:
@@ -43,9 +44,10 @@ def warm_start(
     warm = config.warm_start
     backend.new_optimizer(config.optimizer, whole=True)
     for step, rows in enumerate(batches, start=1):
-        ended = [(prompt, answer if answer and answer[-1] == eos else [*answer, eos]) for prompt, answer in rows]
-        num_tokens = sum(len(answer) for _, answer in ended)
-        columns = columns_of_rows(ended[collective.rank :: collective.size])
+        ended = [row if row.answer_ids and row.answer_ids[-1] == eos else row.extended(eos) for row in rows]
+        num_tokens = sum(sum(row.mask) for row in ended)
+        own = ended[collective.rank :: collective.size]
+        columns = columns_of_rows([(row.prompt_ids, row.answer_ids) for row in own], [row.mask for row in own])
         rate = warm.learning_rate * decay(warm.schedule, (step - 1) / max(1, warm.steps), warm.min_lr_ratio)
         on_step(step, _step(backend, columns, collective, config, num_tokens=num_tokens, rate=rate))
     backend.new_optimizer(config.optimizer)

@@ -19,6 +19,7 @@ __all__ = [
     "CISPOConfig",
     "CriticConfig",
     "DAPOConfig",
+    "DistillationConfig",
     "DrGRPOConfig",
     "DynamicSampling",
     "GRPOConfig",
@@ -28,6 +29,7 @@ __all__ = [
     "RLOOConfig",
     "ReinforcePPBaselineConfig",
     "ReinforcePPConfig",
+    "ValueTracker",
 ]
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
@@ -215,10 +217,33 @@ class RLOOConfig(_CriticFree):
     dynamic_sampling: Resampling = None
 
 
+class ValueTracker(StrictModel):
+    """A baseline for answers without siblings: the tracked mean reward of their kind (SPO, arXiv 2509.13232, §3.2)."""
+
+    tag: str | None = None
+    """Tag of an interaction (`metadata`) that says of which kind it is; null: all are of one."""
+    buckets: list[str] = Field(default_factory=list, max_length=64)
+    """Values of the tag that are tracked by themselves; others count for the whole alone."""
+    keep: float = Field(0.9, gt=0, le=1)
+    """How much of the past remains after a batch."""
+    value: float = 0.0
+    """Expected reward before anything is known."""
+    weight: float = Field(8.0, gt=0)
+    """So many rewards of the whole's value a kind begins with, and the whole with so many of `value`."""
+
+    @model_validator(mode="after")
+    def _buckets_have_a_tag(self) -> ValueTracker:
+        if bool(self.buckets) != (self.tag is not None):
+            raise ValueError("tag and buckets: give both, or neither")
+        return self
+
+
 class ReinforcePPConfig(_Alone):
     """REINFORCE++ (arXiv 2501.03262): discounted returns, normalised over all tokens of the batch."""
 
     type: Literal["reinforce_pp"] = "reinforce_pp"
+    baseline: ValueTracker | None = None
+    """Subtracted before the normalisation; only in jobs of kind `online_rl`. null: none."""
     gamma: Discount = 1.0
     aggregation: ChosenAggregation = "token_mean"
     dual_clip: DualClip = None
@@ -305,6 +330,21 @@ class CISPOConfig(_CriticFree):
     dynamic_sampling: Resampling = None
 
 
+class DistillationConfig(_Alone):
+    """On-policy distillation (arXiv 2306.13649, with reverse KL): the policy samples, a teacher judges each token.
+
+    The advantage of a token is ``log π_teacher - log π``, discounted; rewards are measured and not trained on.
+    """
+
+    type: Literal["distillation"] = "distillation"
+    teacher: str
+    """Directory or hub id of a frozen model of any shape that numbers tokens as the policy does; in `model.dtype`."""
+    gamma: float = Field(0.0, ge=0, le=1)
+    """Discount of what later tokens earn: 0 judges each token by itself, 1 minimises KL of whole completions."""
+    aggregation: ChosenAggregation = "token_mean"
+    dual_clip: DualClip = None
+
+
 def _grpo_unless_named(data: Any) -> Any:
     return {"type": "grpo", **data} if isinstance(data, dict) else data
 
@@ -319,7 +359,8 @@ AlgorithmConfig = Annotated[
     | REMAXConfig
     | PPOConfig
     | GSPOConfig
-    | CISPOConfig,
+    | CISPOConfig
+    | DistillationConfig,
     Field(discriminator="type"),
     BeforeValidator(_grpo_unless_named),
 ]

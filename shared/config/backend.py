@@ -40,7 +40,8 @@ class FSDPConfig(StrictModel):
     cpu_offload: bool = False
     """Keep weights, gradients and moments in host memory; a block's weights are on the GPU while it computes."""
     offload_reference: bool = False
-    """The same for the frozen reference alone; not with `model.lora`, where it shares the weights of the policy."""
+    """The same for frozen models alone: a teacher, and the reference, but not with `model.lora`, where that shares the
+    weights of the policy."""
 
     def check(self, model: ModelConfig) -> None:
         """Raise ValueError where ``model`` cannot be trained like this."""

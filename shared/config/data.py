@@ -143,3 +143,11 @@ class DataConfig(StrictModel):
         if isinstance(data, dict):
             data = {**data, **{k: [data[k]] for k in ("train", "eval") if isinstance(data.get(k), dict)}}
         return data
+
+    def with_tools(self, schemas: list[dict[str, Any]]) -> DataConfig:
+        """The same where the chat template is told of tools, unless it is already; a plain prompt knows none."""
+        prompt = self.prompt
+        if not (prompt.chat or prompt.messages is not None) or "tools" in prompt.chat_template_args:
+            return self
+        told = {**prompt.chat_template_args, "tools": schemas}
+        return self.model_copy(update={"prompt": prompt.model_copy(update={"chat_template_args": told})})

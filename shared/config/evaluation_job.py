@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from penstock.shared.config.base import StrictModel
 from penstock.shared.config.data import DataConfig, PromptConfig, Source
+from penstock.shared.config.environment import EnvironmentConfig, check_completions, completion_tokens
 from penstock.shared.config.evaluation import MeasureConfig
 from penstock.shared.config.job import MAX_GROUP_BYTES, LimitsConfig, PlacementConfig, group_bytes
 from penstock.shared.config.model import ModelConfig
@@ -48,6 +49,8 @@ class EvaluationJob(StrictModel):
     """Held-out prompts."""
     reward: RewardConfig
     """How completions are scored."""
+    environment: EnvironmentConfig | None = None
+    """Tools that the policy may call, in episodes of several turns; null: a prompt has one completion."""
     sampling: SamplingConfig = SamplingConfig()
     """How completions are sampled; greedy ones take its lengths and stops."""
     evaluation: MeasureConfig = MeasureConfig()
@@ -67,14 +70,14 @@ class EvaluationJob(StrictModel):
 
     @model_validator(mode="after")
     def _completions_fit_the_model(self) -> EvaluationJob:
-        self.model.check_room("sampling.max_new_tokens", self.sampling.max_new_tokens)
+        check_completions(self.model, "sampling", self.sampling, self.environment)
         return self
 
     @model_validator(mode="after")
     def _budget_holds_all(self) -> EvaluationJob:
         if self.max_group_bytes > MAX_GROUP_BYTES:
             raise ValueError(
-                f"a prompt's {self.completions_per_group} completions of up to {self.sampling.max_new_tokens} tokens "
+                f"a prompt's {self.completions_per_group} completions of up to {self.max_completion_tokens} tokens "
                 f"may take {self.max_group_bytes} bytes, more than a group may have ({MAX_GROUP_BYTES}): "
                 "lower evaluation.samples or sampling.max_new_tokens"
             )
@@ -89,7 +92,13 @@ class EvaluationJob(StrictModel):
     @property
     def data_config(self) -> DataConfig:
         """The prompts as a data section; its training data are never drawn."""
-        return DataConfig(train=self.data.eval, eval=self.data.eval, prompt=self.data.prompt)
+        data = DataConfig(train=self.data.eval, eval=self.data.eval, prompt=self.data.prompt)
+        return data if self.environment is None else data.with_tools(self.environment.schemas)
+
+    @property
+    def max_completion_tokens(self) -> int:
+        """Upper bound of the tokens after a prompt, observations included."""
+        return completion_tokens(self.sampling, self.environment)
 
     @property
     def evaluation_sampling(self) -> SamplingConfig:
@@ -105,6 +114,6 @@ class EvaluationJob(StrictModel):
     def max_group_bytes(self) -> int:
         """Upper bound of one stored group, in bytes."""
         return group_bytes(
-            self.data.prompt.max_tokens, self.completions_per_group, self.sampling.max_new_tokens,
-            table_bytes=self.model.replay_bytes_per_token,
+            self.data.prompt.max_tokens, self.completions_per_group, self.max_completion_tokens,
+            table_bytes=self.model.replay_bytes_per_token, turns=self.environment.max_turns if self.environment else 1,
         )  # fmt: skip

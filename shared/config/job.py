@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from penstock.shared.config.algorithm import AlgorithmConfig, GRPOConfig
-from penstock.shared.config.backend import BackendConfig, LocalConfig
+from penstock.shared.config.algorithm import AlgorithmConfig, DistillationConfig, GRPOConfig, ReinforcePPConfig
+from penstock.shared.config.backend import BackendConfig, LocalConfig, MegatronConfig
 from penstock.shared.config.base import StrictModel
 from penstock.shared.config.data import DataConfig, Source
+from penstock.shared.config.environment import EnvironmentConfig, check_completions, completion_tokens
 from penstock.shared.config.evaluation import EvaluationConfig
 from penstock.shared.config.goals import EarlyStopConfig, KeepBestConfig
 from penstock.shared.config.model import ModelConfig
+from penstock.shared.config.off_policy import OffPolicyConfig
 from penstock.shared.config.optimizer import OptimizerConfig, Schedule
 from penstock.shared.config.reward import RewardConfig
 from penstock.shared.config.sampling import SamplingConfig
@@ -43,10 +45,11 @@ ROW_BYTES = 1024
 """Of a data row that ``group_bytes`` counts; what a larger one has beyond that comes on top."""
 
 
-def group_bytes(prompt_tokens: int, completions: int, new_tokens: int, *, table_bytes: int = 0) -> int:
-    """Upper bound of one stored group, in bytes; ``new_tokens`` of each completion, ``table_bytes`` more per token."""
+def group_bytes(prompt_tokens: int, completions: int, new_tokens: int, *, table_bytes: int = 0, turns: int = 1) -> int:
+    """Upper bound of one stored group, in bytes; ``new_tokens`` of each completion, in so many turns, ``table_bytes``
+    more per token."""
     tokens = prompt_tokens + completions * new_tokens
-    return GROUP_OVERHEAD_BYTES + 64 * completions + (BYTES_PER_TOKEN + table_bytes) * tokens
+    return GROUP_OVERHEAD_BYTES + 64 * completions * turns + (BYTES_PER_TOKEN + table_bytes) * tokens
 
 
 class WarmStartConfig(StrictModel):
@@ -64,6 +67,16 @@ class WarmStartConfig(StrictModel):
     """The schedule ends at this fraction of the peak."""
     data: list[Source] = Field(default_factory=list)
     """Demonstrations; empty: the rows of `data.train`. Few answers may precede many prompts with only a checker."""
+    demonstration: list[str] = Field(default_factory=list)
+    """What a row demonstrates, as format strings over its fields: what the policy writes and what its environment
+    answers, in turn, the policy first and last. Only the former is learnt. Empty: the reference answer."""
+
+    @field_validator("demonstration")
+    @classmethod
+    def _ends_with_the_policy(cls, value: list[str]) -> list[str]:
+        if value and len(value) % 2 == 0:
+            raise ValueError("policy and environment take turns, and the policy has the last word: give an odd number")
+        return value
 
 
 class TrainConfig(StrictModel):
@@ -153,6 +166,8 @@ class JobConfig(StrictModel):
     """How completions are scored."""
     algorithm: AlgorithmConfig = Field(default_factory=GRPOConfig)
     """Advantages and loss."""
+    environment: EnvironmentConfig | None = None
+    """Tools that the policy may call, in episodes of several turns; null: a prompt has one completion."""
     sampling: SamplingConfig = SamplingConfig()
     """How training completions are sampled."""
     backend: BackendConfig = LocalConfig()
@@ -202,6 +217,15 @@ class JobConfig(StrictModel):
         return self
 
     @model_validator(mode="after")
+    def _values_are_tracked_online(self) -> JobConfig:
+        if self.kind == "rl" and isinstance(self.algorithm, ReinforcePPConfig) and self.algorithm.baseline is not None:
+            raise ValueError(
+                "algorithm.baseline: values are tracked in jobs of kind online_rl; a job with prompts of its own has "
+                "'reinforce_pp_baseline', which compares several answers to each"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _evaluation_metrics_exist(self) -> JobConfig:
         followed = {"early_stop.metric": self.early_stop, "checkpoint.keep_best.metric": self.checkpoint.keep_best}
         known = self.evaluation.metrics if self.data.eval else []
@@ -218,6 +242,12 @@ class JobConfig(StrictModel):
         return self
 
     @model_validator(mode="after")
+    def _backend_holds_the_teacher(self) -> JobConfig:
+        if isinstance(self.algorithm, DistillationConfig) and isinstance(self.backend, MegatronConfig):
+            raise ValueError("algorithm distillation: backend 'megatron' holds no teacher: use 'local' or 'fsdp'")
+        return self
+
+    @model_validator(mode="after")
     def _training_samples_untruncated(self) -> JobConfig:
         s = self.sampling
         if s.temperature == 0 or s.top_p != 1 or s.top_k != 0:
@@ -229,16 +259,16 @@ class JobConfig(StrictModel):
 
     @model_validator(mode="after")
     def _completions_fit_the_model(self) -> JobConfig:
-        self.model.check_room("sampling.max_new_tokens", self.sampling.max_new_tokens)
+        check_completions(self.model, "sampling", self.sampling, self.environment)
         if self.evaluation.sampling is not None:
-            self.model.check_room("evaluation.sampling.max_new_tokens", self.evaluation.sampling.max_new_tokens)
+            check_completions(self.model, "evaluation.sampling", self.evaluation.sampling, self.environment)
         return self
 
     @model_validator(mode="after")
     def _budget_holds_the_pipeline(self) -> JobConfig:
         if self.max_group_bytes > MAX_GROUP_BYTES:
             raise ValueError(
-                f"a group of {self.algorithm.group_size} completions of up to {self.sampling.max_new_tokens} tokens "
+                f"a group of {self.algorithm.group_size} completions of up to {self.max_completion_tokens} tokens "
                 f"may take {self.max_group_bytes} bytes, more than a group may have ({MAX_GROUP_BYTES}): "
                 "lower algorithm.group_size or sampling.max_new_tokens"
             )
@@ -254,7 +284,8 @@ class JobConfig(StrictModel):
     @property
     def warm_start_data(self) -> DataConfig:
         """The data section as the warm start sees it."""
-        return self.data.model_copy(update={"train": self.warm_start.data}) if self.warm_start.data else self.data
+        data = self.data_config
+        return data.model_copy(update={"train": self.warm_start.data}) if self.warm_start.data else data
 
     @property
     def evaluation_sampling(self) -> SamplingConfig:
@@ -262,9 +293,35 @@ class JobConfig(StrictModel):
         return self.evaluation.sampling or self.sampling
 
     @property
+    def off_policy(self) -> OffPolicyConfig | None:
+        """Losses beside the policy loss; None: there are none."""
+        return None
+
+    @property
+    def assumed_weight(self) -> float:
+        """Factor of the advantages of trajectories whose sampler is assumed."""
+        return 1.0
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a frozen reference policy is kept."""
+        return self.algorithm.needs_reference
+
+    @property
     def services(self) -> tuple[str, ...]:
         """Worker services without which the job stands still."""
-        return ("trainer", "rollout", "reward") if self.reward.scorers else ("trainer", "rollout")
+        wanted = {"reward": bool(self.reward.scorers), "env": self.environment is not None}
+        return ("trainer", "rollout", *(name for name, needed in wanted.items() if needed))
+
+    @property
+    def data_config(self) -> DataConfig:
+        """The data section with what the environment adds to prompts."""
+        return self.data if self.environment is None else self.data.with_tools(self.environment.schemas)
+
+    @property
+    def max_completion_tokens(self) -> int:
+        """Upper bound of the tokens after a training prompt, observations included."""
+        return completion_tokens(self.sampling, self.environment)
 
     @property
     def completions_per_group(self) -> int:
@@ -280,8 +337,8 @@ class JobConfig(StrictModel):
     def max_group_bytes(self) -> int:
         """Upper bound of one stored group, in bytes."""
         return group_bytes(
-            self.data.prompt.max_tokens, self.completions_per_group, self.sampling.max_new_tokens,
-            table_bytes=self.model.replay_bytes_per_token,
+            self.data.prompt.max_tokens, self.completions_per_group, self.max_completion_tokens,
+            table_bytes=self.model.replay_bytes_per_token, turns=self.environment.max_turns if self.environment else 1,
         )  # fmt: skip
 
     @property

@@ -8,7 +8,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from penstock.shared.config.algorithm import PPOConfig, ReinforcePPConfig
 from penstock.shared.config.data import DataConfig, Source
-from penstock.shared.config.job import JobConfig, TrainConfig
+from penstock.shared.config.job import JobConfig, TrainConfig, group_bytes
+from penstock.shared.config.off_policy import OffPolicyConfig
 from penstock.shared.config.online import OnlineConfig
 from penstock.shared.config.reward import RewardConfig
 from penstock.shared.config.scorers import ScorerConfig
@@ -93,6 +94,8 @@ class OnlineJob(JobConfig):
 
     @model_validator(mode="after")
     def _what_is_measured_is_scored(self) -> OnlineJob:
+        if self.environment is not None:
+            raise ValueError("environment: agents bring their own tools; leave it out")
         if self.data.eval and not self.reward.scorers:
             raise ValueError("reward.scorers: data.eval is there to be measured, and nothing scores it")
         if self.warm_start.steps and not self.warm_start.data:
@@ -101,11 +104,63 @@ class OnlineJob(JobConfig):
 
     @model_validator(mode="after")
     def _shares_fit_the_batch(self) -> OnlineJob:
-        for key in ("max_share_per_key", "max_share_per_user"):
+        for key in ("max_share_per_key", "max_share_per_asker", "max_share_per_user"):
             share = getattr(self.online, key)
             if share * self.train.batch_size < 1:
                 raise ValueError(
                     f"online.{key}: {share:g} of a batch of {self.train.batch_size} is less than one trajectory; "
                     "raise it, or train.batch_size"
                 )
+        return self
+
+    @property
+    def off_policy(self) -> OffPolicyConfig | None:
+        """Losses beside the policy loss; None: there are none."""
+        return self.online.off_policy
+
+    @property
+    def assumed_weight(self) -> float:
+        """Factor of the advantages of posted answers whose sampler is assumed."""
+        return self.online.posted.assumed_weight
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a frozen reference policy is kept: for a KL, or because preferences are measured against it."""
+        off_policy = self.online.off_policy
+        return super().needs_reference or (off_policy is not None and off_policy.preference is not None)
+
+    @property
+    def max_group_bytes(self) -> int:
+        """Upper bound of one stored group, in bytes; a preference holds two completions."""
+        off_policy = self.online.off_policy
+        pairs = off_policy is not None and off_policy.preference is not None
+        return group_bytes(
+            self.data.prompt.max_tokens, 2 if pairs else 1, self.sampling.max_new_tokens,
+            table_bytes=self.model.replay_bytes_per_token,
+        )  # fmt: skip
+
+    @model_validator(mode="after")
+    def _promotion_can_be_decided(self) -> OnlineJob:
+        gate, evaluation = self.online.promotion, self.evaluation
+        if gate is None:
+            return self
+        if gate.max_kl is not None and not self.algorithm.needs_reference:
+            raise ValueError("online.promotion.max_kl: the KL to which reference policy? Set algorithm.kl")
+        every = 1
+        if gate.max_drop is not None:
+            if not self.data.eval or gate.metric not in evaluation.metrics:
+                raise ValueError(
+                    f"online.promotion.max_drop: no evaluation of this job measures '{gate.metric}'; give data.eval "
+                    f"and reward.scorers, or choose among {evaluation.metrics}"
+                )
+            if not (evaluation.every and evaluation.at_start):
+                raise ValueError(
+                    "online.promotion.max_drop: versions are compared, so set evaluation.every, and at_start: true"
+                )
+            every = evaluation.every
+        if gate.patience * every > self.train.max_lag + 1:
+            raise ValueError(
+                f"online.promotion.patience: {gate.patience} refused versions, one measured every {every} updates, "
+                f"need train.max_lag >= {gate.patience * every - 1}: or what is served is too old to be trained on"
+            )
         return self

@@ -7,7 +7,7 @@ from collections import Counter
 from pydantic import Field, model_validator
 
 from penstock.shared.config.base import StrictModel
-from penstock.shared.config.scorers import HttpScorer, JudgeScorer, RewardModelScorer, ScorerConfig
+from penstock.shared.config.scorers import GraderScorer, HttpScorer, JudgeScorer, RewardModelScorer, ScorerConfig
 
 __all__ = ["RewardConfig"]
 
@@ -19,7 +19,7 @@ class RewardConfig(StrictModel):
     """The reward is the sum of weight * score over these."""
     timeout_s: float = Field(10.0, gt=0, le=3600)
     """Wall-clock limit of scoring one completion, counted from the start of scoring. Where a scorer takes groups whole
-    (`reward_model`, `judge`, `http`), limit for that group."""
+    (`reward_model`, `judge`, `http`, `grader`), limit for that group."""
     open_timeout_s: float = Field(60.0, gt=0, le=3600)
     """Limit of starting a scorer process: imports, loading a reward model."""
     processes: int | None = Field(None, ge=1, le=256)
@@ -59,4 +59,5 @@ class RewardConfig(StrictModel):
     @property
     def whole_groups(self) -> bool:
         """A scorer works on all completions of a group at once."""
-        return any(isinstance(scorer, RewardModelScorer | JudgeScorer | HttpScorer) for scorer in self.scorers)
+        kinds = (RewardModelScorer, JudgeScorer, HttpScorer, GraderScorer)
+        return any(isinstance(scorer, kinds) for scorer in self.scorers)

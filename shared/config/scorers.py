@@ -9,12 +9,14 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from penstock.shared.config.base import StrictModel
+from penstock.shared.config.graders import Grader, ScoreModelGrader, parts_of
 
 __all__ = [
     "CodeScorer",
     "ExactScorer",
     "FormatScorer",
     "FunctionScorer",
+    "GraderScorer",
     "HttpScorer",
     "JudgeScorer",
     "MathScorer",
@@ -254,6 +256,37 @@ class HttpScorer(_Scorer):
         return self.deadline_s
 
 
+class GraderScorer(_Scorer):
+    """A grader in the format of OpenAI's fine-tuning API: string check, text similarity, Python, model, or several."""
+
+    type: Literal["grader"] = "grader"
+    grader: Grader
+    """The grader. `item` is the data row, `sample.output_text` the completion, `sample.output_json` its JSON."""
+    base_url: WebAddress | None = None
+    """Address up to and with `/v1` where the models of `score_model` graders are asked."""
+    api_key_env: VariableName | None = None
+    """NAME of the environment variable of the reward service that holds the key for that."""
+    concurrency: int = Field(8, ge=1, le=256)
+    """Requests to models at once of each scorer process."""
+    timeout_s: float = Field(30.0, gt=0, le=3600)
+    """Limit of one request to a model; then it is tried again while the deadline allows."""
+    time_limit_s: float = Field(6.0, gt=0, le=600)
+    """Wall-clock limit of a Python grader for one completion."""
+    deadline_s: float = Field(8.0, gt=0, le=3600)
+    """Limit for all completions of a group."""
+
+    @model_validator(mode="after")
+    def _models_have_an_address(self) -> GraderScorer:
+        if self.base_url is None and any(isinstance(p, ScoreModelGrader) for p in parts_of(self.grader).values()):
+            raise ValueError("base_url: a score_model grader needs the address where its model is asked")
+        return self
+
+    @property
+    def budget_s(self) -> float:
+        """Its deadline."""
+        return self.deadline_s
+
+
 ScorerConfig = Annotated[
     ExactScorer
     | MathScorer
@@ -262,6 +295,7 @@ ScorerConfig = Annotated[
     | CodeScorer
     | RewardModelScorer
     | JudgeScorer
-    | HttpScorer,
+    | HttpScorer
+    | GraderScorer,
     Field(discriminator="type"),
 ]

@@ -51,8 +51,8 @@ class ServiceSettings(BaseSettings):
     """Port of the health endpoint of a worker service; 0 picks a free one."""
     api_keys: str = ""
     """Comma-separated bearer keys; mandatory when http_host is not a loopback address."""
-    lease_s: float = Field(5.0, gt=0.2)
-    """A lease that was not renewed for this long may be taken over."""
+    lease_s: float = Field(3.0, gt=0.2)
+    """A lease that was not renewed for this long may be taken over by another coordinator or trainer."""
     heartbeat_s: float = Field(1.0, gt=0.05)
     """Interval of heartbeats."""
     drain_s: float = Field(20.0, gt=0)
@@ -70,6 +70,16 @@ class ServiceSettings(BaseSettings):
     scorer_env: str = ""
     """Names of environment variables of the reward service, comma-separated, that scorers of a job may send to the
     address in the job file (`api_key_env`, `secret_env`); none by default."""
+    webhook_private: bool = False
+    """Deliver webhooks to private, loopback and link-local addresses, too (coordinator)."""
+    base_models: Path | None = None
+    """Directory with a file `NAME.yaml` for each model that `/v1/fine_tuning/jobs` may name (coordinator): the start of
+    a job file, in which requests put data, reward and hyper-parameters."""
+    grader_url: str = ""
+    """OpenAI-compatible address, up to and with `/v1`, of the models that `score_model` graders in requests name
+    (coordinator); empty: such graders are refused."""
+    grader_key_env: str = ""
+    """Name of the variable that holds the key for that; the reward service has it, and allows it in scorer_env."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe level that is logged."""
     rate_limit: str = "600/minute"

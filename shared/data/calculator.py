@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"\d+\.?\d*|\.\d+")
 
 
 class CalculatorRows:
-    """Unique expressions in order of first occurrence: rows ``{"prompt": "48/2=", "answer": "24"}``."""
+    """Unique expressions in order of first occurrence: ``prompt`` `48/2=`, ``expression`` `48/2`, ``answer`` `24`."""
 
     endless = False
 
@@ -36,7 +36,7 @@ class CalculatorRows:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         expression, value = self._pairs[index]
-        return {"prompt": f"{expression}=", "answer": value}
+        return {"prompt": f"{expression}=", "expression": expression, "answer": value}
 
     def where(self, index: int) -> str:
         """File and the expression."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import xxhash
 
@@ -14,7 +14,7 @@ from penstock.shared.data.rows import Rows, open_rows
 from penstock.shared.data.template import Template, missing_field
 from penstock.shared.errors import ConfigError, DataError
 
-__all__ = ["Prompt", "PromptBuilder", "PromptSource", "Tokenizer", "source_seed"]
+__all__ = ["Demonstration", "Prompt", "PromptBuilder", "PromptSource", "Tokenizer", "source_seed"]
 
 
 class Tokenizer(Protocol):
@@ -44,15 +44,28 @@ class Prompt:
     too_long: bool
 
 
+class Demonstration(NamedTuple):
+    """A row for supervised training: ``mask`` is 1 where a token of ``answer_ids`` is learnt."""
+
+    prompt_ids: list[int]
+    answer_ids: list[int]
+    mask: list[int]
+
+    def extended(self, token: int) -> Demonstration:
+        """The same with one more token to learn."""
+        return Demonstration(self.prompt_ids, [*self.answer_ids, token], [*self.mask, 1])
+
+
 class PromptBuilder:
     """Renders rows. In a plain prompt the system message stands on a line of its own before the template."""
 
-    def __init__(self, config: PromptConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: PromptConfig, tokenizer: Tokenizer, demonstration: Sequence[str] = ()) -> None:
         """Raises DataError for a broken template, ConfigError for `add_bos` without such a token."""
         self._config = config
         self._tokenizer = tokenizer
         self._template = Template(config.template, "data.prompt.template")
         self._answer = None if config.answer is None else Template(config.answer, "data.prompt.answer")
+        self._demonstration = [Template(text, "warm_start.demonstration") for text in demonstration]
         if config.add_bos and tokenizer.bos_token_id is None:
             raise ConfigError("data.prompt.add_bos: the tokenizer has no beginning-of-sequence token")
 
@@ -72,16 +85,22 @@ class PromptBuilder:
         answer = None if self._answer is None else self._answer.render(row, place)
         return Prompt(text, token_ids, answer, row, too_long=len(token_ids) > self._config.max_tokens)
 
-    def answer_ids(self, prompt: Prompt) -> list[int]:
-        """Tokens of the reference answer with the end-of-sequence token, for supervised training.
+    def demonstrate(self, prompt: Prompt, place: str = "row") -> Demonstration:
+        """The demonstration, or else the reference answer, with the end-of-sequence token.
 
         Raises:
-            DataError: rows have no answer.
+            DataError: rows have no answer, or lack a field.
         """
-        if prompt.answer is None:
-            raise DataError("data.prompt.answer is null: a warm start needs reference answers")
-        ids = list(self._tokenizer.encode(prompt.answer, add_special_tokens=False))
-        return ids if self._tokenizer.eos_token_id is None else [*ids, self._tokenizer.eos_token_id]
+        texts = [template.render(prompt.row, place) for template in self._demonstration]
+        if not texts:
+            if prompt.answer is None:
+                raise DataError("data.prompt.answer is null: a warm start needs reference answers")
+            texts = [prompt.answer]
+        end = self._tokenizer.eos_token_id
+        parts = [list(self._tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+        parts[-1] += [] if end is None else [end]
+        mask = [1 - turn % 2 for turn, part in enumerate(parts) for _ in part]
+        return Demonstration(prompt.token_ids, [token for part in parts for token in part], mask)
 
     def _plain_text(self, row: dict[str, Any], place: str) -> str:
         text = self._template.render(row, place)
@@ -126,10 +145,12 @@ def source_seed(seed: int, split: str, position: int) -> int:
 class PromptSource:
     """All prompts of a job: training by ordinal, held-out by index. Opening reads files; do it off the event loop."""
 
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer, seed: int) -> None:
-        """Raises DataError where the data cannot be used."""
+    def __init__(
+        self, config: DataConfig, tokenizer: Tokenizer, seed: int, *, demonstration: Sequence[str] = ()
+    ) -> None:
+        """``demonstration``: as ``warm_start.demonstration``. Raises DataError where the data cannot be used."""
         self._config = config
-        self._builder = PromptBuilder(config.prompt, tokenizer)
+        self._builder = PromptBuilder(config.prompt, tokenizer, demonstration)
         self._train = [open_rows(s, seed=source_seed(seed, "train", i)) for i, s in enumerate(config.train)]
         self._eval = [open_rows(s, seed=source_seed(seed, "eval", i)) for i, s in enumerate(config.eval)]
         self._order = DataOrder(config, self._train, seed)
@@ -162,8 +183,8 @@ class PromptSource:
             offset -= len(rows)
         raise IndexError(f"held-out prompt {index} of {self.num_eval}")
 
-    def warm_start_batches(self, batch_size: int, steps: int, seed: int) -> Iterator[list[tuple[list[int], list[int]]]]:
-        """``steps`` batches of ``(prompt ids, answer ids)`` over the training rows, in an order of their own.
+    def warm_start_batches(self, batch_size: int, steps: int, seed: int) -> Iterator[list[Demonstration]]:
+        """``steps`` batches of demonstrations over the training rows, in an order of their own.
 
         Prompts that are too long are passed over.
 
@@ -172,7 +193,7 @@ class PromptSource:
         """
         order, ordinal, passed_over = DataOrder(self._config, self._train, source_seed(seed, "warm", 0)), 0, 0
         for _ in range(steps):
-            batch: list[tuple[list[int], list[int]]] = []
+            batch: list[Demonstration] = []
             while len(batch) < batch_size:
                 place = order(ordinal)
                 prompt = self._build(self._train[place.source], place.row)
@@ -182,7 +203,7 @@ class PromptSource:
                         f"every prompt is longer than data.prompt.max_tokens ({self._config.prompt.max_tokens})"
                     )
                 if not prompt.too_long:
-                    batch.append((prompt.token_ids, self._builder.answer_ids(prompt)))
+                    batch.append(self._builder.demonstrate(prompt, self._train[place.source].where(place.row)))
             yield batch
 
     def _build(self, rows: Rows, row: int) -> Prompt:

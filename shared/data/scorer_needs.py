@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock.shared.config.graders import fields_of
 from penstock.shared.config.reward import RewardConfig
-from penstock.shared.config.scorers import CodeScorer, ExactScorer, JudgeScorer, MathScorer, RewardModelScorer
+from penstock.shared.config.scorers import (
+    CodeScorer,
+    ExactScorer,
+    GraderScorer,
+    JudgeScorer,
+    MathScorer,
+    RewardModelScorer,
+)
 from penstock.shared.data.code_tests import parse_tests
 from penstock.shared.data.prompts import check_messages
 from penstock.shared.data.template import Template, missing_field
@@ -35,6 +43,9 @@ class ScorerNeeds:
                 needs_answer = "answer" in template.fields
                 where = f"the template of scorer '{name}'"
                 self._fields += [(field, where) for field in template.fields if field not in _GIVEN]
+            if isinstance(scorer, GraderScorer):
+                fields, where = sorted(fields_of(scorer.grader)), f"the grader of scorer '{name}'"
+                self._fields += [(field, where) for field in fields]
             if needs_answer and not has_answer:
                 raise DataError(f"scorer '{name}' needs a reference answer: set data.prompt.answer")
 

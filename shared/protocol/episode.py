@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -26,3 +26,8 @@ class EpisodeRecord(BaseModel):
     split: Literal["train", "val"] = "train"
     group_id: str | None = None
     tags: dict[str, str] = {}
+
+    @property
+    def over(self) -> bool:
+        """Whether it takes no more requests."""
+        return self.ended_at is not None or self.expires_at < datetime.now(UTC)

@@ -12,6 +12,7 @@ import msgspec
 
 from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.objective import Objective
 
 __all__ = [
     "Admission",
@@ -29,6 +30,9 @@ __all__ = [
     "JobStarted",
     "LineageForked",
     "PhaseChanged",
+    "Promoted",
+    "PromotionRefused",
+    "Quarantined",
     "Redrawn",
     "SealedGroup",
     "SettingsChanged",
@@ -85,6 +89,13 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     turns; ``lag`` how many versions lie between the oldest token and the update that was next. ``key_id`` and ``user``
     say whose feedback, on whose conversation, decided; ``reason`` says by which rule: `feedback`, `default`, `invalid`,
     `credit` (only what was said of later turns). ``time`` is when it was admitted.
+
+    ``objective`` says which loss it is for. ``context`` are interactions that it only refers to: one that is corrected,
+    or two that are compared; each may be admitted for itself, too. Without ``interactions`` the material is in the
+    feedback; ``version`` is the policy version that it is taken to be from, -1: any. ``bucket``: the
+    kind of prompt, where values are tracked.
+
+    ``judges`` are all keys whose feedback the reward comes from, ``askers`` those that the answers were served to.
     """
 
     ordinal: int
@@ -96,6 +107,12 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     user: str
     reason: str
     time: float
+    objective: Objective = "policy"
+    context: dict[str, int] = {}
+    judges: list[str] = []
+    askers: list[str] = []
+    version: int = -1
+    bucket: str = ""
 
 
 class Admitted(Event, frozen=True, kw_only=True, tag=True):
@@ -107,6 +124,12 @@ class Admitted(Event, frozen=True, kw_only=True, tag=True):
     admissions: list[Admission]
     low_interactions: int
     low_feedback: int
+
+
+class Quarantined(Event, frozen=True, kw_only=True, tag=True):
+    """Feedback is held back until somebody releases or drops it: id -> sequence in FEEDBACK."""
+
+    items: dict[str, int]
 
 
 class Dropped(Event, frozen=True, kw_only=True, tag=True):
@@ -142,6 +165,9 @@ class SealedGroup(msgspec.Struct, frozen=True, array_like=True):
     rewards: list[float]
     tokens: int
     worker: str
+    objective: Objective = "policy"
+    baseline: float | None = None
+    """Tracked value of its kind before this batch, where the algorithm has one."""
 
 
 class Hyperparameters(msgspec.Struct, frozen=True, array_like=True):
@@ -167,6 +193,8 @@ class BatchSealed(Event, frozen=True, kw_only=True, tag=True):
     groups: list[SealedGroup]
     hyperparameters: Hyperparameters | None = None
     """Those of this update; None in ledgers of earlier versions: those of the job file."""
+    values: dict[str, tuple[float, float]] = {}
+    """What is tracked of each kind of prompt that the batch has, once it is trained; see algorithms.baseline."""
 
 
 class BatchRefused(Event, frozen=True, kw_only=True, tag=True):
@@ -182,13 +210,40 @@ class BatchRefused(Event, frozen=True, kw_only=True, tag=True):
 
 
 class BatchTrained(Event, frozen=True, kw_only=True, tag=True):
-    """The update was made: all draws of the batch are terminal. ``version`` carries ``digest``."""
+    """The update was made: all draws of the batch are terminal. ``version`` carries ``digest``.
+
+    ``figures`` are those metrics of the update that decide on the promotion of its version.
+    """
 
     number: int
     revision: int
     version: int
     digest: str
     trainer_epoch: int
+    figures: dict[str, float] = {}
+
+
+class Promoted(Event, frozen=True, kw_only=True, tag=True):
+    """``version``, whose weights batch ``number`` made, is served from now on. Only of jobs with a promotion gate.
+
+    ``figures`` is what was measured of it; ``reason`` is initial, passed, by request, rolled back, or measured: it was
+    served already, and only now its held-out reward is known.
+    """
+
+    version: int
+    number: int
+    digest: str
+    reason: str
+    figures: dict[str, float] = {}
+
+
+class PromotionRefused(Event, frozen=True, kw_only=True, tag=True):
+    """``version`` is not served: ``reason`` names the bounds that it breaks, ``figures`` is what was measured of it."""
+
+    version: int
+    number: int
+    reason: str
+    figures: dict[str, float] = {}
 
 
 class Checkpointed(Event, frozen=True, kw_only=True, tag=True):
@@ -215,10 +270,11 @@ class BestCheckpoint(Event, frozen=True, kw_only=True, tag=True):
 
 
 class LineageForked(Event, frozen=True, kw_only=True, tag=True):
-    """A restarted trainer did not reproduce the ledger from ``from_batch`` on: those updates are rolled back.
+    """Updates from ``from_batch`` on are rolled back: a trainer did not reproduce them, or somebody wanted it.
 
     Their draws, and those of batches sealed after them, become dropped(rolled_back) and are drawn again. The weights
-    before ``from_batch`` go on under the number ``version``, which lies above the clock.
+    before ``from_batch`` go on under the number ``version``, which lies above the clock. ``operation`` is the request
+    of a user who wanted it.
     """
 
     from_batch: int
@@ -228,6 +284,7 @@ class LineageForked(Event, frozen=True, kw_only=True, tag=True):
     trainer_epoch: int
     min_version: int
     deadline: float
+    operation: str = ""
 
 
 class PhaseChanged(Event, frozen=True, kw_only=True, tag=True):
@@ -246,7 +303,8 @@ class Finished(Event, frozen=True, kw_only=True, tag=True):
 
 AnyEvent = (
     JobStarted | SettingsChanged | Redrawn | Drawn | Admitted | Dropped | BatchSealed | BatchRefused | BatchTrained
-    | Checkpointed | BestCheckpoint | LineageForked | PhaseChanged | Finished
+    | Checkpointed | BestCheckpoint | LineageForked | PhaseChanged | Finished | Promoted | PromotionRefused
+    | Quarantined
 )  # fmt: skip
 
 _decoder = msgspec.msgpack.Decoder(list[AnyEvent])

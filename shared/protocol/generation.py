@@ -61,7 +61,9 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 class GenRequest(msgspec.Struct, frozen=True, kw_only=True):
     """``n`` completions of one prompt. Sample i uses seed + i: a result depends on prompt, seed and weights only.
 
-    ``top_logprobs`` tokens are reported at each position beside the sampled one.
+    ``top_logprobs`` tokens are reported at each position beside the sampled one. The prompt of a request may go on from
+    what the last one of the same ``session`` ended with (n = 1): an engine that kept its cache computes only the rest.
+    After the ``last`` one nothing is kept.
     """
 
     request_id: str
@@ -69,6 +71,8 @@ class GenRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling
     n: int = 1
     top_logprobs: int = 0
+    session: str = ""
+    last: bool = False
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):

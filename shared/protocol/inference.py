@@ -3,7 +3,7 @@
 A gateway asks the queue `inference.<job>`; the worker that takes the request answers with ``InferenceReply`` and then
 sends ``Chunks`` to the gateway's own subject, one message per gateway and decode step, with what is new in all of the
 gateway's requests. Chunks of one choice follow each other without gaps: ``start`` says so. A worker gives a sign at
-least every ``SIGN_EVERY_S``, and names what it has in hand.
+least every ``SIGN_EVERY_S``, and names what it has in hand; so does a gateway to each worker that has requests of it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ __all__ = [
     "Cancel",
     "Chunk",
     "Chunks",
+    "Claim",
+    "Claimed",
     "ClientSampling",
     "Failure",
     "InferenceReply",
     "InferenceRequest",
+    "Present",
     "ToolCall",
+    "Whereabouts",
 ]
 
 SIGN_EVERY_S = 1.0
@@ -154,3 +158,40 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True):
 
     request: str
     gone: bool
+
+
+class Whereabouts(msgspec.Struct, frozen=True, kw_only=True):
+    """Which gateway has a request whose client repeats requests by itself, and its ``ids`` and ``episode``."""
+
+    gateway: str
+    ids: list[str]
+    episode: str
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """A client that left a request unread at one gateway repeats it at another one, ``gateway``, which asks for it.
+
+    ``key`` is what the tries of one request have in common, ``request`` the id of the earlier try.
+    """
+
+    key: str
+    request: str
+    gateway: str
+
+
+class Claimed(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether the answer is handed over (``given``), and what is known of it; ``worker`` is where its chunks come from.
+
+    It is not where it was read, or where another client waits for it.
+    """
+
+    given: bool
+    worker: str = ""
+    version: int = 0
+    prompt_ids: list[list[int]] = []
+
+
+class Present(msgspec.Struct, frozen=True, kw_only=True):
+    """A gateway is there, and so are the clients of its requests."""
+
+    gateway: str

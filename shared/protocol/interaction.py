@@ -9,6 +9,7 @@ import uuid6
 import xxhash
 
 from penstock.shared.protocol.generation import Sampling, Span
+from penstock.shared.protocol.inference import ToolCall
 
 __all__ = [
     "EPISODE_HEADER",
@@ -65,6 +66,8 @@ class Interaction(msgspec.Struct, frozen=True, kw_only=True):
     """The completion as the client saw it, for people and preference losses."""
     tool_calls_valid: bool | None = None
     """Whether the completion's tool calls could be parsed; None where there are none."""
+    calls: list[ToolCall] = []
+    """Those that could."""
     tags: dict[str, str] = msgspec.field(default_factory=dict)
     started: float
     first_token: float
@@ -74,6 +77,7 @@ class Interaction(msgspec.Struct, frozen=True, kw_only=True):
 class Feedback(msgspec.Struct, frozen=True, kw_only=True):
     """One accepted item of feedback: durable in FEEDBACK before its sender has the 202.
 
+    ``retraction`` takes back the item that ``body`` names; ``release`` and ``drop`` decide on one that is held back.
     ``metric`` is declared by the job, or `reward`, `comment`, `demonstration`. Exactly one of ``inference`` and
     ``episode`` names the target of kind `metric`; ``body`` holds what other kinds carry. ``key_id`` is who posted it.
     ``user`` is an HMAC, as in Interaction. Ids are canonical UUIDs without prefix.
@@ -81,7 +85,7 @@ class Feedback(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     job: str
-    kind: Literal["metric", "interaction", "preference", "correction", "retraction"]
+    kind: Literal["metric", "interaction", "preference", "correction", "retraction", "release", "drop"]
     key_id: str
     received: float
     user: str = ""

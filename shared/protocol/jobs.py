@@ -29,7 +29,7 @@ class Condition(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    type: Literal["WorkersReady", "WeightsSynced", "MakingProgress", "Checkpointed", "Succeeded"]
+    type: Literal["WorkersReady", "WeightsSynced", "MakingProgress", "Checkpointed", "PromotionAllowed", "Succeeded"]
     status: Literal["True", "False", "Unknown"]
     reason: str
     message: str = ""
@@ -37,13 +37,14 @@ class Condition(BaseModel):
 
 
 class Operation(BaseModel):
-    """Something asked of a job that is over when it was done: a checkpoint now, the prompt of a dead letter again."""
+    """Something asked of a job that is over when it was done: a checkpoint now, the prompt of a dead letter again, a
+    version to be served, to go back to a checkpoint, or another number of workers."""
 
     model_config = ConfigDict(frozen=True)
 
     id: str
     object: Literal["rl.operation"] = "rl.operation"
-    kind: Literal["checkpoint", "replay_dead_letter"]
+    kind: Literal["checkpoint", "replay_dead_letter", "promote", "rollback", "scale"]
     args: dict[str, Any] = Field(default_factory=dict)
     created_at: datetime
     state: Literal["pending", "succeeded", "failed"] = "pending"
@@ -68,6 +69,8 @@ class JobStatus(BaseModel):
     step: int = 0
     """Policy updates completed."""
     policy_version: int = 0
+    served_version: int | None = None
+    """The version that agents are answered with, of a job with `online.promotion`; else they get the newest."""
     total_steps: int | None = None
     reward: float | None = None
     """Mean sampled reward of the newest batch."""
@@ -101,6 +104,10 @@ class JobRecord(BaseModel):
     desired_state: DesiredState = "running"
     force: bool = False
     """Cancel without training what is sealed and without a last checkpoint."""
+    last_checkpoint: bool = True
+    """A cancelled job writes one more checkpoint, of what is trained by then."""
     operations: list[Operation] = Field(default_factory=list)
     """The newest ones, oldest first."""
+    fine_tuning: dict[str, Any] | None = None
+    """What `POST /v1/fine_tuning/jobs` was given, where the job came from there."""
     status: JobStatus = JobStatus()

@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import re
 import secrets
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -54,6 +54,11 @@ class StoredKey(KeyRecord):
     def fits(self, text: str) -> bool:
         """Whether ``text`` is this key, in constant time."""
         return hmac.compare_digest(_digest(text), self.digest)
+
+    @property
+    def expired(self) -> bool:
+        """Whether it is past its end."""
+        return self.expires_at is not None and self.expires_at <= datetime.now(UTC)
 
     def shown(self) -> KeyRecord:
         """Without the digest."""

@@ -14,6 +14,7 @@ __all__ = [
     "Ack",
     "BatchManifest",
     "Command",
+    "CommandKind",
     "EvalResult",
     "Heartbeat",
     "ReplayRequest",
@@ -87,18 +88,20 @@ class BatchManifest(msgspec.Struct, frozen=True, kw_only=True):
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What a trainer tells the coordinator; answered by an Ack once it is in the ledger. Safe to repeat.
 
-    ``hello``: a trainer holds the lease and asks where to start; the Ack's data holds the newest checkpoint, the last
-    trained batch and the digests recorded after that checkpoint.
+    ``hello``: a trainer holds the lease and asks where to start; the Ack's data holds a checkpoint, the last trained
+    batch, the digests recorded after that checkpoint, and where the lineage is to be given up.
     ``trained``: batch ``batch`` (``revision``) made ``version``.
     ``refused``: batch cannot be trained because of ``bad`` draws.
     ``checkpointed``: state after ``batch`` is durable at ``path``; ``reason`` is the one of the command that asked for
     it. The data of its Ack, as of ``hello``'s, names the checkpoints that must stay (``pinned``).
-    ``forked``: replay after a crash does not reproduce the ledger; numbering goes on above the clock from ``version``.
+    ``forked``: replay after a crash does not reproduce the ledger, or the coordinator wanted to go back; numbering goes
+    on above the clock from ``version``.
     ``halted``: batch cannot be trained as it is (a loss that is not finite); it stays sealed and the job is paused.
+    ``not_rolled_back``: the checkpoint that a user wants to go back to cannot be read.
     ``failed``: the trainer cannot go on with this job.
     """
 
-    kind: Literal["hello", "trained", "refused", "checkpointed", "forked", "halted", "failed"]
+    kind: Literal["hello", "trained", "refused", "checkpointed", "forked", "halted", "not_rolled_back", "failed"]
     epoch: int
     batch: int = 0
     revision: int = 0
@@ -110,10 +113,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
 
 
-class Command(msgspec.Struct, frozen=True, kw_only=True):
-    """What the coordinator asks of a job's trainer; ``args["reason"]`` says why a checkpoint is wanted."""
+CommandKind = Literal["checkpoint", "rollback"]
 
-    kind: Literal["checkpoint"]
+
+class Command(msgspec.Struct, frozen=True, kw_only=True):
+    """What the coordinator asks of a job's trainer; ``args["reason"]`` says why.
+
+    ``rollback``: a trainer at ``args["version"]`` starts over; the answer to its `hello` says from where.
+    """
+
+    kind: CommandKind
     epoch: int
     args: dict[str, Any] = msgspec.field(default_factory=dict)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "ANNOUNCE",
+    "ANSWERS",
     "BATCHES",
     "DEAD",
     "DECISIONS",
@@ -12,10 +13,12 @@ __all__ = [
     "EVENTS",
     "EXPERIENCE",
     "FEEDBACK",
+    "GRADE",
     "HEARTBEATS",
     "INTERACTIONS",
     "JOBS",
     "KEYS",
+    "LEADER",
     "LEASES",
     "LEDGER",
     "MANIFESTS",
@@ -24,10 +27,13 @@ __all__ = [
     "PRIVACY",
     "RAW",
     "REPLAY",
+    "SCALE",
     "SNAPSHOTS",
     "TICKETS",
+    "WEBHOOKS",
     "base_manifest",
     "batches",
+    "candidate_manifest",
     "command",
     "dead",
     "decisions",
@@ -40,17 +46,21 @@ __all__ = [
     "heartbeat",
     "inference",
     "inference_chunks",
+    "inference_claims",
+    "inference_present",
     "inference_worker",
     "interaction",
     "interactions",
     "ledger",
     "metrics",
     "raw",
+    "reading",
     "replay_progress",
     "report",
     "score",
     "snapshots",
     "tickets",
+    "tools",
     "weights",
 ]
 
@@ -75,7 +85,9 @@ MANIFESTS = "manifests"  # newest weight manifest of each job
 EPISODES = "episodes"  # sessions of agents that were opened by request
 KEYS = "keys"  # API keys: digests, scopes, expiry
 PRIVACY = "privacy"  # the key of pseudonyms; what users consented to, and what was deleted of them
+WEBHOOKS = "webhooks"  # where events are posted, and how far that is
 LEASES = "leases"  # who may write: coordinator and trainer, with epochs
+ANSWERS = "answers"  # which replica has which answer, and which episode a conversation is; entries expire
 
 HEARTBEATS = "heartbeat.>"
 ANNOUNCE = "weights.>"
@@ -161,9 +173,24 @@ def inference_chunks(gateway: str) -> str:
     return f"inference.gateway.{token(gateway)}"
 
 
+def inference_claims(gateway: str) -> str:
+    """Request/reply: what one HTTP gateway asks of another one."""
+    return f"inference.claims.{token(gateway)}"
+
+
+def reading(job: str) -> str:
+    """Request/reply to any rollout worker of a job: text to tokens, tokens to log-probs."""
+    return f"reading.{job}"
+
+
 def inference_worker(worker: str) -> str:
     """What gateways tell one rollout worker about requests that it has in hand (core NATS)."""
     return f"inference.worker.{token(worker)}"
+
+
+def inference_present(worker: str) -> str:
+    """Signs of life of the gateways that have requests at one rollout worker (core NATS)."""
+    return f"inference.present.{token(worker)}"
 
 
 def heartbeat(service: str, worker: str) -> str:
@@ -174,6 +201,11 @@ def heartbeat(service: str, worker: str) -> str:
 def base_manifest(job: str) -> str:
     """Key in MANIFESTS of the frozen weights under the adapters of a job, where workers cannot load them themselves."""
     return f"{job}.base"
+
+
+def candidate_manifest(job: str) -> str:
+    """Key in MANIFESTS of the newest version of a job with a promotion gate; the job's own key is what is served."""
+    return f"{job}.candidate"
 
 
 def weights(job: str) -> str:
@@ -196,6 +228,7 @@ def evaluation(job: str) -> str:
     return f"evaluation.{job}"
 
 
+LEADER = "coordinator.leader"  # request/reply: what only the coordinator that leads can answer
 REPLAY = "replay.request"  # request/reply to any trainer: repeat batches of a job
 
 
@@ -209,6 +242,12 @@ def score(job: str) -> str:
     return f"score.{job}"
 
 
+SCALE = "supervisor.scale"
+"""Request/reply to whoever starts the processes: have that many workers of a service."""
+
+GRADE = "grade.request"
+"""Request/reply to the reward pool: grade one answer outside of any job."""
+
 ENV_OPEN = "env.open"
 """Request/reply to the env pool: open a session of simulators; answered by whoever is free."""
 
@@ -216,6 +255,11 @@ ENV_OPEN = "env.open"
 def env(session: str) -> str:
     """Request/reply to the process that holds a session: reset and step its simulators."""
     return f"env.session.{token(session)}"
+
+
+def tools(job: str) -> str:
+    """Request/reply to the env pool: carry out one call of a tool of the job."""
+    return f"env.tools.{job}"
 
 
 def token(name: str) -> str:

@@ -20,6 +20,7 @@ from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol.codec import SCHEMA
 from penstock.shared.protocol.frame import decode_frame, encode_frame
 from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.objective import OBJECTIVES, Objective
 from penstock.shared.protocol.parts import num_parts
 
 __all__ = [
@@ -45,7 +46,7 @@ class GroupHeader(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fa
     ``lengths``, ``rewards``, ``failed`` and ``truncated`` have one entry per trajectory. ``skipped`` names why there is
     no trajectory at all (`prompt_too_long`); then the draw is dropped for that reason and its ordinal is not redrawn.
     ``error`` is the first scoring error, for people. ``greedy`` marks completions decoded at temperature 0; empty means
-    that there are none.
+    that there are none. The gate's lag bound is one of ``objective`` `policy` alone.
     """
 
     draw: Draw
@@ -65,6 +66,7 @@ class GroupHeader(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fa
     skipped: str = ""
     error: str = ""
     greedy: list[bool] = msgspec.field(default_factory=list)
+    objective: Objective = "policy"
 
     @property
     def num_messages(self) -> int:
@@ -109,6 +111,9 @@ class Group:
         experts: uint8 or uint16 [P + N, layers with experts, experts of a token], the router table of prompt and
             completions where the job replays it; None otherwise.
         spans: int32 [S, 4]: trajectory, version, start, end; tokens [start, end) came from that policy version.
+        objective: which loss trains it. A preference has two trajectories, the better one first, whose reward is the
+            strength of the preference.
+        assumed: nobody knows which policy sampled it; taken as if the newest one had. Its log-probs mean nothing.
         meta: small JSON-like facts for people: prompt text, completions, answer, worker, seconds.
     """
 
@@ -127,6 +132,8 @@ class Group:
     spans: NDArray[np.int32]
     greedy: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     experts: NDArray[Any] | None = None
+    objective: Objective = "policy"
+    assumed: bool = False
     parts: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
 
@@ -169,8 +176,7 @@ class Group:
             raise ProtocolError(f"group {self.draw}: rewards, failed, finish and greedy must have {g} entries")
         if self.experts is not None:
             self._check_experts(len(self.prompt_ids) + n)
-        if self.greedy.sum() > 1:
-            raise ProtocolError(f"group {self.draw}: at most one completion is greedy, found {self.greedy.sum()}")
+        self._check_kinds(g)
         if self.spans.ndim != 2 or self.spans.shape[1] != 4:
             raise ProtocolError(f"group {self.draw}: spans must be [S, 4]")
         ends = np.zeros(g, np.int64)
@@ -180,6 +186,13 @@ class Group:
             ends[trajectory] = end
         if (ends != np.diff(self.cu_seqlens)).any():
             raise ProtocolError(f"group {self.draw}: version spans do not cover every token")
+
+    def _check_kinds(self, g: int) -> None:
+        if self.greedy.sum() > 1:
+            raise ProtocolError(f"group {self.draw}: at most one completion is greedy, found {self.greedy.sum()}")
+        wanted = {"supervised": 1, "preference": 2}.get(self.objective, 0)
+        if g and wanted and (g != wanted or self.failed.any() or self.greedy.any()):
+            raise ProtocolError(f"group {self.draw} is {self.objective}: it needs {wanted} completions, found {g}")
 
     def _check_experts(self, num_tokens: int) -> None:
         assert self.experts is not None
@@ -211,6 +224,7 @@ class Group:
             skipped=str(self.meta.get("skipped", "")),
             error=str(self.meta.get("error", ""))[:300],
             greedy=self.greedy.tolist() if self.greedy.any() else [],
+            objective=self.objective,
         )
 
 
@@ -237,6 +251,8 @@ def encode_group(group: Group) -> tuple[bytes, GroupHeader]:
         "parts": {name: np.asarray(values, np.float32) for name, values in group.parts.items()},
         **{name: np.asarray(getattr(group, name), _DTYPES[name]) for name in _ARRAYS},
         **({} if group.experts is None else {"experts": group.experts}),
+        **({} if group.objective == "policy" else {"objective": group.objective}),
+        **({"assumed": True} if group.assumed else {}),
     }
     data = b"".join(encode_frame(tree))
     return data, group.header(digest=xxhash.xxh3_128_hexdigest(data), nbytes=len(data))
@@ -263,6 +279,8 @@ def decode_group(data: bytes | bytearray | memoryview) -> Group:
             meta=tree["meta"],
             parts=tree["parts"],
             experts=tree.get("experts"),
+            objective=tree.get("objective", "policy"),
+            assumed=tree.get("assumed", False),
             **arrays,
         )
     except (KeyError, TypeError, ValueError) as error:
@@ -285,6 +303,8 @@ def _check_tree(tree: dict[str, Any]) -> None:
             raise ProtocolError(f"group {draw}: '{name}' is not an array of {dtype} with {ndim} dimensions")
     if not all(isinstance(values, np.ndarray) and values.ndim == 1 for values in tree["parts"].values()):
         raise ProtocolError(f"group {draw}: 'parts' holds something else than arrays")
+    if tree.get("objective", "policy") not in OBJECTIVES or not isinstance(tree.get("assumed", False), bool):
+        raise ProtocolError(f"group {draw}: 'objective' or 'assumed' is not what it may be")
     if experts is not None and not isinstance(experts, np.ndarray):
         raise ProtocolError(f"group {draw}: 'experts' is not an array")
 

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Coroutine
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from penstock.shared.config.service import ServiceSettings, load_settings
 from penstock.shared.errors import ConfigError, DeadlineError, Unavailable
@@ -81,8 +81,18 @@ def run_service(factory: ServiceFactory) -> None:
         sys.stderr.write(f"{factory.name}: {error}\n")
         sys.exit(EXIT_CONFIG)
     code = _run(serve_process(factory, settings))
+    if code == EXIT_FAILED:
+        _leave_threads(code)
     gc.freeze()  # or the interpreter goes through every object of torch once more: a second of CPU at each exit
     sys.exit(code)
+
+
+def _leave_threads(code: int) -> NoReturn:
+    """End at once: a thread that waits for a rank that is gone, or is deep in a long step, may never end."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _run(main: Coroutine[Any, Any, int]) -> int:

@@ -17,6 +17,7 @@ from penstock.shared.transport.read import last
 __all__ = ["Entry", "KeyValue", "Watch"]
 
 OPERATION = "KV-Operation"
+TIME_TO_LIVE = "Nats-TTL"
 KEY = re.compile(r"[-/_=a-zA-Z0-9]+(\.[-/_=a-zA-Z0-9]+)*\Z")
 
 
@@ -45,27 +46,33 @@ class KeyValue:
         entry = await self._last(key, deadline_s)
         return entry if entry is not None and entry.value is not None else None
 
-    async def create(self, key: str, value: bytes, *, deadline_s: float = 5.0) -> int:
+    async def create(self, key: str, value: bytes, *, keep_s: float | None = None, deadline_s: float = 5.0) -> int:
         """Store a value where there is none (or a deleted one); returns its revision.
+
+        Args:
+            keep_s: the entry vanishes after this time; only in buckets whose entries expire.
 
         Raises:
             Conflict: the key has a value.
         """
+        headers = _kept(keep_s)
         try:
-            return await self._put(key, value, 0, deadline_s)
+            return await self._put(key, value, 0, deadline_s, headers)
         except Conflict:
             entry = await self._last(key, deadline_s)
             if entry is None or entry.value is not None:
                 raise
-            return await self._put(key, value, entry.revision, deadline_s)
+            return await self._put(key, value, entry.revision, deadline_s, headers)
 
-    async def update(self, key: str, value: bytes, revision: int, *, deadline_s: float = 5.0) -> int:
-        """Replace the value of ``revision``; returns the new revision.
+    async def update(
+        self, key: str, value: bytes, revision: int, *, keep_s: float | None = None, deadline_s: float = 5.0
+    ) -> int:
+        """Replace the value of ``revision``; returns the new revision. ``keep_s`` as in ``create``.
 
         Raises:
             Conflict: the key is at another revision.
         """
-        return await self._put(key, value, revision, deadline_s)
+        return await self._put(key, value, revision, deadline_s, _kept(keep_s))
 
     async def put(self, key: str, value: bytes, *, deadline_s: float = 5.0) -> int:
         """Store a value whatever is there; returns its revision."""
@@ -153,6 +160,10 @@ class KeyValue:
         if not KEY.match(key):
             raise ProtocolError(f"'{key}' is not a key: use letters, digits, '-', '_', '/', '=' and single dots")
         return key
+
+
+def _kept(keep_s: float | None) -> dict[str, str] | None:
+    return None if keep_s is None else {TIME_TO_LIVE: f"{max(1, round(keep_s))}s"}
 
 
 class Watch:

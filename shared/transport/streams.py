@@ -29,8 +29,15 @@ STREAMS = (
 WORK_QUEUES = frozenset({subjects.TICKETS, subjects.RAW})
 BUCKETS = (
     subjects.JOBS, subjects.KEYS, subjects.PRIVACY, subjects.EPISODES, subjects.POLICY, subjects.MANIFESTS,
-    subjects.LEASES,
+    subjects.LEASES, subjects.ANSWERS, subjects.WEBHOOKS,
 )  # fmt: skip
+SHORT_LIVED_S = {subjects.ANSWERS: 1800}
+"""Buckets that are no more than a memory of what was a moment ago: entries expire, and old ones make room."""
+EXPIRING = frozenset({subjects.EPISODES})
+"""Buckets whose entries say how long they are kept, and no longer than this."""
+EXPIRING_S = 38 * 86400
+"""Longer than any entry says; the only bound where the server knows no time to live of a message."""
+EXPIRING_SINCE = (2, 11, 0)
 BUCKET_BYTES = 64 << 20
 SNAPSHOT_BYTES = 256 << 20
 """Two snapshots of each job that runs, a few hundred bytes for each batch that is still in the log."""
@@ -69,6 +76,8 @@ async def ensure(
         configs.append(
             _base(f"KV_{bucket}", [f"$KV.{bucket}.>"], min(BUCKET_BYTES, stream_bytes), replicas)
             | {"retention": "limits", "max_msgs_per_subject": 1, "allow_rollup_hdrs": True, "deny_delete": True}
+            | _short_lived(bucket)
+            | _expiring(bucket, connection.server_version)
         )
     made = (_ensure_one(connection, config, update, deadline_s) for config in configs)
     for result in await asyncio.gather(*made, return_exceptions=True):
@@ -87,6 +96,19 @@ def _base(name: str, stream_subjects: list[str], max_bytes: int, replicas: int) 
         "allow_direct": True,
         "duplicate_window": DUPLICATES_S * 1_000_000_000,
     }
+
+
+def _short_lived(bucket: str) -> dict[str, Any]:
+    if bucket not in SHORT_LIVED_S:
+        return {}
+    return {"discard": "old", "max_age": SHORT_LIVED_S[bucket] * 1_000_000_000}
+
+
+def _expiring(bucket: str, server: tuple[int, ...]) -> dict[str, Any]:
+    if bucket not in EXPIRING:
+        return {}
+    age = {"max_age": EXPIRING_S * 1_000_000_000}
+    return age | {"allow_msg_ttl": True} if server >= EXPIRING_SINCE else age
 
 
 async def _ensure_one(connection: Connection, config: dict[str, Any], update: bool, deadline_s: float) -> None:

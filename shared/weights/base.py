@@ -38,8 +38,10 @@ class Staged(Protocol):
 class WeightPublisher(Protocol):
     """Hands out policy versions of one job."""
 
-    def publish(self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int) -> WeightManifest:
-        """Copy ``tensors`` out and describe where they are.
+    def publish(
+        self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int, keep: WeightManifest | None = None
+    ) -> WeightManifest:
+        """Copy ``tensors`` out and describe where they are. What ``keep`` describes stays reachable.
 
         Raises:
             WeightsError: they do not fit the layout, or the bytes cannot be stored.

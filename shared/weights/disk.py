@@ -34,7 +34,9 @@ class DiskPublisher:
         self._directory = weights_directory(settings, job)
         self._pool = BufferPool()
 
-    def publish(self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int) -> WeightManifest:
+    def publish(
+        self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int, keep: WeightManifest | None = None
+    ) -> WeightManifest:
         """Write, fsync, rename.
 
         Raises:
@@ -43,12 +45,12 @@ class DiskPublisher:
         buffer = self._pool.take(self._layout.nbytes)
         try:
             digest = fill(buffer, self._layout, tensors)
-            path = self._directory / f"{epoch:08d}-{version:08d}.safetensors"
+            path = self._directory / _name(version, epoch)
             try:
                 _write(
                     path, view(buffer, self._layout), {"job": self._job, "version": str(version), "epoch": str(epoch)}
                 )
-                self._forget_old()
+                self._forget_old(keep)
             except (OSError, SafetensorError) as error:
                 raise WeightsError(f"cannot write version {version} to {self._directory}: {error}") from None
         finally:
@@ -68,9 +70,11 @@ class DiskPublisher:
         """Free the buffer; the files stay."""
         self._pool.clear()
 
-    def _forget_old(self) -> None:
+    def _forget_old(self, keep: WeightManifest | None) -> None:
+        kept = "" if keep is None else _name(keep.version, keep.epoch)
         for path in sorted(self._directory.glob("*.safetensors"))[: -self._keep]:
-            path.unlink(missing_ok=True)
+            if path.name != kept:
+                path.unlink(missing_ok=True)
 
 
 class DiskReceiver:
@@ -106,6 +110,10 @@ class DiskReceiver:
     def close(self) -> None:
         """Free the spare buffer."""
         self._pool.clear()
+
+
+def _name(version: int, epoch: int) -> str:
+    return f"{epoch:08d}-{version:08d}.safetensors"
 
 
 def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

@@ -28,15 +28,17 @@ class Publisher:
     def __init__(self, publishers: Sequence[WeightPublisher]) -> None:
         self._publishers = publishers
 
-    def publish(self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int) -> WeightManifest:
+    def publish(
+        self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int, keep: WeightManifest | None = None
+    ) -> WeightManifest:
         """See ``WeightPublisher``. If one transport fails, nothing is announced.
 
         A single transport takes tensors one at a time, each valid until the next: see sharded models.
         """
         if len(self._publishers) == 1:
-            return self._publishers[0].publish(tensors, version=version, epoch=epoch)
+            return self._publishers[0].publish(tensors, version=version, epoch=epoch, keep=keep)
         named = [(name, tensor.detach().clone()) for name, tensor in tensors]
-        manifests = [each.publish(named, version=version, epoch=epoch) for each in self._publishers]
+        manifests = [each.publish(named, version=version, epoch=epoch, keep=keep) for each in self._publishers]
         if len({manifest.digest for manifest in manifests}) != 1:
             raise WeightsError(f"the tensors of version {version} changed while they were published")
         return msgspec.structs.replace(manifests[0], refs=tuple(ref for each in manifests for ref in each.refs))

@@ -46,8 +46,10 @@ class ShmPublisher:
         self._pool = SlotPool(settings.shm_dir, job, layout.nbytes, count=slots, max_count=max_slots)
         self._server = BlobServer(settings.bulk_host, self._serve) if settings.bulk_host else None
 
-    def publish(self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int) -> WeightManifest:
-        """Fill a free slot. The slot of the version before stays as it is.
+    def publish(
+        self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int, keep: WeightManifest | None = None
+    ) -> WeightManifest:
+        """Fill a free slot. The slots of the version before and of ``keep`` stay as they are.
 
         Raises:
             WeightsError: the tensors do not fit the layout; nothing is announced.
@@ -55,7 +57,7 @@ class ShmPublisher:
             Fenced: a publisher with a higher epoch has written here.
         """
         layout = self._layout
-        slot = self._pool.acquire(epoch=epoch, timeout_s=self._timeout_s)
+        slot = self._pool.acquire(epoch=epoch, timeout_s=self._timeout_s, keep=keep)
         try:
             sequence = read_slot(slot).sequence | 1  # a crashed writer left it odd already
             header = SlotHeader(sequence, version, epoch, layout.nbytes, layout.id)

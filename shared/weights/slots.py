@@ -11,6 +11,7 @@ from pathlib import Path
 
 from penstock.shared.errors import DeadlineError, Fenced, NotFound, WeightsError
 from penstock.shared.protocol.subjects import token
+from penstock.shared.protocol.weights import WeightManifest
 from penstock.shared.transport.bulk_segment import DATA_OFFSET, LockedFile, Segment
 from penstock.shared.weights.slot_header import SlotHeader, read_slot, write_slot
 
@@ -47,8 +48,8 @@ class SlotPool:
         while len(self._slots) < count:
             self._slots.append(self._create())
 
-    def acquire(self, *, epoch: int, timeout_s: float) -> Segment:
-        """A slot with its exclusive lock that neither holds the newest version nor has a reader.
+    def acquire(self, *, epoch: int, timeout_s: float, keep: WeightManifest | None = None) -> Segment:
+        """A slot with its exclusive lock that neither holds the newest version, or ``keep``, nor has a reader.
 
         Raises:
             DeadlineError: receivers hold all of ``max_count`` slots for longer than ``timeout_s``.
@@ -59,7 +60,7 @@ class SlotPool:
             self._slots = [slot for slot in self._slots if slot.is_current()]  # not what a cleanup removed
             newest = self._newest(epoch)
             for slot in self._slots:
-                if slot is not newest and slot.try_exclusive():
+                if slot is not newest and not _holds(slot, keep) and slot.try_exclusive():
                     return slot
             if len(self._slots) < self._max_count:
                 slot = self._create()
@@ -123,6 +124,10 @@ class SlotPool:
     def _holders(self) -> str:
         pids = sorted({pid for slot in self._slots for pid in slot.holders()})
         return ", ".join(f"process {pid}{_state(pid)}" for pid in pids) or "processes outside of this pid namespace"
+
+
+def _holds(slot: Segment, manifest: WeightManifest | None) -> bool:
+    return manifest is not None and not read_slot(slot).mismatch(manifest)
 
 
 def _state(pid: int) -> str:

@@ -1,4 +1,7 @@
-"""The whole system as processes of its own, looked at from outside: HTTP, the streams, signals."""
+"""The whole system as processes of its own, looked at from outside: HTTP, the streams, signals.
+
+The processes of the services come from the nursery. ``test_local_stack.py`` and the containers start them as users do.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,6 @@ import importlib.util
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -26,6 +27,7 @@ from typer.testing import CliRunner, Result
 from penstock.cli import app
 from penstock.client import Client
 from penstock.local import Stack, StackOptions, read_state
+from penstock.local.launch import Launch, Process
 from penstock.local.ports import free_ports
 from penstock.shared.config.base import with_overrides
 from penstock.shared.errors import Unavailable
@@ -75,8 +77,10 @@ JOB: dict[str, Any] = {
 class Deployment:
     """A running stack. It lives on an event loop in a thread, so tests are plain functions."""
 
-    def __init__(self, directory: Path, *, trainer_ranks: int = 1, workers: Mapping[str, int] | None = None) -> None:
-        self.directory = directory
+    def __init__(
+        self, directory: Path, launch: Launch, *, trainer_ranks: int = 1, workers: Mapping[str, int] | None = None
+    ) -> None:
+        self.directory, self.launch = directory, launch
         (directory / "shm").mkdir(parents=True)
         self.shm = directory / "shm"
         self._loop = asyncio.new_event_loop()
@@ -91,11 +95,13 @@ class Deployment:
             "PENSTOCK_EXPERIENCE_BYTES": str(EXPERIENCE_BYTES),
             "PENSTOCK_SHM_DIR": str(self.shm),
             "PENSTOCK_RANK_SILENCE_S": str(RANK_SILENCE_S),
+            "PENSTOCK_BASE_MODELS": str(USER_CODE / "base_models"),
+            "PENSTOCK_WEBHOOK_PRIVATE": "true",
             "PYTHONPATH": str(USER_CODE),
         }
         options = StackOptions(
             data_dir=directory / "data", environment=self.environment, trainer_ranks=trainer_ranks, drain_s=5,
-            workers=dict(workers or {"rollout": 1}),
+            workers=dict(workers or {"rollout": 1}), launch=launch,
         )  # fmt: skip
         self.stack = Stack(options, self.told.append)
 
@@ -148,18 +154,18 @@ class Deployment:
                 os.kill(pid, signal.SIGCONT)
 
     @contextmanager
-    def attached(self, module: str, worker: str) -> Iterator[subprocess.Popen[bytes]]:
+    def attached(self, module: str, worker: str) -> Iterator[Process]:
         """One more worker, started by hand and ready; killed at the end of the block."""
         port = free_ports(1)[0]
         env = {**os.environ, **self.environment_of(worker), "PENSTOCK_HEALTH_PORT": str(port)}
         with (self.directory / "data" / "logs" / f"{worker}.log").open("wb") as log:
-            command = [sys.executable, "-m", module]
-            with subprocess.Popen(command, env=env, stdout=log, stderr=log) as process:
-                try:
-                    self.until(lambda: is_ready(port), f"{worker} is ready", 60, lambda: self.log(worker)[-2000:])
-                    yield process
-                finally:
-                    process.kill()
+            process = self.launch(module, env, log)
+        try:
+            self.until(lambda: is_ready(port), f"{worker} is ready", 60, lambda: self.log(worker)[-2000:])
+            yield process
+        finally:
+            process.kill()
+            process.wait()
 
     def environment_of(self, worker: str) -> dict[str, str]:
         """Variables of one more worker of this stack."""
@@ -293,23 +299,24 @@ def store() -> tempfile.TemporaryDirectory[str]:
 
 
 @pytest.fixture(scope="session")
-def stack() -> Iterator[Deployment]:
+def stack(nursery: Any) -> Iterator[Deployment]:
     """One stack for all tests: what they kill is started again."""
-    with store() as path, Deployment(Path(path)) as deployment:
+    with store() as path, Deployment(Path(path), nursery.launch) as deployment:
         yield deployment
 
 
 @pytest.fixture
-def stack_of_ranks() -> Iterator[Deployment]:
+def stack_of_ranks(nursery: Any) -> Iterator[Deployment]:
     """A stack whose trainer is two ranks."""
-    with store() as path, Deployment(Path(path), trainer_ranks=2) as deployment:
+    with store() as path, Deployment(Path(path), nursery.launch, trainer_ranks=2) as deployment:
         yield deployment
 
 
 @pytest.fixture(scope="module")
-def stack_without_trainer() -> Iterator[Deployment]:
+def stack_without_trainer(nursery: Any) -> Iterator[Deployment]:
     """A stack whose trainers the tests start, and no simulators."""
-    with store() as path, Deployment(Path(path), workers={"rollout": 1, "trainer": 0, "env": 0}) as deployment:
+    workers = {"rollout": 1, "trainer": 0, "env": 0}
+    with store() as path, Deployment(Path(path), nursery.launch, workers=workers) as deployment:
         yield deployment
 
 

@@ -46,7 +46,9 @@ def test_a_greedy_completion_is_the_baseline_and_is_never_trained(stack: Any) ->
     assert stack.finish(job).status.phase == "succeeded"
     stack.check_books(job)
     groups = stack.groups(job).values()
+    assert groups
     assert all(group.greedy.tolist() == [False, False, True] for group in groups)
+    assert all(group.baseline == group.rewards[2] for group in groups)
     series = stack.client.metrics(job, names="sequences/count,groups/count,advantage/max")["series"]
     assert series["sequences/count"] == [16] * 4
     assert series["groups/count"] == [8] * 4

@@ -97,16 +97,3 @@ def test_an_evaluation_whose_model_does_not_load_says_so(stack: Any, make_job: A
     status = stack.finish(job).status
     assert status.phase == "failed"
     assert str(tmp_path) in status.message
-
-
-def test_a_greedy_baseline_travels_with_its_group(stack: Any) -> None:
-    job = stack.submit(
-        algorithm={"type": "remax", "group_size": 2},
-        train={"batch_size": 8, "max_updates": 3, "max_lag": 1, "draw_timeout_s": 30},
-    )
-    assert stack.finish(job).status.phase == "succeeded"
-    stack.check_books(job)
-    groups = list(stack.groups(job).values())
-    assert groups
-    assert all(group.greedy.tolist() == [False, False, True] for group in groups)
-    assert all(group.baseline == group.rewards[2] for group in groups)

@@ -129,3 +129,14 @@ def test_an_evaluation_is_of_its_version(stack: Any, user_code: Any) -> None:
             expected[batch.number] = greedy_score(learner.model, config, user_code.fingerprint)
     assert measured == pytest.approx(expected, abs=1e-6)
     assert len({round(value, 6) for value in measured.values()}) > 1, "versions write different things"
+
+
+def test_a_cancel_without_a_checkpoint_drains_only(stack: Any) -> None:
+    job = stack.submit("train.max_updates=100000", "checkpoint.every=100000", "limits.byte_budget=16777216")
+    stack.reach(job, 2)
+    stack.client.cancel(job, checkpoint=False)
+    record = stack.finish(job)
+    assert (record.status.phase, record.last_checkpoint) == ("cancelled", False)
+    assert [row["number"] for row in stack.client.checkpoints(job)] == [0]
+    assert record.status.step >= 2
+    stack.check_books(job)

@@ -36,7 +36,8 @@ def trainer(stack: Any, size: int, **of_the_last: str) -> Iterator[ServiceRanks]
     workers = [f"trainer-of-{size}", *(f"trainer-of-{size}-rank{rank}" for rank in range(1, size))]
     environments = [stack.environment_of(worker) for worker in workers]
     environments[-1] |= of_the_last
-    ranks = ServiceRanks("trainer", workers, environments=environments, log_dir=stack.directory / "data" / "logs")
+    log_dir = stack.directory / "data" / "logs"
+    ranks = ServiceRanks("trainer", workers, environments=environments, log_dir=log_dir, launch=stack.launch)
     ranks.start()
     try:
         yield ranks

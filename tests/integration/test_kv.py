@@ -125,3 +125,16 @@ async def test_values_survive_a_crash(bus: Bus, nats_server: NatsServer) -> None
     assert entry is not None
     assert entry.revision == revision
     await kv.update("x", b"2", revision)
+
+
+async def test_an_entry_vanishes_when_its_time_is_over(bus: Bus) -> None:
+    kv = bus.kv(subjects.EPISODES)
+    first = await kv.create("job.short", b"0", keep_s=60.0)
+    await kv.update("job.short", b"1", first, keep_s=0.1)
+    await kv.create("job.long", b"2", keep_s=60.0)
+    assert await kv.keys("job") == ["job.long", "job.short"]
+    async with asyncio.timeout(30):
+        while await kv.get("job.short") is not None:
+            await asyncio.sleep(0.05)
+    assert await kv.keys("job") == ["job.long"]
+    await kv.create("job.short", b"3", keep_s=60.0)

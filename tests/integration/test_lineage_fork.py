@@ -20,7 +20,7 @@ from penstock.shared.config.service import ServiceSettings
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.events import BatchSealed, LineageForked, decode_events
-from penstock.shared.protocol.jobs import JobRecord
+from penstock.shared.protocol.jobs import JobRecord, Operation
 from penstock.shared.protocol.messages import Ticket
 from penstock.shared.protocol.trajectory import Group, encode_group, group_headers
 from penstock.shared.transport.bus import Bus, Delivery
@@ -116,3 +116,34 @@ async def test_trainers_after_a_fork_go_on(bus: Bus, tmp_path: Path) -> None:
     assert [event.from_batch for event in events if isinstance(event, LineageForked)] == [2]
     sealed = [(event.number, event.start_version) for event in events if isinstance(event, BatchSealed)]
     assert sealed == [(1, 0), (2, 1), (3, 2), (3, 3), (4, 4), (5, 5), (6, 6), (7, 7)]
+
+
+async def test_a_job_goes_back_to_a_checkpoint_by_request_and_ends_as_it_should(bus: Bus, tmp_path: Path) -> None:
+    record = JobRecord(id=JOB, name=JOB, created_at=datetime.now(UTC), spec=SPEC)
+    await bus.kv(subjects.JOBS).put(JOB, record.model_dump_json().encode())
+    store = JobStore(bus)
+    runner = JobRunner(bus, store, Members(), record, epoch=1, data_dir=tmp_path)
+    settings = ServiceSettings(data_dir=tmp_path, shm_dir=tmp_path, worker_id="trainer-0", lease_s=0.5)
+    allowed = 4
+
+    async def ask(checkpoint: int) -> None:
+        asked = {"id": f"op_{checkpoint}", "kind": "rollback", "args": {"checkpoint": checkpoint}}
+        operation = Operation.model_validate({**asked, "created_at": datetime.now(UTC)})
+        runner.want(await store.begin_operation(JOB, operation))
+
+    async with running(runner.lead()) as leading, running(generate(bus, lambda: allowed)) as rollout:
+        await until(lambda: runner.ready, leading, rollout)
+        state = runner.run.state
+        async with running(TrainerSession(bus, settings, JOB, JobConfig.parse(SPEC)).run()) as training:
+            await until(lambda: state.last_trained == 2, leading, rollout, training)
+            await ask(0)
+            await until(lambda: state.fork_request == "op_0", leading, rollout, training)
+            await ask(7)
+            allowed = 1000
+            await until(lambda: bool(state.finished), rollout)
+    assert (state.finished, state.updates, state.rolled_back) == ("succeeded", UPDATES, ((1, 2),))
+    assert state.dropped["rolled_back"] >= 4
+    done = {one.id: (one.state, one.message) for one in (await store.get(JOB)).operations}
+    assert done["op_0"] == ("succeeded", "")
+    assert done["op_7"][0] == "failed"
+    assert "there is no checkpoint 7" in done["op_7"][1]

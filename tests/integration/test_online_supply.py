@@ -24,7 +24,7 @@ from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.errors import Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.events import BatchSealed, decode_events
+from penstock.shared.protocol.events import Admitted, BatchSealed, Quarantined, decode_events
 from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.interaction import (
     Erasure,
@@ -50,9 +50,11 @@ CONFIG = OnlineJob.parse(
 
 
 @asynccontextmanager
-async def leader(bus: Bus, record: JobRecord, epoch: int, data_dir: Path) -> AsyncIterator[JobRunner]:
+async def leader(
+    bus: Bus, record: JobRecord, epoch: int, data_dir: Path, config: OnlineJob = CONFIG
+) -> AsyncIterator[JobRunner]:
     """Leads until it is killed at the end of the block."""
-    supply = LiveSupply(bus, record.id, CONFIG, epoch=epoch)
+    supply = LiveSupply(bus, record.id, config, epoch=epoch)
     runner = JobRunner(bus, JobStore(bus), Members(), record, epoch=epoch, data_dir=data_dir, supply=supply)
     task = asyncio.create_task(runner.lead())
     try:
@@ -184,6 +186,41 @@ async def test_feedback_becomes_batches_across_the_crash_of_a_leader(
     group = decode_group(messages[sealed.groups[0].seq].data)
     assert group.token_ids.tolist() == [6, 7, 2]
     assert np.allclose(group.logprobs, [-0.1, -0.2, -0.3])
+
+
+async def test_an_outlier_is_held_across_the_crash_of_a_leader_until_it_is_released(bus: Bus, tmp_path: Path) -> None:
+    quarantine = {"quarantine": {"min_items": 10, "window": 50}}
+    config = CONFIG.model_copy(update={"online": CONFIG.online.model_validate({"max_wait_s": 3600, **quarantine})})
+    record = await JobStore(bus).create(config)
+    job, odd, reward = record.id, new_marked_id(record.id), 0.01
+    async with leader(bus, record, 1, tmp_path, config):
+        await report(bus, job, kind="checkpointed", batch=0, version=0, digest="w0", path="ckpt-0")
+        for _ in range(12):
+            reward = -reward
+            await say(bus, job, (new_marked_id(job), new_marked_id(job), reward))
+        about, first, second = [await serve(bus, job) for _ in range(3)]
+        await say(bus, job, (odd, about, 1.0))
+        assert (await until_fates(bus, job, **{odd: "quarantined"}))[odd].reason.startswith("outlier: 1 is ")
+        await say(bus, job, (new_marked_id(job), first, 0.02), (new_marked_id(job), second, -0.02))
+        await until_sealed(bus, job, 1)
+
+    async with leader(bus, record, 2, tmp_path, config) as runner:
+        async with asyncio.timeout(DEADLINE_S):
+            while not runner.ready:
+                await asyncio.sleep(0.02)
+        assert runner.supply is not None
+        assert runner.supply.measures()["online/quarantined"] == 1
+        release = Feedback(
+            id=new_marked_id(job), job=job, kind="release", key_id="k", received=time.time(), body={"feedback": odd}
+        )
+        await bus.publish(subjects.feedback(job), pack(FeedbackBatch(items=[release]), job=job))
+        await until_fates(bus, job, **{odd: "admitted"})
+    events = [event for entry in await ledger(bus, job) for event in entry]
+    held = next(event for event in events if isinstance(event, Quarantined))
+    assert list(held.items) == [odd]
+    admitted = [event for event in events if isinstance(event, Admitted)]
+    assert events.index(held) < events.index(admitted[0])
+    assert admitted[0].low_feedback <= held.items[odd], "another leader reads it again"
 
 
 async def test_decided_feedback_gives_room_without_a_checkpoint(

@@ -15,11 +15,11 @@ from typing import Any, get_args
 
 import pytest
 
-from penstock.services.reward.sandbox.landlock import landlock_version
-from penstock.services.reward.sandbox.plan import Job, Mechanism
-from penstock.services.reward.sandbox.sandbox import Outcome, Sandbox
 from penstock.shared.config.scorers import CodeScorer
-from penstock.shared.errors import ScoringError
+from penstock.shared.errors import SandboxError
+from penstock.shared.sandbox.landlock import landlock_version
+from penstock.shared.sandbox.plan import Job, Mechanism
+from penstock.shared.sandbox.sandbox import Outcome, Sandbox
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="containment is made of Linux features")
 
@@ -35,7 +35,7 @@ def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
     """One that holds; a machine that has only one of the mechanisms tests that one."""
     try:
         opened = Sandbox(settings(), [request.param])
-    except ScoringError as error:
+    except SandboxError as error:
         pytest.skip(str(error))
     yield opened
     opened.close()
@@ -46,7 +46,7 @@ def family() -> Iterator[Sandbox]:
     """One whose programs may start processes."""
     try:
         opened = Sandbox(settings(max_processes=16), ["namespaces"])
-    except ScoringError as error:
+    except SandboxError as error:
         pytest.skip(str(error))
     yield opened
     opened.close()
@@ -408,15 +408,15 @@ def test_killed_warden_fails_one_run_only(sandbox: Sandbox) -> None:
     assert sandbox._process is not None
     below = children(sandbox._process.pid) if sandbox.mechanism == "namespaces" else []
     os.kill(below[0] if below else sandbox._process.pid, signal.SIGKILL)
-    with pytest.raises(ScoringError, match="the sandbox failed"):
+    with pytest.raises(SandboxError, match="the sandbox failed"):
         sandbox.run(Job("print(1)", [], ""), "", 5.0)
     assert script(sandbox, "print(1)").stdout == b"1\n"
 
 
 OWNER = """
 import sys
-from penstock.services.reward.sandbox.plan import Job
-from penstock.services.reward.sandbox.sandbox import Sandbox
+from penstock.shared.sandbox.plan import Job
+from penstock.shared.sandbox.sandbox import Sandbox
 from penstock.shared.config.scorers import CodeScorer
 sandbox = Sandbox(CodeScorer(), [sys.argv[1]])
 print(sandbox._process.pid, flush=True)
@@ -448,10 +448,10 @@ def alive(pid: int) -> bool:
 
 REFUSING = """
 import json, os, sys
-from penstock.services.reward.sandbox import kernel, seccomp
-from penstock.services.reward.sandbox.sandbox import Sandbox
+from penstock.shared.sandbox import kernel, seccomp
+from penstock.shared.sandbox.sandbox import Sandbox
 from penstock.shared.config.scorers import CodeScorer
-from penstock.shared.errors import ScoringError
+from penstock.shared.errors import SandboxError
 
 def refuse(numbers):
     code = [seccomp._op(seccomp._LOAD, seccomp._NUMBER_AT)]
@@ -465,7 +465,7 @@ for numbers, max_processes in json.loads(sys.argv[1]):
         refuse(numbers)
         try:
             print(Sandbox(CodeScorer(max_processes=max_processes)).mechanism, flush=True)
-        except ScoringError as error:
+        except SandboxError as error:
             print(error, flush=True)
         os._exit(0)
     os.wait()

@@ -23,7 +23,7 @@ from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.server import NatsServer
 
 PROGRAM = """
-import asyncio, sys
+import asyncio, sys, threading, time
 from penstock.shared.runtime.service import run_service
 
 MODE = sys.argv[1]
@@ -39,6 +39,7 @@ class Toy:
         if MODE == "ends":
             return
         if MODE == "breaks":
+            threading.Thread(target=time.sleep, args=(600,)).start()  # must not hold up the end
             raise RuntimeError("a bug")
         await asyncio.Event().wait()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from random import Random
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from penstock.shared.algorithms.advantages import (
     reinforce_pp_baseline_advantages,
     rloo_advantages,
 )
-from penstock.shared.algorithms.baseline import new_tracker, track
+from penstock.shared.algorithms.baseline import track, value_of
 from penstock.shared.algorithms.credit import at_last_token, turn_returns, turns, turns_to_tokens
 from penstock.shared.algorithms.gae import gae
 from penstock.shared.algorithms.gspo import gspo_loss
@@ -179,16 +180,21 @@ def test_moments_of_ranks_add_up_to_those_of_the_batch(seed: int, ranks: int, of
     torch.testing.assert_close(whiten(values, mask, summed), whiten(values, mask, whole), rtol=1e-6, atol=1e-6)
 
 
-@given(seeds)
-def test_a_tracked_baseline_does_not_depend_on_order_or_ranks(seed: int) -> None:
-    rewards, keys, valid, _, generator = batch(seed)
-    order = torch.randperm(len(rewards), generator=generator)
-    tracker = new_tracker(5, value=0.25, weight=3.0)
-    baselines, after = track(tracker, rewards, keys, valid, keep=0.9)
-    shuffled, same = track(tracker, rewards[order], keys[order], valid[order], keep=0.9)
-    assert torch.equal(shuffled, baselines[order])
-    torch.testing.assert_close(same.values, after.values)
-    torch.testing.assert_close(same.weight_K, after.weight_K)
+@given(
+    st.lists(st.tuples(st.sampled_from(["", "a", "b"]), st.floats(-1, 1)), min_size=1, max_size=12),
+    st.randoms(use_true_random=False),
+)
+def test_a_tracked_baseline_does_not_depend_on_order_and_stays_within_what_was_seen(
+    rewards: list[tuple[str, float]], random: Random
+) -> None:
+    before = {"": (0.5, 4.0), "a": (-1.0, 1.0)}
+    after = track(before, rewards, keep=0.9)
+    shuffled = list(rewards)
+    random.shuffle(shuffled)
+    assert track(before, shuffled, keep=0.9) == after
+    assert after.keys() == {"", *(bucket for bucket, _ in rewards)}, "others keep what they had"
+    for bucket in ("", "a", "b"):
+        assert -1 <= value_of(before | after, bucket, value=0.0, weight=2.0) <= 1
 
 
 @given(seeds)

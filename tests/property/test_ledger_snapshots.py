@@ -22,6 +22,9 @@ from penstock.shared.protocol.events import (
     JobStarted,
     LineageForked,
     PhaseChanged,
+    Promoted,
+    PromotionRefused,
+    Quarantined,
     Redrawn,
     SealedGroup,
     SettingsChanged,
@@ -45,7 +48,7 @@ def _history(draw: st.DrawFn) -> list[Event]:
     return events
 
 
-def _next_event(draw: st.DrawFn, state: LedgerState) -> Event:  # noqa: C901, PLR0911  one case for each kind
+def _next_event(draw: st.DrawFn, state: LedgerState) -> Event:  # noqa: C901, PLR0911, PLR0912  one case for each kind
     """One that the state allows."""
     epoch = state.epoch + draw(st.sampled_from([0, 0, 0, 1]))
     base = {"writer_epoch": epoch, "time": 5.0}
@@ -58,7 +61,16 @@ def _next_event(draw: st.DrawFn, state: LedgerState) -> Event:  # noqa: C901, PL
     kinds += ["refused"] if state.sealed else []
     kinds += ["checkpointed"] if state.last_trained or state.checkpoint is None else []
     kinds += ["forked"] if state.batches else []
+    kinds += ["promoted", "promotion_refused", "quarantined"]
     match draw(st.sampled_from(kinds)):
+        case "promoted":
+            return Promoted(**base, version=state.version, number=state.last_trained, digest="w", reason="passed")
+        case "promotion_refused":
+            return PromotionRefused(
+                **base, version=state.version, number=state.last_trained, reason="x", figures={"mismatch/kl": 0.5}
+            )
+        case "quarantined":
+            return Quarantined(**base, items={draw(st.text(max_size=3)): draw(st.integers(1, 9))})
         case "started":
             return JobStarted(**base, config_digest=draw(st.text(max_size=3)))
         case "settings":

@@ -82,7 +82,7 @@ class OnlineMachine(RuleBasedStateMachine):
         state = fold((event for entry in self.world.entries for event in entry), LedgerState())
         self.matching = Matching(self.config)
         self.source = LiveSource(self.config, self.matching)
-        self.run = JobRun(self.config, state, num_ordinals=None, writer_epoch=self.epoch, source=self.source)
+        self.run = self.core(state)
         for seq, header in sorted(self.world.stored.items()):
             self.run.on_group(seq, header)
         self.matching.recall(state)
@@ -90,6 +90,13 @@ class OnlineMachine(RuleBasedStateMachine):
         self.cursor = list(state.read_from)
         self.decide()
         self.publish([draw for draw in state.in_flight if draw not in self.run.candidates])
+
+    def core(self, state: LedgerState) -> JobRun:
+        return JobRun(self.config, state, num_ordinals=None, writer_epoch=self.epoch, source=self.source)
+
+    def measured(self) -> dict[str, float]:
+        """Metrics of the next update."""
+        return {}
 
     def decide(self) -> None:
         self.append(self.run.decide(self.now))
@@ -235,8 +242,9 @@ class OnlineMachine(RuleBasedStateMachine):
         version = batch.start_version + 1
         self.world.engine_version = max(self.world.engine_version, version)
         report = Report(
-            kind="trained", epoch=1, batch=batch.number, revision=batch.revision, version=version, digest=f"w{version}"
-        )
+            kind="trained", epoch=1, batch=batch.number, revision=batch.revision, version=version, digest=f"w{version}",
+            metrics=self.measured(),
+        )  # fmt: skip
         if crash == "before":  # engines know the version before the ledger does
             self.crash()
         if crash == "after":
@@ -290,10 +298,10 @@ class OnlineMachine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_has_more_than_their_share(self) -> None:
-        owner = {one.ordinal: one.key_id for one in self.admissions()}
+        judges = {one.ordinal: one.judges for one in self.admissions()}
         for event in (event for entry in self.world.entries for event in entry):
             if isinstance(event, BatchSealed):
-                keys = Counter(owner[group.draw.ordinal] for group in event.groups)
+                keys = Counter(key for group in event.groups for key in judges[group.draw.ordinal])
                 assert max(keys.values()) <= self.config.online.max_share_per_key * len(event.groups)
 
     def teardown(self) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import statistics
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(
@@ -16,52 +15,82 @@ SOURCES = sorted(
     if "src/penstock/s" not in str(path)
 )
 MAX_FILE_LINES, MAX_MEDIAN_LINES, MAX_FUNCTION_LINES = 400, 200, 60
-EMPTY_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "tools", "v2"}
+EMPTY_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "v2"}
+
+
+@functools.cache
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(text_of(path))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
 
 
 def test_the_sources_are_found() -> None:
     assert len(SOURCES) > 30
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_file_holds_one_concept(path: Path) -> None:
-    lines = path.read_text(encoding="utf-8").count("\n")
-    assert lines <= MAX_FILE_LINES, f"{lines} lines; split it by concept"
-    assert path.stem not in EMPTY_NAMES and path.parent.name not in EMPTY_NAMES, "the name says nothing"
+def test_a_file_holds_one_concept() -> None:
+    sizes = {name_of(path): text_of(path).count("\n") for path in SOURCES}
+    assert {name: lines for name, lines in sizes.items() if lines > MAX_FILE_LINES} == {}, "split it by concept"
+    silent = [name_of(path) for path in SOURCES if EMPTY_NAMES & {path.stem, path.parent.name}]
+    assert silent == [], "the name says nothing"
 
 
 def test_the_median_file_is_short() -> None:
-    sizes = [n for n in (path.read_text(encoding="utf-8").count("\n") for path in SOURCES) if n > 5]
+    sizes = [n for n in (text_of(path).count("\n") for path in SOURCES) if n > 5]
     assert statistics.median(sizes) <= MAX_MEDIAN_LINES
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_functions_can_be_read_at_once(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    long = [(f.name, (f.end_lineno or 0) - f.lineno + 1) for f in functions]
-    assert [f"{name}: {lines} lines" for name, lines in long if lines > MAX_FUNCTION_LINES] == []
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_public_names_are_declared_and_documented(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    assert ast.get_docstring(tree), "a module says in its first line what it is"
-    public = [
-        node
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_")
+def test_functions_can_be_read_at_once() -> None:
+    found = [
+        f"{name_of(path)}: {node.name}: {lines} lines"
+        for path in SOURCES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (lines := (node.end_lineno or 0) - node.lineno + 1) > MAX_FUNCTION_LINES
     ]
-    assert [node.name for node in public if not ast.get_docstring(node)] == []
-    if public and path.stem not in {"__main__", "cli"}:
-        names = [t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)]
-        assert "__all__" in names, "a module with public names has an __all__"
+    assert found == []
+
+
+def public_names(tree: ast.Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    return [node for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
+
+
+def test_public_names_are_declared_and_documented() -> None:
+    silent = [name_of(path) for path in SOURCES if not ast.get_docstring(tree_of(path))]
+    assert silent == [], "a module says in its first line what it is"
+    found = [
+        f"{name_of(path)}: {node.name}"
+        for path in SOURCES
+        for node in public_names(tree_of(path))
+        if not ast.get_docstring(node)
+    ]
+    assert found == []
+    undeclared = [
+        name_of(path)
+        for path in SOURCES
+        if public_names(tree_of(path)) and path.stem not in {"__main__", "cli"} and not has_all(tree_of(path))
+    ]
+    assert undeclared == [], "a module with public names has an __all__"
+
+
+def has_all(tree: ast.Module) -> bool:
+    targets = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
+    return any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets)
 
 
 def test_no_swallowed_errors() -> None:
     found = []
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if not isinstance(node, ast.ExceptHandler):
                 continue
             broad = node.type is None or (

@@ -13,6 +13,9 @@ from penstock.shared.errors import ConfigError
 TYPES = [model.model_fields["type"].default for model in get_args(get_args(AlgorithmConfig)[0])]
 
 
+NEEDED = {"distillation": {"teacher": "some/model"}}
+
+
 def algorithm(**keys: Any) -> AlgorithmConfig:
     return JobConfig.parse(
         {
@@ -38,6 +41,7 @@ def test_all_algorithms_are_there() -> None:
         "ppo",
         "gspo",
         "cispo",
+        "distillation",
     ]
 
 
@@ -48,7 +52,7 @@ def test_without_a_type_it_is_grpo() -> None:
 
 @pytest.mark.parametrize("name", TYPES)
 def test_every_algorithm_answers_the_same_questions(name: str) -> None:
-    config = algorithm(type=name)
+    config = algorithm(type=name, **NEEDED.get(name, {}))
     assert config.type == name
     assert 1 <= config.smallest_group <= config.group_size
     assert config.aggregation in ("token_mean", "sequence_mean", "constant")

@@ -150,10 +150,11 @@ def test_warm_start_batches_are_seeded_and_end_with_eos(tokenizer: Any, train_fi
     assert batches == list(source.warm_start_batches(4, steps=5, seed=9))
     assert batches != list(source.warm_start_batches(4, steps=5, seed=8))
     pairs = [pair for batch in batches for pair in batch]
-    for prompt_ids, answer_ids in pairs:
+    for prompt_ids, answer_ids, mask in pairs:
+        assert mask == [1] * len(answer_ids)
         assert answer_ids[-1] == tokenizer.eos_token_id
         assert int(tokenizer.decode(answer_ids[:-1])) == int(tokenizer.decode(prompt_ids)[:-3]) + 1
-    assert len({tuple(prompt_ids) for prompt_ids, _ in pairs}) == 10  # two rows of five characters are passed over
+    assert len({tuple(prompt_ids) for prompt_ids, *_ in pairs}) == 10  # two rows of five characters are passed over
 
 
 def test_demonstrations_may_differ_from_the_prompts_of_the_run(tokenizer: Any, train_file: Path) -> None:
@@ -163,9 +164,20 @@ def test_demonstrations_may_differ_from_the_prompts_of_the_run(tokenizer: Any, t
     few = JobConfig.parse({**job, "warm_start": {"data": [{"type": "file", "path": str(train_file), "limit": 3}]}})
     assert JobConfig.parse(job).warm_start_data == few.data
     source = PromptSource(few.warm_start_data, tokenizer, seed=1)
-    shown = {tokenizer.decode(ids) for batch in source.warm_start_batches(3, steps=4, seed=9) for ids, _ in batch}
+    shown = {tokenizer.decode(ids) for batch in source.warm_start_batches(3, steps=4, seed=9) for ids, *_ in batch}
     assert shown == {"0+1=", "1+1=", "2+1="}
     assert PromptSource(few.data, tokenizer, seed=1).rows_per_epoch == 12
+
+
+def test_a_demonstration_alternates_between_policy_and_environment(tokenizer: Any, train_file: Path) -> None:
+    parts = ["{q}", "+9", "={a}"]
+    source = PromptSource(make_config(train_file), tokenizer, seed=1, demonstration=parts)
+    for row in next(source.warm_start_batches(4, steps=1, seed=9)):
+        prompt, text = tokenizer.decode(row.prompt_ids), tokenizer.decode(row.answer_ids[:-1])
+        assert text == f"{prompt}+9={int(prompt[:-3]) + 1}"
+        start = len(prompt)
+        assert row.mask == [1] * start + [0, 0] + [1] * (len(row.answer_ids) - start - 2)
+        assert row.answer_ids[-1] == tokenizer.eos_token_id
 
 
 def test_warm_start_says_why_it_cannot(tokenizer: Any, train_file: Path) -> None:

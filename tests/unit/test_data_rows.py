@@ -137,7 +137,7 @@ def test_calculator_excludes_held_out_expressions_however_spelled(tmp_path: Path
     )
     test = gsm8k(tmp_path / "test.jsonl", "Here <<0.5*4=2>>2 and <<1000 + 1=1001>>1001 and <<1+1=2>>2.")
     rows = open_rows(CalculatorSource(path=train, exclude_path=test, max_chars=20))
-    assert [rows[i] for i in range(len(rows))] == [{"prompt": "48/2=", "answer": "24"}]
+    assert [rows[i] for i in range(len(rows))] == [{"prompt": "48/2=", "expression": "48/2", "answer": "24"}]
     held_out = {f"{expression}=" for expression, _ in find_annotations(Path(test))}
     assert not held_out & {rows[i]["prompt"] for i in range(len(rows))}
     assert [note.partition(": ")[2] for note in rows.notes] == [

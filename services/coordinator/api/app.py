@@ -21,13 +21,20 @@ from penstock.services.coordinator.api import (
     deadletters,
     episodes,
     feedback,
+    files,
+    fine_tuning,
+    graders,
     inference,
     jobs,
     keys,
     observe,
     openapi,
+    quarantine,
     samples,
+    scaling,
     system,
+    versions,
+    webhooks,
 )
 from penstock.services.coordinator.api.access import Backend
 from penstock.services.coordinator.api.auth import KeyRing
@@ -50,7 +57,8 @@ log = logging.getLogger(__name__)
 ROUTERS = (
     jobs.router, amend.router, observe.router, checkpoints.router, checkpoints.artifacts,
     samples.router, deadletters.router, keys.router, inference.router, episodes.router, feedback.router,
-    system.router,
+    versions.router, quarantine.router, files.router, fine_tuning.router, graders.router, webhooks.router,
+    scaling.router, system.router,
 )  # fmt: skip
 
 

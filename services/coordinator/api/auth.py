@@ -7,7 +7,6 @@ import hmac
 import ipaddress
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import lru_cache
 
 from starlette.datastructures import Headers
@@ -16,6 +15,8 @@ from penstock.services.coordinator.api.control import Keys
 from penstock.services.coordinator.api.replies import HttpProblem
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError
+from penstock.shared.protocol.episode_keys import PREFIX as EPISODE_PREFIX
+from penstock.shared.protocol.episode_keys import read_episode_key
 from penstock.shared.protocol.keys import Scope, StoredKey, key_id
 
 __all__ = ["ANONYMOUS", "Caller", "KeyRing", "needs_key"]
@@ -32,6 +33,8 @@ class Caller:
     id: str
     scopes: frozenset[Scope]
     rate_limit: str | None = None
+    episode: str = ""
+    """The only episode (`ep_` and a UUID) that it may speak in and judge; ``id`` is then the key that made its key."""
 
     def may(self, scope: Scope) -> bool:
         """Whether the key has ``scope``, by itself or through ``admin``."""
@@ -81,7 +84,9 @@ class KeyRing:
         presented = hashlib.sha256(text.encode()).digest()
         matches = [hmac.compare_digest(presented, known) for known in self._digests]  # all of them: no early exit
         if any(matches):
-            return Caller(presented.hex()[:16], frozenset({"admin"}))
+            return Caller(_id_of(presented), frozenset({"admin"}))
+        if text.startswith(EPISODE_PREFIX):
+            return await self._of_episode(text)
         id = key_id(text)
         if id is not None:
             return await self._of_store(id, text)
@@ -94,9 +99,29 @@ class KeyRing:
         key = await self._find(id) if id else None
         if key is None or not key.fits(text):
             raise _unauthorized("this key does not exist (any more)")
-        if key.expires_at is not None and key.expires_at <= datetime.now(UTC):
+        if key.expires_at is not None and key.expired:
             raise _unauthorized(f"key '{key.name}' expired at {key.expires_at.isoformat(timespec='seconds')}")
         return Caller(key.id, frozenset(key.scopes), key.rate_limit)
+
+    async def _of_episode(self, text: str) -> Caller:
+        """The bearer of an episode's key, which lives no longer than the key that made it."""
+        grant = read_episode_key(text, await self._store.secret())
+        if grant is None:
+            raise _unauthorized("this key of an episode was not made here")
+        if grant.expires <= time.time():
+            raise _unauthorized(f"this key of episode '{grant.episode}' has expired; ask for another one")
+        limit = None
+        if grant.maker in self._configured_ids():
+            pass
+        elif grant.maker != ANONYMOUS.id or self._digests:
+            maker = await self._find(grant.maker)
+            if maker is None or maker.expired:
+                raise _unauthorized("the key that made this one does not exist (any more)")
+            limit = maker.rate_limit
+        return Caller(grant.maker, frozenset(grant.scopes), limit, grant.episode)
+
+    def _configured_ids(self) -> set[str]:
+        return {_id_of(digest) for digest in self._digests}
 
     async def _find(self, id: str) -> StoredKey | None:
         until, key = self._known.get(id, (0.0, None))
@@ -111,6 +136,11 @@ class KeyRing:
     def forget(self, id: str) -> None:
         """A key was revoked here."""
         self._known.pop(id, None)
+
+
+def _id_of(digest: bytes) -> str:
+    """Names a configured key."""
+    return digest.hex()[:16]
 
 
 def _configured(settings: ServiceSettings) -> list[str]:

@@ -76,7 +76,7 @@ class CompletionReply(Response):
             broken = {"error": {"message": problem.detail, "type": "server_error", "code": problem.code, "param": None}}
             await send({"type": "http.response.body", "body": b"data: " + orjson.dumps(broken) + b"\n\n"})
             return
-        self._finished()
+        await self._finished()
         await send({"type": "http.response.body", "body": self._format.end()})
 
     async def _whole(self, scope: Scope, send: Send) -> None:
@@ -86,7 +86,7 @@ class CompletionReply(Response):
         except PenstockError as error:
             await problem_response(as_problem(error), scope["path"])(scope, _nothing, send)
             return
-        self._finished()
+        await self._finished()
         body = orjson.dumps(self._format.whole(self._chunks))
         recorded = all(chunk.recorded for chunk in self._chunks if chunk.finish)
         more = {"content-type": "application/json", "content-length": str(len(body))}
@@ -102,12 +102,12 @@ class CompletionReply(Response):
         self._chunks += self._new
         return bool(self._new)
 
-    def _finished(self) -> None:
+    async def _finished(self) -> None:
         TOKENS.labels("prompt").inc(sum(map(len, self._answer.prompt_ids)))
         TOKENS.labels("generated").inc(self._answer.num_generated)
         message = self._format.message(self._chunks)
         if message is not None:
-            self._serving.remember(self._answer, message)
+            await self._serving.remember(self._answer, message)
 
     async def _start(self, send: Send, status: int, more: dict[str, str]) -> None:
         headers = [(k.encode(), v.encode("latin-1", "replace")) for k, v in {**self._names, **more}.items()]

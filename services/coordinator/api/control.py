@@ -7,6 +7,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from penstock.services.coordinator.api.files_desk import Files
+from penstock.services.coordinator.api.fine_tuning_desk import FineTuning
+from penstock.services.coordinator.api.graders_desk import Graders
+from penstock.services.coordinator.api.scaling_desk import Scaling
+from penstock.services.coordinator.api.webhooks_desk import Webhooks
 from penstock.shared.config.kinds import AnyJob
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.jobs import DesiredState, JobRecord, Operation
@@ -38,6 +43,10 @@ class Keys(Protocol):
 
     async def delete(self, id: str) -> None:
         """Revoke a key. Raises NotFound."""
+        ...
+
+    async def secret(self) -> bytes:
+        """What the keys of episodes are signed with: 32 bytes, made once for the deployment."""
         ...
 
 
@@ -79,8 +88,36 @@ class Control(Protocol):
         """The dead letters of all jobs."""
         ...
 
-    async def submit(self, spec: AnyJob, raw: Row) -> JobRecord:
+    @property
+    def webhooks(self) -> Webhooks:
+        """Where events are posted."""
+        ...
+
+    @property
+    def scaling(self) -> Scaling:
+        """The workers of the deployment."""
+        ...
+
+    @property
+    def files(self) -> Files:
+        """Uploaded data sets."""
+        ...
+
+    @property
+    def graders(self) -> Graders:
+        """Graders outside of jobs."""
+        ...
+
+    @property
+    def fine_tuning(self) -> FineTuning:
+        """Jobs in the shape of OpenAI's."""
+        ...
+
+    async def submit(self, spec: AnyJob, raw: Row, *, key: str = "", fine_tuning: Row | None = None) -> JobRecord:
         """Store a new job durably and return its record; ``raw`` is the job file as the user wrote it.
+
+        With the same ``key`` (of its sender and request) it is the same job, on every replica. ``fine_tuning``: the
+        request that the job file was made from.
 
         Raises:
             ConfigError: the job is valid as a file but cannot run here (data missing, memory, budgets).
@@ -119,10 +156,12 @@ class Control(Protocol):
         """
         ...
 
-    async def set_desired(self, job: str, state: DesiredState, *, force: bool = False) -> JobRecord:
+    async def set_desired(
+        self, job: str, state: DesiredState, *, force: bool = False, checkpoint: bool = True
+    ) -> JobRecord:
         """Write what the user wants and return the record after the write; the same state twice changes nothing.
 
-        ``force`` with ``cancelled``: do not drain, do not checkpoint.
+        With ``cancelled``: ``force``, do not drain, do not checkpoint; without ``checkpoint``, drain only.
 
         Raises:
             Conflict: the job is terminal, or is being cancelled and something else is asked.

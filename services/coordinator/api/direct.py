@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.services.coordinator.api.access import Backend
 from penstock.services.coordinator.api.replies import from_error, problem_response
-from penstock.services.coordinator.api.scopes import ScopeCheck, scope_of
+from penstock.services.coordinator.api.scopes import ScopeCheck, check_of
 from penstock.shared.errors import PenstockError
 
 __all__ = ["Direct", "posts_of"]
@@ -38,9 +38,9 @@ def posts_of(router: APIRouter, paths: Iterable[str]) -> dict[str, _Post]:
     wanted, found = set(paths), dict[str, _Post]()
     for route in router.routes:
         if isinstance(route, APIRoute) and route.path in wanted and "POST" in (route.methods or ()):
-            scope = scope_of(route)
-            assert scope is not None, f"{route.path} requires no scope"
-            found[route.path] = _Post(route.path, route.endpoint, ScopeCheck(scope))
+            check = check_of(route)
+            assert check is not None, f"{route.path} requires no scope"
+            found[route.path] = _Post(route.path, route.endpoint, check)
     return found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Query, Request
@@ -11,19 +13,20 @@ from starlette.responses import Response
 from penstock.services.coordinator.api.access import Backend, BackendDep
 from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.bodies import body_schema, read_model
-from penstock.services.coordinator.api.inference import served_of, serving_of
-from penstock.services.coordinator.api.replies import Json
+from penstock.services.coordinator.api.inference import InteractionRow, served_of, serving_of
+from penstock.services.coordinator.api.replies import HttpProblem, Json
 from penstock.services.coordinator.api.scopes import require
 from penstock.services.coordinator.api.serving import EpisodeBook, Served
 from penstock.shared.errors import NotFound
 from penstock.shared.protocol.episode import EpisodeRecord
-from penstock.shared.protocol.interaction import job_mark, marked_id
+from penstock.shared.protocol.episode_keys import EPISODE_SCOPES, EpisodeGrant, EpisodeScope, episode_key
+from penstock.shared.protocol.interaction import bare_id, job_mark, marked_id
 
 __all__ = ["router"]
 
 router = APIRouter(prefix="/v1/episodes", tags=["inference"])
 WRITE = [require("episodes:write")]
-DAY_S = 86400.0
+HOUR_S, DAY_S = 3600.0, 86400.0
 
 OpenedEpisode = Annotated[str, Path(max_length=64, description="Id of an episode that was opened here: ep_ and a UUID")]
 
@@ -44,6 +47,39 @@ class Episode(EpisodeRecord):
     """An episode and the ``base_url`` that a client of OpenAI's API needs to speak in it."""
 
     base_url: str
+
+
+class KeyBody(BaseModel):
+    """What the key of an episode is for, and for how long."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    expires_in_s: float = Field(HOUR_S, gt=0, le=30 * DAY_S)
+    scopes: list[EpisodeScope] = Field(list(EPISODE_SCOPES), min_length=1, max_length=2)
+
+
+KEY_BODY = body_schema(KeyBody, required=False)
+
+
+class EpisodeKey(BaseModel):
+    """A key of one episode; ``key`` is shown this once. ``base_url`` is where it speaks."""
+
+    object: Literal["rl.episode_key"] = "rl.episode_key"
+    key: str
+    episode: str
+    base_url: str
+    scopes: list[EpisodeScope]
+    expires_at: datetime
+
+
+class InteractionList(BaseModel):
+    """A page of interactions, in the order in which they were recorded."""
+
+    object: Literal["list"] = "list"
+    data: list[InteractionRow]
+    has_more: bool = False
+    first_id: str | None = None
+    last_id: str | None = None
 
 
 class EpisodeList(BaseModel):
@@ -95,6 +131,55 @@ async def get_episode(episode: OpenedEpisode, request: Request, backend: Backend
 async def end_episode(episode: OpenedEpisode, request: Request, backend: BackendDep) -> Response:
     """End an episode: it takes no more requests, and its turns are credited. Safe to repeat."""
     return Json(_shown(await _book(backend).end(_owner(backend, episode), episode), request))
+
+
+@router.get("/{episode}/interactions", response_model=InteractionList, dependencies=[require("jobs:read")])
+async def list_interactions(
+    *,
+    episode: OpenedEpisode,
+    backend: BackendDep,
+    after: Annotated[str | None, Query(max_length=64, description="last_id of the page before")] = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+) -> Response:
+    """List what is recorded of an episode, in that order; also of one that nobody opened, or whose job is over."""
+    if bare_id(episode) is None:
+        raise NotFound(f"'{episode}' is not the id of an episode")
+    if backend.feedback is None:
+        raise HttpProblem(503, "no_index", "this process keeps no index of interactions", headers={"Retry-After": "1"})
+    found = await backend.feedback.turns(episode, after=after, limit=limit + 1)
+    page = found[:limit]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    return Json({"object": "list", "data": page, "has_more": len(found) > limit, "first_id": first, "last_id": last})
+
+
+@router.post("/{episode}/keys", status_code=201, response_model=EpisodeKey, openapi_extra=KEY_BODY)
+async def make_key(
+    episode: OpenedEpisode,
+    request: Request,
+    caller: Annotated[Caller, require("episodes:write")],
+    backend: BackendDep,
+) -> Response:
+    """Make a key for this episode alone, for a browser or an agent that should hold no other.
+
+    It may send requests in the episode and post feedback on it and its turns, until it expires or the key that made it
+    does. It is stored nowhere.
+    """
+    body = await read_model(request, KeyBody)
+    record = await _book(backend).get(_owner(backend, episode), episode)
+    missing = [scope for scope in body.scopes if not caller.may(scope)]
+    if missing:
+        raise HttpProblem(403, "missing_scope", f"this key lacks {', '.join(missing)} and cannot give them to another")
+    if "inference:write" in body.scopes and record.over:
+        raise HttpProblem(410, "episode_over", f"episode '{record.id}' is over: open another one")
+    expires = int(time.time() + body.expires_in_s)
+    grant = EpisodeGrant(episode=record.id, maker=caller.id, scopes=sorted(set(body.scopes)), expires=expires)
+    text = episode_key(grant, await backend.control.keys.secret())
+    shown = _shown(record, request)
+    key = EpisodeKey(
+        key=text, episode=record.id, base_url=shown.base_url, scopes=grant.scopes,
+        expires_at=datetime.fromtimestamp(expires, UTC),
+    )  # fmt: skip
+    return Json(key, 201, {"Cache-Control": "no-store"})
 
 
 def _book(backend: Backend) -> EpisodeBook:

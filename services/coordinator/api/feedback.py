@@ -26,6 +26,7 @@ from penstock.services.coordinator.api.feedback_models import (
     RetractReply,
 )
 from penstock.services.coordinator.api.idempotency import token_of
+from penstock.services.coordinator.api.own_episode import check_own_episode
 from penstock.services.coordinator.api.replies import HttpProblem, Json, problem_body
 from penstock.services.coordinator.api.scopes import require
 
@@ -34,7 +35,7 @@ __all__ = ["DIRECT", "router"]
 router = APIRouter(tags=["feedback"])
 ADMIN = [require("feedback:admin")]
 
-Sender = Annotated[Caller, require("feedback:write")]
+Sender = Annotated[Caller, require("feedback:write", in_episode=True)]
 FeedbackId = Annotated[str, Path(max_length=64, description="A UUID, with or without fb_")]
 User = Annotated[str, Path(min_length=1, max_length=256, description="As feedback and requests name the user")]
 
@@ -58,6 +59,7 @@ async def post_feedback(request: Request, caller: Sender, backend: BackendDep) -
     second effect.
     """
     post = await read_post(request)
+    await check_own_episode(caller, [post], _desk(backend))
     found = (await _desk(backend).post([post], caller=caller, key=_key(request)))[0]
     if isinstance(found, HttpProblem):
         raise found
@@ -75,6 +77,7 @@ async def post_batch(request: Request, caller: Sender, backend: BackendDep) -> R
     """Post up to 256 items as a JSON array or as JSON lines. Each is judged alone; `data[].status` says how."""
     read = await read_batch(request)
     posts = [post for post in read if not isinstance(post, HttpProblem)]
+    await check_own_episode(caller, posts, _desk(backend))
     answers = iter(await _desk(backend).post(posts, caller=caller, key=_key(request)))
     found = [post if isinstance(post, HttpProblem) else next(answers) for post in read]
     unstored = [answer for answer in found if isinstance(answer, HttpProblem) and answer.status == 503]

@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.control import Row
 from penstock.services.coordinator.api.replies import HttpProblem
 
-__all__ = ["FeedbackDesk"]
+__all__ = ["FeedbackDesk", "HeldFeedback"]
+
+
+class HeldFeedback(Protocol):
+    """Feedback that is held back. ``show`` and ``decide`` raise NotFound, or Conflict: it is not held any more."""
+
+    async def page(self, job: str, *, after: str, limit: int) -> list[Row]:
+        """``feedback_id``, ``metric``, ``source``, ``reason``, ``received``, ``time`` of each, in the order of ids."""
+        ...
+
+    async def show(self, job: str, item: str) -> Row:
+        """The same with ``value``, ``target``, ``weight``, ``user`` and ``revision``."""
+        ...
+
+    async def decide(self, job: str, item: str, verdict: Literal["release", "drop"], *, caller: Caller) -> Row:
+        """Let it count, or reject it; on disk when this returns."""
+        ...
 
 
 class FeedbackDesk(Protocol):
     """Takes feedback and answers for it. Every method may raise Unavailable."""
+
+    @property
+    def held(self) -> HeldFeedback:
+        """What is held back."""
+        ...
 
     async def post(self, posts: Sequence[Any], *, caller: Caller, key: str | None) -> list[Row | HttpProblem]:
         """Store validated posts (``FeedbackPost``); for each a ``FeedbackReply`` once it is on disk, or its refusal.
@@ -45,4 +66,12 @@ class FeedbackDesk(Protocol):
 
     async def erasure(self, user: str) -> Row:
         """How far the deletion of a user's data is (``ErasureReply``). Raises NotFound."""
+        ...
+
+    async def episodes_of(self, interactions: Sequence[str]) -> dict[str, str]:
+        """The episode of each interaction (canonical UUIDs, both) that is recorded in one with a UUID."""
+        ...
+
+    async def turns(self, episode: str, *, after: str | None, limit: int) -> list[Row]:
+        """The recorded interactions of an episode (canonical UUID) past the one ``after``, oldest first."""
         ...

@@ -15,12 +15,14 @@ from penstock.services.coordinator.api.replies import HttpProblem, from_error, p
 from penstock.shared.errors import PenstockError
 from penstock.shared.runtime import metrics
 
-__all__ = ["MAX_BODY_BYTES", "MAX_LARGE_BYTES", "OPEN_PATHS", "Guard", "Measured", "body_limit"]
+__all__ = ["MAX_BODY_BYTES", "MAX_FILE_BYTES", "MAX_LARGE_BYTES", "OPEN_PATHS", "Guard", "Measured", "body_limit"]
 
 MAX_BODY_BYTES = 1 << 20
 """Longest request body; enforced while it is read, whatever Content-Length says."""
 MAX_LARGE_BYTES = 8 << 20
 """Longest body where whole conversations or batches of feedback are posted."""
+MAX_FILE_BYTES = 64 << 20
+"""Longest body of an uploaded data set. Larger ones are put where the services see them and named in a job file."""
 LIVE_PATHS = frozenset({"/feedback", "/v1/feedback", "/v1/feedback/batch"})
 LIVE_ENDS = ("/chat/completions", "/v1/completions")
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/v1/version", "/openapi.json", "/metrics"})
@@ -59,7 +61,7 @@ class Guard:
         caller = await self.keys.caller(Headers(scope=scope))
         scope.setdefault("state", {})["caller"] = caller
         client = scope.get("client")
-        peer = f"{caller.id}@{client[0]}" if client and caller is ANONYMOUS else caller.id
+        peer = f"{caller.id}@{client[0]}" if client and caller is ANONYMOUS else caller.id + caller.episode
         allowance = await self.limiter.hit(peer, caller.rate_limit, live=is_live(scope["path"]))
         reply.extra = allowance.headers()
         if not allowance.allowed:
@@ -88,6 +90,8 @@ class _Reply:
 
 def body_limit(path: str) -> int:
     """Longest body of a request to ``path``, in bytes."""
+    if path == "/v1/files":
+        return MAX_FILE_BYTES
     return MAX_LARGE_BYTES if is_live(path) else MAX_BODY_BYTES
 
 

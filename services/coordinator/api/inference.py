@@ -16,13 +16,14 @@ from penstock.services.coordinator.api.completion_bodies import ChatBody, Comple
 from penstock.services.coordinator.api.completion_format import ChatFormat, TextFormat
 from penstock.services.coordinator.api.completion_reply import CompletionReply, as_problem
 from penstock.services.coordinator.api.direct import posts_of
+from penstock.services.coordinator.api.own_episode import own_episode
 from penstock.services.coordinator.api.replies import HttpProblem, Json
 from penstock.services.coordinator.api.scopes import require
 from penstock.services.coordinator.api.serving import Ask, Served, Serving
 from penstock.shared.errors import NotFound, PenstockError
 from penstock.shared.protocol.interaction import job_mark, marked_id
 
-__all__ = ["DIRECT", "router", "served_of", "serving_of"]
+__all__ = ["DIRECT", "InteractionRow", "router", "served_of", "serving_of"]
 
 router = APIRouter(tags=["inference"])
 READ = [require("models:read")]
@@ -32,7 +33,7 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
     410: {"description": "The episode is over."},
 }
 
-Writer = Annotated[Caller, require("inference:write")]
+Writer = Annotated[Caller, require("inference:write", in_episode=True)]
 EpisodeId = Annotated[str, Path(max_length=128, pattern="^[A-Za-z0-9._:-]+$", description="Id of an episode")]
 
 
@@ -200,9 +201,11 @@ async def _answer(
     serving = serving_of(backend)
     draft = draft_of(body, await request.body(), request.headers, caller.id)
     retries = request.headers.get("x-stainless-retry-count", "")
+    served = served_of(backend, body.model)
     ask = Ask(
-        served=served_of(backend, body.model), draft=draft, num_prompts=num_prompts, user=body.user or "",
-        episode=episode_of(episode, request.headers, body), retries=int(retries) if retries.isdecimal() else None,
+        served=served, draft=draft, num_prompts=num_prompts, user=body.user or "",
+        episode=own_episode(caller, episode_of(episode, request.headers, body), served.job),
+        retries=int(retries) if retries.isdecimal() else None,
     )  # fmt: skip
     try:
         answer = await serving.open(ask)

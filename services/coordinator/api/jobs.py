@@ -10,8 +10,10 @@ from fastapi import APIRouter, Header, Query, Request
 from starlette.responses import Response
 
 from penstock.services.coordinator.api.access import BackendDep, JobId, stopped_within
+from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.bodies import read_job
 from penstock.services.coordinator.api.control import Order
+from penstock.services.coordinator.api.idempotency import token_of
 from penstock.services.coordinator.api.replies import Json
 from penstock.services.coordinator.api.schemas import DryRun, JobList
 from penstock.services.coordinator.api.scopes import require
@@ -30,13 +32,17 @@ READ, WRITE = [require("jobs:read")], [require("jobs:write")]
 Goal = Literal["terminal", "change"] | Phase
 
 
-@router.post("", status_code=202, response_model=JobRecord, responses={200: {"model": DryRun}}, dependencies=WRITE)
-async def submit(request: Request, backend: BackendDep, dry_run: bool = False) -> Response:
+@router.post("", status_code=202, response_model=JobRecord, responses={200: {"model": DryRun}})
+async def submit(
+    request: Request, caller: Annotated[Caller, require("jobs:write")], backend: BackendDep, dry_run: bool = False
+) -> Response:
     """Submit a job file, as JSON or YAML. With ``dry_run=true`` only validate it and show what it would do."""
     spec, raw = await read_job(request)
     if dry_run:
         return Json({"valid": True, "plan": await backend.control.dry_run(spec)})
-    record = await backend.control.submit(spec, raw)
+    header = request.headers.get("idempotency-key")
+    key = f"{caller.id}\n{token_of(header)}" if header is not None else ""
+    record = await backend.control.submit(spec, raw, key=key)
     return _record(record, 202, {"Location": f"/v1/jobs/{record.id}"})
 
 
@@ -95,9 +101,13 @@ async def get_job(
 
 
 @router.post("/{job_id}/cancel", status_code=202, response_model=JobRecord, dependencies=WRITE)
-async def cancel(job: JobId, backend: BackendDep, force: bool = False) -> Response:
-    """Ask a job to end. It drains and writes a checkpoint first, unless ``force=true``. Safe to repeat."""
-    return _record(await backend.control.set_desired(job, "cancelled", force=force), 202)
+async def cancel(job: JobId, backend: BackendDep, force: bool = False, checkpoint: bool = True) -> Response:
+    """Ask a job to end. It drains and writes a checkpoint first. Safe to repeat.
+
+    With ``checkpoint=false`` it only drains, with ``force=true`` it does neither.
+    """
+    record = await backend.control.set_desired(job, "cancelled", force=force, checkpoint=checkpoint)
+    return _record(record, 202)
 
 
 @router.post("/{job_id}/pause", status_code=202, response_model=JobRecord, dependencies=WRITE)

@@ -147,6 +147,7 @@ class Limits(BaseModel):
 
     max_body_bytes: int
     max_large_body_bytes: int = Field(description="Where conversations, whole interactions and batches are posted")
+    max_file_bytes: int = Field(description="Of an upload to /v1/files")
     max_batch_items: int
     max_page: int
     max_wait_s: float

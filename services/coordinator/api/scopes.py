@@ -10,30 +10,35 @@ from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.replies import HttpProblem
 from penstock.shared.protocol.keys import Scope
 
-__all__ = ["ScopeCheck", "caller_of", "require", "scope_of"]
+__all__ = ["ScopeCheck", "caller_of", "check_of", "require", "scope_of"]
 
 
 class ScopeCheck:
     """The dependency behind ``require``; gives the route its ``Caller``."""
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: Scope, *, in_episode: bool = False) -> None:
         self.scope = scope
+        self.in_episode = in_episode
 
     async def __call__(self, request: Request) -> Caller:
         """Raises HttpProblem: 403 names the scope that the key lacks."""
         caller = caller_of(request)
+        if caller.episode and not self.in_episode:
+            detail = f"this key is for requests and feedback in episode '{caller.episode}' and for nothing else"
+            raise HttpProblem(403, "episode_key", detail)
         if not caller.may(self.scope):
             has = ", ".join(sorted(caller.scopes)) or "none"
             raise HttpProblem(403, "missing_scope", f"this key lacks the scope '{self.scope}' (it has: {has})")
         return caller
 
 
-def require(scope: Scope) -> Any:
+def require(scope: Scope, *, in_episode: bool = False) -> Any:
     """A dependency that refuses keys without ``scope``: ``dependencies=[require("jobs:read")]`` of a route or router,
 
-    or ``caller: Annotated[Caller, require("feedback:write")]`` where the route needs to know who calls.
+    or ``caller: Annotated[Caller, require("feedback:write")]`` where the route needs to know who calls. Keys of an
+    episode pass only where ``in_episode``: the route must see to it that they stay in theirs.
     """
-    return Depends(ScopeCheck(scope))
+    return Depends(ScopeCheck(scope, in_episode=in_episode))
 
 
 def caller_of(request: Request) -> Caller:
@@ -42,7 +47,13 @@ def caller_of(request: Request) -> Caller:
     return caller
 
 
+def check_of(route: Any) -> ScopeCheck | None:
+    """What a route requires."""
+    found = [d.call for d in route.dependant.dependencies if isinstance(d.call, ScopeCheck)]
+    return found[0] if found else None
+
+
 def scope_of(route: Any) -> Scope | None:
     """The scope that a route requires."""
-    found = [d.call.scope for d in route.dependant.dependencies if isinstance(d.call, ScopeCheck)]
-    return found[0] if found else None
+    check = check_of(route)
+    return check.scope if check is not None else None

@@ -124,7 +124,7 @@ class Serving(Protocol[A]):
         """The record of an interaction; None where there is none. Raises Unavailable."""
         ...
 
-    def remember(self, answer: A, message: dict[str, object]) -> None:
+    async def remember(self, answer: A, message: dict[str, object]) -> None:
         """The message that a client got: a chat that goes on from it belongs to the same episode."""
         ...
 

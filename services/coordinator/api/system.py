@@ -8,7 +8,7 @@ from starlette.responses import Response
 from penstock import __version__
 from penstock.services.coordinator.api.access import BackendDep
 from penstock.services.coordinator.api.feedback_models import MAX_ITEMS
-from penstock.services.coordinator.api.guard import MAX_BODY_BYTES, MAX_LARGE_BYTES
+from penstock.services.coordinator.api.guard import MAX_BODY_BYTES, MAX_FILE_BYTES, MAX_LARGE_BYTES
 from penstock.services.coordinator.api.idempotency import KEEP_S
 from penstock.services.coordinator.api.jobs import MAX_PAGE, MAX_WAIT_S
 from penstock.services.coordinator.api.replies import Json
@@ -27,6 +27,7 @@ async def limits(backend: BackendDep) -> Response:
     own = Limits(
         max_body_bytes=MAX_BODY_BYTES,
         max_large_body_bytes=MAX_LARGE_BYTES,
+        max_file_bytes=MAX_FILE_BYTES,
         max_batch_items=MAX_ITEMS,
         max_page=MAX_PAGE,
         max_wait_s=MAX_WAIT_S,

@@ -72,6 +72,7 @@ function figuresOf(job) {
   const total = status.total_steps ? ` / ${number(status.total_steps)}` : "";
   const rows = [
     ["update", number(status.step) + total], ["policy version", number(status.policy_version)],
+    ...(Number.isInteger(status.served_version) ? [["served version", number(status.served_version)]] : []),
     ["reward", number(status.reward)], ["in flight", number(status.draws?.in_flight)],
     ["drawn", number(status.draws?.drawn)], ["trained", number(status.draws?.trained)],
   ];

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +18,7 @@ from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.feedback_models import Metric, PostedInteraction
 from penstock.services.coordinator.api.replies import HttpProblem
 from penstock.services.coordinator.feedback.erasure import Eraser, Report
+from penstock.services.coordinator.feedback.held import HeldFeedback
 from penstock.services.coordinator.feedback.index import FeedbackIndex
 from penstock.services.coordinator.feedback.ingest import Ingest, Stored
 from penstock.services.coordinator.feedback.items import (
@@ -29,8 +32,10 @@ from penstock.services.coordinator.feedback.items import (
 from penstock.services.coordinator.feedback.jobs import LiveJobs
 from penstock.services.coordinator.feedback.privacy import Consents, Pseudonyms
 from penstock.services.coordinator.store import JobStore
-from penstock.shared.errors import NotFound, PenstockError, StreamFull, Unavailable
-from penstock.shared.protocol.interaction import Feedback, bare_id
+from penstock.shared.errors import NotFound, PenstockError, ProtocolError, StreamFull, Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import unpack
+from penstock.shared.protocol.interaction import Feedback, Interaction, bare_id, marked_id
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["FeedbackDesk"]
@@ -43,6 +48,8 @@ FOLDER = "feedback"
 PROMPT_S = 2.0
 """A deletion that ends within this time is reported by the reply to its request."""
 REACH_S = 30.0
+ABANDONED_S = 60.0
+"""A deletion that takes longer was begun by a process that is gone, or is gone through twice."""
 Row = dict[str, Any]
 
 
@@ -55,8 +62,9 @@ class FeedbackDesk:
         self.index = FeedbackIndex(bus, data_dir / FOLDER)
         self.ingest = Ingest(bus, self.index)
         self.index.on_projected = self.ingest.projected
-        self._eraser = Eraser(bus)
-        self._erasing: set[asyncio.Task[None]] = set()
+        self.held = HeldFeedback(bus, self.index, self.ingest, self.pseudonyms)
+        self._bus, self._eraser = bus, Eraser(bus)
+        self._erasing: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
         """Keep everything up until cancelled."""
@@ -64,7 +72,6 @@ class FeedbackDesk:
         async with asyncio.TaskGroup() as tasks:
             for part in (self.jobs, self.index, self.consents):
                 tasks.create_task(part.run())
-            tasks.create_task(self._resume())
 
     async def _load(self) -> None:
         while True:
@@ -141,8 +148,11 @@ class FeedbackDesk:
         id = bare_id(feedback)
         if id is None:
             raise NotFound(f"'{feedback[:80]}' is not the id of an item of feedback")
-        row = await self.index.fate(id)
         item = self.ingest.recent(id)
+        row = await self.index.fate(id)
+        if row is None and item is None:  # another replica may have taken it a moment ago
+            await self.index.catch_up(subjects.FEEDBACK)
+            row = await self.index.fate(id)
         if item is not None and (row is None or row["revision"] < item.revision):
             return _fresh(item)
         if row is None:
@@ -154,6 +164,26 @@ class FeedbackDesk:
             "ordinal": row["ordinal"] if row["ordinal"] >= 0 else None, "trained": trained,
             "retraction_requested": bool(row["retracted"]), "received": row["received"], "time": row["time"],
         }  # fmt: skip
+
+    async def episodes_of(self, interactions: Sequence[str]) -> dict[str, str]:
+        """See ``api.feedback_desk.FeedbackDesk.episodes_of``."""
+        found = await self.index.episodes(interactions)
+        if len(found) < len(interactions):
+            await self.index.catch_up(subjects.INTERACTIONS)
+            found = await self.index.episodes(interactions)
+        return found
+
+    async def turns(self, episode: str, *, after: str | None, limit: int) -> list[Row]:
+        """See ``api.feedback_desk.FeedbackDesk.turns``."""
+        await self.index.catch_up(subjects.INTERACTIONS)
+        marked = marked_id(episode)
+        job = self.jobs.of_mark(marked[1]) if marked is not None else None
+        if marked is None or job is None:
+            return []
+        ids = await self.index.turns(marked[0], bare_id(after or "") or "", limit)
+        found = [await self._bus.last(subjects.INTERACTIONS, subjects.interaction(job, id)) for id in ids]
+        records = [_record(message.data) for message in found if message is not None]
+        return [dict(msgspec.to_builtins(record)) for record in records if record is not None]
 
     async def funnel(self, job: str) -> Row:
         """See ``api.feedback_desk.FeedbackDesk.funnel``."""
@@ -188,15 +218,23 @@ class FeedbackDesk:
             raise NotFound("nobody asked for the deletion of this user's data")
         return _shown(report)
 
-    async def _resume(self) -> None:
-        """Take up what a process that is gone did not finish."""
-        for report in await self._eraser.unfinished():
-            self._delete(report)
+    async def finish_deletions(self) -> None:
+        """Take up, again and again, what a process that is gone did not finish; the coordinator that leads does so.
+
+        At the start that is everything, for nobody knows who died; later what is older than ABANDONED_S.
+        """
+        newest = time.time()
+        while True:
+            with contextlib.suppress(Unavailable):
+                for report in await self._eraser.unfinished():
+                    if report.requested < newest and report.user not in self._erasing:
+                        self._delete(report)
+            await asyncio.sleep(ABANDONED_S / 2)
+            newest = time.time() - ABANDONED_S
 
     def _delete(self, report: Report) -> asyncio.Task[None]:
-        task = asyncio.create_task(self._delete_all(report))
-        self._erasing.add(task)
-        task.add_done_callback(self._erasing.discard)
+        task = self._erasing[report.user] = asyncio.create_task(self._delete_all(report))
+        task.add_done_callback(lambda _: self._erasing.pop(report.user, None))
         return task
 
     async def _delete_all(self, report: Report) -> None:
@@ -254,3 +292,11 @@ def _fresh(item: Feedback) -> Row:
 
 def _shown(report: Report) -> Row:
     return dict(msgspec.to_builtins(report))
+
+
+def _record(data: bytes) -> Interaction | None:
+    """An interaction; None for one that was overwritten because its user wanted to be forgotten."""
+    try:
+        return unpack(data, Interaction)[0]
+    except ProtocolError:
+        return None

@@ -174,7 +174,9 @@ class Eraser:
         async for message in self._bus.scan(subjects.LEDGER, subjects.ledger(job)):
             for event in decode_events(message.data):
                 for admission in event.admissions if isinstance(event, Admitted) else ():
-                    if not mine.interactions.keys().isdisjoint(bare_id(id) or id for id in admission.interactions):
+                    about = {bare_id(id) or id for id in (*admission.interactions, *admission.context)}
+                    told = set() if admission.interactions else mine.feedback & admission.feedback.keys()
+                    if told or not mine.interactions.keys().isdisjoint(about):
                         ordinals.add(admission.ordinal)
         if not ordinals:
             return 0

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.services.coordinator.feedback.ingest import Known
-from penstock.services.coordinator.feedback.projection import Place, Projection, open_projection
+from penstock.services.coordinator.feedback.projection import Place, Projection, Target, open_projection
 from penstock.shared.errors import ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
@@ -38,8 +38,8 @@ T = TypeVar("T")
 
 STREAMS = (subjects.FEEDBACK, subjects.DECISIONS, subjects.INTERACTIONS)
 QUEUE = 1024
-TOGETHER = 256
-"""Messages of one transaction."""
+TOGETHER, TOGETHER_BYTES = 256, 1 << 20
+"""Messages of one transaction, and their bytes: large ones keep items from being known that others wait for."""
 CAUGHT_UP_S = 5.0
 """Most time that a request waits for the projection after a start."""
 LOOK_S = 0.05
@@ -55,7 +55,7 @@ class _Read:
     posts: list[tuple[int, Feedback]] = field(default_factory=list)
     fates: list[Fate] = field(default_factory=list)
     erasures: list[Erasure] = field(default_factory=list)
-    targets: list[str] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)
 
 
 class FeedbackIndex:
@@ -144,8 +144,10 @@ class FeedbackIndex:
         """Write what was read, as much at once as came meanwhile."""
         while True:
             some = [await self._queue.get()]
-            while len(some) < TOGETHER and not self._queue.empty():
+            nbytes = len(some[0][1].data)
+            while len(some) < TOGETHER and nbytes < TOGETHER_BYTES and not self._queue.empty():
                 some.append(self._queue.get_nowait())
+                nbytes += len(some[-1][1].data)
             places = {stream: (stream, self._places[stream][1], message.seq) for stream, message in some}
             read = await self._stored(projection, some, list(places.values()))
             self._places |= places
@@ -173,7 +175,7 @@ class FeedbackIndex:
     def _remember(self, read: _Read) -> None:
         for erasure in read.erasures:
             self.erased.update(erasure.interactions, erasure.feedback)
-        for target in read.targets:
+        for target, _, _ in read.targets:
             self._targets[target] = None
             self._targets.move_to_end(target)
         while len(self._targets) > TARGETS:
@@ -195,23 +197,49 @@ class FeedbackIndex:
             found |= await self._read(self._projection.targets, rest)
         return found
 
+    async def episodes(self, ids: Sequence[str]) -> dict[str, str]:
+        """The episode of each interaction of ``ids`` that was recorded in one."""
+        projection = await self._ready()
+        return await self._read(projection.episodes, ids)
+
+    async def turns(self, episode: str, after: str, limit: int) -> list[str]:
+        """Interactions of an episode, see ``Projection.turns``."""
+        projection = await self._ready()
+        return await self._read(projection.turns, episode, after, limit)
+
     async def fate(self, id: str) -> dict[str, Any] | None:
         """The row of an item, None for an unknown one."""
         projection = await self._ready()
         return await self._read(projection.fate, id)
+
+    async def held(self, job: str, after: str, limit: int) -> list[dict[str, Any]]:
+        """Items of a job that are held back."""
+        projection = await self._ready()
+        return await self._read(projection.held, job, after, limit)
 
     async def funnel(self, job: str) -> list[tuple[str, str, str, int]]:
         """``(metric or kind, source, status, items)`` of a job."""
         projection = await self._ready()
         return await self._read(projection.funnel, job)
 
-    async def reach(self, seq: int, deadline_s: float) -> None:
-        """Return once FEEDBACK was taken over up to ``seq``. Raises Unavailable at the deadline."""
+    async def reach(self, seq: int, deadline_s: float, *, stream: str = subjects.FEEDBACK) -> None:
+        """Return once a stream was taken over up to ``seq``. Raises Unavailable at the deadline."""
         end = asyncio.get_running_loop().time() + deadline_s
-        while self._places.get(subjects.FEEDBACK, ("", "", 0))[2] < seq:
+        while self._places.get(stream, ("", "", 0))[2] < seq:
             if asyncio.get_running_loop().time() > end:
-                raise Unavailable(f"the feedback index did not reach message {seq} within {deadline_s:g} s")
-            await asyncio.sleep(LOOK_S)
+                raise Unavailable(f"the feedback index did not reach message {seq} of {stream} within {deadline_s:g} s")
+            await asyncio.sleep(LOOK_S / 5)
+
+    async def catch_up(self, *streams: str) -> None:
+        """Return once everything is known that is in ``streams`` now, whichever replica put it there.
+
+        Raises:
+            Unavailable: it took longer than CAUGHT_UP_S.
+        """
+        for stream in streams:
+            newest = await self._bus.last(stream, f"{stream.lower()}.>")
+            if newest is not None:
+                await self.reach(newest.seq, CAUGHT_UP_S, stream=stream)
 
     async def _ready(self) -> Projection:
         try:
@@ -246,8 +274,9 @@ def _take(read: _Read, stream: str, message: Message) -> None:
     if PART in message.headers:
         return
     if stream == subjects.INTERACTIONS:
-        id, episode = message.subject.rpartition(".")[2], message.headers.get(EPISODE_HEADER, "")
-        read.targets += [bare for text in (id, episode) if text and (bare := bare_id(text)) is not None]
+        id, episode = bare_id(message.subject.rpartition(".")[2]), bare_id(message.headers.get(EPISODE_HEADER, ""))
+        read.targets += [(id, episode or "", message.seq)] if id is not None else []
+        read.targets += [(episode, "", 0)] if episode is not None else []
     elif stream == subjects.DECISIONS:
         read.fates += unpack(message.data, FateBatch)[0].items
     elif message.subject.endswith(".erased"):

@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 from uuid import UUID
 
 import msgspec
@@ -23,7 +23,7 @@ from penstock.services.coordinator.feedback.jobs import LiveJob
 from penstock.shared.config.online import MetricConfig
 from penstock.shared.protocol.interaction import Feedback
 
-__all__ = ["Identity", "derived_id", "item_of", "retraction_of", "target_of"]
+__all__ = ["Identity", "derived_id", "item_of", "retraction_of", "target_of", "verdict_of"]
 
 VERSION_BITS, VERSION_8 = (0xF << 76) | (0x3 << 62), (0x8 << 76) | (0x2 << 62)
 """Version and variant of a UUID, and what they are in one with contents of its maker's own (RFC 9562 §5.8)."""
@@ -91,6 +91,14 @@ def retraction_of(feedback: str, job: str, who: Identity) -> Feedback:
     """The item that takes another one back."""
     item = Feedback(
         id=who.id, job=job, kind="retraction", key_id=who.key_id, received=time.time(), body={"feedback": feedback}
+    )  # fmt: skip
+    return msgspec.structs.replace(item, fingerprint=_fingerprint(item))
+
+
+def verdict_of(kind: Literal["release", "drop"], feedback: str, job: str, who: Identity) -> Feedback:
+    """The item that decides on one which is held back."""
+    item = Feedback(
+        id=who.id, job=job, kind=kind, key_id=who.key_id, received=time.time(), body={"feedback": feedback}
     )  # fmt: skip
     return msgspec.structs.replace(item, fingerprint=_fingerprint(item))
 

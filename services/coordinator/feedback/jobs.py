@@ -83,6 +83,11 @@ class LiveJobs:
         """A job by its id."""
         return self._jobs.get(job)
 
+    def of_mark(self, mark: int) -> str | None:
+        """Id of the job whose ids end in ``mark``, also of one that is over."""
+        job = self._marks.get(mark)
+        return job.id if job is not None else None
+
     async def of_target(self, target: str, pointer: str) -> LiveJob:
         """The job that a canonical id of an interaction or an episode is marked with; for others the only job there is.
 

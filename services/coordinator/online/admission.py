@@ -10,11 +10,16 @@ from typing import Literal
 from penstock.shared.config.online import MetricConfig
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.interaction import Feedback, Interaction
+from penstock.shared.protocol.objective import Objective
 
 __all__ = ["Decision", "admit", "lag_of", "out_of_range", "refusal_of", "reward_of"]
 
 FARTHEST = 10.0
 """A float beyond this many times its metric's bounds is an error of its sender, not an opinion."""
+STALE = "stale"
+NOT_REPLAYABLE = "sampling_not_replayable"
+IMITABLE = frozenset({STALE, NOT_REPLAYABLE, "other_temperature"})
+"""Why the policy loss may not use an answer that can be imitated all the same."""
 HIGHEST_LOGPROB = 1e-6
 """Log-probs above this are no log-probs."""
 
@@ -25,12 +30,15 @@ class Decision:
 
     ``wait``: what was said of it is not complete. ``reject``: it is never trained on, for ``reason``; its ``reward``
     still counts for the turns before it. ``train``: ``reason`` says what the reward comes from: `feedback`, `credit`
-    (only what was said of other turns), `default` or `invalid`.
+    (only what was said of other turns), `default` or `invalid`; ``objective`` which loss may use it, and ``denied`` why
+    the policy loss may not.
     """
 
     verdict: Literal["wait", "train", "reject"]
     reason: str
     reward: float = 0.0
+    objective: Objective = "policy"
+    denied: str = ""
 
 
 def admit(
@@ -59,6 +67,9 @@ def admit(
     reward = reward_of(interaction, items, job, now=now, last=last, closed=closed)
     refusal = refusal_of(interaction, job) if refusal is None else refusal
     reason = refusal or _stale(interaction, version, job.train.max_lag)
+    off_policy = job.online.off_policy
+    if reason in IMITABLE and off_policy is not None and off_policy.supervised is not None:
+        return _imitated(interaction, reward, reason, source="feedback" if items else "credit" if rated else "")
     if reason:
         return Decision("reject", reason, reward or 0.0)
     if max(span.version for span in interaction.spans) > version:
@@ -72,18 +83,29 @@ def admit(
     return Decision("train", source, reward) if source else Decision("reject", "no_feedback", reward)
 
 
+def _imitated(interaction: Interaction, reward: float | None, denied: str, *, source: str) -> Decision:
+    """What the policy loss may not use is imitated where somebody said what it is worth."""
+    if reward is None:
+        return Decision("wait", "feedback")
+    if not source or interaction.tool_calls_valid is False:
+        return Decision("reject", denied, reward)
+    return Decision("train", source, reward, "supervised", denied)
+
+
 def refusal_of(interaction: Interaction, job: OnlineJob) -> str:
     """Why an interaction is never trained on, whatever is said of it; '' where nothing speaks against it."""
     tokens = len(interaction.token_ids)
     finite = all(math.isfinite(value) and value <= HIGHEST_LOGPROB for value in interaction.logprobs)
+    forbidden = bool(interaction.untrainable) and interaction.untrainable != NOT_REPLAYABLE
     checks = {
-        interaction.untrainable: bool(interaction.untrainable),
+        interaction.untrainable if forbidden else "": forbidden,
         f"split_{interaction.split}": interaction.split != "train",
         "no_tokens": not tokens or not interaction.prompt_ids,
         "prompt_too_long": len(interaction.prompt_ids) > job.data.prompt.max_tokens,
         "completion_too_long": tokens > job.sampling.max_new_tokens,
         "lengths_differ": len(interaction.logprobs) != tokens or not _covers(interaction, tokens),
         "not_finite": not finite,
+        NOT_REPLAYABLE: interaction.untrainable == NOT_REPLAYABLE,
         "other_temperature": interaction.sampling.temperature != job.sampling.temperature,
     }
     return next((reason for reason, found in checks.items() if found), "")
@@ -150,7 +172,7 @@ def _worth(value: bool | float | str | None, metric: MetricConfig) -> float:
 
 
 def _stale(interaction: Interaction, version: int, max_lag: int) -> str:
-    return "stale" if interaction.spans and lag_of(interaction, version) > max_lag else ""
+    return STALE if interaction.spans and lag_of(interaction, version) > max_lag else ""
 
 
 def _covers(interaction: Interaction, tokens: int) -> bool:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
+from penstock.services.coordinator.online.shares import Owners
 from penstock.shared.protocol.interaction import Feedback, Interaction
+from penstock.shared.protocol.objective import Objective
 
-__all__ = ["Item", "Trajectory", "Turn", "joined", "returns"]
+__all__ = ["Held", "Item", "Trajectory", "Turn", "joined", "returns"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +20,16 @@ class Item:
 
     seq: int
     feedback: Feedback
+
+
+@dataclass(slots=True)
+class Held:
+    """An undecided item and where it is: with its ``holder`` (a turn or an episode, ``key``), or parked without one."""
+
+    item: Item
+    target: str
+    key: str = ""
+    holder: dict[str, Item] | None = None
 
 
 @dataclass(slots=True)
@@ -29,19 +42,27 @@ class Turn:
     refusal: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Trajectory:
     """Turns that are trained as one: each prompt but the first begins with all tokens before it.
 
-    ``feedback`` is everything whose fate is that of the trajectory.
+    ``feedback`` is everything whose fate is that of the trajectory; ``judges`` are the keys that its reward comes from,
+    also by what they said of later turns.
     """
 
     turns: tuple[Turn, ...]
     reward: float
     reason: str
     feedback: dict[str, Item]
+    judges: tuple[str, ...] = ()
+    objective: Objective = "policy"
 
-    @property
+    @cached_property
+    def first(self) -> int:
+        """Sequence of its oldest interaction."""
+        return min(turn.seq for turn in self.turns)
+
+    @cached_property
     def min_version(self) -> int:
         """Oldest policy version of a token."""
         return min(span.version for turn in self.turns for span in turn.interaction.spans)
@@ -56,6 +77,12 @@ class Trajectory:
     def user(self) -> str:
         """Whose conversation it is."""
         return self.turns[-1].interaction.user
+
+    @cached_property
+    def owners(self) -> Owners:
+        """Who has a share of the batch by it."""
+        askers = tuple(sorted({turn.interaction.key_id for turn in self.turns}))
+        return Owners(self.judges or askers, askers, (self.user,))
 
 
 def returns(rewards: Sequence[float], gamma: float) -> list[float]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from penstock.services.coordinator.online.admission import Decision, admit, refusal_of
 from penstock.services.coordinator.online.credit import Item, Trajectory, Turn, joined, returns
@@ -35,6 +37,11 @@ class Episode:
     single: bool
     turns: list[Turn] = field(default_factory=list)
     items: dict[str, Item] = field(default_factory=dict)
+
+    @property
+    def asker(self) -> str:
+        """The key that its first answer was served to."""
+        return self.turns[0].interaction.key_id if self.turns else ""
 
     @property
     def last_active(self) -> float:
@@ -96,16 +103,42 @@ class Episode:
 
     def _outcome(self, job: OnlineJob, decisions: list[Decision]) -> Outcome:
         values = returns([decision.reward for decision in decisions], job.online.gamma)
+        decisions = [_worth_it(decision, value, job) for decision, value in zip(decisions, values, strict=True)]
         good = [place for place, decision in enumerate(decisions) if decision.verdict == "train"]
         refused = [(self.turns[p], decisions[p].reason) for p in range(len(decisions)) if p not in good]
         trajectories = []
-        for run in joined([self.turns[place] for place in good], [values[place] for place in good]):
-            places = [good[index] for index in run]
+        for places in self._runs(good, decisions, values):
             feedback = {name: item for place in places for name, item in self.turns[place].items.items()}
             if places[-1] == good[-1]:  # what was said of refused turns counts by credit
                 feedback |= self.items | {name: item for turn, _ in refused for name, item in turn.items.items()}
             reasons = [decisions[place].reason for place in places]
             reason = next(name for name in REASONS if name in reasons)
             turns = tuple(self.turns[place] for place in places)
-            trajectories.append(Trajectory(turns, values[places[-1]], reason, feedback))
+            trajectories.append(
+                Trajectory(
+                    turns, values[places[-1]], reason, feedback, self._judges(places[0]), decisions[places[0]].objective
+                )
+            )
         return Outcome(trajectories, refused)
+
+    def _runs(self, good: list[int], decisions: list[Decision], values: list[float]) -> Iterator[list[int]]:
+        """Places of turns that make one trajectory each; those of different objectives never share one."""
+        for _, group in groupby(good, key=lambda place: decisions[place].objective):
+            places = list(group)
+            for run in joined([self.turns[place] for place in places], [values[place] for place in places]):
+                yield [places[index] for index in run]
+
+    def _judges(self, place: int) -> tuple[str, ...]:
+        """Keys whose feedback decides over a turn: what later ones earned comes back to it."""
+        said = [*self.items.values(), *(item for turn in self.turns[place:] for item in turn.items.values())]
+        return tuple(sorted({item.feedback.key_id for item in said if item.feedback.metric}))
+
+
+def _worth_it(decision: Decision, value: float, job: OnlineJob) -> Decision:
+    """The decision on a turn once its return is known: only good answers are imitated."""
+    off_policy = job.online.off_policy
+    if decision.objective == "policy" or off_policy is None or off_policy.supervised is None:
+        return decision
+    if value >= off_policy.supervised.min_reward:
+        return decision
+    return Decision("reject", decision.denied, decision.reward)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from penstock.services.coordinator.ledger import LedgerState
-from penstock.shared.protocol.events import Admitted, BatchTrained, Dropped, Event, LineageForked
+from penstock.shared.protocol.events import Admission, Admitted, BatchTrained, Dropped, Event, LineageForked
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.interaction import Fate, FateStatus
 
@@ -56,10 +56,15 @@ def _of(
 ) -> list[Fate]:  # fmt: skip
     return [
         fate(
-            name, status, reason or admission.reason, time, list(admission.interactions), ordinal=ordinal, batch=batch,
-            version=version,
+            name, status, reason or _rule(admission), time, [*admission.interactions, *admission.context],
+            ordinal=ordinal, batch=batch, version=version,
         )
         for ordinal in ordinals
         if (admission := state.admissions.get(ordinal)) is not None
         for name in admission.feedback
     ]  # fmt: skip
+
+
+def _rule(admission: Admission) -> str:
+    """By which rule it was admitted, and to which loss where that is not the policy's."""
+    return admission.reason if admission.objective == "policy" else f"{admission.objective}: {admission.reason}"

@@ -1,4 +1,4 @@
-"""From admitted turns to a group of one trajectory, as workers would have made it. Pure.
+"""From admitted turns, or from material in feedback, to a group as workers would have made it. Pure.
 
 Shapes: N tokens after the first prompt, P prompt tokens, S version spans.
 """
@@ -11,15 +11,18 @@ import numpy as np
 
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.interaction import Interaction
+from penstock.shared.protocol.objective import Objective
 from penstock.shared.protocol.trajectory import FINISH_REASONS, Group
 
-__all__ = ["gone_group", "group_of"]
+__all__ = ["gone_group", "group_of", "made_group"]
 
 WORKER = "online"
 """Stands where the name of a worker does."""
 
 
-def group_of(job: str, draw: Draw, turns: Sequence[Interaction], *, reward: float, epoch: int) -> Group:
+def group_of(
+    job: str, draw: Draw, turns: Sequence[Interaction], *, reward: float, epoch: int, objective: Objective = "policy"
+) -> Group:
     """The turns as one trajectory: the first prompt, then what the policy said and, masked, what it was told between.
 
     Tokens that the policy did not choose belong to the version that read them: the next turn's first one. Their
@@ -52,11 +55,52 @@ def group_of(job: str, draw: Draw, turns: Sequence[Interaction], *, reward: floa
         failed=np.zeros(1, np.bool_),
         finish=np.array([FINISH_REASONS.index(finish)], np.uint8),
         spans=np.array(spans, np.int32).reshape(-1, 4),
+        objective=objective,
         parts={"feedback": np.array([reward], np.float32)},
         meta={
             "worker": WORKER, "episode": last.episode, "interactions": [turn.id for turn in turns],
             "completions": [turn.text for turn in turns[-1:]],
         },
+    )  # fmt: skip
+
+
+def made_group(
+    job: str,
+    draw: Draw,
+    prompt_ids: Sequence[int],
+    answers: Sequence[Sequence[int]],
+    *,
+    objective: Objective,
+    reward: float,
+    epoch: int,
+    logprobs: Sequence[float] | None = None,
+    version: int = -1,
+    texts: Sequence[str] = (),
+    assumed: bool = False,
+) -> Group:
+    """Answers to one prompt that were not sampled for this draw: one, or the better and the worse of two.
+
+    Args:
+        logprobs: of the only answer's tokens; None: 0, for a loss that uses none, or to be ``assumed``.
+        version: that sampled them; below 0: none is known, and 0 stands for it.
+    """
+    lengths = [len(answer) for answer in answers]
+    tokens = [token for answer in answers for token in answer]
+    spans = [[place, max(0, version), 0, length] for place, length in enumerate(lengths)]
+    return Group(
+        job=job, draw=draw, attempt=f"live-{draw}", epoch=epoch,
+        prompt_ids=np.array(prompt_ids, np.int32),
+        token_ids=np.array(tokens, np.int32),
+        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        logprobs=np.minimum(np.array([0.0] * len(tokens) if logprobs is None else logprobs, np.float32), 0.0),
+        mask=np.ones(len(tokens), np.uint8),
+        rewards=np.full(len(answers), reward, np.float32),
+        failed=np.zeros(len(answers), np.bool_),
+        finish=np.full(len(answers), FINISH_REASONS.index("stop"), np.uint8),
+        spans=np.array(spans, np.int32).reshape(-1, 4),
+        objective=objective,
+        assumed=assumed,
+        meta={"worker": WORKER, "completions": list(texts)} if texts else {"worker": WORKER},
     )  # fmt: skip
 
 

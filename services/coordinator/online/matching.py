@@ -8,37 +8,28 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import msgspec
 
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.admission import out_of_range
-from penstock.services.coordinator.online.credit import Item, Trajectory, Turn
+from penstock.services.coordinator.online.credit import Held, Item, Trajectory, Turn
+from penstock.services.coordinator.online.crowding import MAX_WAITING, crowded, most_ready
 from penstock.services.coordinator.online.episode import UNKNOWN, Episode
 from penstock.services.coordinator.online.fates import fate
+from penstock.services.coordinator.online.names import canonical, episode_of
+from penstock.services.coordinator.online.offers import Offers
 from penstock.services.coordinator.online.parked import Parked
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission
-from penstock.shared.protocol.interaction import Erasure, Fate, Feedback, Interaction, bare_id
+from penstock.shared.protocol.interaction import Erasure, Fate, Feedback, Interaction
 
 __all__ = ["Matching"]
 
 REMEMBERED = 100_000
 """Decided interactions and episodes whose late feedback is told apart from feedback on unknown ones."""
-TEXTS = frozenset({"comment", "demonstration"})
-"""Names of feedback that is text: no reward by itself."""
 CONSUMED = "late_after_training"
-
-
-@dataclass(slots=True)
-class _Held:
-    """An undecided item and where it is: with its ``holder`` (a turn or an episode, ``key``), or parked without one."""
-
-    item: Item
-    target: str
-    key: str = ""
-    holder: dict[str, Item] | None = None
+CROWDED = "too_many_waiting"
 
 
 class Matching:
@@ -53,16 +44,19 @@ class Matching:
         self.episodes: dict[str, Episode] = {}
         self.ready: dict[str, list[Trajectory]] = {}
         """Trajectories of episodes that are settled and not admitted yet, by episode."""
+        self.offers = Offers(job)
         self._parked = Parked()
         self._places: dict[str, str] = {}
         """Undecided interaction, or another name of an episode -> its episode."""
-        self._items: dict[str, _Held] = {}
+        self._items: dict[str, Held] = {}
         """Undecided feedback, by id."""
         self._retracted: dict[str, tuple[int, Feedback]] = {}
         """Feedback whose retraction overtook it, by id."""
         self._decided: OrderedDict[str, str] = OrderedDict()
         self._closed: OrderedDict[str, None] = OrderedDict()
         self._touched: set[str] = set()
+        self._swept = -1
+        """Version at the newest sweep of all."""
         self._next = (1, 1)
 
     def recall(self, state: LedgerState) -> None:
@@ -92,14 +86,15 @@ class Matching:
         interactions = min((low for low, _ in left), default=UNKNOWN)
         feedback = min((low for _, low in left), default=UNKNOWN)
         parked = min((item.seq for item in self._parked), default=UNKNOWN)
-        parked = min([parked, *(seq for seq, _ in self._retracted.values())])
+        offered = [item.seq for name, item in self.offers.items.items() if name not in gone]
+        parked = min([parked, *offered, *(seq for seq, _ in self._retracted.values())])
         return min(interactions, self._next[0]), min(feedback, parked, self._next[1])
 
     def ended(self, admissions: Iterable[Admission]) -> list[float]:
         """When the last answer of each was given; these are not taken yet."""
         found = []
         for admission in admissions:
-            key = self._places.get(list(admission.interactions)[-1], "")
+            key = self._places.get(next(reversed(admission.interactions), ""), "")
             found.append(self.episodes[key].last_active if key in self.episodes else admission.time)
         return found
 
@@ -108,7 +103,8 @@ class Matching:
     def on_interaction(self, seq: int, interaction: Interaction) -> list[Fate]:
         """A record was read. Feedback that waited for it is matched now."""
         self._next = (max(self._next[0], seq + 1), self._next[1])
-        name, episode_id = _canonical(interaction.id), _episode_of(interaction)
+        self._touched.update(self.offers.met(seq, interaction))
+        name, episode_id = canonical(interaction.id), episode_of(interaction)
         if name in self._places:
             return []
         if name in self._decided:
@@ -141,7 +137,7 @@ class Matching:
         if item.id in self._retracted:
             by = self._retracted.pop(item.id)[1].id
             return self._close(item.id, fate(item.id, "retracted", f"by {by}", now))
-        reason = _off_policy(item) or ("out_of_range" if out_of_range(item, self.job.online.metrics) else "")
+        reason = self.offers.refusal(item) or ("out_of_range" if out_of_range(item, self.job.online.metrics) else "")
         if reason:
             return self._close(item.id, fate(item.id, "rejected", reason, now))
         known = self._items.get(item.id)
@@ -151,20 +147,35 @@ class Matching:
                 return []
             self._detach(item.id)
         bare = msgspec.structs.replace(item, body={}, tags={}, fingerprint="")  # no reward depends on these
-        return self._attach(Item(seq, bare), now)
+        return self._offer(seq, item, now) if self.offers.takes(item) else self._attach(Item(seq, bare), now)
 
-    def on_erasure(self, erasure: Erasure) -> None:
+    def on_erasure(self, erasure: Erasure, now: float) -> list[Fate]:
         """A user's interactions and feedback do not exist any more."""
-        for name in map(_canonical, erasure.feedback):
+        fates: list[Fate] = []
+        for name in map(canonical, erasure.feedback):
             self._detach(name)
             self._shut(name)
-        for name in map(_canonical, erasure.interactions):
-            key = self._places.pop(name, None)
-            if key is not None and key in self.episodes:
-                episode = self.episodes[key]
-                episode.turns = [turn for turn in episode.turns if _canonical(turn.interaction.id) != name]
-                self._unready(key)
+        for name in map(canonical, erasure.interactions):
+            key = self._places.pop(name, "")
+            if key in self.episodes:
+                fates += self._erase(key, name, now)
             self._decide(name, "erased")
+        for item in self.offers.about(map(canonical, erasure.interactions)):
+            fates += self._close(item, fate(item, "rejected", "erased", now))
+        return fates
+
+    def _erase(self, key: str, name: str, now: float) -> list[Fate]:
+        """Take a turn out of its episode, which is over where it was the last one."""
+        episode = self.episodes[key]
+        gone = [turn for turn in episode.turns if canonical(turn.interaction.id) == name]
+        left = [turn for turn in episode.turns if turn not in gone]
+        said = [item for turn in gone for item in turn.items] + ([] if left else list(episode.items))
+        if left:
+            episode.turns = left
+            self._unready(key)
+        else:
+            self._forget(key, "erased")
+        return [one for item in said for one in self._close(item, fate(item, "rejected", "erased", now))]
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 
@@ -176,11 +187,18 @@ class Matching:
             everything: look at all episodes, not only at those that changed (time passes, versions rise).
         """
         fates: list[Fate] = []
-        names = list(self.episodes) if everything else [name for name in self._touched if name in self.episodes]
+        names = [name for name in self._touched if name in self.episodes]
+        if everything:
+            names = [name for name in self.episodes if name in self._touched or self._may_change(name, version)]
+            self._swept = version
+        offered = [name for name in self.offers.items if everything or name in self._touched]
         self._touched.clear()
         for name in names:
             fates += self._settle(name, version, now)
-        return fates + (self._expire(now) if everything else [])
+        for name in offered:
+            if reason := self.offers.settle(name, version=version, opted_out=self._opted_out):
+                fates += self._close(name, fate(name, "rejected", reason, now))
+        return fates + (self._expire(now) + self._relieve(now) if everything else [])
 
     def take(self, admissions: Iterable[Admission]) -> None:
         """These stand in the ledger: their episodes are decided."""
@@ -207,12 +225,19 @@ class Matching:
         online = self.job.online
         return online.gamma > 0 or any(metric.level == "episode" for metric in online.metrics.values())
 
+    def _offer(self, seq: int, item: Feedback, now: float) -> list[Fate]:
+        """Take in an item that is material itself."""
+        self._items[item.id] = Held(self.offers.add(seq, item), "", holder=self.offers.items)
+        self._touched.add(item.id)
+        oldest, found = self.offers.excess(item.key_id), [fate(item.id, "matched", "", now)]
+        return found + (self._close(oldest, fate(oldest, "rejected", CROWDED, now)) if oldest else [])
+
     def _attach(self, item: Item, now: float) -> list[Fate]:
         feedback = item.feedback
-        target = _canonical(feedback.inference or feedback.episode)
+        target = canonical(feedback.inference or feedback.episode)
         if target in self._decided:
             return self._close(feedback.id, fate(feedback.id, "rejected", self._decided[target], now))
-        held = self._items[feedback.id] = _Held(item, target)
+        held = self._items[feedback.id] = Held(item, target)
         key = self._places.get(target)
         if key is None:
             oldest = self._parked.put(target, item)
@@ -220,7 +245,7 @@ class Matching:
         holder, asker = self._holder(target, key)
         return self._hold(held, key, holder, asker, now)
 
-    def _hold(self, held: _Held, key: str, holder: dict[str, Item], asker: str, now: float) -> list[Fate]:
+    def _hold(self, held: Held, key: str, holder: dict[str, Item], asker: str, now: float) -> list[Fate]:
         """An item has found its target, which ``asker`` (a key) was served."""
         name = held.item.feedback.id
         if self.job.online.raters == "same_key" and held.item.feedback.key_id != asker:
@@ -233,11 +258,11 @@ class Matching:
     def _holder(self, target: str, key: str) -> tuple[dict[str, Item], str]:
         """What holds the feedback on a target, a turn or its whole episode, and the key that it was served to."""
         episode = self.episodes[key]
-        turns = (turn for turn in episode.turns if _canonical(turn.interaction.id) == target)
+        turns = (turn for turn in episode.turns if canonical(turn.interaction.id) == target)
         turn = next(turns, None)
         if turn is not None:
             return turn.items, turn.interaction.key_id
-        return episode.items, episode.turns[0].interaction.key_id if episode.turns else ""
+        return episode.items, episode.asker
 
     def _detach(self, name: str) -> None:
         """Take an undecided item away from where it is: another turn may have the name of its target by now."""
@@ -269,7 +294,7 @@ class Matching:
         ]
 
     def _retract(self, seq: int, item: Feedback, now: float) -> list[Fate]:
-        name = _canonical(str(item.body.get("feedback", "")))
+        name = canonical(str(item.body.get("feedback", "")))
         if name in self._closed:
             return self._close(item.id, fate(item.id, "rejected", CONSUMED, now))
         fates = self._close(item.id, fate(item.id, "retracted", f"retracts {name}", now))
@@ -278,6 +303,12 @@ class Matching:
             return fates
         self._detach(name)
         return [*self._close(name, fate(name, "retracted", f"by {item.id}", now)), *fates]
+
+    def _may_change(self, key: str, version: int) -> bool:
+        """Whether an episode must be settled anew: one that is ready only where the policy or its user moved on."""
+        if key not in self.ready or version != self._swept:
+            return True
+        return any(self._opted_out(turn.interaction.user) for turn in self.episodes[key].turns)
 
     def _settle(self, key: str, version: int, now: float) -> list[Fate]:
         episode = self.episodes[key]
@@ -290,16 +321,31 @@ class Matching:
         if good:
             self.ready[key] = good
             return []
-        reason = "opted_out" if out else outcome.refused[-1][1]
+        return self._refuse(key, "opted_out" if out else outcome.refused[-1][1], now)
+
+    def _refuse(self, key: str, reason: str, now: float) -> list[Fate]:
+        """An episode is never trained on."""
+        episode = self.episodes[key]
         names = [*episode.items, *(name for turn in episode.turns for name in turn.items)]
         fates = [one for name in names for one in self._close(name, fate(name, "rejected", reason, now))]
         self._forget(key, reason)
         return fates
 
+    def _relieve(self, now: float) -> list[Fate]:
+        """Give up what can never be taken in time, and what nobody can hold."""
+        fates: list[Fate] = []
+        ready = ((found[0].owners.judges[0], name) for name, found in self.ready.items())
+        for name in crowded(ready, most_ready(self.job.max_draws)):
+            fates += self._refuse(name, CROWDED, now)
+        if len(self.episodes) > MAX_WAITING:
+            for name in crowded(((episode.asker, name) for name, episode in self.episodes.items()), MAX_WAITING):
+                fates += self._refuse(name, CROWDED, now)
+        return fates
+
     def _expire(self, now: float) -> list[Fate]:
         limit = now - self.job.online.match_ttl_s
         self._retracted = {name: one for name, one in self._retracted.items() if one[1].received >= limit}
-        items = [item for item in self._parked if item.feedback.received < limit]
+        items = [item for item in (*self._parked, *self.offers.lonely()) if item.feedback.received < limit]
         return [one for item in items for one in self._expired(item, now)]
 
     def _expired(self, item: Item, now: float, reason: str = "unknown_target") -> list[Fate]:
@@ -314,6 +360,7 @@ class Matching:
         held = self._items.pop(name, None)
         if held is not None and held.holder is None:
             self._parked.remove(held.target, name)
+        self.offers.remove(name)
         self._closed[name] = None
         if len(self._closed) > REMEMBERED:
             self._closed.popitem(last=False)
@@ -328,10 +375,10 @@ class Matching:
         episode = self.episodes.pop(key, None)
         self.ready.pop(key, None)
         for turn in episode.turns if episode is not None else []:
-            name = _canonical(turn.interaction.id)
+            name = canonical(turn.interaction.id)
             if name in self._places:
                 self._decide(name, reason)
-            episode_id = _episode_of(turn.interaction)
+            episode_id = episode_of(turn.interaction)
             if self._places.get(episode_id) == key:
                 self._decide(episode_id, reason)
         self._decide(key, reason)
@@ -341,25 +388,3 @@ class Matching:
         self._decided[name] = reason
         if len(self._decided) > REMEMBERED:
             self._decided.popitem(last=False)
-
-
-def _canonical(text: str) -> str:
-    """An id without its prefix; what is no id stays as it is."""
-    return bare_id(text) or text
-
-
-def _episode_of(interaction: Interaction) -> str:
-    """The episode of an interaction. A name that an agent made up is one of its key: others may make up the same."""
-    return bare_id(interaction.episode) or f"{interaction.key_id} {interaction.episode}"
-
-
-def _off_policy(item: Feedback) -> str:
-    """Why an item is not trained on here, where nothing recomputes, imitates or compares; '' for rewards."""
-    if item.kind != "interaction":
-        return "" if item.kind == "metric" and item.metric not in TEXTS else f"{item.metric or item.kind}_is_no_reward"
-    body = item.body
-    if not body.get("token_ids"):
-        return "text_only"
-    if body.get("logprobs"):
-        return "posted_unverified"
-    return "logprobs_missing" if body.get("policy_version") is not None else "behaviour_unknown"

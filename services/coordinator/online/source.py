@@ -2,24 +2,53 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from penstock.services.coordinator.decision import Draft, Progress
 from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.online.batches import batch_of, others_per_batch
 from penstock.services.coordinator.online.credit import Trajectory
 from penstock.services.coordinator.online.matching import Matching
+from penstock.services.coordinator.online.offers import Offer
+from penstock.services.coordinator.online.quarantine import Quarantine
+from penstock.services.coordinator.online.shares import Shares, owners_of
+from penstock.services.coordinator.online.values import bucket_of, values_of
+from penstock.shared.algorithms.baseline import Tracked
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission, Admitted, Drawn
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.interaction import bare_id
 
-__all__ = ["LiveSource", "within_shares"]
+__all__ = ["LiveSource"]
 
 KEPT_S = 7 * 86400.0
 """Deadline of an admitted draw: its group is made here and now, so this says only that it is not lost."""
-SMALLEST = 2
-"""A batch of one has nothing to be compared with."""
+
+
+@dataclass(slots=True)
+class Room:
+    """Draws that may be opened for the policy loss, for other losses, and (bytes) for all of them together."""
+
+    policy: int
+    others: int
+    groups: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Nothing fits any more."""
+        return self.groups <= 0 or (self.policy <= 0 and self.others <= 0)
+
+    def holds(self, policy: int, others: int) -> bool:
+        """Whether so many fit."""
+        fits = policy <= max(0, self.policy) and others <= max(0, self.others)
+        return fits and policy + others <= self.groups
+
+    def take(self, policy: int, others: int) -> None:
+        """So many are opened."""
+        self.policy -= policy
+        self.others -= others
+        self.groups -= policy + others
 
 
 class LiveSource:
@@ -27,12 +56,14 @@ class LiveSource:
 
     Args:
         matching: what is undecided; read here, changed only by facts.
+        quarantine: what is held back; recorded before anything is admitted without it.
     """
 
     redraws = False
 
-    def __init__(self, job: OnlineJob, matching: Matching) -> None:
+    def __init__(self, job: OnlineJob, matching: Matching, quarantine: Quarantine | None = None) -> None:
         self._job, self._matching = job, matching
+        self._quarantine = quarantine or Quarantine(job, matching.on_feedback)
         self.no_signal = ""
         """Why the newest batch taught nothing, or ''."""
 
@@ -40,65 +71,95 @@ class LiveSource:
 
     def draw(self, draft: Draft) -> None:
         """Admit what is settled, the oldest first, while there is room in flight and in the byte budget."""
+        self._quarantine.draft(draft)
         state, job = draft.state, self._job
         start = state.start_version(state.next_number)
-        room = min(job.max_draws - len(state.open), draft.byte_credits())
-        remaining = draft.remaining_batches()
-        if remaining is not None:
-            unsealed = sum(1 for info in state.open.values() if not info.batch)
-            room = min(room, max(0, remaining) * job.groups_per_batch - unsealed)
-        chosen = self._chosen(state, start, room)
-        if not chosen:
+        room = self._room(draft)
+        shares = Shares(job.online, job.max_draws)
+        for draw, info in state.open.items():
+            if not info.batch:
+                shares.count(owners_of(state.admissions[draw.ordinal]))
+        episodes = self._episodes(start, room, shares)
+        offers = self._offers(start, room, shares)
+        ready = [trajectory for key in episodes for trajectory in self._matching.ready[key]]
+        if not ready and not offers:
             return
-        ready = [trajectory for key in chosen for trajectory in self._matching.ready[key]]
+        first = state.next_ordinal
         admissions = [
-            _admission(state.next_ordinal + place, trajectory, start, draft.now)
-            for place, trajectory in enumerate(ready)
+            _admission(first + n, one, start, draft.now, bucket_of(job, one.turns[0].interaction.tags))
+            for n, one in enumerate(ready)
         ]
+        first += len(ready)
+        admissions += [offer.admission(first + place, start, draft.now) for place, offer in enumerate(offers)]
+        chosen = [*episodes, *(offer.item.feedback.id for offer in offers)]
         low_interactions, low_feedback = self._matching.lowest(without=chosen)
         epoch = draft.run.writer_epoch
         draft.add(
             Drawn(
-                writer_epoch=epoch, time=draft.now, start=state.next_ordinal, stop=state.next_ordinal + len(ready),
-                min_version=max(0, start - job.train.max_lag), deadline=draft.now + KEPT_S,
+                writer_epoch=epoch, time=draft.now, start=state.next_ordinal,
+                stop=state.next_ordinal + len(admissions), min_version=max(0, start - job.train.max_lag),
+                deadline=draft.now + KEPT_S,
             )
         )  # fmt: skip
         draft.add(
             Admitted(
                 writer_epoch=epoch, time=draft.now, admissions=admissions, low_interactions=low_interactions,
-                low_feedback=low_feedback,
+                low_feedback=min(low_feedback, self._quarantine.lowest),
             )
         )  # fmt: skip
 
-    def _chosen(self, state: LedgerState, start: int, room: int) -> list[str]:
+    def _room(self, draft: Draft) -> Room:
+        """Draws that may be opened: as many as the lag bound lets be in flight, and as the run still needs."""
+        state, job, remaining = draft.state, self._job, draft.remaining_batches()
+        limit = others_per_batch(job)
+        policy = {draw for draw in state.open if state.admissions[draw.ordinal].objective == "policy"}
+        room = Room(job.max_draws - len(policy), (job.train.max_lag + 1) * limit - (len(state.open) - len(policy)))
+        if remaining is not None:
+            unsealed = {draw for draw, info in state.open.items() if not info.batch}
+            room.policy = min(room.policy, max(0, remaining) * job.groups_per_batch - len(unsealed & policy))
+            room.others = min(room.others, max(0, remaining) * limit - len(unsealed - policy))
+        room.groups = draft.byte_credits()
+        return room
+
+    def _episodes(self, start: int, room: Room, shares: Shares) -> list[str]:
         """Episodes to admit whole, so that what was said of one is decided at once."""
-        online, most = self._job.online, self._job.max_draws
-        held = [state.admissions[d.ordinal] for d, info in state.open.items() if not info.batch]
-        keys, users = Counter(a.key_id for a in held), Counter(a.user for a in held)
+        job, most = self._job, self._job.max_draws
         chosen: list[str] = []
         ready = self._matching.ready
-        for name in sorted(ready, key=lambda name: min(turn.seq for t in ready[name] for turn in t.turns)):
+        for name in sorted(ready, key=lambda name: min(trajectory.first for trajectory in ready[name])):
+            if room.is_full:
+                break
             found = ready[name]
-            if len(found) > room and (chosen or len(found) <= most or room < most):
+            policy = [trajectory for trajectory in found if trajectory.objective == "policy"]
+            too_many = not room.holds(len(policy), len(found) - len(policy))
+            if too_many and (chosen or len(found) <= most or min(room.policy, room.groups) < most):
                 continue
-            if any(start - trajectory.min_version > self._job.train.max_lag for trajectory in found):
+            if any(start - trajectory.min_version > job.train.max_lag for trajectory in policy):
                 continue  # the next sweep refuses it
-            owners = [(trajectory.key_id, trajectory.user) for trajectory in found]
-            if not _fits(keys, [key for key, _ in owners], online.max_share_per_key * most):
+            if not shares.take([trajectory.owners for trajectory in found]):
                 continue
-            if not _fits(users, [user for _, user in owners], online.max_share_per_user * most):
-                continue
-            keys.update(key for key, _ in owners)
-            users.update(user for _, user in owners)
             chosen.append(name)
-            room -= len(found)
+            room.take(len(policy), len(found) - len(policy))
+        return chosen
+
+    def _offers(self, start: int, room: Room, shares: Shares) -> list[Offer]:
+        """Material to admit, what was posted first."""
+        chosen: list[Offer] = []
+        for offer in sorted(self._matching.offers.ready.values(), key=lambda offer: offer.item.seq):
+            if offer.objective == "policy" and offer.settled_at != start:
+                continue  # the next sweep settles it anew
+            need = (1, 0) if offer.objective == "policy" else (0, 1)
+            if room.holds(*need) and shares.take([offer.owners]):
+                chosen.append(offer)
+                room.take(*need)
         return chosen
 
     def learnt(self, number: int, state: LedgerState) -> None:
         """Batch ``number`` was trained: whether there was something to learn."""
         batch = state.batches.get(number)
         draws = batch.draws if batch is not None else ()
-        rewards = {state.admissions[draw.ordinal].reward for draw in draws if draw.ordinal in state.admissions}
+        found = [state.admissions[draw.ordinal] for draw in draws if draw.ordinal in state.admissions]
+        rewards = {admission.reward for admission in found if admission.objective == "policy"}
         same = f"all {len(draws)} rewards of batch {number} were {next(iter(rewards)):g}" if len(rewards) == 1 else ""
         self.no_signal = same
 
@@ -106,19 +167,11 @@ class LiveSource:
 
     def choose(self, draft: Draft, ready: Sequence[Draw]) -> list[Draw] | None:
         """A full batch, or a smaller one once the oldest has waited `online.max_wait_s`; the oldest policy first."""
-        state, job = draft.state, self._job
-        if not ready:
-            return None
-        oldest = min(state.admissions[draw.ordinal].time for draw in ready)
-        due = draft.now - oldest >= job.online.max_wait_s
-        size = job.groups_per_batch
-        if len(ready) < size and not due:
-            return None
-        ordered = sorted(ready, key=lambda draw: (draft.candidates[draw].header.min_version, draw))
-        chosen = within_shares(job, ordered, state.admissions, size)
-        if len(chosen) < size and not (due and len(chosen) >= max(SMALLEST, job.train.minibatches)):
-            return None
-        return sorted(chosen)
+        return batch_of(self._job, draft, ready) or None
+
+    def values(self, draft: Draft, chosen: Sequence[Draw]) -> tuple[dict[Draw, float], dict[str, Tracked]]:
+        """Baselines of the groups of a batch, and what is tracked of their kinds after it."""
+        return values_of(self._job, draft.state, chosen)
 
     def idle(self, state: LedgerState) -> Progress:
         """Waiting for people is no fault, but it is no progress either."""
@@ -130,40 +183,16 @@ class LiveSource:
         """What is there and what is missing."""
         unsealed = sum(1 for info in state.open.values() if not info.batch)
         matching = self._matching
-        return (
+        text = (
             f"{unsealed} of {self._job.groups_per_batch} trajectories are admitted; {matching.num_waiting} interactions"
             f" wait for feedback, {matching.num_parked} items of feedback for their interaction"
         )
+        if unsealed < self._job.groups_per_batch:
+            return text
+        return f"{text}; nobody may have more than their share of a batch, so others must be heard"
 
 
-def within_shares(
-    job: OnlineJob, ordered: Sequence[Draw], admissions: Mapping[int, Admission], size: int
-) -> list[Draw]:
-    """The longest batch of at most ``size`` in which nobody has more than their share, earlier draws first."""
-    online = job.online
-    for target in range(min(size, len(ordered)), 0, -1):
-        keys: Counter[str] = Counter()
-        users: Counter[str] = Counter()
-        chosen: list[Draw] = []
-        for draw in ordered:
-            admission = admissions[draw.ordinal]
-            if keys[admission.key_id] + 1 > online.max_share_per_key * target:
-                continue
-            if users[admission.user] + 1 > online.max_share_per_user * target:
-                continue
-            keys[admission.key_id] += 1
-            users[admission.user] += 1
-            chosen.append(draw)
-            if len(chosen) == target:
-                return chosen
-    return []
-
-
-def _fits(taken: Counter[str], new: Iterable[str], most: float) -> bool:
-    return all(taken[name] + count <= most for name, count in Counter(new).items())
-
-
-def _admission(ordinal: int, trajectory: Trajectory, start: int, now: float) -> Admission:
+def _admission(ordinal: int, trajectory: Trajectory, start: int, now: float, bucket: str) -> Admission:
     return Admission(
         ordinal=ordinal,
         interactions={bare_id(t.interaction.id) or t.interaction.id: t.seq for t in trajectory.turns},
@@ -174,4 +203,8 @@ def _admission(ordinal: int, trajectory: Trajectory, start: int, now: float) -> 
         user=trajectory.user,
         reason=trajectory.reason,
         time=now,
+        objective=trajectory.objective,
+        bucket=bucket,
+        judges=list(trajectory.owners.judges),
+        askers=list(trajectory.owners.askers),
     )

@@ -17,7 +17,9 @@ from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.fates import fates_of
 from penstock.services.coordinator.online.funnel import Funnel
 from penstock.services.coordinator.online.groups import gone_group, group_of
+from penstock.services.coordinator.online.making import Maker
 from penstock.services.coordinator.online.matching import Matching
+from penstock.services.coordinator.online.quarantine import Quarantine
 from penstock.services.coordinator.online.source import LiveSource
 from penstock.services.coordinator.run import JobRun
 from penstock.services.coordinator.supply import Fact
@@ -28,7 +30,7 @@ from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.events import Admitted, BatchTrained, Event, Finished, decode_events
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import Erasure, Fate, FateBatch, FeedbackBatch, Interaction
+from penstock.shared.protocol.interaction import Erasure, Fate, FateBatch, Feedback, FeedbackBatch, Interaction
 from penstock.shared.protocol.parts import count_of
 from penstock.shared.protocol.trajectory import Group, encode_group, group_headers
 from penstock.shared.transport.bus import Bus, Message, Outgoing
@@ -45,10 +47,13 @@ FULL_SHARE = 0.5
 ROOM_EVERY_S = 5.0
 GROUPS_AT_ONCE = 64
 """Groups of one durable write."""
+HISTORY = 20_000
+"""So many messages before the undecided ones tell a new leader what each source of feedback usually says."""
 MAX_FATES = 1000
 """Fates of one message."""
 
 T = TypeVar("T", bound=msgspec.Struct)
+R = TypeVar("R")
 Post = Callable[[Fact], Awaitable[None]]
 
 
@@ -59,7 +64,9 @@ class LiveSupply:
         self.bus, self.job, self.config, self.epoch = bus, job, config, epoch
         self._consents = Consents(bus)
         self.matching = Matching(config, opted_out=self._consents.opted_out)
-        self.source = LiveSource(config, self.matching)
+        self.quarantine = Quarantine(config, self.matching.on_feedback)
+        self.source = LiveSource(config, self.matching, self.quarantine)
+        self._maker = Maker(bus, job, config, epoch=epoch, publish=lambda group: self._publish([group]))
         self._funnel = Funnel(config)
         self._state = LedgerState()
         self._untold: list[Fate] = []
@@ -72,16 +79,30 @@ class LiveSupply:
         """Both streams from where the ledger says that something is undecided; fates of the last decision once more."""
         self._state = state
         self.matching.recall(state)
+        self.quarantine.recall(state)
         last = await self.bus.last(subjects.LEDGER, subjects.ledger(self.job))
         await self._tell(fates_of(decode_events(last.data), state) if last is not None else [])
         await self._consents.read()
         starts = dict(zip((subjects.INTERACTIONS, subjects.FEEDBACK), state.read_from, strict=True))
+        await self._learn_before(starts[subjects.FEEDBACK])
         for subject in self._next:
             stream = self._stream(subject)
             self._next[subject] = max(1, starts[stream])
             for message in await self.bus.read(stream, subject, start_seq=starts[stream]):
                 await self._take(subject, message)
         await self._sweep(everything=True)
+
+    async def _learn_before(self, seq: int) -> None:
+        """What the sources of feedback said before everything that is undecided."""
+        first = max(1, seq - HISTORY)
+        if not self.quarantine.is_used or first >= seq:
+            return
+        for message in await self.bus.read(subjects.FEEDBACK, subjects.feedback(self.job), start_seq=first):
+            if message.seq >= seq:
+                return
+            with contextlib.suppress(ProtocolError):  # said when it was read first
+                for item in (await self._whole(subjects.FEEDBACK, message, FeedbackBatch)).items:
+                    self.quarantine.learn(item)
 
     def _stream(self, subject: str) -> str:
         return subjects.INTERACTIONS if subject == subjects.interactions(self.job) else subjects.FEEDBACK
@@ -92,6 +113,7 @@ class LiveSupply:
         """Interactions, feedback, erasures, consents, and the passing of time."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._consents.run())
+            tasks.create_task(self._maker.run())
             for subject, start in self._next.items():
                 tasks.create_task(self._read(subject, start, post))
             looked = time.monotonic()
@@ -118,7 +140,9 @@ class LiveSupply:
         now, stream = time.time(), self._stream(subject)
         try:
             if subject == subjects.erasures(self.job):
-                self.matching.on_erasure(unpack(message.data, Erasure)[0])
+                erasure = unpack(message.data, Erasure)[0]
+                self.quarantine.on_erasure(erasure)
+                self._untold += self.matching.on_erasure(erasure, now)
             elif stream == subjects.INTERACTIONS:
                 interaction = await self._whole(stream, message, Interaction)
                 self._funnel.on_interaction()
@@ -126,7 +150,8 @@ class LiveSupply:
             else:
                 for item in (await self._whole(stream, message, FeedbackBatch)).items:
                     self._funnel.on_feedback(item)
-                    self._untold += self.matching.on_feedback(message.seq, item, now)
+                    await self._find_records(item)
+                    self._untold += self.quarantine.on_feedback(message.seq, item, now)
         except ProtocolError as error:
             logger.error("%s: message %d of %s is passed over: %s", self.job, message.seq, stream, error)
 
@@ -141,7 +166,9 @@ class LiveSupply:
 
     async def _sweep(self, *, everything: bool) -> None:
         version = self._state.start_version(self._state.next_number)
+        self.matching.offers.distrusted = self._state.distrusted
         self._untold += self.matching.sweep(version=version, now=time.time(), everything=everything)
+        self._untold += self.quarantine.sweep(time.time()) if everything else []
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 
@@ -162,7 +189,7 @@ class LiveSupply:
                 case BatchTrained():
                     self.source.learnt(event.number, run.state)
                 case Finished():
-                    await self._tell(self.matching.end(event.time))
+                    await self._tell([*self.matching.end(event.time), *self.quarantine.end(event.time)])
                 case _:
                     pass
 
@@ -179,7 +206,8 @@ class LiveSupply:
         later |= {draw.ordinal for draw in state.open}
         kept = [state.admissions[ordinal] for ordinal in later if ordinal in state.admissions]
         read, said = (max(lows) for lows in zip(state.read_from, self.matching.lowest(), strict=True))
-        read = min([read, *(seq for one in kept for seq in one.interactions.values())])
+        needed = (seq for one in kept for seq in (*one.interactions.values(), *one.context.values()))
+        read, said = min([read, self.matching.offers.lowest, *needed]), min(said, self.quarantine.lowest)
         try:
             for subject, low in ((subjects.interactions(self.job), read), (subjects.feedback(self.job), said)):
                 stream = await self.bus.stream_state(self._stream(subject))
@@ -196,22 +224,41 @@ class LiveSupply:
         groups: list[Group] = []
         for draw, admission in admissions.items():
             turns = [records.get(seq) for seq in admission.interactions.values()]
+            if not turns:
+                self._maker.ask(draw, admission)
+                continue
             known = [turn for turn in turns if turn is not None]
             if len(known) < len(turns):
                 groups.append(gone_group(self.job, draw, epoch=self.epoch, reason="interaction_gone"))
             else:
-                groups.append(group_of(self.job, draw, known, reward=admission.reward, epoch=self.epoch))
+                groups.append(
+                    group_of(
+                        self.job, draw, known, reward=admission.reward, epoch=self.epoch, objective=admission.objective
+                    )
+                )
         await self._publish(groups)
 
-    async def _records(self, seqs: Iterable[int]) -> dict[int, Interaction]:
+    async def _find_records(self, item: Feedback) -> None:
+        """The interactions that an item of material is about, where they were read long ago."""
+        offers = self.matching.offers
+        for name in offers.missing(item) if offers.takes(item) else []:
+            message = await self._persistently(
+                lambda name=name: self.bus.last(subjects.INTERACTIONS, subjects.interaction(self.job, name))  # type: ignore[misc]
+            )
+            if message is not None:
+                offers.know(name, message.seq, await self._whole(subjects.INTERACTIONS, message, Interaction))
+
+    async def _persistently(self, ask: Callable[[], Awaitable[R]]) -> R:
         while True:
             try:
-                found = await self.bus.get_whole(subjects.INTERACTIONS, sorted(seqs))
+                return await ask()
             except Unavailable as error:
                 logger.warning("interactions of %s wait: %s", self.job, error)
                 await asyncio.sleep(RETRY_S)
-            else:
-                return {seq: unpack(message.data, Interaction)[0] for seq, message in found.items()}
+
+    async def _records(self, seqs: Iterable[int]) -> dict[int, Interaction]:
+        found = await self._persistently(lambda: self.bus.get_whole(subjects.INTERACTIONS, sorted(seqs)))
+        return {seq: unpack(message.data, Interaction)[0] for seq, message in found.items()}
 
     async def _publish(self, groups: Sequence[Group]) -> None:
         subject = subjects.experience(self.job)
@@ -251,7 +298,12 @@ class LiveSupply:
 
     def measures(self) -> dict[str, float]:
         """The funnel since the last update."""
-        waiting = {"online/waiting": float(self.matching.num_waiting), "online/parked": float(self.matching.num_parked)}
+        waiting = {
+            "online/waiting": float(self.matching.num_waiting),
+            "online/parked": float(self.matching.num_parked),
+            "online/quarantined": float(self.quarantine.num_held),
+            "online/material": float(len(self.matching.offers.items) + self._maker.num_waiting),
+        }
         return self._funnel.row() | waiting
 
     def waits(self, run: JobRun, now: float) -> list[dict[str, Any]]:

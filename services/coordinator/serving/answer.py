@@ -12,10 +12,7 @@ from penstock.shared.protocol.generation import Span
 from penstock.shared.protocol.inference import Begun, Chunk, InferenceReply, InferenceRequest
 from penstock.shared.protocol.interaction import Interaction
 
-__all__ = ["Answer", "Key"]
-
-Key = tuple[str, str, str, str]
-"""What the tries of one request have in common: job, API key, episode, digest of the body."""
+__all__ = ["Answer"]
 
 
 @dataclass(slots=True)
@@ -24,6 +21,7 @@ class _Choice:
     logprobs: list[float] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     text: int = 0
+    calls: int = 0
     finish: str = ""
 
 
@@ -38,8 +36,8 @@ class Answer:
         self.error: PenstockError | None = None
         self.recovering: asyncio.Task[None] | None = None
         self.recoveries = 0
-        self.key: Key | None = None
-        """Where the client asks again by itself."""
+        self.key = ""
+        """Where the client asks again by itself: what its tries have in common."""
         self.given_up = False
         """Nobody waits for it any more."""
         self.end: asyncio.TimerHandle | None = None
@@ -71,7 +69,7 @@ class Answer:
     def accepted(self, reply: InferenceReply) -> None:
         """A worker has taken the request."""
         self.worker = reply.worker
-        if not self.prompt_ids:
+        if not self.prompt_ids or not all(self.prompt_ids):
             self.prompt_ids, self.version = reply.prompt_ids, reply.version
 
     def feed(self, chunk: Chunk) -> bool:
@@ -86,6 +84,7 @@ class Answer:
         elif any(known.choice == chunk.choice and known.start < 0 for known in self._chunks):
             return True
         choice.text += len(chunk.text) if chunk.start >= 0 else 0
+        choice.calls += len(chunk.calls)
         choice.finish = chunk.finish
         self._chunks.append(chunk)
         self._wake()
@@ -103,13 +102,17 @@ class Answer:
 
     def finish_from(self, index: int, record: Interaction) -> None:
         """End a choice as its record says: the worker's last words were lost."""
-        choice = self._choices[index]
+        choice, n = self._choices[index], self.request.n
         start = len(choice.token_ids)
+        if not self.prompt_ids:
+            self.prompt_ids = [[] for _ in range(len(self._choices) // n)]
+        if not self.prompt_ids[index // n]:
+            self.prompt_ids[index // n] = record.prompt_ids
         version = record.spans[-1].version if record.spans else self.version
         self.feed(
             Chunk(
                 self.id, index, start, record.token_ids[start:], list(record.logprobs[start:]), version,
-                record.text[choice.text :], finish=record.finish, recorded=True,
+                record.text[choice.text :], record.calls[choice.calls :], finish=record.finish, recorded=True,
             )
         )  # fmt: skip
 

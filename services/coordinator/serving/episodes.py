@@ -20,6 +20,8 @@ __all__ = ["Episodes"]
 TRUST_S = 1.0
 """An episode that was looked up is trusted for so long."""
 MAX_KNOWN = 16384
+KEEP_S = 7 * 86400.0
+"""An episode that is over is remembered for so long."""
 
 
 class Episodes:
@@ -38,7 +40,8 @@ class Episodes:
                 "key_id": key_id, "created_at": now, "expires_at": now + timedelta(seconds=ttl_s),
             }
         )  # fmt: skip
-        await self._kv.create(_key(served.job, record.id), record.model_dump_json().encode())
+        data = record.model_dump_json().encode()
+        await self._kv.create(_key(served.job, record.id), data, keep_s=ttl_s + KEEP_S)
         return record
 
     async def get(self, served: Served, id: str) -> EpisodeRecord:
@@ -65,7 +68,7 @@ class Episodes:
             if record.ended_at is None:
                 record = record.model_copy(update={"ended_at": datetime.now(UTC)})
                 try:
-                    await self._kv.update(key, record.model_dump_json().encode(), entry.revision)
+                    await self._kv.update(key, record.model_dump_json().encode(), entry.revision, keep_s=KEEP_S)
                 except Conflict:
                     continue
             self._known.pop(key, None)
@@ -88,7 +91,7 @@ class Episodes:
             if len(self._known) >= MAX_KNOWN:
                 self._known.clear()
             self._known[key] = now + TRUST_S, record
-        if record is not None and (record.ended_at is not None or record.expires_at < datetime.now(UTC)):
+        if record is not None and record.over:
             what = "has ended" if record.ended_at is not None else "has expired"
             raise HttpProblem(410, "episode_over", f"episode '{id}' {what}: open another one")
         return record

@@ -13,16 +13,19 @@ from msgspec.structs import replace
 
 from penstock.services.coordinator.api.replies import HttpProblem
 from penstock.services.coordinator.api.serving import Ask, Served
-from penstock.services.coordinator.serving.answer import Answer, Key
+from penstock.services.coordinator.serving.answer import Answer
 from penstock.services.coordinator.serving.episodes import Episodes
+from penstock.services.coordinator.serving.handover import Notes
 from penstock.services.coordinator.serving.models import ModelTable
+from penstock.services.coordinator.serving.replicas import Replicas
+from penstock.services.coordinator.serving.retries import Retries, key_of
 from penstock.services.coordinator.serving.threads import Threads
 from penstock.shared import errors
 from penstock.shared.errors import PenstockError, ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.episode import EpisodeRecord
-from penstock.shared.protocol.inference import SIGN_EVERY_S, Cancel, Chunks, Failure, InferenceReply
+from penstock.shared.protocol.inference import SIGN_EVERY_S, Cancel, Chunks, Failure, InferenceReply, Present
 from penstock.shared.protocol.interaction import Interaction, new_marked_id
 from penstock.shared.transport.bus import Bus
 
@@ -34,13 +37,8 @@ SILENT_S = 4 * SIGN_EVERY_S
 """A worker that gives no sign for this long has lost its requests: others go on with them."""
 REPLY_S = 10.0
 RETRY_S = 0.1
-COME_BACK_S = 10.0
-"""A client that repeats requests by itself may come back for an answer within this time; stock SDKs wait up to 8 s."""
-LEAVE_S = 1.0
-"""A retry may arrive before it is noticed that the client left its first try."""
 MAX_RECOVERIES = 5
 """A request that was lost more often is what breaks its workers."""
-MAX_KEPT = 512
 MAX_IN_FLIGHT = 2048
 """Requests of one model in this process; more are told to come back."""
 
@@ -63,21 +61,19 @@ class Gateway:
     ) -> None:
         self.id = f"{worker_id}.{secrets.token_hex(4)}"
         self._bus, self._pseudonym, self._opted_out = bus, pseudonym, opted_out
-        self._table, self._threads = ModelTable(bus), Threads()
-        self.episodes = Episodes(bus)
+        self._table, self._threads, self._notes = ModelTable(bus), Threads(bus), Notes(bus, self.id)
+        self.episodes, self.retries = Episodes(bus), Retries(self.give_up)
+        self._replicas = Replicas(bus, self.id, self._notes, self.retries, self)
         self._answers: dict[str, Answer] = {}
         self._in_flight: Counter[str] = Counter()
         self._heard: dict[str, float] = {}
-        self._tries: Counter[Key] = Counter()
-        """Requests of clients that ask again by themselves and have not left yet."""
-        self._kept: list[Answer] = []
-        """Answers that such a client left before it got them, the oldest first."""
-        self._notes: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Follow the jobs, hear the workers."""
         async with (
             await self._bus.subscribe(subjects.inference_chunks(self.id), self._on_chunks),
+            await self._bus.serve(subjects.inference_claims(self.id), self._replicas.hand_over),
             asyncio.TaskGroup() as tasks,
         ):
             tasks.create_task(self._table.run())
@@ -97,32 +93,40 @@ class Gateway:
 
     async def open(self, ask: Ask) -> Answer:
         """See ``Serving.open``."""
-        key = (ask.served.job, ask.draft.key_id, ask.episode, ask.draft.body_digest)
-        kept = await self._first_try(key) if ask.retries else None
-        if kept is not None:
-            return kept
+        key = key_of(ask.served.job, ask.draft.key_id, ask.episode, ask.draft.body_digest)
+        if ask.retries:
+            earlier = await self.retries.earlier(key)
+            earlier = earlier or await self._replicas.earlier(key, lambda: self._prepared(ask))
+            if earlier is not None:
+                return earlier
         if self._in_flight[ask.served.job] >= MAX_IN_FLIGHT:
             raise _full(ask.served)
-        record = await self.episodes.opened(ask.served, ask.episode)
-        answer = self._prepared(ask, record)
+        answer = await self._prepared(ask)
         if ask.retries is None:
             return await self._dispatched(answer)
-        answer.key = key
-        self._tries[key] += 1
+        answer.key, id = key, answer.id
+        self.retries.read(key)
+        self._notes.write(answer)
         try:
-            return await self._dispatched(answer)
+            await self._dispatched(answer)
         except BaseException:
-            self._left(key)
+            self.retries.left(key)
+            self._notes.drop(answer)
             raise
+        if answer.id != id:
+            self._notes.write(answer)
+        return answer
 
     def leave(self, answer: Answer, *, begun: bool) -> None:
         """See ``Serving.leave``."""
-        if answer.key is not None:
-            self._left(answer.key)
-        if not begun and answer.key is not None and answer.error is None:
-            self._keep(answer)
-        elif not answer.done:
-            self._give_up(answer)
+        if answer.key:
+            self.retries.left(answer.key)
+        if not begun and answer.key and answer.error is None:
+            self.retries.keep(answer)
+        elif answer.done:
+            self._notes.drop(answer)
+        else:
+            self.give_up(answer)
 
     async def interaction(self, job: str, id: str) -> Interaction | None:
         """See ``Serving.interaction``."""
@@ -132,21 +136,23 @@ class Gateway:
         except ProtocolError:  # overwritten, because its user wanted to be forgotten
             return None
 
-    def remember(self, answer: Answer, message: dict[str, object]) -> None:
+    async def remember(self, answer: Answer, message: dict[str, object]) -> None:
         """See ``Serving.remember``."""
         request = answer.request
         if request.alone and request.kind == "chat":
             owner = (answer.served.job, request.key_id, request.user)
-            self._threads.remember(owner, request.messages, message, request.episode)
+            await self._threads.remember(owner, request.messages, message, request.episode)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def _prepared(self, ask: Ask, record: EpisodeRecord | None) -> Answer:
+    async def _prepared(self, ask: Ask) -> Answer:
+        """The request as workers get it. Raises HttpProblem: 410 its episode is over."""
+        record = await self.episodes.opened(ask.served, ask.episode)
         job, draft = ask.served.job, ask.draft
         user = self._pseudonym(ask.user)
         episode = ask.episode
         if not episode and draft.kind == "chat":
-            episode = self._threads.find((job, draft.key_id, user), draft.messages)
+            episode = await self._threads.find((job, draft.key_id, user), draft.messages)
         untrainable = draft.untrainable or ("opted_out" if user and self._opted_out(user) else "")
         request = replace(
             draft, ids=self._new_ids(job, ask.num_prompts * draft.n), gateway=self.id, user=user,
@@ -172,26 +178,25 @@ class Gateway:
         while True:
             if answer.given_up:
                 raise Unavailable("nobody waits for the answer")
-            self._enter(answer)
+            self.enter(answer)
             try:
                 data = await self._bus.request(subject, pack(answer.request, job=served.job), deadline_s=REPLY_S)
                 reply, _ = unpack(data, InferenceReply)
             except Unavailable as error:  # a worker may have it all the same: its answer would be nobody's
-                self._exit(answer)
+                self.withdraw(answer)
                 why, full = error, False
                 if not answer.prompt_ids:
                     answer.request = replace(answer.request, ids=self._new_ids(served.job, len(answer.request.ids)))
             except BaseException:
-                self._exit(answer)
+                self.withdraw(answer)
                 raise
             else:
                 if reply.accepted:
-                    self._heard[reply.worker] = clock()
-                    answer.accepted(reply)
+                    self.accepted(answer, reply)
                     if answer.given_up:
                         self._tell(reply.worker, Cancel(request=answer.id, gone=True))
                     return answer
-                self._exit(answer)
+                self.withdraw(answer)
                 why, full = Unavailable("all rollout workers are full"), True
             if clock() + RETRY_S > end:
                 raise _full(served) if full else _nobody(served, why)
@@ -199,49 +204,26 @@ class Gateway:
                 self._table.find(served.job)
             await asyncio.sleep(RETRY_S)
 
-    def _enter(self, answer: Answer) -> None:
+    def accepted(self, answer: Answer, reply: InferenceReply) -> None:
+        """A worker, or another gateway in its place, writes the answer."""
+        self._heard[reply.worker] = asyncio.get_running_loop().time()
+        answer.accepted(reply)
+
+    def enter(self, answer: Answer) -> None:
+        """From now on chunks of the answer are taken."""
         if answer.id not in self._answers:
             self._answers[answer.id] = answer
             self._in_flight[answer.served.job] += 1
 
-    def _exit(self, answer: Answer) -> None:
+    def withdraw(self, answer: Answer) -> None:
+        """No more chunks of the answer are taken."""
         if self._answers.pop(answer.id, None) is not None:
             self._in_flight[answer.served.job] -= 1
 
-    async def _first_try(self, key: Key) -> Answer | None:
-        """An answer that was left unread. One that somebody reads belongs to another client with the same body."""
-        clock = asyncio.get_running_loop().time
-        end = clock() + LEAVE_S
-        while True:
-            for answer in self._kept:
-                if answer.key == key and answer.error is None:
-                    self._unkeep(answer)
-                    self._tries[key] += 1
-                    return answer
-            if not self._tries[key] or clock() > end:
-                return None
-            await asyncio.sleep(RETRY_S)
-
-    def _left(self, key: Key) -> None:
-        self._tries[key] -= 1
-        if self._tries[key] <= 0:
-            del self._tries[key]
-
-    def _keep(self, answer: Answer) -> None:
-        answer.end = asyncio.get_running_loop().call_later(COME_BACK_S, self._give_up, answer)
-        self._kept.append(answer)
-        if len(self._kept) > MAX_KEPT:
-            self._give_up(self._kept[0])
-
-    def _unkeep(self, answer: Answer) -> None:
-        if answer.end is not None:
-            answer.end.cancel()
-            answer.end = None
-            self._kept.remove(answer)
-
-    def _give_up(self, answer: Answer) -> None:
+    def give_up(self, answer: Answer) -> None:
         """Nobody waits for the answer: the worker records what there is."""
-        self._unkeep(answer)
+        self.retries.unkeep(answer)
+        self._notes.drop(answer)
         answer.given_up = True
         if not answer.done and answer.worker:
             self._tell(answer.worker, Cancel(request=answer.id, gone=True))
@@ -251,9 +233,9 @@ class Gateway:
             with contextlib.suppress(PenstockError):
                 await self._bus.notify(subjects.inference_worker(worker), pack(cancel))
 
-        note = asyncio.create_task(send(), name=f"cancel {cancel.request}")
-        self._notes.add(note)
-        note.add_done_callback(self._notes.discard)
+        task = asyncio.create_task(send(), name=f"cancel {cancel.request}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
@@ -268,10 +250,11 @@ class Gateway:
             answer = self._answers.get(chunk.request)
             if answer is None or answer.worker not in ("", message.worker):
                 continue
-            if not answer.feed(chunk):
-                self._recover(answer)
+            left = chunk.finish == "client_disconnected" and not answer.given_up  # our signs of life were not heard
+            if left or not answer.feed(chunk):
+                self.recover(answer)
             elif answer.done:
-                self._exit(answer)
+                self.withdraw(answer)
         for failure in message.failures:
             self._on_failure(message.worker, failure)
         if message.in_hand is not None:
@@ -283,7 +266,7 @@ class Gateway:
             return
         kind = getattr(errors, failure.error, PenstockError) if failure.error in errors.__all__ else PenstockError
         if issubclass(kind, Unavailable):
-            self._recover(answer)
+            self.recover(answer)
         else:
             self._fail(answer, kind(failure.text))
 
@@ -293,7 +276,7 @@ class Gateway:
             self._tell(worker, Cancel(request=unknown, gone=False))
         for answer in list(self._answers.values()):
             if answer.worker == worker and answer.id not in in_hand:
-                self._recover(answer)
+                self.recover(answer)
 
     async def _watch_workers(self) -> None:
         clock = asyncio.get_running_loop().time
@@ -301,11 +284,15 @@ class Gateway:
             await asyncio.sleep(SIGN_EVERY_S / 2)
             for answer in list(self._answers.values()):
                 if answer.worker and clock() - self._heard.get(answer.worker, 0.0) > SILENT_S:
-                    self._recover(answer)
+                    self.recover(answer)
             busy = {answer.worker for answer in self._answers.values()}
             self._heard = {worker: heard for worker, heard in self._heard.items() if worker in busy}
+            for worker in self._heard:
+                with contextlib.suppress(Unavailable):
+                    await self._bus.notify(subjects.inference_present(worker), pack(Present(gateway=self.id)))
 
-    def _recover(self, answer: Answer) -> None:
+    def recover(self, answer: Answer) -> None:
+        """Go on with an answer whose worker is gone, or whose chunks are; ``answer.recovering`` ends with it."""
         if answer.recovering is None:
             answer.recovering = asyncio.create_task(self._recovered(answer), name=f"recover {answer.id}")
 
@@ -317,9 +304,9 @@ class Gateway:
         try:
             for index in answer.unfinished:
                 record = await self.interaction(answer.served.job, answer.request.ids[index])
-                if record is not None:
+                if record is not None and record.finish != "client_disconnected":
                     answer.finish_from(index, record)
-            self._exit(answer)
+            self.withdraw(answer)
             if answer.done:
                 return
             if answer.given_up:
@@ -335,7 +322,7 @@ class Gateway:
             answer.recovering = None
 
     def _fail(self, answer: Answer, error: PenstockError) -> None:
-        self._exit(answer)
+        self.withdraw(answer)
         answer.fail(error)
 
 

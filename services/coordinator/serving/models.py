@@ -49,7 +49,7 @@ class ModelTable:
             return
         known = self._served.get(record.id)
         if known is not None:
-            self._served[record.id] = known.at(record.status.policy_version)
+            self._served[record.id] = known.at(_served_version(record))
             return
         try:
             config = parse_job(record.spec)
@@ -59,7 +59,7 @@ class ModelTable:
         if isinstance(config, JobConfig):
             online = config.online if isinstance(config, OnlineJob) else None
             self._served[record.id] = Served(
-                name=record.name, job=record.id, online=online is not None, version=record.status.policy_version,
+                name=record.name, job=record.id, online=online is not None, version=_served_version(record),
                 created=int(record.created_at.timestamp()), hold_s=(online or OnlineConfig()).hold_s,
             )  # fmt: skip
 
@@ -84,3 +84,9 @@ class ModelTable:
             names = ", ".join(served.name for served in self.rows()[:20]) or "none"
             raise NotFound(f"no running job serves a model '{name[:80]}'; models: {names}")
         return found
+
+
+def _served_version(record: JobRecord) -> int:
+    """The version that agents are answered with: the newest, unless it was not promoted."""
+    served = record.status.served_version
+    return record.status.policy_version if served is None else served

@@ -1,7 +1,12 @@
-"""Conversations of clients that name no episode: a chat that goes on from an answer belongs to its episode."""
+"""Conversations of clients that name no episode: a chat that goes on from an answer belongs to its episode.
+
+What was said here is in memory, what was said at another replica in the bucket `answers`; both as digests.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import time
 from collections import OrderedDict
@@ -9,36 +14,63 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
 
+from penstock.shared.errors import Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.transport.bus import Bus
+
 __all__ = ["Threads"]
 
 KEEP_S = 1800.0
+"""As long as entries of the bucket live."""
 MAX_THREADS = 65536
+ASK_S = 0.5
+"""Most time that a request spends on the bucket; without it, the chat is an episode of its own."""
+PREFIX = "said"
 
 
 class Threads:
     """Episodes by what was said: the digest of the messages up to and with an answer, within a key and a user."""
 
-    def __init__(self) -> None:
+    def __init__(self, bus: Bus) -> None:
+        self._kv = bus.kv(subjects.ANSWERS)
         self._episodes: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
 
-    def find(self, owner: Sequence[str], messages: Sequence[dict[str, Any]]) -> str:
-        """Episode of the longest beginning of ``messages`` that ends in an answer of ours; '' where there is none."""
-        found = ""
-        for message, digest in _digests(owner, messages):
-            known = self._episodes.get(digest) if message.get("role") == "assistant" else None
-            if known is not None and known[0] > time.monotonic():
-                found = known[1]
-        return found
+    async def find(self, owner: Sequence[str], messages: Sequence[dict[str, Any]]) -> str:
+        """Episode of the longest beginning of ``messages`` that ends in an answer of ours; '' where there is none.
 
-    def remember(
+        Of answers that were given elsewhere the newest one counts.
+        """
+        found, newest = "", b""
+        for message, digest in _digests(owner, messages):
+            if message.get("role") == "assistant":
+                newest, known = digest, self._episodes.get(digest)
+                if known is not None and known[0] > time.monotonic():
+                    found = known[1]
+        return found or (await self._ask(newest) if newest else "")
+
+    async def remember(
         self, owner: Sequence[str], messages: Sequence[dict[str, Any]], answer: dict[str, Any], episode: str
     ) -> None:
-        """``answer`` to ``messages`` was given in ``episode``."""
+        """``answer`` to ``messages`` was given in ``episode``: from now on every replica finds it."""
         *_, (_, digest) = _digests(owner, [*messages, answer])
         self._episodes[digest] = time.monotonic() + KEEP_S, episode
         self._episodes.move_to_end(digest)
         while len(self._episodes) > MAX_THREADS:
             self._episodes.popitem(last=False)
+        with contextlib.suppress(Unavailable, TimeoutError):
+            async with asyncio.timeout(ASK_S):
+                await self._kv.put(_name(digest), episode.encode())
+
+    async def _ask(self, digest: bytes) -> str:
+        with contextlib.suppress(Unavailable, TimeoutError):
+            async with asyncio.timeout(ASK_S):
+                entry = await self._kv.get(_name(digest))
+                return entry.value.decode() if entry is not None and entry.value is not None else ""
+        return ""
+
+
+def _name(digest: bytes) -> str:
+    return f"{PREFIX}.{digest.hex()}"
 
 
 def _digests(owner: Sequence[str], messages: Iterable[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], bytes]]:

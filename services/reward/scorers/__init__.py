@@ -16,6 +16,7 @@ from penstock.shared.config.scorers import (
     ExactScorer,
     FormatScorer,
     FunctionScorer,
+    GraderScorer,
     HttpScorer,
     JudgeScorer,
     MathScorer,
@@ -40,17 +41,21 @@ def open_scorer(config: ScorerConfig) -> Scorer | GroupScorer:
     Raises:
         ScoringError: the scorer cannot be opened, with what to do.
     """
-    if isinstance(config, JudgeScorer | HttpScorer | RewardModelScorer):
+    if isinstance(config, JudgeScorer | HttpScorer | RewardModelScorer | GraderScorer):
         return _open_group_scorer(config)
     return _TYPES[type(config)](config)
 
 
-def _open_group_scorer(config: JudgeScorer | HttpScorer | RewardModelScorer) -> GroupScorer:
+def _open_group_scorer(config: JudgeScorer | HttpScorer | RewardModelScorer | GraderScorer) -> GroupScorer:
     """Imported only where they are used: clients and numpy would double the start of every scorer process."""
     if isinstance(config, RewardModelScorer):
         from penstock.services.reward.scorers.reward_model import RewardModel
 
         return RewardModel(config)
+    if isinstance(config, GraderScorer):
+        from penstock.services.reward.scorers.grader import OpenGrader
+
+        return OpenGrader(config)
     from penstock.services.reward.scorers.http import Http
     from penstock.services.reward.scorers.judge import Judge
 

@@ -9,11 +9,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.services.reward.sandbox.plan import Job
-from penstock.services.reward.sandbox.sandbox import Sandbox
 from penstock.shared.config.scorers import CodeScorer
 from penstock.shared.data.code_tests import CallTest, StatementTest, StreamTest, parse_tests
-from penstock.shared.errors import DataError, ScoringError
+from penstock.shared.errors import DataError, SandboxError, ScoringError
+from penstock.shared.sandbox.plan import Job
+from penstock.shared.sandbox.sandbox import Sandbox
 
 __all__ = ["Code", "equal_values", "program_of"]
 
@@ -34,7 +34,10 @@ class Code:
     def __init__(self, config: CodeScorer) -> None:
         """Raises ScoringError where nothing on this machine contains programs."""
         self._config = config
-        self._sandbox = Sandbox(config)
+        try:
+            self._sandbox = Sandbox(config)
+        except SandboxError as error:
+            raise ScoringError(str(error)) from None
         self.about = f"sandbox: {self._sandbox.mechanism}"
 
     def close(self) -> None:
@@ -54,6 +57,13 @@ class Code:
         program = program_of(completion)
         if not program.strip():
             return 0.0
+        try:
+            return self._share_passed(program, tests)
+        except SandboxError as error:
+            raise ScoringError(str(error)) from None
+
+    def _share_passed(self, program: str, tests: Sequence[StatementTest | CallTest | StreamTest]) -> float:
+        """Of the tests, or whether all are passed. Raises SandboxError."""
         deadline = time.monotonic() + self._config.time_limit_s
         steps: list[StatementTest | CallTest] = [test for test in tests if not isinstance(test, StreamTest)]
         passed = self._passed_steps(program, steps, deadline)

@@ -1,9 +1,10 @@
 """The decoding core: admits completions, decodes all of them one token at a time, drops stale caches. One thread only.
 
-Rows [0, fresh) have their keys and values in the cache; rows [fresh, count) are computed from their tokens first. New
-rows are appended there, and a new policy version makes every row stale: no token comes from an old cache.
+Rows [0, fresh) have their keys and values in the cache; rows [fresh, count) are computed from their tokens first, or
+from those that follow what was held of their session. New rows are appended there, and a new policy version makes every
+row stale and drops what is held: no token comes from an old cache.
 
-Shape legend: R = rows, V = vocabulary, T = flat tokens.
+Shape legend: R = rows, V = vocabulary, T = flat tokens, S = new tokens of a row, L = positions.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +20,8 @@ from transformers import PreTrainedModel
 
 from penstock.services.rollout.engines.cache import KVCache
 from penstock.services.rollout.engines.completion import Completion, Finish, Finished
-from penstock.services.rollout.engines.prefill import Prefill, plan_prefill
+from penstock.services.rollout.engines.held import HeldSequence, HeldSequences
+from penstock.services.rollout.engines.prefill import Extension, Prefill, plan_extension, plan_prefill
 from penstock.services.rollout.engines.routes import RouteTable
 from penstock.services.rollout.engines.rows import Rows
 from penstock.services.rollout.engines.sampling import draw, likeliest
@@ -84,6 +87,7 @@ class Batch:
         self._device = model.device
         self._rows = Rows(max_running, self._device)
         self._cache = KVCache(plan, rows=max_running, max_length=max_length)
+        self._held = HeldSequences(max_running)
         self._routes = RouteTable(plan, max_running, self._device) if record_routes else None
         self._row_R = torch.arange(max_running, device=self._device)
         self._position_L = torch.arange(max_length, device=self._device)
@@ -102,7 +106,13 @@ class Batch:
         self._reserve(max(len(c.prompt_ids) + c.sampling.max_new_tokens for c in completions))
         if self._routes is not None:
             self._routes.add(self.count, self.count + len(completions))
-        self._rows.add(completions, self._version)
+        found = [(c, self._held.take(c.session, c.prompt_ids) if c.session else None) for c in completions]
+        ordered = sorted(found, key=lambda one: one[1] is None)  # those with a cached part are computed together
+        for row, (completion, held) in enumerate(ordered, start=self.count):
+            if held is not None:
+                self._cache.restore(row, held.keys, held.values)
+                completion.num_cached = len(held.token_ids)
+        self._rows.add([completion for completion, _ in ordered], self._version)
 
     @torch.inference_mode()
     def run(self, max_steps: int, interrupted: Callable[[], bool]) -> Outcome:
@@ -154,10 +164,14 @@ class Batch:
     def drop_cache(self) -> None:
         """Nothing in the cache is current: every row is computed again from its tokens."""
         self._fresh = 0
+        self._held.clear()
+        for completion in self._rows.completions:
+            completion.num_cached = 0
 
     def release(self) -> None:
         """Give the cache memory back; allowed while the batch is empty."""
         assert not self.count, "release needs an empty batch"
+        self._held.clear()
         self._cache.release()
 
     # -- one step ----------------------------------------------------------------------------------------------------
@@ -165,11 +179,23 @@ class Batch:
     def _step(self, outcome: Outcome) -> None:
         codes = [self._advance(0, self._fresh, self._decode)] if self._fresh else []
         while self._fresh < self.count:
-            prefill = plan_prefill(self._rows, self._fresh)
-            codes.append(self._advance(prefill.start, prefill.stop, lambda: self._prefill(prefill)))  # noqa: B023
-            self._fresh = prefill.stop
+            codes.append(self._compute())
         outcome.tokens += self.count
         self._finish(torch.cat(codes), outcome)
+
+    def _compute(self) -> Tensor:
+        """Bring some rows that are not fresh into the cache, and draw their next token; returns codes."""
+        if self._rows.completions[self._fresh].num_cached:
+            extension = plan_extension(self._rows, self._fresh)
+            stop, compute = extension.stop, partial(self._extend, extension)
+        else:
+            prefill = plan_prefill(self._rows, self._fresh)
+            stop, compute = prefill.stop, partial(self._prefill, prefill)
+        codes = self._advance(self._fresh, stop, compute)
+        for completion in self._rows.completions[self._fresh : stop]:
+            completion.num_cached = 0
+        self._fresh = stop
+        return codes
 
     def _advance(self, start: int, stop: int, logits: Callable[[], Tensor]) -> Tensor:
         self._check_weights()
@@ -232,6 +258,25 @@ class Batch:
         logits_RV: Tensor = self._plan.head(hidden_TD[prefill.last_R])
         return logits_RV
 
+    def _extend(self, extension: Extension) -> Tensor:
+        """Logits after the last token of each row of ``extension``; the rest of its cache is there."""
+        e, rows = extension, extension.stop - extension.start
+        place_T = self._cache.places(e.start + e.row_T, e.position_T)
+        hidden_TL = self._position_L[: e.length] > e.position_T[:, None]
+        dtype = self._plan.embedding.weight.dtype
+        mask_RSL = torch.zeros((rows, e.num_new, e.length), dtype=dtype, device=self._device)
+        mask_RSL[e.row_T, e.offset_T] = mask_RSL[e.row_T, e.offset_T].masked_fill(hidden_TL, float("-inf"))
+
+        def attend(layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
+            self._cache.write(layer, place_T, k_TKd, v_TKd)
+            q_RSHd = q_THd.new_zeros((rows, e.num_new, *q_THd.shape[1:]))
+            q_RSHd[e.row_T, e.offset_T] = q_THd
+            return self._cache.attend_more(layer, e.start, q_RSHd, e.length, mask_RSL)[e.row_T, e.offset_T]
+
+        hidden_TD = decode(self._plan, e.token_T, self._rope_of(e.position_T), attend, None)
+        logits_RV: Tensor = self._plan.head(hidden_TD[e.last_R])
+        return logits_RV
+
     # -- rows come and go --------------------------------------------------------------------------------------------
 
     def _finish(self, code_R: Tensor, outcome: Outcome) -> None:
@@ -273,7 +318,14 @@ class Batch:
         if not math.isfinite(sum(ended.sample.logprobs)):
             self._cache.zero()
             self.drop_cache()
+        elif finish == "stop" and ended.completion.keep and self._routes is None:
+            self._hold(row, ended.completion.session)
         return ended
+
+    def _hold(self, row: int, session: str) -> None:
+        """Keep what is in the cache of a row: all but its last token, which went through no layer."""
+        token_ids = list(self._rows.sequence(row))[:-1]
+        self._held.keep(session, HeldSequence(token_ids, *self._cache.copied(row, len(token_ids))))
 
     def _drop(self, rows: Sequence[int]) -> None:
         longest = int(self._rows.length_R[: self.count].max()) if rows else 0

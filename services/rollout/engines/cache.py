@@ -1,7 +1,7 @@
 """Keys and values of running sequences: one row of a static tensor each, rows kept dense.
 
 Shape legend: N = layers, R = rows, L = positions, K = key/value heads, d = head width, T = flat tokens, G = query heads
-that share a key/value head.
+that share a key/value head, S = queries of a row, Q = G * S.
 """
 
 from __future__ import annotations
@@ -73,6 +73,28 @@ class KVCache:
         k_RKLd, v_RKLd = self._keys[layer][:rows, :, :length], self._values[layer][:rows, :, :length]
         q_RKGd = q_RHd.view(rows, plan.num_kv_heads, -1, plan.head_dim)
         return F.scaled_dot_product_attention(q_RKGd, k_RKLd, v_RKLd, attn_mask=mask_R11L).flatten(1, 2)
+
+    def attend_more(self, layer: int, start: int, q_RSHd: Tensor, length: int, mask_RSL: Tensor) -> Tensor:
+        """S queries per row over the first ``length`` positions of rows ``start`` to start + R: [R, S, H, d]."""
+        (rows, queries), plan = q_RSHd.shape[:2], self._plan
+        k_RKLd, v_RKLd = (t[layer][start : start + rows, :, :length] for t in (self._keys, self._values))
+        groups = q_RSHd.shape[2] // plan.num_kv_heads
+        q_RKGSd = q_RSHd.view(rows, queries, plan.num_kv_heads, groups, plan.head_dim).permute(0, 2, 3, 1, 4)
+        mask_R1QL = mask_RSL.repeat(1, groups, 1)[:, None]
+        out_RKQd = F.scaled_dot_product_attention(q_RKGSd.flatten(2, 3), k_RKLd, v_RKLd, attn_mask=mask_R1QL)
+        out_RKGSd = out_RKQd.view(rows, plan.num_kv_heads, groups, queries, plan.head_dim)
+        return out_RKGSd.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+    def copied(self, row: int, length: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values of the first ``length`` positions of a row, [K, L, d] of each layer."""
+        keys, values = ([t[row, :, :length].clone() for t in tensors] for tensors in (self._keys, self._values))
+        return keys, values
+
+    def restore(self, row: int, keys: list[Tensor], values: list[Tensor]) -> None:
+        """Inverse of ``copied``; there must be room."""
+        for tensors, copies in ((self._keys, keys), (self._values, values)):
+            for tensor, copy in zip(tensors, copies, strict=True):
+                tensor[row, :, : copy.shape[1]] = copy
 
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
         """Copy rows, up to ``length`` positions."""

@@ -33,6 +33,12 @@ class Completion:
     """(policy version, output tokens before its first one), oldest first."""
     streamed: bool = False
     """Its tokens are told as they are sampled."""
+    session: str = ""
+    """Keys and values that were kept for this session are used."""
+    keep: bool = False
+    """Its own are kept for the next request of the session."""
+    num_cached: int = 0
+    """Tokens of its prompt whose keys and values were held from before; 0 again once it is decoded."""
     top_logprobs: int = 0
     top: list[Likely] = field(default_factory=list)
     """An entry per output token where ``top_logprobs`` is set."""

@@ -67,11 +67,11 @@ class Requests:
         answer: asyncio.Future[GenResult] = asyncio.get_running_loop().create_future()
         self._serial_of[request.request_id] = serial
         self._open[serial] = _Request(request.request_id, answer, [None] * request.n, on_token)
-        prompt_ids = tuple(request.prompt_ids)
+        prompt_ids, session = tuple(request.prompt_ids), request.session if request.n == 1 else ""
         self._queue.extend(
             Completion(
                 serial, i, prompt_ids, request.sampling, stop_ids, base + i, streamed=on_token is not None,
-                top_logprobs=request.top_logprobs,
+                session=session, keep=bool(session) and not request.last, top_logprobs=request.top_logprobs,
             )
             for i in range(request.n)
         )  # fmt: skip

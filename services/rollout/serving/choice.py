@@ -47,7 +47,7 @@ class Choice:
 
     def __post_init__(self) -> None:
         self._text = TextStream(self.decode, self.sampling.stop_strings)
-        self._tools = ToolCalls() if self.request.tools else None
+        self._tools = ToolCalls(self.id) if self.request.tools else None
 
     @property
     def id(self) -> str:
@@ -59,11 +59,16 @@ class Choice:
         """Of the engine request under way."""
         return f"{self.id}/{self.pauses}"
 
+    @property
+    def ended(self) -> bool:
+        """Whether a stop string is complete that began before an interruption: an engine sees only its own tokens."""
+        return self.pauses > 0 and self._text.stopped and len(self.token_ids) >= self.sampling.min_new_tokens
+
     def resume(self, begun: Begun) -> None:
         """Take over what another worker produced; its client has the text of it."""
         for span in begun.spans:
             self._add(begun.token_ids[span.start : span.end], begun.logprobs[span.start : span.end], span.version)
-        self._read(self.token_ids)
+        self._read_one_by_one(self.token_ids)
         self._top += [[] for _ in self.token_ids]
         self._told = len(self.token_ids)
         self.pauses = 1
@@ -83,7 +88,7 @@ class Choice:
         """A token that is not the last one."""
         self._add([token.token_id], [token.logprob], token.version)
         self._top.append(token.top)
-        return self._chunk(*self._read(self.token_ids[self._told :]))
+        return self._chunk(*self._read_one_by_one(self.token_ids[self._told :]))
 
     def take(self, sample: Sample, before: int) -> None:
         """The end of an engine request that began after ``before`` output tokens: tokens that were not pushed."""
@@ -136,7 +141,7 @@ class Choice:
             episode=bare_id(request.episode) or request.episode, alone=request.alone, key_id=request.key_id,
             user=request.user, split=request.split, untrainable=untrainable, prompt_ids=self.prompt_ids,
             token_ids=self.token_ids, logprobs=self.logprobs, spans=self.spans, sampling=self.sampling, finish=finish,
-            template=template, body_digest=request.body_digest, text=self.text,
+            template=template, body_digest=request.body_digest, text=self.text, calls=self.calls,
             tool_calls_valid=self._tools.valid if self._tools is not None else None, tags=request.tags,
             started=request.started, first_token=self.first_token, ended=time.time(),
         )  # fmt: skip
@@ -150,6 +155,16 @@ class Choice:
         if self.spans and self.spans[-1].version == version:
             start = self.spans.pop().start
         self.spans.append(Span(version, start, end))
+
+    def _read_one_by_one(self, token_ids: Sequence[int]) -> tuple[str, list[ToolCall]]:
+        """As ``_read``. What is certain depends on how much is read at once: this way on the tokens alone, so that
+        another worker that has the same tokens knows what the client has of them.
+        """
+        text, calls = "", list[ToolCall]()
+        for token_id in token_ids:
+            more, found = self._read([token_id])
+            text, calls = text + more, calls + found
+        return text, calls
 
     def _read(self, token_ids: Sequence[int]) -> tuple[str, list[ToolCall]]:
         """Text and calls that became certain with these tokens."""

@@ -41,7 +41,7 @@ class Renderer:
             ConfigError: the template refuses the messages, or a prompt is empty.
         """
         if request.kind == "chat":
-            found = [self._chat(request)]
+            found = [self.chat(request.messages, tools=request.tools, template_args=request.template_args)]
         else:
             found = [
                 self._tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
@@ -51,15 +51,26 @@ class Renderer:
             raise ConfigError("the prompt is empty: it needs at least one token")
         return found
 
-    def _chat(self, request: InferenceRequest) -> list[int]:
+    def chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        template_args: dict[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a chat that the model is to continue.
+
+        Raises:
+            ConfigError: the template refuses the messages.
+        """
         try:
             text = self._tokenizer.apply_chat_template(
-                [_message(message) for message in request.messages],
+                [_message(message) for message in messages],
                 chat_template=self._template,
-                tools=request.tools or None,
+                tools=tools or None,
                 tokenize=False,
                 add_generation_prompt=True,
-                **{**self._template_args, **request.template_args},
+                **{**self._template_args, **(template_args or {})},
             )
         except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"the chat template refuses the messages: {error}") from None

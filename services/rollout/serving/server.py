@@ -16,6 +16,8 @@ from transformers import PreTrainedTokenizerFast
 from penstock.services.rollout.engines import Engine
 from penstock.services.rollout.serving.choice import Choice
 from penstock.services.rollout.serving.outbox import Outbox
+from penstock.services.rollout.serving.presence import Presence
+from penstock.services.rollout.serving.reading import Reader
 from penstock.services.rollout.serving.recorder import Recorder
 from penstock.services.rollout.serving.rendering import Renderer
 from penstock.services.rollout.serving.sampling import NOT_REPLAYABLE, replayable, sampling_for
@@ -24,7 +26,14 @@ from penstock.shared.errors import PenstockError, ProtocolError, Unavailable, We
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.generation import GenRequest, Token
-from penstock.shared.protocol.inference import Cancel, Failure, InferenceReply, InferenceRequest
+from penstock.shared.protocol.inference import (
+    SIGN_EVERY_S,
+    Cancel,
+    Failure,
+    InferenceReply,
+    InferenceRequest,
+    Present,
+)
 from penstock.shared.runtime.tasks import unexpected
 from penstock.shared.transport.bus import Bus
 
@@ -77,6 +86,8 @@ class InferenceServer:
         self._texts: dict[int, str] = {}
         """Of single tokens."""
         self._live: dict[str, _Live] = {}
+        self._gateways = Presence()
+        self._aborts: set[asyncio.Task[int]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._leaving = asyncio.Event()
@@ -89,20 +100,26 @@ class InferenceServer:
     async def run(self) -> None:
         """Serve until cancelled, or drained."""
         self._renderer = await asyncio.to_thread(Renderer, self.tokenizer, self.template_args)
-        background = [asyncio.create_task(self._recorder.run()), asyncio.create_task(self._outbox.run())]
+        running = (self._recorder.run(), self._outbox.run(), self._watch_gateways())
+        background = [asyncio.create_task(one) for one in running]
         try:
             async with AsyncExitStack() as stack:
                 cancels = await self.bus.subscribe(subjects.inference_worker(self.id), self._on_cancel)
                 await stack.enter_async_context(cancels)
+                signs = await self.bus.subscribe(subjects.inference_present(self.id), self._on_present)
+                await stack.enter_async_context(signs)
                 server = await self.bus.serve(subjects.inference(self.job), self._take, queue=QUEUE)
                 await stack.enter_async_context(server)
+                reader = Reader(self.job, self._renderer, self.tokenizer, self.engine)
+                readers = await self.bus.serve(subjects.reading(self.job), reader.read, queue=QUEUE, max_concurrent=4)
+                await stack.enter_async_context(readers)
                 await self._leaving.wait()
                 await server.close()
                 await self._idle.wait()
                 await self._outbox.flush()
         finally:
             left = list(self._live.values())
-            tasks = [live.task for live in left if live.task is not None] + background
+            tasks = [live.task for live in left if live.task is not None] + background + list(self._aborts)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -221,28 +238,15 @@ class InferenceServer:
         """
         clock = asyncio.get_running_loop().time
         waiting_since: float | None = None
-        request = live.request
-
-        def push(token: Token) -> None:
-            self._outbox.put(request.gateway, choice.push(token))
-
         while not live.gone:
-            prompt_ids, sampling = choice.rest()
             before = len(choice.token_ids)
-            if sampling.max_new_tokens < 1:
-                return "length"
-            wanted = GenRequest(
-                request_id=choice.engine_id, prompt_ids=prompt_ids, sampling=sampling,
-                top_logprobs=max(0, request.logprobs),
-            )  # fmt: skip
             try:
-                result = await self.engine.generate(wanted, push if request.stream else None)
+                finish = await self._generate(live.request, choice)
             except (WeightsError, Unavailable) as error:
                 why = str(error)
             else:
-                choice.take(result.samples[0], before)
-                if result.samples[0].finish != "abort":
-                    return result.samples[0].finish
+                if finish:
+                    return finish
                 why = "the engine ended what it had in hand"
             choice.pauses += 1
             if len(choice.token_ids) > before:
@@ -253,6 +257,30 @@ class InferenceServer:
             if not live.gone:
                 await asyncio.sleep(RETRY_S)
         return "client_disconnected"
+
+    async def _generate(self, request: InferenceRequest, choice: Choice) -> str:
+        """One engine request for what is left of a choice; why the choice ended, '' where it was interrupted."""
+        prompt_ids, sampling = choice.rest()
+        before = len(choice.token_ids)
+        if choice.ended or sampling.max_new_tokens < 1:
+            return "stop" if choice.ended else "length"
+
+        def push(token: Token) -> None:
+            if choice.ended:
+                return
+            self._outbox.put(request.gateway, choice.push(token))
+            if choice.ended:
+                self._abort([choice.engine_id])
+
+        wanted = GenRequest(
+            request_id=choice.engine_id, prompt_ids=prompt_ids, sampling=sampling,
+            top_logprobs=max(0, request.logprobs),
+        )  # fmt: skip
+        sample = (await self.engine.generate(wanted, push if request.stream or choice.pauses else None)).samples[0]
+        if choice.ended:
+            return "stop"
+        choice.take(sample, before)
+        return "" if sample.finish == "abort" else sample.finish
 
     def _on_cancel(self, subject: str, data: bytes) -> None:
         try:
@@ -267,9 +295,37 @@ class InferenceServer:
             live.dropped = True
             live.task.cancel()
             return
+        self._leave(live)
+
+    def _leave(self, live: _Live) -> None:
+        """Nobody waits for the answer any more: what there is of it is recorded."""
         live.gone = True
-        ids = [choice.engine_id for choice in live.choices]
-        self._aborting = asyncio.create_task(self.engine.abort(ids), name=f"abort {cancel.request}")
+        self._abort([choice.engine_id for choice in live.choices])
+
+    def _abort(self, engine_ids: list[str]) -> None:
+        task = asyncio.create_task(self.engine.abort(engine_ids), name=f"abort {engine_ids[0]}")
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    # -- gateways ----------------------------------------------------------------------------------------------------
+
+    def _on_present(self, subject: str, data: bytes) -> None:
+        try:
+            self._gateways.seen(unpack(data, Present)[0].gateway)
+        except ProtocolError as error:
+            logger.warning("ignored on %s: %s", subject, error)
+
+    async def _watch_gateways(self) -> None:
+        """A gateway that died has no clients any more, and none of them got the answer."""
+        while True:
+            await asyncio.sleep(SIGN_EVERY_S)
+            if not self.bus.connected:  # nobody can be heard
+                continue
+            gone = self._gateways.look({live.request.gateway for live in self._live.values()})
+            for live in list(self._live.values()):
+                if live.request.gateway in gone and not live.gone:
+                    logger.warning("request %s: its gateway %s is gone", live.request.id, live.request.gateway)
+                    self._leave(live)
 
 
 def _failure(request: str, error: BaseException) -> Failure:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from penstock.shared.protocol.inference import ToolCall
 
-__all__ = ["TextStream", "ToolCalls", "held_back"]
+__all__ = ["CLOSE", "OPEN", "TextStream", "ToolCalls", "held_back"]
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MAX_BLOCK = 1 << 16
@@ -76,9 +76,10 @@ class TextStream:
 class ToolCalls:
     """Takes tool calls out of a text: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen).
 
-    What cannot be parsed stays text.
+    What cannot be parsed stays text. The ids of calls follow from ``owner`` and their number alone.
     """
 
+    owner: str = ""
     valid: bool | None = None
     """Whether all calls could be parsed; None where there was none."""
     num_calls: int = 0
@@ -103,7 +104,7 @@ class ToolCalls:
                 content.append(pending[place:body])
                 place = body
                 continue
-            call, end = _parsed(pending[body:close]), close + len(CLOSE)
+            call, end = _parsed(pending[body:close], self._id(self.num_calls + len(calls))), close + len(CLOSE)
             self._judge(call is not None)
             content.append(pending[place:end] if call is None else pending[place:start].rstrip())
             calls += [call] if call is not None else []
@@ -122,6 +123,9 @@ class ToolCalls:
             self._judge(False)
         return left if left.strip() or not self.num_calls else ""
 
+    def _id(self, number: int) -> str:
+        return f"call_{blake2b(f'{self.owner} {number}'.encode(), digest_size=12).hexdigest()}"
+
     def _judge(self, parsed: bool) -> None:
         self.valid = parsed and self.valid is not False
 
@@ -133,7 +137,7 @@ def _certain(text: str, place: int, start: int) -> int:
     return place + len(text[place:start].rstrip())
 
 
-def _parsed(text: str) -> ToolCall | None:
+def _parsed(text: str, id: str) -> ToolCall | None:
     try:
         call = json.loads(text)
         name, arguments = call["name"], call.get("arguments", {})
@@ -141,4 +145,4 @@ def _parsed(text: str) -> ToolCall | None:
         return None
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
-    return ToolCall(f"call_{uuid.uuid4().hex[:24]}", name, json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(id, name, json.dumps(arguments, ensure_ascii=False))

@@ -25,7 +25,7 @@ class InitialModel:
     Attributes:
         model: the policy, with its adapter if it has one, or the critic.
         optimizer: the settings of its optimizer.
-        keep_reference: whether the algorithm needs a frozen policy beside it.
+        keep_reference: whether the job needs a frozen policy beside it.
         lora: of the adapter.
         base_path: model directory of the weights under the adapter; None where only this job has them.
         aux_loss_coef: weight of the load-balancing loss of a mixture of experts.
@@ -61,7 +61,7 @@ def initial_model(config: JobConfig, role: Role) -> InitialModel:
         model=model,
         tokenizer=tokenizer,
         optimizer=config.optimizer,
-        keep_reference=config.algorithm.needs_reference,
+        keep_reference=config.needs_reference,
         lora=lora,
         base_path=None if config.warm_start.steps else config.model.path,
         aux_loss_coef=moe.aux_loss_coef if moe is not None else 0.0,

@@ -22,12 +22,20 @@ from penstock.services.trainer.backends.base import Backend, Role
 from penstock.services.trainer.collective import Collective
 from penstock.services.trainer.flops import ModelFlops, Work
 from penstock.services.trainer.minibatches import Minibatch
+from penstock.services.trainer.packing import Microbatch
 from penstock.services.trainer.schedule import learning_rate
 from penstock.services.trainer.sharding import BatchShard
-from penstock.services.trainer.statistics import advantage_facts, batch_facts, sampled_entropy_of
+from penstock.services.trainer.statistics import (
+    advantage_facts,
+    batch_facts,
+    optimizer_facts,
+    sampled_entropy_of,
+)
+from penstock.services.trainer.teacher import Teacher
 from penstock.services.trainer.update_rules.balance import balance
 from penstock.services.trainer.update_rules.critic import CriticSteps, value_facts
 from penstock.services.trainer.update_rules.kl_coefficient import KLCoefficient
+from penstock.services.trainer.update_rules.off_policy import OffPolicySteps, off_policy_steps
 from penstock.services.trainer.update_rules.policy_steps import PolicySteps, TokenColumns
 from penstock.services.trainer.update_rules.preparation import PreparedBatch, cut, prepare
 from penstock.services.trainer.update_rules.recipes import Credit, recipe_of
@@ -54,6 +62,7 @@ class OnPolicyRule:
         models: the backend of each trained model; `critic` where the algorithm needs one.
         collective: the ranks that share a batch.
         total_updates: length of the run for the learning-rate schedules.
+        teacher: what a distilled policy imitates; None without one.
     """
 
     def __init__(
@@ -63,9 +72,11 @@ class OnPolicyRule:
         collective: Collective,
         *,
         total_updates: int | None,
+        teacher: Teacher | None = None,
     ) -> None:
         self._config, self._algorithm = config, config.algorithm
         self._models, self._collective, self._total_updates = models, collective, total_updates
+        self._teacher = teacher
         self._optimizer = config.optimizer
         self._recipe = recipe_of(config.algorithm)
         self._shaper = RewardShaper(config.algorithm, config.sampling.max_new_tokens)
@@ -95,13 +106,23 @@ class OnPolicyRule:
             if model.routers is not None:
                 model.routers.clear()
         self._work = {role: Work() for role in self._models}
-        batch = prepare(self._config, self._models, self._collective, shard, shaper=self._shaper, work=self._work)
+        others = off_policy_steps(
+            self._config, self._models["policy"], self._collective, shard, number=self._config.train.minibatches
+        )
+        own = shard.of("policy")
+        if others is not None and not own.num_groups:
+            report = self._imitate(others, update_index)
+            return report | self._time_facts(time.perf_counter() - began)
+        batch = prepare(
+            self._config, self._models, self._collective, own, shaper=self._shaper, work=self._work,
+            teacher=self._teacher,
+        )  # fmt: skip
         credit = self._recipe.credit(batch.experience(self._kl_coef))
         policy = self._policy_steps(batch, credit, update_index)
         critic = self._critic_steps(batch, credit, update_index)
         parts = self._minibatches(batch, credit)
         critic_parts = parts if critic is None else self._cut(batch)
-        skipped = self._train(parts, critic_parts, policy, critic, warming_up=self._warming_up(update_index))
+        skipped = self._train(parts, critic_parts, policy, critic, others, warming_up=self._warming_up(update_index))
         report = {
             **batch_facts(batch.facts),
             **advantage_facts(batch.facts, credit.advantages, per_token=credit.per_token),
@@ -110,6 +131,11 @@ class OnPolicyRule:
             **self._router_facts(),
             "optimizer/skipped_steps": float(skipped),
         }
+        if "teacher_kl" in batch.whole_N:
+            report["policy/kl_teacher"] = float(batch.whole_N["teacher_kl"].double().mean())
+        if others is not None:
+            report |= others.report()
+            report["loss/total"] += report["loss/off_policy"]
         if critic is not None and credit.returns_N is not None:
             report |= value_facts(batch.whole_N["values"], credit.returns_N) | critic.report(self._collective)
         if not math.isfinite(report["loss/total"]) and self._config.train.on_nonfinite == "pause":
@@ -163,6 +189,9 @@ class OnPolicyRule:
         advantages_N = credit.advantages
         if not credit.per_token:
             advantages_N = torch.repeat_interleave(advantages_N, torch.from_numpy(batch.facts.scored_B))
+        if batch.facts.assumed_B.any():
+            weight_B = np.where(batch.facts.assumed_B, np.float32(self._config.assumed_weight), np.float32(1))
+            advantages_N = advantages_N * torch.from_numpy(np.repeat(weight_B, batch.facts.scored_B))
         columns = TokenColumns(
             advantages_L=batch.facts.own_tokens(advantages_N, len(batch.columns.logprobs)),
             proximal_L=batch.flat_L.get("proximal"),
@@ -193,6 +222,7 @@ class OnPolicyRule:
         critic_parts: list[Minibatch],
         policy: PolicySteps,
         critic: CriticSteps | None,
+        others: OffPolicySteps | None,
         *,
         warming_up: bool,
     ) -> int:
@@ -203,20 +233,49 @@ class OnPolicyRule:
         made = skipped = 0
         for index in range(len(parts) * self._config.train.epochs):
             if not warming_up:
-                skipped += self._step(policy, "policy", parts[index % len(parts)], changed=made > 0)
+                skipped += self._policy_step(policy, parts, others, index % len(parts), changed=made > 0)
                 made += 1
             if critic is not None:
-                skipped += self._step(critic, "critic", critic_parts[index % len(parts)], changed=made > 0)
+                part = critic_parts[index % len(parts)]
+                self._begin("critic", part.microbatches)
+                skipped += self._is_skipped(critic.step(part), "critic", changed=made > 0)
                 made += 1
         return skipped
 
-    def _step(self, steps: PolicySteps | CriticSteps, role: Role, minibatch: Minibatch, *, changed: bool) -> bool:
+    def _policy_step(
+        self, policy: PolicySteps, parts: list[Minibatch], others: OffPolicySteps | None, index: int, *, changed: bool
+    ) -> bool:
+        self._begin("policy", parts[index].microbatches + (others.microbatches(index) if others is not None else []))
+        if others is not None:
+            others.accumulate(index)
+        return self._is_skipped(policy.step(parts[index]), "policy", changed=changed)
+
+    def _imitate(self, others: OffPolicySteps, update_index: int) -> dict[str, float]:
+        """An update without groups for the policy loss: no rewards, no advantages, no critic."""
+        rate, policy = learning_rate(self._optimizer, update_index, self._total_updates), self._models["policy"]
+        norms: list[float] = []
+        skipped = 0
+        for index in range(others.num_steps * self._config.train.epochs):
+            self._begin("policy", others.microbatches(index % others.num_steps))
+            others.accumulate(index % others.num_steps)
+            norms.append(policy.step(rate))
+            skipped += self._is_skipped(norms[-1], "policy", changed=index > 0)
+        self._renew_reference(update_index)
+        told = others.report()
+        return {
+            **told, "loss/total": told["loss/off_policy"], **optimizer_facts("optimizer", rate, norms),
+            **self._router_facts(), "optimizer/skipped_steps": float(skipped),
+        }  # fmt: skip
+
+    def _begin(self, role: Role, microbatches: list[Microbatch | None]) -> None:
+        """Count the work of the coming step, and what its load-balancing loss has to know."""
         frozen = role == "policy" and self._config.model.lora is not None
-        for microbatch in minibatch.microbatches:
+        for microbatch in microbatches:
             self._work[role].add(microbatch, passes=2 if frozen else 3)
         if role == "policy":
-            balance(self._models[role], minibatch.microbatches, self._collective)
-        norm = steps.step(minibatch)
+            balance(self._models[role], microbatches, self._collective)
+
+    def _is_skipped(self, norm: float, role: Role, *, changed: bool) -> bool:
         if math.isfinite(norm):
             return False
         if self._config.train.on_nonfinite == "pause":
@@ -235,8 +294,7 @@ class OnPolicyRule:
         kl = self._algorithm.kl
         if self._kl is None or kl is None:
             return {}
-        if kl.reset_reference_every is not None and (update_index + 1) % kl.reset_reference_every == 0:
-            self._models["policy"].freeze_reference()
+        self._renew_reference(update_index)
         per_token = float(batch.whole_N["kl"].double().mean()) if "kl" in batch.whole_N else report.get("policy/kl_ref")
         if per_token is None:  # nothing went forward
             return {}
@@ -245,6 +303,11 @@ class OnPolicyRule:
         told = {"kl/coef": self._kl.value, "kl/per_sequence": per_sequence, "policy/kl_ref": per_token}
         self._kl.adapt(per_sequence, num_sequences)
         return told
+
+    def _renew_reference(self, update_index: int) -> None:
+        kl = self._algorithm.kl
+        if kl is not None and kl.reset_reference_every and (update_index + 1) % kl.reset_reference_every == 0:
+            self._models["policy"].freeze_reference()
 
     def _time_facts(self, seconds: float) -> dict[str, float]:
         taken = [model.take_seconds() for model in self._models.values()]

@@ -7,7 +7,7 @@ M = scored tokens of a microbatch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -20,19 +20,20 @@ from penstock.services.trainer.collective import Collective
 from penstock.services.trainer.facts import BatchFacts, gather_facts
 from penstock.services.trainer.flops import Work
 from penstock.services.trainer.minibatches import Minibatch, minibatches
-from penstock.services.trainer.packing import Columns, Microbatch, columns_of
+from penstock.services.trainer.packing import Columns, Microbatch, columns_of, concatenated_ranges
 from penstock.services.trainer.routers import check_table
 from penstock.services.trainer.sharding import BatchShard
+from penstock.services.trainer.teacher import Teacher
 from penstock.services.trainer.update_rules.recipes import Experience
 from penstock.services.trainer.update_rules.shaping import RewardShaper, Shaped
-from penstock.shared.algorithms.kl import kl_estimate
+from penstock.shared.algorithms.kl import k1, kl_estimate
 from penstock.shared.config.job import JobConfig
 from penstock.shared.errors import ProtocolError
 
 __all__ = ["PreparedBatch", "cut", "prepare"]
 
-Pass = tuple[str, Role, Callable[[Microbatch | None], Tensor]]
-"""Name of the column, the model that computes it, and how."""
+Pass = tuple[str, Role | None, Callable[[Microbatch | None], Tensor]]
+"""Name of the column, the trained model that computes it (None: the teacher), and how."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,10 @@ class PreparedBatch:
     """A batch before its first step.
 
     Attributes:
-        columns, flat_L: this rank's tokens; ``flat_L`` has `reference`, `proximal` and `values` where they are needed.
-        facts, shaped, whole_N: the whole batch; ``whole_N`` has `values`, and `kl` where it is taken off the reward.
+        columns, flat_L: this rank's tokens; ``flat_L`` has `reference`, `proximal`, `values` and `teacher` where they
+            are needed.
+        facts, shaped, whole_N: the whole batch; ``whole_N`` has `values`, `teacher_kl`, and `kl` where it is taken off
+            the reward.
     """
 
     columns: Columns
@@ -61,6 +64,7 @@ class PreparedBatch:
             kl_N=self.whole_N.get("kl"),
             kl_coef=kl_coef,
             values_N=self.whole_N.get("values"),
+            teacher_kl_N=self.whole_N.get("teacher_kl"),
         )
 
 
@@ -72,6 +76,7 @@ def prepare(
     *,
     shaper: RewardShaper,
     work: Mapping[Role, Work],
+    teacher: Teacher | None = None,
 ) -> PreparedBatch:
     """Gather the facts of a batch and make the passes without gradient; counts them in ``work``.
 
@@ -80,18 +85,23 @@ def prepare(
     """
     columns = _columns(config, models["policy"], collective, shard)
     facts = gather_facts(columns, shard, collective)
+    if facts.assumed_B.any():
+        columns = _assumed(config, models["policy"], columns, facts, collective)
     every_B = np.zeros(len(facts.group_B), np.bool_)
     flat_L: dict[str, Tensor] = {}
-    for name, role, score in _passes(config, models):
+    for name, role, score in _passes(config, models, teacher):
         parts = cut(config, columns, facts, collective, skip_B=every_B, excluded_B=every_B)
-        for microbatch in (m for part in parts for m in part.microbatches):
-            work[role].add(microbatch)
+        if role is not None:
+            for microbatch in (m for part in parts for m in part.microbatches):
+                work[role].add(microbatch)
         flat_L[name] = _score_tokens(score, parts, len(columns.logprobs))
     needed = {name: flat_L[name] for name in ("values",) if name in flat_L}
+    current_L = flat_L.get("proximal", torch.from_numpy(columns.logprobs))
+    if teacher is not None:
+        needed["teacher_kl"] = k1(current_L, flat_L["teacher"])
     if _kl_in_reward(config):
         assert config.algorithm.kl is not None
         assert config.algorithm.kl.estimator != "full", "refused by the configuration"
-        current_L = flat_L.get("proximal", torch.from_numpy(columns.logprobs))
         needed["kl"] = kl_estimate(config.algorithm.kl.estimator, current_L, flat_L["reference"])
     whole_N = facts.over_batch(needed, collective) if needed else {}
     return PreparedBatch(columns, facts, shaper.shape(facts), flat_L, whole_N)
@@ -124,6 +134,10 @@ def _columns(config: JobConfig, policy: Backend, collective: Collective, shard: 
     columns, error = None, ""
     try:
         columns = columns_of(shard.groups)
+        if shard.baselines:
+            sealed = [shard.baselines[position] for position in shard.positions]
+            own_G = np.array([np.nan if value is None else value for value in sealed], np.float32)
+            columns = replace(columns, baseline_G=np.where(np.isnan(own_G), columns.baseline_G, own_G))
         replays = config.model.replay_bytes_per_token > 0 and len(columns.tokens) > 0
         check_table(columns.experts, policy.routers, wanted=replays)
     except ProtocolError as raised:
@@ -135,17 +149,33 @@ def _columns(config: JobConfig, policy: Backend, collective: Collective, shard: 
     return columns
 
 
-def _passes(config: JobConfig, models: Mapping[Role, Backend]) -> list[Pass]:
+def _assumed(
+    config: JobConfig, policy: Backend, columns: Columns, facts: BatchFacts, collective: Collective
+) -> Columns:
+    """The columns with the present policy's log-probs where nobody knows the sampler: the ratio begins at 1."""
+    nobody_B = np.zeros(len(facts.group_B), np.bool_)
+    parts = cut(config, columns, facts, collective, skip_B=~facts.assumed_B, excluded_B=nobody_B)
+    score = partial(policy.score, temperature=config.sampling.temperature)
+    scored_L = _score_tokens(score, parts, len(columns.logprobs)).numpy()
+    rows = np.flatnonzero(columns.assumed_B)
+    logprobs, places = columns.logprobs.copy(), concatenated_ranges(columns.start_B[rows], columns.length_B[rows])
+    logprobs[places] = scored_L[places]
+    return replace(columns, logprobs=logprobs)
+
+
+def _passes(config: JobConfig, models: Mapping[Role, Backend], teacher: Teacher | None) -> list[Pass]:
     """The passes without gradient that a job needs."""
     policy, temperature, algorithm = models["policy"], config.sampling.temperature, config.algorithm
     several_steps = config.train.epochs * config.train.minibatches > 1
     passes: list[Pass] = []
     if algorithm.kl is not None and algorithm.kl.estimator != "full":
         passes.append(("reference", "policy", partial(policy.reference_logprobs, temperature=temperature)))
-    if algorithm.proximal == "recomputed" and (several_steps or _kl_in_reward(config)):
+    if algorithm.proximal == "recomputed" and (several_steps or _kl_in_reward(config) or teacher is not None):
         passes.append(("proximal", "policy", partial(policy.score, temperature=temperature)))
     if "critic" in models:
         passes.append(("values", "critic", partial(models["critic"].score, temperature=1.0)))
+    if teacher is not None:
+        passes.append(("teacher", None, partial(teacher.score, temperature=temperature)))
     return passes
 
 

@@ -9,7 +9,7 @@ microbatch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -40,6 +40,7 @@ from penstock.shared.config.algorithm import (
     AlgorithmConfig,
     CISPOConfig,
     DAPOConfig,
+    DistillationConfig,
     DrGRPOConfig,
     GRPOConfig,
     GSPOConfig,
@@ -61,11 +62,13 @@ class Experience:
     Attributes:
         rewards_B: shaped rewards.
         groups_B: position of the group of each trajectory.
-        baselines_B: shaped reward of the greedy completion of the group; not a number without one.
+        baselines_B: shaped reward of the greedy completion of the group, or the tracked value that the batch was sealed
+            with; not a number without one.
         lengths_B: scored tokens.
         cu_seqlens_B1: cuts N into trajectories.
         kl_N: KL of each token to take off the reward, ``kl_coef`` its weight; None without.
         values_N: the critic's; None without one.
+        teacher_kl_N: ``log π - log π_teacher`` of each token (k1); None without a teacher.
     """
 
     rewards_B: Tensor
@@ -76,6 +79,7 @@ class Experience:
     kl_N: Tensor | None = None
     kl_coef: float = 0.0
     values_N: Tensor | None = None
+    teacher_kl_N: Tensor | None = None
 
     @property
     def trajectory_rewards(self) -> Tensor:
@@ -144,7 +148,7 @@ def recipe_of(algorithm: AlgorithmConfig) -> Recipe:
     return Recipe(_credit_of(algorithm), loss)
 
 
-def _credit_of(algorithm: AlgorithmConfig) -> Callable[[Experience], Credit]:
+def _credit_of(algorithm: AlgorithmConfig) -> Callable[[Experience], Credit]:  # noqa: PLR0911 - one for each kind
     match algorithm:
         case GRPOConfig() | DrGRPOConfig() | DAPOConfig() | GSPOConfig() | CISPOConfig():
             return partial(_grpo, scale_by_std=algorithm.scale_by_std)
@@ -155,9 +159,11 @@ def _credit_of(algorithm: AlgorithmConfig) -> Callable[[Experience], Credit]:
         case ReinforcePPBaselineConfig():
             return _reinforce_pp_baseline
         case ReinforcePPConfig():
-            return partial(_reinforce_pp, gamma=algorithm.gamma)
+            return partial(_reinforce_pp, gamma=algorithm.gamma, tracked=algorithm.baseline is not None)
         case PPOConfig():
             return partial(_ppo, gamma=algorithm.gamma, lam=algorithm.lam, normalise=algorithm.normalise_advantages)
+        case DistillationConfig():
+            return partial(_distillation, gamma=algorithm.gamma)
 
 
 def _grpo(e: Experience, *, scale_by_std: bool) -> Credit:
@@ -176,7 +182,9 @@ def _reinforce_pp_baseline(e: Experience) -> Credit:
     return Credit(reinforce_pp_baseline_advantages(e.trajectory_rewards, e.groups_B, e.valid, e.lengths_B))
 
 
-def _reinforce_pp(e: Experience, *, gamma: float) -> Credit:
+def _reinforce_pp(e: Experience, *, gamma: float, tracked: bool) -> Credit:
+    if tracked:  # the value before the batch, of what it was sealed with
+        e = replace(e, rewards_B=e.rewards_B - e.baselines_B)
     returns_N = discounted_returns(e.token_rewards, e.mask, e.cu_seqlens_B1, gamma=gamma)
     return Credit(whiten(returns_N, e.mask, moments(returns_N, e.mask)), per_token=True)
 
@@ -190,6 +198,11 @@ def _ppo(e: Experience, *, gamma: float, lam: float, normalise: bool) -> Credit:
     if normalise:
         advantages_N = whiten(advantages_N, e.mask, moments(advantages_N, e.mask))
     return Credit(advantages_N, per_token=True, returns_N=returns_N)
+
+
+def _distillation(e: Experience, *, gamma: float) -> Credit:
+    assert e.teacher_kl_N is not None
+    return Credit(discounted_returns(-e.teacher_kl_N, e.mask, e.cu_seqlens_B1, gamma=gamma), per_token=True)
 
 
 def _loss_of(algorithm: AlgorithmConfig) -> Callable[[Tokens], PolicyLoss]:

@@ -7,16 +7,20 @@ import typer
 from penstock.cli import (
     bench,
     books,
+    chat,
     checkpoints,
     demo,
     doctor,
     feedback,
+    files,
     jobs,
     keys,
     letters,
     machine,
+    quarantine,
     views,
     watching,
+    webhooks,
 )
 from penstock.cli.exits import Commands
 
@@ -47,6 +51,8 @@ for _command in (
     jobs.cancel,
     jobs.pause,
     jobs.resume,
+    jobs.scale,
+    chat.chat,
     watching.top,
     views.events,
     views.metrics,
@@ -56,6 +62,7 @@ for _command in (
     views.why,
     books.audit,
     books.replay,
+    files.grade,
 ):
     app.command()(_command)
 app.add_typer(checkpoints.app)
@@ -63,6 +70,9 @@ app.add_typer(keys.app)
 app.add_typer(feedback.app)
 app.add_typer(bench.app)
 app.add_typer(letters.app)
+app.add_typer(files.app)
+app.add_typer(webhooks.app)
+app.add_typer(quarantine.app)
 
 
 def main() -> None:

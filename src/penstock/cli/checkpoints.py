@@ -15,7 +15,7 @@ from penstock.shared.errors import NotFound
 
 __all__ = ["app"]
 
-app = typer.Typer(name="ckpt", cls=Commands, help="List and download checkpoints.", no_args_is_help=True)
+app = typer.Typer(name="ckpt", cls=Commands, help="Checkpoints: list, download, go back.", no_args_is_help=True)
 
 FLAGS = ("initial", "best", "newest", "final")
 
@@ -90,6 +90,34 @@ def rm(
         row = choose(client.checkpoints(record.id), which)
         client.delete_checkpoint(record.id, row["number"])
     note(f"checkpoint {row['number']} of {record.id} is deleted")
+
+
+@app.command()
+def promote(
+    job: Job,
+    version: Annotated[int | None, typer.Argument(metavar="[VERSION]", min=0, help="Default: the newest.")] = None,
+    timeout: Annotated[float, typer.Option(min=0, help="Give up after this many seconds.")] = 120,
+) -> None:
+    """Serve the newest version whatever was measured of it; needs the scope admin."""
+    with Client() as client:
+        record = client.find(job)
+        wanted = record.status.policy_version if version is None else version
+        client.versions.promote(record.id, wanted, timeout_s=timeout)
+    note(f"version {wanted} of {record.id} is served")
+
+
+@app.command()
+def rollback(
+    job: Job,
+    which: Annotated[str, typer.Argument(metavar="WHICH", help="Number, initial, best, newest, final.")],
+    timeout: Annotated[float, typer.Option(min=0, help="Give up after this many seconds.")] = 120,
+) -> None:
+    """Give up the updates after a checkpoint and train on from it."""
+    with Client() as client:
+        record = client.find(job)
+        row = choose(client.checkpoints(record.id), which)
+        made = client.versions.roll_back(record.id, row["number"], timeout_s=timeout)
+    note(f"{record.id} goes on from checkpoint {row['number']} as version {made['version']}")
 
 
 def choose(rows: list[dict[str, Any]], which: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from penstock.cli.books import equation
 from penstock.cli.exits import INTERRUPTED, result_code
 from penstock.cli.jobs import Overrides, load_job
 from penstock.cli.machine import DataDir, ready_with_progress
-from penstock.cli.online import load_online_job, run_online
+from penstock.cli.online import load_online_job, run_online, summary
 from penstock.cli.printing import console, note
 from penstock.cli.view import REWARD, View
 from penstock.cli.watching import watch
@@ -27,7 +27,7 @@ from penstock.local import Stack, StackOptions
 from penstock.shared.config.kinds import AnyJob
 from penstock.shared.errors import ConfigError
 
-__all__ = ["demo", "example"]
+__all__ = ["demo", "demo_options", "example"]
 
 DEMO, ONLINE_DEMO = "addition.yaml", "online.yaml"
 RATE = {"PENSTOCK_RATE_LIMIT": "1000000/minute"}
@@ -52,22 +52,34 @@ def demo(
     overrides: Overrides = None,
     data_dir: DataDir = None,
     rollouts: Annotated[int, typer.Option(min=1, max=64, help="Rollout workers.")] = 1,
-    limit_s: Annotated[float, typer.Option(min=1, help="online: give up after this many seconds.")] = 240.0,
+    limit_s: Annotated[
+        float | None, typer.Option(min=1, help="online: give up after this many seconds; 240, hostile 900.")
+    ] = None,
+    hostile: Annotated[
+        bool, typer.Option("--hostile", help="online: beside a key with 90 % of the traffic that judges inversely.")
+    ] = False,
 ) -> None:
     """Start everything, train a small model, show what happened. Needs no GPU and no network."""
     directory = data_dir.expanduser().resolve() if data_dir else Path(tempfile.mkdtemp(prefix="penstock-demo-"))
-    options = StackOptions(
-        data_dir=directory, workers={"rollout": rollouts}, environment={"PENSTOCK_API_KEYS": "", **RATE}
-    )  # no key is needed: the port is chosen here and open to this machine only
+    options = demo_options(directory, rollouts=rollouts)
     try:
         if show is Show.ONLINE:
-            live = load_online_job(file or example(ONLINE_DEMO), overrides or [], directory)
-            code = asyncio.run(run_online(live, options, limit_s=limit_s))
+            live = load_online_job(file or example(ONLINE_DEMO), overrides or [], directory, hostile=hostile)
+            shown = asyncio.run(run_online(live, options, hostile=hostile, limit_s=limit_s))
+            for line in summary(shown, directory):
+                console().print(line, soft_wrap=True)
+            code = shown.code
         else:
             code = asyncio.run(_run(load_job(file or example(DEMO), overrides or []), options))
     except asyncio.CancelledError:  # SIGTERM
         code = INTERRUPTED
     raise typer.Exit(code)
+
+
+def demo_options(directory: Path, *, rollouts: int = 1) -> StackOptions:
+    """What a demo starts. No key is needed: the port is chosen at the start and open to this machine only."""
+    environment = {"PENSTOCK_API_KEYS": "", **RATE}
+    return StackOptions(data_dir=directory, workers={"rollout": rollouts}, environment=environment)
 
 
 def example(name: str) -> Path:

@@ -15,8 +15,9 @@ from penstock.shared.config.base import load_yaml, with_overrides
 from penstock.shared.config.kinds import AnyJob, parse_job
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.jobs import PHASES, JobRecord
+from penstock.shared.protocol.scaling import POOLS
 
-__all__ = ["amend", "cancel", "get", "load_job", "ls", "pause", "resume", "submit", "wait"]
+__all__ = ["amend", "cancel", "get", "load_job", "ls", "pause", "resume", "scale", "submit", "wait"]
 
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override, like train.seed=3.")]
 
@@ -117,6 +118,7 @@ def get(job: Job, as_json: Json = False) -> None:
         ("wanted", record.desired_state),
         ("step", _progress(record)),
         ("policy version", status.policy_version),
+        *([("served version", status.served_version)] if status.served_version is not None else []),
         ("reward", number(status.reward)),
         ("drawn", number(status.draws.get("drawn"))),
         ("  trained", number(status.draws.get("trained"))),
@@ -153,11 +155,12 @@ def wait(
 def cancel(
     job: Job,
     force: Annotated[bool, typer.Option("--force", help="Neither drain nor checkpoint.")] = False,
+    checkpoint: Annotated[bool, typer.Option(help="Write a last checkpoint.")] = True,
     as_json: Json = False,
 ) -> None:
     """End a job. It drains and writes a checkpoint first."""
     with Client() as client:
-        _show(client.cancel(client.find(job).id, force=force), as_json)
+        _show(client.cancel(client.find(job).id, force=force, checkpoint=checkpoint), as_json)
 
 
 def pause(job: Job, as_json: Json = False) -> None:
@@ -170,6 +173,24 @@ def resume(job: Job, as_json: Json = False) -> None:
     """Let a paused job go on."""
     with Client() as client:
         _show(client.resume(client.find(job).id), as_json)
+
+
+def scale(
+    job: Job,
+    wanted: Annotated[str, typer.Argument(metavar="POOL=N", help=f"Like rollout=4; pools: {', '.join(POOLS)}.")],
+    timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Wait this long until they are there.")] = 180,
+    as_json: Json = False,
+) -> None:
+    """Have that many workers of a service, where 'penstock up' runs them; those that stop finish their work first."""
+    pool, _, count = wanted.partition("=")
+    if pool not in POOLS or not count.isdecimal():
+        raise ConfigError(f"'{wanted}' must look like rollout=4; pools: {', '.join(POOLS)}")
+    with Client() as client:
+        result = client.scale(client.find(job).id, pool, int(count), timeout_s=timeout_s)
+    if as_json:
+        show_json(result)
+    else:
+        note(f"{result['ready']} workers of '{pool}' are ready")
 
 
 def _show(record: JobRecord, as_json: bool) -> None:

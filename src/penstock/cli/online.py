@@ -1,27 +1,23 @@
 """``penstock demo online``: a live agent talks to a small policy and judges the answers, and they get better.
 
-The agent knows nothing of Penstock but two addresses: OpenAI's chat completions, and `/feedback`. What it posts is as
-untidy as in life: some late, some twice, some corrected before the first word has arrived.
+With a hostile key beside it that sends nine tenths of the traffic and says the opposite of the truth, they still do:
+no key may have more than its share of a batch.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
-import json
 import random
 import time
-import uuid
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
-from rich.console import Console
 
+from penstock.cli.agent import REQUEST_S, WINDOW, Agent, demonstrations, voices
 from penstock.cli.books import equation
 from penstock.cli.machine import ready_with_progress
 from penstock.cli.printing import console, note
@@ -32,217 +28,126 @@ from penstock.shared.config.kinds import parse_job
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.errors import ConfigError
 
-__all__ = ["Agent", "demonstrations", "load_online_job", "run_online"]
+__all__ = ["GOAL", "LIMIT_S", "START", "Shown", "load_online_job", "run_online", "summary"]
 
-ANSWERS = {"bill": "pay", "ship": "send", "code": "dev", "hire": "job"}
-"""What the agent is asked about, and the answer that it accepts."""
-HABITS = (2, 4, 1, 1)
-"""How often the demonstrations answer a topic with its own word, and with those of the topics after it."""
 GOAL, START = 0.8, 0.35
-WINDOW = 200
-"""Answers over which a rate is taken."""
+LIMIT_S = {False: 240.0, True: 900.0}
+"""Without, and beside a hostile key, for then the agent gets a tenth of the answers."""
 TALKERS = 48
-"""Requests at once."""
+"""Requests of the agent at once, where it is alone."""
+CUSTOMERS, HOSTILE_TALKERS = 8, 88
+"""Beside a hostile key: customers of the agent, each with a key and one request at once, and requests of that key."""
+SHARE = 0.2
+"""What one key may have of a batch then."""
+SCOPES = ("inference:write", "feedback:write")
 ROW_S = 5.0
 COLUMNS = {"seconds": 8, "answers": 9, "version": 9, "accepted": 10, "feedback": 10, "late": 6, "twice": 7, "failed": 8}
-REQUEST_S = 60.0
-LATE_S = (0.5, 3.0)
-SHARE_LATE, SHARE_TWICE, SHARE_CORRECTED = 0.1, 0.1, 0.05
+HOSTILE_COLUMN = "hostile"
 
 
-class Talk(Protocol):
-    """Asks the policy one question."""
+@dataclass(frozen=True)
+class Shown:
+    """What a run of the demo came to.
 
-    errors: tuple[type[Exception], ...]
-    """What it raises where it gets no answer."""
+    ``report`` is the audit of the job; ``trained`` counts the items of feedback that were trained on, by whether they
+    are the hostile key's.
+    """
 
-    async def __call__(self, question: str) -> tuple[str, str, int]:
-        """``(id, answer, policy version)``."""
-        ...
-
-
-class PlainTalk:
-    """Chat completions by plain HTTP, as any client sends them."""
-
-    errors: tuple[type[Exception], ...] = (httpx.HTTPError,)
-
-    def __init__(self, http: httpx.AsyncClient, model: str) -> None:
-        self._http, self._model = http, model
-
-    async def __call__(self, question: str) -> tuple[str, str, int]:
-        body = {"model": self._model, "messages": [{"role": "user", "content": question}]}
-        reply = await self._http.post("/v1/chat/completions", json=body)
-        reply.raise_for_status()
-        found = reply.json()
-        return found["id"], found["choices"][0]["message"]["content"] or "", int(reply.headers["x-policy-version"])
-
-
-class SdkTalk:
-    """The same through OpenAI's own SDK."""
-
-    def __init__(self, url: str, model: str) -> None:
-        sdk: Any = importlib.import_module("openai")
-        self.errors: tuple[type[Exception], ...] = (sdk.OpenAIError,)
-        self._client = sdk.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=REQUEST_S)
-        self._model = model
-
-    async def __call__(self, question: str) -> tuple[str, str, int]:
-        raw = await self._client.chat.completions.with_raw_response.create(
-            model=self._model, messages=[{"role": "user", "content": question}]
-        )
-        found = raw.parse()
-        return found.id, found.choices[0].message.content or "", int(raw.headers["x-policy-version"])
-
-
-@dataclass
-class Agent:
-    """Asks, judges and says so, until it is stopped; counts what happened."""
-
-    talk: Talk
-    http: httpx.AsyncClient
-    rng: random.Random
-    verdicts: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    first: list[bool] = field(default_factory=list)
-    asked: int = 0
-    posted: int = 0
-    late: int = 0
-    twice: int = 0
-    corrected: int = 0
-    failures: list[str] = field(default_factory=list)
-    version: int = 0
-    stopped: asyncio.Event = field(default_factory=asyncio.Event)
+    agent: Agent
+    hostile: Agent | None
+    rate: float
+    began: float
+    seconds: float
+    report: dict[str, Any]
+    trained: dict[bool, int]
 
     @property
-    def rate(self) -> float:
-        """Share of accepted answers among the newest."""
-        return sum(self.verdicts) / max(1, len(self.verdicts))
+    def learnt(self) -> bool:
+        """Whether the agent's answers got better, as far as the demo promises."""
+        return self.agent.start <= START and self.rate >= GOAL
 
     @property
-    def start(self) -> float:
-        """The same among the first."""
-        return sum(self.first) / max(1, len(self.first))
+    def failures(self) -> list[str]:
+        """Requests that were not served, of anybody."""
+        return self.agent.failures + (self.hostile.failures if self.hostile is not None else [])
 
-    def row(self, seconds: float) -> str:
-        """One row of the table."""
-        shown = [
-            f"{seconds:.1f}", self.asked, self.version, f"{self.rate:.2f}", self.posted, self.late, self.twice,
-            len(self.failures),
-        ]  # fmt: skip
-        return "".join(f"{value:>{width}}" for value, width in zip(shown, COLUMNS.values(), strict=True))
+    @property
+    def traffic(self) -> float:
+        """Share of the hostile key in all answers."""
+        hostile = len(self.hostile.answers) if self.hostile is not None else 0
+        return hostile / max(1, hostile + len(self.agent.answers))
 
-    async def run(self) -> None:
-        """Talk with several voices at once; ends once stopped and everything is said."""
-        async with asyncio.TaskGroup() as saying, asyncio.TaskGroup() as talking:
-            for _ in range(TALKERS):
-                talking.create_task(self._converse(saying))
+    @property
+    def influence(self) -> float:
+        """Share of the hostile key in the feedback that was trained on."""
+        return self.trained[True] / max(1, sum(self.trained.values()))
 
-    async def _converse(self, saying: asyncio.TaskGroup) -> None:
-        while not self.stopped.is_set():
-            topic = self.rng.choice(list(ANSWERS))
-            try:
-                name, answer, version = await self.talk(question(topic, self.rng.randrange(100)))
-            except self.talk.errors as error:  # the demo fails for it in the end
-                self.failures.append(repr(error))
-                await asyncio.sleep(0.2)
-                continue
-            accepted = answer.strip() == ANSWERS[topic]
-            self.asked += 1
-            self.verdicts.append(accepted)
-            self.version = max(self.version, version)
-            if len(self.first) < WINDOW:
-                self.first.append(accepted)
-            if self.rng.random() < SHARE_LATE:
-                saying.create_task(self._say_late(name, accepted))
-            else:
-                await self._say(name, accepted)
-
-    async def _say_late(self, name: str, accepted: bool) -> None:
-        self.late += 1
-        await asyncio.sleep(self.rng.uniform(*LATE_S))
-        await self._say(name, accepted)
-
-    async def _say(self, name: str, accepted: bool) -> None:
-        """Post the verdict: once, twice, or corrected with the correction first."""
-        body = {"inference_id": name, "metric_name": "accepted", "value": accepted, "feedback_id": str(uuid.uuid4())}
-        chance = self.rng.random()
-        if chance < SHARE_TWICE:
-            self.twice += 1
-            await self._post(body)
-        elif chance < SHARE_TWICE + SHARE_CORRECTED:
-            self.corrected += 1
-            await self._post(body | {"revision": 1})
-            body["value"] = not accepted  # what was said first, and arrives last
-        await self._post(body)
-
-    async def _post(self, body: dict[str, Any]) -> None:
-        try:
-            reply = await self.http.post("/feedback", json=body)
-        except httpx.HTTPError as error:
-            self.failures.append(repr(error))
-            return
-        stale = reply.status_code == httpx.codes.UNPROCESSABLE_ENTITY and body.get("revision") is None
-        if reply.is_success or stale:  # a word that its correction overtook is refused
-            self.posted += 1
-        else:
-            self.failures.append(f"{reply.status_code}: {reply.text[:200]}")
+    @property
+    def code(self) -> int:
+        """Exit code."""
+        return 0 if self.learnt and self.report["ok"] and not self.failures else 1
 
 
-def question(topic: str, number: int) -> str:
-    """What the agent asks."""
-    return f"{number:02d} {topic}:"
+def load_online_job(file: Path, overrides: Sequence[str], directory: Path, *, hostile: bool = False) -> OnlineJob:
+    """The job file with the demonstrations of this demo; beside a hostile key with bounds on what a key may have.
 
-
-def demonstrations(path: Path) -> None:
-    """A bad example: each question with every word of the task, most often with a wrong one."""
-    words = list(ANSWERS.values())
-    rows = [
-        {"prompt": question(topic, number), "answer": words[(place + shift) % len(words)]}
-        for number in range(100)
-        for place, topic in enumerate(ANSWERS)
-        for shift, count in enumerate(HABITS)
-        for _ in range(count)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-def load_online_job(file: Path, overrides: Sequence[str], directory: Path) -> OnlineJob:
-    """The job file with the demonstrations of this demo. Raises ConfigError for a job of another kind."""
+    Raises ConfigError for a job of another kind.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "demonstrations.jsonl"
     demonstrations(path)
     spec = load_yaml(file)
     spec["warm_start"] = {**spec.get("warm_start", {}), "data": [{"type": "file", "path": str(path)}]}
+    if hostile:
+        shares = {"max_share_per_key": SHARE, "max_share_per_asker": SHARE}
+        spec["online"] = {**shares, **spec.get("online", {})}
     job = parse_job(with_overrides(spec, overrides), where=str(file))
     if not isinstance(job, OnlineJob):
         raise ConfigError(f"{file}: kind: the online demo needs 'online_rl', found '{job.kind}'")
     return job
 
 
-async def run_online(job: OnlineJob, options: StackOptions, *, limit_s: float) -> int:
-    """Start everything, let the agent talk until the policy has learnt or time is up; 0 where it has."""
-    began, screen = time.monotonic(), console()
+async def run_online(
+    job: OnlineJob, options: StackOptions, *, hostile: bool = False, limit_s: float | None = None
+) -> Shown:
+    """Start everything, let the agents talk until the policy has learnt or time is up, end the job, audit it."""
+    began, limit_s = time.monotonic(), LIMIT_S[hostile] if limit_s is None else limit_s
     note(f"starting NATS, Valkey and the services in {options.data_dir}")
     async with Stack(options, note) as stack:
         await ready_with_progress(stack)
         note(f"{time.monotonic() - began:6.1f} s  ready at {stack.url}")
-        async with AsyncClient(stack.url) as client, httpx.AsyncClient(base_url=stack.url, timeout=REQUEST_S) as http:
+        async with AsyncClient(stack.url) as client:
             record = await client.submit(job)
             note(f"submitted {record.id}; any OpenAI client may talk to model '{job.name}' at {stack.url}/v1")
             await _served(client, record.id, deadline=began + limit_s)
-            sdk = importlib.util.find_spec("openai") is not None
-            by = "the OpenAI SDK" if sdk else "httpx"
-            note(f"{time.monotonic() - began:6.1f} s  version 0 is served; the agent uses {by}")
-            talk: Talk = SdkTalk(stack.url, job.name) if sdk else PlainTalk(http, job.name)
-            agent = Agent(talk, http, random.Random(job.seed))
-            rate = await _watch(agent, stack, screen, began, limit_s)
+            async with _agents(client, stack.url, job, hostile=hostile) as (agent, other, enemy):
+                by = type(agent.voices[0].talk).__name__
+                note(f"{time.monotonic() - began:6.1f} s  version 0 is served; asked by {by}")
+                rate = await _watch(agent, other, stack, began, limit_s)
             await client.cancel(record.id)
-            await _over(client, record.id)
+            await client.wait(record.id, timeout_s=60.0)  # until it has checkpointed what it trained: the books close
             report = await client.audit(record.id)
-        seconds = time.monotonic() - began
-    learnt = agent.start <= START and rate >= GOAL
-    for line in _summary(agent, rate, report, seconds, options.data_dir, learnt=learnt):
-        screen.print(line, soft_wrap=True)
-    return 0 if learnt and report["ok"] and not agent.failures else 1
+            trained = await _trained(stack.url, record.id, enemy)
+    return Shown(agent, other, rate, began, time.monotonic() - began, report, trained)
+
+
+@asynccontextmanager
+async def _agents(
+    client: AsyncClient, url: str, job: OnlineJob, *, hostile: bool
+) -> AsyncIterator[tuple[Agent, Agent | None, str]]:
+    """The agent, the hostile one, and the id of its key; beside it the agent's customers have a key each."""
+    rng = random.Random(job.seed)
+    if not hostile:
+        async with voices(url, job.name, [""] * TALKERS) as alone:
+            yield Agent(alone, rng), None, ""
+        return
+    customers = [await client.keys.create(f"customer-{number}", SCOPES) for number in range(CUSTOMERS)]
+    enemy = await client.keys.create("hostile", SCOPES)
+    async with (
+        voices(url, job.name, [customer["key"] for customer in customers]) as good,
+        voices(url, job.name, [enemy["key"]] * HOSTILE_TALKERS) as bad,
+    ):
+        yield Agent(good, rng), Agent(bad, random.Random(job.seed + 1), honest=False), enemy["id"]
 
 
 async def _served(client: AsyncClient, job: str, *, deadline: float) -> None:
@@ -257,50 +162,75 @@ async def _served(client: AsyncClient, job: str, *, deadline: float) -> None:
     raise ConfigError("no version was served in time; see: penstock why")
 
 
-async def _watch(agent: Agent, stack: Stack, screen: Console, began: float, limit_s: float) -> float:
+async def _watch(agent: Agent, hostile: Agent | None, stack: Stack, began: float, limit_s: float) -> float:
     """A row of the table now and then, until the goal is reached, time is up, or a service is broken; the last rate."""
-    talking = asyncio.create_task(agent.run())
+    both, screen = [agent] if hostile is None else [agent, hostile], console()
+    tasks = [asyncio.create_task(one.run()) for one in both]
     broken = asyncio.create_task(stack.broken())
-    screen.print("".join(f"{name:>{width}}" for name, width in COLUMNS.items()))
+    columns = COLUMNS if hostile is None else {**COLUMNS, HOSTILE_COLUMN: 9}
+    screen.print("".join(f"{name:>{width}}" for name, width in columns.items()))
     try:
         while not _done(agent, began, limit_s):
-            await asyncio.wait({talking, broken}, timeout=ROW_S, return_when=asyncio.FIRST_COMPLETED)
-            screen.print(agent.row(time.monotonic() - began))
+            await asyncio.wait({*tasks, broken}, timeout=ROW_S, return_when=asyncio.FIRST_COMPLETED)
+            cells = _row(agent, hostile, time.monotonic() - began)
+            screen.print("".join(f"{value:>{width}}" for value, width in zip(cells, columns.values(), strict=True)))
             if broken.done():
                 await broken
         rate = agent.rate
-        agent.stopped.set()
-        await talking
+        for one in both:
+            one.stopped.set()
+        await asyncio.gather(*tasks)
         return rate
     finally:
-        for task in (talking, broken):
+        for task in (*tasks, broken):
             task.cancel()
-        await asyncio.gather(talking, broken, return_exceptions=True)
+        await asyncio.gather(*tasks, broken, return_exceptions=True)
+
+
+def _row(agent: Agent, hostile: Agent | None, seconds: float) -> list[str]:
+    failed = len(agent.failures) + (len(hostile.failures) if hostile is not None else 0)
+    shown = [
+        f"{seconds:.1f}", len(agent.answers), agent.version, f"{agent.rate:.2f}", agent.posted, agent.late, agent.twice,
+        failed,
+    ]  # fmt: skip
+    return [str(cell) for cell in (shown if hostile is None else [*shown, len(hostile.answers)])]
 
 
 def _done(agent: Agent, began: float, limit_s: float) -> bool:
-    learnt = len(agent.verdicts) == WINDOW and agent.asked >= 2 * WINDOW and agent.rate >= GOAL
+    learnt = len(agent.answers) >= 2 * WINDOW and agent.rate >= GOAL
     return learnt or time.monotonic() - began > limit_s
 
 
-async def _over(client: AsyncClient, job: str) -> None:
-    """Wait until the job has trained and checkpointed what it had, so that the books are closed."""
-    await client.wait(job, timeout_s=60.0)
+async def _trained(url: str, job: str, enemy: str) -> dict[bool, int]:
+    """Items of feedback that were trained on, by whether the key ``enemy`` posted them."""
+    async with httpx.AsyncClient(base_url=url, timeout=REQUEST_S) as http:
+        reply = await http.get(f"/v1/jobs/{job}/feedback")
+    found = {True: 0, False: 0}
+    for row in reply.raise_for_status().json()["data"]:
+        if row["status"] == "trained":
+            found[row["source"] == enemy] += row["items"]
+    return found
 
 
-def _summary(
-    agent: Agent, rate: float, report: dict[str, Any], seconds: float, data_dir: Path, *, learnt: bool
-) -> list[str]:
-    verdict = "it learnt" if learnt else "IT DID NOT LEARN"
+def summary(shown: Shown, data_dir: Path) -> list[str]:
+    """What the demo says in the end."""
+    agent, report = shown.agent, shown.report
     said = f"{agent.late} late, {agent.twice} twice, {agent.corrected} corrected out of order"
     lines = [
         "",
-        f"{verdict}: accepted {agent.start:.2f} of the first {len(agent.first)} answers, "
-        f"{rate:.2f} of the last {len(agent.verdicts)}, {seconds:.0f} s in all",
-        f"  answers         {agent.asked} by {agent.version + 1} policy versions; {len(agent.failures)} failures",
+        f"{'it learnt' if shown.learnt else 'IT DID NOT LEARN'}: accepted {agent.start:.2f} of the first {WINDOW} "
+        f"answers, {shown.rate:.2f} of the last {WINDOW}, {shown.seconds:.0f} s in all",
+        f"  answers         {len(agent.answers)} by {agent.version + 1} versions; {len(shown.failures)} failures",
         f"  feedback        {agent.posted} posted: {said}",
+    ]
+    if shown.hostile is not None:
+        lines.append(
+            f"  hostile key     {shown.traffic:.0%} of all answers, each judged the wrong way round; "
+            f"{shown.influence:.0%} of the feedback that was trained on"
+        )
+    lines += [
         f"  trajectories    {equation(report['equation'])}",
         f"  books           {'hold' if report['ok'] else 'DO NOT HOLD: ' + '; '.join(report['violations'][:3])}",
         f"  logs            {data_dir / 'logs'}",
     ]
-    return lines + [f"  failure         {text}" for text in agent.failures[:3]]
+    return lines + [f"  failure         {text}" for text in shown.failures[:3]]

@@ -24,6 +24,8 @@ __all__ = ["DEFAULT_URL", "base_url", "body_of", "default_headers", "error_of", 
 DEFAULT_URL = "http://127.0.0.1:8000"
 LONGEST_PAUSE_S = 5.0
 _AGAIN = frozenset({429, 502, 503, 504})
+_LISTED = {"invalid_job": "job", "invalid_file": "file"}
+"""Problems whose flaws are all shown, and what has them."""
 
 
 def base_url(url: str | None) -> str:
@@ -84,9 +86,9 @@ def error_of(response: httpx.Response) -> PenstockError:
         return Unavailable(
             f"{response.request.url} answered {status} without a problem document: is it a Penstock API?"
         )
-    if flaws and code == "invalid_job":
+    if flaws and code in _LISTED:
         lines = [f"{pointer.strip('/').replace('/', '.') or '(top level)'}: {text}" for pointer, text in flaws]
-        return ConfigError("job is not valid:\n  " + "\n  ".join(lines))
+        return ConfigError(f"{_LISTED[code]} is not valid:\n  " + "\n  ".join(lines))
     return _kind(status, code)(detail)
 
 

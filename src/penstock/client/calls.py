@@ -107,9 +107,12 @@ def page(
     return Call("GET", "/v1/jobs", lambda data: [read_record(row) for row in data["data"]], params)
 
 
-def steer(job: str, verb: Literal["cancel", "pause", "resume"], *, force: bool = False) -> Call[JobRecord]:
+def steer(
+    job: str, verb: Literal["cancel", "pause", "resume"], *, force: bool = False, checkpoint: bool = True
+) -> Call[JobRecord]:
     """Ask a job to change its state."""
-    return Call("POST", f"/v1/jobs/{job}/{verb}", read_record, {"force": True} if force else {})
+    params = {"force": True if force else None, "checkpoint": None if checkpoint else False}
+    return Call("POST", f"/v1/jobs/{job}/{verb}", read_record, params)
 
 
 def amend(job: str, patch: Mapping[str, Any], revision: int | None, wait_s: float) -> Call[Row]:

@@ -12,23 +12,27 @@ from typing import Any, TypeVar
 import httpx
 import orjson
 
-from penstock.client import calls, feedback
+from penstock.client import calls, feedback, flows
 from penstock.client.answers import base_url, body_of, default_headers, error_of, pause_s, unreachable
 from penstock.client.calls import Call, Goal, JobFile, Order, Records, Row, Rows
 from penstock.client.download import Download, plan_downloads
 from penstock.client.feedback import Items, Value
+from penstock.client.files import Files, Graders
 from penstock.client.keys import Keys
 from penstock.client.letters import Letters
-from penstock.client.patience import Patience, Search
+from penstock.client.patience import Patience
+from penstock.client.quarantine import Quarantine
+from penstock.client.sending import complete
 from penstock.client.sse import EventReader
-from penstock.shared.errors import DeadlineError, Unavailable
+from penstock.client.versions import Versions
+from penstock.client.webhooks import Webhooks
+from penstock.shared.errors import Unavailable
 from penstock.shared.protocol.jobs import JobRecord
+from penstock.shared.protocol.scaling import Pool
 
 __all__ = ["Client"]
 
 T = TypeVar("T")
-_PAGE = 100
-_HOLD_S = 25.0
 _RECONNECT_S = 0.5
 
 
@@ -52,6 +56,10 @@ class Client:
         self._retries, self._timeout_s, self._patience_s = retries, timeout_s, patience_s
         self.keys = Keys(self._send)
         self.letters = Letters(self._send)
+        self.webhooks = Webhooks(self._send)
+        self.files, self.graders = Files(self._send), Graders(self._send)
+        self.versions = Versions(self._send)
+        self.quarantine = Quarantine(self._send)
         self._http = httpx.Client(base_url=self.url, headers=default_headers(api_key), timeout=timeout_s)
 
     def __enter__(self) -> Client:
@@ -82,10 +90,7 @@ class Client:
 
     def find(self, ref: str) -> JobRecord:
         """Show a job by id, unique prefix of an id, or name (the newest). Raises NotFound, Conflict if ambiguous."""
-        search = Search(ref)
-        while (call := search.next_call()) is not None:
-            search.take(self._send(call))
-        return search.result()
+        return complete(flows.find(ref), self._send)
 
     def list(
         self,
@@ -100,15 +105,7 @@ class Client:
     ) -> Records:
         """Up to ``limit`` jobs, newest first; as many requests as that takes. ``metadata``: labels that they carry."""
         wanted = {"order": order, "phase": phase, "name": name, "kind": kind, "metadata": metadata}
-        found: Records = []
-        while len(found) < limit:
-            size = min(_PAGE, limit - len(found))
-            got = self._send(calls.page(after=after, limit=size, **wanted))  # type: ignore[arg-type]
-            found += got
-            if len(got) < size:
-                break
-            after = got[-1].id
-        return found
+        return complete(flows.pages(limit, after, **wanted), self._send)
 
     def wait(self, job: str, *, goal: Goal = "terminal", timeout_s: float | None = None) -> JobRecord:
         """Wait until a job is terminal (or reaches another ``goal``) and show it.
@@ -117,24 +114,15 @@ class Client:
             DeadlineError: it did not within ``timeout_s``.
             Unavailable: the server was away for longer than ``patience_s``.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        patience = Patience(self._patience_s)
-        while True:
-            left = _HOLD_S if deadline is None else min(_HOLD_S, deadline - time.monotonic())
-            try:
-                record = self._send(calls.hold(job, goal, max(0.0, left)))
-            except Unavailable as error:
-                time.sleep(patience.after(error))
-                continue
-            patience.renew()
-            if calls.reached(record, goal):
-                return record
-            if deadline is not None and time.monotonic() >= deadline:
-                raise DeadlineError(f"job '{job}' is {record.status.phase} after {timeout_s:g} s, not {goal}")
+        return complete(flows.wait(job, goal, timeout_s, self._patience_s), self._send)
 
-    def cancel(self, job: str, *, force: bool = False) -> JobRecord:
-        """Ask a job to end; ``force`` skips draining and the last checkpoint. Raises Conflict when terminal."""
-        return self._send(calls.steer(job, "cancel", force=force))
+    def cancel(self, job: str, *, force: bool = False, checkpoint: bool = True) -> JobRecord:
+        """Ask a job to end; ``force`` skips draining and the last checkpoint, ``checkpoint=False`` only that.
+
+        Raises:
+            Conflict: it has ended.
+        """
+        return self._send(calls.steer(job, "cancel", force=force, checkpoint=checkpoint))
 
     def pause(self, job: str) -> JobRecord:
         """Ask a job to stop after its present update."""
@@ -283,14 +271,16 @@ class Client:
             Conflict: the job has ended, or ends before.
             DeadlineError: it was not there within ``timeout_s``.
         """
-        asked = self._send(calls.checkpoint_now(job))
-        deadline = time.monotonic() + timeout_s
-        while asked["state"] == "pending":
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise DeadlineError(f"no checkpoint of job '{job}' within {timeout_s:g} s")
-            asked = self._send(calls.operation(job, asked["id"], min(_HOLD_S, left)))
-        return calls.result_of(asked)
+        return complete(flows.checkpoint_now(job, timeout_s), self._send)
+
+    def scale(self, job: str, pool: Pool, replicas: int, *, timeout_s: float = 180.0) -> Row:
+        """Have that many workers of a service (`rollout`, `reward`, `env`) and wait until they are there.
+
+        Raises:
+            Conflict: nobody there starts processes by request, the job has ended, or a newer wish replaced this one.
+            DeadlineError: they were not ready within ``timeout_s``.
+        """
+        return complete(flows.scale(job, pool, replicas, timeout_s), self._send)
 
     def limits(self) -> Row:
         """What the deployment allows and guarantees."""

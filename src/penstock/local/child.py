@@ -16,6 +16,7 @@ from typing import Protocol
 
 import msgspec
 
+from penstock.local.launch import Launch, Process, interpreter
 from penstock.local.leash import leashed
 from penstock.local.ports import free_ports
 from penstock.shared.errors import ConfigError, DeadlineError
@@ -71,12 +72,21 @@ class LeashedValkey(ValkeyServer):
 class ServiceProcess:
     """``python -m penstock.services.NAME`` with its log appended to ``LOG_DIR/WORKER.log``."""
 
-    def __init__(self, service: str, worker: str, *, environment: Mapping[str, str], log_dir: Path) -> None:
+    def __init__(
+        self,
+        service: str,
+        worker: str,
+        *,
+        environment: Mapping[str, str],
+        log_dir: Path,
+        launch: Launch = interpreter,
+    ) -> None:
         self.name = worker
         self.service = service
         self.log = log_dir / f"{worker}.log"
         self._environment = dict(environment)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._launch = launch
+        self._process: Process | None = None
 
     @property
     def running(self) -> bool:
@@ -100,14 +110,8 @@ class ServiceProcess:
         if self.log.exists() and self.log.stat().st_size > LOG_BYTES:
             self.log.replace(self.log.with_suffix(".log.1"))
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                leashed([sys.executable, "-m", f"penstock.services.{self.service}"]),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **self._environment},
-                start_new_session=True,  # Ctrl-C reaches the supervisor alone, which then stops things in order
-            )
+            environment = {**os.environ, **self._environment}
+            self._process = self._launch(f"penstock.services.{self.service}", environment, log)
 
     def ask_to_stop(self) -> None:
         """Ask it to drain. Once: a second signal ends the drain."""
@@ -155,9 +159,16 @@ class ServiceRanks:
     HOST = "127.0.0.1"
 
     def __init__(
-        self, service: str, workers: Sequence[str], *, environments: Sequence[Mapping[str, str]], log_dir: Path
+        self,
+        service: str,
+        workers: Sequence[str],
+        *,
+        environments: Sequence[Mapping[str, str]],
+        log_dir: Path,
+        launch: Launch = interpreter,
     ) -> None:
         self.name, self.service = workers[0], service
+        self._launch = launch
         self._workers, self._environments, self._log_dir = workers, environments, log_dir
         self._ranks: list[ServiceProcess] = []
 
@@ -196,7 +207,7 @@ class ServiceRanks:
             together["GLOO_SOCKET_IFNAME"] = "lo"
         self._ranks = [
             ServiceProcess(
-                self.service, worker, log_dir=self._log_dir,
+                self.service, worker, log_dir=self._log_dir, launch=self._launch,
                 environment={**environment, **together, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
             for rank, (worker, environment) in enumerate(zip(self._workers, self._environments, strict=True))

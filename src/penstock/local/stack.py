@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -23,9 +24,12 @@ from types import TracebackType
 import httpx
 
 from penstock.local.child import Child, KeptAlive, LeashedNats, LeashedValkey, ServiceProcess, ServiceRanks
+from penstock.local.launch import Launch, interpreter
 from penstock.local.ports import claimable, free_ports
 from penstock.local.state import Claim, UpState
+from penstock.local.supervisor import Supervisor
 from penstock.shared.errors import DeadlineError
+from penstock.shared.protocol.scaling import ScaleReply
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["Stack", "StackOptions"]
@@ -55,6 +59,8 @@ class StackOptions:
     environment: dict[str, str] = field(default_factory=dict)
     """Further variables for the services."""
     drain_s: float = 20.0
+    launch: Launch = interpreter
+    """Starts the processes of the services."""
 
 
 class Stack:
@@ -65,7 +71,12 @@ class Stack:
         self.url = ""
         self._tell = tell
         self._children: list[KeptAlive] = []
-        self._keepers: list[asyncio.Task[None]] = []
+        self._keepers: dict[KeptAlive, asyncio.Task[None]] = {}
+        self._leaving: dict[KeptAlive, asyncio.Task[None]] = {}
+        self._scaling = asyncio.Lock()
+        self._broken: asyncio.Future[None] | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._port = 0
         self._health: dict[str, str] = {}
         self._starter = ThreadPoolExecutor(1, "starter")
         self._claim: Claim | None = None
@@ -97,7 +108,10 @@ class Stack:
             await self.close()
             raise
         self._write_state()
-        self._keepers = [asyncio.create_task(child.keep(self._write_state)) for child in self._children]
+        self._broken = asyncio.get_running_loop().create_future()
+        for child in self._children:
+            self._keep(child)
+        self._supervisor = asyncio.create_task(Supervisor(str(self._nats_url), self).run())
         return self
 
     async def __aexit__(
@@ -141,14 +155,38 @@ class Stack:
 
     async def broken(self) -> None:
         """Return never, unless a service cannot go on: then raise its ConfigError."""
-        await asyncio.gather(*self._keepers)
+        assert self._broken is not None, "it was started"
+        await asyncio.shield(self._broken)
+
+    async def scale(self, service: str, replicas: int) -> None:
+        """Have ``replicas`` workers of a service: start what is missing, let what is too many drain. Safe to repeat.
+
+        Returns before new ones are ready and old ones are gone: see ``pool``.
+        """
+        async with self._scaling:
+            own = self._workers(service)
+            for kept in own[replicas:]:
+                self._leaving[kept] = asyncio.create_task(self._let_go(kept))
+            for _ in range(replicas - len(own)):
+                await self._add(service)
+            self._write_state()
+
+    async def pool(self, service: str) -> ScaleReply:
+        """How many workers of a service there are, how many of them can work, and how many others drain."""
+        names = [kept.child.name for kept in self._workers(service)]
+        async with httpx.AsyncClient(timeout=2.0) as http:
+            ready = await asyncio.gather(*(_answers(http, self._health[name]) for name in names))
+        leaving = sum(_service_of(kept) == service for kept in self._leaving)
+        return ScaleReply(replicas=len(names), ready=sum(ready), leaving=leaving)
 
     async def close(self) -> None:
         """Stop everything in the order of STOPPING; each stage gets ``drain_s``."""
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
-        self._keepers = []
+        others = [self._supervisor] if self._supervisor is not None else []
+        for task in (*others, *self._keepers.values()):
+            task.cancel()
+        await asyncio.gather(*others, *self._keepers.values(), return_exceptions=True)
+        self._keepers = {}
+        await asyncio.gather(*self._leaving.values())
         for stage in _stages(self._children):
             await asyncio.gather(*(child.stop(self.options.drain_s + 2) for child in stage))
         self._children = []
@@ -171,27 +209,70 @@ class Stack:
             self._redis_url = valkey.url
 
     async def _start_services(self, port: int) -> None:
+        self._port = port
         slots = [
             (service, number)
             for service in SERVICES
             if importlib.util.find_spec(f"penstock.services.{service}.__main__") is not None
             for number in range(self.options.workers.get(service, 1))
         ]
-        log_dir = self.options.data_dir / "logs"
+        log_dir, launch = self.options.data_dir / "logs", self.options.launch
         names = [self._workers_of(service, number) for service, number in slots]
         health_ports = iter(free_ports(sum(map(len, names))))
         for (service, _), workers in zip(slots, names, strict=True):
             environments = [self._environment(worker, port, next(health_ports)) for worker in workers]
             if len(workers) > 1:
-                await self._start(ServiceRanks(service, workers, environments=environments, log_dir=log_dir))
+                ranks = ServiceRanks(service, workers, environments=environments, log_dir=log_dir, launch=launch)
+                await self._start(ranks)
             else:
-                await self._start(ServiceProcess(service, *workers, environment=environments[0], log_dir=log_dir))
+                await self._start_worker(service, workers[0], environments[0])
         self._health["api"] = f"{self.url}/readyz"
 
-    async def _start(self, child: Child) -> None:
+    async def _start_worker(self, service: str, worker: str, environment: dict[str, str]) -> KeptAlive:
+        log_dir, launch = self.options.data_dir / "logs", self.options.launch
+        return await self._start(
+            ServiceProcess(service, worker, environment=environment, log_dir=log_dir, launch=launch)
+        )
+
+    async def _start(self, child: Child) -> KeptAlive:
         kept = KeptAlive(child, self._starter, self._tell)
         self._children.append(kept)
         await kept.start()
+        return kept
+
+    def _keep(self, kept: KeptAlive) -> None:
+        """Start it again whenever it ends; an error that another start cannot mend ends ``broken``."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            error = None if task.cancelled() else task.exception()
+            if error is not None and self._broken is not None and not self._broken.done():
+                self._broken.set_exception(error)
+
+        self._keepers[kept] = asyncio.create_task(kept.keep(self._write_state))
+        self._keepers[kept].add_done_callback(ended)
+
+    # -- scaling -----------------------------------------------------------------------------------------------------
+
+    def _workers(self, service: str) -> list[KeptAlive]:
+        """Those that stay, in the order of their start."""
+        return [kept for kept in self._children if _service_of(kept) == service and kept not in self._leaving]
+
+    async def _add(self, service: str) -> None:
+        taken = {kept.child.name for kept in self._children}
+        worker = next(name for number in itertools.count() if (name := f"{service}-{number}") not in taken)
+        self._keep(await self._start_worker(service, worker, self._environment(worker, self._port, free_ports(1)[0])))
+
+    async def _let_go(self, kept: KeptAlive) -> None:
+        """Have a worker finish what it has in hand, and end."""
+        keeper = self._keepers.pop(kept)
+        keeper.cancel()
+        await asyncio.gather(keeper, return_exceptions=True)
+        self._health.pop(kept.child.name, None)
+        await kept.stop(self.options.drain_s + 2)
+        self._children.remove(kept)
+        del self._leaving[kept]
+        if self._claim is not None:
+            self._write_state()
 
     def _workers_of(self, service: str, number: int) -> list[str]:
         """Names of the processes that are one worker of a service."""
@@ -232,16 +313,19 @@ class Stack:
         )
 
     def _raise_if_broken(self) -> None:
-        for keeper in self._keepers:
-            if keeper.done() and not keeper.cancelled():
-                keeper.result()
+        if self._broken is not None and self._broken.done():
+            self._broken.result()
+
+
+def _service_of(kept: KeptAlive) -> str:
+    return kept.child.name.partition("-")[0]
 
 
 def _stages(children: list[KeptAlive]) -> list[list[KeptAlive]]:
     """In the order of STOPPING; the servers last, because everybody needs them to drain."""
     stages: list[list[KeptAlive]] = [[] for _ in range(len(STOPPING) + 1)]
     for child in children:
-        service = child.child.name.partition("-")[0]
+        service = _service_of(child)
         place = next((i for i, names in enumerate(STOPPING) if service in names), len(STOPPING))
         stages[place].append(child)
     return stages

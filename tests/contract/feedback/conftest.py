@@ -124,7 +124,7 @@ def open_desk(bus: Bus, tmp_path: Path) -> Open:
         desk = FeedbackDesk(bus, store, settings.data_dir)
         control = CoordinatorControl(bus, store, Members(), {}, settings)
         app = create_app(control, settings, desk=desk)
-        running = asyncio.create_task(desk.run())
+        running = asyncio.gather(desk.run(), desk.finish_deletions())
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         jobs = await store.list_all() or [await store.create(parse_job(online_job()))]
         await desk.pseudonyms.load()
@@ -135,7 +135,7 @@ def open_desk(bus: Bus, tmp_path: Path) -> Open:
                 yield Desk(bus, client, desk, store, jobs[0].id)
         finally:
             running.cancel()
-            await asyncio.wait({running})
+            await asyncio.gather(running, return_exceptions=True)
 
     return build
 

@@ -17,6 +17,7 @@ from penstock.cli import app as cli
 from penstock.client import AsyncClient, Client
 from penstock.local.load import Plan, run
 from penstock.shared.errors import ConfigError, NotFound
+from penstock.shared.protocol.interaction import Fate
 
 
 @pytest.fixture
@@ -83,6 +84,36 @@ async def test_commands(desk: Any, url: str, tmp_path: Path) -> None:
     await asyncio.to_thread(commands)
     kinds = [(item.metric, item.value) for item in await desk.items() if item.kind == "metric"]
     assert kinds == [("accepted", True), ("solved", False), ("comment", "12"), ("accepted", True)]
+
+
+async def test_clients_and_commands_decide_on_what_is_held(desk: Any, url: str) -> None:
+    ids = [(await desk.accept())["feedback_id"] for _ in range(3)]
+    await desk.decide(*(Fate(feedback=id, status="quarantined", reason="drift: far", time=2.0) for id in ids))
+
+    def command(*words: str) -> Any:
+        return CliRunner().invoke(cli, ["quarantine", *words], env={"PENSTOCK_URL": url, "PENSTOCK_API_KEY": ""})
+
+    def blocking() -> None:
+        with Client(url) as client:
+            assert [row["feedback_id"] for row in client.quarantine.list(desk.job)] == sorted(ids)
+            assert client.quarantine.show(desk.job, ids[0])["value"] is True
+            assert client.quarantine.release(desk.job, ids[0])["verdict"] == "release"
+            with pytest.raises(NotFound):
+                client.quarantine.drop(desk.job, str(uuid.uuid4()))
+        listed = command("ls", desk.job)
+        assert (listed.exit_code, "drift: far" in listed.stdout) == (0, True), listed.output
+        assert json.loads(command("show", desk.job, ids[1]).stdout)["feedback_id"] == ids[1]
+        assert command("drop", desk.job, ids[1]).exit_code == 0
+        assert command("release", desk.job, "nonsense").exit_code == 1
+
+    await asyncio.to_thread(blocking)
+    async with AsyncClient(url) as client:
+        assert len(await client.quarantine.list(desk.job, limit=2)) == 2
+        assert (await client.quarantine.show(desk.job, ids[2]))["reason"] == "drift: far"
+        assert (await client.quarantine.drop(desk.job, ids[2]))["duplicate"] is False
+        assert (await client.quarantine.release(desk.job, ids[2]))["status"] == "accepted"
+    decided = [(item.kind, item.body["feedback"]) for item in await desk.items() if item.kind in ("release", "drop")]
+    assert decided == [("release", ids[0]), ("drop", ids[1]), ("drop", ids[2]), ("release", ids[2])]
 
 
 async def test_the_load_counts_what_is_on_disk(desk: Any, url: str, tmp_path: Path) -> None:

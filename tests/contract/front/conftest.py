@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import importlib.util
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -21,6 +23,8 @@ import uvicorn
 from penstock.services.coordinator.api import create_app
 from penstock.services.coordinator.artifacts import Artifacts
 from penstock.services.coordinator.checkpoints import checkpoint_row, checkpoint_rows, delete_checkpoint, find_file
+from penstock.services.coordinator.files import FileStore
+from penstock.services.coordinator.finetuning.desk import FineTuningDesk
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
@@ -28,6 +32,12 @@ from penstock.shared.errors import ConfigError, Conflict, NotFound, Unavailable
 from penstock.shared.protocol.ids import Draw, new_job_id
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord, JobStatus, Operation
 from penstock.shared.protocol.keys import Scope, StoredKey, new_key
+
+_spec = importlib.util.spec_from_file_location("front_desks", Path(__file__).with_name("desks.py"))
+assert _spec is not None
+assert _spec.loader is not None
+desks = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(desks)
 
 JOB: dict[str, Any] = {
     "name": "addition",
@@ -65,6 +75,9 @@ class KeysInMemory:
         if self.stored.pop(id, None) is None:
             raise NotFound(f"no key '{id}'")
 
+    async def secret(self) -> bytes:
+        return b"s" * 32
+
 
 class LettersInMemory:
     """``Letters`` without a bus: two of every job, of which the second stood for no draw."""
@@ -98,6 +111,14 @@ class Books:
     def __init__(self) -> None:
         self.keys = KeysInMemory()
         self.letters = LettersInMemory()
+        self._directory = tempfile.TemporaryDirectory(prefix="penstock-test-")
+        self.files = FileStore(Path(self._directory.name))
+        self.graders, self.webhooks, self.scaling = (
+            desks.GradersInMemory(),
+            desks.WebhooksInMemory(),
+            desks.ScalingInMemory(),
+        )
+        self.fine_tuning = FineTuningDesk(self, self.files, settings())
         self.jobs: dict[str, JobRecord] = {}
         self.feed: dict[str, list[dict[str, Any]]] = {}
         self.submitted = 0
@@ -127,7 +148,12 @@ class Books:
             raise NotFound(f"no job '{job}'")
         return self.jobs[job]
 
-    async def submit(self, spec: JobConfig, raw: dict[str, Any]) -> JobRecord:
+    def close(self) -> None:
+        self._directory.cleanup()
+
+    async def submit(
+        self, spec: JobConfig, raw: dict[str, Any], *, key: str = "", fine_tuning: dict[str, Any] | None = None
+    ) -> JobRecord:
         if self.down:
             raise Unavailable("the bus does not answer")
         await asyncio.sleep(self.submit_delay_s)
@@ -135,7 +161,8 @@ class Books:
             raise ConfigError("limits.byte_budget: the streams have no room for this job")
         self.submitted += 1
         record = JobRecord(
-            id=new_job_id(), name=spec.name, created_at=datetime.now(UTC), revision=1, spec=raw,
+            id=new_job_id(), name=spec.name, created_at=datetime.now(UTC), revision=1, fine_tuning=fine_tuning,
+            spec=raw if fine_tuning is None else spec.model_dump(mode="json", exclude_unset=True),
             status=JobStatus(total_steps=spec.train.max_updates),
         )  # fmt: skip
         self.jobs[record.id] = record
@@ -177,7 +204,7 @@ class Books:
         self.jobs[job] = record.model_copy(update={"operations": [*record.operations, operation]})
         return self.jobs[job]
 
-    async def set_desired(self, job: str, state: Any, *, force: bool = False) -> JobRecord:
+    async def set_desired(self, job: str, state: Any, *, force: bool = False, checkpoint: bool = True) -> JobRecord:
         record = self._known(job)
         if record.status.phase in TERMINAL_PHASES:
             raise Conflict(f"job '{job}' is {record.status.phase}; it cannot become {state}")
@@ -296,8 +323,10 @@ def settings(**more: Any) -> ServiceSettings:
 
 
 @pytest.fixture
-def books() -> Books:
-    return Books()
+def books() -> Iterator[Books]:
+    books = Books()
+    yield books
+    books.close()
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from penstock.services.coordinator.api import create_app
 from penstock.services.coordinator.control import CoordinatorControl
+from penstock.services.coordinator.feedback.desk import FeedbackDesk
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.serving import Gateway
 from penstock.services.coordinator.store import JobStore
@@ -110,8 +111,16 @@ class Stack:
     record: JobRecord
     publisher: Any
     server: NatsServer
+    gateway_task: asyncio.Task[None]
     sessions: list[asyncio.Task[None]] = field(default_factory=list)
     rollouts: list[RolloutSession] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def replica(self, **more: Any) -> AsyncIterator[Front]:
+        """Another coordinator's front, with a connection of its own."""
+        settings = self.settings.model_copy(update={"worker_id": "api-1", **more})
+        async with await Bus.connect(self.server.url, name="api-1") as bus, running_front(bus, settings) as front:
+            yield front
 
     async def interactions(self) -> list[Interaction]:
         """All records, in the order in which they became durable."""
@@ -124,12 +133,12 @@ class Stack:
         assert message is not None
         return unpack(message.data, Interaction)[0]
 
-    async def chat(self, content: str, **more: Any) -> httpx.Response:
-        """One chat with one message."""
+    async def chat(self, content: str, *, client: httpx.AsyncClient | None = None, **more: Any) -> httpx.Response:
+        """One chat with one message; ``client``: of another front."""
         headers = more.pop("headers", {})
         path = more.pop("path", "/v1/chat/completions")
         body = {"model": "agent", "messages": [{"role": "user", "content": content}], "max_tokens": 16, **more}
-        return await self.client.post(path, json=body, headers=headers)
+        return await (client or self.client).post(path, json=body, headers=headers)
 
     def add_worker(self, name: str) -> asyncio.Task[None]:
         """Another rollout worker."""
@@ -154,6 +163,54 @@ class Stack:
         async with asyncio.timeout(60):
             while not all(session.status()["version"] == version for session in self.rollouts):
                 await asyncio.sleep(0.01)
+
+
+@dataclass
+class Front:
+    """What a coordinator has of live requests: its HTTP, its gateway, its desk for feedback."""
+
+    url: str
+    client: httpx.AsyncClient
+    gateway: Gateway
+    desk: FeedbackDesk
+    running: list[asyncio.Task[None]]
+    """The gateway and the desk."""
+
+    async def die(self) -> None:
+        """As by SIGKILL: nobody hears of it."""
+        for task in self.running:
+            task.cancel()
+        await asyncio.gather(*self.running, return_exceptions=True)
+
+
+@asynccontextmanager
+async def running_front(bus: Bus, settings: ServiceSettings) -> AsyncIterator[Front]:
+    """A coordinator's front on the bus."""
+    store = JobStore(bus)
+    gateway = Gateway(
+        bus, settings.worker_id, pseudonym=lambda user: user and f"p-{user}", opted_out=lambda user: "no" in user
+    )
+    desk = FeedbackDesk(bus, store, settings.data_dir / settings.worker_id)
+    control = CoordinatorControl(bus, store, Members(), {}, settings)
+    listener = socket.create_server(("127.0.0.1", 0))
+    app = create_app(control, settings, desk=desk, serving=gateway)
+    http = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
+    http.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+    serving = asyncio.create_task(http._serve([listener]))
+    running = [asyncio.create_task(gateway.run()), asyncio.create_task(desk.run())]
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    key = {"authorization": f"Bearer {settings.api_keys}"} if settings.api_keys else {}
+    front = Front(url, httpx.AsyncClient(base_url=url, timeout=60, headers=key), gateway, desk, running)
+    try:
+        async with front.client:
+            async with asyncio.timeout(60):
+                while not http.started or (await front.client.get("/v1/models")).status_code != 200:
+                    await asyncio.sleep(0.02)
+            yield front
+    finally:
+        http.should_exit = True
+        await serving
+        await front.die()
 
 
 @asynccontextmanager
@@ -188,31 +245,19 @@ async def running_stack(directory: Path, **online: Any) -> AsyncIterator[Stack]:
                 stack.callback(publishers[0].close)
             return publishers[0]
 
-        gateway = Gateway(
-            bus, "api-0", pseudonym=lambda user: user and f"p-{user}", opted_out=lambda user: "no" in user
-        )
-        control = CoordinatorControl(bus, store, Members(), {}, settings)
-        listener = socket.create_server(("127.0.0.1", 0))
-        app = create_app(control, settings, serving=gateway)
-        http = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
-        http.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-        tasks = [asyncio.create_task(gateway.run()), asyncio.create_task(http._serve([listener]))]
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60))
-        made = Stack(bus, url, client, gateway, record.id, settings, record, publisher, server)
+        front = await stack.enter_async_context(running_front(bus, settings))
+        made = Stack(
+            bus, front.url, front.client, front.gateway, record.id, settings, record, publisher, server,
+            front.running[0],
+        )  # fmt: skip
         await made.publish(0)
         made.add_worker("rollout-0")
         try:
-            async with asyncio.timeout(60):
-                while not http.started or (await client.get("/v1/models")).status_code != 200:
-                    await asyncio.sleep(0.02)
             yield made
         finally:
-            http.should_exit = True
-            await tasks[1]
-            for task in [*made.sessions, tasks[0]]:
+            for task in made.sessions:
                 task.cancel()
-            await asyncio.gather(*made.sessions, *tasks, return_exceptions=True)
+            await asyncio.gather(*made.sessions, return_exceptions=True)
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
+from penstock.services.coordinator.serving import episodes
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.interaction import FeedbackBatch, bare_id, job_mark, marked_id
@@ -36,6 +38,22 @@ async def test_an_episode_is_opened_spoken_in_and_ended(agent: Any) -> None:
     messages = await agent.bus.read(subjects.FEEDBACK, subjects.feedback(agent.job))
     items = [item for message in messages for item in unpack(message.data, FeedbackBatch)[0].items]
     assert [(item.episode, item.metric, item.final) for item in items] == [(bare_id(episode["id"]), "", True)]
+
+
+async def test_what_is_over_is_remembered_for_a_while_and_then_forgotten(
+    agent: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episodes, "KEEP_S", 1.0)
+    long, short, ended = [
+        (await agent.client.post("/v1/episodes", json={"model": "agent", "ttl_s": ttl_s})).json()["id"]
+        for ttl_s in (100.0, 0.001, 100.0)
+    ]
+    assert (await agent.client.post(f"/v1/episodes/{ended}/end")).status_code == 200
+    async with asyncio.timeout(30):
+        for episode in (short, ended):
+            while (await agent.client.get(f"/v1/episodes/{episode}")).status_code != 404:
+                await asyncio.sleep(0.05)
+    assert (await agent.client.get(f"/v1/episodes/{long}")).status_code == 200
 
 
 async def test_an_episode_expires(agent: Any) -> None:

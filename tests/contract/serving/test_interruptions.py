@@ -9,7 +9,8 @@ import httpx
 import orjson
 import pytest
 
-from penstock.services.coordinator.serving import gateway
+from penstock.services.coordinator.serving import retries
+from penstock.services.rollout.serving import presence
 
 IDS = {"return_token_ids": True}
 LONG = 1900
@@ -136,6 +137,64 @@ async def test_a_client_that_leaves_is_recorded_as_such(stack_of: Any) -> None:
         assert len(record.token_ids) == len(record.logprobs) == record.spans[-1].end
 
 
+async def test_what_a_gateway_that_died_had_asked_for_is_not_trained_on(
+    stack_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(presence, "MAX_SILENT", 2)
+    async with stack_of() as stack:
+        await opened(stack, max_tokens=LONG)
+        waiting = asyncio.create_task(stack.chat("again", max_tokens=LONG))
+        async with asyncio.timeout(60):
+            while stack.rollouts[0].status()["requests"] < 2:
+                await asyncio.sleep(0.01)
+        stack.gateway_task.cancel()  # as it dies: nobody hears it, and it hears nobody
+        records = await settled(stack, 2)
+        waiting.cancel()
+        for record in records:
+            assert (record.finish, record.untrainable) == ("client_disconnected", "client_disconnected")
+            assert 0 < len(record.token_ids) < LONG
+        async with asyncio.timeout(60):
+            while stack.rollouts[0].status()["requests"]:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_gateway_that_was_only_stalled_gets_its_answer(stack_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presence, "MAX_SILENT", 2)
+    async with stack_of() as stack, asyncio.timeout(60):
+        _, lines = await opened(stack, max_tokens=LONG)
+        notify = stack.gateway._bus.notify
+        silent = asyncio.Event()
+
+        async def muted(subject: str, data: bytes) -> None:
+            if subject.startswith("inference.present."):
+                silent.set()
+            else:
+                await notify(subject, data)
+
+        stack.gateway._bus.notify = muted
+        await silent.wait()
+        await settled(stack, 1)
+        stack.gateway._bus.notify = notify
+        await stack.publish(1, away=True)
+        _, ends = await tokens_of(lines)
+        assert ends == ["stop"]
+
+
+async def test_a_stop_string_may_begin_at_a_worker_that_was_lost(stack_of: Any) -> None:
+    async with stack_of() as stack:
+        stop = ["la" * 600]
+        _, lines = await opened(stack, max_tokens=LONG, stop=stop)
+        stack.add_worker("rollout-1")
+        await stack.serving(0)
+        stack.sessions[0].cancel()
+        del stack.rollouts[0]
+        tokens, ends = await tokens_of(lines)
+        record = (await settled(stack, 1))[0]
+        assert ends == ["stop"]
+        assert len(tokens) + 1 == len(record.token_ids) == 600
+        assert record.text == ""
+
+
 async def test_a_retry_of_a_stock_client_is_one_interaction(stack_of: Any) -> None:
     async with stack_of() as stack:
         body = {"max_tokens": 100, **IDS}
@@ -178,17 +237,17 @@ async def test_a_retry_does_not_get_the_answer_of_another_client_with_the_same_b
 
 
 async def test_what_nobody_waits_for_goes_to_no_other_worker(stack_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway, "COME_BACK_S", 1.0)
+    monkeypatch.setattr(retries, "COME_BACK_S", 1.0)
     async with stack_of() as stack, asyncio.timeout(60):
         first = {"x-stainless-retry-count": "0"}
         task = asyncio.create_task(stack.chat("again", headers=first, max_tokens=LONG))
         while not stack.rollouts[0].status()["requests"]:
             await asyncio.sleep(0.005)
         task.cancel()
-        while not stack.gateway._kept:
+        while not stack.gateway.retries.kept:
             await asyncio.sleep(0.005)
         stack.sessions[0].cancel()
-        while stack.gateway._kept:
+        while stack.gateway.retries.kept:
             await asyncio.sleep(0.005)
         stack.add_worker("rollout-1")
         del stack.rollouts[0]

@@ -14,7 +14,7 @@ from penstock.shared.algorithms.advantages import (
     remax_advantages,
     rloo_advantages,
 )
-from penstock.shared.algorithms.baseline import new_tracker, track
+from penstock.shared.algorithms.baseline import track, value_of
 from penstock.shared.algorithms.overlong import overlong_filter, soft_overlong_punishment
 from penstock.shared.algorithms.rewards import normalise_rewards, penalised_rewards, scale_and_clip
 from penstock.shared.algorithms.statistics import Moments, moments, whiten
@@ -97,17 +97,19 @@ def test_advantages_of_small_batches(number: int) -> None:
 
 
 def test_a_tracked_baseline_does_not_see_the_batch_it_judges() -> None:
-    tracker = new_tracker(2, value=0.5, weight=4.0)
-    rewards, keys = torch.tensor([1.0, 0.0, 1.0, math.nan]), torch.tensor([0, 0, 0, 1])
-    baselines, after = track(tracker, rewards, keys, torch.tensor([True, True, True, False]), keep=0.5)
-    assert baselines.tolist() == [0.5, 0.5, 0.5, 0.5]
-    assert after.weight_K.tolist() == [5.0, 4.0]
-    assert after.values.tolist() == pytest.approx([3 / 5, 0.5])
+    before = {"": (1.0, 2.0)}
+    prior = {"value": 0.5, "weight": 4.0}
+    assert value_of(before, "", **prior) == pytest.approx((1.0 + 4 * 0.5) / 6)
+    assert value_of(before, "code", **prior) == pytest.approx(0.5), "a kind nobody has seen is worth what all are"
+    after = track(before, [("code", 1.0), ("code", 0.0), ("", 1.0)], keep=0.5)
+    assert after == {"code": (1.0, 2.0), "": (2.5, 4.0)}
+    whole = (2.5 + 4 * 0.5) / 8
+    assert value_of(before | after, "code", **prior) == pytest.approx((1.0 + 4 * whole) / 6)
 
 
 def test_a_tracked_baseline_forgets() -> None:
-    tracker = new_tracker(1, value=0.0, weight=1.0)
-    for _ in range(40):
-        _, tracker = track(tracker, torch.ones(8), torch.zeros(8, dtype=torch.long), torch.ones(8) > 0, keep=0.8)
-    assert tracker.values.item() == pytest.approx(1.0, abs=1e-4)
-    assert tracker.weight_K.item() == pytest.approx(8 / (1 - 0.8), rel=1e-3)
+    tracked: dict[str, tuple[float, float]] = {}
+    for reward in [-1.0] * 40 + [1.0] * 40:
+        tracked |= track(tracked, [("", reward)] * 8, keep=0.8)
+    assert value_of(tracked, "", value=0.0, weight=1e-6) == pytest.approx(1.0, abs=1e-3)
+    assert tracked[""][1] == pytest.approx(8 / (1 - 0.8), rel=1e-3)

@@ -124,3 +124,16 @@ def test_a_cancelled_job_checkpoints_the_update_that_was_under_way() -> None:
     assert not any(isinstance(event, Finished) for event in events), "update 1 would be undone"
     events, _ = scene.report("checkpointed", batch=1, version=1, digest="w1", path="c1")
     assert isinstance(events[-1], Finished)
+
+
+def test_a_cancelled_job_may_go_without_a_last_checkpoint() -> None:
+    scene = Scene()
+    for draw in scene.waiting:
+        scene.answer(draw)
+    scene.decide()
+    scene.run.want("cancelled")
+    scene.run.last_checkpoint = False
+    assert not scene.run.state.finished, "what is sealed is trained first"
+    events, _ = scene.report("trained", batch=1, revision=1, version=1, digest="w1")
+    assert isinstance(events[-1], Finished)
+    assert scene.run.wants_checkpoint == ""

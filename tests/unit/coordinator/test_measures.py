@@ -26,7 +26,8 @@ JOB = {
 def row(kind: str, step: int, *, batch: int | None = None, **values: float) -> dict[str, Any]:
     """A row as it comes back from the stream; before any fork the batch is the step."""
     shown = {name.replace("_", "/"): value for name, value in values.items()}
-    text = msgspec.json.encode({"kind": kind, "step": step, "batch": step if batch is None else batch, "values": shown})
+    batch = step if batch is None else batch
+    text = msgspec.json.encode({"kind": kind, "step": step, "batch": batch, "version": step, "values": shown})
     return cast(dict[str, Any], msgspec.json.decode(text))
 
 

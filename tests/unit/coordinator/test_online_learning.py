@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from penstock.services.coordinator.online.admission import admit
+from penstock.services.coordinator.online.batches import within_shares
 from penstock.services.coordinator.online.credit import returns
 from penstock.services.coordinator.online.groups import group_of
 from penstock.services.coordinator.online.matching import Matching
-from penstock.services.coordinator.online.source import within_shares
 from penstock.shared.config.kinds import parse_job
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.errors import ConfigError
@@ -91,14 +91,18 @@ def test_row_2_beyond_the_window_is_rejected_as_stale() -> None:
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ({"token_ids": [1], "logprobs": [-1.0], "policy_version": 5}, "posted_unverified"),  # row 3
-        ({"token_ids": [1], "policy_version": 5}, "logprobs_missing"),  # row 4
-        ({"token_ids": [1]}, "behaviour_unknown"),  # row 5
+        ({"token_ids": [1], "logprobs": [-1.0], "policy_version": 5}, "source_not_trusted"),  # row 3
+        ({"token_ids": [1], "policy_version": 5}, "source_not_trusted"),  # row 4
+        ({"token_ids": [1]}, "source_not_trusted"),  # row 5
         ({"messages": []}, "text_only"),  # row 6
     ],
 )
-def test_rows_3_to_6_posted_interactions_are_refused_with_a_reason(body: dict[str, Any], reason: str) -> None:
-    fates = Matching(job()).on_feedback(1, said(kind="interaction", body=body), NOW)
+def test_rows_3_to_6_posted_interactions_are_refused_unless_the_job_asks_for_them(
+    body: dict[str, Any], reason: str
+) -> None:
+    matching = Matching(job())
+    matching.on_feedback(1, said(kind="interaction", body={"prompt_token_ids": [1]} | body), NOW)
+    fates = matching.sweep(version=5, now=NOW)
     assert [(fate.status, fate.reason) for fate in fates] == [("rejected", reason)]
 
 
@@ -245,10 +249,49 @@ def test_a_retraction_may_overtake_what_it_retracts() -> None:
 
 def test_what_is_erased_is_forgotten() -> None:
     matching, _ = settled([interaction()], [said()])
-    matching.on_erasure(Erasure(user="u", interactions=["i1"], feedback=["f1"], time=NOW))
+    assert matching.on_erasure(Erasure(user="u", interactions=["i1"], feedback=["f1"], time=NOW), NOW) == []
     assert matching.sweep(version=5, now=NOW) == []
     assert not matching.ready
     assert not matching.num_waiting
+
+
+def test_an_episode_whose_turns_are_all_erased_is_over() -> None:
+    matching, _ = settled(turns(), [said("f1", 0.5, inference="i2"), said("whole", 1.0, episode=EPISODE, key_id="k2")])
+    assert matching.on_erasure(Erasure(user="u", interactions=["i2"], feedback=[], time=NOW), NOW + 7) == [
+        Fate(feedback="f1", status="rejected", reason="erased", time=NOW + 7)
+    ], "what others said of a turn has a fate, too"
+    assert list(matching.episodes) == [EPISODE]
+    (fate,) = matching.on_erasure(Erasure(user="u", interactions=["i1"], feedback=[], time=NOW), NOW + 8)
+    assert (fate.feedback, fate.status, fate.reason) == ("whole", "rejected", "erased")
+    assert not matching.episodes
+    assert matching.lowest() == (3, 2), "nothing is undecided"
+    assert matching.sweep(version=6, now=NOW + 9) == []
+    late = matching.on_feedback(9, said("f9", 1.0, episode=EPISODE), NOW + 9)
+    assert [(one.status, one.reason) for one in late] == [("rejected", "erased")]
+
+
+def test_what_is_ready_is_settled_anew_only_where_something_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    matching, _ = settled([interaction()], [said()])
+    ready = matching.ready["i1"]
+    matching.sweep(version=5, now=NOW + 3)
+    matching.sweep(version=5, now=NOW + 4)
+    assert matching.ready["i1"] is ready
+    monkeypatch.setattr(matching, "_opted_out", lambda user: True)
+    assert [fate.reason for fate in matching.sweep(version=5, now=NOW + 5)] == ["opted_out"]
+    matching, _ = settled([interaction()], [said()])
+    matching.sweep(version=6, now=NOW + 3, everything=False)
+    assert [fate.reason for fate in matching.sweep(version=7, now=NOW + 4)] == ["stale"]
+
+
+def test_who_judges_a_later_turn_has_a_share_in_the_earlier_ones() -> None:
+    matching, _ = settled(turns(rendered_anew=True), [said("f1", 0.5, inference="i2", key_id="hostile", final=True)])
+    matching.sweep(version=6, now=NOW + 6)
+    assert [one.owners for one in matching.ready[EPISODE]] == [(("hostile",), ("asker",), ("u",))] * 2
+    matching, _ = settled([interaction()], [said("a"), said("b", key_id="hostile"), said("c", key_id="k2")])
+    assert matching.ready["i1"][0].judges == ("hostile", "k1", "k2"), "not only who spoke last"
+    timed = {"rating": {"type": "float", "default_after_s": 1.0}}
+    matching, _ = settled([interaction()], [], metrics=timed)
+    assert matching.ready["i1"][0].owners.judges == ("asker",), "its silence decided"
 
 
 def test_below_the_lowest_sequences_everything_is_decided() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from penstock.shared.config.job import JobConfig
+from penstock.shared.config.model import ModelConfig
+from penstock.shared.models.loading import build_model, build_tokenizer
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.trajectory import Group
 
@@ -45,6 +48,22 @@ def make_config() -> Callable[..., JobConfig]:
         for name, section in sections.items():
             data[name] = {**data.get(name, {}), **section}
         return JobConfig.parse(data)
+
+    return make
+
+
+@pytest.fixture
+def make_teacher(tmp_path: Path, make_config: Callable[..., JobConfig]) -> Callable[..., str]:
+    """The directory of a larger model with the same tokens, or of one with ``changes`` to its ``model`` section."""
+
+    def make(**changes: Any) -> str:
+        architecture = {"hidden_size": 48, "intermediate_size": 96, "num_layers": 3, "max_position_embeddings": 64}
+        source = ModelConfig.model_validate({"config": architecture, "tokenizer": "char", **changes})
+        tokenizer = build_tokenizer(source)
+        path = tmp_path / "teacher"
+        build_model(source, len(tokenizer), seed=77).save_pretrained(path)
+        tokenizer.save_pretrained(path)
+        return str(path)
 
     return make
 

@@ -18,6 +18,7 @@ from penstock.services.trainer.learner import Learner
 from penstock.services.trainer.sharding import BatchShard
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.model import ModelConfig
+from penstock.shared.data.prompts import Demonstration
 from penstock.shared.errors import CheckpointError, ConfigError
 from penstock.shared.models import build_model, build_tokenizer
 from penstock.shared.protocol.trajectory import Group
@@ -98,7 +99,7 @@ def test_the_reference_is_the_base_and_can_be_moved_to_the_policy(lora: Job, bat
 def test_a_warm_start_trains_the_base_before_the_adapter(lora: Job, batch: list[Group]) -> None:
     learner = Learner(lora(warm_start={"steps": 2}, algorithm={"kl": {"coef": 0.1}}))
     before = copies(learner.frozen())
-    learner.warm_start([[([5, 6], [7, 2])]] * 2)
+    learner.warm_start([[Demonstration([5, 6], [7, 2], [1, 1])]] * 2)
     warm = copies(learner.frozen())
     assert any(not torch.equal(before[name], warm[name]) for name in warm)
     merged = whole(learner)
@@ -128,7 +129,7 @@ def test_save_load_continue_equals_uninterrupted(
     config = on_disk(**sections) if kind == "path" else lora(**sections)
     learner = Learner(config)
     if kind == "warm":
-        learner.warm_start([[([5, 6], [7, 2])]] * 2)
+        learner.warm_start([[Demonstration([5, 6], [7, 2], [1, 1])]] * 2)
     for step in range(2):
         update(learner, batches[step], step)
     meta = {"version": 2, "config": config.model_dump_json()}

@@ -40,6 +40,7 @@ from penstock.services.trainer.sharding import BatchShard, assign
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.model import ModelConfig
 from penstock.shared.config.service import ServiceSettings
+from penstock.shared.data.prompts import Demonstration
 from penstock.shared.errors import CheckpointError, ConfigError
 from penstock.shared.models import build_model, build_tokenizer
 from penstock.shared.protocol.generation import GenRequest, Sampling
@@ -57,7 +58,7 @@ SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_layers": LAYERS, "max_
 SPARSE = {**SIZES, "arch": "qwen3_moe", "intermediate_size": 32, "experts": {"number": EXPERTS, "per_token": PER_TOKEN}}
 FSDP = {"type": "fsdp"}
 FRUGAL = {"type": "fsdp", "activation_checkpointing": True, "cpu_offload": True}
-ROWS = [([5, 6], [7, 2]), ([9], [8, 8, 2]), ([11, 4], [2])]
+ROWS = [Demonstration(p, a, [1] * len(a)) for p, a in (([5, 6], [7, 2]), ([9], [8, 8, 2]), ([11, 4], [2]))]
 """Of the warm start."""
 CASES: dict[str, dict[str, Any]] = {
     "adapters": {
@@ -173,7 +174,7 @@ def publish(world: World, config: JobConfig, directory: Path) -> list[tuple[str,
             if world.place.rank:
                 await replica.gather_weights()
                 continue
-            manifest = await replica.write(partial(publishing._write, version, 1))
+            manifest = await replica.write(partial(publishing._write, version, 1, None))
             base, publishing._base_manifest = publishing._base_manifest, None
             found.append((manifest.base, base.digest if base is not None else ""))
         publishing.close()

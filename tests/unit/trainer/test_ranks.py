@@ -43,17 +43,19 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo": {"lam": 0.9, "gamma": 0.99, "critic": {"optimizer": {"learning_rate": 1e-3, "eps": 1e-3}}},
     "gspo": {"clip_low": 0.5, "clip_high": 0.5},
     "cispo": {"proximal": "recomputed", "importance": {"type": "tis", "level": "sequence"}, "kl": {"coef": 0.1}},
+    "distillation": {"gamma": 0.5, "entropy_coef": 0.01},
 }
 
 
 @pytest.fixture
-def configs(make_config: Config) -> Callable[[str], dict[str, JobConfig]]:
+def configs(make_config: Config, make_teacher: Callable[..., str]) -> Callable[[str], dict[str, JobConfig]]:
     """A job for every algorithm on a backend."""
+    needed = {"distillation": {"teacher": make_teacher()}}
 
     def make(backend: str) -> dict[str, JobConfig]:
         return {
             name: make_config(
-                algorithm={"type": name, "group_size": 4, **keys},
+                algorithm={"type": name, "group_size": 4, **keys, **needed.get(name, {})},
                 train={"batch_size": 24, "minibatches": 2, "max_tokens_per_microbatch": 160},
                 optimizer={"learning_rate": 1e-3, "eps": 1e-3, "max_grad_norm": 0.5},
                 backend={"type": backend},

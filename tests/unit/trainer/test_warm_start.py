@@ -11,11 +11,16 @@ from torch.nn.functional import cross_entropy
 from penstock.services.trainer.learner import Learner
 from penstock.services.trainer.sharding import BatchShard
 from penstock.shared.config.job import JobConfig
+from penstock.shared.data.prompts import Demonstration
 from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol.trajectory import Group
 
 Config = Callable[..., JobConfig]
-ROWS = [([5, 14, 6, 18], [15, 16]), ([7, 14, 7, 18], [9, 2]), ([4, 18], [4])]
+ROWS = [
+    Demonstration([5, 14, 6, 18], [15, 16], [1, 1]),
+    Demonstration([7, 14, 7, 18], [9, 2], [1, 1]),
+    Demonstration([4, 18], [4], [1]),
+]
 EOS = 2
 
 
@@ -23,7 +28,7 @@ def test_first_loss_is_the_cross_entropy_of_answers_and_end(make_config: Config)
     learner = Learner(make_config())
     total = count = 0.0
     with torch.no_grad():
-        for prompt, answer in ROWS:
+        for prompt, answer, _ in ROWS:
             ids = torch.tensor([*prompt, *answer, *([] if answer[-1] == EOS else [EOS])])
             logits = learner.model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1]
             total += cross_entropy(logits, ids[len(prompt) :], reduction="sum").item()
@@ -31,6 +36,17 @@ def test_first_loss_is_the_cross_entropy_of_answers_and_end(make_config: Config)
     seen: list[tuple[int, float]] = []
     learner.warm_start([ROWS], lambda step, loss: seen.append((step, loss)))
     assert seen == [(1, pytest.approx(total / count, abs=1e-5))]
+
+
+def test_what_an_environment_answers_is_read_but_not_learnt(make_config: Config) -> None:
+    learner = Learner(make_config())
+    prompt, answer = [5, 18], [9, 30, 31, 7, EOS]
+    with torch.no_grad():
+        logits = learner.model(input_ids=torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+        losses = cross_entropy(logits, torch.tensor(answer), reduction="none")
+    seen: list[float] = []
+    learner.warm_start([[Demonstration(prompt, answer, [1, 0, 0, 1, 1])]], lambda _, loss: seen.append(loss))
+    assert seen == [pytest.approx(losses[[0, 3, 4]].mean().item(), abs=1e-5)]
 
 
 def test_it_learns_and_leaves_a_fresh_optimizer(make_config: Config) -> None:
@@ -64,7 +80,7 @@ def test_the_critic_starts_from_the_body_of_the_warm_policy(make_config: Config)
 
 def test_a_row_without_prompt_is_refused(make_config: Config) -> None:
     with pytest.raises(ProtocolError, match="empty prompt"):
-        Learner(make_config()).warm_start([[([], [5])]])
+        Learner(make_config()).warm_start([[Demonstration([], [5], [1])]])
 
 
 @pytest.mark.parametrize(("num_steps", "same"), [(1, True), (2, False)])

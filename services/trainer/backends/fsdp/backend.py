@@ -32,7 +32,7 @@ from penstock.services.trainer.backends.stopwatch import Stopwatch
 from penstock.services.trainer.collective import Collective
 from penstock.services.trainer.environment import describe_environment
 from penstock.services.trainer.optimizer import check_fits, decayed_names
-from penstock.services.trainer.packing import Microbatch
+from penstock.services.trainer.packing import Microbatch, stand_in
 from penstock.services.trainer.random_state import random_state, set_random_state
 from penstock.services.trainer.routers import Routers
 from penstock.services.trainer.row_shards import local_part
@@ -44,7 +44,6 @@ from penstock.shared.models.architecture import plan_of
 from penstock.shared.models.decoder import hidden_states
 from penstock.shared.models.experts import RouterLoad, Routes
 from penstock.shared.models.lora import base_parameters, is_adapter
-from penstock.shared.models.packed import PackedTokens
 
 __all__ = ["FSDPBackend", "open_fsdp"]
 
@@ -132,7 +131,7 @@ class FSDPBackend:
         kl: bool = False,
     ) -> None:
         """See ``Backend``."""
-        batch = (microbatch or _nothing()).to(self._device)
+        batch = (microbatch or stand_in()).to(self._device)
         load = RouterLoad() if self.routers is not None and microbatch is not None else None
         with self._stopwatch.measure("forward"):
             scores = self._scores(batch, Routes(batch.experts_TNK, load), temperature, entropy=entropy, kl=kl)
@@ -159,7 +158,7 @@ class FSDPBackend:
             self.routers.count_table(microbatch.experts_TNK)
         if not self._collective.max({"chooses": float(chooses)})["chooses"]:
             return
-        load, tokens = RouterLoad(), (microbatch or _nothing()).tokens.to(self._device)
+        load, tokens = RouterLoad(), (microbatch or stand_in()).tokens.to(self._device)
         with self._stopwatch.measure("forward"):
             self._model.run(lambda: hidden_states(self._model.model, tokens, Routes(load=load)))
         if chooses:
@@ -291,7 +290,7 @@ class FSDPBackend:
         *,
         replay: bool = False,
     ) -> Tensor:
-        batch = (microbatch or _nothing()).to(self._device)
+        batch = (microbatch or stand_in()).to(self._device)
         routes = Routes(batch.experts_TNK) if replay else None
 
         def compute() -> Tensor:
@@ -379,12 +378,3 @@ def _copies(scores: ScoreTensors) -> ScoreTensors:
     return (
         values_M.clone(), None if entropy_M is None else entropy_M.clone(), None if kl_M is None else kl_M.clone(),
     )  # fmt: skip
-
-
-def _nothing() -> Microbatch:
-    """One token that scores itself: what a rank computes while others have more."""
-    zero, one = torch.zeros(1, dtype=torch.int64), torch.ones(1)
-    tokens = PackedTokens(zero, zero, torch.tensor([0, 1]), (1,), 1)
-    return Microbatch(
-        tokens=tokens, select_M=zero, targets_M=zero, rows_M=zero, source_M=zero, behaviour_M=one, lengths_M=one
-    )

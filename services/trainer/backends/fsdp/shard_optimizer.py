@@ -47,3 +47,9 @@ class ShardOptimizer(Optimizer):
         squares = float(torch.stack(norms).square().sum())
         total = self._collective.sum({"squares": squares})["squares"]
         return torch.tensor(math.sqrt(total), dtype=torch.float32, device=norms[0].device)
+
+    def clear(self, trained: list[Tensor]) -> None:
+        """Zero the gradients in place: they share their memory with those that FSDP adds to."""
+        for param in trained:
+            assert param.grad is not None
+            param.grad.zero_()

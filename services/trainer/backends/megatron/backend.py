@@ -313,7 +313,7 @@ def open_megatron(config: JobConfig, role: Role, device: str) -> MegatronBackend
         tokenizer,
         optimizer,
         config.backend,
-        keep_reference=role == "policy" and config.algorithm.needs_reference,
+        keep_reference=role == "policy" and config.needs_reference,
         device=device,
         role=role,
         aux_loss_coef=moe.aux_loss_coef if moe is not None and role == "policy" else 0.0,

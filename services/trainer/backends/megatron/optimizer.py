@@ -49,6 +49,7 @@ class ShardedOptimizer(Optimizer):
 
     def step(self, learning_rate: float) -> float:
         """See ``Optimizer``."""
+        self.complete(list(self._trained.values()))  # ranks add up what some of them may not have reached
         for name, param in self._trained.items():
             assert param.grad is not None
             _add_up(param.grad, self._groups.same_experts if name in self._dealt else self._groups.gradients)

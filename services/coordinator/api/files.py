@@ -1,0 +1,159 @@
+"""Routes that keep data sets: uploads in the shape of OpenAI's files."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Path, Query, Request
+from pydantic import BaseModel
+from starlette.datastructures import UploadFile
+from starlette.responses import Response
+
+from penstock.services.coordinator.api.access import BackendDep
+from penstock.services.coordinator.api.control import Order
+from penstock.services.coordinator.api.files_desk import FileRecord
+from penstock.services.coordinator.api.open_file import open_file, reply_of
+from penstock.services.coordinator.api.replies import Flaw, HttpProblem, Json
+from penstock.services.coordinator.api.scopes import require
+from penstock.shared.errors import Conflict, NotFound
+from penstock.shared.protocol.jobs import TERMINAL_PHASES
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/v1/files", tags=["files"])
+READ, WRITE = [require("jobs:read")], [require("jobs:write")]
+MULTIPART = "multipart/form-data"
+
+FileId = Annotated[str, Path(max_length=64, description="file- and 32 hex digits")]
+_FORM = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            MULTIPART: {
+                "schema": {
+                    "type": "object",
+                    "required": ["file", "purpose"],
+                    "properties": {
+                        "file": {"type": "string", "format": "binary", "description": "JSON lines: one row per line"},
+                        "purpose": {"type": "string", "enum": ["fine-tune"]},
+                    },
+                }
+            }
+        },
+    }
+}
+
+
+class FileList(BaseModel):
+    """One page; ``after=last_id`` gets the next."""
+
+    object: Literal["list"] = "list"
+    data: list[FileRecord]
+    has_more: bool = False
+    first_id: str | None = None
+    last_id: str | None = None
+
+
+class FileDeleted(BaseModel):
+    """It is gone."""
+
+    id: str
+    object: Literal["file"] = "file"
+    deleted: Literal[True] = True
+
+
+@router.post("", response_model=FileRecord, dependencies=WRITE, openapi_extra=_FORM)
+async def upload(request: Request, backend: BackendDep) -> Response:
+    """Keep a data set: JSON lines, one object per line. Every line is checked, and the file is on disk when it is told.
+
+    `/v1/limits` says how long a file may be.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != MULTIPART:
+        raise HttpProblem(415, "unsupported_media_type", f"Content-Type '{kind}' is not known here; send {MULTIPART}")
+    async with request.form(max_files=1, max_fields=8) as form:
+        source, others = form.get("file"), form.keys() - {"file", "purpose"}
+        if others:
+            raise _flawed(f"/{min(others)[:64]}", "unknown field; there are: file, purpose")
+        if not isinstance(source, UploadFile):
+            raise _flawed("/file", "is needed: the file to keep, with a name")
+        if form.get("purpose") != "fine-tune":
+            raise _flawed("/purpose", "must be 'fine-tune'")
+        name = (source.filename or "rows.jsonl")[:255]
+        record = await asyncio.to_thread(backend.control.files.add, source.file, name, "fine-tune")
+    return Json(record, 200, {"Location": f"/v1/files/{record.id}"})
+
+
+@router.get("", response_model=FileList, dependencies=READ)
+async def list_files(
+    *,
+    backend: BackendDep,
+    after: Annotated[str | None, Query(max_length=64, description="last_id of the page before")] = None,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 100,
+    order: Order = "desc",
+    purpose: Annotated[str | None, Query(max_length=32)] = None,
+) -> Response:
+    """List the files, newest first unless ``order=asc``."""
+    found = await asyncio.to_thread(backend.control.files.list_all)
+    if order == "desc":
+        found.reverse()
+    if after is not None:
+        found = [one for one in found if (one.id < after if order == "desc" else one.id > after)]
+    found = [one for one in found if purpose in (None, one.purpose)]
+    page = found[:limit]
+    first, last = (page[0].id, page[-1].id) if page else (None, None)
+    return Json(FileList(data=page, has_more=len(found) > limit, first_id=first, last_id=last))
+
+
+@router.get("/{file_id}", response_model=FileRecord, dependencies=READ)
+async def get_file(file_id: FileId, backend: BackendDep) -> Response:
+    """Show a file."""
+    return Json(await asyncio.to_thread(backend.control.files.find, file_id))
+
+
+@router.get(
+    "/{file_id}/content",
+    dependencies=READ,
+    response_class=Response,
+    responses={200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}},
+)
+async def get_content(file_id: FileId, backend: BackendDep) -> Response:
+    """The bytes of a file."""
+    record = await asyncio.to_thread(backend.control.files.find, file_id)
+    try:
+        file, size = await open_file(backend.control.files.content(file_id))
+    except FileNotFoundError:
+        raise NotFound(f"file '{file_id}' is gone") from None
+    return reply_of(file, size, None, etag=f'"{record.sha256}"')
+
+
+@router.delete(
+    "/{file_id}", response_model=FileDeleted, dependencies=WRITE, responses={409: {"description": "In use."}}
+)
+async def delete_file(file_id: FileId, backend: BackendDep) -> Response:
+    """Delete a file that no job needs any more."""
+    path = str(await asyncio.to_thread(backend.control.files.content, file_id))
+    jobs = await backend.control.list_jobs(
+        after=None, limit=1_000_000, order="desc", phase=None, name=None, kind=None, labels={}
+    )
+    for record in jobs:
+        if record.status.phase not in TERMINAL_PHASES and path in _paths(record.spec.get("data", {})):
+            raise Conflict(f"job '{record.id}' reads file '{file_id}'; cancel it first")
+    await asyncio.to_thread(backend.control.files.delete, file_id)
+    return Json(FileDeleted(id=file_id))
+
+
+def _paths(data: Any) -> list[str]:
+    """Paths of the sources in the data section of a job file."""
+    sources = [source for name in ("train", "eval") for source in _as_list(data.get(name))]
+    return [str(source.get("path")) for source in sources]
+
+
+def _as_list(sources: Any) -> list[Any]:
+    return [sources] if isinstance(sources, dict) else list(sources or ())
+
+
+def _flawed(pointer: str, detail: str) -> HttpProblem:
+    flaw = Flaw(pointer=pointer, detail=detail)
+    return HttpProblem(422, "invalid_body", f"the form is not valid: {pointer}: {detail}", errors=[flaw])

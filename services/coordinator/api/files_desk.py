@@ -1,0 +1,56 @@
+"""What the HTTP API asks of the part that keeps uploaded files. Implemented in ``coordinator.files``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import BinaryIO, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = ["FileRecord", "Files", "Purpose"]
+
+Purpose = Literal["fine-tune"]
+
+
+class FileRecord(BaseModel):
+    """An uploaded file, in the shape of OpenAI's files; ``sha256`` in hex."""
+
+    model_config = ConfigDict(frozen=True)
+
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int = Field(description="Unix time, in seconds")
+    filename: str
+    purpose: Purpose
+    status: Literal["processed"] = "processed"
+    sha256: str
+    rows: int = Field(description="Lines that hold a row")
+
+
+class Files(Protocol):
+    """Uploaded data sets. Every method reads or writes the disk: call it in a thread."""
+
+    def add(self, source: BinaryIO, filename: str, purpose: Purpose) -> FileRecord:
+        """Keep a copy of ``source``; it is on disk when this returns.
+
+        Raises:
+            HttpProblem: 422, not JSON lines; points at each bad line.
+        """
+        ...
+
+    def find(self, id: str) -> FileRecord:
+        """Raises NotFound."""
+        ...
+
+    def list_all(self) -> list[FileRecord]:
+        """Every file, oldest first."""
+        ...
+
+    def content(self, id: str) -> Path:
+        """Where its bytes are. Raises NotFound."""
+        ...
+
+    def delete(self, id: str) -> None:
+        """Raises NotFound."""
+        ...

@@ -1,0 +1,102 @@
+"""Jobs as OpenAI's clients submit and steer them."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
+
+from penstock.services.coordinator.api.access import BackendDep, JobId
+from penstock.services.coordinator.api.auth import Caller
+from penstock.services.coordinator.api.bodies import body_schema, read_model
+from penstock.services.coordinator.api.fine_tuning_models import (
+    CheckpointPage,
+    EventPage,
+    FineTuningJob,
+    FineTuningRequest,
+    JobPage,
+)
+from penstock.services.coordinator.api.idempotency import token_of
+from penstock.services.coordinator.api.replies import Json
+from penstock.services.coordinator.api.scopes import require
+from penstock.shared.protocol.jobs import DesiredState
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"])
+READ, WRITE = [require("jobs:read")], [require("jobs:write")]
+_LABEL = re.compile(r"metadata\[(.{1,64})\]")
+
+After = Annotated[str | None, Query(max_length=64, description="Id of the last entry of the page before")]
+Limit = Annotated[int, Query(ge=1, le=100)]
+
+
+@router.post("", response_model=FineTuningJob, openapi_extra=body_schema(FineTuningRequest))
+async def create_fine_tuning_job(
+    request: Request, caller: Annotated[Caller, require("jobs:write")], backend: BackendDep
+) -> Response:
+    """Submit a job: reinforcement learning on an uploaded file with a grader. Every line of the files is checked first.
+
+    Under the same id the job is one of `/v1/jobs`.
+    """
+    wanted = await read_model(request, FineTuningRequest)
+    header = request.headers.get("idempotency-key")
+    key = f"{caller.id}\nfine_tuning\n{token_of(header)}" if header is not None else ""
+    job = await backend.control.fine_tuning.create(wanted, key=key)
+    return Json(job, 200, {"Location": f"/v1/fine_tuning/jobs/{job.id}"})
+
+
+@router.get("", response_model=JobPage, dependencies=READ)
+async def list_fine_tuning_jobs(
+    request: Request, backend: BackendDep, after: After = None, limit: Limit = 20
+) -> Response:
+    """List the jobs that were submitted here, newest first. ``metadata[KEY]=VALUE`` keeps those with that label."""
+    labels = {m[1]: value for key, value in request.query_params.multi_items() if (m := _LABEL.fullmatch(key))}
+    return Json(await backend.control.fine_tuning.page(after=after, limit=limit, labels=labels))
+
+
+@router.get("/{job_id}", response_model=FineTuningJob, dependencies=READ)
+async def get_fine_tuning_job(job: JobId, backend: BackendDep) -> Response:
+    """Show a job."""
+    desk = backend.control.fine_tuning
+    return Json(desk.shown(await desk.get(job)))
+
+
+@router.post("/{job_id}/cancel", response_model=FineTuningJob, dependencies=WRITE)
+async def cancel_fine_tuning_job(job: JobId, backend: BackendDep) -> Response:
+    """Ask a job to end; it drains and writes a checkpoint first. Safe to repeat."""
+    return await _steer(job, backend, "cancelled")
+
+
+@router.post("/{job_id}/pause", response_model=FineTuningJob, dependencies=WRITE)
+async def pause_fine_tuning_job(job: JobId, backend: BackendDep) -> Response:
+    """Ask a job to stop after its present update. Safe to repeat."""
+    return await _steer(job, backend, "paused")
+
+
+@router.post("/{job_id}/resume", response_model=FineTuningJob, dependencies=WRITE)
+async def resume_fine_tuning_job(job: JobId, backend: BackendDep) -> Response:
+    """Let a paused job go on. Safe to repeat."""
+    return await _steer(job, backend, "running")
+
+
+@router.get("/{job_id}/events", response_model=EventPage, dependencies=READ)
+async def list_fine_tuning_events(job: JobId, backend: BackendDep, after: After = None, limit: Limit = 20) -> Response:
+    """What happened, newest first."""
+    return Json(await backend.control.fine_tuning.events(job, after=after, limit=limit))
+
+
+@router.get("/{job_id}/checkpoints", response_model=CheckpointPage, dependencies=READ)
+async def list_fine_tuning_checkpoints(
+    job: JobId, backend: BackendDep, after: After = None, limit: Limit = 10
+) -> Response:
+    """The checkpoints, newest first; each can be the `model` of another job."""
+    return Json(await backend.control.fine_tuning.checkpoints(job, after=after, limit=limit))
+
+
+async def _steer(job: str, backend: BackendDep, state: DesiredState) -> Response:
+    desk = backend.control.fine_tuning
+    await desk.get(job)
+    return Json(desk.shown(await backend.control.set_desired(job, state)))

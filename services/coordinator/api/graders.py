@@ -1,0 +1,138 @@
+"""Routes that try graders in OpenAI's format before anything is trained with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
+
+from penstock.services.coordinator.api.access import BackendDep
+from penstock.services.coordinator.api.bodies import body_schema, read_model
+from penstock.services.coordinator.api.replies import Flaw, HttpProblem, Json
+from penstock.services.coordinator.api.scopes import require
+from penstock.shared.config.graders import AnyGrader, Grader, MultiGrader, ScoreModelGrader, parts_of, total_of
+from penstock.shared.protocol.grading import GRADER_ERRORS, GradeReply, error_text, split_error
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["graders"], dependencies=[require("jobs:write")])
+
+
+class GraderToValidate(BaseModel):
+    """A grader."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    grader: Grader
+
+
+class GraderToRun(GraderToValidate):
+    """A grader and what it grades."""
+
+    model_sample: str = Field(max_length=1 << 20, description="What a model wrote: `sample.output_text`")
+    item: dict[str, Any] = Field({}, description="The data row")
+
+
+class Validated(BaseModel):
+    """The grader, which can be opened."""
+
+    grader: dict[str, Any]
+
+
+class RunErrors(BaseModel):
+    """What went wrong, by kind; all false where nothing did."""
+
+    formula_parse_error: bool = False
+    invalid_variable_error: bool = False
+    model_grader_parse_error: bool = False
+    model_grader_refusal_error: bool = False
+    model_grader_server_error: bool = False
+    model_grader_server_error_details: str | None = None
+    other_error: bool = False
+    other_error_details: str | None = None
+    python_grader_runtime_error: bool = False
+    python_grader_runtime_error_details: str | None = None
+    python_grader_server_error: bool = False
+    python_grader_server_error_type: str | None = None
+    sample_parse_error: bool = False
+    truncated_observation_error: bool = False
+    unresponsive_reward_error: bool = False
+
+
+class RunMetadata(BaseModel):
+    """How the run went; ``execution_time`` in seconds."""
+
+    name: str
+    type: str
+    errors: RunErrors
+    execution_time: float
+    scores: dict[str, float]
+    token_usage: int | None = None
+    sampled_model_name: str | None = None
+
+
+class GraderRun(BaseModel):
+    """The reward, 0 where there is an error; ``sub_rewards`` of the parts of a multi grader."""
+
+    reward: float
+    sub_rewards: dict[str, float]
+    metadata: RunMetadata
+    model_grader_token_usage_per_model: dict[str, int] = {}
+
+
+_VALIDATE: dict[str, Any] = {"response_model": Validated, "openapi_extra": body_schema(GraderToValidate)}
+_RUN: dict[str, Any] = {"response_model": GraderRun, "openapi_extra": body_schema(GraderToRun)}
+
+
+@router.post("/v1/graders/validate", **_VALIDATE)
+@router.post("/v1/fine_tuning/alpha/graders/validate", operation_id="validate_grader_as_openai", **_VALIDATE)
+async def validate_grader(request: Request, backend: BackendDep) -> Response:
+    """Check a grader: slots, formula, and whether a reward worker can open it (Python compiles, sandbox, keys)."""
+    wanted = await read_model(request, GraderToValidate)
+    reply = await backend.control.graders.grade(wanted.grader, None, {})
+    if reply.error:
+        flaw = Flaw(pointer="/grader", detail=reply.error)
+        raise HttpProblem(422, "invalid_grader", f"the grader cannot be opened: {reply.error}", errors=[flaw])
+    return Json({"grader": wanted.grader.model_dump(mode="json", exclude_unset=True)})
+
+
+@router.post("/v1/graders/run", **_RUN)
+@router.post("/v1/fine_tuning/alpha/graders/run", operation_id="run_grader_as_openai", **_RUN)
+async def run_grader(request: Request, backend: BackendDep) -> Response:
+    """Grade one answer, in a process of a reward worker that is killed after 30 s. Errors of the grader are flags."""
+    wanted = await read_model(request, GraderToRun)
+    return Json(
+        _run(wanted.grader, await backend.control.graders.grade(wanted.grader, wanted.model_sample, wanted.item))
+    )
+
+
+def _run(grader: AnyGrader, reply: GradeReply) -> GraderRun:
+    parts = parts_of(grader)
+    scores = dict(zip(parts, reply.scores, strict=True)) if reply.scores else {}
+    reward, error = 0.0, reply.error
+    if not error:
+        try:
+            reward = total_of(grader, scores)
+        except ValueError as problem:
+            error = error_text("formula_parse_error", str(problem))
+    models = {part.model for part in parts.values() if isinstance(part, ScoreModelGrader)}
+    metadata = RunMetadata(
+        name=grader.name, type=grader.type, errors=_errors(error), execution_time=reply.seconds, scores=scores,
+        sampled_model_name=min(models) if len(models) == 1 else None,
+    )  # fmt: skip
+    return GraderRun(reward=reward, sub_rewards=scores if isinstance(grader, MultiGrader) else {}, metadata=metadata)
+
+
+def _errors(error: str) -> RunErrors:
+    if not error:
+        return RunErrors()
+    flag, detail = split_error(error)
+    assert flag in GRADER_ERRORS
+    raised: dict[str, Any] = {flag: True}
+    if f"{flag}_details" in RunErrors.model_fields:
+        raised[f"{flag}_details"] = detail
+    if flag == "python_grader_server_error":
+        raised["python_grader_server_error_type"] = detail
+    return RunErrors(**raised)

@@ -1,0 +1,103 @@
+"""Routes about feedback that is held back because it is unlike what its source said before."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Path, Query
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from penstock.services.coordinator.api.access import Backend, BackendDep, JobId
+from penstock.services.coordinator.api.auth import Caller
+from penstock.services.coordinator.api.feedback_desk import HeldFeedback
+from penstock.services.coordinator.api.replies import HttpProblem, Json
+from penstock.services.coordinator.api.scopes import require
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/v1/jobs/{job_id}/quarantine", tags=["feedback"])
+
+Item = Annotated[str, Path(max_length=64, description="Id of the feedback: a UUID, with or without fb_")]
+Admin = Annotated[Caller, require("feedback:admin")]
+_NOT_HELD: dict[int | str, dict[str, Any]] = {409: {"description": "It is not held back, or no longer."}}
+
+
+class HeldRow(BaseModel):
+    """An item that is held: when it came, since when it is held (``time``, Unix seconds) and why."""
+
+    feedback_id: str
+    metric: str
+    source: str
+    reason: str
+    received: float
+    time: float
+
+
+class HeldItem(HeldRow):
+    """With what it says of which response or episode."""
+
+    value: bool | float | str | None
+    target: str
+    weight: float
+    user: str
+    revision: int
+
+
+class HeldList(BaseModel):
+    """One page, in the order of ids; ``after=last_id`` gets the next."""
+
+    object: Literal["list"] = "list"
+    data: list[HeldRow]
+    has_more: bool = False
+    first_id: str | None = None
+    last_id: str | None = None
+
+
+class Verdict(BaseModel):
+    """What was decided about an item; it is on disk."""
+
+    feedback_id: str
+    verdict: Literal["release", "drop"]
+    status: Literal["accepted"]
+    duplicate: bool
+
+
+@router.get("", response_model=HeldList)
+async def list_held(
+    job: JobId,
+    caller: Admin,
+    backend: BackendDep,
+    after: Annotated[str, Query(max_length=64, description="last_id of the page before")] = "",
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+) -> Response:
+    """List the feedback of a job that is held back."""
+    found = await (await _held(backend, job)).page(job, after=after, limit=limit + 1)
+    page = [HeldRow(**row) for row in found[:limit]]
+    first, last = (page[0].feedback_id, page[-1].feedback_id) if page else (None, None)
+    return Json(HeldList(data=page, has_more=len(found) > limit, first_id=first, last_id=last))
+
+
+@router.get("/{item}", response_model=HeldItem, responses=_NOT_HELD)
+async def get_held(job: JobId, item: Item, caller: Admin, backend: BackendDep) -> Response:
+    """Show an item that is held back, with what it says."""
+    return Json(await (await _held(backend, job)).show(job, item))
+
+
+@router.post("/{item}/release", status_code=202, response_model=Verdict, responses=_NOT_HELD)
+async def release(job: JobId, item: Item, caller: Admin, backend: BackendDep) -> Response:
+    """Let it count, as if it had come now; what it is about may have been decided meanwhile."""
+    return Json(await (await _held(backend, job)).decide(job, item, "release", caller=caller), 202)
+
+
+@router.post("/{item}/drop", status_code=202, response_model=Verdict, responses=_NOT_HELD)
+async def drop(job: JobId, item: Item, caller: Admin, backend: BackendDep) -> Response:
+    """Reject it for good."""
+    return Json(await (await _held(backend, job)).decide(job, item, "drop", caller=caller), 202)
+
+
+async def _held(backend: Backend, job: str) -> HeldFeedback:
+    await backend.control.get(job)
+    if backend.feedback is None:
+        raise HttpProblem(503, "no_feedback", "this process takes no feedback", headers={"Retry-After": "1"})
+    return backend.feedback.held

@@ -1,0 +1,140 @@
+"""Routes of webhooks: where events of jobs are posted, signed."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Path, Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
+
+from penstock.services.coordinator.api.access import BackendDep
+from penstock.services.coordinator.api.bodies import body_schema, read_model
+from penstock.services.coordinator.api.replies import Flaw, HttpProblem, Json
+from penstock.services.coordinator.api.scopes import require
+from penstock.shared.errors import ConfigError
+from penstock.shared.protocol.webhooks import DEFAULT_TYPES, DeliveryState, StoredWebhook, WebhookRecord
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/v1/webhooks", tags=["webhooks"])
+READ, WRITE = [require("jobs:read")], [require("jobs:write")]
+
+WebhookId = Annotated[str, Path(pattern="^wh_[0-9a-f]{32}$", description="wh_ and 32 hex digits")]
+EventType = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_.]{0,62}\*?$")]
+Types = Annotated[list[EventType], Field(min_length=1, max_length=32)]
+Url = Annotated[str, Field(min_length=1, max_length=2000)]
+Text = Annotated[str, Field(max_length=200)]
+
+
+class WebhookRequest(BaseModel):
+    """A new webhook. A type may end with `*`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    url: Url = Field(description="http or https; no user or password")
+    types: Types = list(DEFAULT_TYPES)
+    job: Annotated[str, Field(pattern="^job_[0-9a-f]{32}$")] | None = Field(None, description="Only events of this job")
+    description: Text = ""
+
+
+class WebhookChange(BaseModel):
+    """What changes; `enabled: true` goes on where deliveries stopped."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    url: Url | None = None
+    types: Types | None = None
+    description: Text | None = None
+    enabled: bool | None = None
+
+
+class NewWebhook(WebhookRecord):
+    """A webhook that was just made; ``secret`` is shown this once."""
+
+    secret: str
+
+
+class Webhook(WebhookRecord):
+    """A webhook and how far its deliveries are."""
+
+    deliveries: DeliveryState
+
+
+class WebhookList(BaseModel):
+    """Every webhook, oldest first."""
+
+    object: Literal["list"] = "list"
+    data: list[WebhookRecord]
+    has_more: bool = False
+
+
+class Trial(BaseModel):
+    """Whether the receiver took a test event."""
+
+    delivered: bool
+    error: str = ""
+
+
+@router.post(
+    "", status_code=201, response_model=NewWebhook, dependencies=WRITE, openapi_extra=body_schema(WebhookRequest)
+)
+async def create_webhook(request: Request, backend: BackendDep) -> Response:
+    """Have events of jobs posted to an address, from now on: CloudEvents 1.0, signed as Standard Webhooks says."""
+    wanted = await read_model(request, WebhookRequest)
+    if wanted.job is not None:
+        await backend.control.get(wanted.job)
+    hooks = backend.control.webhooks
+    hook = await _with_url(hooks.create(wanted.url, wanted.types, job=wanted.job, description=wanted.description))
+    headers = {"Location": f"/v1/webhooks/{hook.id}", "Cache-Control": "no-store"}
+    return Json(NewWebhook(**hook.shown().model_dump(), secret=hook.secret), 201, headers)
+
+
+@router.get("", response_model=WebhookList, dependencies=READ)
+async def list_webhooks(backend: BackendDep) -> Response:
+    """List the webhooks."""
+    return Json(WebhookList(data=[hook.shown() for hook in await backend.control.webhooks.list_all()]))
+
+
+@router.get("/{webhook_id}", response_model=Webhook, dependencies=READ)
+async def get_webhook(webhook_id: WebhookId, backend: BackendDep) -> Response:
+    """Show a webhook: the last event that was taken, and what is wrong where the next one is not."""
+    hook = await backend.control.webhooks.find(webhook_id)
+    state = await backend.control.webhooks.state(webhook_id)
+    return Json(Webhook(**hook.shown().model_dump(), deliveries=state))
+
+
+@router.patch(
+    "/{webhook_id}", response_model=WebhookRecord, dependencies=WRITE, openapi_extra=body_schema(WebhookChange)
+)
+async def change_webhook(request: Request, webhook_id: WebhookId, backend: BackendDep) -> Response:
+    """Change a webhook, or switch it off and on. What happened in between is delivered once it is on again."""
+    wanted = await read_model(request, WebhookChange)
+    changes = wanted.model_dump(exclude_none=True)
+    hooks = backend.control.webhooks
+    hook = await (_with_url(hooks.change(webhook_id, changes)) if changes else hooks.find(webhook_id))
+    return Json(hook.shown())
+
+
+@router.delete("/{webhook_id}", status_code=204, dependencies=WRITE)
+async def delete_webhook(webhook_id: WebhookId, backend: BackendDep) -> Response:
+    """Forget a webhook."""
+    await backend.control.webhooks.delete(webhook_id)
+    return Response(status_code=204)
+
+
+@router.post("/{webhook_id}/test", response_model=Trial, dependencies=WRITE)
+async def try_webhook(webhook_id: WebhookId, backend: BackendDep) -> Response:
+    """Post an event of type `rl.webhook.test.v1` once, now, and tell whether it was taken."""
+    error = await backend.control.webhooks.test(webhook_id)
+    return Json(Trial(delivered=not error, error=error))
+
+
+async def _with_url(work: Awaitable[StoredWebhook]) -> StoredWebhook:
+    """A refused address is a flaw of the body."""
+    try:
+        return await work
+    except ConfigError as error:
+        flaw = Flaw(pointer="/url", detail=str(error))
+        raise HttpProblem(422, "invalid_body", f"/url: {error}", errors=[flaw]) from None

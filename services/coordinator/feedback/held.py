@@ -1,0 +1,83 @@
+"""The quarantine of a job as HTTP sees it: listed from the index, decided by an item of feedback like any other."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from penstock.services.coordinator.api.auth import Caller
+from penstock.services.coordinator.api.replies import HttpProblem
+from penstock.services.coordinator.feedback.index import FeedbackIndex
+from penstock.services.coordinator.feedback.ingest import Ingest, Stored
+from penstock.services.coordinator.feedback.items import Identity, derived_id, verdict_of
+from penstock.services.coordinator.feedback.privacy import Pseudonyms
+from penstock.shared.errors import Conflict, NotFound, ProtocolError, Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import unpack
+from penstock.shared.protocol.interaction import Feedback, FeedbackBatch, bare_id
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["HeldFeedback"]
+
+Row = dict[str, Any]
+
+
+class HeldFeedback:
+    """Implements ``api.feedback_desk.HeldFeedback``."""
+
+    def __init__(self, bus: Bus, index: FeedbackIndex, ingest: Ingest, pseudonyms: Pseudonyms) -> None:
+        self._bus, self._index, self._ingest, self._pseudonyms = bus, index, ingest, pseudonyms
+
+    async def page(self, job: str, *, after: str, limit: int) -> list[Row]:
+        """See ``api.feedback_desk.HeldFeedback.page``."""
+        await self._index.catch_up(subjects.DECISIONS)
+        return [_row(row) for row in await self._index.held(job, bare_id(after) or "", limit)]
+
+    async def show(self, job: str, item: str) -> Row:
+        """See ``api.feedback_desk.HeldFeedback.show``."""
+        row = await self._find(job, item)
+        said = await self._read(row["seq"], row["id"])
+        return _row(row) | {
+            "value": said.value,
+            "target": said.inference or said.episode,
+            "weight": said.weight,
+            "user": said.user,
+            "revision": said.revision,
+        }
+
+    async def decide(self, job: str, item: str, verdict: Literal["release", "drop"], *, caller: Caller) -> Row:
+        """See ``api.feedback_desk.HeldFeedback.decide``."""
+        row = await self._find(job, item)
+        name = f"{verdict} {row['id']} {row['revision']}"
+        who = Identity(derived_id(self._pseudonyms.digest, "", name, 0), caller.id, chosen=True)
+        (result,) = await self._ingest.add([(verdict_of(verdict, row["id"], job, who), True)])
+        if isinstance(result, HttpProblem):
+            raise result
+        if not isinstance(result, Stored):
+            raise Unavailable(str(result))
+        return {"feedback_id": row["id"], "verdict": verdict, "status": "accepted", "duplicate": result.duplicate}
+
+    async def _find(self, job: str, item: str) -> Row:
+        await self._index.catch_up(subjects.DECISIONS)
+        id = bare_id(item)
+        row = None if id is None else await self._index.fate(id)
+        if id is None or row is None or row["job"] != job:
+            raise NotFound(f"job '{job}' has no feedback '{item[:80]}'")
+        if row["status"] != "quarantined":
+            raise Conflict(f"feedback '{id}' is not held back: it is {row['status']} {row['reason']}".rstrip())
+        return row | {"id": id}
+
+    async def _read(self, seq: int, id: str) -> Feedback:
+        found = (await self._bus.get_whole(subjects.FEEDBACK, [seq])).get(seq)
+        try:
+            items = [] if found is None else unpack(found.data, FeedbackBatch)[0].items
+        except ProtocolError:  # overwritten, because its user wanted to be forgotten
+            items = []
+        said = [one for one in items if one.id == id]
+        if not said:
+            raise NotFound(f"feedback '{id}' was deleted")
+        return said[-1]
+
+
+def _row(row: Row) -> Row:
+    names = ("metric", "source", "reason", "received", "time")
+    return {"feedback_id": row["id"], **{name: row[name] for name in names}}

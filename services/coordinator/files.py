@@ -1,0 +1,137 @@
+"""Uploaded data sets in the data directory: ``files/ID/rows.jsonl`` and, once that is on disk, ``files/ID/file.json``.
+
+Services read them by path, like checkpoints: they must see the same data directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+import orjson
+import uuid6
+from pydantic import ValidationError
+
+from penstock.services.coordinator.api.files_desk import FileRecord, Purpose
+from penstock.services.coordinator.api.replies import Flaw, HttpProblem
+from penstock.shared.errors import NotFound
+
+__all__ = ["FileStore"]
+
+ROWS, RECORD = "rows.jsonl", "file.json"
+MAX_LINE_BYTES = 8 << 20
+MAX_FLAWS = 20
+_ID = re.compile(r"file-[0-9a-f]{32}", re.ASCII)
+
+
+class FileStore:
+    """Implements ``api.files_desk.Files``. Every replica finds the same, where they share the directory."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def add(self, source: BinaryIO, filename: str, purpose: Purpose) -> FileRecord:
+        """See ``Files.add``."""
+        id = f"file-{uuid6.uuid7().hex}"
+        folder = self._root / id
+        folder.mkdir(parents=True)
+        try:
+            nbytes, rows, sha256 = _copy_rows(source, folder / ROWS)
+            record = FileRecord(
+                id=id, bytes=nbytes, created_at=int(time.time()), filename=filename, purpose=purpose, sha256=sha256,
+                rows=rows,
+            )  # fmt: skip
+            _write(folder / RECORD, record.model_dump_json().encode())
+            for directory in (folder, self._root):
+                _sync(directory)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return record
+
+    def find(self, id: str) -> FileRecord:
+        """See ``Files.find``."""
+        if _ID.fullmatch(id):
+            with contextlib.suppress(OSError, ValidationError):
+                return FileRecord.model_validate_json((self._root / id / RECORD).read_bytes())
+        raise NotFound(f"no file '{id[:80]}'")
+
+    def list_all(self) -> list[FileRecord]:
+        """See ``Files.list_all``. What is being written or deleted is not there."""
+        found = []
+        for path in sorted(self._root.glob(f"*/{RECORD}")):
+            with contextlib.suppress(NotFound):
+                found.append(self.find(path.parent.name))
+        return found
+
+    def content(self, id: str) -> Path:
+        """See ``Files.content``."""
+        return self._root / self.find(id).id / ROWS
+
+    def delete(self, id: str) -> None:
+        """See ``Files.delete``."""
+        folder = self._root / self.find(id).id
+        (folder / RECORD).unlink(missing_ok=True)  # first: a removal that breaks off leaves nothing that looks whole
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _copy_rows(source: BinaryIO, path: Path) -> tuple[int, int, str]:
+    """Size in bytes, rows and sha256 of what was copied."""
+    digest, rows, nbytes = hashlib.sha256(), 0, 0
+    flaws: list[Flaw] = []
+    with path.open("wb") as file:
+        for number, line in enumerate(iter(lambda: source.readline(MAX_LINE_BYTES + 1), b""), 1):
+            problem = _problem(line)
+            if problem:
+                flaws.append(Flaw(pointer=f"/file/line/{number}", detail=problem))
+            if len(flaws) == MAX_FLAWS or len(line) > MAX_LINE_BYTES:
+                break
+            digest.update(line)
+            file.write(line)
+            rows, nbytes = rows + bool(line.strip()), nbytes + len(line)
+        file.flush()
+        os.fsync(file.fileno())
+    if not rows and not flaws:
+        flaws.append(Flaw(pointer="/file", detail="there is not a single row"))
+    if flaws:
+        where = flaws[0].pointer.removeprefix("/file").replace("/", " ").strip()
+        detail = ": ".join(["the file is not JSON lines", *filter(None, [where]), flaws[0].detail])
+        raise HttpProblem(422, "invalid_file", detail, errors=flaws)
+    return nbytes, rows, digest.hexdigest()
+
+
+def _problem(line: bytes) -> str:
+    """What is wrong with a line; empty lines are passed over."""
+    if len(line) > MAX_LINE_BYTES:
+        return f"longer than {MAX_LINE_BYTES} bytes"
+    if not line.strip():
+        return ""
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        return f"not valid JSON: {error}"
+    return "" if isinstance(row, dict) else f"must be an object, found {type(row).__name__}"
+
+
+def _write(path: Path, data: bytes) -> None:
+    draft = path.with_suffix(".tmp")
+    with draft.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def _sync(folder: Path) -> None:
+    """Names in a directory are on disk only after this."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,132 @@
+"""Base models: what a fine-tuning request leaves open, as the start of a job file per model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from penstock.shared.config.algorithm import AlgorithmConfig
+from penstock.shared.config.base import load_yaml
+from penstock.shared.config.data import PromptConfig
+from penstock.shared.config.evaluation import EvaluationConfig
+from penstock.shared.config.optimizer import OptimizerConfig
+from penstock.shared.errors import ConfigError
+
+__all__ = ["BaseModelFile", "checkpoint_of", "open_base"]
+
+REFERENCE = re.compile(r"job:(job_[0-9a-f]{32})@\w{1,32}", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
+_ALGORITHM: TypeAdapter[AlgorithmConfig] = TypeAdapter(AlgorithmConfig)
+GROUPS = 8
+"""Rows of a policy update where the file names no batch size."""
+CHAT = {"messages": "messages", "answer": None}
+"""How rows become prompts where the file does not say: as OpenAI's do."""
+
+
+class _Length(BaseModel):
+    """What the file says of batches and length; the rest of the section is checked with the job."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    batch_size: int | None = Field(None, ge=1)
+    data_epochs: int | None = Field(None, ge=1)
+    max_updates: int | None = Field(None, ge=1)
+
+
+@dataclass(frozen=True)
+class BaseModelFile:
+    """The start of a job file; ``name`` is the file's, '' where the request named a directory."""
+
+    name: str
+    sections: Mapping[str, Any]
+
+    @property
+    def group_size(self) -> int:
+        """Completions of each row."""
+        return _ALGORITHM.validate_python(self.sections.get("algorithm", {})).group_size
+
+    @property
+    def groups(self) -> int:
+        """Rows of a policy update."""
+        batch = self._length.batch_size
+        return GROUPS if batch is None else max(1, batch // self.group_size)
+
+    @property
+    def epochs(self) -> int:
+        """Passes over the training file."""
+        return self._length.data_epochs or 1
+
+    def updates(self, epochs: int, rows: int, groups: int) -> int:
+        """Policy updates of a job; the file may say that there are fewer."""
+        most = max(1, epochs * rows // groups)
+        return min(most, self._length.max_updates or most)
+
+    @property
+    def evaluation(self) -> EvaluationConfig:
+        """How held-out rows are measured."""
+        return EvaluationConfig.model_validate(self.sections.get("evaluation", {}))
+
+    @property
+    def _length(self) -> _Length:
+        return _Length.model_validate(self.sections.get("train", {}))
+
+    @property
+    def learning_rate(self) -> float:
+        """Peak learning rate."""
+        return OptimizerConfig.model_validate(self.sections.get("optimizer", {})).learning_rate
+
+    @property
+    def prompt(self) -> PromptConfig:
+        """How rows become prompts."""
+        return PromptConfig.model_validate(self.sections.get("data", {}).get("prompt", CHAT))
+
+    def section(self, name: str) -> dict[str, Any]:
+        """A copy of one section."""
+        return dict(self.sections.get(name, {}))
+
+    def with_model(self, path: str) -> BaseModelFile:
+        """The same for another directory of weights; the tokenizer stays."""
+        kept = {key: value for key, value in self.section("model").items() if key not in ("path", "config")}
+        return BaseModelFile(self.name, {**self.sections, "model": {**kept, "path": path}})
+
+
+def checkpoint_of(model: str) -> str | None:
+    """The job that ``model`` names a checkpoint of."""
+    found = REFERENCE.fullmatch(model)
+    return found[1] if found else None
+
+
+def open_base(model: str, folder: Path | None) -> BaseModelFile:
+    """The base model of a request: a name in ``folder``, or a model directory. Reads the disk.
+
+    Raises:
+        ConfigError: neither; or the file of that name is none to start a job from.
+    """
+    if folder is not None and _NAME.fullmatch(model) and (folder / f"{model}.yaml").is_file():
+        base = BaseModelFile(model, load_yaml(folder / f"{model}.yaml"))
+        _check(base, folder / f"{model}.yaml")
+        return base
+    if not (Path(model).is_absolute() and Path(model).is_dir()):
+        known = sorted(path.stem for path in folder.glob("*.yaml")) if folder is not None else []
+        there = f"it has {', '.join(known)}" if known else "it has none (PENSTOCK_BASE_MODELS)"
+        raise ConfigError(
+            f"model: '{model[:200]}' is no base model of this deployment: {there}; a model directory as the services "
+            "see it and job:ID@NUMBER will do, too"
+        )
+    return BaseModelFile("", {"model": {"path": model}})
+
+
+def _check(base: BaseModelFile, path: Path) -> None:
+    """Whoever wrote the file wants to hear what is wrong with it by its name."""
+    sections = ("algorithm", "data", "evaluation", "limits", "model", "optimizer", "reward", "train")
+    if wrong := [name for name in sections if not isinstance(base.sections.get(name, {}), dict)]:
+        raise ConfigError(f"base model file {path.name}: '{wrong[0]}' must be a mapping")
+    try:
+        _ = base.group_size, base.groups, base.learning_rate, base.prompt, base.evaluation
+    except (ValidationError, ValueError, TypeError) as error:
+        raise ConfigError(f"base model file {path.name}: {error}") from None

@@ -1,0 +1,160 @@
+"""Fine-tuning requests: submitted as jobs, and shown in their own shape."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from penstock.services.coordinator.api.fine_tuning_models import (
+    CheckpointPage,
+    EventPage,
+    FineTuningJob,
+    FineTuningRequest,
+    JobPage,
+)
+from penstock.services.coordinator.api.replies import Flaw, HttpProblem
+from penstock.services.coordinator.files import FileStore
+from penstock.services.coordinator.finetuning.base import BaseModelFile, checkpoint_of, open_base
+from penstock.services.coordinator.finetuning.job_file import DataFile, job_file
+from penstock.services.coordinator.finetuning.shown import shown_checkpoint, shown_event, shown_job
+from penstock.services.coordinator.graders import scorer_of
+from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import AnyJob
+from penstock.shared.config.service import ServiceSettings
+from penstock.shared.errors import ConfigError, NotFound
+from penstock.shared.protocol.jobs import JobRecord
+
+__all__ = ["FineTuningDesk", "Jobs"]
+
+Row = dict[str, Any]
+PAGE = 100
+ALL = 1_000_000
+_CURSOR = re.compile(r"ft(?:event|ckpt)-([0-9]{1,16})", re.ASCII)
+
+
+class Jobs(Protocol):
+    """What is needed of the coordinator."""
+
+    async def submit(self, spec: AnyJob, raw: Row, *, key: str = "", fine_tuning: Row | None = None) -> JobRecord:
+        """See ``api.control.Control.submit``."""
+        ...
+
+    async def get(self, job: str) -> JobRecord:
+        """Raises NotFound."""
+        ...
+
+    async def list_jobs(
+        self, *, after: str | None, limit: int, order: Any, phase: str | None, name: str | None, kind: str | None,
+        labels: Mapping[str, str],
+    ) -> list[JobRecord]:  # fmt: skip
+        """See ``api.control.Control.list_jobs``."""
+        ...
+
+    async def events(self, job: str, *, after: int, limit: int) -> list[tuple[int, Row]]:
+        """Oldest first."""
+        ...
+
+    async def checkpoints(self, job: str) -> list[Row]:
+        """Oldest first."""
+        ...
+
+
+class FineTuningDesk:
+    """Implements ``api.fine_tuning_desk.FineTuning``."""
+
+    def __init__(self, jobs: Jobs, files: FileStore, settings: ServiceSettings) -> None:
+        self._jobs, self._files, self._settings = jobs, files, settings
+
+    async def create(self, wanted: FineTuningRequest, *, key: str) -> FineTuningJob:
+        """See ``FineTuning.create``."""
+        try:
+            base = await self._base(wanted.model)
+        except ConfigError as error:
+            raise _refused("/model", str(error)) from None
+        config, chosen = await asyncio.to_thread(self._job_file, wanted, base)
+        request = wanted.model_dump(mode="json", exclude_unset=True)
+        origin = {**request, "hyperparameters": chosen, "base": base.name}
+        return shown_job(await self._jobs.submit(config, request, key=key, fine_tuning=origin))
+
+    def _job_file(self, wanted: FineTuningRequest, base: BaseModelFile) -> tuple[JobConfig, Row]:
+        training = self._file("/training_file", wanted.training_file)
+        validation = None
+        if wanted.validation_file is not None:
+            validation = self._file("/validation_file", wanted.validation_file)
+        return job_file(wanted, base, training, validation, scorer=lambda grader: scorer_of(grader, self._settings))
+
+    def _file(self, pointer: str, id: str) -> DataFile:
+        try:
+            return DataFile(self._files.content(id), self._files.find(id).rows)
+        except NotFound as error:
+            raise _refused(pointer, str(error)) from None
+
+    async def _base(self, model: str) -> BaseModelFile:
+        """The start of the job file. A checkpoint of a fine-tuning job goes on with that job's base model."""
+        folder, job = self._settings.base_models, checkpoint_of(model)
+        if job is None:
+            return await asyncio.to_thread(open_base, model, folder)
+        try:
+            origin = (await self._jobs.get(job)).fine_tuning or {}
+        except NotFound as error:
+            raise ConfigError(str(error)) from None
+        if name := origin.get("base"):
+            return (await asyncio.to_thread(open_base, name, folder)).with_model(model)
+        return BaseModelFile("", {"model": {"path": model}})
+
+    async def get(self, job: str) -> JobRecord:
+        """See ``FineTuning.get``."""
+        record = await self._jobs.get(job)
+        if record.fine_tuning is None:
+            raise NotFound(f"job '{job}' is no fine-tuning job; it is shown at /v1/jobs/{job}")
+        return record
+
+    def shown(self, record: JobRecord) -> FineTuningJob:
+        """See ``FineTuning.shown``."""
+        return shown_job(record)
+
+    async def page(self, *, after: str | None, limit: int, labels: dict[str, str]) -> JobPage:
+        """See ``FineTuning.page``."""
+        found: list[JobRecord] = []
+        while len(found) <= limit:
+            some = await self._jobs.list_jobs(
+                after=after, limit=PAGE, order="desc", phase=None, name=None, kind="rl", labels=labels
+            )
+            found += [record for record in some if record.fine_tuning is not None]
+            if len(some) < PAGE:
+                break
+            after = some[-1].id
+        return JobPage(data=[shown_job(record) for record in found[:limit]], has_more=len(found) > limit)
+
+    async def events(self, job: str, *, after: str | None, limit: int) -> EventPage:
+        """See ``FineTuning.events``."""
+        await self.get(job)
+        rows = await self._jobs.events(job, after=0, limit=ALL)
+        below = _place(after)
+        found = [shown_event(seq, row) for seq, row in reversed(rows) if below is None or seq < below]
+        return EventPage(data=found[:limit], has_more=len(found) > limit)
+
+    async def checkpoints(self, job: str, *, after: str | None, limit: int) -> CheckpointPage:
+        """See ``FineTuning.checkpoints``."""
+        await self.get(job)
+        below = _place(after)
+        rows = [row for row in reversed(await self._jobs.checkpoints(job)) if below is None or row["number"] < below]
+        page = [shown_checkpoint(job, row) for row in rows[:limit]]
+        first, last = (page[0].id, page[-1].id) if page else (None, None)
+        return CheckpointPage(data=page, has_more=len(rows) > limit, first_id=first, last_id=last)
+
+
+def _place(after: str | None) -> int | None:
+    """The number in the id of an event or a checkpoint."""
+    if after is None:
+        return None
+    found = _CURSOR.fullmatch(after)
+    if found is None:
+        raise _refused("/query/after", f"'{after[:80]}' is not the id of an entry of this list")
+    return int(found[1])
+
+
+def _refused(pointer: str, detail: str) -> HttpProblem:
+    return HttpProblem(422, "invalid_request", f"{pointer}: {detail}", errors=[Flaw(pointer=pointer, detail=detail)])

@@ -1,0 +1,64 @@
+"""Graders on request: what they become as scorers of a job, and one answer graded by a reward worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from penstock.shared.config.graders import AnyGrader, ScoreModelGrader, parts_of
+from penstock.shared.config.scorers import GraderScorer
+from penstock.shared.config.service import ServiceSettings
+from penstock.shared.errors import ConfigError, Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.grading import OPEN_S, GradeReply, GradeRequest
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["GraderBench", "scorer_of"]
+
+DEADLINE_S = 30.0
+GRACE_S = 5.0
+"""A worker that is busy with another request has this much longer to answer."""
+MODEL_DEADLINE_S = 60.0
+"""Limit for all completions of a group in a job whose grader asks a model."""
+
+
+class GraderBench:
+    """Implements ``api.graders_desk.Graders``."""
+
+    def __init__(self, bus: Bus, settings: ServiceSettings) -> None:
+        self._bus, self._settings = bus, settings
+
+    async def grade(self, grader: AnyGrader, sample: str | None, item: dict[str, Any]) -> GradeReply:
+        """See ``Graders.grade``."""
+        scorers = [scorer_of(part, self._settings) for part in parts_of(grader).values()]
+        request = GradeRequest(
+            scorers=[s.model_dump(mode="json") for s in scorers], sample=sample, item=item, deadline_s=DEADLINE_S
+        )
+        try:
+            data = await self._bus.request(subjects.GRADE, pack(request), deadline_s=OPEN_S + DEADLINE_S + GRACE_S)
+        except Unavailable as error:
+            raise Unavailable(f"no reward worker graded it ({error}); start one, or try again") from None
+        return unpack(data, GradeReply)[0]
+
+
+def scorer_of(grader: AnyGrader, settings: ServiceSettings) -> GraderScorer:
+    """``grader`` as a scorer of a job file, with the address of models that the deployment names.
+
+    Raises:
+        ConfigError: it needs a model, and the deployment names no address.
+    """
+    asks = any(isinstance(part, ScoreModelGrader) for part in parts_of(grader).values())
+    if asks and not settings.grader_url:
+        raise ConfigError(
+            "grader: score_model needs the address of the model; whoever runs the coordinator sets PENSTOCK_GRADER_URL"
+        )
+    where = {"base_url": settings.grader_url, "api_key_env": settings.grader_key_env or None} if asks else {}
+    deadline_s = {"deadline_s": MODEL_DEADLINE_S} if asks else {}
+    try:
+        return GraderScorer.model_validate({"type": "grader", "grader": grader, **where, **deadline_s})
+    except ValidationError as error:
+        raise ConfigError(
+            f"PENSTOCK_GRADER_URL or PENSTOCK_GRADER_KEY_ENV is not valid: {error.errors()[0]['msg']}"
+        ) from None

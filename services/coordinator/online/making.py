@@ -1,0 +1,174 @@
+"""Makes the groups of material in feedback; a rollout worker turns text into tokens and computes log-probs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import xxhash
+
+from penstock.services.coordinator.ledger import LOGPROBS_DIFFER
+from penstock.services.coordinator.online.groups import gone_group, made_group
+from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.errors import PenstockError, Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.events import Admission
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.interaction import Feedback, FeedbackBatch, Interaction
+from penstock.shared.protocol.reading import ReadReply, ReadRequest
+from penstock.shared.protocol.trajectory import Group
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["Maker"]
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.5
+DEADLINE_S = 30.0
+
+
+class Unusable(Exception):  # noqa: N818
+    """Material that cannot be trained on; the text is the reason under which its draw is dropped."""
+
+
+class Maker:
+    """Makes groups one after another, beside the decisions: workers may be away.
+
+    Args:
+        publish: makes a group durable.
+    """
+
+    def __init__(
+        self, bus: Bus, job: str, config: OnlineJob, *, epoch: int, publish: Callable[[Group], Awaitable[None]]
+    ) -> None:
+        self._bus, self._job, self._config, self._epoch, self._publish = bus, job, config, epoch, publish
+        self._asked: asyncio.Queue[tuple[Draw, Admission]] = asyncio.Queue()  # bounded by the draws in flight
+        self._waiting: set[Draw] = set()
+
+    def ask(self, draw: Draw, admission: Admission) -> None:
+        """Have a group made; safe to repeat."""
+        if draw not in self._waiting:
+            self._waiting.add(draw)
+            self._asked.put_nowait((draw, admission))
+
+    @property
+    def num_waiting(self) -> int:
+        """Groups that are not made yet."""
+        return len(self._waiting)
+
+    async def run(self) -> None:
+        """Make what is asked for until cancelled."""
+        while True:
+            draw, admission = await self._asked.get()
+            await self._publish(await self._make(draw, admission))
+            self._waiting.discard(draw)
+
+    async def _make(self, draw: Draw, admission: Admission) -> Group:
+        while True:
+            try:
+                return await self._group(draw, admission)
+            except Unusable as unusable:
+                return gone_group(self._job, draw, epoch=self._epoch, reason=str(unusable))
+            except Unavailable as error:
+                logger.info("%s: draw %s waits to be made: %s", self._job, draw, error)
+            except PenstockError as error:
+                logger.warning("%s: draw %s cannot be made: %s", self._job, draw, error)
+                return gone_group(self._job, draw, epoch=self._epoch, reason="not_readable")
+            await asyncio.sleep(RETRY_S)
+
+    async def _group(self, draw: Draw, admission: Admission) -> Group:
+        item = await self._item(admission)
+        records = await self._records(admission)
+        match item.kind:
+            case "preference":
+                chosen, rejected = records
+                return made_group(
+                    self._job, draw, chosen.prompt_ids, [chosen.token_ids, rejected.token_ids],
+                    objective=admission.objective, reward=admission.reward, epoch=self._epoch,
+                    texts=[chosen.text, rejected.text],
+                )  # fmt: skip
+            case "interaction":
+                return await self._posted(draw, admission, item.body)
+            case _:
+                read = await self._read(ReadRequest(prompt_ids=records[0].prompt_ids, answer=_answer(item)))
+                return self._made(draw, admission, read)
+
+    async def _posted(self, draw: Draw, admission: Admission, body: dict[str, Any]) -> Group:
+        token_ids, posted = body.get("token_ids") or [], body.get("logprobs")
+        is_posted = admission.reason == "posted"
+        audited = is_posted and self._is_audited(next(iter(admission.feedback)))
+        request = ReadRequest(
+            prompt_ids=body.get("prompt_token_ids") or [], messages=body.get("messages") or [], token_ids=token_ids,
+            answer=None if token_ids else body.get("completion"), score=audited or admission.reason == "rescored",
+        )  # fmt: skip
+        read = await self._read(request)
+        if admission.reason == "rescored":
+            if read.version != admission.version:
+                raise Unusable("version_not_held")
+            return self._made(draw, admission, read, read.logprobs)
+        if audited and _gap(posted or [], read.logprobs) > self._config.online.posted.max_logprob_gap:
+            raise Unusable(LOGPROBS_DIFFER)
+        return self._made(draw, admission, read, posted if is_posted else None)
+
+    def _made(self, draw: Draw, admission: Admission, read: ReadReply, logprobs: list[float] | None = None) -> Group:
+        if len(read.prompt_ids) > self._config.data.prompt.max_tokens:
+            raise Unusable("prompt_too_long")
+        if len(read.token_ids) > self._config.sampling.max_new_tokens:
+            raise Unusable("completion_too_long")
+        return made_group(
+            self._job, draw, read.prompt_ids, [read.token_ids], objective=admission.objective, reward=admission.reward,
+            epoch=self._epoch, logprobs=logprobs, version=admission.version, assumed=admission.reason == "assumed",
+        )  # fmt: skip
+
+    def _is_audited(self, name: str) -> bool:
+        """Whether a posted interaction is in the sample that is computed again: by its id, whoever leads.
+
+        Workers compute log-probs without a temperature; those of another one cannot be compared.
+        """
+        share = self._config.online.posted.audit_share if self._config.sampling.temperature == 1.0 else 0.0
+        return xxhash.xxh32_intdigest(name.encode()) < share * (1 << 32)
+
+    async def _read(self, request: ReadRequest) -> ReadReply:
+        data = await self._bus.request(subjects.reading(self._job), pack(request, job=self._job), deadline_s=DEADLINE_S)
+        reply = unpack(data, ReadReply)[0]
+        if reply.flaw:
+            raise Unusable(reply.flaw)
+        return reply
+
+    async def _item(self, admission: Admission) -> Feedback:
+        ((name, seq),) = admission.feedback.items()
+        found = await self._bus.get_whole(subjects.FEEDBACK, [seq])
+        items = unpack(found[seq].data, FeedbackBatch)[0].items if seq in found else []
+        mine = [item for item in items if item.id == name]
+        if not mine:
+            raise Unusable("feedback_gone")
+        return max(mine, key=lambda item: item.revision)
+
+    async def _records(self, admission: Admission) -> list[Interaction]:
+        seqs = list(admission.context.values())
+        found = await self._bus.get_whole(subjects.INTERACTIONS, seqs) if seqs else {}
+        if len(found) < len(set(seqs)):
+            raise Unusable("interaction_gone")
+        return [unpack(found[seq].data, Interaction)[0] for seq in seqs]
+
+
+def _answer(item: Feedback) -> dict[str, Any]:
+    """The message that a correction or a demonstration gives."""
+    if item.kind == "correction":
+        return dict(item.body["corrected"])
+    if isinstance(item.value, str):
+        return {"role": "assistant", "content": item.value}
+    message = item.body.get("demonstration")
+    if isinstance(message, list) and len(message) == 1:
+        (message,) = message
+    if not isinstance(message, dict):
+        raise Unusable("not_readable")
+    return message
+
+
+def _gap(posted: list[float], computed: list[float]) -> float:
+    """Mean absolute difference of log-probs."""
+    return sum(abs(a - b) for a, b in zip(posted, computed, strict=True)) / max(1, len(posted))

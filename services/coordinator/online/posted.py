@@ -1,0 +1,150 @@
+"""What a posted interaction may be used for: an answer that was not served here, by what its sender says of it. Pure.
+
+==========================================  =============================================================
+said of the tokens                          use
+==========================================  =============================================================
+log-probs, a version within the lag bound   policy loss (`posted`), a sample of them computed again
+no log-probs, the newest version            policy loss, log-probs computed under that version (`rescored`)
+neither                                     policy loss as if the newest policy had written them (`assumed`),
+                                            where the job allows it
+any of these, where that is not possible    imitation, if the reward is good enough
+text only                                   imitation, likewise
+==========================================  =============================================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.services.coordinator.online.admission import HIGHEST_LOGPROB
+from penstock.shared.config.online import MetricConfig
+from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.protocol.interaction import Feedback
+from penstock.shared.protocol.objective import Objective
+
+__all__ = ["Facts", "Use", "facts_of", "use_of"]
+
+EVERY_KEY = "*"
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What decides over a posted interaction, without its tokens."""
+
+    version: int | None
+    num_prompt: int
+    num_tokens: int
+    has_logprobs: bool
+    flaw: str
+    """What is wrong with the log-probs; '' for nothing."""
+    replayable: bool
+    """Sampled as the job samples."""
+    rewards: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """``verdict`` `reject`: for ``reason``. `take`: for ``objective``.
+
+    There ``reason`` is the rule by which the policy loss takes it, or why that does not and it is only imitated.
+    """
+
+    verdict: Literal["take", "reject"]
+    reason: str
+    objective: Objective = "policy"
+    reward: float = 0.0
+
+
+def facts_of(item: Feedback, job: OnlineJob) -> Facts:
+    """The facts in a posted body."""
+    body = item.body
+    tokens, logprobs = body.get("token_ids") or [], body.get("logprobs") or []
+    sampling = body.get("sampling") or {}
+    plain = sampling.get("top_p", 1.0) == 1.0 and not sampling.get("top_k", 0)
+    rewards = {**body.get("rewards", {})}
+    if body.get("reward") is not None:
+        rewards["reward"] = body["reward"]
+    return Facts(
+        version=body.get("policy_version"), num_prompt=len(body.get("prompt_token_ids") or []), num_tokens=len(tokens),
+        has_logprobs=bool(logprobs), flaw=_flaw(tokens, logprobs),
+        replayable=plain and sampling.get("temperature", 1.0) == job.sampling.temperature,
+        rewards={name: float(value) for name, value in rewards.items()},
+    )  # fmt: skip
+
+
+def use_of(facts: Facts, key_id: str, job: OnlineJob, *, version: int, distrusted: Collection[str]) -> Use:
+    """Decide.
+
+    Args:
+        key_id: who posted it.
+        version: policy version from which the next update starts.
+        distrusted: keys whose log-probs were found wrong.
+    """
+    refusal = facts.flaw or _too_long(facts, job)
+    if refusal:
+        return Use("reject", refusal)
+    reward = _reward(facts.rewards, job.online.metrics)
+    rule, denied = _rule(facts, key_id, job, version=version, distrusted=distrusted)
+    if rule:
+        return Use("reject", "no_reward") if reward is None else Use("take", rule, "policy", reward)
+    off_policy = job.online.off_policy
+    supervised = off_policy.supervised if off_policy is not None else None
+    if supervised is None or reward is None or reward < supervised.min_reward:
+        return Use("reject", denied)
+    return Use("take", denied, "supervised", reward)
+
+
+def _rule(facts: Facts, key_id: str, job: OnlineJob, *, version: int, distrusted: Collection[str]) -> tuple[str, str]:
+    """``(rule by which the policy loss may use it, '')`` or ``('', why it may not)``."""
+    posted, known = job.online.posted, facts.version is not None
+    trusted = not {key_id, EVERY_KEY}.isdisjoint(posted.trusted_keys)
+    checks = {
+        "text_only": not facts.num_tokens,
+        "source_distrusted": key_id in distrusted,
+        "source_not_trusted": not trusted,
+        "sampling_not_replayable": not facts.replayable,
+        "unknown_version": facts.version is not None and facts.version > version,
+        "stale": facts.has_logprobs and facts.version is not None and version - facts.version > job.train.max_lag,
+    }
+    denied = next((reason for reason, found in checks.items() if found), "")
+    if denied:
+        return "", denied
+    if facts.has_logprobs and known:
+        return "posted", ""
+    # Workers score with the newest weights, without a temperature; what nobody has any more cannot be computed again.
+    if facts.version == version and job.sampling.temperature == 1.0:
+        return "rescored", ""
+    if posted.assume_on_policy:
+        return "assumed", ""
+    return "", "version_not_held" if known else "behaviour_unknown"
+
+
+def _flaw(tokens: Collection[int], logprobs: Collection[float]) -> str:
+    if logprobs and len(logprobs) != len(tokens):
+        return "lengths_differ"
+    return "" if all(math.isfinite(value) and value <= HIGHEST_LOGPROB for value in logprobs) else "not_finite"
+
+
+def _too_long(facts: Facts, job: OnlineJob) -> str:
+    if facts.num_tokens and not facts.num_prompt:
+        return "no_tokens"
+    if facts.num_prompt > job.data.prompt.max_tokens:
+        return "prompt_too_long"
+    return "completion_too_long" if facts.num_tokens > job.sampling.max_new_tokens else ""
+
+
+def _reward(rewards: Mapping[str, float], metrics: Mapping[str, MetricConfig]) -> float | None:
+    """Sum of the clipped values of declared metrics, missing ones at their default; None where none was posted."""
+    if not rewards.keys() & metrics.keys():
+        return None
+    return sum(_worth(rewards.get(name, metric.default_value), metric) for name, metric in metrics.items())
+
+
+def _worth(value: Any, metric: MetricConfig) -> float:
+    if isinstance(value, bool):
+        value = metric.when_true if value else metric.when_false
+    return min(max(metric.weight * float(value), metric.clip[0]), metric.clip[1])

@@ -1,0 +1,166 @@
+"""Feedback that is unlike what its source said before waits here until somebody releases or drops it. Pure.
+
+It stands between the stream of feedback and the matching, so that what is held has no effect at all. Which items are
+held follows from the stream alone, and stands in the ledger before any decision without them: a leader that reads the
+stream again holds the same ones.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from penstock.services.coordinator.decision import Draft
+from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.online.admission import out_of_range
+from penstock.services.coordinator.online.credit import Item
+from penstock.services.coordinator.online.fates import fate
+from penstock.services.coordinator.online.outliers import Outliers
+from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.config.quarantine import QuarantineConfig
+from penstock.shared.protocol.events import Quarantined
+from penstock.shared.protocol.interaction import Erasure, Fate, Feedback, bare_id
+
+__all__ = ["DECIDING", "Quarantine"]
+
+PassOn = Callable[[int, Feedback, float], list[Fate]]
+"""What takes the items that are not held: sequence, item, time of reading."""
+
+DECIDING = frozenset({"release", "drop"})
+"""Kinds of feedback that decide on an item which is held."""
+UNKNOWN = 1 << 62
+"""Above every sequence."""
+MAX_HELD = 10_000
+"""Items that wait; beyond, the oldest one is rejected."""
+REMEMBERED = 100_000
+"""Items that are judged once, however often they are read."""
+
+
+class Quarantine:
+    """What is held of one job; without `online.quarantine` everything is passed on."""
+
+    def __init__(self, job: OnlineJob, pass_on: PassOn) -> None:
+        self._job, self._pass_on = job, pass_on
+        self._config = job.online.quarantine
+        self._outliers = Outliers(self._config or QuarantineConfig())
+        self._held: OrderedDict[str, Item] = OrderedDict()
+        self._recorded: set[str] = set()
+        """Held according to the ledger, released or not."""
+        self._used: frozenset[str] = frozenset()
+        self._judged: OrderedDict[str, int] = OrderedDict()
+        """Item -> its newest revision that was judged."""
+
+    def recall(self, state: LedgerState) -> None:
+        """What the ledger says of items that may be read again."""
+        self._recorded, self._used = set(state.quarantined), frozenset(state.used)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the job holds anything back."""
+        return self._config is not None
+
+    @property
+    def num_held(self) -> int:
+        """Items that wait."""
+        return len(self._held)
+
+    @property
+    def lowest(self) -> int:
+        """Sequence below which nothing is held."""
+        return min((item.seq for item in self._held.values()), default=UNKNOWN)
+
+    # -- facts -------------------------------------------------------------------------------------------------------
+
+    def learn(self, item: Feedback) -> None:
+        """An item that was decided before this leader: only what it says of its source counts."""
+        if self._config is not None:
+            self._judge(item)
+
+    def on_feedback(self, seq: int, item: Feedback, now: float) -> list[Fate]:
+        """An item was read: hold it back, or pass it on."""
+        if item.kind in DECIDING:
+            return self._decide(item, now)
+        if item.kind == "retraction":
+            name = bare_id(str(item.body.get("feedback", ""))) or ""
+            gone = self._held.pop(name, None)
+            told = [] if gone is None else [fate(name, "retracted", f"by {item.id}", now)]
+            return [*told, *self._pass_on(seq, item, now)]
+        if self._config is None:
+            return self._pass_on(seq, item, now)
+        waiting = self._held.get(item.id)
+        if waiting is not None and not _replaces(item, waiting.feedback):
+            return []
+        reason = self._judge(item)
+        if item.id in self._used or not (reason or item.id in self._recorded):
+            self._held.pop(item.id, None)
+            return self._pass_on(seq, item, now)
+        return self._hold(seq, item, reason, now)
+
+    def on_erasure(self, erasure: Erasure) -> None:
+        """A user's feedback does not exist any more."""
+        for name in erasure.feedback:
+            self._held.pop(bare_id(name) or name, None)
+
+    # -- decisions ---------------------------------------------------------------------------------------------------
+
+    def draft(self, draft: Draft) -> None:
+        """Record what is held, before anything is decided without it."""
+        new = {name: item.seq for name, item in self._held.items() if name not in draft.state.quarantined}
+        if new:
+            draft.add(Quarantined(writer_epoch=draft.run.writer_epoch, time=draft.now, items=new))
+
+    def sweep(self, now: float) -> list[Fate]:
+        """Reject what nobody looked at."""
+        if self._config is None:
+            return []
+        limit = now - self._config.hold_s
+        late = [name for name, item in self._held.items() if item.feedback.received < limit]
+        return [self._reject(name, "quarantine_expired", now) for name in late]
+
+    def end(self, now: float) -> list[Fate]:
+        """The job is over."""
+        return [self._reject(name, "job_ended", now) for name in list(self._held)]
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _judge(self, item: Feedback) -> str:
+        """Why an item is held, judged once."""
+        metric = self._job.online.metrics.get(item.metric)
+        if metric is None or item.kind != "metric" or not isinstance(item.value, bool | int | float):
+            return ""
+        if self._judged.get(item.id, -1) >= item.revision or out_of_range(item, self._job.online.metrics):
+            return ""
+        self._judged[item.id] = item.revision
+        if len(self._judged) > REMEMBERED:
+            self._judged.popitem(last=False)
+        span = 1.0 if metric.type == "boolean" else (metric.clip[1] - metric.clip[0]) / (abs(metric.weight) or 1.0)
+        return self._outliers.judge(item.key_id, item.metric, item.value, span)
+
+    def _hold(self, seq: int, item: Feedback, reason: str, now: float) -> list[Fate]:
+        self._held[item.id] = Item(seq, item)
+        told = [] if item.id in self._recorded else [fate(item.id, "quarantined", reason, now)]
+        if len(self._held) > MAX_HELD:
+            told.append(self._reject(next(iter(self._held)), "quarantine_full", now))
+        return told
+
+    def _decide(self, item: Feedback, now: float) -> list[Fate]:
+        name = bare_id(str(item.body.get("feedback", ""))) or ""
+        held = self._held.pop(name, None)
+        if held is None:
+            return []
+        said = held.feedback
+        if item.kind == "drop":
+            return [fate(name, "rejected", "quarantine_dropped", now)]
+        if isinstance(said.value, bool | int | float):
+            self._outliers.learn(said.key_id, said.metric, said.value)
+        self._recorded.discard(name)
+        return self._pass_on(held.seq, said, now)
+
+    def _reject(self, name: str, reason: str, now: float) -> Fate:
+        self._held.pop(name, None)
+        return fate(name, "rejected", reason, now)
+
+
+def _replaces(item: Feedback, before: Feedback) -> bool:
+    """Whether it is the sender's newer word."""
+    return item.revision > before.revision and item.key_id == before.key_id

@@ -1,0 +1,57 @@
+"""Tracked values of kinds of prompts, decided with each batch: replay and a new leader find the same ones. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from penstock.services.coordinator.ledger import LedgerState
+from penstock.shared.algorithms.baseline import EVERYTHING, Tracked, track, value_of
+from penstock.shared.config.algorithm import ReinforcePPConfig, ValueTracker
+from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.protocol.events import BatchSealed
+from penstock.shared.protocol.ids import Draw
+
+__all__ = ["bucket_of", "flaws_of_values", "tracked_by", "values_of"]
+
+
+def tracked_by(job: OnlineJob) -> ValueTracker | None:
+    """How a job tracks values; None where it does not."""
+    return job.algorithm.baseline if isinstance(job.algorithm, ReinforcePPConfig) else None
+
+
+def bucket_of(job: OnlineJob, tags: Mapping[str, str]) -> str:
+    """The kind of an interaction with these tags."""
+    config = tracked_by(job)
+    kind = tags.get(config.tag, EVERYTHING) if config is not None and config.tag is not None else EVERYTHING
+    return kind if config is not None and kind in config.buckets else EVERYTHING
+
+
+def values_of(
+    job: OnlineJob, state: LedgerState, chosen: Sequence[Draw]
+) -> tuple[dict[Draw, float], dict[str, Tracked]]:
+    """``(baseline of each draw, what is tracked of its kinds after it)`` of the batch that is sealed next.
+
+    The baselines rest on all batches before it, those included that are sealed and not trained yet.
+    """
+    config = tracked_by(job)
+    if config is None:
+        return {}, {}
+    tracked = dict(state.values)
+    for number in sorted(number for number in state.sealed if number < state.next_number):
+        tracked |= state.sealed[number].values
+    found = {draw: state.admissions[draw.ordinal] for draw in chosen}
+    policy = {draw: admission for draw, admission in found.items() if admission.objective == "policy"}
+    baselines = {
+        draw: value_of(tracked, admission.bucket, value=config.value, weight=config.weight)
+        for draw, admission in policy.items()
+    }
+    rewards = [(admission.bucket, admission.reward) for admission in policy.values()]
+    return baselines, track(tracked, rewards, keep=config.keep)
+
+
+def flaws_of_values(job: OnlineJob, state: LedgerState, batch: BatchSealed) -> list[str]:
+    """What is wrong with the values that a batch was sealed with; ``state`` is the one before it."""
+    baselines, values = values_of(job, state, [group.draw for group in batch.groups])
+    sealed = {group.draw: group.baseline for group in batch.groups if group.baseline is not None}
+    same = sealed == baselines and batch.values == values
+    return [] if same else [f"batch {batch.number}: its baselines do not follow from the batches before it"]

@@ -1,0 +1,212 @@
+"""Which version of an online job is served: a decision of its leader, from what was measured of the newest one. Pure.
+
+A version that breaks a bound is refused: the one before is served on, and its answers are trained on within the lag
+bound. After `online.promotion.patience` refusals in a row training goes back to the version that is served.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.services.coordinator.ledger import LedgerState
+from penstock.shared.config.job import JobConfig
+from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.config.promotion import PromotionConfig
+from penstock.shared.protocol.events import BatchTrained, Event, Promoted, PromotionRefused
+
+__all__ = ["Evaluated", "PromotionGate", "Rollback", "flaw_of_rollback", "flaws_of_promotions", "gate_of"]
+
+FIGURES = {"policy/kl_ref": "max_kl", "policy/entropy": "min_entropy", "mismatch/kl": "max_mismatch"}
+"""Metrics of an update that bounds are about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The newest complete evaluation: of which version, and its values."""
+
+    version: int
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """Training goes back to where it was after batch ``number``; ``operation``: the request, '' where there is none."""
+
+    number: int
+    reason: str
+    operation: str = ""
+
+
+class PromotionGate:
+    """Decides on the newest version.
+
+    Args:
+        evaluated: the newest evaluation, None before the first.
+    """
+
+    def __init__(self, config: PromotionConfig, evaluated: Callable[[], Evaluated | None]) -> None:
+        self.config, self._evaluated = config, evaluated
+        self.forced = -1
+        """A version that somebody wants served whatever was measured of it."""
+        self.announced = -1
+        """The version that engines are told to serve."""
+
+    def figures_of(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """What the ledger keeps of an update's metrics: what a bound is about."""
+        bounded = [name for name, bound in FIGURES.items() if getattr(self.config, bound) is not None]
+        return {name: metrics[name] for name in bounded if name in metrics}
+
+    def decide(self, state: LedgerState, *, writer_epoch: int, now: float) -> Promoted | PromotionRefused | None:
+        """The event that decides on ``state.version``; None where it is decided, or not yet measured."""
+        figures = self._figures(state)
+        reason, known = self._grant(state, figures)
+        if reason:
+            return Promoted(
+                writer_epoch=writer_epoch, time=now, version=state.version, number=state.last_trained,
+                digest=state.digest, reason=reason, figures=dict(known),
+            )  # fmt: skip
+        flaws = [] if self._is_decided(state) else self._flaws(state, figures)
+        if not flaws:
+            return None
+        return PromotionRefused(
+            writer_epoch=writer_epoch, time=now, version=state.version, number=state.last_trained,
+            reason="; ".join(flaws), figures=figures,
+        )  # fmt: skip
+
+    def _grant(self, state: LedgerState, figures: Mapping[str, float]) -> tuple[str, Mapping[str, float]]:
+        """Why the newest version is served, or '', and what is to be known of it."""
+        served, metric = state.promoted, self.config.metric
+        if served is None:
+            return "initial", {}
+        if served.version == state.version:
+            return ("measured", figures) if metric in figures and metric not in served.figures else ("", {})
+        if state.forked == state.version:
+            return "rolled back", served.figures if served.digest == state.digest else {}
+        if self.forced == state.version:
+            return "by request", figures
+        unknown = self.config.max_drop is not None and metric not in figures
+        passed = not (self._is_decided(state) or unknown or self._flaws(state, figures))
+        return ("passed", figures) if passed else ("", {})
+
+    @staticmethod
+    def _is_decided(state: LedgerState) -> bool:
+        return state.version in (one.version for one in (state.promoted, state.refused) if one is not None)
+
+    def _figures(self, state: LedgerState) -> dict[str, float]:
+        """What is known of the newest version."""
+        evaluated, metric = self._evaluated(), self.config.metric
+        if self.config.max_drop is None or evaluated is None or evaluated.version != state.version:
+            return dict(state.figures)
+        return state.figures | {metric: evaluated.values.get(metric, math.nan)}
+
+    def _flaws(self, state: LedgerState, figures: Mapping[str, float]) -> list[str]:
+        """The bounds that are known to be broken; what is not measured yet breaks none."""
+        served = {} if state.promoted is None else state.promoted.figures
+        return broken_bounds(self.config, figures, served, measured=self.config.metric in figures)
+
+    # -- what follows ------------------------------------------------------------------------------------------------
+
+    def rollback(self, state: LedgerState) -> Rollback | None:
+        """Where training goes back to for too many refusals."""
+        refused, served = state.refused, state.promoted
+        if refused is None or served is None or state.num_refused < self.config.patience:
+            return None
+        return Rollback(served.number, f"version {refused.version} was refused: {refused.reason}")
+
+    def lets_train(self, state: LedgerState) -> bool:
+        """Whether another batch may be sealed: one at a time, so that the version that is served keeps its slot."""
+        return not state.sealed and state.promoted is not None and self.announced == state.promoted.version
+
+    def fact(self, state: LedgerState) -> tuple[Literal["True", "False", "Unknown"], str, str]:
+        """Status, reason and message of the condition `PromotionAllowed`."""
+        served, refused = state.promoted, state.refused
+        if served is None:
+            return "Unknown", "NoVersionYet", ""
+        if served.version == state.version:
+            return "True", _camel(served.reason), f"version {served.version} is served"
+        kept = f"version {served.version} is served on"
+        if refused is not None:
+            return "False", "BoundBroken", f"version {refused.version}: {refused.reason}; {kept}"
+        return "Unknown", "NotMeasured", f"version {state.version} is not measured yet; {kept}"
+
+
+def gate_of(config: JobConfig, evaluated: Callable[[], Evaluated | None]) -> PromotionGate | None:
+    """The gate of a job, None where the newest version is served."""
+    promotion = config.online.promotion if isinstance(config, OnlineJob) else None
+    return None if promotion is None else PromotionGate(promotion, evaluated)
+
+
+def broken_bounds(
+    config: PromotionConfig, figures: Mapping[str, float], served: Mapping[str, float], *, measured: bool = True
+) -> list[str]:
+    """What ``figures`` of a version break, given those of the version that is served.
+
+    Args:
+        measured: whether the held-out reward is to be looked at.
+    """
+    flaws: list[str] = []
+    bounds = (
+        ("policy/kl_ref", None, config.max_kl),
+        ("policy/entropy", config.min_entropy, None),
+        ("mismatch/kl", None, config.max_mismatch),
+    )
+    for name, floor, ceiling in bounds:
+        if floor is not None or ceiling is not None:
+            flaws += _outside(name, figures.get(name, math.nan), floor, ceiling)
+    if config.max_drop is not None and measured:
+        floor = served.get(config.metric, -math.inf) - config.max_drop
+        flaws += _outside(config.metric, figures.get(config.metric, math.nan), floor, None)
+    return flaws
+
+
+def flaws_of_promotions(entries: Iterable[Iterable[Event]], config: PromotionConfig | None) -> list[str]:
+    """What an audit finds: versions that passed without keeping the bounds, or by figures that are not theirs."""
+    flaws: list[str] = []
+    served: Mapping[str, float] = {}
+    measured: Mapping[str, float] = {}
+    for event in (event for entry in entries for event in entry):
+        match event:
+            case BatchTrained():
+                measured = event.figures
+            case Promoted() if config is not None:
+                broken = broken_bounds(config, event.figures, served) if event.reason == "passed" else []
+                if event.reason == "passed" and not measured.items() <= event.figures.items():
+                    broken.append("its figures are not those of its update")
+                flaws += [f"version {event.version} was served: {flaw}" for flaw in broken]
+                served = event.figures
+            case _:
+                pass
+    return flaws
+
+
+def flaw_of_rollback(state: LedgerState, number: int) -> str:
+    """Why training cannot go back to checkpoint ``number``, or ''."""
+    if number not in state.checkpoints:
+        known = ", ".join(str(one) for one in sorted(state.checkpoints)) or "none"
+        return f"there is no checkpoint {number} to go back to; there are: {known}"
+    later = state.after(number)
+    if not later:
+        return f"nothing was trained after checkpoint {number}"
+    gone = [one for one in later if one not in state.batches]
+    if gone:
+        return (
+            f"batch {gone[0]}, trained after checkpoint {number}, is not in the log any more: take a later checkpoint"
+        )
+    return ""
+
+
+def _outside(name: str, value: float, floor: float | None, ceiling: float | None) -> list[str]:
+    if math.isnan(value):
+        return [f"{name} is unknown"]
+    if floor is not None and value < floor:
+        return [f"{name} {value:.4g} < {floor:.4g}"]
+    if ceiling is not None and value > ceiling:
+        return [f"{name} {value:.4g} > {ceiling:.4g}"]
+    return []
+
+
+def _camel(reason: str) -> str:
+    return "".join(word.capitalize() for word in reason.split())

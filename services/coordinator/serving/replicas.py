@@ -1,0 +1,144 @@
+"""Between the gateways of several coordinators: a retry gets its answer, whichever of them it reaches."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from penstock.services.coordinator.serving.answer import Answer
+from penstock.services.coordinator.serving.handover import Notes, Relay
+from penstock.services.coordinator.serving.retries import Retries
+from penstock.shared.errors import ProtocolError, Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.inference import SIGN_EVERY_S, Chunks, Claim, Claimed, InferenceReply, Whereabouts
+from penstock.shared.protocol.interaction import Interaction
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["Holder", "Replicas"]
+
+LISTEN_S = 1.5 * SIGN_EVERY_S
+"""Within this time a worker names what it has in hand."""
+
+
+class Holder(Protocol):
+    """What this needs of the gateway that holds the answers."""
+
+    def enter(self, answer: Answer) -> None:
+        """From now on chunks of the answer are taken."""
+        ...
+
+    def withdraw(self, answer: Answer) -> None:
+        """No more chunks of the answer are taken."""
+        ...
+
+    def accepted(self, answer: Answer, reply: InferenceReply) -> None:
+        """A worker, or another gateway in its place, writes the answer."""
+        ...
+
+    def recover(self, answer: Answer) -> None:
+        """Go on with an answer whose worker is gone; ``answer.recovering`` ends with it."""
+        ...
+
+    def give_up(self, answer: Answer) -> None:
+        """Nobody waits for the answer."""
+        ...
+
+    async def interaction(self, job: str, id: str) -> Interaction | None:
+        """What was recorded."""
+        ...
+
+
+class Replicas:
+    """Claims answers from other gateways, and hands over its own."""
+
+    def __init__(self, bus: Bus, gateway: str, notes: Notes, retries: Retries, holder: Holder) -> None:
+        self._bus, self._gateway, self._notes, self._retries, self._holder = bus, gateway, notes, retries, holder
+        self._relays: set[asyncio.Task[None]] = set()
+
+    async def earlier(self, key: str, prepare: Callable[[], Awaitable[Answer]]) -> Answer | None:
+        """The answer to a try that another gateway got and whose client left it unread; it is read here from now on.
+
+        ``prepare`` makes an answer to the same request, with ids of its own.
+        """
+        for note, revision in await self._notes.find(key):
+            answer = await prepare()
+            answer.request = replace(answer.request, ids=note.ids, episode=note.episode)
+            self._holder.enter(answer)  # chunks may come before the reply to the claim
+            if await self._taken(answer, key, note, revision):
+                answer.key = key
+                self._retries.read(key)
+                self._notes.write(answer)
+                return answer
+            self._holder.withdraw(answer)
+        return None
+
+    async def _taken(self, answer: Answer, key: str, note: Whereabouts, revision: int) -> bool:
+        try:
+            claimed = await self._notes.claim(key, note)
+        except Unavailable:
+            return await self._notes.inherit(key, note, revision) and await self._inherited(answer, note)
+        if claimed.given:
+            reply = InferenceReply(
+                worker=claimed.worker, accepted=True, version=claimed.version, prompt_ids=claimed.prompt_ids
+            )
+            self._holder.accepted(answer, reply)
+        return claimed.given
+
+    async def _inherited(self, answer: Answer, note: Whereabouts) -> bool:
+        """Take over from a gateway that is gone: what was recorded, else the same request once more."""
+        request = answer.request
+        records = [await self._holder.interaction(answer.served.job, id) for id in request.ids]
+        found = [record for record in records if record is not None]
+        cut_off = any(record.finish == "client_disconnected" for record in found)  # its worker gave it up, too
+        if cut_off or (found and (request.echo or request.logprobs >= 0)):
+            return False  # a record does not hold all that the client asks for
+        answer.worker = await self._writer(answer.id, note.gateway) if len(found) < len(records) else ""
+        self._holder.recover(answer)
+        if answer.recovering is not None:
+            await asyncio.wait({answer.recovering})
+        return answer.error is None
+
+    async def _writer(self, request: str, gateway: str) -> str:
+        """The worker that still writes for a gateway that is gone: it gives signs. '' where none does."""
+        heard: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        def hear(subject: str, data: bytes) -> None:
+            with contextlib.suppress(ProtocolError):
+                chunks, _ = unpack(data, Chunks)
+                named = {*(chunks.in_hand or ()), *(chunk.request for chunk in chunks.chunks)}
+                if request in named and not heard.done():
+                    heard.set_result(chunks.worker)
+
+        async with await self._bus.subscribe(subjects.inference_chunks(gateway), hear):
+            try:
+                async with asyncio.timeout(LISTEN_S):
+                    return await heard
+            except TimeoutError:
+                return ""
+
+    async def hand_over(self, data: bytes) -> bytes:
+        """Answer a ``Claim``."""
+        claim, _ = unpack(data, Claim)
+        answer = await self._retries.earlier(claim.key, claim.request)
+        if answer is None:
+            return pack(Claimed(given=False))
+        relay = Relay(self._bus, self._gateway, answer, claim)
+        task = asyncio.create_task(self._relayed(relay, answer), name=f"relay {answer.id}")
+        self._relays.add(task)
+        task.add_done_callback(self._relays.discard)
+        return pack(Claimed(given=True, worker=relay.name, version=answer.version, prompt_ids=answer.prompt_ids))
+
+    async def _relayed(self, relay: Relay, answer: Answer) -> None:
+        key, answer.key = answer.key, ""  # the note is the other gateway's now
+        try:
+            with contextlib.suppress(Unavailable):
+                await relay.run()
+        finally:
+            self._retries.left(key)
+            if not answer.done:
+                self._holder.give_up(answer)

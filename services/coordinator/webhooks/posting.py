@@ -1,0 +1,60 @@
+"""One attempt to deliver an event."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from urllib.parse import urlsplit
+
+import httpx
+
+from penstock.services.coordinator.webhooks.address import reachable_address
+from penstock.services.coordinator.webhooks.cloudevent import CONTENT_TYPE, CloudEvent
+from penstock.services.coordinator.webhooks.signing import signature_headers
+from penstock.shared.errors import PenstockError, Unavailable
+from penstock.shared.protocol.webhooks import StoredWebhook
+
+__all__ = ["GoneError", "open_http", "post_event"]
+
+TIMEOUT_S = 10.0
+
+
+class GoneError(PenstockError):
+    """The receiver wants no more deliveries (410)."""
+
+
+def open_http() -> httpx.AsyncClient:
+    """Connections for deliveries: no proxy of the environment and no redirects, which lead around the address check."""
+    return httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False, follow_redirects=False)
+
+
+async def post_event(http: httpx.AsyncClient, hook: StoredWebhook, event: CloudEvent, *, private: bool) -> None:
+    """Post an event once, to an address that was checked.
+
+    Raises:
+        Unavailable: not taken; says why.
+        GoneError: 410.
+    """
+    parts = urlsplit(hook.url)
+    assert parts.hostname is not None, "checked when it was made"
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    address = await reachable_address(parts.hostname, port, private=private)
+    target = httpx.URL(hook.url).copy_with(host=address)
+    headers = {
+        "Host": parts.netloc,
+        "Content-Type": CONTENT_TYPE,
+        "User-Agent": "penstock",
+        **signature_headers(hook.secret, event.id, int(time.time()), event.body),
+    }
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            async with http.stream(
+                "POST", target, content=event.body, headers=headers, extensions={"sni_hostname": parts.hostname}
+            ) as reply:
+                status = reply.status_code  # what it says beside that is not read
+    except (httpx.HTTPError, TimeoutError) as error:
+        raise Unavailable(f"{hook.url} did not answer: {error or type(error).__name__}") from None
+    if status == httpx.codes.GONE:
+        raise GoneError(f"{hook.url} answers 410: it wants no more deliveries")
+    if not httpx.codes.is_success(status):
+        raise Unavailable(f"{hook.url} answers {status}")

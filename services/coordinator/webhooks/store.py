@@ -1,0 +1,129 @@
+"""Webhooks and how far each is, in the bucket `webhooks`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from typing import Any
+
+import uuid6
+from pydantic import ValidationError
+
+from penstock.services.coordinator.webhooks.address import check_url
+from penstock.services.coordinator.webhooks.cloudevent import trial_event
+from penstock.services.coordinator.webhooks.posting import GoneError, open_http, post_event
+from penstock.services.coordinator.webhooks.signing import new_secret
+from penstock.shared.errors import Conflict, NotFound, Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.webhooks import DeliveryState, StoredWebhook
+from penstock.shared.transport.bus import Bus, Entry
+
+__all__ = ["MAX_WEBHOOKS", "WebhookStore"]
+
+logger = logging.getLogger(__name__)
+
+MAX_WEBHOOKS = 100
+CAS_TRIES = 10
+HOOKS, STATES = "hook", "state"
+
+
+class WebhookStore:
+    """Implements ``api.webhooks_desk.Webhooks``."""
+
+    def __init__(self, bus: Bus, *, private: bool) -> None:
+        """``private``: private addresses will do, too."""
+        self._bus, self._private = bus, private
+        self._kv = bus.kv(subjects.WEBHOOKS)
+
+    async def create(self, url: str, types: list[str], *, job: str | None, description: str) -> StoredWebhook:
+        """See ``Webhooks.create``. Its place is stored first: a webhook is never without one."""
+        check_url(url, private=self._private)
+        if len(await self._kv.keys(HOOKS)) >= MAX_WEBHOOKS:
+            raise Conflict(f"there are {MAX_WEBHOOKS} webhooks already; delete one")
+        id = f"wh_{uuid6.uuid7().hex}"
+        hook = StoredWebhook(
+            id=id, url=url, types=types, job=job, description=description, created_at=datetime.now(UTC),
+            secret=new_secret(),
+        )  # fmt: skip
+        newest = (await self._bus.stream_state(subjects.EVENTS)).last_seq
+        await self.save(id, DeliveryState(sequence=newest))
+        await self._kv.create(f"{HOOKS}.{id}", hook.model_dump_json().encode())
+        return hook
+
+    async def find(self, id: str) -> StoredWebhook:
+        """See ``Webhooks.find``."""
+        return (await self._find(id))[0]
+
+    async def _find(self, id: str) -> tuple[StoredWebhook, int]:
+        entry = await self._kv.get(f"{HOOKS}.{id}")
+        if entry is None or entry.value is None:
+            raise NotFound(f"no webhook '{id}'")
+        return StoredWebhook.model_validate_json(entry.value), entry.revision
+
+    async def list_all(self) -> list[StoredWebhook]:
+        """See ``Webhooks.list_all``."""
+        entries = await self._kv.entries(HOOKS)
+        hooks = [StoredWebhook.model_validate_json(entry.value) for entry in entries if entry.value is not None]
+        return sorted(hooks, key=lambda hook: hook.id)
+
+    async def change(self, id: str, changes: dict[str, Any]) -> StoredWebhook:
+        """See ``Webhooks.change``."""
+        if "url" in changes:
+            check_url(changes["url"], private=self._private)
+        for _ in range(CAS_TRIES):
+            hook, revision = await self._find(id)
+            if changes.get("enabled") and not hook.enabled:  # nobody delivers now, so nobody else writes this
+                begun = {"attempts": 0, "failing_since": None}
+                await self.save(id, (await self.state(id)).model_copy(update=begun))
+                changes = {**changes, "disabled_reason": ""}
+            changed = hook.model_copy(update=changes)
+            try:
+                await self._kv.update(f"{HOOKS}.{id}", changed.model_dump_json().encode(), revision)
+            except Conflict:
+                continue
+            return changed
+        raise Conflict(f"webhook '{id}' changes too often; try again")
+
+    async def delete(self, id: str) -> None:
+        """See ``Webhooks.delete``."""
+        await self.find(id)
+        await self._kv.delete(f"{HOOKS}.{id}")
+        await self._kv.delete(f"{STATES}.{id}")
+
+    async def state(self, id: str) -> DeliveryState:
+        """See ``Webhooks.state``."""
+        entry = await self._kv.get(f"{STATES}.{id}")
+        if entry is None or entry.value is None:
+            raise NotFound(f"no webhook '{id}'")
+        return DeliveryState.model_validate_json(entry.value)
+
+    async def test(self, id: str) -> str:
+        """See ``Webhooks.test``."""
+        hook = await self.find(id)
+        async with open_http() as http:
+            try:
+                await post_event(http, hook, trial_event(id), private=self._private)
+            except (Unavailable, GoneError) as error:
+                return str(error)
+        return ""
+
+    async def save(self, id: str, state: DeliveryState) -> None:
+        """Write down how far a webhook is."""
+        await self._kv.put(f"{STATES}.{id}", state.model_dump_json().encode())
+
+    async def watch(self) -> AsyncIterator[tuple[str, StoredWebhook | None]]:
+        """Every webhook now and on each change; None where it was deleted."""
+        async for entry in self._kv.watch(HOOKS):
+            yield entry.key.removeprefix(f"{HOOKS}."), _readable(entry)
+
+
+def _readable(entry: Entry) -> StoredWebhook | None:
+    """None also for what another version of the API wrote."""
+    if entry.value is None:
+        return None
+    try:
+        return StoredWebhook.model_validate_json(entry.value)
+    except ValidationError as error:
+        logger.error("webhook %s cannot be read, so nothing is delivered: %s", entry.key, error)
+        return None

@@ -1,0 +1,25 @@
+"""Tools. Adding one: a config class in ``shared/config/environment.py``, one file here, one line in ``open_tool``."""
+
+from __future__ import annotations
+
+from penstock.services.env.tools.base import CallError, Tool
+from penstock.services.env.tools.calculator import Calculator
+from penstock.services.env.tools.function import Function
+from penstock.shared.config.environment import CalculatorTool, FunctionTool, ToolConfig
+
+__all__ = ["CallError", "Tool", "open_tool"]
+
+
+def open_tool(config: ToolConfig) -> Tool:
+    """The tool of a configuration. May run code of the user: call it in a process that can be killed.
+
+    Raises:
+        ToolError: it cannot be opened, with what to do.
+    """
+    if isinstance(config, CalculatorTool):
+        return Calculator(config)
+    if isinstance(config, FunctionTool):
+        return Function(config)
+    from penstock.services.env.tools.python import Python
+
+    return Python(config)

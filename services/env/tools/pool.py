@@ -1,0 +1,73 @@
+"""Tool processes of one job: as many as calls run at once, each started when it is first needed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from penstock.services.env.tools.process import ToolProcess
+from penstock.shared.config.environment import ToolConfig
+from penstock.shared.errors import ToolError
+from penstock.shared.protocol.tools import ToolReply, ToolRequest
+
+__all__ = ["ToolPool"]
+
+REOPEN_S = 5.0
+"""Tools that did not open are not tried again for this long."""
+
+
+class ToolPool:
+    """Carries out calls, each in a process of its own while it runs; one that breaks or hangs is killed."""
+
+    def __init__(self, tools: Sequence[ToolConfig], size: int) -> None:
+        self._tools = tools
+        self._idle: list[ToolProcess] = []
+        """The last one used is the next one: as few run as calls need."""
+        self._slots = asyncio.Semaphore(size)
+        self._tried = 0.0
+        self.refused: tuple[float, str] | None = None
+        """Since when (Unix seconds) and why tools do not open."""
+
+    async def start(self) -> None:
+        """Open the first process, so that a tool that cannot be opened is known early; ``refused`` says so."""
+        try:
+            self._idle.append(await self._open())
+        except ToolError:
+            return
+
+    async def call(self, request: ToolRequest, limit_s: float) -> ToolReply:
+        """The answer; `failed` where the tools do not open, and where this one breaks or takes too long."""
+        async with self._slots:
+            process: ToolProcess | None = None
+            usable = False
+            try:
+                process = self._idle.pop() if self._idle else await self._open()
+                reply = await process.call(request, limit_s)
+                usable = True
+            except ToolError as error:
+                return ToolReply(status="failed", text=str(error))
+            finally:
+                if usable and process is not None:
+                    self._idle.append(process)
+                elif process is not None:
+                    await process.kill()
+            return reply
+
+    async def close(self) -> None:
+        """Kill every process that is idle; those with a call in hand are killed where that call is cancelled."""
+        while self._idle:
+            await self._idle.pop().kill()
+
+    async def _open(self) -> ToolProcess:
+        """A new process. Raises ToolError, for a while without trying again."""
+        if self.refused is not None and time.monotonic() - self._tried < REOPEN_S:
+            raise ToolError(self.refused[1])
+        self._tried = time.monotonic()
+        try:
+            process = await ToolProcess.start(self._tools)
+        except ToolError as error:
+            self.refused = self.refused or (time.time(), str(error))
+            raise
+        self.refused = None
+        return process

@@ -1,0 +1,71 @@
+"""Grades one answer on request, outside of any job: for people who try a grader before they train with it."""
+
+from __future__ import annotations
+
+import time
+
+from pydantic import ValidationError
+
+from penstock.services.reward.channel import Score
+from penstock.services.reward.process import ScorerProcess
+from penstock.shared.config.reward import RewardConfig
+from penstock.shared.errors import ProtocolError, ScoringError
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.grading import OPEN_S, GradeReply, GradeRequest, error_text, split_error
+from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.serve import Server
+
+__all__ = ["GradingDesk"]
+
+QUEUE = "reward"
+MAX_CONCURRENT = 2
+"""Each request starts a process of its own."""
+
+
+class GradingDesk:
+    """Every request runs in a process that is killed at the deadline."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+
+    async def open(self) -> Server:
+        """Begin to serve."""
+        return await self._bus.serve(subjects.GRADE, self._on_request, queue=QUEUE, max_concurrent=MAX_CONCURRENT)
+
+    async def _on_request(self, data: bytes) -> bytes:
+        request, envelope = unpack(data, GradeRequest)
+        return pack(await grade(request), job=envelope.job, id=envelope.id, trace=envelope.trace)
+
+
+async def grade(request: GradeRequest) -> GradeReply:
+    """Open the scorers and score the sample, if there is one.
+
+    Raises:
+        ProtocolError: these are no scorers.
+    """
+    started = time.monotonic()
+    try:
+        config = RewardConfig.model_validate({"scorers": request.scorers, "timeout_s": 3600, "open_timeout_s": OPEN_S})
+    except ValidationError as error:
+        raise ProtocolError(f"the scorers cannot be read: {error}") from None
+    scores, problem = [], ""
+    try:
+        process = await ScorerProcess.start(config)
+    except ScoringError as error:
+        return GradeReply(error=_told(str(error)), seconds=time.monotonic() - started)
+    try:
+        if request.sample is not None:
+            process.submit(Score("", [request.sample], None, request.item))
+            result = await process.result(request.deadline_s)
+            scores, problem = result.scores, result.error
+    except ScoringError as error:  # killed at the deadline, or died
+        problem = error_text("unresponsive_reward_error", str(error))
+    finally:
+        await process.kill()
+    return GradeReply(scores=scores, error=_told(problem), seconds=time.monotonic() - started)
+
+
+def _told(problem: str) -> str:
+    """An error with its kind, also where it comes from outside a grader."""
+    return error_text(*split_error(problem)) if problem else ""

@@ -1,0 +1,177 @@
+"""What graders are made of: each grades all samples of one data row."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import orjson
+
+from penstock.services.reward.scorers.similarity import similarity
+from penstock.shared.config.graders import PythonGrader, StringCheckGrader, TextSimilarityGrader
+from penstock.shared.config.scorers import CodeScorer
+from penstock.shared.config.slots import fill_slots
+from penstock.shared.errors import SandboxError, ScoringError
+from penstock.shared.protocol.grading import error_text
+from penstock.shared.sandbox.plan import Job
+from penstock.shared.sandbox.sandbox import Sandbox
+
+__all__ = ["GradingError", "OpenPart", "PythonPart", "Sample", "StringCheck", "TextSimilarity", "fill", "sample_of"]
+
+Sample = dict[str, Any]
+"""`output_text`, and `output_json` where the text is JSON."""
+Score = float | ScoringError
+_CALL = """
+
+def _penstock_grade(sample, item):
+    try:
+        return {"score": grade(sample, item)}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"[:300]}
+"""
+"""Put after the program, to tell what it raised."""
+
+
+class GradingError(ScoringError):
+    """A grader failed; the text begins with the kind of error."""
+
+    def __init__(self, flag: str, detail: str) -> None:
+        super().__init__(error_text(flag, detail))
+
+
+class OpenPart(Protocol):
+    """One grader that is ready."""
+
+    def grade(self, samples: Sequence[Sample], item: dict[str, Any], deadline: float) -> list[Score]:
+        """One score per sample, or why it has none; ``deadline`` is of time.monotonic."""
+        ...
+
+    def close(self) -> None:
+        """Let go of processes and connections."""
+        ...
+
+
+def sample_of(completion: str) -> Sample:
+    """The sample as graders see it."""
+    sample: Sample = {"output_text": completion}
+    with contextlib.suppress(orjson.JSONDecodeError):
+        sample["output_json"] = orjson.loads(completion)
+    return sample
+
+
+def fill(text: str, item: dict[str, Any], sample: Sample) -> str:
+    """``text`` with its slots filled in. Raises GradingError."""
+    try:
+        return fill_slots(text, item, sample)
+    except LookupError as error:
+        detail = str(error.args[0])
+        flag = "sample_parse_error" if "sample.output_json" in detail else "invalid_variable_error"
+        raise GradingError(flag, detail) from None
+
+
+class _Filled:
+    """Compares two texts, sample by sample."""
+
+    def __init__(self, config: StringCheckGrader | TextSimilarityGrader) -> None:
+        self._config = config
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def grade(self, samples: Sequence[Sample], item: dict[str, Any], deadline: float) -> list[Score]:
+        """See ``OpenPart``."""
+        return [self._grade(sample, item) for sample in samples]
+
+    def _grade(self, sample: Sample, item: dict[str, Any]) -> Score:
+        try:
+            text, reference = (fill(slots, item, sample) for slots in (self._config.input, self._config.reference))
+        except GradingError as error:
+            return error
+        return self._compare(text, reference)
+
+    def _compare(self, text: str, reference: str) -> float:
+        raise NotImplementedError
+
+
+class StringCheck(_Filled):
+    """1 or 0."""
+
+    _config: StringCheckGrader
+
+    def _compare(self, text: str, reference: str) -> float:
+        match self._config.operation:
+            case "eq":
+                return float(text == reference)
+            case "ne":
+                return float(text != reference)
+            case "like":
+                return float(reference in text)
+            case "ilike":
+                return float(reference.casefold() in text.casefold())
+
+
+class TextSimilarity(_Filled):
+    """From 0 to 1."""
+
+    _config: TextSimilarityGrader
+
+    def _compare(self, text: str, reference: str) -> float:
+        return similarity(self._config.evaluation_metric, text, reference)
+
+
+class PythonPart:
+    """Calls ``grade(sample, item)`` of a program, each time in a run of its own in the sandbox."""
+
+    def __init__(self, config: PythonGrader, time_limit_s: float) -> None:
+        """Raises GradingError: the source has no such function, or nothing on this machine contains programs."""
+        self._source, self._time_limit_s = config.source, time_limit_s
+        try:
+            body = ast.parse(config.source).body
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise GradingError("python_grader_runtime_error", f"the source is not Python: {error}") from None
+        if not any(isinstance(node, ast.FunctionDef) and node.name == "grade" for node in body):
+            raise GradingError("python_grader_runtime_error", "the source defines no function grade(sample, item)")
+        try:
+            self._sandbox = Sandbox(CodeScorer(time_limit_s=time_limit_s))
+        except SandboxError as error:
+            raise GradingError("python_grader_server_error", str(error)) from None
+
+    def close(self) -> None:
+        """End the sandbox."""
+        self._sandbox.close()
+
+    def grade(self, samples: Sequence[Sample], item: dict[str, Any], deadline: float) -> list[Score]:
+        """See ``OpenPart``."""
+        return [self._grade(sample, item, deadline) for sample in samples]
+
+    def _grade(self, sample: Sample, item: dict[str, Any], deadline: float) -> Score:
+        try:
+            found = self._run(sample, item, min(self._time_limit_s, deadline - time.monotonic()))
+        except GradingError as error:
+            return error
+        value = found.get("score")
+        if "error" in found:
+            return GradingError("python_grader_runtime_error", f"grade() raised {found['error']}")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return GradingError("python_grader_runtime_error", f"grade() returned {str(value)[:80]!r}, not a number")
+        return float(value)
+
+    def _run(self, sample: Sample, item: dict[str, Any], limit_s: float) -> dict[str, Any]:
+        """What the call came to. Raises GradingError where it came to nothing."""
+        if limit_s <= 0:
+            raise GradingError("unresponsive_reward_error", "no time was left before the deadline")
+        step = {"call": "_penstock_grade", "args": [sample, item], "kwargs": {}}
+        try:
+            outcome = self._sandbox.run(Job(self._source + _CALL, [step], secrets.token_hex(16)), "", limit_s)
+        except SandboxError as error:
+            raise GradingError("python_grader_server_error", str(error)) from None
+        if outcome.verdict.ending == "time":
+            raise GradingError("unresponsive_reward_error", f"grade() took longer than {limit_s:.1f} s")
+        found = outcome.steps.get(0)
+        if not isinstance(found, dict):
+            raise GradingError("python_grader_runtime_error", "the program ended before grade() returned a number")
+        return found

@@ -1,0 +1,79 @@
+"""Has the completions or episodes of a ticket written, and makes a group of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerFast
+
+from penstock.services.rollout.engines import Engine
+from penstock.services.rollout.episode import build_group, completion_texts, requests_for
+from penstock.services.rollout.observations import ObservationWriter
+from penstock.services.rollout.trajectory import Episode, with_episodes
+from penstock.services.rollout.turns import CallTool, EpisodePlayer, token_of
+from penstock.shared.config.kinds import AnyJob
+from penstock.shared.data.prompts import Prompt
+from penstock.shared.protocol.generation import GenRequest, GenResult, Sample, Sampling
+from penstock.shared.protocol.ids import new_attempt
+from penstock.shared.protocol.messages import Ticket
+from penstock.shared.protocol.trajectory import Group
+
+__all__ = ["GroupMaker"]
+
+
+class GroupMaker:
+    """Makes the groups of one job on one engine."""
+
+    def __init__(
+        self, job: str, worker: str, config: AnyJob, engine: Engine, tokenizer: PreTrainedTokenizerFast
+    ) -> None:
+        self._job, self._worker, self._config, self._engine, self._tokenizer = job, worker, config, engine, tokenizer
+        self._stop_tokens = frozenset(engine.stop_ids) | frozenset(config.sampling.stop_token_ids)
+        self._player = self._open_player()
+
+    async def make(self, ticket: Ticket, prompt: Prompt, key: str, call: CallTool) -> Group:
+        """An unscored group; ``call`` has the calls of episodes carried out.
+
+        Raises:
+            ConfigError: the engine cannot serve such a request.
+        """
+        asked = requests_for(self._config, ticket)
+        start, name = time.perf_counter(), f"{key}@{new_attempt()}"
+        episodes: list[Episode] = []
+        if self._player is None:
+            samples = await self._complete(name, prompt, asked)
+            stop = asked[0][0].stop_strings
+            texts = completion_texts(samples, self._decode, stop_tokens=self._stop_tokens, stop=stop)
+        else:
+            episodes = await self._player.play(name, prompt.token_ids, asked, call)
+            samples = [episode.sample() for episode in episodes]
+            texts = [self._player.scored_text(episode) for episode in episodes]
+        group = build_group(
+            job=self._job, draw=ticket.draw, epoch=ticket.epoch, worker=self._worker, prompt=prompt,
+            samples=samples, texts=texts, seconds=time.perf_counter() - start,
+            num_greedy=sum(n for sampling, n in asked if sampling.temperature == 0),
+        )  # fmt: skip
+        return with_episodes(group, episodes) if episodes else group
+
+    async def _complete(self, name: str, prompt: Prompt, asked: Sequence[tuple[Sampling, int]]) -> list[Sample]:
+        requests = [
+            GenRequest(request_id=f"{name}.{i}", prompt_ids=prompt.token_ids, sampling=sampling, n=n)
+            for i, (sampling, n) in enumerate(asked)
+        ]
+        results: list[GenResult] = await asyncio.gather(*(self._engine.generate(request) for request in requests))
+        return [sample for result in results for sample in result.samples]
+
+    def _open_player(self) -> EpisodePlayer | None:
+        config = self._config.environment
+        if config is None:
+            return None
+        end_token = token_of(self._tokenizer.get_vocab(), config.calls.end)
+        writer = ObservationWriter(self._tokenizer, config.observations, max_tokens=config.max_observation_tokens)
+        return EpisodePlayer(
+            self._engine, config, writer, self._decode, end_token=end_token, stop_tokens=self._stop_tokens
+        )
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))

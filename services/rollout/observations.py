@@ -1,0 +1,60 @@
+"""From the results of tools to the tokens that a policy reads. Each text is tokenized once, when it is appended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from penstock.shared.config.environment import ObservationFormat
+from penstock.shared.errors import ConfigError
+
+__all__ = ["ObservationWriter", "TextTokenizer"]
+
+
+class TextTokenizer(Protocol):
+    """The part of a tokenizer that observations need (transformers' interface)."""
+
+    @property
+    def all_special_tokens(self) -> list[str]: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+
+class ObservationWriter:
+    """Writes at most ``max_tokens`` tokens for one turn."""
+
+    def __init__(self, tokenizer: TextTokenizer, form: ObservationFormat, *, max_tokens: int) -> None:
+        self._tokenizer, self._max_tokens = tokenizer, max_tokens
+        head, tail = form.result.split("{result}")
+        self._before, self._head, self._tail, self._after = map(self._encode, (form.before, head, tail, form.after))
+
+    def write(self, results: Sequence[str]) -> list[int]:
+        """Tokens of the results of one turn, in order; long ones are cut, each to the same length.
+
+        A special token in a result would look like the end of a turn, or like the beginning of the user's: none stays.
+
+        Raises:
+            ConfigError: the text around the results leaves no room for them.
+        """
+        around = len(self._before) + len(self._after) + len(results) * (len(self._head) + len(self._tail))
+        room = (self._max_tokens - around) // len(results)
+        if room < 1:
+            raise ConfigError(
+                f"environment.max_observation_tokens {self._max_tokens} leaves no room for {len(results)} results: the "
+                f"text around them has {around} tokens"
+            )
+        tokens = list(self._before)
+        for result in results:
+            tokens += [*self._head, *self._encode(self._plain(result))[:room], *self._tail]
+        return tokens + self._after
+
+    def _plain(self, result: str) -> str:
+        before = ""
+        while before != result:  # what is left around a token that was taken out may be one
+            before = result
+            for token in self._tokenizer.all_special_tokens:
+                result = result.replace(token, "")
+        return result
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False)) if text else []

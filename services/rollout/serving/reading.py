@@ -1,0 +1,89 @@
+"""Answers what coordinators ask about text and tokens that were not sampled here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+from msgspec.structs import replace
+from transformers import PreTrainedTokenizerFast
+
+from penstock.services.rollout.engines import Engine
+from penstock.services.rollout.serving.rendering import Renderer
+from penstock.services.rollout.serving.text import CLOSE, OPEN
+from penstock.shared.errors import ConfigError
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.reading import ReadReply, ReadRequest
+
+__all__ = ["Reader", "answer_text"]
+
+logger = logging.getLogger(__name__)
+
+
+class Reader:
+    """Reads for one job with the tokenizer and the engine that serve it."""
+
+    def __init__(self, job: str, renderer: Renderer, tokenizer: PreTrainedTokenizerFast, engine: Engine) -> None:
+        self._job, self._renderer, self._tokenizer, self._engine = job, renderer, tokenizer, engine
+
+    async def read(self, data: bytes) -> bytes:
+        """A handler of ``subjects.reading``."""
+        request, _ = unpack(data, ReadRequest)
+        found = await asyncio.to_thread(self._tokens, request)
+        if request.score and not found.flaw:
+            scores = await self._engine.score([*found.prompt_ids, *found.token_ids])
+            found = replace(found, logprobs=scores.logprobs[len(found.prompt_ids) - 1 :], version=scores.version)
+        return pack(found, job=self._job)
+
+    def _tokens(self, request: ReadRequest) -> ReadReply:
+        try:
+            prompt_ids = request.prompt_ids or self._renderer.chat(request.messages)
+            token_ids = request.token_ids if request.answer is None else self._answer(request.answer)
+        except ConfigError as error:
+            logger.info("%s: an answer or its prompt cannot be read: %s", self._job, error)
+            return ReadReply(flaw="not_readable")
+        if token_ids is None:
+            return ReadReply(flaw="not_encodable")
+        if not prompt_ids or not token_ids:
+            return ReadReply(flaw="no_tokens")
+        if len(prompt_ids) + len(token_ids) > self._engine.max_length:
+            return ReadReply(flaw="completion_too_long")
+        if not all(0 <= token < len(self._tokenizer) for token in (*prompt_ids, *token_ids)):
+            return ReadReply(flaw="unknown_tokens")
+        return ReadReply(prompt_ids=prompt_ids, token_ids=token_ids)
+
+    def _answer(self, message: dict[str, Any]) -> list[int] | None:
+        """Tokens that the policy should have sampled for a message; None where they do not say the same text."""
+        text = answer_text(message)
+        token_ids = list(self._tokenizer.encode(text, add_special_tokens=False))
+        said = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        if said != text:
+            return None
+        end = self._tokenizer.eos_token_id
+        return token_ids if end is None or not token_ids else [*token_ids, int(end)]
+
+
+def answer_text(message: dict[str, Any]) -> str:
+    """What a message is as a completion: its text, then its tool calls as the policy writes them (Hermes, Qwen).
+
+    Raises:
+        ConfigError: it holds something else than text and calls.
+    """
+    content = message.get("content")
+    if content is not None and not isinstance(content, str):
+        raise ConfigError("the content of an answer is text")
+    parts = [content] if content else []
+    for call in message.get("tool_calls") or []:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ConfigError("a tool call of an answer has no function with a name")
+        arguments = function.get("arguments", {})
+        try:
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except ValueError:
+            raise ConfigError("the arguments of a tool call are no JSON") from None
+        body = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
+        parts.append(f"{OPEN}\n{body}\n{CLOSE}")
+    return "\n".join(parts)

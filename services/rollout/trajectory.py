@@ -1,0 +1,108 @@
+"""An episode as it grows: what the policy said and, masked, what it was told between. Token ids are only appended.
+
+Shapes: P prompt tokens, N tokens after them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.shared.protocol.generation import Sample, Span
+from penstock.shared.protocol.trajectory import Group
+
+__all__ = ["Episode", "with_episodes"]
+
+
+@dataclass(slots=True)
+class Episode:
+    """One trajectory of several turns.
+
+    Attributes:
+        token_ids, logprobs, mask: [N]; log-probs of tokens that the policy did not choose are 0 and mean nothing.
+        told: an observation that no turn has answered yet: it is not part of the trajectory.
+        num_turns: how often the policy spoke.
+        answer: text of the last turn. transcript: text of everything after the prompt.
+        error: why the trajectory has failed; empty where it has not.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    told: list[int] = field(default_factory=list)
+    num_turns: int = 0
+    answer: str = ""
+    transcript: str = ""
+    finish: Literal["stop", "length", "abort"] = "abort"
+    error: str = ""
+    _told_text: str = ""
+    _spans: list[Span] = field(default_factory=list)
+    _experts: NDArray[Any] | None = None
+
+    @property
+    def num_chosen(self) -> int:
+        """Tokens that the policy chose."""
+        return sum(self.mask)
+
+    def say(self, sample: Sample, text: str) -> None:
+        """A turn of the policy. What it was told before belongs to the version that read it: its first one."""
+        self.finish = sample.finish
+        self.num_turns += 1
+        if not sample.token_ids:
+            return
+        self._append(self.told, [0.0] * len(self.told), 0, [Span(sample.spans[0].version, 0, len(self.told))])
+        self._append(sample.token_ids, sample.logprobs, 1, sample.spans)
+        self.answer, self.transcript = text, self.transcript + self._told_text + text
+        self.told, self._told_text = [], ""
+        if sample.experts is not None:  # a token's experts are those of its first computation
+            known = self._experts
+            rows = sample.experts if known is None else np.concatenate([known, sample.experts[len(known) :]])
+            self._experts = rows
+
+    def hear(self, token_ids: list[int], text: str) -> None:
+        """An observation for the next turn."""
+        self.told, self._told_text = token_ids, text
+
+    def fail(self, error: str) -> None:
+        """The trajectory must not be trained."""
+        self.finish, self.error = "abort", error
+
+    def sample(self) -> Sample:
+        """The whole trajectory in the form of one completion."""
+        return Sample(
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            finish=self.finish,
+            spans=self._spans,
+            experts=self._experts,
+        )
+
+    def _append(self, token_ids: list[int], logprobs: list[float], chosen: int, spans: Sequence[Span]) -> None:
+        start = len(self.token_ids)
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        self.mask += [chosen] * len(token_ids)
+        for span in spans:
+            if span.end == span.start:
+                continue
+            begin, end = start + span.start, start + span.end
+            if self._spans and self._spans[-1].version == span.version:
+                begin = self._spans.pop().start
+            self._spans.append(Span(span.version, begin, end))
+
+
+def with_episodes(group: Group, episodes: Sequence[Episode]) -> Group:
+    """The group of their samples with masks, failures and transcripts."""
+    meta = {**group.meta, "transcripts": [episode.transcript for episode in episodes]}
+    if errors := [episode.error for episode in episodes if episode.error]:
+        meta["error"] = errors[0]
+    return replace(
+        group,
+        mask=np.asarray([chosen for episode in episodes for chosen in episode.mask], np.uint8),
+        failed=group.failed | np.asarray([bool(episode.error) for episode in episodes], np.bool_),
+        meta=meta,
+    )

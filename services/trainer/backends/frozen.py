@@ -1,0 +1,41 @@
+"""A model that one process holds whole and nobody trains.
+
+Shape legend: M = scored tokens of a microbatch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from penstock.services.trainer.backends.base import TensorLayout
+from penstock.services.trainer.backends.scoring import score_tensors
+from penstock.services.trainer.packing import Microbatch
+
+__all__ = ["FrozenModel", "layout_of_module"]
+
+
+class FrozenModel:
+    """See ``Teacher``. ``model`` is moved to ``device``; no gradient, no moments."""
+
+    def __init__(self, model: PreTrainedModel, digest: str, *, device: str) -> None:
+        self.digest = digest
+        self._device = torch.device(device)
+        self._model = model.requires_grad_(False).to(self._device).eval()
+
+    def layout(self) -> TensorLayout:
+        """See ``Teacher``."""
+        return layout_of_module(self._model)
+
+    @torch.no_grad()
+    def score(self, microbatch: Microbatch | None, *, temperature: float) -> Tensor:
+        """See ``Teacher``."""
+        if microbatch is None:
+            return torch.empty(0, device=self._device)
+        return score_tensors(self._model, microbatch.to(self._device), role="policy", temperature=temperature)[0]
+
+
+def layout_of_module(model: PreTrainedModel) -> TensorLayout:
+    """Names, shapes and types of whole parameters, tied ones once."""
+    return [(name, tuple(parameter.shape), parameter.dtype) for name, parameter in model.named_parameters()]

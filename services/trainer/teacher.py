@@ -1,0 +1,66 @@
+"""A frozen model of any shape that judges the policy's tokens: loaded, checked, put where the job's backend computes.
+
+Shape legend: M = scored tokens of a microbatch.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from penstock.services.trainer.backends.base import TensorLayout
+from penstock.services.trainer.backends.frozen import FrozenModel
+from penstock.services.trainer.collective import Collective
+from penstock.services.trainer.packing import Microbatch
+from penstock.shared.config.algorithm import DistillationConfig
+from penstock.shared.config.backend import FSDPConfig
+from penstock.shared.config.job import JobConfig
+from penstock.shared.models.compatibility import check_same_tokens
+from penstock.shared.models.loading import build_model, build_tokenizer
+from penstock.shared.weights import digest_of_tensors
+
+__all__ = ["Teacher", "open_teacher"]
+
+
+class Teacher(Protocol):
+    """Scores tokens, is never trained, and is no part of a checkpoint: its path and its digest are enough.
+
+    On several ranks ``score`` is a collective: all call it as often as each other.
+    """
+
+    @property
+    def digest(self) -> str:
+        """Of its weights."""
+
+    def layout(self) -> TensorLayout:
+        """Its whole weights."""
+
+    def score(self, microbatch: Microbatch | None, *, temperature: float) -> Tensor:
+        """Log-probs of the scored tokens, float32 [M]; None where this rank has no more microbatches: [0]."""
+
+
+def open_teacher(
+    config: JobConfig, tokenizer: PreTrainedTokenizerFast, collective: Collective, device: str
+) -> Teacher | None:
+    """The model at ``algorithm.teacher``; None where the algorithm has none.
+
+    Raises:
+        ConfigError: it cannot be loaded, means something else by a token, or cannot be cut.
+    """
+    if not isinstance(config.algorithm, DistillationConfig):
+        return None
+    path = config.algorithm.teacher
+    source = config.model.model_copy(
+        update={"path": path, "config": None, "tokenizer": None, "lora": None, "moe": None}
+    )
+    theirs = build_tokenizer(source)
+    check_same_tokens(tokenizer, theirs, what=f"the teacher '{path}'")
+    model = build_model(source, max(len(theirs), len(tokenizer)), seed=0)
+    digest = digest_of_tensors((name, parameter.detach()) for name, parameter in model.named_parameters())
+    if isinstance(config.backend, FSDPConfig):
+        from penstock.services.trainer.backends.fsdp.frozen import ShardedFrozenModel
+
+        return ShardedFrozenModel(model, digest, config.backend, collective, device=device)
+    return FrozenModel(model, digest, device=device)

@@ -1,0 +1,199 @@
+"""The share of data that may not be used on-policy in one update: answers to imitate, and answers to prefer.
+
+Each loss has denominators of its own, over the minibatch on all ranks: ``coef · mean over tokens of -log pi`` and
+``coef · mean over pairs of strength · dpo``. Log-probs are those of the policy loss, of logits / temperature.
+
+Shape legend: M = scored tokens of a microbatch, S = its sequences, P = its pairs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.services.trainer.backends.base import Backend, Scores
+from penstock.services.trainer.collective import Collective
+from penstock.services.trainer.packing import Columns, Ints, Microbatch, columns_of, microbatches, pair_microbatches
+from penstock.services.trainer.sharding import BatchShard
+from penstock.shared.algorithms.aggregation import token_mean
+from penstock.shared.algorithms.supervised import dpo_loss, sequence_logprobs, supervised_loss
+from penstock.shared.config.job import JobConfig
+from penstock.shared.config.off_policy import PreferenceConfig
+from penstock.shared.errors import ProtocolError
+from penstock.shared.protocol.trajectory import Group
+
+__all__ = ["OffPolicySteps", "off_policy_steps"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one optimizer step computes of one objective; ``denominator`` counts it over all ranks."""
+
+    microbatches: list[Microbatch | None]
+    denominator: int
+
+
+class OffPolicySteps:
+    """Adds its gradients to those of the policy loss, before each optimizer step."""
+
+    def __init__(
+        self, config: JobConfig, backend: Backend, collective: Collective, shard: BatchShard, *, number: int
+    ) -> None:
+        assert config.off_policy is not None
+        self._config, self._backend, self._collective = config.off_policy, backend, collective
+        self._temperature = config.sampling.temperature
+        supervised, preference = shard.of("supervised"), shard.of("preference")
+        self._counts = {"supervised": supervised.num_groups, "preference": preference.num_groups}
+        answers, pairs = _columns([supervised.groups, preference.groups], collective)
+        budget = config.train.max_tokens_per_microbatch
+        rows = _runs(supervised, number)
+        self._answers = self._parts(
+            [microbatches(answers, own, budget) for own in rows],
+            [int(answers.scored_B[own].sum()) for own in rows],
+        )
+        runs = [np.stack([2 * own, 2 * own + 1], 1) for own in _runs(preference, number)]
+        self._pairs = self._parts([pair_microbatches(pairs, own, budget) for own in runs], [len(own) for own in runs])
+        self._strength_S = torch.from_numpy(pairs.rewards_B)
+        self._reference_S = torch.zeros(len(pairs.group_B))
+        for microbatch in (one for part in self._pairs for one in part.microbatches):
+            logprobs_M = backend.reference_logprobs(microbatch, temperature=self._temperature)
+            if microbatch is not None:
+                rows_S, local_M = _rows_of(microbatch)
+                self._reference_S[rows_S] = self._whole(logprobs_M.float().cpu(), local_M, len(rows_S))
+        self._sums: defaultdict[str, float] = defaultdict(float)
+        self._steps: Counter[str] = Counter()
+
+    @property
+    def _preference(self) -> PreferenceConfig:
+        assert self._config.preference is not None, "a preference is admitted only where the job asks for it"
+        return self._config.preference
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of one pass over the batch."""
+        return len(self._answers)
+
+    def microbatches(self, index: int) -> list[Microbatch | None]:
+        """What step ``index`` of a pass computes on this rank."""
+        return [*self._answers[index].microbatches, *self._pairs[index].microbatches]
+
+    def accumulate(self, index: int) -> None:
+        """Gradients of step ``index`` of a pass."""
+        parts = {"supervised": self._answers[index], "preference": self._pairs[index]}
+        self._steps.update(["all", *(name for name, part in parts.items() if part.denominator)])
+        for microbatch, loss in self._losses(index):
+            self._backend.accumulate(microbatch, loss, temperature=self._temperature)
+
+    def report(self) -> dict[str, float]:
+        """Over all ranks: each loss, without coefficient, in the mean over the steps that had it; their sum, with it.
+
+        `preference/margin` is the mean of DPO's h before each step, `preference/accuracy` the share of pairs above 0.
+        """
+        names = ("supervised", "preference", "weighted", "margin", "preferred")
+        sums = self._collective.sum({name: self._sums[name] for name in names})
+        found = {f"groups/{name}": float(count) for name, count in self._counts.items()}
+        found |= {f"loss/{name}": sums[name] / self._steps[name] for name in self._counts if self._steps[name]}
+        if pairs := self._steps["preference"]:
+            found |= {"preference/margin": sums["margin"] / pairs, "preference/accuracy": sums["preferred"] / pairs}
+        return found | {"loss/off_policy": sums["weighted"] / max(1, self._steps["all"])}
+
+    def _losses(self, index: int) -> Iterator[tuple[Microbatch | None, Callable[[Scores], Tensor]]]:
+        for microbatch in self._answers[index].microbatches:
+            yield microbatch, self._supervised(self._answers[index].denominator)
+        for microbatch in self._pairs[index].microbatches:
+            yield microbatch, self._compared(microbatch, self._pairs[index].denominator)
+
+    def _supervised(self, num_tokens: int) -> Callable[[Scores], Tensor]:
+        supervised = self._config.supervised
+        assert supervised is not None or not num_tokens, "an answer is imitated only where the job asks for it"
+
+        def loss(scores: Scores) -> Tensor:
+            assert supervised is not None
+            return self._count(
+                "supervised", supervised.coef, token_mean(supervised_loss(scores.values_M), num_tokens=num_tokens)
+            )
+
+        return loss
+
+    def _compared(self, microbatch: Microbatch | None, num_pairs: int) -> Callable[[Scores], Tensor]:
+        def loss(scores: Scores) -> Tensor:
+            assert microbatch is not None
+            config, device = self._preference, scores.values_M.device
+            rows_S, local_M = _rows_of(microbatch)
+            policy_S = self._whole(scores.values_M, local_M.to(device), len(rows_S))
+            reference_S = self._reference_S[rows_S].to(device)
+            loss_P = dpo_loss(
+                policy_S[0::2], policy_S[1::2], reference_S[0::2], reference_S[1::2],
+                beta=config.beta, label_smoothing=config.label_smoothing,
+            )  # fmt: skip
+            moved_S = (policy_S - reference_S).detach()
+            margin_P = config.beta * (moved_S[0::2] - moved_S[1::2])
+            self._sums["margin"] += float(margin_P.sum(dtype=torch.float64)) / num_pairs
+            self._sums["preferred"] += float((margin_P > 0).sum()) / num_pairs
+            strength_P = self._strength_S[rows_S[0::2]].to(device)
+            return self._count("preference", config.coef, (strength_P * loss_P).sum() / num_pairs)
+
+        return loss
+
+    def _count(self, name: str, coef: float, value: Tensor) -> Tensor:
+        self._sums[name] += float(value.detach())
+        self._sums["weighted"] += coef * float(value.detach())
+        return coef * value
+
+    def _whole(self, logprobs_M: Tensor, local_M: Tensor, num_rows: int) -> Tensor:
+        return sequence_logprobs(logprobs_M, local_M, num_rows=num_rows, normalise=self._preference.normalise)
+
+    def _parts(self, own: Sequence[list[Microbatch]], counts: Sequence[int]) -> list[_Part]:
+        """Every rank as many microbatches as the one that has most, and denominators over all of them."""
+        most = self._collective.max({str(i): float(len(part)) for i, part in enumerate(own)})
+        total = self._collective.sum({str(i): float(count) for i, count in enumerate(counts)})
+        return [
+            _Part([*part, *[None] * (int(most[str(i)]) - len(part))], int(total[str(i)])) for i, part in enumerate(own)
+        ]
+
+
+def off_policy_steps(
+    config: JobConfig, backend: Backend, collective: Collective, shard: BatchShard, *, number: int
+) -> OffPolicySteps | None:
+    """The steps of a batch that is cut into ``number`` minibatches; None where all of it is for the policy loss.
+
+    A batch without groups for the policy loss is cut into no more minibatches than it has groups.
+    """
+    others = [objective for objective in shard.objectives if objective != "policy"]
+    if not others:
+        return None
+    if len(others) == len(shard.objectives):
+        number = min(number, len(others))
+    return OffPolicySteps(config, backend, collective, shard, number=number)
+
+
+def _runs(shard: BatchShard, number: int) -> list[Ints]:
+    """This rank's groups in each of ``number`` contiguous runs of the batch's groups, as equal as they can be."""
+    runs = np.array_split(np.arange(shard.num_groups), number)
+    positions = np.array(shard.positions, np.int64)
+    return [np.flatnonzero(np.isin(positions, run)) for run in runs]
+
+
+def _columns(parts: Sequence[Sequence[Group]], collective: Collective) -> list[Columns]:
+    """This rank's tokens of each part; what is wrong with those of one rank is raised on all."""
+    found, error = [], ""
+    try:
+        found = [columns_of(groups) for groups in parts]
+    except ProtocolError as raised:
+        error = str(raised)
+    said = collective.gather({"error": np.frombuffer(error.encode(), np.uint8)})
+    errors = {part["error"].tobytes().decode(): None for part in said if len(part["error"])}
+    if errors:
+        raise ProtocolError("; ".join(errors))
+    return found
+
+
+def _rows_of(microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+    """``(rows_S, local_M)``: rows of the columns, ascending, pairs side by side; and where each token's is."""
+    rows_S, local_M = torch.unique(microbatch.rows_M, return_inverse=True)
+    return rows_S, local_M

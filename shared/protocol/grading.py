@@ -1,0 +1,56 @@
+"""One answer graded on request, and the kinds of errors that graders have (OpenAI's fine-tuning API, 2026-08)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+__all__ = ["GRADER_ERRORS", "OPEN_S", "GradeReply", "GradeRequest", "error_text", "split_error"]
+
+OPEN_S = 20.0
+"""Limit of opening the scorers of a request: a process starts, and a sandbox proves itself."""
+GRADER_ERRORS = (
+    "formula_parse_error",
+    "invalid_variable_error",
+    "model_grader_parse_error",
+    "model_grader_refusal_error",
+    "model_grader_server_error",
+    "other_error",
+    "python_grader_runtime_error",
+    "python_grader_server_error",
+    "sample_parse_error",
+    "truncated_observation_error",
+    "unresponsive_reward_error",
+)
+"""Flags of the reply to a grader that is run."""
+
+
+class GradeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Score ``sample`` with each of ``scorers`` (configurations) within ``deadline_s``, once they are open; without a
+    sample only open them."""
+
+    scorers: list[dict[str, Any]]
+    sample: str | None
+    item: dict[str, Any]
+    deadline_s: float
+
+
+class GradeReply(msgspec.Struct, frozen=True, kw_only=True):
+    """One score for each scorer, or none and the error of the first that failed; how long it took, in seconds."""
+
+    scores: list[float] = []
+    error: str = ""
+    seconds: float = 0.0
+
+
+def error_text(flag: str, detail: str) -> str:
+    """The text of an error of a grader: its kind stands at the front, so that it survives where only texts go."""
+    assert flag in GRADER_ERRORS
+    return f"{flag}: {detail}"
+
+
+def split_error(text: str) -> tuple[str, str]:
+    """Kind and detail of such a text; any other text is an ``other_error``."""
+    flag, colon, detail = text.partition(": ")
+    return (flag, detail) if colon and flag in GRADER_ERRORS else ("other_error", text)

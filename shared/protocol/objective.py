@@ -1,0 +1,13 @@
+"""Which loss a group is trained with."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+__all__ = ["OBJECTIVES", "Objective"]
+
+Objective = Literal["policy", "supervised", "preference"]
+"""policy: the policy gradient, within the lag bound. supervised: to be imitated. preference: two answers to one prompt,
+the better one first. The last two need no policy that sampled the tokens, and know no lag."""
+
+OBJECTIVES: frozenset[str] = frozenset(get_args(Objective))

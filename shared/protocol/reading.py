@@ -1,0 +1,38 @@
+"""Text to token ids and token ids to log-probs, asked of a rollout worker: it has the tokenizer and the newest weights.
+
+Request/reply on ``subjects.reading(job)`` (core NATS); asking again is harmless.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+__all__ = ["ReadReply", "ReadRequest"]
+
+
+class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt, as ``messages`` or ``prompt_ids``, and an answer to it, as ``answer`` (a message) or ``token_ids``.
+
+    ``score``: log-probs of the answer's tokens are wanted, too.
+    """
+
+    messages: list[dict[str, Any]] = []
+    prompt_ids: list[int] = []
+    answer: dict[str, Any] | None = None
+    token_ids: list[int] = []
+    score: bool = False
+
+
+class ReadReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens of both, an answer that came as text with the end of sequence; or the ``flaw`` that they have.
+
+    ``logprobs`` are of logits (temperature 1), by the policy ``version``.
+    """
+
+    flaw: str = ""
+    prompt_ids: list[int] = []
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    version: int = -1

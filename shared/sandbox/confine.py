@@ -1,0 +1,76 @@
+"""What a run gives up for good, in the order that works."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+from penstock.shared.sandbox import kernel
+from penstock.shared.sandbox.landlock import landlock_version, restrict_files
+from penstock.shared.sandbox.plan import Plan
+from penstock.shared.sandbox.seccomp import build_filter, install
+
+__all__ = ["SCRATCH", "confine"]
+
+SCRATCH = "/tmp"
+"""The one directory in which a run with namespaces may write."""
+_MAX_FILES = 64
+_MAX_THREADS = 64
+_WARDENS = 2
+"""The warden and process 1 count too where they have the user of the program."""
+_NOBODY = 65534
+_PRIVATE_USERS = 0x40000000
+"""From here on, user ids are given to wardens by process id: no other process counts against their limits."""
+
+
+def confine(plan: Plan, warden: int) -> None:
+    """Limits, user, capabilities, files, system calls. ``warden`` is the number of the process that called fork.
+
+    Raises:
+        OSError: a layer does not hold; the program must not be started.
+    """
+    _limit(plan)
+    if plan.mechanism == "namespaces" and os.geteuid() == 0:
+        _become_nobody(plan.parent)
+    kernel.no_new_privileges()
+    kernel.drop_capabilities()
+    kernel.stay_with_parent(warden)
+    own_root = plan.mechanism == "namespaces"
+    if landlock_version() > 0:
+        writable = ["/dev/null", SCRATCH] if own_root else []
+        restrict_files([*plan.readable, "/dev/null", "/dev/zero", "/dev/urandom", "/dev/random"], writable)
+    elif not own_root:
+        raise OSError("the kernel has no Landlock")
+    install(build_filter(single=plan.single, read_only=not own_root, pid=os.getpid()))
+
+
+def _limit(plan: Plan) -> None:
+    limits = {
+        resource.RLIMIT_AS: plan.memory_bytes,
+        resource.RLIMIT_CPU: plan.cpu_s,
+        resource.RLIMIT_FSIZE: plan.scratch_bytes,
+        resource.RLIMIT_NOFILE: _MAX_FILES,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+    }
+    if plan.mechanism == "namespaces":  # elsewhere all processes of the user count
+        wardens = 0 if os.geteuid() == 0 else _WARDENS
+        limits[resource.RLIMIT_NPROC] = wardens + (_MAX_THREADS if plan.single else plan.max_processes)
+    for which, most in limits.items():
+        hard = resource.getrlimit(which)[1]
+        value = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(which, (value, value))
+
+
+def _become_nobody(number: int) -> None:
+    """A user that owns nothing and runs nothing else; the usual nobody where a container maps no others."""
+    os.setgroups([])
+    for user in (_PRIVATE_USERS + number, _NOBODY):
+        try:
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
+        except OSError:
+            continue
+        return
+    raise OSError("no user id to change to")

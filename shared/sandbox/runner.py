@@ -1,0 +1,123 @@
+"""One run, in a process of its own: give up everything, then execute a program and its steps."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import gc
+import json
+import os
+import random
+import sys
+import threading
+import types
+from typing import Any, NoReturn
+
+from penstock.shared.sandbox.confine import SCRATCH, confine
+from penstock.shared.sandbox.plan import READY, Job, Plan
+
+__all__ = ["run"]
+
+_RESULTS = 3
+_ABOVE_ALL = 100
+_MANY = 1 << 20
+
+_STANDARD_LIBRARY = sys.path[1:]
+"""The warden starts without site packages; its first entry is where Penstock lies."""
+
+_compile, _eval, _exec, _dumps, _write, _exit = compile, eval, exec, json.dumps, os.write, os._exit
+"""A program may replace the originals."""
+_WHATEVER = (Exception, SystemExit, KeyboardInterrupt)
+"""What a program may raise."""
+
+
+def run(plan: Plan, descriptors: list[int], warden: int) -> NoReturn:
+    """Execute the job of ``descriptors`` (standard input, standard output, results, job) and exit.
+
+    The exit status is that of the program. Results are lines of JSON after ``READY``: ``{"step", "nonce", "value"}``
+    for each step that did not raise; without ``READY`` the containment did not hold, and the text says why.
+    """
+    try:
+        job_descriptor = _take(descriptors)
+        confine(plan, warden)
+        os.chdir(SCRATCH if plan.mechanism == "namespaces" else "/")
+        job = Job(*json.loads(_read_all(job_descriptor)))
+    except (OSError, ValueError, KeyError) as error:
+        _write(_RESULTS, f"{type(error).__name__}: {error}".encode())
+        _exit(1)
+    _write(_RESULTS, READY)
+    names = _fresh_main(plan.packages)
+    status = _execute(job, names)
+    _wind_up(names)
+    _exit(status)
+
+
+def _take(descriptors: list[int]) -> int:
+    """Put the first three on 0, 1 and ``_RESULTS``, close everything else but the job, whose number is returned."""
+    stdin, stdout, results, job = (fcntl.fcntl(number, fcntl.F_DUPFD, _ABOVE_ALL) for number in descriptors)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number, place in ((stdin, 0), (stdout, 1), (nowhere, 2), (results, _RESULTS), (job, _RESULTS + 1)):
+        os.dup2(number, place)
+    os.closerange(_RESULTS + 2, _MANY)
+    return _RESULTS + 1
+
+
+def _read_all(descriptor: int) -> bytes:
+    """Its content; it is closed, so that a program cannot read it again."""
+    with os.fdopen(descriptor, "rb") as file:
+        file.seek(0)
+        return file.read()
+
+
+def _fresh_main(packages: list[str]) -> dict[str, Any]:
+    """The names in which the program runs, as if it were the script of a new interpreter."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "penstock"]:
+        del sys.modules[name]
+    sys.path[:] = [*_STANDARD_LIBRARY, *packages]
+    sys.argv = ["program.py"]
+    random.seed(0)
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    return vars(module)
+
+
+def _execute(job: Job, names: dict[str, Any]) -> int:
+    """The exit status. Tracebacks go nowhere, so none is printed."""
+    try:
+        _exec(_compile(job.program, "program.py", "exec"), names)
+        for index, step in enumerate(job.steps):
+            _take_step(index, step, job.nonce, names)
+    except SystemExit as error:
+        return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
+    except _WHATEVER:
+        return 1
+    return 0
+
+
+def _wind_up(names: dict[str, Any]) -> None:
+    """What an interpreter does at its end and programs rely on; the rest of it would take longer than most runs."""
+    with contextlib.suppress(*_WHATEVER):
+        for thread in threading.enumerate():
+            if thread is not threading.main_thread() and not thread.daemon:
+                thread.join()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        names.clear()  # files that nobody closed write what they hold back
+        gc.collect()
+
+
+def _take_step(index: int, step: dict[str, Any], nonce: str, names: dict[str, Any]) -> None:
+    """Run a test's statements, or call a function, and report; a step that raises reports nothing."""
+    try:
+        value = None
+        if "code" in step:
+            _exec(_compile(step["code"], "test.py", "exec"), names)
+        else:
+            value = _eval(step["call"], names)(*step["args"], **step["kwargs"])
+        line = _dumps({"step": index, "nonce": nonce, "value": value}, allow_nan=False)
+    except _WHATEVER:
+        return
+    data = line.encode() + b"\n"
+    while data:
+        data = data[_write(_RESULTS, data) :]

@@ -1,0 +1,296 @@
+"""The handle of a sandbox: starts the warden, proves that it contains, runs jobs and collects what they write."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import selectors
+import site
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import penstock
+from penstock.shared.errors import SandboxError
+from penstock.shared.sandbox.confine import SCRATCH
+from penstock.shared.sandbox.landlock import landlock_version
+from penstock.shared.sandbox.plan import READY, Job, Mechanism, Plan, Verdict
+from penstock.shared.sandbox.probe import breaches
+
+__all__ = ["Limits", "Outcome", "Sandbox"]
+
+_START = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from penstock.shared.sandbox.warden import main; "
+    "main(int(sys.argv[2]), sys.argv[3])"
+)
+_ENVIRONMENT = {
+    "HOME": SCRATCH,
+    "LANG": "C.UTF-8",
+    "PATH": "/usr/bin:/bin",
+    "PYTHONHASHSEED": "0",  # the same program scores the same each time
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
+_START_LIMIT_S = 30.0
+_PATIENCE_S = 10.0
+"""The warden ends a run at its limit; this much later it is taken for dead."""
+_CHUNK = 1 << 16
+_STOP = b"stop"
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
+
+class Limits(Protocol):
+    """What a program may use: a part of the configuration of whoever runs programs."""
+
+    @property
+    def time_limit_s(self) -> float:
+        """Wall-clock time that its processor time is bounded by."""
+        ...
+
+    @property
+    def memory_bytes(self) -> int:
+        """Address space of one process."""
+        ...
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Files in its private directory, all together."""
+        ...
+
+    @property
+    def output_bytes(self) -> int:
+        """What it may write."""
+        ...
+
+    @property
+    def max_processes(self) -> int:
+        """Processes and threads; 1: one process, any threads."""
+        ...
+
+    @property
+    def site_packages(self) -> bool:
+        """Whether it sees what is installed beside this process."""
+        ...
+
+    @property
+    def preload(self) -> list[str]:
+        """Modules imported once for all runs."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A run: how it ended, its standard output, and what it reported of its steps."""
+
+    verdict: Verdict
+    stdout: bytes
+    flooded: bool
+    """It wrote more than it may, and was ended for that."""
+    steps: dict[int, Any]
+    """Value by number of the step; a step that failed is not in it."""
+
+    @property
+    def ok(self) -> bool:
+        """It came to its end and said that all is well."""
+        return self.verdict == Verdict("exit", 0) and not self.flooded
+
+
+class Sandbox:
+    """Runs programs one after another. Opening takes the first mechanism that holds on this machine."""
+
+    _channel: socket.socket
+
+    def __init__(self, config: Limits, mechanisms: Sequence[Mechanism] = ("namespaces", "landlock")) -> None:
+        """Raises SandboxError where no mechanism holds, with the reasons: nothing is ever run without containment."""
+        self._config = config
+        self.mechanism = mechanisms[0]
+        self._process: subprocess.Popen[bytes] | None = None
+        problems = []
+        for mechanism in mechanisms:
+            self.mechanism = mechanism
+            try:
+                self._start()
+                self._prove()
+            except SandboxError as error:
+                self.close()
+                problems.append(f"{mechanism}: {error}")
+            else:
+                return
+        raise SandboxError(
+            "no sandbox on this machine contains programs, so none is run. "
+            + "; ".join(problems)
+            + ". Allow user namespaces, add the capability SYS_ADMIN, or use a kernel with Landlock (docs/rewards.md)"
+        )
+
+    def close(self) -> None:
+        """End the warden and whatever it runs."""
+        if self._process is not None:
+            self._channel.close()
+            self._process.kill()  # its child goes along
+            self._process.wait()
+            self._process = None
+
+    def run(self, job: Job, stdin: str, limit_s: float) -> Outcome:
+        """Execute a job within ``limit_s`` of wall-clock time.
+
+        Raises:
+            SandboxError: the sandbox itself failed; says nothing about the program.
+        """
+        if self._process is None:
+            self._start()
+        out, write_out = os.pipe()
+        results, write_results = os.pipe()
+        try:
+            with _sealed(stdin) as stdin_file, _sealed(json.dumps(job)) as job_file:
+                given = [stdin_file, write_out, write_results, job_file]
+                try:
+                    socket.send_fds(self._channel, [str(limit_s).encode()], given)
+                finally:
+                    os.close(write_out)
+                    os.close(write_results)
+            return self._collect(out, results, job.nonce, time.monotonic() + limit_s + _PATIENCE_S)
+        except OSError as error:
+            self.close()
+            raise SandboxError(f"the sandbox failed: {error}") from None
+        finally:
+            os.close(out)
+            os.close(results)
+
+    def _start(self) -> None:
+        if sys.platform != "linux":
+            raise SandboxError("only Linux has what containment needs")
+        plan = self._plan()
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        root = str(Path(penstock.__file__).parent.parent)
+        with theirs:
+            arguments = [root, str(theirs.fileno()), json.dumps(plan)]
+            self._process = subprocess.Popen(
+                [sys.executable, *("-s", "-S", "-P", "-B", "-X", "utf8", "-c", _START), *arguments],
+                stdin=subprocess.DEVNULL,
+                env=_environment(),
+                pass_fds=(theirs.fileno(),),
+                cwd="/",
+            )
+        self._channel.settimeout(_START_LIMIT_S)
+        try:
+            answer = self._channel.recv(4096)
+        except OSError as error:
+            raise SandboxError(f"the warden does not start: {error}") from None
+        problem = json.loads(answer) if answer else "the warden died at its start; its log says why"
+        if problem:
+            raise SandboxError(problem)
+
+    def _plan(self) -> Plan:
+        config = self._config
+        if self.mechanism == "landlock" and landlock_version() == 0:
+            raise SandboxError("this kernel has no Landlock, has it switched off, or a container withholds it")
+        if self.mechanism == "landlock" and config.max_processes > 1:
+            raise SandboxError("max_processes above 1 needs namespaces: processes could not be ended as a whole")
+        packages = site.getsitepackages() if config.site_packages else []
+        readable = _outermost([sys.base_prefix, sysconfig.get_path("stdlib"), *packages, *_SYSTEM])
+        hidden = [path for path in readable if Path(path).is_relative_to(SCRATCH)]
+        if hidden and self.mechanism == "namespaces":
+            raise SandboxError(f"Python lies in {hidden[0]}, where programs get their private {SCRATCH}")
+        return Plan(
+            mechanism=self.mechanism,
+            parent=os.getpid(),
+            readable=readable,
+            packages=packages,
+            preload=config.preload,
+            cpu_s=math.ceil(config.time_limit_s) + 1,
+            memory_bytes=config.memory_bytes,
+            scratch_bytes=config.scratch_bytes,
+            max_processes=config.max_processes,
+        )
+
+    def _prove(self) -> None:
+        """Try from inside what must not be possible.
+
+        Raises:
+            SandboxError: something was possible.
+        """
+        if found := breaches(lambda job: self.run(job, "", _START_LIMIT_S).steps):
+            raise SandboxError(f"a program could {', '.join(found)}")
+
+    def _collect(self, out: int, results: int, nonce: str, deadline: float) -> Outcome:
+        written = {out: bytearray(), results: bytearray()}
+        verdict: Verdict | None = None
+        flooded = False
+        with selectors.DefaultSelector() as selector:
+            for source in (out, results, self._channel.fileno()):
+                selector.register(source, selectors.EVENT_READ)
+            while selector.get_map():
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    raise TimeoutError("the warden does not answer")
+                for key, _ in ready:
+                    if key.fd in written:
+                        data = os.read(key.fd, _CHUNK)
+                        if len(written[key.fd]) <= self._config.output_bytes:
+                            written[key.fd] += data
+                        elif not flooded:
+                            flooded = True
+                            self._channel.send(_STOP)
+                        ended = not data
+                    else:
+                        verdict, ended = self._verdict(), True
+                    if ended:
+                        selector.unregister(key.fd)
+        assert verdict is not None
+        reported = bytes(written[results])
+        if not reported.startswith(READY):
+            raise OSError(reported.decode(errors="replace")[:300] or f"a run ended before it began ({verdict})")
+        return Outcome(verdict, bytes(written[out]), flooded, _steps(reported[len(READY) :], nonce))
+
+    def _verdict(self) -> Verdict:
+        message = self._channel.recv(256)
+        if not message:
+            raise ConnectionError("the warden died")
+        return Verdict(*json.loads(message))
+
+
+def _environment() -> dict[str, str]:
+    """All that the warden and programs see; nothing of this process but where shared libraries lie."""
+    libraries = os.environ.get("LD_LIBRARY_PATH")
+    return _ENVIRONMENT | ({"LD_LIBRARY_PATH": libraries} if libraries else {})
+
+
+@contextlib.contextmanager
+def _sealed(text: str) -> Iterator[int]:
+    """A descriptor of a file in memory with ``text``, which nobody can change any more."""
+    descriptor = os.memfd_create("penstock", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(text.encode(errors="surrogatepass"))
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _outermost(paths: list[str]) -> list[str]:
+    """Existing directories, without links and without what lies in another of them."""
+    found = {path for path in paths if Path(path).is_dir() and not Path(path).is_symlink()}
+    return sorted(path for path in found if not any(Path(path).is_relative_to(o) for o in found - {path}))
+
+
+def _steps(reported: bytes, nonce: str) -> dict[int, Any]:
+    """What the run reported; lines that the program wrote there itself lack the nonce and are passed over."""
+    values = {}
+    for line in reported.splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+            found = json.loads(line)
+            if found["nonce"] == nonce:
+                values[int(found["step"])] = found["value"]
+    return values

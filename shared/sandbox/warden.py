@@ -1,0 +1,118 @@
+"""The warden: confines itself once, then forks one process for each run and ends what that one leaves behind.
+
+Started by ``sandbox.py`` with an empty environment. With namespaces its child is process 1 of a process-id namespace,
+so that everything a program started dies with one signal. It never sees programs or tests: they pass in descriptors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+
+from penstock.shared.sandbox import kernel
+from penstock.shared.sandbox.namespaces import enter_namespaces, fresh_scratch
+from penstock.shared.sandbox.plan import Plan, Verdict
+from penstock.shared.sandbox.runner import run
+
+__all__ = ["main"]
+
+_OFTEN_IMPORTED = (
+    *("abc", "bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "fractions", "functools", "heapq"),
+    *("io", "itertools", "math", "operator", "random", "re", "statistics", "string", "typing"),
+)
+"""Imported before the fork: programs find them ready."""
+_NUM_DESCRIPTORS = 4
+_STOP = b"stop"
+
+
+def main(descriptor: int, plan_json: str) -> None:
+    """Serve runs on a socket until it closes. The first message is an empty text, or says why this cannot be."""
+    channel, plan = socket.socket(fileno=descriptor), Plan(*json.loads(plan_json))
+    sys.path += plan.packages
+    try:
+        for name in (*_OFTEN_IMPORTED, *plan.preload):
+            importlib.import_module(name)
+        if plan.mechanism == "namespaces":
+            enter_namespaces(plan.readable)
+    except (OSError, KeyError, ImportError) as error:
+        channel.send(json.dumps(getattr(error, "strerror", None) or str(error)).encode())
+        return
+    if plan.mechanism == "namespaces":
+        if child := os.fork():
+            channel.close()
+            kernel.stay_with_parent(plan.parent)
+            os.waitpid(child, 0)
+            return
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the kernel keeps signals without a handler from process 1
+        kernel.stay_with_parent(0)  # that is how a parent outside looks from here
+    else:
+        kernel.stay_with_parent(plan.parent)
+    channel.send(json.dumps("").encode())
+    gc.freeze()
+    _serve(channel, plan)
+
+
+def _serve(channel: socket.socket, plan: Plan) -> None:
+    first = True
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(channel, 64, _NUM_DESCRIPTORS)
+        if not message:
+            return
+        if message == _STOP:  # the run had ended by itself
+            continue
+        if plan.mechanism == "namespaces":
+            fresh_scratch(plan.scratch_bytes, replace=not first)
+            first = False
+        warden = os.getpid()
+        child = os.fork()
+        if child == 0:
+            run(plan, descriptors, warden)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        verdict = _wait(child, time.monotonic() + float(message), channel)
+        if plan.mechanism == "namespaces":
+            _end_all()
+        channel.send(json.dumps(verdict).encode())
+
+
+def _wait(child: int, deadline: float, channel: socket.socket) -> Verdict:
+    """Until the run ends, its time is over, or the handle wants it ended."""
+    poll = select.poll()
+    ended = os.pidfd_open(child)
+    try:
+        poll.register(ended, select.POLLIN)
+        poll.register(channel, select.POLLIN)
+        events = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+    finally:
+        os.close(ended)
+    numbers = [number for number, _ in events]
+    if ended not in numbers:
+        os.kill(child, signal.SIGKILL)
+        if channel.fileno() in numbers:
+            channel.recv(len(_STOP))
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if not numbers:
+        return Verdict("time", signal.SIGKILL)
+    return Verdict("exit", code) if code >= 0 else Verdict("signal", -code)
+
+
+def _end_all() -> None:
+    """Kill and bury every process of this namespace but this one."""
+    assert os.getpid() == 1, "outside a namespace of its own this would end everything"
+    while True:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+        try:
+            buried, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not buried:
+            time.sleep(0.001)

@@ -1,0 +1,190 @@
+"""``penstock chat``: talk to a model, and say what you think of its answers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import httpx
+import orjson
+import typer
+
+from penstock.cli.printing import note
+from penstock.client import Client
+from penstock.client.answers import base_url, body_of, default_headers, error_of, unreachable
+from penstock.shared.config.kinds import parse_job
+from penstock.shared.config.online import MetricConfig
+from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.errors import ConfigError, ProtocolError, Unavailable
+
+__all__ = ["chat"]
+
+TIMEOUT = httpx.Timeout(60.0, read=300.0)
+NEW = "new"
+QUESTION = "good? y/n, Enter to say nothing: "
+
+
+def chat(
+    model: Annotated[str, typer.Argument(help="Name of a running job, or its id.")],
+    text: Annotated[str | None, typer.Argument(help="Say this and end; without it, a conversation.")] = None,
+    *,
+    system: Annotated[str | None, typer.Option(help="What the model is told before everything else.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Of sampling; default: the job's. Another one is served and never trained on.")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer; default: the job's.")] = None,
+    episode: Annotated[
+        str | None, typer.Option(help="The episode that this belongs to; 'new' opens one, and ends it on leaving.")
+    ] = None,
+    metric: Annotated[str | None, typer.Option(help="What y and n are posted as; default: the job's first.")] = None,
+    rate: Annotated[
+        bool | None, typer.Option("--rate/--no-rate", help="Ask after each answer; default: in a terminal.")
+    ] = None,
+) -> None:
+    """Talk to a model; y or n after an answer is posted as feedback. Ctrl-D ends the conversation."""
+    terminal = sys.stdin.isatty()
+    with Client() as client, _http() as http:
+        thumbs = _thumbs(client, http, model, metric) if (terminal if rate is None else rate) else None
+        opened = _open(http, model) if episode == NEW else None
+        talk = Conversation(http, model, episode=opened or episode or "")
+        talk.sampling |= {"temperature": temperature, "max_tokens": max_tokens}
+        talk.messages += [{"role": "system", "content": system}] if system else []
+        try:
+            for line in _lines(terminal) if text is None else [text]:
+                for piece in talk.ask(line):
+                    typer.echo(piece, nl=False)
+                typer.echo()
+                _rate(client, talk, thumbs)
+        finally:
+            if opened is not None:
+                body_of(http.post(f"/v1/episodes/{opened}/end"))
+
+
+@dataclass
+class Conversation:
+    """What was said so far. ``last`` is the id of the newest answer."""
+
+    http: httpx.Client
+    model: str
+    episode: str = ""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, str]] = field(default_factory=list)
+    last: str = ""
+
+    def ask(self, text: str) -> Iterator[str]:
+        """Say something; the pieces of the answer as they come.
+
+        Raises:
+            PenstockError: there is no answer, or not all of it.
+        """
+        self.messages.append({"role": "user", "content": text})
+        wishes = {name: value for name, value in self.sampling.items() if value is not None}
+        body = {"model": self.model, "messages": self.messages, "stream": True, **wishes}
+        headers = {"X-Episode-Id": self.episode} if self.episode else {}
+        answer = ""
+        try:
+            with self.http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as response:
+                if not response.is_success:
+                    response.read()
+                    raise error_of(response)
+                self.last = response.headers.get("x-interaction-id", "")
+                for piece in _pieces(response):
+                    answer += piece
+                    yield piece
+        except httpx.TransportError as error:
+            raise unreachable(str(self.http.base_url).rstrip("/"), error) from None
+        self.messages.append({"role": "assistant", "content": answer})
+
+
+@dataclass(frozen=True)
+class Thumbs:
+    """What a thumb up and a thumb down are posted as."""
+
+    metric: str
+    up: bool | float
+    down: bool | float
+
+
+def _pieces(response: httpx.Response) -> Iterator[str]:
+    """Text of a stream of events."""
+    for line in response.iter_lines():
+        if not line.startswith("data: "):
+            continue
+        if line == "data: [DONE]":
+            return
+        event = orjson.loads(line[6:])
+        if "error" in event:
+            raise Unavailable(f"the answer broke off: {event['error'].get('message', '')}")
+        for choice in event.get("choices", []):
+            delta = choice.get("delta", {})
+            if delta.get("content"):
+                yield delta["content"]
+            for call in delta.get("tool_calls") or []:
+                yield orjson.dumps(call["function"]).decode()
+    raise ProtocolError("the stream ended before the answer did")
+
+
+def _http() -> httpx.Client:
+    return httpx.Client(base_url=base_url(None), headers=default_headers(None), timeout=TIMEOUT)
+
+
+def _open(http: httpx.Client, model: str) -> str:
+    return str(body_of(http.post("/v1/episodes", json={"model": model}))["id"])
+
+
+def _thumbs(client: Client, http: httpx.Client, model: str, wanted: str | None) -> Thumbs | None:
+    """How the model's job takes verdicts on single answers.
+
+    Raises:
+        ConfigError: the job declares no such metric.
+    """
+    found = body_of(http.get(f"/v1/models/{model}"))
+    if not found["online"]:
+        note(f"{model} does not learn from feedback")
+        return None
+    job = parse_job(client.get(found["job"]).spec)
+    assert isinstance(job, OnlineJob)
+    metrics = {name: metric for name, metric in job.online.metrics.items() if metric.level == "interaction"}
+    name = wanted or next(iter(metrics), "")
+    if name in metrics:
+        return _values(name, metrics[name])
+    if wanted is None:
+        note(f"{model} has no metric that judges a single answer")
+        return None
+    raise ConfigError(f"--metric {wanted}: {model} declares {', '.join(metrics) or 'none'} for single answers")
+
+
+def _values(name: str, metric: MetricConfig) -> Thumbs:
+    """The best and the worst that can be said."""
+    if metric.type == "boolean":
+        up = metric.weight * (metric.when_true - metric.when_false) >= 0
+        return Thumbs(name, up, not up)
+    low, high = (bound / metric.weight if metric.weight else 0.0 for bound in metric.clip)
+    return Thumbs(name, high, low)
+
+
+def _rate(client: Client, talk: Conversation, thumbs: Thumbs | None) -> None:
+    """Ask what the user thinks of the newest answer, and post it."""
+    while thumbs is not None:
+        typer.echo(QUESTION, nl=False, err=True)
+        said = sys.stdin.readline().strip().lower()
+        if not said:
+            return
+        if said in ("y", "n"):
+            reply = client.feedback(thumbs.metric, thumbs.up if said == "y" else thumbs.down, inference=talk.last)
+            note(f"{thumbs.metric}: stored as {reply['feedback_id']}")
+            return
+
+
+def _lines(terminal: bool) -> Iterator[str]:
+    """What is typed, line by line, to the end of the input."""
+    while True:
+        if terminal:
+            typer.echo("> ", nl=False, err=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.rstrip("\n")

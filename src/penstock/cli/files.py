@@ -1,0 +1,90 @@
+"""Commands about uploaded data sets and graders."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+import typer
+
+from penstock.cli.exits import FAILED, Commands
+from penstock.cli.printing import Json, ago, console, note, show_json, table
+from penstock.client import Client
+from penstock.shared.config.base import load_yaml
+from penstock.shared.errors import ConfigError
+
+__all__ = ["app", "grade"]
+
+app = typer.Typer(name="files", cls=Commands, help="Data sets kept by the server.", no_args_is_help=True)
+
+Id = Annotated[str, typer.Argument(metavar="ID", help="As 'penstock files ls' shows it.")]
+
+
+@app.command()
+def upload(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="JSON lines: one row per line.")], as_json: Json = False
+) -> None:
+    """Have the server keep a data set, and print its id."""
+    with Client() as client:
+        row = client.files.upload(path)
+    if as_json:
+        show_json(row)
+    else:
+        typer.echo(row["id"])
+        note(f"{row['rows']} rows, sha256 {row['sha256']}")
+
+
+@app.command()
+def ls(as_json: Json = False) -> None:
+    """List the data sets, newest first."""
+    with Client() as client:
+        rows = client.files.list()
+    if as_json:
+        show_json(rows)
+        return
+    shown = [
+        (r["id"], r["filename"], r["rows"], r["bytes"], ago(datetime.fromtimestamp(r["created_at"], UTC))) for r in rows
+    ]
+    console().print(table(("ID", "NAME", "ROWS#", "BYTES#", "AGE#"), shown))
+
+
+@app.command()
+def rm(id: Id) -> None:
+    """Delete a data set that no job reads."""
+    with Client() as client:
+        client.files.delete(id)
+    note(f"{id} is gone")
+
+
+def grade(
+    grader: Annotated[Path, typer.Argument(metavar="FILE", help="A grader in OpenAI's format, YAML or JSON.")],
+    sample: Annotated[str, typer.Option(help="What a model wrote.")],
+    item: Annotated[str, typer.Option(help="The data row, as JSON.")] = "{}",
+    as_json: Json = False,
+) -> None:
+    """Try a grader on one answer, in a reward worker; exit 1 where it fails."""
+    with Client() as client:
+        found = client.graders.run(load_yaml(grader), sample, _row(item))
+    errors = {name: value for name, value in found["metadata"]["errors"].items() if value}
+    if as_json:
+        show_json(found)
+    elif errors:
+        note("\n".join(f"{name}: {value}" for name, value in errors.items()))
+    else:
+        typer.echo(f"{found['reward']:g}")
+        for name, score in found["sub_rewards"].items():
+            note(f"{name}: {score:g}")
+    if errors:
+        raise typer.Exit(FAILED)
+
+
+def _row(text: str) -> dict[str, Any]:
+    try:
+        row = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"--item is not valid JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise ConfigError("--item must be a JSON object")
+    return row

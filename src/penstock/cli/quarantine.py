@@ -1,0 +1,62 @@
+"""Commands about feedback that is held back."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated
+
+import typer
+
+from penstock.cli.exits import Commands
+from penstock.cli.printing import Job, Json, ago, console, note, show_json, table
+from penstock.client import Client
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="quarantine", cls=Commands, help="Feedback that is held back as unusual.", no_args_is_help=True
+)  # fmt: skip
+
+Item = Annotated[str, typer.Argument(metavar="ID", help="As 'penstock quarantine ls' shows it.")]
+
+
+@app.command()
+def ls(
+    job: Job,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="At most so many.")] = 100,
+    as_json: Json = False,
+) -> None:
+    """List the feedback of a job that is held back."""
+    with Client() as client:
+        rows = client.quarantine.list(client.find(job).id, limit=limit)
+    if as_json:
+        show_json(rows)
+        return
+    shown = [
+        (r["feedback_id"], r["metric"], r["source"], ago(datetime.fromtimestamp(r["received"], UTC)), r["reason"])
+        for r in rows
+    ]
+    console().print(table(("ID", "METRIC", "SOURCE", "AGE#", "REASON"), shown))
+
+
+@app.command()
+def show(job: Job, item: Item) -> None:
+    """Show an item with what it says, as JSON."""
+    with Client() as client:
+        show_json(client.quarantine.show(client.find(job).id, item))
+
+
+@app.command()
+def release(job: Job, item: Item) -> None:
+    """Let an item count."""
+    with Client() as client:
+        client.quarantine.release(client.find(job).id, item)
+    note(f"feedback {item} is released")
+
+
+@app.command()
+def drop(job: Job, item: Item) -> None:
+    """Reject an item for good."""
+    with Client() as client:
+        client.quarantine.drop(client.find(job).id, item)
+    note(f"feedback {item} is dropped")

@@ -1,0 +1,105 @@
+"""Commands about webhooks."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated
+
+import typer
+
+from penstock.cli.exits import FAILED, Commands
+from penstock.cli.printing import Json, ago, console, note, show_json, table
+from penstock.client import Client
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="webhooks", cls=Commands, help="Post events of jobs to an address, signed.", no_args_is_help=True
+)
+
+Id = Annotated[str, typer.Argument(metavar="ID", help="As 'penstock webhooks ls' shows it.")]
+
+
+@app.command()
+def create(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Where events are posted.")],
+    types: Annotated[
+        str | None, typer.Option(help="Comma-separated, like 'rl.job.*,rl.checkpoint.*'; default: jobs that ended.")
+    ] = None,
+    job: Annotated[str | None, typer.Option(help="Only events of this job: id, prefix or name.")] = None,
+    description: Annotated[str, typer.Option(help="For people.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Make a webhook and print the secret that signs its deliveries; it is shown this once."""
+    wanted = None if types is None else [one.strip() for one in types.split(",") if one.strip()]
+    with Client() as client:
+        of = None if job is None else client.find(job).id
+        made = client.webhooks.create(url, types=wanted, job=of, description=description)
+    if as_json:
+        show_json(made)
+    else:
+        typer.echo(made["secret"])
+        note(f"webhook {made['id']} gets {', '.join(made['types'])}; keep the secret, it is not shown again")
+
+
+@app.command()
+def ls(as_json: Json = False) -> None:
+    """List the webhooks."""
+    with Client() as client:
+        rows = client.webhooks.list()
+    if as_json:
+        show_json(rows)
+        return
+    shown = [
+        (
+            row["id"],
+            row["url"],
+            ", ".join(row["types"]),
+            ago(datetime.fromisoformat(row["created_at"])),
+            "on" if row["enabled"] else f"off: {row['disabled_reason'] or 'by request'}",
+        )
+        for row in rows
+    ]
+    console().print(table(("ID", "URL", "TYPES", "AGE#", "STATE"), shown))
+
+
+@app.command()
+def show(id: Id) -> None:
+    """Show a webhook and how far its deliveries are, as JSON."""
+    with Client() as client:
+        show_json(client.webhooks.show(id))
+
+
+@app.command()
+def test(id: Id) -> None:
+    """Post a test event now."""
+    with Client() as client:
+        found = client.webhooks.test(id)
+    if not found["delivered"]:
+        note(f"not taken: {found['error']}")
+        raise typer.Exit(FAILED)
+    note("taken")
+
+
+@app.command()
+def enable(id: Id) -> None:
+    """Go on where deliveries stopped."""
+    with Client() as client:
+        client.webhooks.change(id, enabled=True)
+    note(f"webhook {id} is on")
+
+
+@app.command()
+def disable(id: Id) -> None:
+    """Deliver nothing until it is enabled again; events wait."""
+    with Client() as client:
+        client.webhooks.change(id, enabled=False)
+    note(f"webhook {id} is off")
+
+
+@app.command()
+def rm(id: Id) -> None:
+    """Forget a webhook."""
+    with Client() as client:
+        client.webhooks.delete(id)
+    note(f"webhook {id} is gone")

@@ -1,0 +1,109 @@
+"""Uploaded data sets and graders, for both clients: ``client.files``, ``client.graders``."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.client.calls import Call, Row, Rows, post, show
+from penstock.client.sending import AsyncSend, Send, Steps, awaits, awaits_all, runs, sends
+from penstock.shared.errors import ConfigError
+
+__all__ = ["AsyncFiles", "AsyncGraders", "Files", "Graders"]
+
+_PAGE = 1000
+_UPLOAD_S = 600.0
+
+
+def _upload(path: Path) -> Call[Row]:
+    """Keep a file of JSON lines at the server; its ``id`` is what fine-tuning jobs name. Raises ConfigError by line."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+    boundary = secrets.token_hex(16)
+    name = path.name.replace('"', "_").replace("\\", "_")
+    head = (
+        f'--{boundary}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n'
+        f'--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="{name}"\r\n'
+        "Content-Type: application/jsonl\r\n\r\n"
+    )
+    kind = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
+    body = b"".join([head.encode(), data, f"\r\n--{boundary}--\r\n".encode()])
+    return Call("POST", "/v1/files", dict, body=body, timeout_s=_UPLOAD_S, extra_headers=kind)
+
+
+def _list() -> Steps[Rows]:
+    """The files there are, newest first."""
+    found: Rows = []
+    while True:
+        page = yield show("/v1/files", dict, limit=_PAGE, after=found[-1]["id"] if found else None)
+        found += page["data"]
+        if not page["has_more"]:
+            return found
+
+
+def _show(id: str) -> Call[Row]:
+    """One of them. Raises NotFound."""
+    return show(f"/v1/files/{id}", dict)
+
+
+def _delete(id: str) -> Call[Row]:
+    """Delete a file. Raises NotFound, Conflict: a job reads it."""
+    return Call("DELETE", f"/v1/files/{id}", dict)
+
+
+def _run(grader: Mapping[str, Any], sample: str, item: Mapping[str, Any] | None = None) -> Call[Row]:
+    """Grade what a model wrote, with the data row ``item``: ``reward``, ``sub_rewards``, ``metadata`` with errors."""
+    return post("/v1/graders/run", {"grader": dict(grader), "model_sample": sample, "item": dict(item or {})})
+
+
+def _validate(grader: Mapping[str, Any]) -> Call[Row]:
+    """Whether a grader can be opened. Raises ConfigError."""
+    return post("/v1/graders/validate", {"grader": dict(grader)})
+
+
+class Files:
+    """``upload``, ``list``, ``show`` and ``delete`` data sets."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    upload = sends(_upload)
+    list = runs(_list)
+    show = sends(_show)
+    delete = sends(_delete)
+
+
+class AsyncFiles:
+    """``upload``, ``list``, ``show`` and ``delete`` data sets."""
+
+    def __init__(self, send: AsyncSend) -> None:
+        self._send = send
+
+    upload = awaits(_upload)
+    list = awaits_all(_list)
+    show = awaits(_show)
+    delete = awaits(_delete)
+
+
+class Graders:
+    """``run`` and ``validate`` graders in OpenAI's format."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    run = sends(_run)
+    validate = sends(_validate)
+
+
+class AsyncGraders:
+    """``run`` and ``validate`` graders in OpenAI's format."""
+
+    def __init__(self, send: AsyncSend) -> None:
+        self._send = send
+
+    run = awaits(_run)
+    validate = awaits(_validate)

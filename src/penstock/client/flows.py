@@ -1,0 +1,80 @@
+"""What takes several calls that depend on each other, as steps for both clients."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from penstock.client import calls
+from penstock.client.calls import Goal, Records, Row
+from penstock.client.patience import Patience, Search
+from penstock.client.sending import Pause, Steps
+from penstock.shared.errors import DeadlineError, Unavailable
+from penstock.shared.protocol.jobs import JobRecord
+
+__all__ = ["checkpoint_now", "find", "pages", "scale", "wait"]
+
+PAGE = 100
+HOLD_S = 25.0
+
+
+def find(ref: str) -> Steps[JobRecord]:
+    """A job by id, prefix of an id, or name."""
+    search = Search(ref)
+    while (call := search.next_call()) is not None:
+        search.take((yield call))
+    return search.result()
+
+
+def pages(limit: int, after: str | None, **wanted: Any) -> Steps[Records]:
+    """Up to ``limit`` jobs."""
+    found: Records = []
+    while len(found) < limit:
+        size = min(PAGE, limit - len(found))
+        got = yield calls.page(after=after, limit=size, **wanted)
+        found += got
+        if len(got) < size:
+            break
+        after = got[-1].id
+    return found
+
+
+def wait(job: str, goal: Goal, timeout_s: float | None, patience_s: float) -> Steps[JobRecord]:
+    """A job once it has reached ``goal``."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    patience = Patience(patience_s)
+    while True:
+        left = HOLD_S if deadline is None else min(HOLD_S, deadline - time.monotonic())
+        try:
+            record: JobRecord = yield calls.hold(job, goal, max(0.0, left))
+        except Unavailable as error:
+            yield Pause(patience.after(error))
+            continue
+        patience.renew()
+        if calls.reached(record, goal):
+            return record
+        if deadline is not None and time.monotonic() >= deadline:
+            raise DeadlineError(f"job '{job}' is {record.status.phase} after {timeout_s:g} s, not {goal}")
+
+
+def checkpoint_now(job: str, timeout_s: float) -> Steps[Row]:
+    """A new checkpoint."""
+    asked = yield calls.checkpoint_now(job)
+    return (yield from _until_done(job, asked, timeout_s, f"no checkpoint of job '{job}'"))
+
+
+def scale(job: str, pool: str, replicas: int, timeout_s: float) -> Steps[Row]:
+    """That many workers."""
+    asked = yield calls.post(f"/v1/jobs/{job}/scale", {"pool": pool, "replicas": replicas})
+    return (yield from _until_done(job, asked, timeout_s, f"not {replicas} workers of '{pool}' that are ready"))
+
+
+def _until_done(job: str, asked: Row, timeout_s: float, what: str) -> Steps[Row]:
+    """What an operation came to. Raises Conflict: it failed; DeadlineError."""
+    deadline = time.monotonic() + timeout_s
+    while asked["state"] == "pending":
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise DeadlineError(f"{what} within {timeout_s:g} s")
+        asked = yield calls.operation(job, asked["id"], min(HOLD_S, left))
+    return calls.result_of(asked)

@@ -1,0 +1,46 @@
+"""Takes the coordinator's wishes about the number of workers, over the bus."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.scaling import ScaleReply, ScaleRequest
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["Scalable", "Supervisor"]
+
+CONNECT_S = 60.0
+
+
+class Scalable(Protocol):
+    """Processes that can become more and fewer."""
+
+    async def scale(self, service: str, replicas: int) -> None:
+        """Begin to have that many."""
+        ...
+
+    async def pool(self, service: str) -> ScaleReply:
+        """How far that is."""
+        ...
+
+
+class Supervisor:
+    """Answers for the processes of one machine. Without one, workers are somebody else's to start."""
+
+    def __init__(self, nats_url: str, processes: Scalable) -> None:
+        self._nats_url, self._processes = nats_url, processes
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        bus = await Bus.connect(self._nats_url, name="supervisor", deadline_s=CONNECT_S)
+        async with bus, await bus.serve(subjects.SCALE, self._answer):
+            await asyncio.Event().wait()
+
+    async def _answer(self, data: bytes) -> bytes:
+        request, _ = unpack(data, ScaleRequest)
+        if request.replicas is not None:
+            await self._processes.scale(request.pool, request.replicas)
+        return pack(await self._processes.pool(request.pool))

@@ -1,0 +1,66 @@
+"""Two coordinators before one bus: what one of them took, the other one knows at once, and both count it once."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.services.coordinator.feedback import desk as desk_module
+from penstock.shared.protocol.interaction import Fate
+
+
+async def test_what_one_replica_took_the_other_one_finds(open_desk: Any, tmp_path: Path) -> None:
+    async with open_desk() as first, open_desk(tmp_path / "other") as second:
+        fronts = [first, second]
+
+        async def post(number: int) -> str:
+            taker, teller = fronts[number % 2], fronts[1 - number % 2]
+            id = (await taker.accept())["feedback_id"]
+            row = await teller.fate(id)  # 404 if it had to be waited for
+            assert (row["feedback_id"], row["status"]) == (id, "received")
+            return str(id)
+
+        ids = await asyncio.gather(*(post(number) for number in range(40)))
+        assert sorted(item.id for item in await first.items()) == sorted(ids), "each of them once"
+        await first.decide(*(Fate(feedback=id, status="rejected", reason="stale", time=1.0) for id in ids))
+        for front in fronts:
+
+            async def told(front: Any = front) -> bool:
+                funnel = (await front.client.get(f"/v1/jobs/{front.job}/feedback")).json()
+                return bool(funnel["by_status"] == {"rejected": 40})
+
+            await front.until(told, "fates")
+        assert (await second.client.get(f"/v1/feedback/{second.new_id()}")).status_code == 404
+
+
+async def test_a_request_that_is_repeated_elsewhere_has_one_effect(open_desk: Any, tmp_path: Path) -> None:
+    async with open_desk() as first, open_desk(tmp_path / "other") as second:
+        body = {"inference_id": first.new_id(), "metric_name": "accepted", "value": True}
+        one = await first.post(body, Idempotency_Key="k")
+        await second.fate(one.json()["feedback_id"])
+        again = await second.post(body, Idempotency_Key="k")
+        assert again.json()["feedback_id"] == one.json()["feedback_id"]
+        assert again.json()["duplicate"]
+        assert len(await first.items()) == 1
+        other = await second.post({**body, "value": False}, Idempotency_Key="k")
+        assert other.status_code == 422
+        taken_back = await second.client.post(f"/v1/feedback/{one.json()['feedback_id']}/retract")
+        assert taken_back.status_code == 202
+
+
+async def test_a_deletion_that_another_replica_left_is_finished(
+    open_desk: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(desk_module, "ABANDONED_S", 0.2)
+    async with open_desk() as first, open_desk(tmp_path / "other") as second:
+        await first.record("somebody", text="said once")
+        await first.desk._eraser.begin(first.desk.pseudonyms.of("somebody"))  # and then it died
+
+        async def done() -> bool:
+            return (await second.client.get("/v1/users/somebody/data")).json()["status"] == "done"
+
+        await second.until(done, "deletion")
+        assert not await second.bus.read("INTERACTIONS", "interactions.>")

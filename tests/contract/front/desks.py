@@ -1,0 +1,92 @@
+"""Parts of the coordinator of these tests that keep their books in memory, too."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from penstock.shared.config.graders import AnyGrader, StringCheckGrader, parts_of
+from penstock.shared.config.slots import fill_slots
+from penstock.shared.errors import ConfigError, NotFound, Unavailable
+from penstock.shared.protocol.grading import GradeReply, error_text
+from penstock.shared.protocol.scaling import Pool, ScaleReply
+from penstock.shared.protocol.webhooks import DeliveryState, StoredWebhook
+
+__all__ = ["GradersInMemory", "ScalingInMemory", "WebhooksInMemory"]
+
+
+class WebhooksInMemory:
+    """``Webhooks`` that delivers nothing; addresses at `refused.example` are refused."""
+
+    def __init__(self) -> None:
+        self.stored: dict[str, StoredWebhook] = {}
+
+    async def create(self, url: str, types: list[str], *, job: str | None, description: str) -> StoredWebhook:
+        self._check(url)
+        id = f"wh_{len(self.stored):032x}"
+        self.stored[id] = StoredWebhook(
+            id=id, url=url, types=types, job=job, description=description, created_at=datetime.now(UTC),
+            secret="whsec_c2VjcmV0",
+        )  # fmt: skip
+        return self.stored[id]
+
+    async def find(self, id: str) -> StoredWebhook:
+        if id not in self.stored:
+            raise NotFound(f"no webhook '{id}'")
+        return self.stored[id]
+
+    async def list_all(self) -> list[StoredWebhook]:
+        return list(self.stored.values())
+
+    async def change(self, id: str, changes: dict[str, Any]) -> StoredWebhook:
+        self._check(changes.get("url", ""))
+        self.stored[id] = (await self.find(id)).model_copy(update=changes)
+        return self.stored[id]
+
+    async def delete(self, id: str) -> None:
+        await self.find(id)
+        del self.stored[id]
+
+    async def state(self, id: str) -> DeliveryState:
+        await self.find(id)
+        return DeliveryState(sequence=7, delivered=2)
+
+    async def test(self, id: str) -> str:
+        return "it did not answer" if "away" in (await self.find(id)).url else ""
+
+    @staticmethod
+    def _check(url: str) -> None:
+        if "refused.example" in url:
+            raise ConfigError("a private address")
+
+
+class GradersInMemory:
+    """``Graders`` for string checks; any other kind cannot be opened."""
+
+    async def grade(self, grader: AnyGrader, sample: str | None, item: dict[str, Any]) -> GradeReply:
+        scores: list[float] = []
+        for part in parts_of(grader).values():
+            if not isinstance(part, StringCheckGrader):
+                return GradeReply(error=error_text("python_grader_runtime_error", "not Python"), seconds=0.5)
+            if sample is None:
+                continue
+            try:
+                text, wanted = (
+                    fill_slots(slots, item, {"output_text": sample}) for slots in (part.input, part.reference)
+                )
+            except LookupError as error:
+                return GradeReply(error=error_text("invalid_variable_error", str(error.args[0])))
+            scores.append(float(text == wanted))
+        return GradeReply(scores=scores, seconds=0.25)
+
+
+class ScalingInMemory:
+    """``Scaling``, until nobody supervises any more."""
+
+    def __init__(self) -> None:
+        self.supervised = True
+
+    async def pool(self, pool: Pool) -> ScaleReply:
+        if not self.supervised:
+            raise Unavailable("nobody serves it")
+        return ScaleReply(replicas=1, ready=1, leaving=0)

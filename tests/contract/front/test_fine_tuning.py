@@ -1,0 +1,310 @@
+"""Files, graders and jobs in the shape of OpenAI's API."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from penstock.cli import app as cli
+from penstock.client import AsyncClient, Client
+from penstock.services.coordinator.finetuning.desk import FineTuningDesk
+from penstock.shared.config.job import JobConfig
+from penstock.shared.config.service import ServiceSettings
+from penstock.shared.errors import ConfigError, Conflict, NotFound
+
+ROWS = [{"messages": [{"role": "user", "content": f"{i}+1="}], "answer": str(i + 1)} for i in range(10)]
+CHECK = {"type": "string_check", "name": "right", "operation": "eq", "input": "{{sample.output_text}}",
+         "reference": "{{item.answer}}"}  # fmt: skip
+BASE = {
+    "model": {"config": {"hidden_size": 64}, "tokenizer": "char"},
+    "algorithm": {"type": "rloo", "group_size": 4},
+    "train": {"batch_size": 16, "data_epochs": 2, "max_lag": 1},
+    "optimizer": {"learning_rate": 0.01},
+    "sampling": {"max_new_tokens": 8},
+}
+
+
+def jsonl(rows: list[Any]) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+async def uploaded(client: Any, data: bytes, purpose: str = "fine-tune") -> Any:
+    return await client.post("/v1/files", files={"file": ("rows.jsonl", data)}, data={"purpose": purpose})
+
+
+def request(file: str, **changes: Any) -> dict[str, Any]:
+    reinforcement = {"grader": changes.pop("grader", CHECK), "hyperparameters": changes.pop("hyperparameters", {})}
+    method = {"type": "reinforcement", "reinforcement": reinforcement}
+    return {"model": "tiny", "training_file": file, "method": method, **changes}
+
+
+@pytest.fixture
+def tiny(books: Any, tmp_path: Path) -> Any:
+    """Books with a base model."""
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(BASE))
+    books.fine_tuning = FineTuningDesk(books, books.files, ServiceSettings(base_models=tmp_path))
+    return books
+
+
+async def test_files_are_kept_listed_read_and_deleted(connect: Any) -> None:
+    async with connect() as client:
+        made = []
+        for number in (1, 2, 3):
+            reply = await uploaded(client, jsonl(ROWS[:number]) + b"\n")
+            assert reply.status_code == 200, reply.text
+            made.append(reply.json())
+        assert [row["rows"] for row in made] == [1, 2, 3]
+        first = (await client.get("/v1/files", params={"limit": 2})).json()
+        assert [row["id"] for row in first["data"]] == [made[2]["id"], made[1]["id"]]
+        assert first["has_more"]
+        rest = (await client.get("/v1/files", params={"limit": 2, "after": first["last_id"]})).json()
+        assert [row["id"] for row in rest["data"]] == [made[0]["id"]]
+        content = await client.get(f"/v1/files/{made[1]['id']}/content")
+        assert content.content == jsonl(ROWS[:2]) + b"\n"
+        gone = await client.delete(f"/v1/files/{made[0]['id']}")
+        assert gone.json() == {"id": made[0]["id"], "object": "file", "deleted": True}
+        for path in (f"/v1/files/{made[0]['id']}", "/v1/files/..%2F..", "/v1/files/file-x/content"):
+            assert (await client.get(path)).status_code == 404
+
+
+async def test_bad_uploads_are_told_by_line(connect: Any) -> None:
+    async with connect() as client:
+        bad = await uploaded(client, b'{"a": 1}\n\n[1]\n{"a": \n')
+        assert (bad.status_code, bad.json()["error"]["code"]) == (422, "invalid_file")
+        assert [flaw["pointer"] for flaw in bad.json()["errors"]] == ["/file/line/3", "/file/line/4"]
+        assert "line 3: must be an object, found list" in bad.json()["detail"]
+        assert (await uploaded(client, b"\n\n")).status_code == 422
+        assert (await uploaded(client, b"{}", "batch")).json()["errors"][0]["pointer"] == "/purpose"
+        plain = await client.post("/v1/files", json={"purpose": "fine-tune"})
+        assert plain.status_code == 415
+        broken = await client.post("/v1/files", content=b"x", headers={"Content-Type": "multipart/form-data"})
+        assert broken.status_code == 400
+        assert (await client.get("/v1/files")).json()["data"] == []
+
+
+async def test_a_request_becomes_a_job(connect: Any, tiny: Any) -> None:
+    async with connect() as client:
+        file, held_out = [(await uploaded(client, jsonl(rows))).json()["id"] for rows in (ROWS, ROWS[:3])]
+        given = {
+            "n_epochs": 4,
+            "batch_size": 5,
+            "learning_rate_multiplier": 0.5,
+            "compute_multiplier": 2,
+            "eval_samples": 3,
+        }
+        body = request(
+            file, hyperparameters=given, validation_file=held_out, suffix="My run!", seed=7, metadata={"a": "b"}
+        )
+        reply = await client.post("/v1/fine_tuning/jobs", json=body)
+        assert reply.status_code == 200, reply.text
+        job = reply.json()
+        assert (job["object"], job["status"], job["model"], job["seed"]) == ("fine_tuning.job", "queued", "tiny", 7)
+        assert (job["training_file"], job["validation_file"]) == (file, held_out)
+        assert job["method"] == body["method"]
+        assert job["hyperparameters"] == {"n_epochs": 4, "batch_size": 5, "learning_rate_multiplier": 0.5}
+        spec = JobConfig.model_validate(tiny.jobs[job["id"]].spec)
+        assert (spec.name, spec.metadata, spec.algorithm.type, spec.algorithm.group_size) == (
+            "ft-my-run", {"a": "b"}, "rloo", 8,
+        )  # fmt: skip
+        assert (spec.train.batch_size, spec.train.data_epochs, spec.train.max_updates, spec.train.max_lag) == (
+            40,
+            4,
+            8,
+            1,
+        )
+        assert spec.optimizer.learning_rate == 0.005
+        assert (spec.evaluation.every, spec.evaluation.num_prompts, spec.evaluation.samples) == (10, 3, 3)
+        assert spec.reward.scorers[0].type == "grader"
+        assert spec.data.prompt.messages == "messages"
+        assert (await client.get(f"/v1/jobs/{job['id']}")).json()["fine_tuning"]["base"] == "tiny"
+        busy = await client.delete(f"/v1/files/{file}")
+        assert (busy.status_code, busy.headers["x-should-retry"]) == (409, "false")
+        auto = (await client.post("/v1/fine_tuning/jobs", json=request(file))).json()
+        assert auto["hyperparameters"] == {"n_epochs": 2, "batch_size": 4, "learning_rate_multiplier": 1.0}
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"model": "gpt-4o-mini"}, "/model"),
+    ({"model": "job:job_0@final"}, "/model"),
+    ({"training_file": "file-nothing"}, "/training_file"),
+    ({"validation_file": "file-nothing"}, "/validation_file"),
+    ({"method": {"type": "supervised", "supervised": {}}}, "/method/type"),
+    ({"method": {"type": "dpo"}}, "/method/type"),
+    ({"method": {"type": "reinforcement"}}, "/method/reinforcement"),
+    ({"hyperparameters": {"reasoning_effort": 1}}, "/method/reinforcement/hyperparameters/reasoning_effort"),
+    ({"hyperparameters": {"n_epochs": 0}}, "/method/reinforcement/hyperparameters/n_epochs"),
+    ({"hyperparameters": {"eval_samples": 2}}, "/method/reinforcement/hyperparameters/eval_samples"),
+    ({"hyperparameters": {"batch_size": 90_000}}, "/model"),
+    ({"grader": {**CHECK, "reference": "{{item.nope}}"}}, "/training_file/line/1"),
+    ({"grader": {"type": "score_model", "name": "j", "model": "m", "input": [{"role": "user", "content": "x"}]}},
+     "/method/reinforcement/grader"),
+    ({"suffix": ""}, "/suffix"),
+    ({"metadata": {"k": "v" * 513}}, "/metadata/k"),
+    ({"unknown": 1}, "/unknown"),
+]  # fmt: skip
+
+
+async def test_bad_requests_point_at_the_field(connect: Any, tiny: Any) -> None:
+    async with connect() as client:
+        file = (await uploaded(client, jsonl(ROWS))).json()["id"]
+        for changes, pointer in BAD:
+            reply = await client.post("/v1/fine_tuning/jobs", json=request(file, **changes))
+            assert reply.status_code == 422, reply.text
+            assert str(reply.json()["error"]["param"]).startswith(pointer), reply.text
+    assert not tiny.jobs
+
+
+async def test_a_bad_base_model_file_is_named(connect: Any, tiny: Any, tmp_path: Path) -> None:
+    flaws: list[tuple[Any, str]] = [
+        ({"train": {"max_updates": "many"}}, "tiny.yaml"),
+        ({"algorithm": {"type": "grpoo"}}, "tiny.yaml"),
+        ({"data": []}, "tiny.yaml"),
+        ({"reward": {"timeout_s": 1}}, "timeout_s"),
+        ({"modle": {}}, "modle"),
+        ({"train": {"max_lags": 1}}, "max_lag"),
+    ]
+    async with connect() as client:
+        file = (await uploaded(client, jsonl(ROWS))).json()["id"]
+        for changes, words in flaws:
+            (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({**BASE, **changes}))
+            reply = await client.post("/v1/fine_tuning/jobs", json=request(file))
+            assert (reply.status_code, reply.json()["error"]["param"]) == (422, "/model"), reply.text
+            assert words in reply.json()["detail"]
+    assert not tiny.jobs
+
+
+async def test_rows_that_cannot_be_trained_on_are_told_by_line(connect: Any, tiny: Any) -> None:
+    ends = {"messages": [*ROWS[0]["messages"], {"role": "assistant", "content": "1"}], "answer": "1"}
+    rows = [ROWS[0], {"messages": [], "answer": "1"}, {"messages": ROWS[1]["messages"]}, ends]
+    async with connect() as client:
+        file = (await uploaded(client, jsonl(rows))).json()["id"]
+        reply = (await client.post("/v1/fine_tuning/jobs", json=request(file))).json()
+    assert [flaw["pointer"] for flaw in reply["errors"]] == [f"/training_file/line/{n}" for n in (2, 3, 4)]
+    assert "'answer'" in reply["errors"][1]["detail"]
+    assert "assistant" in reply["errors"][2]["detail"]
+
+
+async def test_jobs_are_listed_steered_and_watched(connect: Any, tiny: Any, job: Any) -> None:
+    async with connect() as client:
+        file = (await uploaded(client, jsonl(ROWS))).json()["id"]
+        labels = ({"n": "0"}, {"n": "1"}, {"n": "0"})
+        made = [
+            (await client.post("/v1/fine_tuning/jobs", json=request(file, metadata=label))).json()["id"]
+            for label in labels
+        ]
+        other = (await client.post("/v1/jobs", json=job)).json()["id"]
+        page = (await client.get("/v1/fine_tuning/jobs", params={"limit": 2})).json()
+        assert ([row["id"] for row in page["data"]], page["has_more"]) == ([made[2], made[1]], True)
+        rest = (await client.get("/v1/fine_tuning/jobs", params={"limit": 2, "after": made[1]})).json()
+        assert ([row["id"] for row in rest["data"]], rest["has_more"]) == ([made[0]], False)
+        labelled = (await client.get("/v1/fine_tuning/jobs", params={"metadata[n]": "0"})).json()["data"]
+        assert [row["id"] for row in labelled] == [made[2], made[0]]
+        assert (await client.get(f"/v1/fine_tuning/jobs/{other}")).status_code == 404
+        assert (await client.post(f"/v1/fine_tuning/jobs/{other}/cancel")).status_code == 404
+
+        base = f"/v1/fine_tuning/jobs/{made[0]}"
+        for verb, desired in (("pause", "paused"), ("resume", "running"), ("cancel", "cancelled")):
+            assert (await client.post(f"{base}/{verb}")).status_code == 200
+            assert tiny.jobs[made[0]].desired_state == desired
+        for number in range(3):
+            tiny.emit(made[0], "step", f"update {number}")
+        newest = (await client.get(f"{base}/events", params={"limit": 3})).json()
+        assert [row["message"] for row in newest["data"]] == ["update 2", "update 1", "update 0"]
+        older = (await client.get(f"{base}/events", params={"after": newest["data"][-1]["id"]})).json()
+        assert ([row["message"] for row in older["data"]], older["has_more"]) == (["now pending"], False)
+        assert (await client.get(f"{base}/events", params={"after": "x"})).status_code == 422
+        tiny.advance(made[0], "failed", message="the trainer gave up")
+        failed = (await client.get(base)).json()
+        assert (failed["status"], failed["error"]["message"]) == ("failed", "the trainer gave up")
+        tiny.advance(made[1], "succeeded")
+        done = (await client.get(f"/v1/fine_tuning/jobs/{made[1]}")).json()
+        assert done["fine_tuned_model"] == f"job:{made[1]}@final"
+        again = await client.post("/v1/fine_tuning/jobs", json=request(file, model=done["fine_tuned_model"]))
+        assert again.status_code == 200, again.text
+        assert tiny.jobs[again.json()["id"]].spec["model"] == {"path": f"job:{made[1]}@final", "tokenizer": "char"}
+        assert (await client.get(f"{base}/checkpoints")).json()["data"] == []
+
+
+async def test_graders_answer_with_typed_errors(connect: Any) -> None:
+    multi = {"type": "multi", "name": "m", "graders": {"a": CHECK, "b": {**CHECK, "operation": "ne"}},
+             "calculate_output": "1 / (a - b)"}  # fmt: skip
+    async with connect() as client:
+        for path in ("/v1/graders", "/v1/fine_tuning/alpha/graders"):
+            run = await client.post(f"{path}/run", json={"grader": CHECK, "model_sample": "2", "item": {"answer": "2"}})
+            assert run.status_code == 200, run.text
+            assert (run.json()["reward"], run.json()["metadata"]["execution_time"]) == (1.0, 0.25)
+            assert not any(run.json()["metadata"]["errors"].values())
+        lacks = (await client.post("/v1/graders/run", json={"grader": CHECK, "model_sample": "2"})).json()
+        assert lacks["metadata"]["errors"]["invalid_variable_error"] is True
+        zero = (
+            await client.post("/v1/graders/run", json={"grader": multi, "model_sample": "2", "item": {"answer": "2"}})
+        ).json()
+        assert (zero["sub_rewards"], zero["reward"]) == ({"a": 1.0, "b": 1.0}, 0.0)
+        assert zero["metadata"]["errors"]["formula_parse_error"] is True
+        assert (await client.post("/v1/graders/validate", json={"grader": multi})).json() == {"grader": multi}
+        python = {"grader": {"type": "python", "name": "p", "source": "x"}}
+        refused = await client.post("/v1/graders/validate", json=python)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (422, "invalid_grader")
+        errors = (await client.post("/v1/graders/run", json={**python, "model_sample": ""})).json()["metadata"][
+            "errors"
+        ]
+        assert (errors["python_grader_runtime_error"], errors["python_grader_runtime_error_details"]) == (
+            True,
+            "not Python",
+        )
+
+
+async def test_both_clients_and_the_command_line(served: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(jsonl(ROWS))
+    with Client(served.url) as client:
+        one = client.files.upload(path)
+        assert client.files.show(one["id"])["rows"] == 10
+        assert client.graders.run(CHECK, "1", {"answer": "1"})["reward"] == 1.0
+        with pytest.raises(ConfigError, match="not Python"):
+            client.graders.validate({"type": "python", "name": "p", "source": "x"})
+    async with AsyncClient(served.url) as client:
+        other = await client.files.upload(path)
+        assert [row["id"] for row in await client.files.list()] == [other["id"], one["id"]]
+        await client.files.delete(other["id"])
+        with pytest.raises(NotFound):
+            await client.files.show(other["id"])
+
+    def run(*words: str) -> Any:
+        return CliRunner().invoke(cli, list(words), env={"PENSTOCK_URL": served.url})
+
+    made = run("files", "upload", str(path)).stdout.strip()
+    assert made in run("files", "ls").stdout
+    assert run("files", "rm", made).exit_code == 0
+    path.write_text("{\n")
+    assert run("files", "upload", str(path)).exit_code == 2
+    (tmp_path / "grader.yaml").write_text(yaml.safe_dump(CHECK))
+    good = run("grade", str(tmp_path / "grader.yaml"), "--sample", "1", "--item", '{"answer": "1"}')
+    assert (good.exit_code, good.stdout.strip()) == (0, "1")
+    bad = run("grade", str(tmp_path / "grader.yaml"), "--sample", "1")
+    assert bad.exit_code == 1
+    assert "invalid_variable_error" in bad.output
+
+
+async def test_scaling(connect: Any, served: Any, books: Any, job: Any) -> None:
+    async with connect() as client:
+        id = (await client.post("/v1/jobs", json=job)).json()["id"]
+        reply = await client.post(f"/v1/jobs/{id}/scale", json={"pool": "rollout", "replicas": 3})
+        assert (reply.status_code, reply.json()["kind"]) == (202, "scale")
+        assert books.jobs[id].operations[-1].args == {"pool": "rollout", "replicas": 3}
+        assert (await client.get(reply.headers["location"])).json()["state"] == "pending"
+        for body in ({"pool": "trainer", "replicas": 1}, {"pool": "env"}, {"pool": "env", "replicas": -1}):
+            assert (await client.post(f"/v1/jobs/{id}/scale", json=body)).status_code == 422
+        books.scaling.supervised = False
+        nobody = await client.post(f"/v1/jobs/{id}/scale", json={"pool": "env", "replicas": 2})
+        assert (nobody.status_code, nobody.json()["error"]["code"]) == (409, "not_supervised")
+        assert "docker compose up --scale env=2" in nobody.json()["detail"]
+    with Client(served.url) as blocking, pytest.raises(Conflict, match="nobody here starts processes"):
+        blocking.scale(id, "rollout", 2)
+    wrong = CliRunner().invoke(cli, ["scale", id, "trainer=2"], env={"PENSTOCK_URL": served.url})
+    assert wrong.exit_code == 2

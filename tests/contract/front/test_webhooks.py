@@ -1,0 +1,101 @@
+"""Webhooks over HTTP, in both clients and on the command line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.cli import app as cli
+from penstock.client import AsyncClient, Client
+from penstock.services.coordinator.webhooks.address import check_url, reachable_address
+from penstock.shared.errors import ConfigError, NotFound, Unavailable
+from penstock.shared.protocol.webhooks import DEFAULT_TYPES
+
+
+async def test_made_shown_changed_tried_and_forgotten(connect: Any, job: Any) -> None:
+    async with connect() as client:
+        id = (await client.post("/v1/jobs", json=job)).json()["id"]
+        reply = await client.post("/v1/webhooks", json={"url": "https://e.example/x", "types": ["rl.*"], "job": id})
+        hook = reply.json()
+        assert (reply.status_code, reply.headers["cache-control"]) == (201, "no-store")
+        assert hook["secret"].startswith("whsec_")
+        shown = (await client.get(f"/v1/webhooks/{hook['id']}")).json()
+        assert "secret" not in shown
+        assert (shown["job"], shown["deliveries"]["delivered"]) == (id, 2)
+        listed = (await client.get("/v1/webhooks")).json()["data"]
+        assert [(row["id"], "secret" in row) for row in listed] == [(hook["id"], False)]
+        changed = await client.patch(
+            f"/v1/webhooks/{hook['id']}", json={"enabled": False, "url": "https://away.example"}
+        )
+        assert (changed.json()["enabled"], changed.json()["types"]) == (False, ["rl.*"])
+        tried = (await client.post(f"/v1/webhooks/{hook['id']}/test")).json()
+        assert tried == {"delivered": False, "error": "it did not answer"}
+        assert (await client.delete(f"/v1/webhooks/{hook['id']}")).status_code == 204
+        for call in (client.get, client.delete):
+            assert (await call(f"/v1/webhooks/{hook['id']}")).status_code == 404
+        default = (await client.post("/v1/webhooks", json={"url": "https://e.example"})).json()
+        assert default["types"] == list(DEFAULT_TYPES)
+
+
+BAD = [
+    ({"url": "https://refused.example"}, "/url"),
+    ({"url": "https://e.example", "types": []}, "/types"),
+    ({"url": "https://e.example", "types": ["RL!"]}, "/types/0"),
+    ({"url": "https://e.example", "job": "job_1"}, "/job"),
+    ({"types": ["rl.*"]}, "/url"),
+    ({"url": "https://e.example", "secret": "x"}, "/secret"),
+]
+
+
+async def test_bad_webhooks(connect: Any) -> None:
+    async with connect() as client:
+        for body, pointer in BAD:
+            reply = await client.post("/v1/webhooks", json=body)
+            assert (reply.status_code, reply.json()["errors"][0]["pointer"]) == (422, pointer), body
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["ftp://e.example", "https://", "e.example", "https://u:p@e.example", "https://e.example#x", "http://e.example:99999",
+     "http://127.0.0.1", "http://[::1]:80", "http://10.0.0.1", "http://169.254.169.254/latest", "http://[::ffff:10.0.0.1]",
+     "http://0.0.0.0", "http://[fe80::1]", "http://100.64.0.1", "http://224.0.0.1"],
+)  # fmt: skip
+def test_addresses_that_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError):
+        check_url(url, private=False)
+
+
+async def test_addresses_are_checked_when_they_are_known() -> None:
+    assert check_url("http://127.0.0.1:8000/x", private=True)
+    assert check_url("https://93.184.216.34/x?y=1", private=False)
+    with pytest.raises(Unavailable, match="private address"):
+        await reachable_address("localhost", 80, private=False)
+    assert await reachable_address("127.0.0.1", 80, private=True) == "127.0.0.1"
+
+
+async def test_both_clients_and_the_command_line(served: Any) -> None:
+    with Client(served.url) as client:
+        made = client.webhooks.create("https://e.example", types=["rl.job.*"])
+        assert client.webhooks.show(made["id"])["url"] == "https://e.example"
+        assert client.webhooks.test(made["id"])["delivered"]
+        assert not client.webhooks.change(made["id"], enabled=False)["enabled"]
+    async with AsyncClient(served.url) as client:
+        assert [row["id"] for row in await client.webhooks.list()] == [made["id"]]
+        await client.webhooks.delete(made["id"])
+        with pytest.raises(NotFound):
+            await client.webhooks.show(made["id"])
+
+    def run(*words: str) -> Any:
+        return CliRunner().invoke(cli, ["webhooks", *words], env={"PENSTOCK_URL": served.url})
+
+    assert run("create", "https://away.example", "--types", "rl.job.*, rl.checkpoint.v1").stdout.startswith("whsec_")
+    (id,) = [word for word in run("ls").stdout.split() if word.startswith("wh_")]
+    assert run("test", id).exit_code == 1
+    assert run("disable", id).exit_code == 0
+    assert "off: by" in run("ls").stdout
+    assert '"enabled": false' in run("show", id).stdout
+    assert run("enable", id).exit_code == 0
+    assert run("rm", id).exit_code == 0
+    assert run("show", id).exit_code == 1

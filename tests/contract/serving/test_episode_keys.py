@@ -1,0 +1,139 @@
+"""Keys of one episode: what a browser may hold. They speak and judge in it, and nothing else, and not for long."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from penstock.shared.protocol.episode_keys import EpisodeGrant, episode_key, read_episode_key
+from penstock.shared.protocol.interaction import new_marked_id
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def front(agent: Any) -> AsyncIterator[Any]:
+    """A coordinator that wants keys, beside the one that does not."""
+    async with agent.replica(api_keys="root") as replica:
+        yield replica
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+async def opened(front: Any, **more: Any) -> tuple[str, dict[str, str]]:
+    """An episode and the header of a key for it."""
+    episode = (await front.client.post("/v1/episodes", json={"model": "agent"})).json()["id"]
+    reply = await front.client.post(f"/v1/episodes/{episode}/keys", json=more)
+    assert reply.status_code == 201, reply.text
+    assert reply.headers["cache-control"] == "no-store"
+    return episode, bearer(reply.json()["key"])
+
+
+def code(reply: Any) -> tuple[int, str]:
+    return reply.status_code, reply.json()["error"]["code"]
+
+
+async def judge(front: Any, key: dict[str, str], **about: Any) -> Any:
+    return await front.client.post("/v1/feedback", json={"metric_name": "reward", "value": 1.0, **about}, headers=key)
+
+
+async def test_it_speaks_and_judges_in_its_episode(agent: Any, front: Any) -> None:
+    episode, key = await opened(front)
+    plain = await agent.chat("hi", client=front.client, headers=key)
+    by_path = await agent.chat("hi", client=front.client, headers=key, path=f"/e/{episode}/v1/chat/completions")
+    ids = [reply.headers["x-interaction-id"] for reply in (plain, by_path)]
+    assert {reply.headers["x-episode-id"] for reply in (plain, by_path)} == {episode}
+    for about in ({"inference_id": ids[0]}, {"episode_id": episode}):
+        assert (await judge(front, key, **about)).status_code == 202
+    batch = [{"metric_name": "reward", "value": 0.0, "inference_id": id} for id in ids]
+    assert (await front.client.post("/v1/feedback/batch", json=batch, headers=key)).status_code == 207
+    record = await agent.recorded(ids[0])
+    other = await agent.chat("hi", client=front.client)
+    assert record.key_id == (await agent.recorded(other.headers["x-interaction-id"])).key_id, "its maker's"
+
+    listed = await front.client.get(f"/v1/episodes/{episode}/interactions")
+    assert [row["id"] for row in listed.json()["data"]] == ids
+    assert listed.json()["data"][0]["token_ids"] == record.token_ids
+    page = (await front.client.get(f"/v1/episodes/{episode}/interactions", params={"limit": 1})).json()
+    assert (page["has_more"], page["last_id"]) == (True, ids[0])
+    rest = await front.client.get(f"/v1/episodes/{episode}/interactions", params={"after": ids[0]})
+    assert [row["id"] for row in rest.json()["data"]] == ids[1:]
+
+
+async def test_it_does_nothing_else(agent: Any, front: Any) -> None:
+    episode, key = await opened(front)
+    other, _ = await opened(front)
+    elsewhere = await agent.chat("hi", client=front.client, path=f"/e/{other}/v1/chat/completions")
+    about = elsewhere.headers["x-interaction-id"]
+    for reply in (
+        await agent.chat("hi", client=front.client, headers=key, path=f"/e/{other}/v1/chat/completions"),
+        await agent.chat("hi", client=front.client, headers={**key, "X-Episode-Id": other}),
+        await agent.chat("hi", client=front.client, headers=key, metadata={"episode_id": other}),
+        await judge(front, key, episode_id=other),
+        await judge(front, key, inference_id=about),
+        await judge(front, key, inference_id=new_marked_id(agent.job)),
+        await front.client.post(
+            "/v1/feedback", json={"kind": "preference", "chosen": about, "rejected": about}, headers=key
+        ),
+        await front.client.post(
+            "/v1/feedback", json={"kind": "interaction", "model": "agent", "completion": {"content": "x"}}, headers=key
+        ),
+    ):
+        assert code(reply) == (403, "other_episode")
+    for method, path in (
+        ("GET", "/v1/jobs"),
+        ("GET", "/v1/models"),
+        ("GET", f"/v1/episodes/{episode}"),
+        ("GET", f"/v1/episodes/{episode}/interactions"),
+        ("POST", f"/v1/episodes/{episode}/keys"),
+        ("POST", f"/v1/episodes/{episode}/end"),
+        ("POST", "/v1/keys"),
+    ):
+        reply = await front.client.request(method, path, headers=key)
+        assert code(reply) == (403, "episode_key"), path
+
+
+async def test_it_ends(agent: Any, front: Any) -> None:
+    episode, key = await opened(front)
+    assert (await agent.chat("hi", client=front.client, headers=key)).status_code == 200
+    secret = await front.gateway.episodes._bus.kv("privacy").get("episode-keys")
+    grant = read_episode_key(key["authorization"].removeprefix("Bearer "), secret.value)
+    assert grant is not None
+    assert grant.episode == episode
+    late = EpisodeGrant(episode, grant.maker, grant.scopes, int(time.time()) - 1)
+    forged = episode_key(grant, b"another secret")
+    for text in (episode_key(late, secret.value), forged, f"rle_{'A' * 40}.{'B' * 43}", "rle_"):
+        reply = await agent.chat("hi", client=front.client, headers=bearer(text))
+        assert code(reply) == (401, "invalid_api_key"), reply.text
+        assert reply.headers["www-authenticate"]
+    assert (await front.client.post(f"/v1/episodes/{episode}/end")).status_code == 200
+    assert code(await agent.chat("hi", client=front.client, headers=key)) == (410, "episode_over")
+    assert (await judge(front, key, episode_id=episode)).status_code == 202, "what is said of it may come later"
+    assert code(await front.client.post(f"/v1/episodes/{episode}/keys")) == (410, "episode_over")
+
+
+async def test_it_can_do_no_more_than_its_maker_and_dies_with_it(agent: Any, front: Any) -> None:
+    made = await front.client.post("/v1/keys", json={"name": "k", "scopes": ["episodes:write", "feedback:write"]})
+    maker = bearer(made.json()["key"])
+    episode = (await front.client.post("/v1/episodes", json={"model": "agent"}, headers=maker)).json()["id"]
+    keys = f"/v1/episodes/{episode}/keys"
+    assert code(await front.client.post(keys, headers=maker)) == (403, "missing_scope")
+    reply = await front.client.post(keys, json={"scopes": ["feedback:write"]}, headers=maker)
+    key = bearer(reply.json()["key"])
+    assert (await judge(front, key, episode_id=episode)).status_code == 202
+    assert code(await agent.chat("hi", client=front.client, headers=key)) == (403, "missing_scope")
+    await front.client.delete(f"/v1/keys/{made.json()['id']}")
+    assert code(await judge(front, key, episode_id=episode)) == (401, "invalid_api_key")
+
+
+async def test_episodes_that_are_none(front: Any) -> None:
+    assert (await front.client.post("/v1/episodes/nonsense/keys")).status_code == 404
+    assert (await front.client.get("/v1/episodes/nonsense/interactions")).status_code == 404
+    nobody = "ep_019300f4-0000-7000-8000-000000000000"
+    assert (await front.client.get(f"/v1/episodes/{nobody}/interactions")).json()["data"] == []

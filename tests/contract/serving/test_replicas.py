@@ -1,0 +1,103 @@
+"""Several coordinators before one bus: clients may change between them at any moment, and one of them may die."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from penstock.services.coordinator.serving import retries
+from penstock.shared.protocol import subjects
+
+FIRST, AGAIN = {"x-stainless-retry-count": "0"}, {"x-stainless-retry-count": "1"}
+LENGTH = 300
+BODY = {"max_tokens": LENGTH, "return_token_ids": True}
+
+
+async def until(true: Any) -> None:
+    async with asyncio.timeout(60):
+        while not await true():
+            await asyncio.sleep(0.005)
+
+
+async def asked(stack: Any, front: Any, **body: Any) -> asyncio.Task[Any]:
+    """A first try whose answer is being written, and noted."""
+    task = asyncio.create_task(stack.chat("again", client=front.client, headers=FIRST, **{**BODY, **body}))
+    await until(lambda: stack.bus.kv(subjects.ANSWERS).keys("try"))
+    return task
+
+
+async def leave(front: Any, task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+
+    async def kept() -> bool:
+        return bool(front.gateway.retries.kept)
+
+    await until(kept)
+
+
+async def check_one(stack: Any, reply: Any) -> None:
+    (record,) = await stack.interactions()
+    assert reply.headers["x-interaction-id"] == record.id
+    assert reply.headers["x-episode-id"] == f"ep_{record.episode}"
+    assert reply.json()["choices"][0]["token_ids"] == record.token_ids
+    assert (len(record.token_ids), record.finish, record.untrainable) == (LENGTH, "length", "")
+
+
+async def test_a_retry_elsewhere_gets_the_answer_that_is_being_written(stack_of: Any) -> None:
+    async with stack_of() as stack, stack.replica() as other:
+        await leave(other, await asked(stack, other))
+        await check_one(stack, await stack.chat("again", headers=AGAIN, **BODY))
+        third = await stack.chat("again", client=other.client, headers=AGAIN, **BODY)
+        assert third.headers["x-interaction-id"] != (await stack.interactions())[0].id, "it was read"
+
+
+@pytest.mark.parametrize("finished", [False, True])
+async def test_a_retry_outlives_the_coordinator_that_had_the_request(stack_of: Any, finished: bool) -> None:
+    async with stack_of() as stack, stack.replica() as other:
+        task = await asked(stack, other)
+        await other.die()
+        await leave(other, task)
+        if finished:
+            await until(stack.interactions)
+        await check_one(stack, await stack.chat("again", headers=AGAIN, **BODY))
+
+
+async def test_what_another_client_waits_for_is_not_given_out(stack_of: Any) -> None:
+    async with stack_of() as stack, stack.replica() as other:
+        waiting = await asked(stack, other)
+        mine = await stack.chat("again", headers=AGAIN, **BODY)
+        assert mine.headers["x-interaction-id"] != (await waiting).headers["x-interaction-id"]
+        assert len(await stack.interactions()) == 2
+
+
+async def test_what_nobody_comes_back_for_is_given_up_everywhere(
+    stack_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with stack_of() as stack, stack.replica() as other:
+        await leave(other, await asked(stack, other, max_tokens=1900))
+        body = {**BODY, "max_tokens": 1900}
+        retry = asyncio.create_task(stack.chat("again", headers=AGAIN, **body))
+
+        async def handed_over() -> bool:
+            return not other.gateway.retries.kept
+
+        await until(handed_over)
+        monkeypatch.setattr(retries, "COME_BACK_S", 0.1)
+        await leave(stack, retry)
+        await until(stack.interactions)
+        (record,) = await stack.interactions()
+        assert (record.finish, record.untrainable) == ("client_disconnected", "client_disconnected")
+
+
+async def test_a_chat_goes_on_in_its_episode_at_any_coordinator(stack_of: Any) -> None:
+    async with stack_of() as stack, stack.replica() as other:
+        first = await stack.chat("hi", user="bob")
+        said = first.json()["choices"][0]["message"]
+        question = {"role": "user", "content": "hi"}
+        later = {"messages": [question, said, question], "user": "bob"}
+        for user, same in (("bob", True), ("eve", False)):
+            second = await stack.chat("", client=other.client, **{**later, "user": user})
+            assert (second.headers["x-episode-id"] == first.headers["x-episode-id"]) is same

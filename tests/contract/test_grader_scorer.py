@@ -1,0 +1,125 @@
+"""Graders as scorers: real sandbox, real web service."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import orjson
+import pytest
+
+from penstock.services.reward.scorers.grader import OpenGrader
+from penstock.shared.config.scorers import GraderScorer
+from penstock.shared.errors import ScoringError
+
+CHECK = {"type": "string_check", "name": "right", "operation": "ilike", "input": "{{sample.output_text}}",
+         "reference": "{{item.answer}}"}  # fmt: skip
+PYTHON = {
+    "type": "python",
+    "name": "length",
+    "source": "import time\n\n"
+    "def grade(sample, item):\n"
+    "    text = sample['output_text']\n"
+    "    if text == 'slow':\n        time.sleep(60)\n"
+    "    if text == 'exit':\n        raise SystemExit\n"
+    "    odd = {'nan': float('nan'), 'text': 'x'}\n"
+    "    return odd.get(text, len(text) / item['most'])\n",
+}
+JUDGE = {
+    "type": "score_model", "name": "judge", "model": "grader-1", "range": [0, 5],
+    "input": [{"role": "developer", "content": "Be strict."},
+              {"role": "user", "content": [{"type": "input_text", "text": "Q {{item.q}} "},
+                                           {"type": "input_text", "text": "A {{sample.output_text}}"}]}],
+    "sampling_params": {"temperature": 0.5, "max_completions_tokens": 9},
+}  # fmt: skip
+
+
+def graded(grader: dict[str, Any], completions: list[str], item: dict[str, Any], **more: Any) -> list[float | str]:
+    """A score, or the text of the error."""
+    config = GraderScorer.model_validate({"grader": grader, "deadline_s": 30, **more})
+    with closing(OpenGrader(config)) as scorer:
+        found = scorer.score_group("", completions, None, item)
+    return [str(one) if isinstance(one, ScoringError) else one for one in found]
+
+
+def chat(text: Any, **message: Any) -> Any:
+    return {"choices": [{"message": {"role": "assistant", "content": text, **message}, "finish_reason": "stop"}]}
+
+
+def test_string_checks() -> None:
+    assert graded(CHECK, ["The ANSWER is b", "c"], {"answer": "answer"}) == [1.0, 0.0]
+    (missing,) = graded(CHECK, ["x"], {"other": 1})
+    assert missing == "invalid_variable_error: there is no 'item.answer'"
+    parsed = {**CHECK, "operation": "eq", "input": "{{sample.output_json.a}}", "reference": "1"}
+    good, bad = graded(parsed, ['{"a": 1}', "no JSON"], {})
+    assert (good, str(bad).partition(":")[0]) == (1.0, "sample_parse_error")
+
+
+def test_text_similarity() -> None:
+    close = {"type": "text_similarity", "name": "s", "evaluation_metric": "fuzzy_match", "reference": "abcd",
+             "input": "{{sample.output_text}}"}  # fmt: skip
+    assert graded(close, ["abcd", "ab", ""], {}) == [1.0, pytest.approx(4 / 6), 0.0]
+    assert graded({**close, "evaluation_metric": "rouge_1"}, ["Abcd!"], {}) == [1.0]
+
+
+def test_python_runs_in_the_sandbox() -> None:
+    found = graded(PYTHON, ["abc", "nan", "text", "exit", "slow", "abcdef"], {"most": 6}, time_limit_s=1.0)
+    assert (found[0], found[-1]) == (0.5, 1.0)
+    kinds = [str(text).partition(":")[0] for text in found[1:-1]]
+    assert kinds == ["python_grader_runtime_error"] * 3 + ["unresponsive_reward_error"]
+    (raised,) = graded(PYTHON, ["abc"], {})
+    assert raised == "python_grader_runtime_error: grade() raised KeyError: 'most'"
+
+
+@pytest.mark.parametrize(("source", "words"), [("def grade(:", "not Python"), ("x = 1", "defines no function grade")])
+def test_python_that_cannot_be_opened(source: str, words: str) -> None:
+    with pytest.raises(ScoringError, match=f"^python_grader_runtime_error: .*{words}"):
+        OpenGrader(GraderScorer.model_validate({"grader": {**PYTHON, "source": source}}))
+
+
+def test_python_cannot_reach_files(tmp_path: Any) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("1")
+    source = f"def grade(sample, item):\n    return float(open({str(secret)!r}).read())\n"
+    (found,) = graded({**PYTHON, "source": source}, ["x"], {})
+    assert str(found).startswith("python_grader_runtime_error: grade() raised")
+
+
+def test_a_model_grades(web: Any) -> None:
+    def answer(asked: Any) -> Any:
+        last = asked.json["messages"][1]["content"]
+        said: dict[str, Callable[[], Any]] = {
+            "Q why A good": lambda: chat('{"result": 4}'),
+            "Q why A refused": lambda: chat(None, refusal="no"),
+            "Q why A chatty": lambda: chat("four"),
+            "Q why A high": lambda: chat('{"result": 6}'),
+            "Q why A bool": lambda: chat('{"result": true}'),
+        }
+        return web.reply(said[last]()) if last in said else web.reply({"error": "x"}, 400)
+
+    web.answer = answer
+    names = ["good", "refused", "chatty", "high", "bool", "broken", "good"]
+    found = graded(JUDGE, names, {"q": "why"}, base_url=f"{web.url}/v1")
+    assert [one if isinstance(one, float) else one.partition(":")[0] for one in found] == [
+        4.0, "model_grader_refusal_error", "model_grader_parse_error", "model_grader_parse_error",
+        "model_grader_parse_error", "model_grader_server_error", 4.0,
+    ]  # fmt: skip
+    assert len(web.asked) == 6, "equal requests are sent once"
+    body = orjson.loads(web.asked[0].body)
+    assert (body["model"], body["temperature"], body["max_completion_tokens"]) == ("grader-1", 0.5, 9)
+    assert body["response_format"]["json_schema"]["schema"]["required"] == ["result"]
+
+
+def test_a_formula_over_several(web: Any) -> None:
+    web.answer = lambda asked: web.reply(chat('{"result": 5}'))
+    both = {
+        "type": "multi",
+        "name": "m",
+        "graders": {"right": CHECK, "judge": JUDGE},
+        "calculate_output": "right*judge/5",
+    }
+    where = {"base_url": f"{web.url}/v1"}
+    assert graded(both, ["yes", "no"], {"answer": "yes", "q": "?"}, **where) == [1.0, 0.0]
+    (root,) = graded({**both, "calculate_output": "sqrt(right - judge)"}, ["yes"], {"answer": "yes", "q": "?"}, **where)
+    assert str(root).startswith("formula_parse_error")

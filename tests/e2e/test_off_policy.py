@@ -1,0 +1,85 @@
+"""Corrections, preferences and posted answers over the API: trained once, told, audited, and repeated to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
+
+API_KEY = "e2e-key"
+LIVE: dict[str, Any] = {
+    "kind": "online_rl",
+    "name": "corrected",
+    "sampling": {"max_new_tokens": 6},
+    "optimizer": {"learning_rate": 0.003},
+    "train": {"batch_size": 4, "max_lag": 4, "max_updates": 5},
+    "algorithm": {"type": "reinforce_pp", "baseline": {}},
+    "online": {
+        "metrics": {"liked": {"type": "boolean"}},
+        "max_wait_s": 2,
+        "off_policy": {"supervised": {"coef": 1.0}, "preference": {"coef": 1.0}, "max_share": 1.0},
+        "posted": {"trusted_keys": ["*"], "audit_share": 1.0},
+    },
+}
+
+
+class Agent:
+    """A client of one job that asks, judges, and says what the answers should have been."""
+
+    def __init__(self, stack: Any, job: str) -> None:
+        self.http = httpx.Client(base_url=stack.stack.url, headers={"authorization": f"Bearer {API_KEY}"}, timeout=60)
+        self.job = job
+
+    def ask(self, number: int) -> list[dict[str, Any]]:
+        """Two answers to one prompt; those after the first have ids of their own in the record."""
+        body = {"model": self.job, "prompt": f"{number}+1=", "n": 1, "return_token_ids": True}
+        replies = [self.http.post("/v1/completions", json=body) for _ in range(2)]
+        assert all(reply.is_success for reply in replies), [reply.text for reply in replies]
+        return [reply.json() for reply in replies]
+
+    def post(self, **body: Any) -> str:
+        reply = self.http.post("/v1/feedback", json=body)
+        assert reply.status_code == 202, reply.text
+        return str(reply.json()["feedback_id"])
+
+    def fate(self, feedback: str) -> dict[str, Any]:
+        return dict(self.http.get(f"/v1/feedback/{feedback}").json())
+
+
+def test_what_may_not_be_used_on_policy_is_learnt_from_all_the_same(stack: Any, make_job: Any) -> None:
+    sections = {**make_job(), **LIVE}
+    job = stack.client.submit({name: value for name, value in sections.items() if name not in ("data", "reward")}).id
+    stack.until(lambda: stack.status(job).phase == "running", "the job to run", 60, lambda: stack.client.why(job))
+    agent = Agent(stack, job)
+    stack.until(
+        lambda: agent.http.post("/v1/completions", json={"model": job, "prompt": "1+1="}).is_success, "an answer"
+    )
+    told: dict[str, str] = {}
+    for number in range(4):
+        first, second = agent.ask(number)
+        content = {"role": "assistant", "content": str(number + 1)}
+        told[agent.post(kind="correction", inference_id=first["id"], corrected=content)] = "supervised: correction"
+        told[agent.post(kind="preference", chosen=first["id"], rejected=second["id"])] = "preference: preference"
+        told[agent.post(inference_id=first["id"], metric_name="liked", value=number % 2 == 0)] = "feedback"
+    fates = {}
+
+    def all_are_trained() -> bool:
+        fates.update({name: agent.fate(name) for name in told})
+        return all(fate["status"] == "trained" for fate in fates.values())
+
+    stack.until(all_are_trained, "everything to be trained", 90, lambda: (fates, stack.client.why(job)))
+    assert {name: fate["reason"] for name, fate in fates.items()} == told
+    posted = agent.post(
+        kind="interaction", model=job, messages=[{"role": "user", "content": "2+2="}],
+        completion={"role": "assistant", "content": "4"}, rewards={},
+    )  # fmt: skip
+    stack.until(lambda: agent.fate(posted)["status"] == "rejected", "a text without reward to be rejected")
+    assert agent.fate(posted)["reason"] == "text_only"
+    stack.client.cancel(job)
+    assert stack.finish(job).status.phase == "cancelled"
+    stack.check_books(job)
+    stack.check_replay(job, at_least=1)
+    agent.http.close()

@@ -1,0 +1,315 @@
+"""Episodes on a real engine: token ids, masks, log-probs and versions, turn by turn."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.services.rollout.calls import find_calls
+from penstock.services.rollout.engines import Engine, open_engine
+from penstock.services.rollout.group_maker import GroupMaker
+from penstock.services.trainer.learner import Learner
+from penstock.services.trainer.sharding import BatchShard
+from penstock.shared.config.base import with_overrides
+from penstock.shared.config.job import JobConfig
+from penstock.shared.data.prompts import PromptSource
+from penstock.shared.errors import ConfigError
+from penstock.shared.models.loading import build_tokenizer
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.messages import Ticket
+from penstock.shared.protocol.tools import ToolReply, ToolRequest
+from penstock.shared.protocol.trajectory import FINISH_REASONS, Group, decode_group, encode_group
+
+SIZE = 96
+"""Episodes of a group: enough that some have three turns."""
+
+# Of eight characters and four special tokens a random policy calls often, and ends often.
+JOB: dict[str, Any] = {
+    "name": "agent",
+    "seed": 3,
+    "model": {
+        "config": {"hidden_size": 32, "intermediate_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1,
+                   "max_position_embeddings": 128},
+        "tokenizer": "char",
+        "characters": "012+=[];",
+    },
+    "data": {"train": {"type": "addition"}, "prompt": {"max_tokens": 8}},
+    "reward": {"scorers": [{"type": "exact"}]},
+    "algorithm": {"group_size": SIZE},
+    "environment": {
+        "tools": [{"type": "calculator"}], "max_turns": 3, "max_observation_tokens": 6,
+        "calls": {"begin": "[", "end": "]", "body": "text", "parallel": False},
+        "observations": {"result": "{result};"},
+    },
+    "sampling": {"max_new_tokens": 40},
+    "train": {"batch_size": SIZE, "max_updates": 1},
+    "limits": {"byte_budget": 64 << 20},
+}  # fmt: skip
+
+Call = Callable[[str, ToolRequest], Awaitable[ToolReply]]
+
+
+class Tools:
+    """Answers every call with a number, and remembers."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.requests: list[ToolRequest] = []
+        self.running = self.most = 0
+        self.status: Any = "ok"
+
+    async def __call__(self, name: str, request: ToolRequest) -> ToolReply:
+        self.names.append(name)
+        self.requests.append(request)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        place = len(self.names)
+        await asyncio.sleep(0)
+        self.running -= 1
+        return ToolReply(status=self.status, text=f"{place % 3}" * 2)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def job(*changes: str) -> JobConfig:
+    return JobConfig.parse(with_overrides(JOB, changes))
+
+
+class Player:
+    """Plays groups of one job."""
+
+    def __init__(self, config: JobConfig, engine: Engine) -> None:
+        self.config, self.engine, self.tokenizer = config, engine, build_tokenizer(config.model)
+        self.source = PromptSource(config.data_config, self.tokenizer, config.seed)
+        assert config.environment is not None
+        self.environment = config.environment
+        self._maker = GroupMaker("j", "w", config, engine, self.tokenizer)
+
+    async def play(self, call: Call, ordinal: int = 0) -> Group:
+        ticket = Ticket(draw=Draw(ordinal), epoch=1, deadline=0.0, min_version=0)
+        async with asyncio.timeout(60):
+            group = await self._maker.make(ticket, self.source.train(ordinal), "key", call)
+        data, _ = encode_group(group)  # also checks that spans cover every token
+        assert len(data) <= self.config.max_group_bytes
+        return decode_group(data)
+
+    def turns(self, group: Group, index: int) -> list[tuple[bool, str]]:
+        """Runs of tokens of one trajectory: whether the policy chose them, and their text."""
+        start, end = group.cu_seqlens[index], group.cu_seqlens[index + 1]
+        mask, tokens = group.mask[start:end], group.token_ids[start:end]
+        cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
+        return [
+            (bool(mask[a]), str(self.tokenizer.decode(tokens[a:b].tolist())))
+            for a, b in itertools.pairwise(cuts)
+            if b > a
+        ]
+
+
+def runs_of_zeros(mask: Any) -> list[int]:
+    """Lengths of the observations of all trajectories: each ends with a token that the policy chose."""
+    return [len(run) for run in "".join(map(str, mask.tolist())).split("1") if run]
+
+
+@pytest.fixture
+async def open_player() -> AsyncIterator[Callable[..., Awaitable[Player]]]:
+    engines: list[Engine] = []
+
+    async def open_(*changes: str) -> Player:
+        config = job(*changes)
+        rows = config.placement.max_running
+        engine = open_engine(config.model, build_tokenizer(config.model), max_running=rows, seed=config.seed)
+        engines.append(engine)
+        await engine.start()
+        return Player(config, engine)
+
+    yield open_
+    for engine in engines:
+        await engine.close()
+
+
+async def test_turns_calls_and_observations(open_player: Any) -> None:
+    player, tools = await open_player(), Tools()
+    group = await player.play(tools)
+    assert not group.failed.any()
+    asked, lengths = 0, set()
+    for index in range(SIZE):
+        runs = player.turns(group, index)
+        lengths.add(len(runs))
+        assert [chosen for chosen, _ in runs] == [i % 2 == 0 for i in range(len(runs))]
+        for (_, said), (_, told) in zip(runs[::2], runs[1::2], strict=False):
+            assert said.endswith("]"), "the turn ended with its call"
+            assert "[" in said
+            assert told in ("00;", "11;", "22;")
+            asked += 1
+        chosen = group.mask[group.cu_seqlens[index] : group.cu_seqlens[index + 1]].sum()
+        assert chosen <= 40, "of all turns together"
+        last = runs[-1][1]
+        calls_again = last.endswith("]") and "[" in last
+        assert FINISH_REASONS[group.finish[index]] == ("length" if calls_again or chosen == 40 else "stop")
+        transcript, answer = group.meta["transcripts"][index], group.meta["completions"][index]
+        assert transcript == "".join(text for _, text in runs[:-1]) + answer
+    assert lengths == {1, 3, 5}
+    assert asked == len(tools.names) == len(set(tools.names)) > 10
+    assert all(set(request.arguments) == {"expression"} for request in tools.requests)
+    assert tools.most > 1, "episodes do not wait for each other"
+
+
+async def test_the_trainer_finds_the_log_probs_that_were_recorded(open_player: Any) -> None:
+    player = await open_player()
+    group = await player.play(Tools())
+    rewards = np.arange(SIZE, dtype=np.float32) % 2
+    group = group.scored(rewards, np.zeros(SIZE, np.bool_), {})
+    learner = Learner(player.config)
+    for index in range(SIZE):
+        start, end = group.cu_seqlens[index], group.cu_seqlens[index + 1]
+        tokens = torch.tensor([*group.prompt_ids.tolist(), *group.token_ids[start:end].tolist()])
+        with torch.no_grad():
+            logprobs = learner.model(tokens[None]).logits[0, :-1].log_softmax(-1)
+        own = logprobs.gather(1, tokens[1:, None])[len(group.prompt_ids) - 1 :, 0].numpy()
+        chosen = group.mask[start:end] == 1
+        assert np.abs(own - group.logprobs[start:end])[chosen].max() < 1e-4
+    metrics = learner.update(BatchShard.whole([group]), update_index=0)
+    assert metrics["policy/ratio_max"] == pytest.approx(1, abs=1e-4)
+    assert metrics["tokens/scored"] == group.mask.sum()
+    assert metrics["tokens/observed"] == (group.mask == 0).sum() > 0
+
+
+async def test_an_episode_plays_again_the_same_way(open_player: Any) -> None:
+    """The seed of a turn follows from draw, completion and turn, whoever else is in the batch."""
+
+    async def answer(name: str, request: ToolRequest) -> ToolReply:
+        return ToolReply(status="ok", text=str(len(request.arguments["expression"])))
+
+    one, two = [await (await open_player(f"placement.max_running={n}")).play(answer) for n in (96, 31)]
+    assert one.token_ids.tolist() == two.token_ids.tolist()
+    assert one.attempt != two.attempt
+
+
+async def test_new_weights_between_two_turns_show_in_the_spans(open_player: Any) -> None:
+    player, other = await open_player(), Learner(job("seed=4"))
+    committed = asyncio.Event()
+
+    async def call(name: str, request: ToolRequest) -> ToolReply:
+        if not committed.is_set():
+            committed.set()
+            engine = player.engine
+            await engine.begin_update(version=1, digest="d", mode="swap")
+            await engine.load_chunk({name: tensor.clone() for name, tensor in other.weights()})
+            await engine.commit_update()
+        while (await player.engine.weight_info()).version < 1:
+            await asyncio.sleep(0.001)
+        return ToolReply(status="ok", text="1")
+
+    group = await player.play(call)
+    mixed = 0
+    for index in range(SIZE):
+        runs = player.turns(group, index)
+        spans = group.spans[group.spans[:, 0] == index].tolist()
+        versions = np.concatenate([np.full(end - start, version) for _, version, start, end in spans])
+        assert (np.diff(versions) >= 0).all()
+        if len(runs) > 1:
+            mixed += 1
+            told = int(np.flatnonzero(group.mask[group.cu_seqlens[index] :] == 0)[0])
+            assert versions[0] == 0
+            assert set(versions[told:]) == {1}, "what is read after the commit belongs to the version that reads it"
+    assert mixed > 5
+
+
+@pytest.mark.parametrize("max_calls", [1, 8])
+async def test_parallel_calls_run_at_once_and_are_answered_in_order(open_player: Any, max_calls: int) -> None:
+    changes = ["environment.calls.parallel=true", f"environment.calls.max_calls={max_calls}"]
+    player = await open_player(*changes, "environment.max_observation_tokens=24")
+    answered: list[str] = []
+
+    async def call(name: str, request: ToolRequest) -> ToolReply:
+        place = int(name.rpartition("/")[2])
+        await asyncio.sleep(0.05 * (2 - place))  # the second one is answered first
+        answered.append(name)
+        return ToolReply(status="ok", text=str(place))
+
+    group = await player.play(call)
+    seen = set()
+    for index in range(SIZE):
+        runs = player.turns(group, index)
+        for (_, said), (_, told) in zip(runs[::2], runs[1::2], strict=False):
+            number = len(find_calls(said, player.environment.calls, player.environment.tools))
+            seen.add(number)
+            if number > max_calls:
+                assert told.startswith("<unk>"), "the alphabet lacks `error: ...`"
+            else:
+                assert told.replace("<unk>", "?").startswith("0;1;2;"[: 2 * number])
+    assert seen >= {1, 2}
+    turns = {name.rpartition("/")[0] for name in answered}
+    orders = [[name for name in answered if name.rpartition("/")[0] == turn] for turn in turns]
+    assert any(order != sorted(order) for order in orders) == (max_calls > 1)
+
+
+@pytest.mark.parametrize(("mode", "failed"), [("fail", True), ("observe", False)])
+async def test_a_tool_that_breaks(open_player: Any, mode: str, failed: bool) -> None:
+    player, tools = await open_player(f"environment.on_tool_failure={mode}"), Tools()
+    tools.status = "failed"
+    group = await player.play(tools)
+    called = [len(player.turns(group, index)) > 1 for index in range(SIZE)]
+    if failed:
+        assert 0 < group.failed.sum() < SIZE, "only those that called"
+        assert not any(called)
+        assert group.meta["error"] in ("00", "11", "22")
+        assert (group.finish[group.failed] == 2).all()
+    else:
+        assert not group.failed.any()
+        told = [text for index in range(SIZE) for chosen, text in player.turns(group, index) if not chosen]
+        assert told
+        assert all(text.startswith("<unk>") for text in told), "the alphabet lacks `error: ...`"
+        assert all(count <= 6 for count in runs_of_zeros(group.mask)), "it is cut to max_observation_tokens"
+
+
+async def test_a_turn_that_takes_too_long_fails_its_trajectory(open_player: Any) -> None:
+    player = await open_player("environment.tool_timeout_s=0.5", "environment.turn_timeout_s=0.5")
+    called: set[int] = set()
+
+    async def call(name: str, request: ToolRequest) -> ToolReply:
+        called.add(int(name.rpartition(".")[2].partition("/")[0]))
+        await asyncio.sleep(60)
+        raise AssertionError("it was given up before")
+
+    group = await player.play(call)
+    assert called
+    assert group.failed[sorted(called)].all()
+    assert "a turn took longer than environment.turn_timeout_s (0.5 s)" in group.meta["error"]
+    async with asyncio.timeout(30):
+        while player.engine.running:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_turn_that_is_too_long_is_cut_off(open_player: Any) -> None:
+    player = await open_player("environment.max_turn_tokens=4", "sampling.max_new_tokens=10")
+    group = await player.play(Tools())
+    for index in range(SIZE):
+        tokens, mask = (
+            values[group.cu_seqlens[index] : group.cu_seqlens[index + 1]] for values in (group.token_ids, group.mask)
+        )
+        assert mask.sum() <= 10
+        turns = np.split(tokens[mask == 1], np.flatnonzero(np.diff(np.flatnonzero(mask)) > 1) + 1)
+        assert max(map(len, turns)) <= 4
+        if len(turns[-1]) == 4 and tokens[-1] not in (player.tokenizer.eos_token_id, player.tokenizer.encode("]")[0]):
+            assert FINISH_REASONS[group.finish[index]] == "length"
+    assert (group.finish == FINISH_REASONS.index("length")).any()
+
+
+async def test_a_model_that_is_too_short_for_the_longest_episode(open_player: Any) -> None:
+    player = await open_player()
+    player.engine.max_length = 54
+    with pytest.raises(ConfigError, match="of the policy \\+ 12 of observations exceed the 54"):
+        await player.play(Tools())

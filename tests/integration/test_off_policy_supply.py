@@ -1,0 +1,206 @@
+"""Corrections, preferences and posted interactions on a real bus become updates, and the updates can be repeated."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from penstock.services.coordinator.audit import audit_group, audit_ledger, sealed_by_seq
+from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.online.supply import LiveSupply
+from penstock.services.coordinator.runner import JobRunner
+from penstock.services.coordinator.store import JobStore
+from penstock.services.rollout.engines import Engine, open_engine
+from penstock.services.rollout.serving.reading import Reader
+from penstock.services.rollout.serving.rendering import Renderer
+from penstock.services.trainer.inputs import fetch_shard, read_manifests
+from penstock.services.trainer.learner import Learner
+from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.errors import Unavailable
+from penstock.shared.models.loading import build_tokenizer
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.events import decode_events
+from penstock.shared.protocol.generation import Sampling, Span
+from penstock.shared.protocol.interaction import Fate, FateBatch, Feedback, FeedbackBatch, Interaction, new_marked_id
+from penstock.shared.protocol.jobs import JobRecord
+from penstock.shared.protocol.messages import Ack, BatchManifest, Report
+from penstock.shared.protocol.trajectory import Group, decode_group
+from penstock.shared.transport.bus import Bus
+from penstock.shared.weights import digest_of_tensors
+
+DEADLINE_S = 40
+SPEC: dict[str, Any] = {
+    "kind": "online_rl", "name": "live", "sampling": {"max_new_tokens": 8},
+    "model": {
+        "config": {"arch": "qwen3", "hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "num_heads": 2,
+                   "num_kv_heads": 2, "max_position_embeddings": 64},
+        "tokenizer": "char",
+    },
+    "train": {"batch_size": 2, "max_lag": 1},
+    "online": {
+        "max_wait_s": 3600, "off_policy": {"supervised": {}, "preference": {}, "max_share": 1.0},
+        "posted": {"trusted_keys": ["trusted", "liar"], "audit_share": 1.0},
+    },
+}  # fmt: skip
+CONFIG = OnlineJob.parse(SPEC)
+
+
+@asynccontextmanager
+async def leader(bus: Bus, record: JobRecord, epoch: int, data_dir: Path) -> AsyncIterator[JobRunner]:
+    """Leads until it is killed at the end of the block."""
+    supply = LiveSupply(bus, record.id, CONFIG, epoch=epoch)
+    runner = JobRunner(bus, JobStore(bus), Members(), record, epoch=epoch, data_dir=data_dir, supply=supply)
+    task = asyncio.create_task(runner.lead())
+    try:
+        yield runner
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+@asynccontextmanager
+async def reader(bus: Bus, job: str) -> AsyncIterator[Engine]:
+    """What a rollout worker answers about text, with its engine."""
+    tokenizer = build_tokenizer(CONFIG.model)
+    engine = await asyncio.to_thread(open_engine, CONFIG.model, tokenizer, max_running=2, seed=CONFIG.seed)
+    await engine.start()
+    found = Reader(job, Renderer(tokenizer, {}), tokenizer, engine)
+    server = await bus.serve(subjects.reading(job), found.read)
+    try:
+        yield engine
+    finally:
+        await server.close()
+        await engine.close()
+
+
+async def serve(bus: Bus, job: str, token_ids: list[int]) -> str:
+    """One answer, recorded."""
+    name, now = new_marked_id(job), time.time()
+    record = Interaction(
+        id=name, request=name, index=0, job=job, episode=new_marked_id(job), alone=True, key_id="k", user="u",
+        split="train", untrainable="", prompt_ids=[10, 11], token_ids=token_ids, logprobs=[-3.0] * len(token_ids),
+        spans=[Span(0, 0, len(token_ids))], sampling=Sampling(max_new_tokens=8), finish="stop", template="t",
+        body_digest="b", text="ab", started=now, first_token=now, ended=now,
+    )  # fmt: skip
+    await bus.publish(subjects.interaction(job, name), pack(record, job=job), msg_id=name)
+    return name
+
+
+async def say(bus: Bus, job: str, name: str, kind: Any, *, key: str = "k", **fields: Any) -> None:
+    item = Feedback(id=name, job=job, kind=kind, key_id=key, received=time.time(), **fields)
+    await bus.publish(subjects.feedback(job), pack(FeedbackBatch(items=[item]), job=job))
+
+
+async def report(bus: Bus, job: str, **fields: Any) -> None:
+    """As the trainer does: again until the leader has it."""
+    data = pack(Report(epoch=1, **fields), job=job)
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            with suppress(Unavailable):
+                ack, _ = unpack(await bus.request(subjects.report(job), data, deadline_s=5), Ack)
+                assert ack.ok, ack.reason
+                return
+
+
+async def until_fates(bus: Bus, job: str, **wanted: str) -> dict[str, Fate]:
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            messages = await bus.read(subjects.DECISIONS, subjects.decisions(job))
+            found = {fate.feedback: fate for message in messages for fate in unpack(message.data, FateBatch)[0].items}
+            if {name: found[name].status for name in wanted if name in found} == wanted:
+                return found
+            await asyncio.sleep(0.05)
+
+
+async def until_manifest(bus: Bus, job: str, number: int) -> BatchManifest:
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            manifests = await read_manifests(bus, job)
+            if (number, 1) in manifests:
+                return manifests[number, 1]
+            await asyncio.sleep(0.05)
+
+
+async def train(bus: Bus, learner: Learner, manifest: BatchManifest) -> str:
+    """One update from the log; the digest of its weights."""
+    shard = await fetch_shard(bus, manifest, list(range(len(manifest.groups))), max_lag=CONFIG.train.max_lag)
+    await asyncio.to_thread(learner.update, shard, update_index=manifest.update_index)
+    return digest_of_tensors(learner.weights())
+
+
+async def groups_of(bus: Bus, manifest: BatchManifest) -> dict[str, Group]:
+    found = await bus.get_whole(subjects.EXPERIENCE, [group.seq for group in manifest.groups])
+    groups = [decode_group(message.data) for message in found.values()]
+    return {group.objective: group for group in groups}
+
+
+async def test_material_is_trained_once_audited_and_repeated(bus: Bus, tmp_path: Path) -> None:
+    record = await JobStore(bus).create(CONFIG)
+    job = record.id
+    learner, again = Learner(CONFIG), Learner(CONFIG)
+    tokenizer = build_tokenizer(CONFIG.model)
+    async with leader(bus, record, 1, tmp_path):
+        await report(bus, job, kind="checkpointed", batch=0, version=0, digest="w0", path="ckpt-0")
+        good, bad = await serve(bus, job, [20, 21]), await serve(bus, job, [22])
+        await say(
+            bus,
+            job,
+            "corrected",
+            "correction",
+            inference=bad,
+            body={"corrected": {"role": "assistant", "content": "7+8"}},
+        )
+        await say(
+            bus, job, "preferred", "preference", inference=good, body={"chosen": good, "rejected": bad, "strength": 1.0}
+        )
+        await until_fates(bus, job, corrected="admitted", preferred="admitted")
+    # The text waits for a worker to read it, and its draw survives the leader.
+    async with leader(bus, record, 2, tmp_path) as runner, reader(bus, job) as engine:
+        manifest = await until_manifest(bus, job, 1)
+        found = await groups_of(bus, manifest)
+        assert sorted(found) == ["preference", "supervised"]
+        assert tokenizer.decode(found["supervised"].token_ids.tolist()) == "7+8<eos>"
+        assert found["supervised"].prompt_ids.tolist() == [10, 11]
+        assert found["preference"].token_ids.tolist() == [20, 21, 22], "the better one first"
+        first = await train(bus, learner, manifest)
+        await report(bus, job, kind="trained", batch=1, revision=1, version=1, digest=first)
+        fates = await until_fates(bus, job, corrected="trained", preferred="trained")
+        assert fates["corrected"].reason == "supervised: correction"
+        assert fates["preferred"].interactions == [good, bad]
+        exact = await engine.score([10, 11, 30, 31])
+        posted = {"prompt_token_ids": [10, 11], "token_ids": [30, 31], "policy_version": 1, "reward": 1.0}
+        await say(bus, job, "true", "interaction", key="trusted", body=posted | {"logprobs": exact.logprobs[1:]})
+        await say(bus, job, "false", "interaction", key="liar", body=posted | {"logprobs": [-0.01, -0.01]})
+        await say(bus, job, "text", "interaction", body={"messages": [{"role": "user", "content": "1+1"}],
+                  "completion": {"role": "assistant", "content": "2"}, "reward": 0.5})  # fmt: skip
+        await say(bus, job, "unread", "interaction", body={"messages": [{"role": "user", "content": "1+1"}],
+                  "completion": {"role": "assistant", "content": "\u2713"}, "reward": 0.5})  # fmt: skip
+        fates = await until_fates(bus, job, true="admitted", false="rejected", text="admitted", unread="rejected")
+        assert (fates["false"].reason, fates["unread"].reason) == ("logprobs_differ", "not_encodable")
+        await say(bus, job, "again", "interaction", key="liar", body=posted | {"logprobs": exact.logprobs[1:]})
+        async with asyncio.timeout(DEADLINE_S):
+            while len(runner.run.candidates) < 3:  # what is for other losses goes with the batch if it is there by then
+                await asyncio.sleep(0.05)
+        await say(bus, job, "liked", "metric", inference=good, metric="reward", value=-1.0)
+        manifest = await until_manifest(bus, job, 2)
+        assert sorted(group.objective for group in manifest.groups) == ["policy", "policy", "supervised", "supervised"]
+        second = await train(bus, learner, manifest)
+        await report(bus, job, kind="trained", batch=2, revision=1, version=2, digest=second)
+        fates = await until_fates(bus, job, true="trained", text="trained", again="trained", liked="trained")
+        assert (fates["true"].reason, fates["again"].reason) == ("posted", "supervised: source_distrusted")
+
+    assert [await train(bus, again, await until_manifest(bus, job, number)) for number in (1, 2)] == [first, second]
+    entries = [decode_events(m.data) for m in await bus.read(subjects.LEDGER, subjects.ledger(job))]
+    audit = audit_ledger(entries, CONFIG)
+    messages = await bus.get_whole(subjects.EXPERIENCE, sealed_by_seq(audit))
+    for seq, (number, one) in sealed_by_seq(audit).items():
+        audit_group(audit, number, one, decode_group(messages[seq].data), one.digest)
+    assert not audit.violations
+    assert audit.state.balanced()
+    assert (audit.state.trained, dict(audit.state.dropped)) == (6, {"logprobs_differ": 1, "not_encodable": 1})

@@ -1,0 +1,72 @@
+"""What several coordinators agree on through the bus: whose submission is which job, and who answers for a job."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.services.coordinator.api.replies import HttpProblem
+from penstock.services.coordinator.control import CoordinatorControl
+from penstock.services.coordinator.leader import Leader
+from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.once import Once
+from penstock.services.coordinator.runner import JobRunner
+from penstock.services.coordinator.store import JobStore
+from penstock.shared.config.kinds import parse_training
+from penstock.shared.config.service import ServiceSettings
+from penstock.shared.transport.bus import Bus
+
+SPEC: dict[str, Any] = {"kind": "online_rl", "name": "live", "model": {"config": {}, "tokenizer": "char"}}
+
+
+@pytest.fixture
+def replica(bus: Bus, tmp_path: Path) -> Any:
+    """Make a coordinator behind HTTP, with the runners that it has."""
+
+    def make(runners: dict[str, Leader] | None = None) -> CoordinatorControl:
+        settings = ServiceSettings(data_dir=tmp_path)
+        return CoordinatorControl(bus, JobStore(bus), Members(), runners or {}, settings)
+
+    return make
+
+
+async def test_a_submission_is_one_job_on_every_replica(replica: Any) -> None:
+    controls = [replica(), replica()]
+    spec = parse_training(SPEC)
+    records = await asyncio.gather(*(controls[n % 2].submit(spec, SPEC, key="k") for n in range(10)))
+    assert len({record.id for record in records}) == 1
+    assert len(await controls[0].store.list_all()) == 1
+    with pytest.raises(HttpProblem) as reused:
+        await controls[1].submit(spec, {**SPEC, "metadata": {"a": "b"}}, key="k")
+    assert (reused.value.status, reused.value.code) == (422, "idempotency_key_reused")
+
+
+async def test_a_submission_goes_on_after_the_death_of_its_coordinator(bus: Bus, replica: Any) -> None:
+    """The first one had settled the job's id, and had not stored it."""
+    settled = await Once(bus).job_id("k", json.dumps(SPEC).encode())
+    for _ in range(2):
+        assert (await replica().submit(parse_training(SPEC), SPEC, key="k")).id == settled
+
+
+async def test_a_follower_says_why_as_the_leader_does(bus: Bus, replica: Any, tmp_path: Path) -> None:
+    follower = replica()
+    record = await follower.submit(parse_training(SPEC), SPEC)
+    (row,) = await follower.why(record.id)
+    assert row["holder"] == "nobody"
+    runner = JobRunner(bus, JobStore(bus), Members(), record, epoch=1, data_dir=tmp_path)
+    leader = replica({record.id: runner})
+    tasks = [asyncio.create_task(runner.lead()), asyncio.create_task(leader.leader.serve())]
+    try:
+        async with asyncio.timeout(30):
+            while not runner.ready or not (await follower.why(record.id))[0]["waiting_for"].startswith("a live"):
+                await asyncio.sleep(0.01)
+        mine, theirs = await leader.why(record.id), await follower.why(record.id)
+        assert [row["waiting_for"] for row in theirs] == [row["waiting_for"] for row in mine]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,231 @@
+"""Processes that need not import anything any more.
+
+``python nursery.py <socket>`` imports what the services and the ranks of a trainer need, which takes seconds, and forks
+a program each time it is sent an order. What it forks runs as a program of its own: it has an environment, a session, a
+log and an end of its own, and can be stopped and killed like any other process. It ends with the nursery at the latest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+IMPORTED = (
+    "penstock.services.coordinator.service",
+    "penstock.services.env.service",
+    "penstock.services.reward.service",
+    "penstock.services.rollout.service",
+    "penstock.services.trainer.service",
+    "penstock.services.trainer.backends.fsdp.backend",
+    "penstock.services.trainer.backends.megatron.backend",
+    "penstock.services.trainer.optimizer",
+    "torch._dynamo",  # every optimizer imports it when it is first used
+    "transformers.models.auto.modeling_auto",
+)
+ORDER_BYTES, WORD_BYTES = 128 << 10, 16
+WAIT_S = 0.01
+PR_SET_PDEATHSIG = 1
+
+
+class Nursery:
+    """Started with the first program."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._turn = threading.Lock()
+
+    def launch(self, module: str, environment: Mapping[str, str], log: IO[bytes]) -> Forked:
+        """Run a module as the services are run: a ``penstock.local.launch.Launch``."""
+        return self.run(module, environment=environment, output=log.fileno())
+
+    def run(
+        self, program: str, *, environment: Mapping[str, str], output: int = 2, channel: socket.socket | None = None
+    ) -> Forked:
+        """Fork a process that runs a module, or a file where the name ends in ``.py``.
+
+        Args:
+            environment: all variables.
+            output: descriptor of its standard output and error.
+            channel: for the program; the number of its descriptor is the only argument.
+        """
+        order = {"program": program, "environment": dict(environment), "directory": str(Path.cwd())}
+        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        descriptors = [its.fileno(), output, *([channel.fileno()] if channel else [])]
+        with self._turn, its:
+            self._start()
+            socket.send_fds(self._orders, [json.dumps(order).encode()], descriptors)
+        return Forked(ours)
+
+    def close(self) -> None:
+        """End it, and with it what it forked."""
+        if self._process is not None:
+            self._orders.close()
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _start(self) -> None:
+        if self._process is not None:
+            return
+        environment = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # the other check breaks CUDA in a fork
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, __file__, str(theirs.fileno())]
+            self._process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], env=environment, start_new_session=True
+            )
+
+
+class Forked:
+    """A process that was forked; used like a ``subprocess.Popen``."""
+
+    def __init__(self, news: socket.socket) -> None:
+        """Waits for the nursery, which says the process id first and how it ended last."""
+        self._news, self._looking = news, threading.Lock()
+        self._code: int | None = None
+        self.pid = int(news.recv(WORD_BYTES) or 0)
+        assert self.pid, "the nursery ended"
+
+    def poll(self) -> int | None:
+        """How it ended, negative for a signal; None while it lives."""
+        with self._looking, contextlib.suppress(BlockingIOError):
+            if self._code is None:
+                word = self._news.recv(WORD_BYTES, socket.MSG_DONTWAIT)
+                self._code = int(word or -signal.SIGKILL)  # it does not outlive the nursery
+                self._news.close()
+        return self._code
+
+    def wait(self, timeout: float | None = None) -> int:
+        """How it ended. Raises subprocess.TimeoutExpired."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
+            time.sleep(WAIT_S)
+        return code
+
+    def terminate(self) -> None:
+        """SIGTERM, unless it ended."""
+        self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL, unless it ended."""
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+def serve(orders: socket.socket) -> dict[str, Any] | None:
+    """Fork for each order; returns the order in the process that has to carry it out, None once nobody gives any."""
+    woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    alive: dict[int, socket.socket] = {}
+    while True:
+        ready, _, _ = select.select([orders, woken], [], [])
+        if woken in ready:
+            os.read(woken, 4096)
+            report_ended(alive)
+        if orders not in ready:
+            continue
+        data, descriptors, _, _ = socket.recv_fds(orders, ORDER_BYTES, 8)
+        if not data:
+            return None
+        news, *descriptors = descriptors
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for connection in (orders, *alive.values()):
+                connection.close()
+            for descriptor in (woken, wake, news):
+                os.close(descriptor)
+            die_with(parent)
+            return {**json.loads(data), "descriptors": descriptors}
+        alive[pid] = socket.socket(fileno=news)
+        alive[pid].send(b"%d" % pid)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def report_ended(alive: dict[int, socket.socket]) -> None:
+    """Say how those that ended did."""
+    while alive:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        with alive.pop(pid) as news, contextlib.suppress(BrokenPipeError):  # nobody wants to know
+            news.send(b"%d" % os.waitstatus_to_exitcode(status))
+
+
+def die_with(parent: int) -> None:
+    """As ``penstock.local.leash`` does."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def become(order: Mapping[str, Any]) -> None:
+    """Turn this process into the program of an order."""
+    output, *channel = order["descriptors"]
+    os.setsid()
+    os.chdir(order["directory"])
+    with Path(os.devnull).open() as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    program = order["program"]
+    sys.argv = [program, *map(str, channel)]
+    sys.path[0:1] = [order["directory"], *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    if program.endswith(".py"):
+        runpy.run_path(program, run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+
+
+def imports(names: Sequence[str]) -> None:
+    """Import them, as far as they are installed."""
+    from penstock.shared.errors import ConfigError
+
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ConfigError:  # a library of an extra that is not here
+            continue
+    gc.collect()
+    gc.freeze()  # or the memory that all share would be copied by the first collection
+
+
+def main() -> None:
+    """The nursery, and each process that it forks."""
+    imports(IMPORTED)
+    order = serve(socket.socket(fileno=int(sys.argv[1])))
+    if order is not None:
+        become(order)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""A job with a promotion gate, under everything that may happen to an online job, and rollbacks to any checkpoint."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import initialize, invariant, precondition, rule
+
+from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.promotion import PromotionGate, Rollback, flaw_of_rollback
+from penstock.services.coordinator.run import JobRun
+from penstock.shared.config.promotion import PromotionConfig
+from penstock.shared.protocol.events import Promoted, PromotionRefused
+from penstock.shared.protocol.messages import Report
+
+
+def online_machine() -> Any:
+    """The module beside this one."""
+    spec = importlib.util.spec_from_file_location("online_machine", Path(__file__).with_name("test_online_machine.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # its dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+BASE = online_machine()
+
+
+class PromotionMachine(BASE.OnlineMachine):  # type: ignore[misc]
+    @initialize(max_lag=st.integers(0, 2), batch=st.integers(2, 3), patience=st.integers(1, 3))
+    def begin(self, max_lag: int, batch: int, patience: int) -> None:
+        self.promotion = PromotionConfig(min_entropy=0.5, patience=min(patience, max_lag + 1))
+        self.entropy, self.told = 1.0, -1
+        plain = BASE.job(max_lag=max_lag, batch=batch, gamma=0.0, share=1.0, default_after_s=None)
+        online = plain.online.model_copy(update={"promotion": self.promotion})
+        self.config, self.world = plain.model_copy(update={"online": online}), BASE.World()
+        self.now, self.epoch, self.served = 1000.0, 1, 0
+        self.lead()
+        self.report(Report(kind="checkpointed", epoch=1, batch=0, version=0, digest="w0", path="ckpt-0"))
+
+    def core(self, state: LedgerState) -> JobRun:
+        gate = PromotionGate(self.promotion, lambda: None)
+        gate.announced = self.told
+        return JobRun(
+            self.config, state, num_ordinals=None, writer_epoch=self.epoch, source=self.source, promotion=gate
+        )
+
+    def measured(self) -> dict[str, float]:
+        return {"policy/entropy": self.entropy}
+
+    @rule(entropy=st.sampled_from([1.0, 1.0, 0.1]))
+    def changes(self, entropy: float) -> None:
+        self.entropy = entropy
+
+    @rule()
+    def engines_are_told(self) -> None:
+        state, gate = self.run.state, self.run.promotion
+        assert gate is not None
+        if state.promoted is not None:
+            self.told = gate.announced = state.promoted.version
+        self.decide()
+
+    @rule(entropy=st.sampled_from([1.0, 1.0, 0.1]), saved=st.booleans())
+    def one_update(self, entropy: float, saved: bool) -> None:
+        """The usual way, so that rare ones begin somewhere."""
+        self.engines_are_told()
+        self.talk(count=4, early=False, key=BASE.KEYS[0])
+        if self.run.state.sealed:
+            self.entropy = entropy
+            self.train(crash="")
+        if saved:
+            self.checkpoint()
+
+    @rule(place=st.integers(0, 3))
+    def ask_to_go_back(self, place: int) -> None:
+        checkpoints = sorted(self.run.state.checkpoints)
+        number = checkpoints[place % len(checkpoints)]
+        if not flaw_of_rollback(self.run.state, number):
+            self.run.asked_rollback = Rollback(number, "by request", f"op-{self.run.state.forked}")
+
+    @precondition(lambda self: self.run.rollback is not None)
+    @rule()
+    def the_trainer_goes_back(self) -> None:
+        state, rollback = self.run.state, self.run.rollback
+        assert rollback is not None
+        later = state.after(rollback.number)
+        if not later:  # a fork was there first
+            self.run.asked_rollback = None
+            return
+        assert all(number in state.batches for number in later)
+        version = max(state.version, self.world.engine_version) + 1
+        self.world.engine_version = version
+        batch, updates = later[0], state.updates - len(later)
+        self.report(
+            Report(kind="forked", epoch=1, batch=batch, version=version, digest=f"w{version}", reason="rolled back")
+        )
+        assert (self.run.state.updates, self.run.state.fork_request) == (updates, rollback.operation)
+        assert self.run.state.checkpoint is not None
+        assert self.run.state.checkpoint.number < batch
+        self.run.asked_rollback = None
+
+    # -- what must hold ----------------------------------------------------------------------------------------------
+
+    @invariant()
+    def only_what_passed_is_served(self) -> None:
+        state = self.run.state
+        assert len(state.sealed) <= 1
+        if state.promoted is None:
+            return
+        assert state.promoted.version <= state.version
+        assert state.refused is None or state.refused.version != state.promoted.version
+        for event in (event for entry in self.world.entries for event in entry):
+            if isinstance(event, Promoted) and event.reason == "passed":
+                assert event.figures["policy/entropy"] >= 0.5
+            if isinstance(event, PromotionRefused):
+                assert event.figures["policy/entropy"] < 0.5
+
+    @invariant()
+    def what_is_served_can_be_made_again(self) -> None:
+        state = self.run.state
+        if state.promoted is not None:
+            base = state.base_of(state.promoted.number)
+            assert base is not None
+            assert base.number in state.pinned
+            assert all(number in state.batches for number in state.after(base.number))
+
+    @invariant()
+    def nothing_is_sealed_while_training_is_to_go_back(self) -> None:
+        if self.run.rollback is not None:
+            before = len(self.run.state.sealed)
+            events = self.run.decide(self.now)
+            assert not [event for event in events if type(event).__name__ in ("BatchSealed", "Drawn")], before
+
+
+TestPromotion = PromotionMachine.TestCase
+TestPromotion.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)

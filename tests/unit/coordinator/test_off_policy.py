@@ -1,0 +1,422 @@
+"""What may not be used on-policy: old answers, corrections, preferences, posted interactions, row by row."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.services.coordinator.decision import Draft
+from penstock.services.coordinator.gate import Candidate, Verdict
+from penstock.services.coordinator.ledger import LOGPROBS_DIFFER, LedgerState
+from penstock.services.coordinator.online.batches import batch_of
+from penstock.services.coordinator.online.fates import fates_of
+from penstock.services.coordinator.online.groups import made_group
+from penstock.services.coordinator.online.matching import Matching
+from penstock.services.coordinator.online.proof import flaws_of_admission
+from penstock.services.coordinator.online.source import LiveSource
+from penstock.services.coordinator.run import JobRun
+from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.errors import ProtocolError
+from penstock.shared.protocol.events import Admission, Admitted, Drawn, Dropped
+from penstock.shared.protocol.generation import Sampling, Span
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.interaction import Erasure, Feedback, Interaction
+from penstock.shared.protocol.objective import Objective
+from penstock.shared.protocol.trajectory import (
+    GroupHeader,
+    decode_group,
+    encode_group,
+    group_headers,
+    parse_group_header,
+)
+
+NOW = 1000.0
+BOTH = {"supervised": {"min_reward": 0.0}, "preference": {}}
+TRUSTED = {"trusted_keys": ["k1"]}
+TOKENS = {"prompt_token_ids": [7, 8], "token_ids": [1, 2], "reward": 0.5}
+EXACT = TOKENS | {"logprobs": [-0.5, -0.25], "policy_version": 5}
+
+
+def job(**online: Any) -> OnlineJob:
+    spec = {
+        "kind": "online_rl", "name": "live", "model": {"config": {}, "tokenizer": "char"},
+        "data": {"prompt": {"max_tokens": 16}}, "sampling": {"max_new_tokens": 4}, "train": {"batch_size": 4},
+        "online": {"off_policy": BOTH, **online},
+    }  # fmt: skip
+    return OnlineJob.parse(spec)
+
+
+def served(name: str, *, version: int = 5, **changes: Any) -> Interaction:
+    fields: dict[str, Any] = {
+        "id": name, "request": name, "index": 0, "job": "j", "episode": f"e-{name}", "alone": True, "key_id": "asker",
+        "user": "u", "split": "train", "untrainable": "", "prompt_ids": [7, 8], "token_ids": [1, 2],
+        "logprobs": [-0.5, -0.5], "spans": [Span(version, 0, 2)], "sampling": Sampling(max_new_tokens=4),
+        "finish": "stop", "template": "t", "body_digest": "b", "text": "x", "started": NOW - 1, "first_token": NOW,
+        "ended": NOW,
+    }  # fmt: skip
+    return Interaction(**fields | changes)
+
+
+def item(kind: str, name: str = "f1", **changes: Any) -> Feedback:
+    fields: dict[str, Any] = {"id": name, "job": "j", "kind": kind, "key_id": "k1", "received": NOW}
+    if kind == "correction":
+        fields |= {"inference": "i1", "body": {"corrected": {"role": "assistant", "content": "better"}}}
+    if kind == "preference":
+        fields |= {"inference": "i1", "body": {"chosen": "i1", "rejected": "i2", "strength": 0.5}}
+    if kind == "metric":
+        fields |= {"inference": "i1", "metric": "reward", "value": 0.5}
+    return Feedback(**fields | changes)
+
+
+def met(items: list[Feedback], records: list[Interaction] = [], *, version: int = 5, **online: Any) -> Matching:  # noqa: B006
+    """A matching that has read all of this; its fates are in ``told``."""
+    matching = Matching(job(**online))
+    told = [one for seq, found in enumerate(items, 1) for one in matching.on_feedback(seq, found, NOW)]
+    told += [one for seq, record in enumerate(records, 11) for one in matching.on_interaction(seq, record)]
+    told += matching.sweep(version=version, now=NOW + 1)
+    matching.told = [(one.status, one.reason) for one in told if one.status != "matched"]  # type: ignore[attr-defined]
+    return matching
+
+
+def offered(matching: Matching) -> list[tuple[str, str, float]]:
+    return [(offer.objective, offer.reason, offer.reward) for offer in matching.offers.ready.values()]
+
+
+def told(matching: Matching) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = matching.told  # type: ignore[attr-defined]
+    return found
+
+
+# -- rows 2 to 6 of the admission table --------------------------------------------------------------------------------
+
+
+def test_row_2_a_good_old_answer_is_imitated_and_a_bad_one_is_not() -> None:
+    for value, reward, expected in ((0.5, 0.5, "supervised"), (-0.5, None, "stale")):
+        matching = met([item("metric", value=value)], [served("i1", version=3)])
+        if reward is None:
+            assert told(matching) == [("rejected", expected)]
+            continue
+        (trajectory,) = matching.ready["i1"]
+        assert (trajectory.objective, trajectory.reward) == (expected, reward)
+    assert told(met([item("metric")], [served("i1", version=3)], off_policy=None)) == [("rejected", "stale")]
+
+
+def test_a_good_answer_that_was_sampled_otherwise_is_imitated_unless_something_else_speaks_against_it() -> None:
+    greedy = {"untrainable": "sampling_not_replayable", "sampling": Sampling(max_new_tokens=4, temperature=0.0)}
+    (trajectory,) = met([item("metric")], [served("i1", **greedy)]).ready["i1"]
+    assert trajectory.objective == "supervised"
+    assert told(met([item("metric", value=-0.5)], [served("i1", **greedy)])) == [
+        ("rejected", "sampling_not_replayable")
+    ]
+    refused: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"untrainable": "opted_out"}, "opted_out"),
+        ({"untrainable": "client_disconnected"}, "client_disconnected"),
+        (greedy | {"prompt_ids": [1] * 17}, "prompt_too_long"),
+        (greedy | {"split": "val"}, "split_val"),
+    )
+    for changes, reason in refused:
+        assert told(met([item("metric")], [served("i1", **changes)])) == [("rejected", reason)]
+
+
+def test_row_2_an_old_answer_waits_for_its_judgement_and_not_for_ever() -> None:
+    matching = met([], [served("i1", version=3)], idle_ttl_s=60.0)
+    assert matching.num_waiting == 1
+    matching.sweep(version=5, now=NOW + 61)
+    assert matching.num_waiting == 0, "nobody said anything of it"
+    matching = met([], [served("i1", version=3, tool_calls_valid=False)])
+    assert matching.num_waiting == 0, "a broken call is not imitated"
+
+
+@pytest.mark.parametrize(
+    ("body", "posted", "expected"),
+    [
+        (EXACT, TRUSTED, ("policy", "posted", 0.5)),  # row 3
+        (EXACT | {"policy_version": 4}, TRUSTED, ("policy", "posted", 0.5)),
+        (EXACT | {"policy_version": 3}, TRUSTED, ("supervised", "stale", 0.5)),
+        (EXACT | {"policy_version": 6}, TRUSTED, ("supervised", "unknown_version", 0.5)),
+        (EXACT | {"sampling": {"temperature": 0.5}}, TRUSTED, ("supervised", "sampling_not_replayable", 0.5)),
+        (EXACT, {}, ("supervised", "source_not_trusted", 0.5)),
+        (EXACT, {"trusted_keys": ["*"]}, ("policy", "posted", 0.5)),
+        (TOKENS | {"policy_version": 5}, TRUSTED, ("policy", "rescored", 0.5)),  # row 4
+        (TOKENS | {"policy_version": 4}, TRUSTED, ("supervised", "version_not_held", 0.5)),
+        (TOKENS, TRUSTED, ("supervised", "behaviour_unknown", 0.5)),  # row 5
+        (TOKENS, TRUSTED | {"assume_on_policy": True}, ("policy", "assumed", 0.5)),
+        (TOKENS, {"assume_on_policy": True}, ("supervised", "source_not_trusted", 0.5)),
+        ({"messages": [], "completion": {}, "reward": 1.0}, TRUSTED, ("supervised", "text_only", 1.0)),  # row 6
+    ],
+)
+def test_rows_3_to_6_posted_interactions(body: dict[str, Any], posted: Any, expected: tuple[str, str, float]) -> None:
+    matching = met([item("interaction", body=body)], posted=posted)
+    assert offered(matching) == [expected]
+    if expected[0] == "supervised":
+        reason = expected[1]
+        assert told(met([item("interaction", body=body)], posted=posted, off_policy=None)) == [("rejected", reason)]
+        bad = item("interaction", body=body | {"reward": -0.5})
+        assert told(met([bad], posted=posted)) == [("rejected", reason)], "only good answers are imitated"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"logprobs": [-0.5]}, "lengths_differ"),
+        ({"logprobs": [-0.5, math.nan]}, "not_finite"),
+        ({"logprobs": [-0.5, -math.inf]}, "not_finite"),
+        ({"logprobs": [-0.5, 0.5]}, "not_finite"),
+        ({"prompt_token_ids": [1] * 17}, "prompt_too_long"),
+        ({"prompt_token_ids": []}, "no_tokens"),
+        ({"token_ids": [1] * 5, "logprobs": [-1.0] * 5}, "completion_too_long"),
+    ],
+)
+def test_posted_tokens_that_cannot_be_scored_reach_no_batch(changes: dict[str, Any], reason: str) -> None:
+    matching = met([item("interaction", body=EXACT | changes)], posted=TRUSTED)
+    assert told(matching) == [("rejected", reason)]
+    assert not matching.offers.ready
+
+
+def test_a_posted_reward_is_the_sum_of_declared_metrics() -> None:
+    metrics = {"a": {"type": "float", "weight": 0.5}, "b": {"type": "boolean", "default_value": False}}
+    body = {name: value for name, value in EXACT.items() if name != "reward"}
+    matching = met([item("interaction", body=body | {"rewards": {"a": 1.0}})], posted=TRUSTED, metrics=metrics)
+    assert offered(matching) == [("policy", "posted", -0.5)]
+    nothing = met([item("interaction", body=body)], posted=TRUSTED, metrics=metrics)
+    assert told(nothing) == [("rejected", "no_reward")]
+
+
+def test_a_key_whose_log_probs_were_wrong_is_not_believed_any_more() -> None:
+    matching = Matching(job(posted=TRUSTED))
+    matching.on_feedback(1, item("interaction", body=EXACT), NOW)
+    matching.sweep(version=5, now=NOW)
+    state = LedgerState()
+    (offer,) = matching.offers.ready.values()
+    state.apply(Drawn(writer_epoch=1, time=NOW, start=0, stop=1, min_version=0, deadline=NOW))
+    admitted = Admitted(
+        writer_epoch=1, time=NOW, admissions=[offer.admission(0, 5, NOW)], low_interactions=1, low_feedback=1
+    )
+    state.apply(admitted)
+    state.apply(
+        Dropped(
+            writer_epoch=1, time=NOW, draws=[Draw(0)], reason=LOGPROBS_DIFFER, lengths=[0], redraw=False,
+            min_version=0, deadline=NOW,
+        )
+    )  # fmt: skip
+    assert state.distrusted == {"k1"}
+    matching.take(admitted.admissions)
+    matching.offers.distrusted = state.distrusted
+    matching.on_feedback(2, item("interaction", "f2", body=EXACT), NOW)
+    matching.sweep(version=5, now=NOW)
+    assert offered(matching) == [("supervised", "source_distrusted", 0.5)]
+
+
+# -- corrections and preferences ---------------------------------------------------------------------------------------
+
+
+def test_a_correction_and_a_demonstration_are_imitated_beside_the_answer_itself() -> None:
+    for given in (item("correction"), item("metric", metric="demonstration", value="better")):
+        matching = met([given, item("metric", "f2")], [served("i1")])
+        (offer,) = matching.offers.ready.values()
+        assert (offer.objective, offer.reward, dict(offer.context)) == ("supervised", 1.0, {"i1": 11})
+        assert matching.ready["i1"][0].objective == "policy"
+
+
+def test_a_preference_is_between_two_answers_to_the_same_prompt() -> None:
+    matching = met([item("preference")], [served("i1"), served("i2", token_ids=[3, 4])])
+    assert offered(matching) == [("preference", "preference", 0.5)]
+    (offer,) = matching.offers.ready.values()
+    assert list(offer.context) == ["i1", "i2"], "the better one first"
+    other = met([item("preference")], [served("i1"), served("i2", prompt_ids=[9])])
+    assert told(other) == [("rejected", "prompts_differ")]
+    waits = met([item("preference")], [served("i1")])
+    assert not waits.offers.ready
+    assert not told(waits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"untrainable": "opted_out"}, "opted_out"),
+        ({"split": "val"}, "split_val"),
+        ({"prompt_ids": [1] * 17}, "prompt_too_long"),
+    ],
+)
+def test_consent_split_and_length_hold_for_imitation_too(changes: dict[str, Any], reason: str) -> None:
+    assert told(met([item("correction")], [served("i1", **changes)])) == [("rejected", reason)]
+    greedy = met([item("correction")], [served("i1", untrainable="sampling_not_replayable")])
+    assert offered(greedy), "how the answer was sampled does not matter"
+
+
+def test_what_a_job_does_not_ask_for_is_rejected_as_before() -> None:
+    for given, reason in ((item("correction"), "correction"), (item("preference"), "preference")):
+        assert told(met([given], off_policy=None)) == [("rejected", f"{reason}_is_no_reward")]
+    comment = item("metric", metric="comment", value="hm")
+    assert told(met([comment])) == [("rejected", "comment_is_no_reward")]
+
+
+def test_material_expires_is_retracted_revised_and_erased_as_other_feedback() -> None:
+    matching = met([item("correction")], match_ttl_s=60.0)
+    assert matching.lowest() == (1, 1)
+    fates = matching.sweep(version=5, now=NOW + 61)
+    assert [(one.status, one.reason) for one in fates] == [("expired", "unknown_target")]
+    matching = met([item("correction")], [served("i1")])
+    retraction = item("retraction", "r1", body={"feedback": "f1"})
+    assert {one.feedback: one.status for one in matching.on_feedback(2, retraction, NOW)} == dict.fromkeys(
+        ("f1", "r1"), "retracted"
+    )
+    assert not matching.offers.ready
+    matching = met([item("preference")], [served("i1"), served("i2")])
+    matching.on_feedback(2, item("preference", revision=1, body={"chosen": "i2", "rejected": "i1"}), NOW)
+    matching.sweep(version=5, now=NOW)
+    (offer,) = matching.offers.ready.values()
+    assert (list(offer.context), offer.reward, offer.item.seq) == (["i2", "i1"], 1.0, 2)
+    fates = matching.on_erasure(Erasure(user="u", interactions=["i2"], feedback=[], time=NOW), NOW)
+    assert [(one.feedback, one.reason) for one in fates] == [("f1", "erased")]
+    assert not matching.offers.items
+
+
+# -- draws and batches -------------------------------------------------------------------------------------------------
+
+
+def admission(ordinal: int, objective: Objective, *, at: float = NOW, reason: str = "feedback") -> Admission:
+    return Admission(
+        ordinal, {f"i{ordinal}": ordinal + 1} if objective == "policy" else {}, {f"f{ordinal}": ordinal + 1}, 1.0, 0,
+        "k1", "u", reason, at, objective,
+    )  # fmt: skip
+
+
+def header(ordinal: int, objective: Objective) -> GroupHeader:
+    return GroupHeader(
+        draw=Draw(ordinal), attempt="a", epoch=1, digest="d", nbytes=1, prompt_tokens=1, lengths=[1], rewards=[1.0],
+        failed=[False], truncated=[False], finite=True, min_version=0, max_version=0, worker="w", objective=objective,
+    )  # fmt: skip
+
+
+def draft_of(config: OnlineJob, admissions: list[Admission], *, now: float = NOW, version: int = 0) -> Draft:
+    state = LedgerState(version=version)
+    count = len(admissions)
+    state.apply(Drawn(writer_epoch=1, time=NOW, start=0, stop=count, min_version=0, deadline=NOW))
+    state.apply(
+        Admitted(writer_epoch=1, time=NOW, admissions=admissions, low_interactions=count + 1, low_feedback=count + 1)
+    )
+    candidates = {
+        Draw(a.ordinal): Candidate(a.ordinal, header(a.ordinal, a.objective), Verdict.ACCEPT) for a in admissions
+    }
+    run = JobRun(config, state, num_ordinals=None, writer_epoch=1, source=LiveSource(config, Matching(config)))
+    run.candidates = candidates
+    return Draft(run, state, now)
+
+
+def chosen(objectives: list[Objective], *, now: float = NOW, **online: Any) -> list[int]:
+    config = job(**online)
+    draft = draft_of(config, [admission(n, objective) for n, objective in enumerate(objectives)], now=now)
+    return [draw.ordinal for draw in batch_of(config, draft, list(draft.candidates))]
+
+
+def test_what_is_for_other_losses_goes_with_a_full_batch_up_to_its_share() -> None:
+    others: list[Objective] = ["supervised", "preference", "supervised"]
+    assert chosen([*others, "policy", "policy", "policy"]) == [], "not full, and nothing waits for long"
+    assert chosen([*others, "policy", "policy", "policy", "policy"]) == [0, 1, 3, 4, 5, 6]
+    assert chosen(["supervised", *["policy"] * 4]) == [0, 1, 2, 3, 4]  # type: ignore[list-item]
+
+
+def test_what_is_for_other_losses_makes_a_batch_of_its_own_where_there_is_nothing_else() -> None:
+    assert chosen(["supervised"]) == []
+    assert chosen(["supervised"], now=NOW + 61) == [0]
+    assert chosen(["supervised", "preference"]) == [0, 1], "as many as an update may have"
+    assert chosen(["supervised", "preference", "policy"]) == []
+    assert chosen(["supervised", "policy", "policy"], now=NOW + 61) == [0, 1, 2]
+
+
+def test_a_promotion_gate_sees_no_update_that_measures_nothing() -> None:
+    gate = {"promotion": {"min_entropy": 0.1}}
+    assert chosen(["supervised", "preference"], now=NOW + 61, **gate) == []
+    assert chosen(["supervised", "policy", "policy"], now=NOW + 61, **gate) == [0, 1, 2]
+
+
+def test_no_more_than_a_quarter_of_a_batch_is_assumed() -> None:
+    config = job(posted=TRUSTED | {"assume_on_policy": True})
+    admissions = [admission(n, "policy", reason="assumed" if n < 3 else "feedback") for n in range(6)]
+    draft = draft_of(config, admissions)
+    assert [draw.ordinal for draw in batch_of(config, draft, list(draft.candidates))] == [0, 3, 4, 5]
+
+
+def test_only_the_policy_loss_knows_a_lag() -> None:
+    draft = draft_of(job(), [admission(0, "policy"), admission(1, "supervised")], version=9, now=NOW + 61)
+    draft.drop()
+    assert draft.state.dropped == {"stale": 1}
+    draft.seal()
+    (sealed,) = draft.state.sealed.values()
+    assert [(group.draw.ordinal, group.objective) for group in sealed.groups] == [(1, "supervised")]
+    assert draft.state.balanced()
+
+
+def test_offers_are_admitted_with_their_objective_and_told() -> None:
+    matching = met([item("preference"), item("metric", "f2")], [served("i1"), served("i2", token_ids=[3, 4])])
+    config, state = matching.job, LedgerState(version=5)
+    run = JobRun(config, state, num_ordinals=None, writer_epoch=1)
+    draft = Draft(run, state, NOW)
+    LiveSource(config, matching).draw(draft)
+    found = {one.objective: one for one in draft.state.admissions.values()}
+    assert set(found) == {"policy", "preference"}
+    assert (found["preference"].context, found["preference"].feedback) == ({"i1": 11, "i2": 12}, {"f1": 1})
+    assert found["preference"].askers == ["asker"]
+    fates = {one.feedback: one for one in fates_of(draft.events, draft.state)}
+    assert fates["f1"].reason == "preference: preference"
+    assert fates["f1"].interactions == ["i1", "i2"]
+    assert fates["f2"].reason == "feedback"
+    matching.take(draft.state.admissions.values())
+    assert not matching.offers.items
+    assert matching.num_waiting == 1, "the other answer may still be judged"
+
+
+def test_an_offer_that_was_settled_for_another_version_is_settled_anew_before_it_is_admitted() -> None:
+    matching = met([item("interaction", body=TOKENS)], posted=TRUSTED | {"assume_on_policy": True})
+    for version, admitted in ((6, []), (5, [("assumed", 5, 0)])):
+        run = JobRun(matching.job, LedgerState(version=version), num_ordinals=None, writer_epoch=1)
+        draft = Draft(run, run.state, NOW)
+        LiveSource(matching.job, matching).draw(draft)
+        assert [(one.reason, one.version, one.lag) for one in draft.state.admissions.values()] == admitted
+
+
+def test_a_preference_is_not_between_an_answer_and_itself() -> None:
+    body = {"chosen": "i1", "rejected": "i1", "strength": 1.0}
+    assert told(met([item("preference", body=body)], [served("i1")])) == [("rejected", "same_answer")]
+
+
+def test_an_audit_finds_a_group_of_another_objective_and_forgives_a_lag_that_no_policy_loss_sees() -> None:
+    old = admission(0, "supervised")
+    draft = draft_of(job(), [old], now=NOW + 61)
+    draft.seal()
+    (sealed,) = draft.state.sealed.values()
+    assert flaws_of_admission([draft.events], {1: sealed}, job())[1] == [
+        "batch 1: draw 0.0 was trained without an admission"
+    ]
+    entries = [[Admitted(writer_epoch=1, time=NOW, admissions=[old], low_interactions=1, low_feedback=1)]]
+    assert flaws_of_admission(entries, {1: sealed}, job())[1] == []
+    as_policy = admission(0, "policy")
+    entries = [[Admitted(writer_epoch=1, time=NOW, admissions=[as_policy], low_interactions=1, low_feedback=1)]]
+    (flaw,) = flaws_of_admission(entries, {1: sealed}, job())[1]
+    assert "supervised" in flaw
+
+
+# -- the wire ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_says_what_it_is_for_and_one_for_the_policy_loss_is_as_it_was() -> None:
+    pair = made_group("j", Draw(1), [7, 8], [[1, 2], [3]], objective="preference", reward=0.5, epoch=1)
+    data, head = encode_group(pair)
+    back = decode_group(data)
+    assert (back.objective, back.rewards.tolist(), back.lengths.tolist()) == ("preference", [0.5, 0.5], [2, 1])
+    assert parse_group_header(group_headers(head)).objective == "preference"
+    plain = encode_group(made_group("j", Draw(1), [7], [[1]], objective="policy", reward=1.0, epoch=1))[0]
+    assert b"objective" not in plain
+    assert b"assumed" not in plain
+    assert decode_group(plain).objective == "policy"
+    with pytest.raises(ProtocolError, match="needs 2 completions"):
+        encode_group(made_group("j", Draw(1), [7], [[1]], objective="preference", reward=1.0, epoch=1))
+
+
+def test_ledgers_without_objectives_are_for_the_policy_loss() -> None:
+    old = msgspec.msgpack.encode([0, {"i": 1}, {"f": 1}, 1.0, 0, "k", "u", "feedback", NOW])
+    assert msgspec.msgpack.decode(old, type=Admission).objective == "policy"

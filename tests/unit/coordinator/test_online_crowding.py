@@ -1,0 +1,36 @@
+"""A flood of one key costs nobody else a place, and nobody memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.services.coordinator.online.crowding import crowded, most_ready
+
+
+def test_the_oldest_of_the_heaviest_go() -> None:
+    waiting = [("hostile" if n % 10 else "honest", f"i{n}") for n in range(200)]
+    assert crowded(waiting, 200) == []
+    gone = crowded(waiting, 100)
+    assert gone == [name for owner, name in waiting if owner == "hostile"][: 200 - 75]
+    assert most_ready(10) == 256
+    assert most_ready(1000) == 4000
+
+
+@given(st.lists(st.sampled_from("aaaabbc"), max_size=80), st.integers(1, 40))
+def test_it_ends_below_the_bound_and_who_has_little_keeps_it(owners: list[str], most: int) -> None:
+    waiting = [(owner, f"{owner}{n}") for n, owner in enumerate(owners)]
+    before = Counter(owners)
+    for _ in range(80):
+        gone = set(crowded(waiting, most))
+        if not gone:
+            break
+        counts = Counter(owner for owner, _ in waiting)
+        assert {name[0] for name in gone} <= {owner for owner in counts if counts[owner] == max(counts.values())}
+        waiting = [pair for pair in waiting if pair[1] not in gone]
+    assert len(waiting) <= most
+    after = Counter(owner for owner, _ in waiting)
+    fair = most // (2 * max(1, len(before)))
+    assert all(after[owner] == count for owner, count in before.items() if count <= fair)

@@ -1,0 +1,206 @@
+"""What is held back, what it takes to be unusual, and that a new leader holds the same."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.online.outliers import Outliers
+from penstock.services.coordinator.online.quarantine import Quarantine
+from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.config.quarantine import QuarantineConfig
+from penstock.shared.errors import ConfigError
+from penstock.shared.protocol.events import Quarantined
+from penstock.shared.protocol.interaction import Erasure, Fate, Feedback
+
+NOW = 1000.0
+CONFIG = OnlineJob.parse(
+    {
+        "kind": "online_rl", "name": "live", "model": {"config": {}, "tokenizer": "char"},
+        "online": {
+            "metrics": {"rating": {"type": "float"}, "accepted": {"type": "boolean"}},
+            "quarantine": {"min_items": 10, "window": 50, "hold_s": 100.0},
+        },
+    }
+)  # fmt: skip
+
+
+def name_of(number: int) -> str:
+    return f"0192f0c1-0000-7000-8000-{number:012x}"
+
+
+def said(number: int, value: Any, **changes: Any) -> Feedback:
+    fields: dict[str, Any] = {
+        "id": name_of(number), "job": "j", "kind": "metric", "key_id": "k1", "received": NOW, "inference": "i",
+        "metric": "rating", "value": value,
+    }  # fmt: skip
+    return Feedback(**fields | changes)
+
+
+def decided(kind: Any, number: int) -> Feedback:
+    body = {"feedback": name_of(number)}
+    return Feedback(id=f"{kind}-{number}", job="j", kind=kind, key_id="admin", received=NOW, body=body)
+
+
+class Reader:
+    """A quarantine, and what it passed on."""
+
+    def __init__(self, state: LedgerState | None = None) -> None:
+        self.passed: list[str] = []
+        self.quarantine = Quarantine(CONFIG, self._pass)
+        self.quarantine.recall(state or LedgerState())
+
+    def _pass(self, seq: int, item: Feedback, now: float) -> list[Fate]:
+        self.passed.append(item.id)
+        return []
+
+    def read(self, *items: Feedback, start: int = 1) -> list[tuple[str, str]]:
+        """Fates of one message each."""
+        found = []
+        for seq, item in enumerate(items, start):
+            found += [(fate.status, fate.reason) for fate in self.quarantine.on_feedback(seq, item, NOW)]
+        return found
+
+
+def usual(count: int, *, seed: int = 0) -> list[Feedback]:
+    values = random.Random(seed)
+    return [said(number, round(values.uniform(-0.2, 0.2), 3)) for number in range(count)]
+
+
+# -- rules -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_value_far_from_the_median_is_an_outlier_only_once_enough_is_known() -> None:
+    outliers = Outliers(QuarantineConfig(min_items=10, window=50))
+    values = [0.1, 0.12, 0.09, 0.11, 0.1, 0.13, 0.08, 0.1, 0.11]
+    assert all(not outliers.judge("k", "m", value, 2.0) for value in values)
+    assert outliers.judge("k", "m", 1.0, 2.0) == "", "the tenth is learnt, too"
+    assert outliers.judge("k", "m", 1.0, 2.0).startswith("outlier: 1 is ")
+    assert outliers.judge("other", "m", 1.0, 2.0) == "", "each source has its own usual"
+
+
+def test_equal_values_do_not_make_every_other_value_an_outlier() -> None:
+    outliers = Outliers(QuarantineConfig(min_items=10, window=50))
+    assert all(not outliers.judge("k", "m", 0.5, 2.0) for _ in range(20))
+    assert outliers.judge("k", "m", 0.6, 2.0) == ""
+    assert outliers.judge("k", "m", 0.9, 2.0) != ""
+
+
+def test_a_source_that_turns_round_is_held_until_it_comes_back() -> None:
+    outliers = Outliers(QuarantineConfig(min_items=20, window=100))
+    values = random.Random(1)
+    for _ in range(100):
+        assert outliers.judge("k", "accepted", values.random() < 0.2, 1.0) == ""
+    flipped = [outliers.judge("k", "accepted", True, 1.0) for _ in range(30)]
+    first = next(place for place, reason in enumerate(flipped) if reason)
+    assert first < 15, "soon"
+    assert flipped[first].startswith("drift: ")
+    assert all(flipped[first:]), "and as long as it goes on"
+    back = [outliers.judge("k", "accepted", values.random() < 0.2, 1.0) for _ in range(60)]
+    assert not any(back[40:])
+
+
+@settings(max_examples=25, deadline=None)
+@given(share=st.floats(0.05, 0.95), seed=st.integers(0, 1000))
+def test_a_steady_source_is_hardly_ever_held(share: float, seed: int) -> None:
+    outliers = Outliers(QuarantineConfig())
+    values = random.Random(seed)
+    held = sum(bool(outliers.judge("k", "accepted", values.random() < share, 1.0)) for _ in range(400))
+    assert held <= 20
+
+
+def test_the_window_must_hold_what_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match="do not fit in a window of 20"):
+        QuarantineConfig.parse({"window": 20, "min_items": 30})
+
+
+# -- life of an item ---------------------------------------------------------------------------------------------------
+
+
+def test_an_outlier_is_held_and_nothing_follows_from_it() -> None:
+    reader = Reader()
+    assert reader.read(*usual(20)) == []
+    ((status, reason),) = reader.read(said(50, 1.0), start=21)
+    assert (status, reason.partition(":")[0]) == ("quarantined", "outlier")
+    assert name_of(50) not in reader.passed
+    assert reader.quarantine.lowest == 21
+    assert reader.read(said(50, 1.0), start=22) == [], "the same item again"
+    assert reader.quarantine.num_held == 1
+
+
+def test_release_lets_it_count_and_drop_rejects_it() -> None:
+    reader = Reader()
+    reader.read(*usual(20), said(50, 1.0), said(51, 1.0))
+    assert reader.read(decided("release", 50), start=30) == []
+    assert reader.passed[-1] == name_of(50)
+    assert reader.read(decided("drop", 51), start=31) == [("rejected", "quarantine_dropped")]
+    assert reader.quarantine.num_held == 0
+    assert reader.read(decided("release", 51), decided("drop", 50), start=32) == [], "decided once"
+    assert name_of(51) not in reader.passed
+
+
+def test_a_retraction_or_a_revision_of_its_sender_ends_the_wait() -> None:
+    reader = Reader()
+    reader.read(*usual(20), said(50, 1.0), said(51, 1.0))
+    assert reader.read(decided("retraction", 50), start=30) == [("retracted", "by retraction-50")]
+    assert reader.read(said(51, 0.0, revision=1, key_id="k2"), start=31) == [], "nobody revises what others said"
+    assert reader.read(said(51, 0.05, revision=1), start=32) == []
+    assert reader.passed[-1] == name_of(51)
+    assert reader.quarantine.num_held == 0
+
+
+def test_what_nobody_looks_at_expires_and_the_end_of_the_job_rejects_the_rest() -> None:
+    reader = Reader()
+    reader.read(*usual(20), said(50, 1.0), said(51, 1.0, received=NOW + 50))
+    told = reader.quarantine.sweep(NOW + 120)
+    assert [(fate.feedback, fate.reason) for fate in told] == [(name_of(50), "quarantine_expired")]
+    assert [fate.reason for fate in reader.quarantine.end(NOW + 130)] == ["job_ended"]
+    assert reader.quarantine.num_held == 0
+
+
+def test_erased_feedback_is_not_held_any_more() -> None:
+    reader = Reader()
+    reader.read(*usual(20), said(50, 1.0))
+    reader.quarantine.on_erasure(Erasure(user="u", interactions=[], feedback=[name_of(50)], time=NOW))
+    assert reader.read(decided("release", 50), start=30) == []
+    assert name_of(50) not in reader.passed
+
+
+# -- another leader ----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    values=st.lists(st.sampled_from([-0.1, 0.0, 0.05, 0.1, 0.9, -1.0]), min_size=12, max_size=60),
+    cut=st.integers(0, 60),
+    low=st.integers(0, 60),
+)
+def test_a_new_leader_that_reads_from_the_mark_holds_the_same(values: list[float], cut: int, low: int) -> None:
+    """It learns from what lies below the mark, and reads again from there."""
+    items = [said(number, value, key_id=f"k{number % 2}") for number, value in enumerate(values)]
+    whole = Reader()
+    fates = whole.read(*items)
+    before = Reader()
+    before.read(*items[:cut])
+    low = min(low, cut, before.quarantine.lowest - 1)
+    after = Reader()
+    for item in items[:low]:
+        after.quarantine.learn(item)
+    again = after.read(*items[low:], start=low + 1)
+    assert after.passed == whole.passed[len(whole.passed) - len(after.passed) :]
+    assert len(again) == len(fates), "what lies below the mark is held by nobody"
+
+
+def test_what_the_ledger_says_is_held_whatever_is_known_of_its_source() -> None:
+    state = LedgerState()
+    state.apply(Quarantined(writer_epoch=1, time=NOW, items={name_of(50): 21}))
+    reader = Reader(state)
+    assert reader.read(said(50, 1.0), start=21) == [], "its fate was told before"
+    assert reader.quarantine.num_held == 1
+    assert reader.read(decided("release", 50), start=30) == []
+    assert reader.passed == [name_of(50)]

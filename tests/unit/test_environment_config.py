@@ -1,0 +1,84 @@
+"""The section `environment` of a job file: what is refused, and what follows from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.shared.config.base import with_overrides
+from penstock.shared.config.environment import EnvironmentConfig
+from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import parse_job
+from penstock.shared.errors import ConfigError
+
+JOB: dict[str, Any] = {
+    "name": "agent",
+    "model": {"config": {"max_position_embeddings": 64}, "tokenizer": "char"},
+    "data": {"train": {"type": "addition"}, "prompt": {"max_tokens": 8}},
+    "reward": {"scorers": [{"type": "exact"}]},
+    "environment": {"tools": [{"type": "calculator"}], "max_turns": 3, "max_observation_tokens": 10},
+    "sampling": {"max_new_tokens": 16},
+    "train": {"batch_size": 16, "max_updates": 1},
+    "limits": {"byte_budget": 64 << 20},
+}
+CALCULATOR = {"type": "calculator"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["environment.tools=[]"], "environment.tools"),
+        (["environment.tools=[{type: calculator}, {type: calculator}]"], "names must differ"),
+        (["environment.tools=[{type: abacus}]"], "abacus"),
+        (["environment.tools=[{type: calculator}, {type: python}]", "environment.calls={body: text}"], "which tool"),
+        (["environment.calls={begin: '<<', end: '<'}"], "is part of the other"),
+        (["environment.observations={result: 'none'}"], "must hold {result} once"),
+        (["environment.tools=[{type: python, time_limit_s: 10}]"], "must be above the time_limit_s of python"),
+        (["environment.turn_timeout_s=5"], "tool_timeout_s is longer than turn_timeout_s"),
+        (["environment.max_turn=2"], "did you mean 'max_turns'"),
+        (["sampling.min_new_tokens=2"], "sampling.min_new_tokens: a turn ends with its call"),
+        (["environment.max_observation_tokens=24"], "leaves no room for a prompt"),
+        (["evaluation.sampling={max_new_tokens: 48}"], "evaluation.sampling.max_new_tokens with environment"),
+        (["environment.tools=[{type: function, name: f, path: a, description: d}]"], "path"),
+        (["environment.tools=[{type: function, name: f, path: 'a:b', description: d, parameters: {}}]"], "JSON schema"),
+        (["warm_start.demonstration=['<1>', '1']"], "the policy has the last word"),
+        (["limits.byte_budget=60000"], "limits.byte_budget"),
+    ],
+)
+def test_what_is_refused(changes: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said.replace("{", r"\{").replace("(", r"\(")):
+        JobConfig.parse(with_overrides(JOB, changes))
+
+
+def test_observations_count_against_model_and_budget() -> None:
+    job, plain = JobConfig.parse(JOB), JobConfig.parse({**JOB, "environment": None})
+    assert (job.max_completion_tokens, plain.max_completion_tokens) == (16 + 2 * 10, 16)
+    assert job.max_group_bytes > plain.max_group_bytes
+    assert (job.services, plain.services) == (("trainer", "rollout", "reward", "env"), ("trainer", "rollout", "reward"))
+
+
+def test_an_evaluation_job_has_environments_and_an_online_job_has_not() -> None:
+    job = {key: JOB[key] for key in ("name", "model", "reward", "environment", "sampling", "limits")}
+    evaluation = parse_job({**job, "kind": "evaluation", "data": {"eval": {"type": "addition"}}})
+    assert evaluation.max_completion_tokens == 36
+    online = {key: JOB[key] for key in ("name", "model", "environment", "sampling")}
+    with pytest.raises(ConfigError, match="agents bring their own tools"):
+        parse_job({**online, "kind": "online_rl"})
+
+
+def test_chat_templates_are_told_of_the_tools() -> None:
+    chat = JobConfig.parse(with_overrides(JOB, ["data.prompt.chat=true"]))
+    assert chat.environment is not None
+    [tool] = chat.data_config.prompt.chat_template_args["tools"]
+    assert tool["function"]["name"] == "calculator"
+    assert tool["function"]["parameters"]["required"] == ["expression"]
+    own = JobConfig.parse(with_overrides(JOB, ["data.prompt.chat=true", "data.prompt.chat_template_args={tools: []}"]))
+    assert own.data_config.prompt.chat_template_args == {"tools": []}
+    plain = JobConfig.parse(JOB)
+    assert plain.data_config == plain.data
+
+
+def test_defaults_are_those_of_chat_models() -> None:
+    config = EnvironmentConfig.parse({"tools": [CALCULATOR]}, where="environment")
+    assert (config.calls.begin, config.calls.body, config.calls.parallel) == ("<tool_call>", "json", True)
