@@ -250,9 +250,7 @@ class RolloutSession:
         assert policy is not None
         if not wanted(policy.version):
             self._wait(key, f"policy version {ticket.min_version} (serving {policy.version})", subjects.MANIFESTS)
-            await policy.reach(
-                wanted, deadline_s=ticket.deadline - time.time(), what=f"version {ticket.min_version}"
-            )
+            await policy.reach(wanted, deadline_s=ticket.deadline - time.time(), what=f"version {ticket.min_version}")
             self._done(key)
 
         async def call(name: str, request: ToolRequest) -> ToolReply:

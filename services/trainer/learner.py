@@ -68,9 +68,7 @@ class Learner:
         self._base_taken = False
         load_reference(self._policy, config, self.tokenizer)
         self._teacher = open_teacher(config, self.tokenizer, collective, device)
-        self._rule = OnPolicyRule(
-            config, self._models, collective, total_updates=total_updates, teacher=self._teacher
-        )
+        self._rule = OnPolicyRule(config, self._models, collective, total_updates=total_updates, teacher=self._teacher)
 
     def warm_start(
         self,
