@@ -72,7 +72,9 @@ class CoordinatorControl:
         self._once = Once(bus)
         self.keys = KeyStore(bus)
         self.letters = LetterBox(bus)
-        self.files = FileStore(settings.data_dir / "files")
+        self.files = FileStore(
+            settings.data_dir / "files", max_bytes=settings.files_bytes, max_files=settings.max_files
+        )
         self.graders = GraderBench(bus, settings)
         self.fine_tuning = FineTuningDesk(self, self.files, settings)
         self.scaling = Scaler(bus, store)

@@ -21,6 +21,7 @@ from penstock.shared.protocol.events import (
     Finished,
     PhaseChanged,
     SealedGroup,
+    Tracking,
 )
 from penstock.shared.protocol.ids import Draw
 
@@ -68,8 +69,8 @@ class DrawSource(Protocol):
         """The groups of the next batch, in training order, out of those that may be trained; None: not yet."""
         ...
 
-    def values(self, draft: Draft, chosen: Sequence[Draw]) -> tuple[dict[Draw, float], dict[str, tuple[float, float]]]:
-        """Baselines of the groups of a batch, and what is tracked of their kinds after it; see algorithms.baseline."""
+    def values(self, draft: Draft, chosen: Sequence[Draw]) -> tuple[dict[Draw, float], Tracking]:
+        """Baselines of the groups of a batch, and what it adds to the tracked values of their kinds."""
         ...
 
     def idle(self, state: LedgerState) -> Progress:
@@ -223,7 +224,7 @@ class Draft:
             chosen = self.run.source.choose(self, ready)
             if chosen is None:
                 return
-            baselines, values = self.run.source.values(self, chosen)
+            baselines, tracking = self.run.source.values(self, chosen)
             self.add(
                 BatchSealed(
                     writer_epoch=self.run.writer_epoch,
@@ -234,7 +235,7 @@ class Draft:
                     update_index=state.update_index(number),
                     groups=[sealed_group(self.candidates[draw], baselines.get(draw)) for draw in chosen],
                     hyperparameters=hyperparameters_of(state.settings),
-                    values=values,
+                    tracking=tracking,
                 )
             )
 
@@ -308,9 +309,9 @@ class TicketSource:
             planned = sorted([*planned, *[min_version] * count])
             room -= count
 
-    def values(self, draft: Draft, chosen: Sequence[Draw]) -> tuple[dict[Draw, float], dict[str, tuple[float, float]]]:
+    def values(self, draft: Draft, chosen: Sequence[Draw]) -> tuple[dict[Draw, float], Tracking]:
         """None: groups have baselines of their own, or need none."""
-        return {}, {}
+        return {}, Tracking()
 
     def idle(self, state: LedgerState) -> Progress:
         """Workers answer tickets."""

@@ -1,5 +1,6 @@
 """Uploaded data sets in the data directory: ``files/ID/rows.jsonl`` and, once that is on disk, ``files/ID/file.json``.
 
+``files/keys/DIGEST`` names the file of an Idempotency-Key, and ``files/ID/key`` the other way round.
 Services read them by path, like checkpoints: they must see the same data directory.
 """
 
@@ -10,6 +11,7 @@ import hashlib
 import os
 import re
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import BinaryIO
@@ -24,20 +26,25 @@ from penstock.shared.errors import NotFound
 
 __all__ = ["FileStore"]
 
-ROWS, RECORD = "rows.jsonl", "file.json"
+ROWS, RECORD, KEY, KEYS = "rows.jsonl", "file.json", "key", "keys"
 MAX_LINE_BYTES = 8 << 20
 MAX_FLAWS = 20
+ABANDONED_S = 3600.0
+"""An upload takes less; what is half written for longer was left by a crash."""
 _ID = re.compile(r"file-[0-9a-f]{32}", re.ASCII)
 
 
 class FileStore:
     """Implements ``api.files_desk.Files``. Every replica finds the same, where they share the directory."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, root: Path, *, max_bytes: int, max_files: int) -> None:
+        self._root, self._max_bytes, self._max_files = root, max_bytes, max_files
+        self._lock = threading.Lock()
+        """Held while room is taken: by one upload after another."""
 
-    def add(self, source: BinaryIO, filename: str, purpose: Purpose) -> FileRecord:
+    def add(self, source: BinaryIO, filename: str, purpose: Purpose, *, key: str = "") -> FileRecord:
         """See ``Files.add``."""
+        self._clear_away()
         id = f"file-{uuid6.uuid7().hex}"
         folder = self._root / id
         folder.mkdir(parents=True)
@@ -47,13 +54,60 @@ class FileStore:
                 id=id, bytes=nbytes, created_at=int(time.time()), filename=filename, purpose=purpose, sha256=sha256,
                 rows=rows,
             )  # fmt: skip
-            _write(folder / RECORD, record.model_dump_json().encode())
-            for directory in (folder, self._root):
-                _sync(directory)
+            with self._lock:
+                earlier = self._earlier(key, record)
+                if earlier is None:
+                    self._check_room(nbytes)
+                    self._publish(folder, record, key)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        return record
+        if earlier is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        return earlier or record
+
+    def _publish(self, folder: Path, record: FileRecord, key: str) -> None:
+        """From now on the file is there, also after a crash."""
+        if key:
+            _write(folder / KEY, _digest(key).encode())
+        _write(folder / RECORD, record.model_dump_json().encode())
+        if key:
+            (self._root / KEYS).mkdir(exist_ok=True)
+            _write(self._root / KEYS / _digest(key), record.id.encode())
+        for directory in (folder, self._root):
+            _sync(directory)
+
+    def _earlier(self, key: str, record: FileRecord) -> FileRecord | None:
+        """What was uploaded with this key. Raises HttpProblem: 422, it was another file."""
+        try:
+            found = self.find((self._root / KEYS / _digest(key)).read_text()) if key else None
+        except (OSError, NotFound):  # never used, or that file is deleted
+            return None
+        if found is not None and (found.sha256, found.filename) != (record.sha256, record.filename):
+            raise HttpProblem(
+                422, "idempotency_key_reused", "this Idempotency-Key was used with another file; use a new key"
+            )
+        return found
+
+    def _check_room(self, nbytes: int) -> None:
+        """Raises HttpProblem: 507, no room for a further file of this size."""
+        known = self.list_all()
+        total = sum(record.bytes for record in known) + nbytes
+        if len(known) >= self._max_files or total > self._max_bytes:
+            raise HttpProblem(
+                507,
+                "files_full",
+                f"{len(known)} files with {total - nbytes} bytes are kept, of at most {self._max_files} with "
+                f"{self._max_bytes} bytes (PENSTOCK_MAX_FILES, PENSTOCK_FILES_BYTES); delete some first",
+            )
+
+    def _clear_away(self) -> None:
+        """Remove what crashes left half written, or half deleted."""
+        old = time.time() - ABANDONED_S
+        for folder in self._root.glob("file-*"):
+            with contextlib.suppress(OSError):
+                if not (folder / RECORD).exists() and folder.stat().st_mtime < old:
+                    shutil.rmtree(folder, ignore_errors=True)
 
     def find(self, id: str) -> FileRecord:
         """See ``Files.find``."""
@@ -77,6 +131,8 @@ class FileStore:
     def delete(self, id: str) -> None:
         """See ``Files.delete``."""
         folder = self._root / self.find(id).id
+        with contextlib.suppress(OSError):
+            (self._root / KEYS / (folder / KEY).read_text()).unlink(missing_ok=True)
         (folder / RECORD).unlink(missing_ok=True)  # first: a removal that breaks off leaves nothing that looks whole
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -117,6 +173,10 @@ def _problem(line: bytes) -> str:
     except orjson.JSONDecodeError as error:
         return f"not valid JSON: {error}"
     return "" if isinstance(row, dict) else f"must be an object, found {type(row).__name__}"
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
 
 
 def _write(path: Path, data: bytes) -> None:

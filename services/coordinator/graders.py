@@ -34,10 +34,11 @@ class GraderBench:
         """See ``Graders.grade``."""
         scorers = [scorer_of(part, self._settings) for part in parts_of(grader).values()]
         request = GradeRequest(
-            scorers=[s.model_dump(mode="json") for s in scorers], sample=sample, item=item, deadline_s=DEADLINE_S
-        )
+            scorers=[s.model_dump(mode="json") for s in scorers], sample=sample, item=item, deadline_s=DEADLINE_S,
+            wait_s=OPEN_S + DEADLINE_S + GRACE_S,
+        )  # fmt: skip
         try:
-            data = await self._bus.request(subjects.GRADE, pack(request), deadline_s=OPEN_S + DEADLINE_S + GRACE_S)
+            data = await self._bus.request(subjects.GRADE, pack(request), deadline_s=request.wait_s)
         except Unavailable as error:
             raise Unavailable(f"no reward worker graded it ({error}); start one, or try again") from None
         return unpack(data, GradeReply)[0]

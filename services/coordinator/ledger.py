@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.shared.algorithms.baseline import track
 from penstock.shared.protocol.events import (
     Admission,
     Admitted,
@@ -311,7 +312,7 @@ class LedgerState:
         self.revisions.pop(event.number)
         seqs = tuple(group.seq for group in batch.groups)
         self.batches[event.number] = TrainedBatch(draws, seqs, event.revision, event.version, event.digest, self.values)
-        self.values = self.values | batch.values
+        self.values = self.values | track(self.values, batch.tracking.rewards, keep=batch.tracking.keep)
         self.last_trained, self.updates = event.number, self.updates + 1
         self.version, self.digest, self.figures = event.version, event.digest, event.figures
         self.trainer_epoch = max(self.trainer_epoch, event.trainer_epoch)
@@ -354,7 +355,7 @@ class LedgerState:
             draws = [group.draw for group in self.sealed.pop(number).groups]
             self._drop(draws, "rolled_back")
             redraw += draws
-        for draw in redraw:
+        for draw in redraw if event.redraw else []:
             self._open(draw.again(), event.min_version, event.deadline)
         self.checkpoints = {n: c for n, c in self.checkpoints.items() if n < event.from_batch}
         if self.best is not None and self.best.number not in self.checkpoints:

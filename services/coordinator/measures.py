@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,6 +18,9 @@ from penstock.shared.protocol.messages import Report, Ticket
 
 __all__ = ["Measures"]
 
+AGAIN_S = 10.0
+"""An evaluation that scored nothing is begun again after this long: its grader is away."""
+
 
 class Measures:
     """Rows of METRICS come from here. ``reward`` is the mean sampled reward of the newest update."""
@@ -31,6 +35,7 @@ class Measures:
         """The newest evaluation that misses no prompt."""
         self.gate = gate_of(config, lambda: self.evaluated)
         self._warned = False
+        self._not_before = 0.0
 
     def recall(self, rows: Iterable[dict[str, Any]], state: LedgerState, *, num_eval: int, now: float) -> None:
         """Take up what earlier leaders measured: the job's rows of METRICS, oldest first."""
@@ -45,7 +50,8 @@ class Measures:
                 continue
             self.goals.take(values, int(row["batch"]))
             if row["kind"] == "eval":
-                self._evaluated(int(row["step"]), int(row["version"]), values)
+                if not self._is_older(row, state):
+                    self._evaluated(int(row["step"]), int(row["version"]), values)
             else:
                 self.reward = values.get("reward/mean", self.reward)
         self.tally.begin(now, newest)
@@ -53,9 +59,21 @@ class Measures:
     def roll_back(self, state: LedgerState) -> None:
         """The lineage forked: what was measured of the batches that it lost decides nothing, and is measured again."""
         self.plan.roll_back(state.updates)
-        if self._compares and (state.promoted is None or not state.promoted.figures):
+        if not self._is_known(state):
             self.plan.done.discard(state.updates)  # nobody knows what these weights earn
         self.goals.roll_back(state)
+
+    def _is_known(self, state: LedgerState) -> bool:
+        """Whether the newest version needs no comparison, or is served with the reward that decides on it."""
+        if self.gate is None or not self._compares:
+            return True
+        served = state.promoted
+        return served is not None and served.version == state.version and not self.gate.lacks(state)
+
+    def _is_older(self, row: Mapping[str, Any], state: LedgerState) -> bool:
+        """Whether a row of an evaluation is of what was the newest version before the fork that made this one."""
+        of_now = int(row["step"]) == state.updates
+        return of_now and int(row["version"]) != state.version and not self._is_known(state)
 
     # -- updates -----------------------------------------------------------------------------------------------------
 
@@ -82,11 +100,16 @@ class Measures:
 
     def holds(self, state: LedgerState, point: int) -> bool:
         """Whether the update after ``point`` completed ones must not be sealed yet."""
-        return self.plan.due(point) or self.goals.holds(state)
+        return self._is_due(state, point) or self.goals.holds(state)
+
+    def _is_due(self, state: LedgerState, point: int, *, final: bool = False) -> bool:
+        """Whether a point is to be evaluated: by the plan, or for what the version that is served is to be worth."""
+        lacks = self.gate is not None and self.plan.enabled and point == state.updates and self.gate.lacks(state)
+        return lacks or self.plan.due(point, final=final)
 
     def begin_evaluation(self, state: LedgerState, *, final: bool, now: float, epoch: int) -> list[Ticket]:
         """Tickets of the evaluation that is due now, if one is."""
-        if state.sealed or not self.plan.due(state.updates, final=final):
+        if state.sealed or now < self._not_before or not self._is_due(state, state.updates, final=final):
             return []
         deadline = now + self.config.train.draw_timeout_s
         return self.plan.start(state.updates, state.version, now=now, deadline=deadline, epoch=epoch)
@@ -99,6 +122,8 @@ class Measures:
         values = self.plan.finish(now)
         if self._evaluated(point, state.version, values):
             self.outbox.metrics("eval", point, state.version, values, batch=state.newest_batch)
+        elif not values["eval/missing"]:
+            self._not_before = now + AGAIN_S
         shown = [f"{name} {values[name]:.3f}" for name in self.config.evaluation.metrics if name in values]
         text, missing = f"update {point}: {', '.join(shown) or 'nothing could be scored'}", values["eval/missing"]
         text += f"; {missing:.0f} prompts are missing, so no goal follows from it" if missing else ""
@@ -107,9 +132,11 @@ class Measures:
         return True
 
     def _evaluated(self, point: int, version: int, values: Mapping[str, float]) -> bool:
-        """Whether a point is done; a gate that compares needs all prompts, so one that misses some is begun again."""
+        """Whether a point is done. A gate that compares needs all prompts, and a reward that is a number: what misses
+        some, or could not be scored, is begun again."""
         missing = bool(values.get("eval/missing"))
-        if missing and self._compares:
+        metric = self.gate.config.metric if self.gate is not None and self._compares else ""
+        if metric and (missing or not math.isfinite(values.get(metric, math.nan))):
             self.plan.done.discard(point)
             return False
         self.plan.done.add(point)
@@ -123,4 +150,4 @@ class Measures:
 
     def pending(self, state: LedgerState) -> bool:
         """Whether the end of the run must wait for an evaluation."""
-        return self.plan.current is not None or self.plan.due(state.updates, final=True)
+        return self.plan.current is not None or self._is_due(state, state.updates, final=True)

@@ -15,7 +15,7 @@ from penstock.services.coordinator.ledger import LedgerState
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.promotion import PromotionConfig
-from penstock.shared.protocol.events import BatchTrained, Event, Promoted, PromotionRefused
+from penstock.shared.protocol.events import BatchTrained, Event, LineageForked, Promoted, PromotionRefused
 
 __all__ = ["Evaluated", "PromotionGate", "Rollback", "flaw_of_rollback", "flaws_of_promotions", "gate_of"]
 
@@ -82,25 +82,43 @@ class PromotionGate:
         if served is None:
             return "initial", {}
         if served.version == state.version:
-            return ("measured", figures) if metric in figures and metric not in served.figures else ("", {})
-        if state.forked == state.version:
+            return ("measured", figures) if metric in figures and self.lacks(state) else ("", {})
+        if state.forked == state.version and self._is_wanted_fork(state, served):
             return "rolled back", served.figures if served.digest == state.digest else {}
-        if self.forced == state.version:
-            return "by request", figures
         unknown = self.config.max_drop is not None and metric not in figures
+        if self.forced == state.version and not (unknown and state.sealed):  # else it would never be measured
+            return "by request", figures
         passed = not (self._is_decided(state) or unknown or self._flaws(state, figures))
         return ("passed", figures) if passed else ("", {})
+
+    @staticmethod
+    def _is_wanted_fork(state: LedgerState, served: Promoted) -> bool:
+        """Whether a fork has the weights of the served version, none newer are left, or somebody asked for it."""
+        return bool(state.fork_request) or served.digest == state.digest or not state.after(served.number)
+
+    def lacks(self, state: LedgerState) -> bool:
+        """Whether the held-out reward of the newest version must be known next, whatever the plan of evaluations says.
+
+        It is served, so others are compared with it; or a fork began it, and what is trained next depends on it.
+        """
+        served = state.promoted
+        if self.config.max_drop is None or served is None:
+            return False
+        if served.version != state.version:
+            return state.forked == state.version and not self._is_decided(state)
+        return not math.isfinite(served.figures.get(self.config.metric, math.nan))
 
     @staticmethod
     def _is_decided(state: LedgerState) -> bool:
         return state.version in (one.version for one in (state.promoted, state.refused) if one is not None)
 
     def _figures(self, state: LedgerState) -> dict[str, float]:
-        """What is known of the newest version."""
+        """What is known of the newest version. A held-out reward that is no number was not measured."""
         evaluated, metric = self._evaluated(), self.config.metric
         if self.config.max_drop is None or evaluated is None or evaluated.version != state.version:
             return dict(state.figures)
-        return state.figures | {metric: evaluated.values.get(metric, math.nan)}
+        value = evaluated.values.get(metric, math.nan)
+        return state.figures | {metric: value} if math.isfinite(value) else dict(state.figures)
 
     def _flaws(self, state: LedgerState, figures: Mapping[str, float]) -> list[str]:
         """The bounds that are known to be broken; what is not measured yet breaks none."""
@@ -110,9 +128,14 @@ class PromotionGate:
     # -- what follows ------------------------------------------------------------------------------------------------
 
     def rollback(self, state: LedgerState) -> Rollback | None:
-        """Where training goes back to for too many refusals."""
+        """Where training goes back to for too many refusals.
+
+        A fork that is refused is one too many: its number is above the clock, so what is served is too old for it.
+        """
         refused, served = state.refused, state.promoted
-        if refused is None or served is None or state.num_refused < self.config.patience:
+        if refused is None or served is None:
+            return None
+        if state.num_refused < self.config.patience and refused.version != state.forked:
             return None
         return Rollback(served.number, f"version {refused.version} was refused: {refused.reason}")
 
@@ -158,6 +181,8 @@ def broken_bounds(
             flaws += _outside(name, figures.get(name, math.nan), floor, ceiling)
     if config.max_drop is not None and measured:
         floor = served.get(config.metric, -math.inf) - config.max_drop
+        if math.isnan(floor):
+            flaws.append(f"{config.metric} of the version served is unknown")
         flaws += _outside(config.metric, figures.get(config.metric, math.nan), floor, None)
     return flaws
 
@@ -171,6 +196,8 @@ def flaws_of_promotions(entries: Iterable[Iterable[Event]], config: PromotionCon
         match event:
             case BatchTrained():
                 measured = event.figures
+            case LineageForked():
+                measured = {}
             case Promoted() if config is not None:
                 broken = broken_bounds(config, event.figures, served) if event.reason == "passed" else []
                 if event.reason == "passed" and not measured.items() <= event.figures.items():
@@ -199,7 +226,7 @@ def flaw_of_rollback(state: LedgerState, number: int) -> str:
 
 
 def _outside(name: str, value: float, floor: float | None, ceiling: float | None) -> list[str]:
-    if math.isnan(value):
+    if not math.isfinite(value):
         return [f"{name} is unknown"]
     if floor is not None and value < floor:
         return [f"{name} {value:.4g} < {floor:.4g}"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from penstock.services.coordinator.decision import RunFacts, plan_draw
 from penstock.services.coordinator.gate import MAX_REDRAWS
+from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.restart import earliest_start
 from penstock.shared.protocol.events import (
     BatchRefused,
     BatchTrained,
@@ -12,6 +14,7 @@ from penstock.shared.protocol.events import (
     Event,
     LineageForked,
 )
+from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import Report
 from penstock.shared.protocol.parts import num_parts
 
@@ -139,19 +142,22 @@ def _low_seq(run: RunFacts, checkpoint: int) -> int:
     """Lowest sequence to keep once ``checkpoint`` exists: the whole log while it fits, else what comes after it."""
     if run.stored_bytes * 2 < run.config.limits.byte_budget:
         return min(run.stored, default=0)
-    if run.state.promoted is not None and (base := run.state.base_of(run.state.promoted.number)) is not None:
-        checkpoint = min(checkpoint, base.number)  # training may have to go back there
-    needed = {seq for n, batch in run.state.batches.items() if n > checkpoint for seq in batch.seqs}
+    start = earliest_start(run.state, checkpoint)
+    needed = {seq for n, batch in run.state.batches.items() if n > start for seq in batch.seqs}
     needed |= {group.seq for batch in run.state.sealed.values() for group in batch.groups}
     needed |= {candidate.seq for candidate in run.candidates.values()}
     return min(needed, default=max((seq + num_parts(nbytes) for seq, nbytes in run.stored.items()), default=1))
 
 
 def _forked(run: RunFacts, report: Report, now: float) -> list[Event]:
-    if report.version <= run.state.version:
-        raise Refusal(f"a fork continues above version {run.state.version}, not at {report.version}")
-    wanted = run.rollback_of(run.state)
-    kept = wanted is not None and report.batch in run.state.after(wanted.number)[:1]
+    state = run.state
+    if report.version <= state.version:
+        raise Refusal(f"a fork continues above version {state.version}, not at {report.version}")
+    wanted = run.rollback_of(state)
+    if report.rollback is not None and (wanted is None or wanted.number != report.rollback):
+        raise Refusal(f"nobody wants training to go back to batch {report.rollback} any more")
+    kept = wanted is not None and report.batch in state.after(wanted.number)[:1]
+    redraw = not kept or run.source.redraws  # a prompt is answered anew; what was posted is the same again
     return [
         LineageForked(
             writer_epoch=run.writer_epoch,
@@ -164,5 +170,13 @@ def _forked(run: RunFacts, report: Report, now: float) -> list[Event]:
             min_version=report.version,
             deadline=now + run.config.train.draw_timeout_s,
             operation=wanted.operation if wanted is not None and kept else "",
+            redraw=redraw,
+            draws=[] if redraw else _given_up(state, report.batch),
         )
     ]
+
+
+def _given_up(state: LedgerState, from_batch: int) -> list[Draw]:
+    """Draws of the batches that a fork takes out of the lineage, and of those sealed after them."""
+    draws = [draw for number, batch in state.batches.items() if number >= from_batch for draw in batch.draws]
+    return sorted([*draws, *(group.draw for batch in state.sealed.values() for group in batch.groups)])

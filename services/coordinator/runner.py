@@ -333,6 +333,8 @@ class JobRunner:
             return
         if measures.end_evaluation(state, now):
             await self._commit(self.run.decide(now))
+        if self.run.rollback is not None:  # this version is about to be left behind
+            return
         tickets = measures.begin_evaluation(state, final=self.run.training_done, now=now, epoch=self.epoch)
         if tickets:
             await self.carrier.publish_tickets(tickets)

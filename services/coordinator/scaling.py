@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from penstock.services.coordinator.store import JobStore
-from penstock.shared.errors import PenstockError, Unavailable
+from penstock.shared.errors import Conflict, PenstockError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.jobs import Operation
@@ -78,7 +78,10 @@ class Scaler:
         deadline, problem = time.monotonic() + DEADLINE_S, ""
         while time.monotonic() < deadline:
             try:
-                reply = await self._ask(pool, replicas, ASK_S)
+                reply = await self._ask(pool, replicas, ASK_S, wish=operation.id)
+            except Conflict:
+                await self._superseded(job, operation)
+                return
             except PenstockError as error:
                 problem = str(error)
             else:
@@ -90,10 +93,9 @@ class Scaler:
             await asyncio.sleep(POLL_S)
         await self._finish(job, operation, state="failed", message=f"not within {DEADLINE_S:g} s: {problem}")
 
-    async def _ask(self, pool: Pool, replicas: int | None, deadline_s: float) -> ScaleReply:
-        data = await self._bus.request(
-            subjects.SCALE, pack(ScaleRequest(pool=pool, replicas=replicas)), deadline_s=deadline_s
-        )
+    async def _ask(self, pool: Pool, replicas: int | None, deadline_s: float, *, wish: str = "") -> ScaleReply:
+        request = ScaleRequest(pool=pool, replicas=replicas, wish=wish)
+        data = await self._bus.request(subjects.SCALE, pack(request), deadline_s=deadline_s)
         return unpack(data, ScaleReply)[0]
 
     async def _finish(self, job: str, operation: Operation, **over: Any) -> None:

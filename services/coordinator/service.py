@@ -25,6 +25,7 @@ from penstock.services.coordinator.leader import Leader
 from penstock.services.coordinator.leaderline import COORDINATOR
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.online.supply import LiveSupply
+from penstock.services.coordinator.restart import earliest_start
 from penstock.services.coordinator.retention import FULL_SHARE, GIVEN_UP, oldest_finished, without_interactions
 from penstock.services.coordinator.runner import JobRunner
 from penstock.services.coordinator.serving import Gateway
@@ -280,7 +281,8 @@ class CoordinatorService:
         """No finished job is left to make room: those that run give up what their newest checkpoint covers."""
         for job, runner in list(self.runners.items()):
             if isinstance(runner, JobRunner) and runner.ready and (newest := runner.run.state.checkpoint) is not None:
-                count = await give_up_batches(self.bus, job, up_to=newest.number)
+                start = earliest_start(runner.run.state, newest.number)
+                count = await give_up_batches(self.bus, job, up_to=start)
                 logger.warning("BATCHES is nearly full: job %s gave up %d manifests before its checkpoint", job, count)
 
 

@@ -31,7 +31,7 @@ FAILED = metrics.counter("env_tool_calls_failed", "Calls whose tool broke, hung 
 
 
 class ToolSession:
-    """Answers calls until drained or cancelled. A call that is asked for twice is carried out once."""
+    """Answers calls until drained or cancelled. A call that is asked for twice here is carried out once."""
 
     def __init__(self, bus: Bus, job: str, config: EnvironmentConfig, *, drain_s: float) -> None:
         self._bus, self.job, self._config, self._drain_s = bus, job, config, drain_s
@@ -67,19 +67,23 @@ class ToolSession:
         self._draining.set()
 
     async def _on_request(self, data: bytes) -> bytes:
-        """Carry a call out once: who asks again joins the first."""
+        """Carry a call out once: who asks again joins the first. One that was not begun in time may be asked again."""
         request, envelope = unpack(data, ToolRequest)
         task = self._asked.get(envelope.id)
         if task is None:
             task = self._asked[envelope.id] = asyncio.create_task(self._call(request))
-            loop = asyncio.get_running_loop()
-            task.add_done_callback(lambda _: loop.call_later(REMEMBER_S, self._forget, envelope.id))
+            task.add_done_callback(lambda done: self._remember(envelope.id, done))
         return pack(await asyncio.shield(task), job=self.job, id=envelope.id, trace=envelope.trace)
 
-    def _forget(self, call: str) -> None:
-        self._asked.pop(call, None)
+    def _remember(self, call: str, done: asyncio.Task[ToolReply]) -> None:
+        """Keep an answer for a while; there is none where the call was not begun."""
+        if done.cancelled() or done.exception() is not None:
+            self._asked.pop(call, None)
+        else:
+            asyncio.get_running_loop().call_later(REMEMBER_S, self._asked.pop, call, None)
 
     async def _call(self, request: ToolRequest) -> ToolReply:
+        """Raises Unavailable where no process was free in time."""
         started = time.perf_counter()
         self._busy += 1
         try:

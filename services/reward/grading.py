@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from pydantic import ValidationError
@@ -9,7 +10,7 @@ from pydantic import ValidationError
 from penstock.services.reward.channel import Score
 from penstock.services.reward.process import ScorerProcess
 from penstock.shared.config.reward import RewardConfig
-from penstock.shared.errors import ProtocolError, ScoringError
+from penstock.shared.errors import ProtocolError, ScoringError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.grading import OPEN_S, GradeReply, GradeRequest, error_text, split_error
@@ -21,6 +22,10 @@ __all__ = ["GradingDesk"]
 QUEUE = "reward"
 MAX_CONCURRENT = 2
 """Each request starts a process of its own."""
+MAX_WAITING = 16
+"""Requests that wait for their turn; more are refused."""
+_TAKEN = 4 * (MAX_CONCURRENT + MAX_WAITING)
+"""Read at once, so that what is too much is refused at once."""
 
 
 class GradingDesk:
@@ -28,14 +33,29 @@ class GradingDesk:
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
+        self._turns = asyncio.Semaphore(MAX_CONCURRENT)
+        self._waiting = 0
 
     async def open(self) -> Server:
         """Begin to serve."""
-        return await self._bus.serve(subjects.GRADE, self._on_request, queue=QUEUE, max_concurrent=MAX_CONCURRENT)
+        return await self._bus.serve(subjects.GRADE, self._on_request, queue=QUEUE, max_concurrent=_TAKEN)
 
     async def _on_request(self, data: bytes) -> bytes:
+        came = time.monotonic()
         request, envelope = unpack(data, GradeRequest)
-        return pack(await grade(request), job=envelope.job, id=envelope.id, trace=envelope.trace)
+        if self._waiting >= MAX_WAITING:
+            raise Unavailable(f"{self._waiting} requests wait to be graded here already")
+        self._waiting += 1
+        try:
+            await self._turns.acquire()
+        finally:
+            self._waiting -= 1
+        try:
+            if time.monotonic() - came >= request.wait_s:
+                raise Unavailable("nobody waits for the grade any more")
+            return pack(await grade(request), job=envelope.job, id=envelope.id, trace=envelope.trace)
+        finally:
+            self._turns.release()
 
 
 async def grade(request: GradeRequest) -> GradeReply:

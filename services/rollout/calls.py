@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from penstock.shared.config.environment import CallFormat, ToolConfig
 
 __all__ = ["Call", "find_calls"]
@@ -51,4 +53,8 @@ def _parsed(body: str) -> Call:
     arguments = call.get("arguments", {})
     if not isinstance(arguments, dict):
         return Call(problem="'arguments' must be an object")
+    try:
+        msgspec.msgpack.encode([call["name"], arguments])
+    except (ValueError, OverflowError, RecursionError) as error:  # half of a character, a number of 100 digits
+        return Call(problem=f"the call cannot be sent: {error}")
     return Call(call["name"], arguments)

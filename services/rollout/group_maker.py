@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 
@@ -19,6 +18,7 @@ from penstock.shared.protocol.generation import GenRequest, GenResult, Sample, S
 from penstock.shared.protocol.ids import new_attempt
 from penstock.shared.protocol.messages import Ticket
 from penstock.shared.protocol.trajectory import Group
+from penstock.shared.runtime.tasks import together
 
 __all__ = ["GroupMaker"]
 
@@ -62,7 +62,7 @@ class GroupMaker:
             GenRequest(request_id=f"{name}.{i}", prompt_ids=prompt.token_ids, sampling=sampling, n=n)
             for i, (sampling, n) in enumerate(asked)
         ]
-        results: list[GenResult] = await asyncio.gather(*(self._engine.generate(request) for request in requests))
+        results: list[GenResult] = await together(self._engine.generate(request) for request in requests)
         return [sample for result in results for sample in result.samples]
 
     def _open_player(self) -> EpisodePlayer | None:

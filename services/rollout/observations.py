@@ -32,21 +32,35 @@ class ObservationWriter:
         """Tokens of the results of one turn, in order; long ones are cut, each to the same length.
 
         A special token in a result would look like the end of a turn, or like the beginning of the user's: none stays.
+        Where the results do not fit, that is what the policy is told.
 
         Raises:
-            ConfigError: the text around the results leaves no room for them.
+            ConfigError: not even one result fits.
         """
-        around = len(self._before) + len(self._after) + len(results) * (len(self._head) + len(self._tail))
-        room = (self._max_tokens - around) // len(results)
-        if room < 1:
-            raise ConfigError(
-                f"environment.max_observation_tokens {self._max_tokens} leaves no room for {len(results)} results: the "
-                f"text around them has {around} tokens"
-            )
+        if self._room(len(results)) < 1:
+            results = [f"error: the results of {len(results)} calls do not fit"]
+            self.check(1)
+        room = self._room(len(results))
         tokens = list(self._before)
         for result in results:
             tokens += [*self._head, *self._encode(self._plain(result))[:room], *self._tail]
         return tokens + self._after
+
+    def check(self, num_results: int) -> None:
+        """Raise ConfigError where the text around so many results leaves no room for them."""
+        if self._room(num_results) < 1:
+            raise ConfigError(
+                f"environment.max_observation_tokens {self._max_tokens} leaves no room for {num_results} results: the "
+                f"text around them has {self._around(num_results)} tokens; raise it, or lower "
+                "environment.calls.max_calls"
+            )
+
+    def _room(self, num_results: int) -> int:
+        """Tokens for each result."""
+        return (self._max_tokens - self._around(num_results)) // num_results
+
+    def _around(self, num_results: int) -> int:
+        return len(self._before) + len(self._after) + num_results * (len(self._head) + len(self._tail))
 
     def _plain(self, result: str) -> str:
         before = ""

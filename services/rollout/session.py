@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from functools import partial
 from typing import Any
+
+from msgspec.structs import replace
 
 from penstock.services.rollout.candidate import Candidate
 from penstock.services.rollout.engines import Engine, open_engine
@@ -16,19 +19,21 @@ from penstock.services.rollout.policy import PolicyFollower
 from penstock.services.rollout.publisher import GroupPublisher
 from penstock.services.rollout.scoring import joined, score_requests
 from penstock.services.rollout.serving import InferenceServer
+from penstock.services.rollout.turn_clock import TurnClock
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.kinds import AnyJob
 from penstock.shared.config.online import OnlineConfig
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.data.prompts import Prompt, PromptSource
-from penstock.shared.errors import ConfigError, DataError, DeadlineError, ProtocolError, Unavailable
+from penstock.shared.errors import ConfigError, DataError, DeadlineError, PenstockError, ProtocolError, Unavailable
 from penstock.shared.models.loading import build_tokenizer, resolve_device
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.messages import EvalResult, Report, ScoreReply, Ticket
 from penstock.shared.protocol.tools import ToolReply, ToolRequest
 from penstock.shared.protocol.trajectory import Group
+from penstock.shared.runtime.tasks import together
 from penstock.shared.transport.bus import Bus, Delivery
 
 __all__ = ["RolloutSession"]
@@ -40,6 +45,10 @@ ACK_WAIT_S = 5.0
 MAX_DELIVER = 5
 ASK_DEADLINE_S = 5.0
 """A request is repeated under the same id after this long: its server may be gone, or just slow."""
+CALL_QUEUE_S = 5.0
+"""An env worker that has not begun a call after this long does not begin it: it is asked for again."""
+CALL_MARGIN_S = 5.0
+"""An answer may take this much longer than a call; then its env worker is taken for dead and the call asked again."""
 FETCH_WAIT_S = 1.0
 RETRY_S = 0.2
 UNREADABLE_PAUSE_S = 0.5
@@ -168,8 +177,8 @@ class RolloutSession:
         try:
             async with asyncio.timeout(max(0.0, ticket.deadline - time.time())):
                 await self._attempt(ticket, key)
-        except (TimeoutError, DeadlineError):
-            logger.info("ticket %s is past its deadline", key)
+        except (TimeoutError, DeadlineError) as error:
+            logger.info("ticket %s is given up: %s", key, str(error) or "past its deadline")
         finally:
             keeper.cancel()
             self._holds.pop(key, None)
@@ -222,7 +231,7 @@ class RolloutSession:
         prompt = self._source.eval(ticket.draw.ordinal)
         rewards, failed, greedy = [0.0], [True], [False]
         if not prompt.too_long:
-            group = await self._generate(ticket, prompt, key, wanted=lambda version: version == ticket.version)
+            group = await self._generate(ticket, prompt, key, wanted=lambda version: version >= (ticket.version or 0))
             reply = await self._score(group, key)
             rewards, failed, greedy = reply.rewards, (group.failed | reply.failed).tolist(), group.greedy.tolist()
         await self._tell(ticket, key, rewards, failed, greedy)
@@ -245,6 +254,7 @@ class RolloutSession:
         await self._ask(subjects.evaluation(self.job), data, key, "the coordinator to take an evaluation result")
 
     async def _generate(self, ticket: Ticket, prompt: Prompt, key: str, *, wanted: Any) -> Group:
+        """Raises DeadlineError where the version that a ticket asks for is not there in time, or not any more."""
         source = self._candidate if self._is_measure(ticket) else None
         policy, maker = (self._policy, self._maker) if source is None else (source.policy, source.maker)
         assert policy is not None
@@ -252,34 +262,56 @@ class RolloutSession:
             self._wait(key, f"policy version {ticket.min_version} (serving {policy.version})", subjects.MANIFESTS)
             await policy.reach(wanted, deadline_s=ticket.deadline - time.time(), what=f"version {ticket.min_version}")
             self._done(key)
+        if ticket.version is not None and policy.version > ticket.version:  # versions rise: it will not come again
+            raise DeadlineError(f"version {ticket.version} was left behind for {policy.version}")
+        return await maker.make(ticket, prompt, key, partial(self._call, key))
 
-        async def call(name: str, request: ToolRequest) -> ToolReply:
-            data = pack(request, job=self.job, id=name)
-            return unpack(await self._ask(subjects.tools(self.job), data, key, "an env worker"), ToolReply)[0]
+    async def _call(self, key: str, clock: TurnClock, name: str, request: ToolRequest) -> ToolReply:
+        """Have a call carried out. One that nobody can answer has failed: what a policy writes ends no session."""
+        assert self.config.environment is not None
+        limit_s = CALL_QUEUE_S + self.config.environment.tool_timeout_s + CALL_MARGIN_S
 
-        return await maker.make(ticket, prompt, key, call)
+        async def attempt() -> bytes | None:
+            timed = replace(request, start_by=time.time() + CALL_QUEUE_S)
+            data = pack(timed, job=self.job, id=name)
+            return await self._request(subjects.tools(self.job), data, key, "an env worker", limit_s)
+
+        try:
+            reply = await attempt()
+            if reply is None:
+                with clock.stopped():
+                    while (reply := await attempt()) is None:
+                        pass
+            return unpack(reply, ToolReply)[0]
+        except PenstockError as error:
+            return ToolReply(status="failed", text=f"the call could not be answered: {error}")
 
     async def _score(self, group: Group, key: str) -> ScoreReply:
         asked = [
             pack(request, job=self.job, id=f"{group.attempt}.{i}") for i, request in enumerate(score_requests(group))
         ]
         answers = (self._ask(subjects.score(self.job), data, key, "a reward worker") for data in asked)
-        reply = joined([unpack(data, ScoreReply)[0] for data in await asyncio.gather(*answers)])
+        reply = joined([unpack(data, ScoreReply)[0] for data in await together(answers)])
         if len(reply.rewards) != group.num_trajectories:
             raise ProtocolError(f"{len(reply.rewards)} rewards for {group.num_trajectories} completions")
         return reply
 
     async def _ask(self, subject: str, data: bytes, key: str, what: str) -> bytes:
         """Request/reply, again until somebody answers; the ticket's deadline bounds it."""
-        while True:
-            try:
-                reply = await self._bus.request(subject, data, deadline_s=ASK_DEADLINE_S)
-            except Unavailable:
-                self._wait(key, what, subject)
-                await asyncio.sleep(RETRY_S)
-            else:
-                self._done(key)
-                return reply
+        while (reply := await self._request(subject, data, key, what, ASK_DEADLINE_S)) is None:
+            pass
+        return reply
+
+    async def _request(self, subject: str, data: bytes, key: str, what: str, deadline_s: float) -> bytes | None:
+        """Ask once; None, after a pause, where nobody answered."""
+        try:
+            reply = await self._bus.request(subject, data, deadline_s=deadline_s)
+        except Unavailable:
+            self._wait(key, what, subject)
+            await asyncio.sleep(RETRY_S)
+            return None
+        self._done(key)
+        return reply
 
     # -- what others see ---------------------------------------------------------------------------------------------
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -12,16 +12,19 @@ from penstock.services.rollout.engines import Engine
 from penstock.services.rollout.episode import completion_texts
 from penstock.services.rollout.observations import ObservationWriter
 from penstock.services.rollout.trajectory import Episode
+from penstock.services.rollout.turn_clock import TurnClock
 from penstock.shared.config.environment import EnvironmentConfig
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.generation import GenRequest, Sampling
 from penstock.shared.protocol.ids import derive_seed
 from penstock.shared.protocol.tools import ToolReply, ToolRequest
+from penstock.shared.runtime.tasks import together
 
 __all__ = ["CallTool", "EpisodePlayer", "token_of"]
 
-CallTool = Callable[[str, ToolRequest], Awaitable[ToolReply]]
-"""Has a call, named by its id, carried out; waits until somebody answers."""
+CallTool = Callable[[TurnClock, str, ToolRequest], Awaitable[ToolReply]]
+"""Has a call, named by its id, carried out; waits until somebody answers, and stops the clock while nobody does."""
+_TimedCall = Callable[[str, ToolRequest], Awaitable[ToolReply]]
 
 
 class EpisodePlayer:
@@ -51,12 +54,15 @@ class EpisodePlayer:
         """One episode for each completion that ``asked`` wants, all at once, in order.
 
         Raises:
-            ConfigError: the engine's model is too short for such an episode.
+            ConfigError: the engine's model is too short for such an episode, or an observation for the results of a
+                turn. The other episodes are over then, too.
         """
         rows = [replace(s, seed=None if s.seed is None else s.seed + i) for s, n in asked for i in range(n)]
         self._check_room(len(prompt_ids), max(sampling.max_new_tokens for sampling in rows))
-        playing = (self._episode(f"{name}.{i}", prompt_ids, sampling, call) for i, sampling in enumerate(rows))
-        return await asyncio.gather(*playing)
+        self._writer.check(self._config.most_results)
+        return await together(
+            self._episode(f"{name}.{i}", prompt_ids, sampling, call) for i, sampling in enumerate(rows)
+        )
 
     def scored_text(self, episode: Episode) -> str:
         """What the scorers see of it."""
@@ -68,15 +74,15 @@ class EpisodePlayer:
         goes_on = True
         while goes_on:
             try:
-                async with asyncio.timeout(limit_s):
-                    goes_on = await self._turn(name, prompt_ids, sampling, episode, call)
+                async with TurnClock(limit_s) as clock:
+                    goes_on = await self._turn(name, prompt_ids, sampling, episode, partial(call, clock))
             except TimeoutError:
                 episode.fail(f"a turn took longer than environment.turn_timeout_s ({limit_s:g} s)")
                 break
         return episode
 
     async def _turn(
-        self, name: str, prompt_ids: list[int], sampling: Sampling, episode: Episode, call: CallTool
+        self, name: str, prompt_ids: list[int], sampling: Sampling, episode: Episode, call: _TimedCall
     ) -> bool:
         """One turn and its calls; whether another turn follows."""
         tokens = [*prompt_ids, *episode.token_ids, *episode.told]
@@ -103,18 +109,18 @@ class EpisodePlayer:
         episode.hear(told, self._decode(told))
         return True
 
-    async def _results(self, name: str, calls: Sequence[Call], call: CallTool) -> list[str] | ToolReply:
+    async def _results(self, name: str, calls: Sequence[Call], call: _TimedCall) -> list[str] | ToolReply:
         """What the policy is told, in the order of its calls; or the failure that ends its trajectory."""
         most = self._config.calls.max_calls
         if len(calls) > most:
             return [_told("error", f"{len(calls)} calls in one turn, at most {most} are carried out")]
-        replies = await asyncio.gather(*(self._carry_out(f"{name}/{i}", one, call) for i, one in enumerate(calls)))
+        replies = await together(self._carry_out(f"{name}/{i}", one, call) for i, one in enumerate(calls))
         failed = [reply for reply in replies if reply.status == "failed"]
         if failed and self._config.on_tool_failure == "fail":
             return failed[0]
         return [_told(reply.status, reply.text) for reply in replies]
 
-    async def _carry_out(self, name: str, one: Call, call: CallTool) -> ToolReply:
+    async def _carry_out(self, name: str, one: Call, call: _TimedCall) -> ToolReply:
         if one.problem:
             return ToolReply(status="error", text=one.problem)
         return await call(name, ToolRequest(name=one.name, arguments=one.arguments))

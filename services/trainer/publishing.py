@@ -10,6 +10,7 @@ one to serve; that one stays reachable until it names another.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain
@@ -20,11 +21,12 @@ from torch import Tensor
 from penstock.services.trainer.crew import Crew
 from penstock.services.trainer.learner import Learner
 from penstock.shared.config.service import ServiceSettings
-from penstock.shared.errors import Unavailable
+from penstock.shared.errors import Conflict, Fenced, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.weights import WeightManifest
 from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.kv import Entry
 from penstock.shared.weights import WeightPublisher, open_publisher
 
 __all__ = ["Publishing"]
@@ -48,7 +50,7 @@ class Publishing:
         return await crew.publish(partial(self._write, version, epoch, keep))
 
     async def announce(self, manifest: WeightManifest) -> None:
-        """Tell the engines."""
+        """Tell the engines. Raises Fenced where a later trainer did."""
         if self._base_manifest is not None:
             key, base = subjects.base_manifest(self._job), self._base_manifest
             data = pack(base, job=self._job, id=key, epoch=base.epoch)
@@ -57,7 +59,7 @@ class Publishing:
         await self._put(subjects.candidate_manifest(self._job) if self._gated else self._job, manifest)
 
     async def announce_served(self, manifest: WeightManifest) -> None:
-        """Tell the engines where the version that they serve lies now."""
+        """Tell the engines where the version that they serve lies now. Raises Fenced where a later trainer did."""
         await self._put(self._job, manifest)
 
     async def newest(self) -> int:
@@ -67,18 +69,33 @@ class Publishing:
         return max((manifest.version for manifest in known if manifest is not None), default=-1)
 
     async def _put(self, key: str, manifest: WeightManifest) -> None:
+        """Announce a manifest unless a trainer after this one has announced its own.
+
+        Raises:
+            Fenced: one has.
+        """
         data = pack(manifest, job=self._job, id=str(manifest.version), epoch=manifest.epoch)
-        await self._bus.kv(subjects.MANIFESTS).put(key, data, deadline_s=30)
+        while (entry := await self._entry(key)) is None or entry.value != data:
+            known = None if entry is None or entry.value is None else unpack(entry.value, WeightManifest)[0]
+            if known is not None and known.epoch > manifest.epoch:
+                raise Fenced(f"'{key}' is at a manifest of trainer epoch {known.epoch} > {manifest.epoch}")
+            with contextlib.suppress(Conflict):  # written meanwhile
+                revision = 0 if entry is None else entry.revision
+                await self._bus.kv(subjects.MANIFESTS).update(key, data, revision, deadline_s=30)
+                return
 
     async def _known(self, key: str) -> WeightManifest | None:
+        """The manifest that stands under a key."""
+        entry = await self._entry(key)
+        return None if entry is None or entry.value is None else unpack(entry.value, WeightManifest)[0]
+
+    async def _entry(self, key: str) -> Entry | None:
         """What stands under a key; waits while the bus is away."""
         while True:
             try:
-                entry = await self._bus.kv(subjects.MANIFESTS).get(key)
+                return await self._bus.kv(subjects.MANIFESTS).get(key)
             except Unavailable:
                 await asyncio.sleep(RETRY_S)
-            else:
-                return None if entry is None or entry.value is None else unpack(entry.value, WeightManifest)[0]
 
     def close(self) -> None:
         """Stop serving; what was published stays."""

@@ -94,7 +94,7 @@ class Start:
         served, rollback = start.get("served"), start.get("rollback")
         for number, revision, version, digest in start["batches"]:
             if rollback is not None and number > rollback["number"]:
-                await self._fork(number, start, rollback["reason"])
+                await self._fork(number, start, rollback["reason"], rollback=rollback["number"])
                 return
             if served is not None and number > served["number"]:
                 shown = await self._publishing.publish(self._crew, version=served["version"], epoch=self._epoch)
@@ -120,12 +120,17 @@ class Start:
                 return
             self._progress.batch = number
 
-    async def _fork(self, number: int, start: dict[str, Any], reason: str) -> None:
-        """The lineage ends here: go on above the clock from the batch before."""
+    async def _fork(self, number: int, start: dict[str, Any], reason: str, *, rollback: int | None = None) -> None:
+        """The lineage ends here: go on above the clock from the batch before.
+
+        Args:
+            rollback: where the coordinator wanted to go back to; by now it may want that no more, and refuse.
+        """
         version = max(start["version"], await self._publishing.newest()) + 1
         manifest = await self._publishing.publish(self._crew, version=version, epoch=self._epoch)
         report = Report(
-            kind="forked", epoch=self._epoch, batch=number, version=version, digest=manifest.digest, reason=reason
-        )
+            kind="forked", epoch=self._epoch, batch=number, version=version, digest=manifest.digest, reason=reason,
+            rollback=rollback,
+        )  # fmt: skip
         await self._reporter.ask(report)
         start["version"], start["digest"] = version, manifest.digest

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["EVERYTHING", "Tracked", "track", "value_of"]
+__all__ = ["EVERYTHING", "Tracked", "sums_of", "track", "value_of"]
 
 EVERYTHING = ""
 """The bucket of all rewards, to which one that has seen few falls back."""
@@ -29,25 +29,29 @@ def value_of(tracked: Mapping[str, Tracked], bucket: str, *, value: float, weigh
     return (total + weight * value) / (seen + weight)
 
 
-def track(tracked: Mapping[str, Tracked], rewards: Sequence[tuple[str, float]], *, keep: float) -> dict[str, Tracked]:
-    """The buckets that change by a batch of ``(bucket, reward)``, as they are after it.
+def track(tracked: Mapping[str, Tracked], sums: Mapping[str, Tracked], *, keep: float) -> dict[str, Tracked]:
+    """The buckets that change by a batch with these ``sums_of`` rewards, as they are after it.
 
     A baseline is the value *before* the batch: it does not depend on the actions that it judges, so the policy gradient
-    stays unbiased. For each bucket that occurs, and for everything, ``weight ← keep · weight + n`` and
-    ``total ← keep · total + Σ r``: the order inside a batch does not matter.
+    stays unbiased. For each bucket that occurs ``weight ← keep · weight + n`` and ``total ← keep · total + Σ r``.
 
     Args:
         keep: in (0, 1], how much of the past remains; 1 is the mean of everything.
     """
+    after = {}
+    for bucket, (added, number) in sums.items():
+        total, weight = tracked.get(bucket, (0.0, 0.0))
+        after[bucket] = keep * total + added, keep * weight + number
+    return after
+
+
+def sums_of(rewards: Sequence[tuple[str, float]]) -> dict[str, Tracked]:
+    """``(Σ r, n)`` of each bucket in a batch of ``(bucket, reward)``, and of everything; in whatever order they are."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     for bucket, reward in rewards:
         for name in _counted(bucket):
             found[name].append(reward)
-    after = {}
-    for bucket, given in found.items():
-        total, weight = tracked.get(bucket, (0.0, 0.0))
-        after[bucket] = keep * total + sum(sorted(given)), keep * weight + len(given)
-    return after
+    return {bucket: (sum(sorted(given)), float(len(given))) for bucket, given in found.items()}
 
 
 def _counted(bucket: str) -> Iterable[str]:

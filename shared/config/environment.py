@@ -171,7 +171,8 @@ class EnvironmentConfig(StrictModel):
     max_observation_tokens: int = Field(256, ge=1)
     """Longest observation of one turn in tokens; longer results are cut, each to the same length."""
     turn_timeout_s: float = Field(60.0, gt=0, le=3600)
-    """Time for one turn, its calls included; an episode that takes longer has failed."""
+    """Time for one turn, its calls included; an episode that takes longer has failed. Time in which a call is asked for
+    again, because no env worker answered or had room, does not count."""
     tool_timeout_s: float = Field(10.0, gt=0, le=600)
     """Time for one call once an env worker has it."""
     on_tool_failure: Literal["fail", "observe"] = "fail"
@@ -195,7 +196,17 @@ class EnvironmentConfig(StrictModel):
             raise ValueError(f"tool_timeout_s {self.tool_timeout_s:g} must be above the time_limit_s of {slow[0]}")
         if self.tool_timeout_s > self.turn_timeout_s:
             raise ValueError("tool_timeout_s is longer than turn_timeout_s")
+        if self.max_observation_tokens < self.most_results:
+            raise ValueError(
+                f"max_observation_tokens {self.max_observation_tokens} leaves no room for the results of "
+                f"{self.most_results} calls in one turn (calls.max_calls)"
+            )
         return self
+
+    @property
+    def most_results(self) -> int:
+        """Results that the policy may read after one turn."""
+        return self.calls.max_calls if self.calls.parallel else 1
 
     @property
     def schemas(self) -> list[dict[str, Any]]:

@@ -41,15 +41,12 @@ class Formula:
         """The result for ``numbers``, which hold every one of ``names``.
 
         Raises:
-            ValueError: it is not a finite real number.
+            ValueError: it, or a part of it, is not a finite real number.
         """
         try:
-            found = _value(self._tree, numbers)
-        except (ArithmeticError, TypeError) as error:  # TypeError: a root of a negative number is complex
+            return _value(self._tree, numbers)
+        except ArithmeticError as error:
             raise ValueError(f"the formula has no value: {error}") from None
-        if isinstance(found, complex) or not math.isfinite(found):
-            raise ValueError(f"the value of the formula is {found}, not a finite number")
-        return float(found)
 
 
 def _names(node: ast.expr, depth: int = 0) -> list[str]:
@@ -76,6 +73,15 @@ def _names(node: ast.expr, depth: int = 0) -> list[str]:
 
 
 def _value(node: ast.expr, numbers: Mapping[str, float]) -> float:
+    """Raises ArithmeticError where a part is not a finite real number, whatever the rest would make of it."""
+    found = _applied(node, numbers)
+    if isinstance(found, complex) or not math.isfinite(found):
+        raise ArithmeticError(f"{ast.unparse(node)[:80]} is {found}, not a finite number")
+    return float(found)
+
+
+def _applied(node: ast.expr, numbers: Mapping[str, float]) -> float | complex:
+    """One operation; a root of a negative number is complex."""
     match node:
         case ast.BinOp(left=left, op=op, right=right):
             return _BINARY[type(op)](_value(left, numbers), _value(right, numbers))

@@ -75,6 +75,10 @@ class ServiceSettings(BaseSettings):
     base_models: Path | None = None
     """Directory with a file `NAME.yaml` for each model that `/v1/fine_tuning/jobs` may name (coordinator): the start of
     a job file, in which requests put data, reward and hyper-parameters."""
+    files_bytes: int = Field(16 << 30, ge=1 << 20)
+    """Most bytes of uploaded data sets, all together (coordinator); more are refused."""
+    max_files: int = Field(1000, ge=1)
+    """Most uploaded data sets (coordinator)."""
     grader_url: str = ""
     """OpenAI-compatible address, up to and with `/v1`, of the models that `score_model` graders in requests name
     (coordinator); empty: such graders are refused."""

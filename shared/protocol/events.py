@@ -36,6 +36,7 @@ __all__ = [
     "Redrawn",
     "SealedGroup",
     "SettingsChanged",
+    "Tracking",
     "decode_events",
     "encode_events",
 ]
@@ -95,7 +96,8 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     feedback; ``version`` is the policy version that it is taken to be from, -1: any. ``bucket``: the
     kind of prompt, where values are tracked.
 
-    ``judges`` are all keys whose feedback the reward comes from, ``askers`` those that the answers were served to.
+    ``judges`` are all keys whose feedback the reward comes from, ``askers`` those that the answers were served to,
+    ``users`` whose conversations they are from where there may be several; empty: ``user``.
     """
 
     ordinal: int
@@ -113,6 +115,7 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     askers: list[str] = []
     version: int = -1
     bucket: str = ""
+    users: list[str] = []
 
 
 class Admitted(Event, frozen=True, kw_only=True, tag=True):
@@ -181,6 +184,17 @@ class Hyperparameters(msgspec.Struct, frozen=True, array_like=True):
     max_updates: int | None
 
 
+class Tracking(msgspec.Struct, frozen=True, array_like=True):
+    """What a batch adds to tracked values; not what they are then, for a batch before it may be refused.
+
+    ``rewards``: by kind of prompt, ``(sum of rewards, how many)``. ``keep``: how much of what was tracked of these
+    kinds remains. See algorithms.baseline.
+    """
+
+    rewards: dict[str, tuple[float, float]] = {}
+    keep: float = 1.0
+
+
 class BatchSealed(Event, frozen=True, kw_only=True, tag=True):
     """The groups of one policy update, in order. This event IS the commit. A higher revision replaces a refused one."""
 
@@ -193,8 +207,8 @@ class BatchSealed(Event, frozen=True, kw_only=True, tag=True):
     groups: list[SealedGroup]
     hyperparameters: Hyperparameters | None = None
     """Those of this update; None in ledgers of earlier versions: those of the job file."""
-    values: dict[str, tuple[float, float]] = {}
-    """What is tracked of each kind of prompt that the batch has, once it is trained; see algorithms.baseline."""
+    tracking: Tracking = Tracking()
+    """What the batch adds to what is tracked of kinds of prompts, once it is trained."""
 
 
 class BatchRefused(Event, frozen=True, kw_only=True, tag=True):
@@ -272,9 +286,10 @@ class BestCheckpoint(Event, frozen=True, kw_only=True, tag=True):
 class LineageForked(Event, frozen=True, kw_only=True, tag=True):
     """Updates from ``from_batch`` on are rolled back: a trainer did not reproduce them, or somebody wanted it.
 
-    Their draws, and those of batches sealed after them, become dropped(rolled_back) and are drawn again. The weights
-    before ``from_batch`` go on under the number ``version``, which lies above the clock. ``operation`` is the request
-    of a user who wanted it.
+    Their draws, and those of batches sealed after them, become dropped(rolled_back). Where ``redraw`` is set they are
+    drawn again; where it is not, because this material is what training is to be rid of, they are ``draws``. The
+    weights before ``from_batch`` go on under the number ``version``, which lies above the clock. ``operation`` is the
+    request of a user who wanted it.
     """
 
     from_batch: int
@@ -285,6 +300,8 @@ class LineageForked(Event, frozen=True, kw_only=True, tag=True):
     min_version: int
     deadline: float
     operation: str = ""
+    redraw: bool = True
+    draws: list[Draw] = []
 
 
 class PhaseChanged(Event, frozen=True, kw_only=True, tag=True):

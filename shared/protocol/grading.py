@@ -28,12 +28,13 @@ GRADER_ERRORS = (
 
 class GradeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Score ``sample`` with each of ``scorers`` (configurations) within ``deadline_s``, once they are open; without a
-    sample only open them."""
+    sample only open them. Its sender waits ``wait_s`` for the reply."""
 
     scorers: list[dict[str, Any]]
     sample: str | None
     item: dict[str, Any]
     deadline_s: float
+    wait_s: float
 
 
 class GradeReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -94,8 +94,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     ``refused``: batch cannot be trained because of ``bad`` draws.
     ``checkpointed``: state after ``batch`` is durable at ``path``; ``reason`` is the one of the command that asked for
     it. The data of its Ack, as of ``hello``'s, names the checkpoints that must stay (``pinned``).
-    ``forked``: replay after a crash does not reproduce the ledger, or the coordinator wanted to go back; numbering goes
-    on above the clock from ``version``.
+    ``forked``: replay after a crash does not reproduce the ledger, or the coordinator wanted to go back to the state
+    after batch ``rollback``; numbering goes on above the clock from ``version``.
     ``halted``: batch cannot be trained as it is (a loss that is not finite); it stays sealed and the job is paused.
     ``not_rolled_back``: the checkpoint that a user wants to go back to cannot be read.
     ``failed``: the trainer cannot go on with this job.
@@ -111,6 +111,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     bad: list[Draw] = msgspec.field(default_factory=list)
     reason: str = ""
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    rollback: int | None = None
 
 
 CommandKind = Literal["checkpoint", "rollback"]

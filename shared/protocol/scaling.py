@@ -14,10 +14,14 @@ POOLS: tuple[Pool, ...] = get_args(Pool)
 
 
 class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Have ``replicas`` workers; None only asks. Safe to repeat."""
+    """Have ``replicas`` workers; None only asks. Safe to repeat.
+
+    ``wish``: id of the operation. Ids are ordered by time, and a wish that is older than one that was taken is refused.
+    """
 
     pool: Pool
     replicas: int | None = None
+    wish: str = ""
 
 
 class ScaleReply(msgspec.Struct, frozen=True, kw_only=True):

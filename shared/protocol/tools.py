@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import msgspec
@@ -13,10 +14,14 @@ MAX_RESULT_CHARS = 1 << 16
 
 
 class ToolRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One call. The id of its envelope names it: a worker that is asked again carries it out once."""
+    """One call. The id of its envelope names it: a worker that is asked again carries it out once.
+
+    After ``start_by`` (Unix seconds) nobody waits for it any more: a worker that has not begun then does not begin.
+    """
 
     name: str
     arguments: dict[str, Any]
+    start_by: float = math.inf
 
 
 class ToolReply(msgspec.Struct, frozen=True, kw_only=True):

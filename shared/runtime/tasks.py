@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from penstock.shared.errors import DeadlineError
 
-__all__ = ["Background", "Deadline", "raise_if_cancelled", "retry", "unexpected", "wait_for"]
+__all__ = ["Background", "Deadline", "raise_if_cancelled", "retry", "together", "unexpected", "wait_for"]
 
 T = TypeVar("T")
 
@@ -54,6 +54,17 @@ async def unexpected(work: Awaitable[None]) -> Exception | None:
         raise_if_cancelled()
         return error
     return None
+
+
+async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results of what runs at once, in order. The first error cancels the others and is raised when they are over."""
+    running = [asyncio.create_task(work) for work in works]
+    try:
+        return await asyncio.gather(*running)
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 async def wait_for(awaitable: Awaitable[T], deadline_s: float, what: str) -> T:

@@ -144,20 +144,25 @@ class Sandbox:
         """Execute a job within ``limit_s`` of wall-clock time.
 
         Raises:
-            SandboxError: the sandbox itself failed; says nothing about the program.
+            SandboxError: the sandbox itself failed, or the job nests too deeply to be handed over; says nothing about
+                the program.
         """
+        try:
+            described = json.dumps(job)
+        except RecursionError:
+            raise SandboxError("what the program is given nests too deeply") from None
         if self._process is None:
             self._start()
         out, write_out = os.pipe()
         results, write_results = os.pipe()
         try:
-            with _sealed(stdin) as stdin_file, _sealed(json.dumps(job)) as job_file:
-                given = [stdin_file, write_out, write_results, job_file]
-                try:
+            try:
+                with _sealed(stdin) as stdin_file, _sealed(described) as job_file:
+                    given = [stdin_file, write_out, write_results, job_file]
                     socket.send_fds(self._channel, [str(limit_s).encode()], given)
-                finally:
-                    os.close(write_out)
-                    os.close(write_results)
+            finally:
+                os.close(write_out)
+                os.close(write_results)
             return self._collect(out, results, job.nonce, time.monotonic() + limit_s + _PATIENCE_S)
         except OSError as error:
             self.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -23,6 +24,7 @@ PYTHON = {
     "    text = sample['output_text']\n"
     "    if text == 'slow':\n        time.sleep(60)\n"
     "    if text == 'exit':\n        raise SystemExit\n"
+    "    if text == 'huge':\n        return 10 ** 400\n"
     "    odd = {'nan': float('nan'), 'text': 'x'}\n"
     "    return odd.get(text, len(text) / item['most'])\n",
 }
@@ -54,6 +56,9 @@ def test_string_checks() -> None:
     parsed = {**CHECK, "operation": "eq", "input": "{{sample.output_json.a}}", "reference": "1"}
     good, bad = graded(parsed, ['{"a": 1}', "no JSON"], {})
     assert (good, str(bad).partition(":")[0]) == (1.0, "sample_parse_error")
+    deep = '{"a": ' + "[" * 1000 + "]" * 1000 + "}"
+    good, bad = graded(parsed, ['{"a": 1}', deep], {})
+    assert (good, str(bad).partition(":")[0]) == (1.0, "sample_parse_error")
 
 
 def test_text_similarity() -> None:
@@ -61,6 +66,8 @@ def test_text_similarity() -> None:
              "input": "{{sample.output_text}}"}  # fmt: skip
     assert graded(close, ["abcd", "ab", ""], {}) == [1.0, pytest.approx(4 / 6), 0.0]
     assert graded({**close, "evaluation_metric": "rouge_1"}, ["Abcd!"], {}) == [1.0]
+    long, good = graded({**close, "reference": "{{item.long}}"}, ["a" * 40_000, ""], {"long": "b" * 40_000})
+    assert (str(long).partition(":")[0], good) == ("other_error", 0.0)
 
 
 def test_python_runs_in_the_sandbox() -> None:
@@ -68,6 +75,12 @@ def test_python_runs_in_the_sandbox() -> None:
     assert (found[0], found[-1]) == (0.5, 1.0)
     kinds = [str(text).partition(":")[0] for text in found[1:-1]]
     assert kinds == ["python_grader_runtime_error"] * 3 + ["unresponsive_reward_error"]
+    descriptors = len([*Path("/proc/self/fd").iterdir()])
+    nested = "[" * 1000 + "]" * 1000
+    *failed, good = graded(PYTHON, ["huge", nested, "abc"], {"most": 6})
+    kinds = [str(text).partition(":")[0] for text in failed]
+    assert (kinds, good) == (["python_grader_runtime_error", "python_grader_server_error"], 0.5)
+    assert len([*Path("/proc/self/fd").iterdir()]) == descriptors
     (raised,) = graded(PYTHON, ["abc"], {})
     assert raised == "python_grader_runtime_error: grade() raised KeyError: 'most'"
 

@@ -14,6 +14,8 @@ import torch
 from penstock.services.rollout.calls import find_calls
 from penstock.services.rollout.engines import Engine, open_engine
 from penstock.services.rollout.group_maker import GroupMaker
+from penstock.services.rollout.turn_clock import TurnClock
+from penstock.services.rollout.turns import CallTool
 from penstock.services.trainer.learner import Learner
 from penstock.services.trainer.sharding import BatchShard
 from penstock.shared.config.base import with_overrides
@@ -52,8 +54,6 @@ JOB: dict[str, Any] = {
     "limits": {"byte_budget": 64 << 20},
 }  # fmt: skip
 
-Call = Callable[[str, ToolRequest], Awaitable[ToolReply]]
-
 
 class Tools:
     """Answers every call with a number, and remembers."""
@@ -64,7 +64,7 @@ class Tools:
         self.running = self.most = 0
         self.status: Any = "ok"
 
-    async def __call__(self, name: str, request: ToolRequest) -> ToolReply:
+    async def __call__(self, clock: TurnClock, name: str, request: ToolRequest) -> ToolReply:
         self.names.append(name)
         self.requests.append(request)
         self.running += 1
@@ -97,7 +97,7 @@ class Player:
         self.environment = config.environment
         self._maker = GroupMaker("j", "w", config, engine, self.tokenizer)
 
-    async def play(self, call: Call, ordinal: int = 0) -> Group:
+    async def play(self, call: CallTool, ordinal: int = 0) -> Group:
         ticket = Ticket(draw=Draw(ordinal), epoch=1, deadline=0.0, min_version=0)
         async with asyncio.timeout(60):
             group = await self._maker.make(ticket, self.source.train(ordinal), "key", call)
@@ -189,7 +189,7 @@ async def test_the_trainer_finds_the_log_probs_that_were_recorded(open_player: A
 async def test_an_episode_plays_again_the_same_way(open_player: Any) -> None:
     """The seed of a turn follows from draw, completion and turn, whoever else is in the batch."""
 
-    async def answer(name: str, request: ToolRequest) -> ToolReply:
+    async def answer(clock: TurnClock, name: str, request: ToolRequest) -> ToolReply:
         return ToolReply(status="ok", text=str(len(request.arguments["expression"])))
 
     one, two = [await (await open_player(f"placement.max_running={n}")).play(answer) for n in (96, 31)]
@@ -201,7 +201,7 @@ async def test_new_weights_between_two_turns_show_in_the_spans(open_player: Any)
     player, other = await open_player(), Learner(job("seed=4"))
     committed = asyncio.Event()
 
-    async def call(name: str, request: ToolRequest) -> ToolReply:
+    async def call(clock: TurnClock, name: str, request: ToolRequest) -> ToolReply:
         if not committed.is_set():
             committed.set()
             engine = player.engine
@@ -233,7 +233,7 @@ async def test_parallel_calls_run_at_once_and_are_answered_in_order(open_player:
     player = await open_player(*changes, "environment.max_observation_tokens=24")
     answered: list[str] = []
 
-    async def call(name: str, request: ToolRequest) -> ToolReply:
+    async def call(clock: TurnClock, name: str, request: ToolRequest) -> ToolReply:
         place = int(name.rpartition("/")[2])
         await asyncio.sleep(0.05 * (2 - place))  # the second one is answered first
         answered.append(name)
@@ -279,7 +279,7 @@ async def test_a_turn_that_takes_too_long_fails_its_trajectory(open_player: Any)
     player = await open_player("environment.tool_timeout_s=0.5", "environment.turn_timeout_s=0.5")
     called: set[int] = set()
 
-    async def call(name: str, request: ToolRequest) -> ToolReply:
+    async def call(clock: TurnClock, name: str, request: ToolRequest) -> ToolReply:
         called.add(int(name.rpartition(".")[2].partition("/")[0]))
         await asyncio.sleep(60)
         raise AssertionError("it was given up before")
@@ -306,6 +306,37 @@ async def test_a_turn_that_is_too_long_is_cut_off(open_player: Any) -> None:
         if len(turns[-1]) == 4 and tokens[-1] not in (player.tokenizer.eos_token_id, player.tokenizer.encode("]")[0]):
             assert FINISH_REASONS[group.finish[index]] == "length"
     assert (group.finish == FINISH_REASONS.index("length")).any()
+
+
+async def test_a_turn_whose_results_cannot_fit_is_refused_before_the_first(open_player: Any) -> None:
+    player, tools = (
+        await open_player("environment.observations={before: '====', after: '==', result: '{result};'}"),
+        Tools(),
+    )
+    with pytest.raises(ConfigError, match="leaves no room for 1 results"):
+        await player.play(tools)
+    assert not tools.names
+
+
+async def test_nothing_outlives_a_group_that_fails(open_player: Any) -> None:
+    player = await open_player("environment.calls.parallel=true", "environment.max_observation_tokens=24")
+    begun, ended = [], []
+
+    async def call(clock: TurnClock, name: str, request: ToolRequest) -> ToolReply:
+        begun.append(name)
+        try:
+            if len(begun) < 5:
+                await asyncio.sleep(60)
+            raise ConfigError("this call breaks the group")
+        finally:
+            ended.append(name)
+
+    with pytest.raises(ConfigError, match="breaks the group"):
+        await player.play(call)
+    assert sorted(ended) == sorted(begun)
+    async with asyncio.timeout(30):
+        while player.engine.running:
+            await asyncio.sleep(0.01)
 
 
 async def test_a_model_that_is_too_short_for_the_longest_episode(open_player: Any) -> None:

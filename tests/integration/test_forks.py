@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -23,6 +24,7 @@ from penstock.services.trainer.reports import Reporter
 from penstock.services.trainer.start import Start
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
+from penstock.shared.errors import Fenced
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.events import SealedGroup
@@ -108,6 +110,14 @@ async def restart(bus: Bus, tmp_path: Path) -> AsyncIterator[Restart]:
     await server.close(0.5)
     publishing.close()
     threads.close()
+
+
+async def test_a_trainer_announces_nothing_over_a_later_one(restart: Restart) -> None:
+    own = await restart.publishing.publish(restart.crew, version=2, epoch=2)
+    later = pack(msgspec.structs.replace(own, epoch=3), job=JOB)
+    await restart.bus.kv(subjects.MANIFESTS).put(JOB, later)
+    with pytest.raises(Fenced, match="trainer epoch 3 > 2"):
+        await restart.publishing.announce(own)
 
 
 async def test_a_fork_is_above_what_was_announced_and_not_recorded(restart: Restart) -> None:

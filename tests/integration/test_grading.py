@@ -16,8 +16,13 @@ from penstock.services.coordinator.api import create_app
 from penstock.services.coordinator.control import CoordinatorControl
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.store import JobStore
+from penstock.services.reward.grading import GradingDesk
 from penstock.services.reward.service import RewardService
 from penstock.shared.config.service import ServiceSettings
+from penstock.shared.errors import Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack
+from penstock.shared.protocol.grading import GradeRequest
 from penstock.shared.transport.bus import Bus
 
 CHECK = {"type": "string_check", "name": "right", "operation": "eq", "input": "{{sample.output_text}}",
@@ -79,6 +84,13 @@ async def test_a_reward_worker_grades(client: httpx.AsyncClient, reward: RewardS
     hangs = {**PYTHON, "source": "def grade(sample, item):\n    while True: pass"}
     errors = (await run(client, hangs, "x", {}))["metadata"]["errors"]
     assert errors["unresponsive_reward_error"] is True
+
+
+async def test_what_nobody_waits_for_any_more_is_not_graded(bus: Bus) -> None:
+    request = GradeRequest(scorers=[{"type": "exact"}], sample="x", item={}, deadline_s=30, wait_s=0)
+    async with await GradingDesk(bus).open():
+        with pytest.raises(Unavailable, match="nobody waits"):
+            await bus.request(subjects.GRADE, pack(request), deadline_s=30)
 
 
 async def test_without_a_reward_worker_or_a_model(client: httpx.AsyncClient) -> None:

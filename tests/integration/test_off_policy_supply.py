@@ -65,10 +65,12 @@ async def leader(bus: Bus, record: JobRecord, epoch: int, data_dir: Path) -> Asy
 
 
 @asynccontextmanager
-async def reader(bus: Bus, job: str) -> AsyncIterator[Engine]:
+async def reader(bus: Bus, job: str, *, version: int) -> AsyncIterator[Engine]:
     """What a rollout worker answers about text, with its engine."""
     tokenizer = build_tokenizer(CONFIG.model)
-    engine = await asyncio.to_thread(open_engine, CONFIG.model, tokenizer, max_running=2, seed=CONFIG.seed)
+    engine = await asyncio.to_thread(
+        open_engine, CONFIG.model, tokenizer, max_running=2, seed=CONFIG.seed, version=version
+    )
     await engine.start()
     found = Reader(job, Renderer(tokenizer, {}), tokenizer, engine)
     server = await bus.serve(subjects.reading(job), found.read)
@@ -161,7 +163,7 @@ async def test_material_is_trained_once_audited_and_repeated(bus: Bus, tmp_path:
         )
         await until_fates(bus, job, corrected="admitted", preferred="admitted")
     # The text waits for a worker to read it, and its draw survives the leader.
-    async with leader(bus, record, 2, tmp_path) as runner, reader(bus, job) as engine:
+    async with leader(bus, record, 2, tmp_path) as runner, reader(bus, job, version=1) as engine:
         manifest = await until_manifest(bus, job, 1)
         found = await groups_of(bus, manifest)
         assert sorted(found) == ["preference", "supervised"]
@@ -194,6 +196,13 @@ async def test_material_is_trained_once_audited_and_repeated(bus: Bus, tmp_path:
         await report(bus, job, kind="trained", batch=2, revision=1, version=2, digest=second)
         fates = await until_fates(bus, job, true="trained", text="trained", again="trained", liked="trained")
         assert (fates["true"].reason, fates["again"].reason) == ("posted", "supervised: source_distrusted")
+        known = set(runner.run.candidates)
+        newer = posted | {"policy_version": 2, "logprobs": [-0.01, -0.01]}
+        await say(bus, job, "newer", "interaction", key="trusted", body=newer)
+        async with asyncio.timeout(DEADLINE_S):
+            while not runner.run.candidates.keys() - known:
+                await asyncio.sleep(0.05)
+        assert runner.run.state.distrusted == {"liar"}, "the worker has another version than the one that sampled it"
 
     assert [await train(bus, again, await until_manifest(bus, job, number)) for number in (1, 2)] == [first, second]
     entries = [decode_events(m.data) for m in await bus.read(subjects.LEDGER, subjects.ledger(job))]

@@ -24,7 +24,7 @@ from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.errors import Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.events import Admitted, BatchSealed, Quarantined, decode_events
+from penstock.shared.protocol.events import Admission, Admitted, BatchSealed, Drawn, Quarantined, decode_events
 from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.interaction import (
     Erasure,
@@ -239,6 +239,24 @@ async def test_decided_feedback_gives_room_without_a_checkpoint(
     assert len(await bus.read(subjects.INTERACTIONS, subjects.interactions("job_x"))) == 1, "undecided"
 
 
+async def test_admitted_material_stays_until_its_draw_is_over(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its body lies nowhere else, and whoever leads by then makes its group."""
+    monkeypatch.setattr(supply_module, "FULL_SHARE", -1.0)
+    for name in ("done", "material"):
+        await say(bus, "job_x", (name, new_marked_id("job_x"), 1.0))
+    state, material = (
+        LedgerState(),
+        Admission(0, {}, {"material": 2}, 1.0, 0, "k", "u", "correction", 0.0, "supervised"),
+    )
+    state.apply(Drawn(writer_epoch=1, time=0.0, start=0, stop=1, min_version=0, deadline=0.0))
+    state.apply(Admitted(writer_epoch=1, time=0.0, admissions=[material], low_interactions=1, low_feedback=3))
+    supply = LiveSupply(bus, "job_x", CONFIG, epoch=1)
+    await supply.recover(state)
+    await supply._make_room()
+    left = await bus.read(subjects.FEEDBACK, subjects.feedback("job_x"))
+    assert [item.id for message in left for item in unpack(message.data, FeedbackBatch)[0].items] == ["material"]
+
+
 async def test_what_arrives_while_a_leader_recovers_is_read_on(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Feedback and erasures share a stream and are read one after the other."""
     supply = LiveSupply(bus, "job_x", CONFIG, epoch=1)
@@ -263,6 +281,54 @@ async def test_what_arrives_while_a_leader_recovers_is_read_on(bus: Bus, monkeyp
                 await (await facts.get())()
     finally:
         following.cancel()
+
+
+async def test_a_leader_that_recovers_lets_its_lease_be_renewed(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between any two messages others get their turn, however many the bus gave at once."""
+    quarantine = {"max_wait_s": 3600, "quarantine": {}}
+    config = CONFIG.model_copy(update={"online": CONFIG.online.model_validate(quarantine)})
+    for _ in range(60):
+        await say(bus, "job_x", (new_marked_id("job_x"), new_marked_id("job_x"), 0.1))
+    supply, turns = LiveSupply(bus, "job_x", config, epoch=1), 0
+    seen: list[int] = []
+
+    async def renew() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    renewing = asyncio.create_task(renew())
+    for name in ("learn", "on_feedback"):
+        do = getattr(supply.quarantine, name)
+        monkeypatch.setattr(supply.quarantine, name, lambda *args, do=do: seen.append(turns) or do(*args))
+    try:
+        await supply.recover(LedgerState(read_from=(1, 31)))
+    finally:
+        renewing.cancel()
+    assert len(seen) == 60
+    assert len(set(seen)) >= 59, "the last one that is learnt from and the first one undecided are two reads"
+
+
+async def test_what_is_held_gives_way_where_room_is_needed(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = CONFIG.model_copy(
+        update={"online": CONFIG.online.model_validate({"quarantine": {"min_items": 10, "window": 50}})}
+    )
+    job, odd = "job_x", new_marked_id("job_x")
+    for reward in [0.01, -0.01] * 6:
+        await say(bus, job, (new_marked_id(job), new_marked_id(job), reward))
+    await say(bus, job, (odd, new_marked_id(job), 1.0))
+    await say(bus, job, (new_marked_id(job), new_marked_id(job), 0.01))
+    supply = LiveSupply(bus, job, config, epoch=1)
+    await supply.recover(LedgerState(read_from=(1, 13)))
+    await supply._make_room()
+    assert (supply.quarantine.num_held, supply.quarantine.lowest) == (1, 13), "there is room"
+    monkeypatch.setattr(supply_module, "MAX_USED", -1)
+    await supply._make_room()
+    await supply.flush()
+    assert supply.quarantine.num_held == 0
+    told = (await fates(bus, job))[odd]
+    assert (told.status, told.reason) == ("rejected", "quarantine_full")
 
 
 async def test_who_opted_out_is_known_before_the_first_decision(bus: Bus) -> None:

@@ -6,6 +6,7 @@ Leader, trainer and rollout worker are real, over one bus. The test answers as a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -23,13 +24,15 @@ from penstock.services.rollout.session import RolloutSession
 from penstock.services.trainer.session import TrainerSession
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.service import ServiceSettings
+from penstock.shared.errors import NotFound
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.events import LineageForked, Promoted, PromotionRefused, decode_events
 from penstock.shared.protocol.generation import Sampling, Span
+from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.interaction import Feedback, FeedbackBatch, Interaction, new_marked_id
 from penstock.shared.protocol.jobs import Operation
-from penstock.shared.protocol.messages import ScoreReply, ScoreRequest
+from penstock.shared.protocol.messages import ScoreReply, ScoreRequest, Ticket
 from penstock.shared.protocol.weights import WeightManifest
 from penstock.shared.transport.bus import Bus
 from penstock.shared.weights import open_receiver
@@ -131,6 +134,15 @@ class Job:
         self.runner.want(await self.runner.store.begin_operation(self.id, operation))
 
 
+async def until_gone(bus: Bus, seq: int) -> None:
+    """A ticket of a version that was left behind holds nobody up."""
+    async with asyncio.timeout(60):
+        with contextlib.suppress(NotFound):
+            while True:
+                await bus.get(subjects.TICKETS, seq)
+                await asyncio.sleep(0.05)
+
+
 def lose_slots(directory: Path) -> None:
     """As after a reboot of the trainer's host."""
     for slot in directory.glob("penstock-weights-*"):
@@ -192,6 +204,9 @@ async def test_a_refused_version_is_never_served_and_training_goes_back(bus: Bus
             assert (await job.manifest()).digest == first.digest
             assert state.fork_request == "op_rollback"
             await job.until(lambda: state.promoted is not None and bool(state.promoted.figures))
+            left = Ticket(draw=Draw(0), min_version=4, version=4, deadline=time.time() + 3600, epoch=1, purpose="eval")
+            seq = await bus.publish(subjects.tickets(job.id), pack(left, job=job.id))
+            await until_gone(bus, seq)
     assert job.served == [0, 3, 4, 5]
     events = [decode_events(message.data) for message in await bus.read(subjects.LEDGER, subjects.ledger(job.id))]
     told = [

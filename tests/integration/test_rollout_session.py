@@ -8,14 +8,17 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from penstock.services.rollout.session import RolloutSession
 from penstock.shared.config.kinds import parse_job
 from penstock.shared.config.service import ServiceSettings
+from penstock.shared.errors import ToolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import ScoreReply, ScoreRequest, Ticket
+from penstock.shared.protocol.tools import ToolReply, ToolRequest
 from penstock.shared.protocol.trajectory import GroupHeader, parse_group_header
 from penstock.shared.transport.bus import Bus
 
@@ -56,7 +59,7 @@ class Worker:
 
 
 @asynccontextmanager
-async def working(bus: Bus, directory: Path, prompts: Sequence[str] = PROMPTS) -> AsyncIterator[Worker]:
+async def working(bus: Bus, directory: Path, prompts: Sequence[str] = PROMPTS, **changes: Any) -> AsyncIterator[Worker]:
     rows = directory / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": prompt, "answer": "2"}) + "\n" for prompt in prompts))
     config = parse_job(
@@ -70,6 +73,7 @@ async def working(bus: Bus, directory: Path, prompts: Sequence[str] = PROMPTS) -
             "data": {"eval": {"type": "file", "path": str(rows)}},
             "reward": {"scorers": [{"type": "exact"}]},
             "sampling": {"max_new_tokens": 4},
+            **changes,
         }
     )
     worker = Worker(bus, RolloutSession(bus, ServiceSettings(worker_id="rollout-0"), JOB, config))
@@ -140,3 +144,55 @@ async def test_another_ticket_for_work_in_hand_is_done_with(bus: Bus, tmp_path: 
         worker.scores.set()
         await until(lambda: left(0))
         assert list(await worker.groups()) == [1]
+
+
+TURN_S = 2.5
+AGENT: dict[str, Any] = {
+    "model": {
+        "config": {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "max_position_embeddings": 64},
+        "tokenizer": "char",
+        "characters": "12+=[]",
+    },
+    "environment": {
+        "tools": [{"type": "calculator"}], "max_turns": 2, "max_observation_tokens": 8,
+        "calls": {"begin": "[", "end": "]", "body": "text", "parallel": False},
+        "turn_timeout_s": TURN_S, "tool_timeout_s": TURN_S,
+    },
+    "sampling": {"max_new_tokens": 32, "temperature": 1.0},
+    "evaluation": {"samples": 16, "greedy": False},
+}  # fmt: skip
+
+
+async def test_episodes_wait_for_an_env_worker_and_outlive_one_that_refuses(bus: Bus, tmp_path: Path) -> None:
+    """A turn's time stands still while no env worker is there; a call that one refuses fails one trajectory."""
+    calls: list[str] = []
+
+    async def carry_out(data: bytes) -> bytes:
+        request, envelope = unpack(data, ToolRequest)
+        assert request.start_by < time.time() + 60
+        calls.append(envelope.id)
+        if envelope.id == calls[0]:
+            raise ToolError("not this one")
+        return pack(ToolReply(status="ok", text="2"), job=JOB, id=envelope.id)
+
+    async with working(bus, tmp_path, **AGENT) as worker:
+        worker.scores.set()
+        await worker.ask(1)
+
+        async def waiting() -> bool:
+            return bool(worker.session.status().get("waiting_for") == "an env worker")
+
+        await until(waiting)
+        await asyncio.sleep(1.2 * TURN_S)
+        assert not await worker.groups()
+        server = await bus.serve(subjects.tools(JOB), carry_out)
+
+        async def answered() -> bool:
+            return len(await worker.groups()) == 1
+
+        await until(answered)
+        [group] = (await worker.groups()).values()
+        await server.close(0.5)
+    assert len(set(calls)) > 1
+    assert sum(group.failed) == 1
+    assert "not this one" in group.error

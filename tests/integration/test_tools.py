@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from penstock.services.env.service import EnvService
 from penstock.services.env.tools.pool import ToolPool
@@ -33,6 +37,9 @@ def halve(a):
     if a % 2:
         raise ValueError(f"{a} is odd")
     return {"half": a // 2}
+
+def cut():
+    return "half a character: \\ud800"
 
 def fail():
     raise RuntimeError("out of order")
@@ -100,7 +107,7 @@ async def test_calculator_and_mistakes_of_the_policy() -> None:
 
 
 async def test_functions_of_a_user(user_tools: None) -> None:
-    async with pool_of(*map(function, ("add", "halve", "fail", "leave", "die", "hang")), size=3) as call:
+    async with pool_of(*map(function, ("add", "halve", "cut", "fail", "leave", "die", "hang")), size=3) as call:
         assert await call("add", a=1) == ToolReply(status="ok", text="2")
         assert await call("add", a="x", b="y") == ToolReply(status="ok", text="xy")
         assert await call("halve", a=4) == ToolReply(status="ok", text='{"half": 2}')
@@ -114,6 +121,29 @@ async def test_functions_of_a_user(user_tools: None) -> None:
             "tool 'hang' took longer than 0.5 s and was killed",
         ]
         assert await call("add", a=2) == ToolReply(status="ok", text="3"), "others are not affected"
+        assert await call("cut") == ToolReply(status="ok", text="half a character: ?")
+
+
+async def test_a_call_that_nobody_waits_for_is_not_begun() -> None:
+    pool = ToolPool(EnvironmentConfig.parse({"tools": [{"type": "calculator"}]}).tools, 1)
+    call = ToolRequest(name="calculator", arguments={"expression": "1"})
+    try:
+        busy = asyncio.create_task(pool.call(call, 30.0))
+        await asyncio.sleep(0)  # it waits for the only process to open, which takes longer than the next one is wanted
+        with pytest.raises(Unavailable, match="in time for a call of tool 'calculator'"):
+            await pool.call(replace(call, start_by=time.time() + 0.02), 30.0)
+        assert busy.done()
+        assert await pool.call(replace(call, start_by=time.time() + 60), 30.0) == ToolReply(status="ok", text="1")
+    finally:
+        await pool.close()
+
+
+async def test_a_machine_without_processes_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    async with pool_of({"type": "calculator"}) as call:
+        reply = await call("calculator", expression="1")
+    assert reply.status == "failed"
+    assert "a process for tools cannot be started: FileNotFoundError" in reply.text
 
 
 async def test_a_tool_that_cannot_be_opened_fails_every_call() -> None:
@@ -171,12 +201,15 @@ async def test_calls_over_the_bus_are_carried_out_once(bus: Bus, user_tools: Non
     record = JobRecord(id=JOB, name="agent", created_at=datetime.now(UTC), spec=spec)
     await bus.kv(subjects.JOBS).put(JOB, record.model_dump_json().encode())
 
-    async def ask(id: str, name: str, **arguments: Any) -> ToolReply:
-        data = pack(ToolRequest(name=name, arguments=arguments), job=JOB, id=id)
+    async def ask(id: str, name: str, late: bool = False, **arguments: Any) -> ToolReply:
+        start_by = 0.0 if late else math.inf
+        data = pack(ToolRequest(name=name, arguments=arguments, start_by=start_by), job=JOB, id=id)
         while True:
             try:
                 return unpack(await bus.request(subjects.tools(JOB), data, deadline_s=10), ToolReply)[0]
             except Unavailable:
+                if late:
+                    raise
                 await asyncio.sleep(0.02)
 
     async with env_service(bus) as service, asyncio.timeout(60):
@@ -186,5 +219,8 @@ async def test_calls_over_the_bus_are_carried_out_once(bus: Bus, user_tools: Non
         assert (await ask("c", "calculator", expression="2*")).status == "error"
         row = service.status()[JOB]
         assert (row["tool_calls"], row["tool_errors"], row["tool_failed"]) == (3, 1, 0), "each id counts once"
+        with pytest.raises(Unavailable, match="in time"):
+            await ask("d", "calculator", late=True, expression="1+1")
+        assert (await ask("d", "calculator", expression="1+1")).text == "2", "it was not begun and is asked for again"
         await service.drain()
         assert service.tools == {}

@@ -9,6 +9,7 @@ import hmac
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -23,8 +24,11 @@ import msgspec
 import pytest
 
 from penstock.services.coordinator.webhooks import delivery
+from penstock.services.coordinator.webhooks.cloudevent import trial_event
 from penstock.services.coordinator.webhooks.delivery import Courier
+from penstock.services.coordinator.webhooks.posting import open_http, post_event
 from penstock.services.coordinator.webhooks.store import WebhookStore
+from penstock.shared.errors import Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.webhooks import DEFAULT_TYPES, StoredWebhook
 from penstock.shared.transport.bus import Bus
@@ -182,6 +186,39 @@ async def test_private_addresses_get_nothing_by_default(bus: Bus, receiver: Rece
     assert receiver.seen == []
     assert await store.test(hook.id) == ""
     assert json.loads(receiver.seen[0][1])["type"] == "rl.webhook.test.v1"
+
+
+async def test_hosts_in_another_script(bus: Bus, receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, name = socket.getaddrinfo, "xn--exmple-cua.example"
+
+    def resolve(host: Any, *args: Any, **more: Any) -> Any:
+        return real("127.0.0.1" if host == name else host, *args, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    store = WebhookStore(bus, private=True)
+    receiver.url = receiver.url.replace("localhost", "exämple.example")
+    hook = await made(store, receiver)
+    assert await store.test(hook.id) == ""
+    assert receiver.seen[0][0]["host"].partition(":")[0] == name
+    unreadable = hook.model_copy(update={"url": "http://xn--ä.example"})
+    async with open_http() as http:
+        with pytest.raises(Unavailable, match="did not answer"):
+            await post_event(http, unreadable, trial_event(hook.id), private=True)
+
+
+async def test_the_same_key_is_the_same_webhook(bus: Bus, receiver: Receiver) -> None:
+    store = WebhookStore(bus, private=True)
+
+    async def create(key: str) -> StoredWebhook:
+        return await store.create(receiver.url, ["rl.*"], job=None, description="", key=key)
+
+    first = await create("caller\nk1")
+    await tell(bus, "running")
+    place = await store.state(first.id)
+    assert await create("caller\nk1") == first
+    assert await store.state(first.id) == place
+    other = await create("caller\nk2")
+    assert [hook.id for hook in await store.list_all()] == [first.id, other.id]
 
 
 @pytest.mark.slow

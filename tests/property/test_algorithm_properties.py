@@ -16,7 +16,7 @@ from penstock.shared.algorithms.advantages import (
     reinforce_pp_baseline_advantages,
     rloo_advantages,
 )
-from penstock.shared.algorithms.baseline import track, value_of
+from penstock.shared.algorithms.baseline import sums_of, track, value_of
 from penstock.shared.algorithms.credit import at_last_token, turn_returns, turns, turns_to_tokens
 from penstock.shared.algorithms.gae import gae
 from penstock.shared.algorithms.gspo import gspo_loss
@@ -188,10 +188,10 @@ def test_a_tracked_baseline_does_not_depend_on_order_and_stays_within_what_was_s
     rewards: list[tuple[str, float]], random: Random
 ) -> None:
     before = {"": (0.5, 4.0), "a": (-1.0, 1.0)}
-    after = track(before, rewards, keep=0.9)
+    after = track(before, sums_of(rewards), keep=0.9)
     shuffled = list(rewards)
     random.shuffle(shuffled)
-    assert track(before, shuffled, keep=0.9) == after
+    assert track(before, sums_of(shuffled), keep=0.9) == after
     assert after.keys() == {"", *(bucket for bucket, _ in rewards)}, "others keep what they had"
     for bucket in ("", "a", "b"):
         assert -1 <= value_of(before | after, bucket, value=0.0, weight=2.0) <= 1

@@ -211,8 +211,10 @@ class OnlineMachine(RuleBasedStateMachine):
         self.sweep(everything=False)
 
     def sweep(self, *, everything: bool) -> None:
-        version = self.run.state.start_version(self.run.state.next_number)
-        self.world.fates += self.matching.sweep(version=version, now=self.now, everything=everything)
+        state = self.run.state
+        self.world.fates += self.matching.sweep(
+            version=state.start_version(state.next_number), newest=state.version, now=self.now, everything=everything
+        )
 
     @rule(seconds=st.sampled_from([1.0, 16.0, 45.0]))
     def time_passes(self, seconds: float) -> None:

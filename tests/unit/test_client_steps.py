@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 
+from penstock.client import flows
 from penstock.client.calls import Call, show
+from penstock.client.files import Graders
 from penstock.client.sending import Pause, Steps, awaits, awaits_all, complete, complete_async, runs, sends
-from penstock.shared.errors import Conflict, Unavailable
+from penstock.services.coordinator.graders import DEADLINE_S, GRACE_S
+from penstock.shared.errors import Conflict, DeadlineError, Unavailable
+from penstock.shared.protocol.grading import OPEN_S
 
 
 def describe(name: str, *, times: int = 1) -> Call[str]:
@@ -87,3 +91,24 @@ async def test_steps_without_a_call() -> None:
         raise AssertionError
 
     assert complete(nothing(), server([])) == await complete_async(nothing(), never) == 3
+
+
+def test_the_deadline_of_a_wait_holds_while_the_server_is_away() -> None:
+    def away(call: Call[Any], /) -> Any:
+        raise Unavailable("nobody there")
+
+    with pytest.raises(DeadlineError, match="nobody there"):
+        complete(flows.wait("job_1", "terminal", 0.05, patience_s=1.0), away)
+
+
+def test_graders_have_the_time_that_the_server_takes() -> None:
+    seen: list[Call[Any]] = []
+
+    def keep(call: Call[Any], /) -> Any:
+        seen.append(call)
+
+    graders = Graders(keep)
+    graders.run({"type": "string_check"}, "a")
+    graders.validate({"type": "string_check"})
+    assert len(seen) == 2
+    assert all(call.timeout_s is not None and call.timeout_s > OPEN_S + DEADLINE_S + GRACE_S for call in seen)

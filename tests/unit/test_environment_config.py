@@ -36,6 +36,7 @@ CALCULATOR = {"type": "calculator"}
         (["environment.observations={result: 'none'}"], "must hold {result} once"),
         (["environment.tools=[{type: python, time_limit_s: 10}]"], "must be above the time_limit_s of python"),
         (["environment.turn_timeout_s=5"], "tool_timeout_s is longer than turn_timeout_s"),
+        (["environment.max_observation_tokens=7"], "leaves no room for the results of 8 calls in one turn"),
         (["environment.max_turn=2"], "did you mean 'max_turns'"),
         (["sampling.min_new_tokens=2"], "sampling.min_new_tokens: a turn ends with its call"),
         (["environment.max_observation_tokens=24"], "leaves no room for a prompt"),

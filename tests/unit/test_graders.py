@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -47,7 +48,8 @@ def test_what_is_no_formula(text: str) -> None:
         Formula(text)
 
 
-@pytest.mark.parametrize("text", ["a / 0", "log(0)", "sqrt(-1)", "exp(1000)", "(0 - 1) ^ 0.5", "9 ^ 9 ^ 9 ^ 9"])
+@pytest.mark.parametrize("text", ["a / 0", "log(0)", "sqrt(-1)", "exp(1000)", "(0 - 1) ^ 0.5", "9 ^ 9 ^ 9 ^ 9",
+                                  "min(1, 1e308 * 10)", "abs((0 - 8) ^ (1 / 3))", "min(1, 1e999)"])  # fmt: skip
 def test_formulas_without_a_value(text: str) -> None:
     with pytest.raises(ValueError, match=r"no value|not a finite number"):
         Formula(text).value({"a": 1.0})
@@ -84,6 +86,16 @@ def test_similarity() -> None:
     assert bleu(one, one) == pytest.approx(1.0)
     assert 0 < bleu(one[:3], one) < bleu(one[:5], one) < 1
     assert bleu(["dog"], one) == 0.0
+
+
+def test_what_two_long_texts_have_in_common_takes_little_memory() -> None:
+    words = [str(number) for number in range(20_000)]
+    tracemalloc.start()
+    assert common_length(words, words[-3:]) == common_length(words[-3:], words) == 3
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+    with pytest.raises(ValueError, match="at most 32768"):
+        fuzzy_match("a" * 32_769, "b" * 32_769)
 
 
 def test_what_a_grader_needs() -> None:

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from penstock.shared.errors import DeadlineError, Unavailable
-from penstock.shared.runtime.tasks import Background, Deadline, retry, wait_for
+from penstock.shared.runtime.tasks import Background, Deadline, retry, together, wait_for
 
 
 async def test_a_wait_that_runs_out_names_what_it_waited_for() -> None:
@@ -118,3 +118,21 @@ async def test_cancelling_the_block_cancels_its_tasks() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert inner[0].cancelled()
+
+
+async def test_what_runs_together_ends_together() -> None:
+    ended: list[int] = []
+
+    async def work(number: int) -> int:
+        try:
+            await asyncio.sleep(60 if number < 0 else 0)
+        finally:
+            ended.append(number)
+        if number == 3:
+            raise DeadlineError("three")
+        return number
+
+    assert await together(work(number) for number in (2, 1)) == [2, 1]
+    with pytest.raises(DeadlineError, match="three"):
+        await together(work(number) for number in (-1, 3, -2))
+    assert sorted(ended) == [-2, -1, 1, 2, 3]

@@ -47,6 +47,21 @@ def test_json_calls_and_what_is_wrong_with_them() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": "calculator", "arguments": {"expression": 99999999999999999999999}}',
+        r'{"name": "calculator", "arguments": {"expression": "\ud800"}}',
+        r'{"name": "calculator", "arguments": {"\ud800": 1}}',
+        r'{"name": "\ud800", "arguments": {}}',
+    ],
+)
+def test_what_no_message_can_carry_is_a_mistake_like_any_other(call: str) -> None:
+    [found] = find_calls(f"<tool_call>{call}</tool_call>", JSON, TOOLS)
+    assert found.problem.startswith("the call cannot be sent")
+    assert not found.arguments
+
+
 def test_deeply_nested_json_is_a_mistake_like_any_other() -> None:
     [call] = find_calls("<tool_call>" + "[" * 100_000 + "</tool_call>", JSON, TOOLS)
     assert call.problem
@@ -58,8 +73,10 @@ def test_results_are_written_in_order_between_their_frames(tokenizer: Any) -> No
     assert tokenizer.decode(writer.write(["24", "7"])) == "(24;7;)"
     assert tokenizer.decode(writer.write(["1" * 99, "2" * 99])) == f"({'1' * 8};{'2' * 8};)"
     assert len(writer.write(["1" * 99])) == 20
+    assert len(writer.write(["1"] * 10)) == 20, "it says that they do not fit, cut like any result"
+    writer.check(9)
     with pytest.raises(ConfigError, match="leaves no room for 10 results"):
-        writer.write(["1"] * 10)
+        writer.check(10)
 
 
 def test_special_tokens_in_a_result_do_not_reach_the_policy(tokenizer: Any) -> None:

@@ -171,7 +171,8 @@ async def make_key(
         raise HttpProblem(403, "missing_scope", f"this key lacks {', '.join(missing)} and cannot give them to another")
     if "inference:write" in body.scopes and record.over:
         raise HttpProblem(410, "episode_over", f"episode '{record.id}' is over: open another one")
-    expires = int(time.time() + body.expires_in_s)
+    forgotten = _book(backend).remembered_until(record)
+    expires = int(min(time.time() + body.expires_in_s, forgotten))
     grant = EpisodeGrant(episode=record.id, maker=caller.id, scopes=sorted(set(body.scopes)), expires=expires)
     text = episode_key(grant, await backend.control.keys.secret())
     shown = _shown(record, request)

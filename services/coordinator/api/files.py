@@ -11,8 +11,10 @@ from starlette.datastructures import UploadFile
 from starlette.responses import Response
 
 from penstock.services.coordinator.api.access import BackendDep
+from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.control import Order
 from penstock.services.coordinator.api.files_desk import FileRecord
+from penstock.services.coordinator.api.idempotency import token_of
 from penstock.services.coordinator.api.open_file import open_file, reply_of
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem, Json
 from penstock.services.coordinator.api.scopes import require
@@ -63,12 +65,16 @@ class FileDeleted(BaseModel):
     deleted: Literal[True] = True
 
 
-@router.post("", response_model=FileRecord, dependencies=WRITE, openapi_extra=_FORM)
-async def upload(request: Request, backend: BackendDep) -> Response:
+@router.post(
+    "", response_model=FileRecord, openapi_extra=_FORM, responses={507: {"description": "No room for more files."}}
+)
+async def upload(request: Request, caller: Annotated[Caller, require("jobs:write")], backend: BackendDep) -> Response:
     """Keep a data set: JSON lines, one object per line. Every line is checked, and the file is on disk when it is told.
 
     `/v1/limits` says how long a file may be.
     """
+    header = request.headers.get("idempotency-key")
+    key = f"{caller.id}\n{token_of(header)}" if header is not None else ""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != MULTIPART:
         raise HttpProblem(415, "unsupported_media_type", f"Content-Type '{kind}' is not known here; send {MULTIPART}")
@@ -81,7 +87,7 @@ async def upload(request: Request, backend: BackendDep) -> Response:
         if form.get("purpose") != "fine-tune":
             raise _flawed("/purpose", "must be 'fine-tune'")
         name = (source.filename or "rows.jsonl")[:255]
-        record = await asyncio.to_thread(backend.control.files.add, source.file, name, "fine-tune")
+        record = await asyncio.to_thread(backend.control.files.add, source.file, name, "fine-tune", key=key)
     return Json(record, 200, {"Location": f"/v1/files/{record.id}"})
 
 

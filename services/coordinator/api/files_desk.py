@@ -31,11 +31,12 @@ class FileRecord(BaseModel):
 class Files(Protocol):
     """Uploaded data sets. Every method reads or writes the disk: call it in a thread."""
 
-    def add(self, source: BinaryIO, filename: str, purpose: Purpose) -> FileRecord:
-        """Keep a copy of ``source``; it is on disk when this returns.
+    def add(self, source: BinaryIO, filename: str, purpose: Purpose, *, key: str = "") -> FileRecord:
+        """Keep a copy of ``source``; it is on disk when this returns. The same ``key`` and bytes are the same file.
 
         Raises:
-            HttpProblem: 422, not JSON lines; points at each bad line.
+            HttpProblem: 422, not JSON lines; points at each bad line. 422, the key was used for other bytes. 507, no
+                room for it.
         """
         ...
 

@@ -29,6 +29,9 @@ CLAIM_S = 60
 MAX_ENTRIES = 4096
 MAX_REPLY_BYTES = 256 << 10
 """Longer replies are not kept; the retry runs again."""
+LARGE_PATHS = frozenset({"/v1/files"})
+"""Bodies that are too long to be held in memory before it is known who may send them. These routes see to repetitions
+themselves."""
 
 
 class StoredReply(msgspec.Struct, frozen=True, array_like=True):
@@ -120,13 +123,14 @@ class Idempotency:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         header = Headers(scope=scope).get("idempotency-key") if scope["type"] == "http" else None
-        if header is None or scope["method"] != "POST":
+        if header is None or scope["method"] != "POST" or scope["path"] in LARGE_PATHS:
             await self.app(scope, receive, send)
             return
         token = token_of(header)
         body = await _read(receive)
         caller = scope.get("state", {}).get("caller")
-        key = "\n".join((caller.id if caller is not None else "", scope["path"], token))
+        sender = caller.id + caller.episode if caller is not None else ""  # an episode's key bears its maker's id
+        key = "\n".join((sender, scope["path"], token))
         digest = hashlib.sha256(scope["query_string"] + b"\n" + body).digest()
         earlier = await self.store.claim(key, digest)
         if earlier is not None:

@@ -205,7 +205,7 @@ async def _answer(
     ask = Ask(
         served=served, draft=draft, num_prompts=num_prompts, user=body.user or "",
         episode=own_episode(caller, episode_of(episode, request.headers, body), served.job),
-        retries=int(retries) if retries.isdecimal() else None,
+        retries=int(retries) if retries.isdecimal() else None, only_opened=bool(caller.episode),
     )  # fmt: skip
     try:
         answer = await serving.open(ask)

@@ -43,6 +43,8 @@ class Ask:
     user: str
     episode: str
     retries: int | None
+    only_opened: bool = False
+    """Whether ``episode`` must be one that was opened and is remembered: the key is for it alone."""
 
 
 class Answer(Protocol):
@@ -85,6 +87,10 @@ class EpisodeBook(Protocol):
 
     async def list_all(self, served: Served) -> list[EpisodeRecord]:
         """All of a model, oldest first."""
+        ...
+
+    def remembered_until(self, record: EpisodeRecord) -> float:
+        """Unix seconds; later nothing is known of an episode."""
         ...
 
     async def end(self, served: Served, id: str) -> EpisodeRecord:

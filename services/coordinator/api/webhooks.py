@@ -10,7 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from penstock.services.coordinator.api.access import BackendDep
+from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.bodies import body_schema, read_model
+from penstock.services.coordinator.api.idempotency import token_of
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem, Json
 from penstock.services.coordinator.api.scopes import require
 from penstock.shared.errors import ConfigError
@@ -77,16 +79,24 @@ class Trial(BaseModel):
     error: str = ""
 
 
-@router.post(
-    "", status_code=201, response_model=NewWebhook, dependencies=WRITE, openapi_extra=body_schema(WebhookRequest)
-)
-async def create_webhook(request: Request, backend: BackendDep) -> Response:
-    """Have events of jobs posted to an address, from now on: CloudEvents 1.0, signed as Standard Webhooks says."""
+@router.post("", status_code=201, response_model=NewWebhook, openapi_extra=body_schema(WebhookRequest))
+async def create_webhook(
+    request: Request, caller: Annotated[Caller, require("jobs:write")], backend: BackendDep
+) -> Response:
+    """Have events of jobs posted to an address, from now on: CloudEvents 1.0, signed as Standard Webhooks says.
+
+    Repeated with its `Idempotency-Key`, it answers with the webhook that it made, secret included.
+    """
     wanted = await read_model(request, WebhookRequest)
     if wanted.job is not None:
         await backend.control.get(wanted.job)
-    hooks = backend.control.webhooks
-    hook = await _with_url(hooks.create(wanted.url, wanted.types, job=wanted.job, description=wanted.description))
+    header = request.headers.get("idempotency-key")
+    key = f"{caller.id}\n{token_of(header)}" if header is not None else ""
+    fields = wanted.model_dump()
+    hook = await _with_url(backend.control.webhooks.create(**fields, key=key))
+    if {name: getattr(hook, name) for name in fields} != fields:
+        detail = "this Idempotency-Key was used for another webhook, or for one that was changed since; use a new key"
+        raise HttpProblem(422, "idempotency_key_reused", detail)
     headers = {"Location": f"/v1/webhooks/{hook.id}", "Cache-Control": "no-store"}
     return Json(NewWebhook(**hook.shown().model_dump(), secret=hook.secret), 201, headers)
 

@@ -12,8 +12,15 @@ __all__ = ["Webhooks"]
 class Webhooks(Protocol):
     """Webhooks, the same on every replica. Whatever takes an id raises NotFound for an unknown one."""
 
-    async def create(self, url: str, types: list[str], *, job: str | None, description: str) -> StoredWebhook:
-        """Store a new one, from the next event on. Raises Conflict: there are too many; ConfigError: the address."""
+    async def create(
+        self, url: str, types: list[str], *, job: str | None, description: str, key: str = ""
+    ) -> StoredWebhook:
+        """Store a new one, from the next event on; with a ``key`` that came before, the one that it made.
+
+        Raises:
+            Conflict: there are too many.
+            ConfigError: the address.
+        """
         ...
 
     async def find(self, id: str) -> StoredWebhook:

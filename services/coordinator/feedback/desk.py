@@ -249,10 +249,14 @@ class FeedbackDesk:
 
 
 def _identity(post: Posted, caller: Caller, key: str | None, place: int, digest: Callable[[str], bytes]) -> Identity:
+    """Who posts. Keys of episodes made by one key share its id: what they choose counts in their episode alone."""
+    sender = caller.id + caller.episode
     if post.feedback_id is not None:
-        return Identity(bare_id(post.feedback_id) or "", caller.id, chosen=True)
+        chosen = bare_id(post.feedback_id) or ""
+        id = derived_id(digest, sender, f"feedback_id {chosen}", 0) if caller.episode else chosen
+        return Identity(id, caller.id, chosen=True)
     if key is not None:
-        return Identity(derived_id(digest, caller.id, key, place), caller.id, chosen=True)
+        return Identity(derived_id(digest, sender, key, place), caller.id, chosen=True)
     return Identity(str(uuid6.uuid7()), caller.id, chosen=False)
 
 

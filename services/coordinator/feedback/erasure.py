@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TypeVar
 
 import msgspec
@@ -28,7 +29,7 @@ __all__ = ["Eraser", "Report"]
 T = TypeVar("T", bound=msgspec.Struct)
 
 PREFIX = "erasure"
-UNDECIDED = frozenset({"received", "matched"})
+UNDECIDED = frozenset({"received", "matched", "quarantined"})
 """Fates that others follow. What has its last one is not stored anew: a later leader would decide it again."""
 
 
@@ -49,7 +50,8 @@ class Report(msgspec.Struct, kw_only=True):
 class _Found:
     """What belongs to a user in one job."""
 
-    interactions: dict[str, Message] = field(default_factory=dict)
+    interactions: defaultdict[str, list[Message]] = field(default_factory=lambda: defaultdict(list))
+    """Records by id: an answer that was broken off and completed has two."""
     episodes: set[str] = field(default_factory=set)
     feedback: set[str] = field(default_factory=set)
     mixed: list[tuple[Message, list[Feedback]]] = field(default_factory=list)
@@ -102,7 +104,7 @@ class Eraser:
             report.groups += await self._erase_groups(job, mine)
             for message, rest in mine.mixed:
                 await self._rewrite(job, message, [item for item in rest if _target(item) not in decided])
-            for message in mine.interactions.values():
+            for message in chain.from_iterable(mine.interactions.values()):
                 await self._erase(subjects.INTERACTIONS, message)
             report.interactions += len(mine.interactions)
             report.feedback += len(mine.feedback)
@@ -126,7 +128,7 @@ class Eraser:
             record = _decoded(await self._whole(subjects.INTERACTIONS, message), Interaction)
             if record is not None and record.user == user:
                 mine = found[record.job]
-                mine.interactions[bare_id(record.id) or record.id] = message
+                mine.interactions[bare_id(record.id) or record.id].append(message)
                 mine.episodes.add(bare_id(record.episode) or record.episode)
         async for message in self._bus.scan(subjects.FEEDBACK, subjects.feedback("*")):
             batch = _decoded(await self._whole(subjects.FEEDBACK, message), FeedbackBatch)
@@ -146,8 +148,8 @@ class Eraser:
         return whole.data if whole is not None else b""
 
     async def _told(self, job: str, mine: _Found) -> tuple[list[int], set[str]]:
-        """Versions that were trained on it, and all feedback of the job with a last fate, as the decisions tell."""
-        versions, decided = set[int](), set[str]()
+        """Versions that were trained on it, and all feedback of the job whose newest fate is a last one."""
+        versions, newest = set[int](), dict[str, str]()
         async for message in self._bus.scan(subjects.DECISIONS, subjects.decisions(job)):
             batch = _decoded(message.data, FateBatch)
             for fate in batch.items if batch is not None else ():
@@ -155,9 +157,8 @@ class Eraser:
                 about = fate.feedback in mine.feedback or not told.isdisjoint(mine.interactions)
                 if fate.status == "trained" and about:
                     versions.add(fate.version)
-                if fate.status not in UNDECIDED:
-                    decided.add(fate.feedback)
-        return sorted(versions), decided
+                newest[fate.feedback] = fate.status
+        return sorted(versions), {name for name, status in newest.items() if status not in UNDECIDED}
 
     # -- deletion ----------------------------------------------------------------------------------------------------
 

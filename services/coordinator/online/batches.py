@@ -30,7 +30,8 @@ def batch_of(job: OnlineJob, draft: Draft, ready: Sequence[Draw]) -> list[Draw]:
     It is full with `train.batch_size` groups for the policy loss. A smaller one is trained once the oldest group has
     waited `online.max_wait_s`; where shares are bounded, the oldest ones of two owners, or what one of them has beyond
     its share would make every batch a small one. What is for other losses goes with it, and makes a batch of its own
-    where nothing is for the policy loss; not where a promotion gate bounds what only that loss measures.
+    where nothing is for the policy loss, or what there is has to wait and does not become too old by it; not where a
+    promotion gate bounds what only that loss measures.
     """
     admissions, limit = draft.state.admissions, others_per_batch(job)
     policy = [draw for draw in ready if admissions[draw.ordinal].objective == "policy"]
@@ -40,10 +41,18 @@ def batch_of(job: OnlineJob, draft: Draft, ready: Sequence[Draw]) -> list[Draw]:
     due = bool(waited) and several(job.online, waited)
     own = _own(job, draft, policy, due=due)
     alone = job.online.promotion is None and (due or (not policy and len(others) >= limit))
-    if not own and not alone:
+    if not own and not (alone and _can_wait(job, draft, policy)):
         return []
+    shares = Shares(job.online, limit, least=1)
+    others = [draw for draw in others if shares.take([owners_of(admissions[draw.ordinal])])]
     size = len(own) + min(limit, len(others))
     return sorted(within_shares(job, [*own, *others], admissions, size, least=max(1, len(own))))
+
+
+def _can_wait(job: OnlineJob, draft: Draft, policy: Sequence[Draw]) -> bool:
+    """Whether all of these may still be trained after one more version."""
+    next_start = draft.state.start_version(draft.state.next_number) + 1
+    return not any(draft.candidates[draw].is_stale(next_start, job.train.max_lag) for draw in policy)
 
 
 def _own(job: OnlineJob, draft: Draft, policy: Sequence[Draw], *, due: bool) -> list[Draw]:

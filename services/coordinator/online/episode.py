@@ -9,12 +9,14 @@ from itertools import groupby
 from penstock.services.coordinator.online.admission import Decision, admit, refusal_of
 from penstock.services.coordinator.online.credit import Item, Trajectory, Turn, joined, returns
 from penstock.shared.config.online_job import OnlineJob
-from penstock.shared.protocol.interaction import Feedback
+from penstock.shared.protocol.interaction import Feedback, Interaction
 
-__all__ = ["UNKNOWN", "Episode", "Outcome"]
+__all__ = ["CUT", "UNKNOWN", "Episode", "Outcome"]
 
 UNKNOWN = 1 << 62
 """Above every sequence."""
+CUT = "client_disconnected"
+"""How an answer ends that was broken off: nobody seemed to wait for it."""
 REASONS = ("invalid", "feedback", "default", "credit")
 """What stands for a trajectory of several turns, the strongest first."""
 
@@ -58,6 +60,14 @@ class Episode:
         """Take a turn in; they may arrive in any order."""
         self.turns.append(turn)
         self.turns.sort(key=lambda one: (one.interaction.started, one.interaction.id))
+
+    def complete(self, seq: int, interaction: Interaction) -> bool:
+        """Put a whole answer in the place of what was recorded when it was broken off; False where that is not so."""
+        for turn in self.turns:
+            if turn.interaction.id == interaction.id and turn.interaction.finish == CUT != interaction.finish:
+                turn.seq, turn.interaction, turn.refusal = seq, interaction, None
+                return True
+        return False
 
     def settle(self, job: OnlineJob, *, version: int, now: float) -> Outcome | None:
         """What it comes to; None while something is missing."""

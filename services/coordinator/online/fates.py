@@ -38,6 +38,8 @@ def fates_of(events: Iterable[Event], state: LedgerState) -> list[Fate]:
                 found += _of(
                     _ordinals(draws), state, "trained", "", event.time, batch=event.number, version=event.version
                 )
+            case LineageForked() if not event.redraw:
+                found += _of(_ordinals(event.draws), state, "rejected", "rolled_back", event.time)
             case LineageForked():
                 again = sorted(draw.ordinal for draw in state.open if draw.n)
                 found += _of(again, state, "admitted", "rolled_back", event.time)

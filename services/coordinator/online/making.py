@@ -109,7 +109,8 @@ class Maker:
             if read.version != admission.version:
                 raise Unusable("version_not_held")
             return self._made(draw, admission, read, read.logprobs)
-        if audited and _gap(posted or [], read.logprobs) > self._config.online.posted.max_logprob_gap:
+        known = audited and read.version == admission.version  # newer weights say nothing about the key that posted it
+        if known and _gap(posted or [], read.logprobs) > self._config.online.posted.max_logprob_gap:
             raise Unusable(LOGPROBS_DIFFER)
         return self._made(draw, admission, read, posted if is_posted else None)
 

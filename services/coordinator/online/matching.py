@@ -15,7 +15,7 @@ from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.admission import out_of_range
 from penstock.services.coordinator.online.credit import Held, Item, Trajectory, Turn
 from penstock.services.coordinator.online.crowding import MAX_WAITING, crowded, most_ready
-from penstock.services.coordinator.online.episode import UNKNOWN, Episode
+from penstock.services.coordinator.online.episode import CUT, UNKNOWN, Episode
 from penstock.services.coordinator.online.fates import fate
 from penstock.services.coordinator.online.names import canonical, episode_of
 from penstock.services.coordinator.online.offers import Offers
@@ -106,7 +106,11 @@ class Matching:
         self._touched.update(self.offers.met(seq, interaction))
         name, episode_id = canonical(interaction.id), episode_of(interaction)
         if name in self._places:
+            if self.episodes[self._places[name]].complete(seq, interaction):
+                self._unready(self._places[name])
             return []
+        if interaction.finish != CUT and self._decided.get(name) == CUT:
+            del self._decided[name]  # its gateway was only stalled, and another worker has completed it
         if name in self._decided:
             if self._decided[name] == CONSUMED and interaction.index == 0 and episode_id not in self._places:
                 self._decide(episode_id, CONSUMED)
@@ -179,11 +183,12 @@ class Matching:
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 
-    def sweep(self, *, version: int, now: float, everything: bool = True) -> list[Fate]:
+    def sweep(self, *, version: int, now: float, newest: int | None = None, everything: bool = True) -> list[Fate]:
         """Settle what can be settled, refuse what can never be trained, expire what found no target.
 
         Args:
             version: policy version from which the next update starts.
+            newest: version that exists; None: that one.
             everything: look at all episodes, not only at those that changed (time passes, versions rise).
         """
         fates: list[Fate] = []
@@ -196,7 +201,8 @@ class Matching:
         for name in names:
             fates += self._settle(name, version, now)
         for name in offered:
-            if reason := self.offers.settle(name, version=version, opted_out=self._opted_out):
+            known = version if newest is None else newest
+            if reason := self.offers.settle(name, version=version, newest=known, opted_out=self._opted_out):
                 fates += self._close(name, fate(name, "rejected", reason, now))
         return fates + (self._expire(now) + self._relieve(now) if everything else [])
 

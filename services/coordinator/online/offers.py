@@ -58,33 +58,35 @@ class Record:
 class Offer:
     """Material that can be admitted: one draw. ``reward`` of a preference is its strength, of a correction 1.
 
-    What is for the policy loss may be admitted while the next update starts from version ``settled_at``.
+    What is for the policy loss may be admitted while ``settled_at`` holds: the version from which the next update
+    starts, and the newest one that exists.
     """
 
     item: Item
     objective: Objective
     reason: str
     reward: float
-    user: str
+    users: tuple[str, ...]
+    """All whose conversations it is from, the preferred one first."""
     context: Mapping[str, int] = field(default_factory=dict)
     askers: tuple[str, ...] = ()
     version: int | None = None
-    settled_at: int = 0
+    settled_at: tuple[int, int] = (0, 0)
 
     @property
     def owners(self) -> Owners:
         """Who has a share of the batch by it."""
         judge = self.item.feedback.key_id
-        return Owners((judge,), self.askers or (judge,), (self.user,))
+        return Owners((judge,), self.askers or (judge,), tuple(sorted(set(self.users))))
 
     def admission(self, ordinal: int, start: int, now: float) -> Admission:
         """Its entry in the ledger; ``start`` is the version from which the next update starts."""
         feedback, owners = self.item.feedback, self.owners
         return Admission(
             ordinal=ordinal, interactions={}, feedback={feedback.id: self.item.seq}, reward=self.reward,
-            lag=0 if self.version is None else start - self.version, key_id=feedback.key_id, user=self.user,
+            lag=0 if self.version is None else start - self.version, key_id=feedback.key_id, user=self.users[0],
             reason=self.reason, time=now, objective=self.objective, context=dict(self.context),
-            judges=list(owners.judges), askers=list(owners.askers),
+            judges=list(owners.judges), askers=list(owners.askers), users=list(owners.users),
             version=-1 if self.version is None else self.version,
         )  # fmt: skip
 
@@ -175,15 +177,20 @@ class Offers:
         gone = set(interactions)
         return [name for name, item in self.items.items() if gone.intersection(targets_of(item.feedback))]
 
-    def settle(self, name: str, *, version: int, opted_out: Callable[[str], bool]) -> str:
-        """Make an item ready, or say why it is rejected; '' where it is ready or waits for a record."""
+    def settle(self, name: str, *, version: int, newest: int, opted_out: Callable[[str], bool]) -> str:
+        """Make an item ready, or say why it is rejected; '' where it is ready or waits for a record or a version.
+
+        Args:
+            version: from which the next update starts; the batches before it may not be trained yet.
+            newest: version that exists.
+        """
         item = self.items[name]
         self.ready.pop(name, None)
-        found = self._posted(item, version) if item.feedback.kind == "interaction" else self._about(item)
+        found = self._posted(item, version, newest) if item.feedback.kind == "interaction" else self._about(item)
         if isinstance(found, str):
             return found
         if found is not None:
-            if opted_out(found.user):
+            if any(opted_out(user) for user in found.users):
                 return "opted_out"
             self.ready[name] = found
         return ""
@@ -203,13 +210,15 @@ class Offers:
     def _is_material(self, item: Feedback) -> bool:
         return item.kind in ("interaction", "preference", "correction") or item.metric == DEMONSTRATION
 
-    def _posted(self, item: Item, version: int) -> Offer | str:
+    def _posted(self, item: Item, version: int, newest: int) -> Offer | str | None:
         facts, feedback = self._facts[item.feedback.id], item.feedback
-        use = use_of(facts, feedback.key_id, self._job, version=version, distrusted=self.distrusted)
-        if use.verdict == "reject":
-            return use.reason
-        known = facts.version if use.reason in ("posted", "rescored") else version if use.reason == "assumed" else None
-        return Offer(item, use.objective, use.reason, use.reward, feedback.user, version=known, settled_at=version)
+        use = use_of(facts, feedback.key_id, self._job, version=version, newest=newest, distrusted=self.distrusted)
+        if use.verdict != "take":
+            return use.reason if use.verdict == "reject" else None
+        known = facts.version if use.reason in ("posted", "rescored") else newest if use.reason == "assumed" else None
+        return Offer(
+            item, use.objective, use.reason, use.reward, (feedback.user,), version=known, settled_at=(version, newest)
+        )  # fmt: skip
 
     def _about(self, item: Item) -> Offer | str | None:
         names = targets_of(item.feedback)
@@ -222,7 +231,8 @@ class Offers:
         preference = item.feedback.kind == "preference"
         return Offer(
             item, "preference" if preference else "supervised", item.feedback.metric or item.feedback.kind,
-            float(item.feedback.body.get("strength", 1.0)), records[0].user,
+            float(item.feedback.body.get("strength", 1.0)),
+            tuple(record.user for record in records),
             context={name: record.seq for name, record in zip(names, records, strict=True)},
             askers=tuple(sorted({record.key_id for record in records})),
         )  # fmt: skip

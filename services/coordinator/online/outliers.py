@@ -17,10 +17,10 @@ average takes every value but outliers, so that a source which comes back is hea
 from __future__ import annotations
 
 import math
-import statistics
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass
 
+from penstock.services.coordinator.online.window import Window
 from penstock.shared.config.quarantine import QuarantineConfig
 
 __all__ = ["Outliers"]
@@ -34,7 +34,7 @@ MAX_SERIES = 20_000
 
 @dataclass(slots=True)
 class _Series:
-    usual: deque[float]
+    usual: Window
     average: float = math.nan
 
 
@@ -59,17 +59,17 @@ class Outliers:
         series.average = number if math.isnan(before) else before + self._config.smoothing * (number - before)
         if is_known and (reason := self._drift(series, value, span)):
             return reason
-        series.usual.append(number)
+        series.usual.add(number)
         return ""
 
     def learn(self, source: str, metric: str, value: bool | float) -> None:
         """Somebody says that a value which was held back is as it should be."""
-        self._of(source, metric).usual.append(float(value))
+        self._of(source, metric).usual.add(float(value))
 
     def _of(self, source: str, metric: str) -> _Series:
         key = source, metric
         if key not in self._series:
-            self._series[key] = _Series(deque(maxlen=self._config.window))
+            self._series[key] = _Series(Window(self._config.window))
             if len(self._series) > MAX_SERIES:
                 self._series.popitem(last=False)
         self._series.move_to_end(key)
@@ -78,9 +78,8 @@ class Outliers:
     def _deviation(self, series: _Series, value: bool | float, span: float) -> str:
         if isinstance(value, bool):  # either of two values is as usual as the other; only their share may change
             return ""
-        median = statistics.median(series.usual)
-        mad = statistics.median(abs(one - median) for one in series.usual)
-        sigma = max(MAD_TO_SIGMA * mad, SMALLEST_SHARE * span)
+        median = series.usual.median
+        sigma = max(MAD_TO_SIGMA * series.usual.mad, SMALLEST_SHARE * span)
         far = abs(value - median) / sigma
         if far <= self._config.max_deviation:
             return ""
@@ -89,11 +88,11 @@ class Outliers:
     def _drift(self, series: _Series, value: bool | float, span: float) -> str:
         weight = self._config.smoothing
         if isinstance(value, bool):
-            mean = (sum(series.usual) + 2) / (len(series.usual) + 4)
+            mean = (series.usual.sum + 2) / (len(series.usual) + 4)
             sigma = math.sqrt(mean * (1 - mean))
         else:
-            mean = statistics.fmean(series.usual)
-            sigma = max(statistics.pstdev(series.usual, mean), SMALLEST_SHARE * span)
+            mean = series.usual.mean
+            sigma = max(series.usual.deviation, SMALLEST_SHARE * span)
         far = abs(series.average - mean) / (sigma * math.sqrt(weight / (2 - weight)))
         if far <= self._config.max_drift:
             return ""

@@ -30,6 +30,8 @@ from penstock.shared.protocol.objective import Objective
 __all__ = ["Facts", "Use", "facts_of", "use_of"]
 
 EVERY_KEY = "*"
+NOT_TRAINED = "not_trained"
+"""Of a version that a sealed batch makes: engines may have it a moment before the ledger has."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,12 +50,12 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """``verdict`` `reject`: for ``reason``. `take`: for ``objective``.
+    """``verdict`` `reject`: for ``reason``. `wait`: nobody can tell yet. `take`: for ``objective``.
 
     There ``reason`` is the rule by which the policy loss takes it, or why that does not and it is only imitated.
     """
 
-    verdict: Literal["take", "reject"]
+    verdict: Literal["take", "reject", "wait"]
     reason: str
     objective: Objective = "policy"
     reward: float = 0.0
@@ -76,19 +78,22 @@ def facts_of(item: Feedback, job: OnlineJob) -> Facts:
     )  # fmt: skip
 
 
-def use_of(facts: Facts, key_id: str, job: OnlineJob, *, version: int, distrusted: Collection[str]) -> Use:
+def use_of(facts: Facts, key_id: str, job: OnlineJob, *, version: int, newest: int, distrusted: Collection[str]) -> Use:
     """Decide.
 
     Args:
         key_id: who posted it.
-        version: policy version from which the next update starts.
+        version: policy version from which the next update starts: what the lag counts from.
+        newest: version that exists; sealed batches that are not trained yet lie between the two.
         distrusted: keys whose log-probs were found wrong.
     """
     refusal = facts.flaw or _too_long(facts, job)
     if refusal:
         return Use("reject", refusal)
     reward = _reward(facts.rewards, job.online.metrics)
-    rule, denied = _rule(facts, key_id, job, version=version, distrusted=distrusted)
+    rule, denied = _rule(facts, key_id, job, version=version, newest=newest, distrusted=distrusted)
+    if denied == NOT_TRAINED:
+        return Use("wait", denied)
     if rule:
         return Use("reject", "no_reward") if reward is None else Use("take", rule, "policy", reward)
     off_policy = job.online.off_policy
@@ -98,7 +103,9 @@ def use_of(facts: Facts, key_id: str, job: OnlineJob, *, version: int, distruste
     return Use("take", denied, "supervised", reward)
 
 
-def _rule(facts: Facts, key_id: str, job: OnlineJob, *, version: int, distrusted: Collection[str]) -> tuple[str, str]:
+def _rule(
+    facts: Facts, key_id: str, job: OnlineJob, *, version: int, newest: int, distrusted: Collection[str]
+) -> tuple[str, str]:
     """``(rule by which the policy loss may use it, '')`` or ``('', why it may not)``."""
     posted, known = job.online.posted, facts.version is not None
     trusted = not {key_id, EVERY_KEY}.isdisjoint(posted.trusted_keys)
@@ -113,10 +120,12 @@ def _rule(facts: Facts, key_id: str, job: OnlineJob, *, version: int, distrusted
     denied = next((reason for reason, found in checks.items() if found), "")
     if denied:
         return "", denied
+    if facts.version is not None and facts.version > newest:
+        return "", NOT_TRAINED
     if facts.has_logprobs and known:
         return "posted", ""
     # Workers score with the newest weights, without a temperature; what nobody has any more cannot be computed again.
-    if facts.version == version and job.sampling.temperature == 1.0:
+    if facts.version == newest and job.sampling.temperature == 1.0:
         return "rescored", ""
     if posted.assume_on_policy:
         return "assumed", ""

@@ -49,6 +49,8 @@ class Quarantine:
         self._used: frozenset[str] = frozenset()
         self._judged: OrderedDict[str, int] = OrderedDict()
         """Item -> its newest revision that was judged."""
+        self._released: set[str] = set()
+        """Released before they were read: a deletion stores the rest of its message anew, further on in the stream."""
 
     def recall(self, state: LedgerState) -> None:
         """What the ledger says of items that may be read again."""
@@ -91,7 +93,13 @@ class Quarantine:
         if waiting is not None and not _replaces(item, waiting.feedback):
             return []
         reason = self._judge(item)
-        if item.id in self._used or not (reason or item.id in self._recorded):
+        is_released = item.id in self._released
+        if is_released:
+            self._released.discard(item.id)
+            self._recorded.discard(item.id)
+            if reason:
+                self._learn_released(item)
+        if is_released or item.id in self._used or not (reason or item.id in self._recorded):
             self._held.pop(item.id, None)
             return self._pass_on(seq, item, now)
         return self._hold(seq, item, reason, now)
@@ -100,6 +108,7 @@ class Quarantine:
         """A user's feedback does not exist any more."""
         for name in erasure.feedback:
             self._held.pop(bare_id(name) or name, None)
+            self._released.discard(bare_id(name) or name)
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 
@@ -116,6 +125,11 @@ class Quarantine:
         limit = now - self._config.hold_s
         late = [name for name, item in self._held.items() if item.feedback.received < limit]
         return [self._reject(name, "quarantine_expired", now) for name in late]
+
+    def give_way(self, now: float) -> list[Fate]:
+        """Reject the older half of what is held, which keeps everything after it from being forgotten."""
+        names = sorted(self._held, key=lambda name: self._held[name].seq)
+        return [self._reject(name, "quarantine_full", now) for name in names[: (len(names) + 1) // 2]]
 
     def end(self, now: float) -> list[Fate]:
         """The job is over."""
@@ -147,14 +161,19 @@ class Quarantine:
         name = bare_id(str(item.body.get("feedback", ""))) or ""
         held = self._held.pop(name, None)
         if held is None:
+            if item.kind == "release" and len(self._released) < MAX_HELD:
+                self._released.add(name)
             return []
         said = held.feedback
         if item.kind == "drop":
             return [fate(name, "rejected", "quarantine_dropped", now)]
-        if isinstance(said.value, bool | int | float):
-            self._outliers.learn(said.key_id, said.metric, said.value)
+        self._learn_released(said)
         self._recorded.discard(name)
         return self._pass_on(held.seq, said, now)
+
+    def _learn_released(self, item: Feedback) -> None:
+        if isinstance(item.value, bool | int | float):
+            self._outliers.learn(item.key_id, item.metric, item.value)
 
     def _reject(self, name: str, reason: str, now: float) -> Fate:
         self._held.pop(name, None)

@@ -27,7 +27,8 @@ class Owners(NamedTuple):
 def owners_of(admission: Admission) -> Owners:
     """Those of an admitted trajectory. Ledgers of earlier builds name the newest judge alone."""
     judges = admission.judges or [admission.key_id]
-    return Owners(tuple(judges), tuple(admission.askers or judges), (admission.user,))
+    users = admission.users or [admission.user]
+    return Owners(tuple(judges), tuple(admission.askers or judges), tuple(users))
 
 
 def shares_of(online: OnlineConfig) -> tuple[float, float, float]:
@@ -36,10 +37,14 @@ def shares_of(online: OnlineConfig) -> tuple[float, float, float]:
 
 
 class Shares:
-    """Counts trajectories by owner, and takes none that would give somebody more than their share of ``size``."""
+    """Counts trajectories by owner, and takes none that would give somebody more than their share of ``size``.
 
-    def __init__(self, online: OnlineConfig, size: int) -> None:
-        self._bounds = [(share * size, Counter[str]()) for share in shares_of(online)]
+    Args:
+        least: what everybody may have, however small their share is.
+    """
+
+    def __init__(self, online: OnlineConfig, size: int, *, least: int = 0) -> None:
+        self._bounds = [(max(least, share * size), Counter[str]()) for share in shares_of(online)]
 
     def count(self, owners: Owners) -> None:
         """Somebody has one more, bounds or not."""
@@ -48,13 +53,16 @@ class Shares:
 
     def take(self, trajectories: Sequence[Owners]) -> bool:
         """Count these in, all of them or, where one owner would have too many, none; whether they were."""
-        if not self._fit(trajectories):
+        if not self.holds(trajectories):
             return False
         for owners in trajectories:
             self.count(owners)
         return True
 
-    def _fit(self, trajectories: Sequence[Owners]) -> bool:
+    def holds(self, trajectories: Sequence[Owners]) -> bool:
+        """Whether these could be taken."""
+        if not trajectories:
+            return True
         for place, (most, taken) in enumerate(self._bounds):
             first = trajectories[0][place]
             if any(taken[name] + 1 > most for name in first):  # enough to refuse most of a flood

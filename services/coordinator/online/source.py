@@ -12,13 +12,13 @@ from penstock.services.coordinator.online.credit import Trajectory
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.offers import Offer
 from penstock.services.coordinator.online.quarantine import Quarantine
-from penstock.services.coordinator.online.shares import Shares, owners_of
+from penstock.services.coordinator.online.shares import Owners, Shares, owners_of
 from penstock.services.coordinator.online.values import bucket_of, values_of
-from penstock.shared.algorithms.baseline import Tracked
 from penstock.shared.config.online_job import OnlineJob
-from penstock.shared.protocol.events import Admission, Admitted, Drawn
+from penstock.shared.protocol.events import Admission, Admitted, Drawn, Tracking
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.interaction import bare_id
+from penstock.shared.protocol.objective import Objective
 
 __all__ = ["LiveSource"]
 
@@ -51,6 +51,32 @@ class Room:
         self.groups -= policy + others
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What one owner may have of all draws in flight, and of those for other losses than that of the policy.
+
+    There everybody may have one: what an update takes of such material may be less than one share.
+    """
+
+    all: Shares
+    others: Shares
+
+    def count(self, owners: Owners, objective: Objective) -> None:
+        """Somebody has one more, bounds or not."""
+        self.all.count(owners)
+        if objective != "policy":
+            self.others.count(owners)
+
+    def take(self, found: Sequence[tuple[Owners, Objective]]) -> bool:
+        """Count these in, all of them or none; whether they were."""
+        others = [owners for owners, objective in found if objective != "policy"]
+        if not self.others.holds(others) or not self.all.take([owners for owners, _ in found]):
+            return False
+        for owners in others:
+            self.others.count(owners)
+        return True
+
+
 class LiveSource:
     """Draws are what was admitted: each is opened with its admission, in one decision.
 
@@ -75,12 +101,16 @@ class LiveSource:
         state, job = draft.state, self._job
         start = state.start_version(state.next_number)
         room = self._room(draft)
-        shares = Shares(job.online, job.max_draws)
+        bounds = Bounds(
+            Shares(job.online, job.max_draws),
+            Shares(job.online, (job.train.max_lag + 1) * others_per_batch(job), least=1),
+        )
         for draw, info in state.open.items():
             if not info.batch:
-                shares.count(owners_of(state.admissions[draw.ordinal]))
-        episodes = self._episodes(start, room, shares)
-        offers = self._offers(start, room, shares)
+                admission = state.admissions[draw.ordinal]
+                bounds.count(owners_of(admission), admission.objective)
+        episodes = self._episodes(start, room, bounds)
+        offers = self._offers(state, room, bounds)
         ready = [trajectory for key in episodes for trajectory in self._matching.ready[key]]
         if not ready and not offers:
             return
@@ -121,7 +151,7 @@ class LiveSource:
         room.groups = draft.byte_credits()
         return room
 
-    def _episodes(self, start: int, room: Room, shares: Shares) -> list[str]:
+    def _episodes(self, start: int, room: Room, bounds: Bounds) -> list[str]:
         """Episodes to admit whole, so that what was said of one is decided at once."""
         job, most = self._job, self._job.max_draws
         chosen: list[str] = []
@@ -136,20 +166,23 @@ class LiveSource:
                 continue
             if any(start - trajectory.min_version > job.train.max_lag for trajectory in policy):
                 continue  # the next sweep refuses it
-            if not shares.take([trajectory.owners for trajectory in found]):
+            if not bounds.take([(trajectory.owners, trajectory.objective) for trajectory in found]):
                 continue
             chosen.append(name)
             room.take(len(policy), len(found) - len(policy))
         return chosen
 
-    def _offers(self, start: int, room: Room, shares: Shares) -> list[Offer]:
+    def _offers(self, state: LedgerState, room: Room, bounds: Bounds) -> list[Offer]:
         """Material to admit, what was posted first."""
         chosen: list[Offer] = []
+        start = state.start_version(state.next_number)
         for offer in sorted(self._matching.offers.ready.values(), key=lambda offer: offer.item.seq):
-            if offer.objective == "policy" and offer.settled_at != start:
+            if offer.objective == "policy" and offer.settled_at != (start, state.version):
                 continue  # the next sweep settles it anew
+            if offer.version is not None and start - offer.version > self._job.train.max_lag:
+                continue  # all batches that the lag bound allows are sealed: it waits until one is trained
             need = (1, 0) if offer.objective == "policy" else (0, 1)
-            if room.holds(*need) and shares.take([offer.owners]):
+            if room.holds(*need) and bounds.take([(offer.owners, offer.objective)]):
                 chosen.append(offer)
                 room.take(*need)
         return chosen
@@ -169,8 +202,8 @@ class LiveSource:
         """A full batch, or a smaller one once the oldest has waited `online.max_wait_s`; the oldest policy first."""
         return batch_of(self._job, draft, ready) or None
 
-    def values(self, draft: Draft, chosen: Sequence[Draw]) -> tuple[dict[Draw, float], dict[str, Tracked]]:
-        """Baselines of the groups of a batch, and what is tracked of their kinds after it."""
+    def values(self, draft: Draft, chosen: Sequence[Draw]) -> tuple[dict[Draw, float], Tracking]:
+        """Baselines of the groups of a batch, and what it adds to the tracked values of their kinds."""
         return values_of(self._job, draft.state, chosen)
 
     def idle(self, state: LedgerState) -> Progress:

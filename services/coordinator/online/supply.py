@@ -21,6 +21,7 @@ from penstock.services.coordinator.online.making import Maker
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.quarantine import Quarantine
 from penstock.services.coordinator.online.source import LiveSource
+from penstock.services.coordinator.restart import earliest_start
 from penstock.services.coordinator.run import JobRun
 from penstock.services.coordinator.supply import Fact
 from penstock.services.coordinator.why import wait_row
@@ -44,6 +45,8 @@ SWEEP_S = 0.5
 RETRY_S = 0.2
 FULL_SHARE = 0.5
 """Above this share of INTERACTIONS or FEEDBACK what is decided there is given up."""
+CROWDED_SHARE, MAX_USED = 0.75, 50_000
+"""Above this share of FEEDBACK, or with so many items that the ledger must name, what is held back gives way."""
 ROOM_EVERY_S = 5.0
 GROUPS_AT_ONCE = 64
 """Groups of one durable write."""
@@ -90,6 +93,7 @@ class LiveSupply:
             self._next[subject] = max(1, starts[stream])
             for message in await self.bus.read(stream, subject, start_seq=starts[stream]):
                 await self._take(subject, message)
+                await asyncio.sleep(0)  # the lease is renewed meanwhile
         await self._sweep(everything=True)
 
     async def _learn_before(self, seq: int) -> None:
@@ -97,9 +101,9 @@ class LiveSupply:
         first = max(1, seq - HISTORY)
         if not self.quarantine.is_used or first >= seq:
             return
-        for message in await self.bus.read(subjects.FEEDBACK, subjects.feedback(self.job), start_seq=first):
-            if message.seq >= seq:
-                return
+        subject = subjects.feedback(self.job)
+        for message in await self.bus.read(subjects.FEEDBACK, subject, start_seq=first, end_seq=seq - 1):
+            await asyncio.sleep(0)  # the lease is renewed meanwhile
             with contextlib.suppress(ProtocolError):  # said when it was read first
                 for item in (await self._whole(subjects.FEEDBACK, message, FeedbackBatch)).items:
                     self.quarantine.learn(item)
@@ -165,9 +169,11 @@ class LiveSupply:
         return unpack(data, kind)[0]
 
     async def _sweep(self, *, everything: bool) -> None:
-        version = self._state.start_version(self._state.next_number)
-        self.matching.offers.distrusted = self._state.distrusted
-        self._untold += self.matching.sweep(version=version, now=time.time(), everything=everything)
+        state = self._state
+        self.matching.offers.distrusted = state.distrusted
+        self._untold += self.matching.sweep(
+            version=state.start_version(state.next_number), newest=state.version, now=time.time(), everything=everything
+        )
         self._untold += self.quarantine.sweep(time.time()) if everything else []
 
     # -- decisions ---------------------------------------------------------------------------------------------------
@@ -196,23 +202,28 @@ class LiveSupply:
     async def _make_room(self) -> None:
         """Give up what nothing can ask for again, once a stream fills.
 
-        Of FEEDBACK that is what is decided; of INTERACTIONS what is decided and no batch needs again that a rollback to
-        the newest checkpoint would open. Fates of what goes are told first: a later leader cannot derive them.
+        Of FEEDBACK that is what is decided; of INTERACTIONS what is decided and no batch needs again that a trainer may
+        have to repeat or a fork to open. Fates of what goes are told first: a later leader cannot derive them.
         """
         await self.flush()
         state = self._state
-        newest = -1 if state.checkpoint is None else state.checkpoint.number
+        newest = -1 if state.checkpoint is None else earliest_start(state, state.checkpoint.number)
         later = {draw.ordinal for number, batch in state.batches.items() if number > newest for draw in batch.draws}
         later |= {draw.ordinal for draw in state.open}
         kept = [state.admissions[ordinal] for ordinal in later if ordinal in state.admissions]
         read, said = (max(lows) for lows in zip(state.read_from, self.matching.lowest(), strict=True))
         needed = (seq for one in kept for seq in (*one.interactions.values(), *one.context.values()))
-        read, said = min([read, self.matching.offers.lowest, *needed]), min(said, self.quarantine.lowest)
+        bodies = (seq for one in kept if not one.interactions for seq in one.feedback.values())
+        read = min([read, self.matching.offers.lowest, *needed])
+        said = min([said, self.quarantine.lowest, *bodies])
         try:
             for subject, low in ((subjects.interactions(self.job), read), (subjects.feedback(self.job), said)):
                 stream = await self.bus.stream_state(self._stream(subject))
                 if stream.bytes > FULL_SHARE * stream.max_bytes:
                     await self.bus.purge(self._stream(subject), subject, below_seq=low)
+            is_crowded = stream.bytes > CROWDED_SHARE * stream.max_bytes or len(state.used) > MAX_USED
+            if is_crowded and self.quarantine.lowest < self.matching.lowest()[1]:
+                self._untold += self.quarantine.give_way(time.time())  # gone at the next look
         except Unavailable as error:  # the next look tries again
             logger.info("%s: no room is made among its interactions and feedback: %s", self.job, error)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from penstock.services.coordinator.ledger import LedgerState
-from penstock.shared.algorithms.baseline import EVERYTHING, Tracked, track, value_of
+from penstock.shared.algorithms.baseline import EVERYTHING, Tracked, sums_of, track, value_of
 from penstock.shared.config.algorithm import ReinforcePPConfig, ValueTracker
 from penstock.shared.config.online_job import OnlineJob
-from penstock.shared.protocol.events import BatchSealed
+from penstock.shared.protocol.events import BatchSealed, Tracking
 from penstock.shared.protocol.ids import Draw
 
 __all__ = ["bucket_of", "flaws_of_values", "tracked_by", "values_of"]
@@ -26,19 +26,18 @@ def bucket_of(job: OnlineJob, tags: Mapping[str, str]) -> str:
     return kind if config is not None and kind in config.buckets else EVERYTHING
 
 
-def values_of(
-    job: OnlineJob, state: LedgerState, chosen: Sequence[Draw]
-) -> tuple[dict[Draw, float], dict[str, Tracked]]:
-    """``(baseline of each draw, what is tracked of its kinds after it)`` of the batch that is sealed next.
+def values_of(job: OnlineJob, state: LedgerState, chosen: Sequence[Draw]) -> tuple[dict[Draw, float], Tracking]:
+    """``(baseline of each draw, what it adds to the tracked values of their kinds)`` of the batch that is sealed next.
 
     The baselines rest on all batches before it, those included that are sealed and not trained yet.
     """
     config = tracked_by(job)
     if config is None:
-        return {}, {}
-    tracked = dict(state.values)
+        return {}, Tracking()
+    tracked: dict[str, Tracked] = dict(state.values)
     for number in sorted(number for number in state.sealed if number < state.next_number):
-        tracked |= state.sealed[number].values
+        before = state.sealed[number].tracking
+        tracked |= track(tracked, before.rewards, keep=before.keep)
     found = {draw: state.admissions[draw.ordinal] for draw in chosen}
     policy = {draw: admission for draw, admission in found.items() if admission.objective == "policy"}
     baselines = {
@@ -46,12 +45,12 @@ def values_of(
         for draw, admission in policy.items()
     }
     rewards = [(admission.bucket, admission.reward) for admission in policy.values()]
-    return baselines, track(tracked, rewards, keep=config.keep)
+    return baselines, Tracking(sums_of(rewards), config.keep)
 
 
 def flaws_of_values(job: OnlineJob, state: LedgerState, batch: BatchSealed) -> list[str]:
     """What is wrong with the values that a batch was sealed with; ``state`` is the one before it."""
-    baselines, values = values_of(job, state, [group.draw for group in batch.groups])
+    baselines, tracking = values_of(job, state, [group.draw for group in batch.groups])
     sealed = {group.draw: group.baseline for group in batch.groups if group.baseline is not None}
-    same = sealed == baselines and batch.values == values
+    same = sealed == baselines and batch.tracking == tracking
     return [] if same else [f"batch {batch.number}: its baselines do not follow from the batches before it"]

@@ -57,6 +57,10 @@ class Episodes:
         found = [EpisodeRecord.model_validate_json(entry.value) for entry in entries if entry.value is not None]
         return sorted(found, key=lambda record: record.id)
 
+    def remembered_until(self, record: EpisodeRecord) -> float:
+        """See ``EpisodeBook.remembered_until``."""
+        return (record.ended_at or record.expires_at).timestamp() + KEEP_S
+
     async def end(self, served: Served, id: str) -> EpisodeRecord:
         """See ``EpisodeBook.end``. Learning hears of it in the stream of feedback."""
         key = _key(served.job, id)

@@ -148,6 +148,8 @@ class Gateway:
     async def _prepared(self, ask: Ask) -> Answer:
         """The request as workers get it. Raises HttpProblem: 410 its episode is over."""
         record = await self.episodes.opened(ask.served, ask.episode)
+        if record is None and ask.only_opened:  # it would be recorded as one that nobody set apart for evaluation
+            raise HttpProblem(410, "episode_over", f"episode '{ask.episode}' is not known any more: open another one")
         job, draft = ask.served.job, ask.draft
         user = self._pseudonym(ask.user)
         episode = ask.episode
@@ -217,7 +219,8 @@ class Gateway:
 
     def withdraw(self, answer: Answer) -> None:
         """No more chunks of the answer are taken."""
-        if self._answers.pop(answer.id, None) is not None:
+        if self._answers.get(answer.id) is answer:
+            del self._answers[answer.id]
             self._in_flight[answer.served.job] -= 1
 
     def give_up(self, answer: Answer) -> None:

@@ -17,10 +17,19 @@ from penstock.shared import errors
 from penstock.shared.errors import Conflict, PenstockError, ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.inference import SIGN_EVERY_S, Cancel, Chunks, Claim, Claimed, Failure, Whereabouts
+from penstock.shared.protocol.inference import (
+    SIGN_EVERY_S,
+    Cancel,
+    Chunks,
+    Claim,
+    Claimed,
+    Failure,
+    Present,
+    Whereabouts,
+)
 from penstock.shared.transport.bus import Bus
 
-__all__ = ["Notes", "Relay"]
+__all__ = ["Notes", "Relay", "relay_name"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +38,8 @@ NOTE_S = 2.0
 """Most time spent on a note; without one, a retry elsewhere is a request of its own."""
 CLAIM_S = 3.0
 """A coordinator that does not say within this time whether it hands an answer over is gone."""
+ABSENT_S = 6 * SIGN_EVERY_S
+"""A gateway that claimed an answer and gives no sign for this long is gone."""
 TOGETHER = 64
 """Chunks in one message of a relay."""
 RETRY_S = 0.1
@@ -98,21 +109,30 @@ class Relay:
     """Sends an answer on to the gateway that claimed it. ``run`` until all is sent, or nobody wants it any more."""
 
     def __init__(self, bus: Bus, gateway: str, answer: Answer, claim: Claim) -> None:
-        self.name = f"{gateway}.{answer.id}"
+        self.name = relay_name(gateway, answer.id)
         self._bus, self._answer, self._to = bus, answer, subjects.inference_chunks(claim.gateway)
-        self._unwanted = asyncio.Event()
+        self._claimer = claim.gateway
+        self._unwanted, self._heard = asyncio.Event(), asyncio.Event()
 
     async def run(self) -> None:
-        """Relay; the answer is left unfinished where the other gateway gave it up."""
-        async with await self._bus.subscribe(subjects.inference_worker(self.name), self._on_cancel):
+        """Relay; the answer is left unfinished where the other gateway gave it up, or is gone."""
+        async with await self._bus.subscribe(subjects.inference_worker(self.name), self._on_word):
             sending = asyncio.create_task(self._send_all())
-            unwanted = asyncio.create_task(self._unwanted.wait())
+            unwanted = asyncio.create_task(self._until_unwanted())
             try:
                 await asyncio.wait({sending, unwanted}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 for task in (sending, unwanted):
                     task.cancel()
                 await asyncio.gather(sending, unwanted, return_exceptions=True)
+
+    async def _until_unwanted(self) -> None:
+        """Wait until the other gateway gives the answer up, or gives no sign any more."""
+        with contextlib.suppress(TimeoutError):
+            while not self._unwanted.is_set():
+                self._heard.clear()
+                async with asyncio.timeout(ABSENT_S):
+                    await self._heard.wait()
 
     async def _send_all(self) -> None:
         cursor = 0
@@ -141,10 +161,20 @@ class Relay:
             except Unavailable:
                 await asyncio.sleep(RETRY_S)
 
-    def _on_cancel(self, subject: str, data: bytes) -> None:
+    def _on_word(self, subject: str, data: bytes) -> None:
+        with contextlib.suppress(ProtocolError):
+            if unpack(data, Present)[0].gateway == self._claimer:
+                self._heard.set()
+            return
         with contextlib.suppress(ProtocolError):
             if unpack(data, Cancel)[0].request == self._answer.id:
                 self._unwanted.set()
+                self._heard.set()
+
+
+def relay_name(gateway: str, request: str) -> str:
+    """What the relay of an answer is called, as a worker of the gateway that claimed it."""
+    return f"{gateway}.{request}"
 
 
 def _name(answer: Answer) -> str:

@@ -10,7 +10,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from penstock.services.coordinator.serving.answer import Answer
-from penstock.services.coordinator.serving.handover import Notes, Relay
+from penstock.services.coordinator.serving.handover import Notes, Relay, relay_name
 from penstock.services.coordinator.serving.retries import Retries
 from penstock.shared.errors import ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
@@ -58,7 +58,8 @@ class Replicas:
 
     def __init__(self, bus: Bus, gateway: str, notes: Notes, retries: Retries, holder: Holder) -> None:
         self._bus, self._gateway, self._notes, self._retries, self._holder = bus, gateway, notes, retries, holder
-        self._relays: set[asyncio.Task[None]] = set()
+        self._relays: dict[str, tuple[asyncio.Task[None], Answer]] = {}
+        """What other gateways read of the answers here, by request."""
 
     async def earlier(self, key: str, prepare: Callable[[], Awaitable[Answer]]) -> Answer | None:
         """The answer to a try that another gateway got and whose client left it unread; it is read here from now on.
@@ -66,16 +67,42 @@ class Replicas:
         ``prepare`` makes an answer to the same request, with ids of its own.
         """
         for note, revision in await self._notes.find(key):
-            answer = await prepare()
-            answer.request = replace(answer.request, ids=note.ids, episode=note.episode)
-            self._holder.enter(answer)  # chunks may come before the reply to the claim
-            if await self._taken(answer, key, note, revision):
+            if note.ids[0] in self._relays:
+                answer = await self._taken_back(key, note, revision)
+            else:
+                answer = await self._taken_over(await prepare(), key, note, revision)
+            if answer is not None:
                 answer.key = key
                 self._retries.read(key)
                 self._notes.write(answer)
                 return answer
-            self._holder.withdraw(answer)
         return None
+
+    async def _taken_back(self, key: str, note: Whereabouts, revision: int) -> Answer | None:
+        """An answer that was handed over, and whose client repeats its request here: it is still written here."""
+        relay, answer = self._relays[note.ids[0]]
+        try:
+            claimed = await self._notes.claim(key, note)
+        except Unavailable:
+            if not await self._notes.inherit(key, note, revision):
+                return None
+        else:
+            if not claimed.given:
+                return None
+        relay.cancel()
+        await asyncio.wait({relay})
+        return None if answer.given_up or answer.error is not None else answer
+
+    async def _taken_over(self, answer: Answer, key: str, note: Whereabouts, revision: int) -> Answer | None:
+        answer.request = replace(answer.request, ids=note.ids, episode=note.episode)
+        self._holder.enter(answer)  # chunks may come before the reply to the claim
+        taken = False
+        try:
+            taken = await self._taken(answer, key, note, revision)
+        finally:
+            if not taken:
+                self._holder.withdraw(answer)
+        return answer if taken else None
 
     async def _taken(self, answer: Answer, key: str, note: Whereabouts, revision: int) -> bool:
         try:
@@ -127,18 +154,26 @@ class Replicas:
         answer = await self._retries.earlier(claim.key, claim.request)
         if answer is None:
             return pack(Claimed(given=False))
+        if answer.worker == relay_name(claim.gateway, answer.id):  # it goes back to where it is written
+            self._retries.left(answer.key)
+            self._holder.withdraw(answer)
+            return pack(Claimed(given=True))
         relay = Relay(self._bus, self._gateway, answer, claim)
         task = asyncio.create_task(self._relayed(relay, answer), name=f"relay {answer.id}")
-        self._relays.add(task)
-        task.add_done_callback(self._relays.discard)
+        self._relays[answer.id] = task, answer
         return pack(Claimed(given=True, worker=relay.name, version=answer.version, prompt_ids=answer.prompt_ids))
 
     async def _relayed(self, relay: Relay, answer: Answer) -> None:
         key, answer.key = answer.key, ""  # the note is the other gateway's now
+        taken_back = False
         try:
             with contextlib.suppress(Unavailable):
                 await relay.run()
+        except asyncio.CancelledError:
+            taken_back = True
+            raise
         finally:
+            del self._relays[answer.id]
             self._retries.left(key)
-            if not answer.done:
+            if not (taken_back or answer.done):
                 self._holder.give_up(answer)

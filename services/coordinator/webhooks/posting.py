@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from urllib.parse import urlsplit
 
 import httpx
 
@@ -35,24 +34,24 @@ async def post_event(http: httpx.AsyncClient, hook: StoredWebhook, event: CloudE
         Unavailable: not taken; says why.
         GoneError: 410.
     """
-    parts = urlsplit(hook.url)
-    assert parts.hostname is not None, "checked when it was made"
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    address = await reachable_address(parts.hostname, port, private=private)
-    target = httpx.URL(hook.url).copy_with(host=address)
-    headers = {
-        "Host": parts.netloc,
-        "Content-Type": CONTENT_TYPE,
-        "User-Agent": "penstock",
-        **signature_headers(hook.secret, event.id, int(time.time()), event.body),
-    }
     try:
+        url = httpx.URL(hook.url)
+        host = url.raw_host.decode("ascii")  # a name in another script as punycode, for all that follows
+        port = url.port or (443 if url.scheme == "https" else 80)
+        address = await reachable_address(host, port, private=private)
+        headers = {
+            "Host": url.netloc.decode("ascii"),
+            "Content-Type": CONTENT_TYPE,
+            "User-Agent": "penstock",
+            **signature_headers(hook.secret, event.id, int(time.time()), event.body),
+        }
         async with asyncio.timeout(TIMEOUT_S):
             async with http.stream(
-                "POST", target, content=event.body, headers=headers, extensions={"sni_hostname": parts.hostname}
-            ) as reply:
+                "POST", url.copy_with(host=address), content=event.body, headers=headers,
+                extensions={"sni_hostname": host},
+            ) as reply:  # fmt: skip
                 status = reply.status_code  # what it says beside that is not read
-    except (httpx.HTTPError, TimeoutError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, TimeoutError) as error:
         raise Unavailable(f"{hook.url} did not answer: {error or type(error).__name__}") from None
     if status == httpx.codes.GONE:
         raise GoneError(f"{hook.url} answers 410: it wants no more deliveries")

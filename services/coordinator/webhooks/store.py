@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
@@ -36,19 +38,27 @@ class WebhookStore:
         self._bus, self._private = bus, private
         self._kv = bus.kv(subjects.WEBHOOKS)
 
-    async def create(self, url: str, types: list[str], *, job: str | None, description: str) -> StoredWebhook:
+    async def create(
+        self, url: str, types: list[str], *, job: str | None, description: str, key: str = ""
+    ) -> StoredWebhook:
         """See ``Webhooks.create``. Its place is stored first: a webhook is never without one."""
         check_url(url, private=self._private)
+        id = f"wh_{hashlib.sha256(key.encode()).hexdigest()[:32] if key else uuid6.uuid7().hex}"
+        with contextlib.suppress(NotFound):
+            return await self.find(id)
         if len(await self._kv.keys(HOOKS)) >= MAX_WEBHOOKS:
             raise Conflict(f"there are {MAX_WEBHOOKS} webhooks already; delete one")
-        id = f"wh_{uuid6.uuid7().hex}"
         hook = StoredWebhook(
             id=id, url=url, types=types, job=job, description=description, created_at=datetime.now(UTC),
             secret=new_secret(),
         )  # fmt: skip
-        newest = (await self._bus.stream_state(subjects.EVENTS)).last_seq
-        await self.save(id, DeliveryState(sequence=newest))
-        await self._kv.create(f"{HOOKS}.{id}", hook.model_dump_json().encode())
+        begun = DeliveryState(sequence=(await self._bus.stream_state(subjects.EVENTS)).last_seq)
+        with contextlib.suppress(Conflict):  # of the same request before: deliveries may be further already
+            await self._kv.create(f"{STATES}.{id}", begun.model_dump_json().encode())
+        try:
+            await self._kv.create(f"{HOOKS}.{id}", hook.model_dump_json().encode())
+        except Conflict:
+            return await self.find(id)
         return hook
 
     async def find(self, id: str) -> StoredWebhook:
@@ -65,7 +75,7 @@ class WebhookStore:
         """See ``Webhooks.list_all``."""
         entries = await self._kv.entries(HOOKS)
         hooks = [StoredWebhook.model_validate_json(entry.value) for entry in entries if entry.value is not None]
-        return sorted(hooks, key=lambda hook: hook.id)
+        return sorted(hooks, key=lambda hook: (hook.created_at, hook.id))
 
     async def change(self, id: str, changes: dict[str, Any]) -> StoredWebhook:
         """See ``Webhooks.change``."""

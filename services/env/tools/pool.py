@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from penstock.services.env.tools.process import ToolProcess
 from penstock.shared.config.environment import ToolConfig
-from penstock.shared.errors import ToolError
+from penstock.shared.errors import ToolError, Unavailable
 from penstock.shared.protocol.tools import ToolReply, ToolRequest
 
 __all__ = ["ToolPool"]
@@ -37,12 +37,20 @@ class ToolPool:
             return
 
     async def call(self, request: ToolRequest, limit_s: float) -> ToolReply:
-        """The answer; `failed` where the tools do not open, and where this one breaks or takes too long."""
+        """The answer; `failed` where the tools do not open, and where this one breaks or takes too long.
+
+        Raises:
+            Unavailable: ``request.start_by`` was over before a process was free; the call was not begun.
+        """
         async with self._slots:
             process: ToolProcess | None = None
             usable = False
             try:
+                self._check_time(request)
                 process = self._idle.pop() if self._idle else await self._open()
+                usable = True
+                self._check_time(request)  # opening a process may take long
+                usable = False
                 reply = await process.call(request, limit_s)
                 usable = True
             except ToolError as error:
@@ -53,6 +61,11 @@ class ToolPool:
                 elif process is not None:
                     await process.kill()
             return reply
+
+    @staticmethod
+    def _check_time(request: ToolRequest) -> None:
+        if time.time() > request.start_by:
+            raise Unavailable(f"no process was free in time for a call of tool '{request.name}'")
 
     async def close(self) -> None:
         """Kill every process that is idle; those with a call in hand are killed where that call is cancelled."""

@@ -23,6 +23,8 @@ __all__ = ["ToolProcess"]
 
 _OPEN_LIMIT_S = 60.0
 _EXIT_LIMIT_S = 5.0
+_BROKEN = (OSError, ValueError, RecursionError, msgspec.MsgspecError)
+"""A machine without processes or memory to give, a pipe that is gone, an answer that is none."""
 
 
 class ToolProcess:
@@ -39,10 +41,18 @@ class ToolProcess:
         """Start a process and open the tools in it.
 
         Raises:
-            ToolError: a tool cannot be opened; says why.
+            ToolError: a tool cannot be opened, or no process started; says why.
         """
+        try:
+            return await cls._start(tools)
+        except _BROKEN as error:
+            raise ToolError(f"a process for tools cannot be started: {error!r}") from None
+
+    @classmethod
+    async def _start(cls, tools: Sequence[ToolConfig]) -> ToolProcess:
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, contextlib.ExitStack() as undo:
+            undo.callback(ours.close)
             configs = json.dumps([tool.model_dump(mode="json") for tool in tools])
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -52,6 +62,7 @@ class ToolProcess:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # so that killing it also kills what user code started
             )
+            undo.pop_all()
         ours.setblocking(False)
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         self = cls(process, reader, writer)
@@ -70,10 +81,13 @@ class ToolProcess:
         """Carry out one call.
 
         Raises:
-            ToolError: it took longer than ``limit_s`` or the process died. Only ``kill`` may follow.
+            ToolError: it took longer than ``limit_s``, the process died or answered nonsense. Only ``kill`` may follow.
         """
-        self._writer.write(encode({"name": request.name, "arguments": request.arguments}))
-        return msgspec.convert(await self._receive(limit_s, f"tool '{request.name}'"), ToolReply)
+        try:
+            self._writer.write(encode({"name": request.name, "arguments": request.arguments}))
+            return msgspec.convert(await self._receive(limit_s, f"tool '{request.name}'"), ToolReply)
+        except _BROKEN as error:
+            raise ToolError(f"tool '{request.name}' broke: {error!r}") from None
 
     async def kill(self) -> None:
         """SIGKILL the process and everything it started; returns when it is gone."""

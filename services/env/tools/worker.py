@@ -66,7 +66,8 @@ def _answer(tools: dict[str, Tool], schemas: dict[str, dict[str, Any]], request:
 
 
 def _reply(status: str, text: str) -> dict[str, str]:
-    return {"status": status, "text": text[:MAX_RESULT_CHARS]}
+    """Half of a character (a surrogate), which no message can carry, becomes a question mark."""
+    return {"status": status, "text": text[:MAX_RESULT_CHARS].encode(errors="replace").decode()}
 
 
 def _check(schema: dict[str, Any], arguments: dict[str, Any]) -> None:

@@ -71,6 +71,8 @@ def fill(text: str, item: dict[str, Any], sample: Sample) -> str:
         detail = str(error.args[0])
         flag = "sample_parse_error" if "sample.output_json" in detail else "invalid_variable_error"
         raise GradingError(flag, detail) from None
+    except RecursionError:
+        raise GradingError("sample_parse_error", "the JSON nests too deeply to be written out") from None
 
 
 class _Filled:
@@ -91,9 +93,13 @@ class _Filled:
             text, reference = (fill(slots, item, sample) for slots in (self._config.input, self._config.reference))
         except GradingError as error:
             return error
-        return self._compare(text, reference)
+        try:
+            return self._compare(text, reference)
+        except ValueError as error:
+            return GradingError("other_error", str(error))
 
     def _compare(self, text: str, reference: str) -> float:
+        """Raises ValueError: they cannot be compared."""
         raise NotImplementedError
 
 
@@ -158,7 +164,10 @@ class PythonPart:
             return GradingError("python_grader_runtime_error", f"grade() raised {found['error']}")
         if isinstance(value, bool) or not isinstance(value, int | float):
             return GradingError("python_grader_runtime_error", f"grade() returned {str(value)[:80]!r}, not a number")
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            return GradingError("python_grader_runtime_error", "grade() returned an integer beyond all floats")
 
     def _run(self, sample: Sample, item: dict[str, Any], limit_s: float) -> dict[str, Any]:
         """What the call came to. Raises GradingError where it came to nothing."""

@@ -10,11 +10,13 @@ from collections.abc import Hashable, Sequence
 __all__ = ["bleu", "common_length", "fuzzy_match", "gleu", "rouge_l", "rouge_n", "similarity"]
 
 MAX_ORDER = 4
+MAX_ITEMS = 1 << 15
+"""Of the shorter sequence of ``common_length``, whose masks take up to n^2 / 16 bytes."""
 _WORD = re.compile(r"\w+")
 
 
 def similarity(metric: str, text: str, reference: str) -> float:
-    """``metric`` by its name in a ``text_similarity`` grader."""
+    """``metric`` by its name in a ``text_similarity`` grader. Raises ValueError: the texts are too long for it."""
     if metric == "fuzzy_match":
         return fuzzy_match(text, reference)
     words, wanted = _words(text), _words(reference)
@@ -67,7 +69,17 @@ def gleu(words: Sequence[str], wanted: Sequence[str]) -> float:
 
 
 def common_length(one: Sequence[Hashable], other: Sequence[Hashable]) -> int:
-    """Length of the longest common subsequence, bit-parallel (Hyyro 2004): one big integer per step."""
+    """Length of the longest common subsequence, bit-parallel (Hyyro 2004): one big integer per step.
+
+    Raises:
+        ValueError: both have more than ``MAX_ITEMS`` items.
+    """
+    one, other = sorted((one, other), key=len)
+    if len(one) > MAX_ITEMS:
+        raise ValueError(
+            f"both texts are too long to find what they have in common ({len(one)} and {len(other)} characters or "
+            f"words): one of them may have at most {MAX_ITEMS}"
+        )
     places: dict[Hashable, int] = {}
     for place, item in enumerate(one):
         places[item] = places.get(item, 0) | 1 << place

@@ -318,8 +318,8 @@ class Batch:
         if not math.isfinite(sum(ended.sample.logprobs)):
             self._cache.zero()
             self.drop_cache()
-        elif finish == "stop" and ended.completion.keep and self._routes is None:
-            self._hold(row, ended.completion.session)
+        elif finish == "stop" and ended.completion.keep and self._routes is None and row < self._fresh:
+            self._hold(row, ended.completion.session)  # a row that is not fresh: its cache was zeroed a moment ago
         return ended
 
     def _hold(self, row: int, session: str) -> None:

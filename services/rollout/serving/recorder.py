@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from penstock.shared.errors import PenstockError
+from penstock.shared.errors import Conflict, PenstockError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import MAX_INLINE_BYTES, pack
 from penstock.shared.protocol.interaction import EPISODE_HEADER, Interaction
@@ -33,14 +33,42 @@ class Recorder:
 
     async def record(self, interaction: Interaction) -> bool:
         """Whether the interaction is durable now. Serving goes on without a record; it is counted and logged."""
+        outgoing = self._outgoing(interaction, interaction.id)
+        if outgoing is None:
+            return _counted(False)
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        await self._queue.put((outgoing, done))
+        return _counted(await done)
+
+    async def record_cut(self, interaction: Interaction) -> bool:
+        """As ``record``, for an answer that is broken off here because its gateway seems to be gone.
+
+        Where it is not, another worker completes the answer: that record is no repetition of this one, and this one
+        never follows it.
+        """
+        outgoing = self._outgoing(interaction, f"{interaction.id}/cut")
+        if outgoing is None:
+            return _counted(False)
+        try:
+            await self._bus.publish(
+                outgoing.subject, outgoing.data, headers=outgoing.headers, msg_id=outgoing.msg_id,
+                expect_last_subject_seq=0, deadline_s=DEADLINE_S,
+            )  # fmt: skip
+        except Conflict:  # completed, or cut off by another worker
+            return _counted(True)
+        except PenstockError as error:
+            logger.error("interaction %s is not recorded: %s", interaction.id, error)
+            return _counted(False)
+        return _counted(True)
+
+    def _outgoing(self, interaction: Interaction, msg_id: str) -> Outgoing | None:
+        """The message of a record; None where it is too long for one."""
         data = pack(interaction, job=self._job, id=interaction.id)
         if len(data) > MAX_INLINE_BYTES:
             logger.error("interaction %s has %d bytes, too many for a record", interaction.id, len(data))
-            return _counted(False)
+            return None
         subject = subjects.interaction(self._job, interaction.id)
-        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        await self._queue.put((Outgoing(subject, data, {EPISODE_HEADER: interaction.episode}, interaction.id), done))
-        return _counted(await done)
+        return Outgoing(subject, data, {EPISODE_HEADER: interaction.episode}, msg_id)
 
     async def run(self) -> None:
         """Send until cancelled."""

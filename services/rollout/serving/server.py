@@ -54,6 +54,8 @@ class _Live:
     task: asyncio.Task[None] | None = None
     gone: bool = False
     """The client went away."""
+    cut: bool = False
+    """Its gateway is not heard of any more."""
     dropped: bool = False
     """The gateway does not want it from here any more."""
 
@@ -218,7 +220,8 @@ class InferenceServer:
         reason = await self._complete(live, choice)
         finish = choice.finished(reason)
         untrainable = request.untrainable
-        if live.gone:
+        cut = finish == "client_disconnected" and not live.gone
+        if live.gone or cut:
             untrainable = "client_disconnected"
         elif not untrainable and not replayable(choice.sampling, self.sampling):
             untrainable = NOT_REPLAYABLE
@@ -227,7 +230,7 @@ class InferenceServer:
             record = choice.interaction(
                 job=self.job, finish=finish, untrainable=untrainable, template=self._renderer.digest
             )
-            recorded = await self._recorder.record(record)
+            recorded = await (self._recorder.record_cut if cut else self._recorder.record)(record)
         self._outbox.put(request.gateway, choice.last(finish, recorded=recorded))
 
     async def _complete(self, live: _Live, choice: Choice) -> str:
@@ -238,7 +241,7 @@ class InferenceServer:
         """
         clock = asyncio.get_running_loop().time
         waiting_since: float | None = None
-        while not live.gone:
+        while not (live.gone or live.cut):
             before = len(choice.token_ids)
             try:
                 finish = await self._generate(live.request, choice)
@@ -254,7 +257,7 @@ class InferenceServer:
             waiting_since = waiting_since or clock()
             if clock() - waiting_since > self.hold_s:
                 raise Unavailable(f"no answer within {self.hold_s:g} s: {why}")
-            if not live.gone:
+            if not (live.gone or live.cut):
                 await asyncio.sleep(RETRY_S)
         return "client_disconnected"
 
@@ -295,11 +298,11 @@ class InferenceServer:
             live.dropped = True
             live.task.cancel()
             return
-        self._leave(live)
-
-    def _leave(self, live: _Live) -> None:
-        """Nobody waits for the answer any more: what there is of it is recorded."""
         live.gone = True
+        self._break_off(live)
+
+    def _break_off(self, live: _Live) -> None:
+        """Nobody waits for the answer any more: what there is of it is recorded."""
         self._abort([choice.engine_id for choice in live.choices])
 
     def _abort(self, engine_ids: list[str]) -> None:
@@ -323,9 +326,10 @@ class InferenceServer:
                 continue
             gone = self._gateways.look({live.request.gateway for live in self._live.values()})
             for live in list(self._live.values()):
-                if live.request.gateway in gone and not live.gone:
+                if live.request.gateway in gone and not (live.gone or live.cut):
                     logger.warning("request %s: its gateway %s is gone", live.request.id, live.request.gateway)
-                    self._leave(live)
+                    live.cut = True
+                    self._break_off(live)
 
 
 def _failure(request: str, error: BaseException) -> Failure:

@@ -228,12 +228,16 @@ class OnPolicyRule:
     ) -> int:
         """All optimizer steps; returns how many were left out because their gradient was not finite.
 
-        The critic learns from completions that the policy's loss leaves out, too.
+        The critic learns from completions that the policy's loss leaves out, too. While it warms up, the policy learns
+        from what needs no critic: nothing of the batch comes again.
         """
         made = skipped = 0
         for index in range(len(parts) * self._config.train.epochs):
             if not warming_up:
                 skipped += self._policy_step(policy, parts, others, index % len(parts), changed=made > 0)
+                made += 1
+            elif others is not None and others.microbatches(index % len(parts)):
+                skipped += self._policy_step(policy, None, others, index % len(parts), changed=made > 0)
                 made += 1
             if critic is not None:
                 part = critic_parts[index % len(parts)]
@@ -243,12 +247,20 @@ class OnPolicyRule:
         return skipped
 
     def _policy_step(
-        self, policy: PolicySteps, parts: list[Minibatch], others: OffPolicySteps | None, index: int, *, changed: bool
+        self,
+        policy: PolicySteps,
+        parts: list[Minibatch] | None,
+        others: OffPolicySteps | None,
+        index: int,
+        *,
+        changed: bool,
     ) -> bool:
-        self._begin("policy", parts[index].microbatches + (others.microbatches(index) if others is not None else []))
+        own = parts[index].microbatches if parts is not None else []
+        self._begin("policy", own + (others.microbatches(index) if others is not None else []))
         if others is not None:
             others.accumulate(index)
-        return self._is_skipped(policy.step(parts[index]), "policy", changed=changed)
+        norm = policy.step(parts[index] if parts is not None else None)
+        return self._is_skipped(norm, "policy", changed=changed)
 
     def _imitate(self, others: OffPolicySteps, update_index: int) -> dict[str, float]:
         """An update without groups for the policy loss: no rewards, no advantages, no critic."""

@@ -54,8 +54,14 @@ class PolicySteps:
         self.loss = self.pg_loss = 0.0
         self.grad_norms: list[float] = []
 
-    def step(self, minibatch: Minibatch) -> float:
-        """One optimizer step; returns the gradient's norm."""
+    def step(self, minibatch: Minibatch | None) -> float:
+        """One optimizer step, for None with nothing but the gradients that are there; returns the gradient's norm."""
+        if minibatch is not None:
+            self._accumulate(minibatch)
+        self.grad_norms.append(self._backend.step(self.rate))
+        return self.grad_norms[-1]
+
+    def _accumulate(self, minibatch: Minibatch) -> None:
         for microbatch in minibatch.microbatches:
             self._backend.accumulate(
                 microbatch,
@@ -64,8 +70,6 @@ class PolicySteps:
                 entropy=self._algorithm.entropy_coef != 0,
                 kl=self._estimator == "full",
             )
-        self.grad_norms.append(self._backend.step(self.rate))
-        return self.grad_norms[-1]
 
     def report(self, collective: Collective) -> dict[str, float]:
         """Losses in the mean over steps, and means over the tokens that went forward on all ranks."""

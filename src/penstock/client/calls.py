@@ -61,9 +61,9 @@ def show(path: str, read: Callable[[Any], T], **params: Any) -> Call[T]:
     return Call("GET", path, read, params)
 
 
-def post(path: str, body: Any = None) -> Call[Row]:
+def post(path: str, body: Any = None, *, timeout_s: float | None = None) -> Call[Row]:
     """Have something done that answers with an object."""
-    return Call("POST", path, dict, body=None if body is None else orjson.dumps(body))
+    return Call("POST", path, dict, body=None if body is None else orjson.dumps(body), timeout_s=timeout_s)
 
 
 def nothing(_: Any) -> None:

@@ -15,6 +15,8 @@ __all__ = ["AsyncFiles", "AsyncGraders", "Files", "Graders"]
 
 _PAGE = 1000
 _UPLOAD_S = 600.0
+_GRADE_S = 70.0
+"""Longer than the server takes for a grader that hangs, whose answer says so."""
 
 
 def _upload(path: Path) -> Call[Row]:
@@ -57,12 +59,13 @@ def _delete(id: str) -> Call[Row]:
 
 def _run(grader: Mapping[str, Any], sample: str, item: Mapping[str, Any] | None = None) -> Call[Row]:
     """Grade what a model wrote, with the data row ``item``: ``reward``, ``sub_rewards``, ``metadata`` with errors."""
-    return post("/v1/graders/run", {"grader": dict(grader), "model_sample": sample, "item": dict(item or {})})
+    body = {"grader": dict(grader), "model_sample": sample, "item": dict(item or {})}
+    return post("/v1/graders/run", body, timeout_s=_GRADE_S)
 
 
 def _validate(grader: Mapping[str, Any]) -> Call[Row]:
     """Whether a grader can be opened. Raises ConfigError."""
-    return post("/v1/graders/validate", {"grader": dict(grader)})
+    return post("/v1/graders/validate", {"grader": dict(grader)}, timeout_s=_GRADE_S)
 
 
 class Files:

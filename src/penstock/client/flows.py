@@ -48,7 +48,12 @@ def wait(job: str, goal: Goal, timeout_s: float | None, patience_s: float) -> St
         try:
             record: JobRecord = yield calls.hold(job, goal, max(0.0, left))
         except Unavailable as error:
-            yield Pause(patience.after(error))
+            pause = patience.after(error)
+            if deadline is not None:
+                pause = min(pause, deadline - time.monotonic())
+                if pause <= 0:
+                    raise DeadlineError(f"no news of job '{job}' within {timeout_s:g} s: {error}") from error
+            yield Pause(pause)
             continue
         patience.renew()
         if calls.reached(record, goal):

@@ -13,7 +13,10 @@ __all__ = ["AsyncKeys", "Keys"]
 def _create(
     name: str, scopes: Sequence[str], *, expires_in_s: float | None = None, rate_limit: str | None = None
 ) -> Call[Row]:
-    """Make a key; its text stands under ``key`` in the reply and nowhere else."""
+    """Make a key; its text stands under ``key`` in the reply and nowhere else.
+
+    After a reply that was lost another key is made: revoke one of this name that nobody has.
+    """
     body = {"name": name, "scopes": list(scopes), "expires_in_s": expires_in_s, "rate_limit": rate_limit}
     return post("/v1/keys", {key: value for key, value in body.items() if value is not None})
 

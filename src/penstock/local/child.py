@@ -273,8 +273,16 @@ class KeptAlive:
         self._backoff = Backoff()
 
     async def start(self) -> None:
-        """The first start. Raises ConfigError or DeadlineError."""
-        await asyncio.get_running_loop().run_in_executor(self._starter, self.child.start)
+        """The first start. Raises ConfigError, DeadlineError or OSError.
+
+        Cancelled, it waits for the start's end before it says so: what runs then is there to be stopped.
+        """
+        started = asyncio.get_running_loop().run_in_executor(self._starter, self.child.start)
+        try:
+            await asyncio.shield(started)
+        except asyncio.CancelledError:
+            await asyncio.gather(started, return_exceptions=True)
+            raise
 
     async def keep(self, on_restart: Callable[[], None]) -> None:
         """Until cancelled. Raises ConfigError when a service ends because its configuration is wrong."""

@@ -143,7 +143,7 @@ class Stack:
         deadline = time.monotonic() + deadline_s
         async with httpx.AsyncClient(timeout=2.0) as http:
             while True:
-                missing = [name for name, url in self._health.items() if not await _answers(http, url)]
+                missing = [name for name, url in list(self._health.items()) if not await _answers(http, url)]
                 self._raise_if_broken()
                 waiting(missing)
                 if not missing:
@@ -174,26 +174,37 @@ class Stack:
     async def pool(self, service: str) -> ScaleReply:
         """How many workers of a service there are, how many of them can work, and how many others drain."""
         names = [kept.child.name for kept in self._workers(service)]
+        urls = [self._health[name] for name in names if name in self._health]
         async with httpx.AsyncClient(timeout=2.0) as http:
-            ready = await asyncio.gather(*(_answers(http, self._health[name]) for name in names))
+            ready = await asyncio.gather(*(_answers(http, url) for url in urls))
         leaving = sum(_service_of(kept) == service for kept in self._leaving)
         return ScaleReply(replicas=len(names), ready=sum(ready), leaving=leaving)
 
     async def close(self) -> None:
-        """Stop everything in the order of STOPPING; each stage gets ``drain_s``."""
+        """Stop everything in the order of STOPPING; each stage gets ``drain_s``.
+
+        Raises:
+            OSError: somebody could not be stopped; the others were, all the same.
+        """
         others = [self._supervisor] if self._supervisor is not None else []
         for task in (*others, *self._keepers.values()):
             task.cancel()
         await asyncio.gather(*others, *self._keepers.values(), return_exceptions=True)
         self._keepers = {}
-        await asyncio.gather(*self._leaving.values())
-        for stage in _stages(self._children):
-            await asyncio.gather(*(child.stop(self.options.drain_s + 2) for child in stage))
-        self._children = []
+        async with self._scaling:  # a start that was under way has ended
+            await asyncio.gather(*self._leaving.values(), return_exceptions=True)
+            ends: list[BaseException | None] = []
+            for stage in _stages(self._children):
+                stops = (child.stop(self.options.drain_s + 2) for child in stage)
+                ends += await asyncio.gather(*stops, return_exceptions=True)
+            self._children = []
         self._starter.shutdown()
         if self._claim is not None:
             self._claim.release()
             self._claim = None
+        for error in ends:
+            if error is not None:
+                raise error
 
     # -- start -------------------------------------------------------------------------------------------------------
 
@@ -260,19 +271,34 @@ class Stack:
     async def _add(self, service: str) -> None:
         taken = {kept.child.name for kept in self._children}
         worker = next(name for number in itertools.count() if (name := f"{service}-{number}") not in taken)
-        self._keep(await self._start_worker(service, worker, self._environment(worker, self._port, free_ports(1)[0])))
+        environment = self._environment(worker, self._port, free_ports(1)[0])
+        try:
+            kept = await self._start_worker(service, worker, environment)
+        except Exception:
+            self._health.pop(worker, None)
+            self._children = [kept for kept in self._children if kept.child.name != worker]
+            raise
+        self._keep(kept)
 
     async def _let_go(self, kept: KeptAlive) -> None:
-        """Have a worker finish what it has in hand, and end."""
-        keeper = self._keepers.pop(kept)
-        keeper.cancel()
-        await asyncio.gather(keeper, return_exceptions=True)
-        self._health.pop(kept.child.name, None)
-        await kept.stop(self.options.drain_s + 2)
-        self._children.remove(kept)
-        del self._leaving[kept]
-        if self._claim is not None:
+        """Have a worker finish what it has in hand, and end. One that could not be stopped stays, for another try."""
+        try:
+            keeper = self._keepers.pop(kept, None)
+            if keeper is not None:
+                keeper.cancel()
+                await asyncio.gather(keeper, return_exceptions=True)
+            self._health.pop(kept.child.name, None)
+            await kept.stop(self.options.drain_s + 2)
+            self._children.remove(kept)
+        except OSError as error:
+            self._tell(f"{kept.child.name} could not be stopped: {error}")
+            return
+        finally:
+            del self._leaving[kept]
+        try:
             self._write_state()
+        except OSError as error:
+            self._tell(f"{kept.child.name} is gone, but that is not written down: {error}")
 
     def _workers_of(self, service: str, number: int) -> list[str]:
         """Names of the processes that are one worker of a service."""

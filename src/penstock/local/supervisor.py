@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
+from penstock.shared.errors import Conflict
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.scaling import ScaleReply, ScaleRequest
@@ -32,6 +33,8 @@ class Supervisor:
 
     def __init__(self, nats_url: str, processes: Scalable) -> None:
         self._nats_url, self._processes = nats_url, processes
+        self._newest: dict[str, str] = {}
+        """Wish that was taken last, by pool."""
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -42,5 +45,8 @@ class Supervisor:
     async def _answer(self, data: bytes) -> bytes:
         request, _ = unpack(data, ScaleRequest)
         if request.replicas is not None:
+            if request.wish < self._newest.get(request.pool, ""):  # of a leader that had stalled
+                raise Conflict(f"a newer wish for workers of '{request.pool}' was taken already")
+            self._newest[request.pool] = request.wish
             await self._processes.scale(request.pool, request.replicas)
         return pack(await self._processes.pool(request.pool))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import pytest
+from torch import Tensor
 
 from penstock.services.rollout.engines import batch
+from penstock.services.rollout.engines.sampling import draw
 from penstock.shared.protocol.generation import GenRequest, Sample
 
 STOPS = tuple(range(5, 25))
@@ -74,6 +77,31 @@ async def test_nothing_held_outlives_an_update(bench: Any, extensions: list[int]
     samples = await play(bench, "s", 3, between=between)
     assert [sample.spans[0].version for sample in samples] == [0, 1, 1]
     assert sum(extensions) <= 1, "only the third turn may go on from the second"
+
+
+async def test_nothing_is_held_of_a_cache_that_was_just_zeroed(
+    bench: Any, extensions: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows end in one step, the first with a log-prob that is not finite: the other's cache is gone, too."""
+
+    def poisoned(logits_RV: Tensor, how: Any) -> tuple[Tensor, Tensor]:
+        token_R, logprob_R = draw(logits_RV, how)
+        if len(logprob_R) == 2:
+            logprob_R[0] = math.nan
+        return token_R, logprob_R
+
+    monkeypatch.setattr(batch, "draw", poisoned)
+    requests = [
+        msgspec.structs.replace(bench.ask(name, stop_token_ids=range(54), max_new_tokens=9), session=name)
+        for name in ("broken", "whole")
+    ]
+    broken, whole = [result.samples[0] for result in await asyncio.gather(*map(bench.engine.generate, requests))]
+    assert math.isnan(broken.logprobs[0])
+    assert (whole.finish, len(whole.token_ids)) == ("stop", 1)
+    prompt = [*bench.prompt, *whole.token_ids, *TOLD]
+    [after] = (await bench.engine.generate(turn(bench, "whole", prompt, 1))).samples
+    assert bench.error(after, prompt=prompt) < 1e-4
+    assert extensions == []
 
 
 async def test_another_prompt_under_the_same_name_is_computed_whole(bench: Any, extensions: list[int]) -> None:

@@ -29,6 +29,8 @@ def files_with(folder: Path, *texts: str) -> dict[str, list[str]]:
 
 async def test_no_byte_of_a_deleted_user_is_left(desk: Any, nats_server: Any, tmp_path: Path) -> None:
     mine = await desk.record(USER, text=MARKER)
+    twice = subjects.interaction(desk.job, mine.id)  # recorded when it was broken off, and when it was completed
+    await desk.bus.publish(twice, pack(mine, job=desk.job), msg_id=f"{mine.id}/cut")
     large = await desk.record(USER, text=MARKER + "x" * 2000)
     other = await desk.record("somebody else", text="kept")
     about = {"metric_name": "comment", "tags": {"user_id": USER}}
@@ -142,9 +144,9 @@ async def test_a_deletion_stores_nothing_decided_of_others_anew(desk: Any) -> No
     """A later leader would take it for new; a retraction stays with what it may still overtake."""
     mine, other = await desk.record(USER), await desk.record("somebody else")
     about = {"metric_name": "accepted", "value": True}
-    posts = [{"inference_id": one.id, **about} for one in (mine, other, other)]
+    posts = [{"inference_id": one.id, **about} for one in (mine, other, other, other, other)]
     reply = await desk.client.post("/v1/feedback/batch", json=posts)
-    gone, decided, waiting = [row["id"] for row in reply.json()["data"]]
+    gone, decided, waiting, held, revised = [row["id"] for row in reply.json()["data"]]
     (message,) = await desk.bus.read(subjects.FEEDBACK, subjects.feedback(desk.job))
     (items,) = await desk.stored()
     retractions = [
@@ -155,13 +157,17 @@ async def test_a_deletion_stores_nothing_decided_of_others_anew(desk: Any) -> No
     await desk.bus.publish(subjects.feedback(desk.job), batch)
     await desk.bus.delete_message(subjects.FEEDBACK, message.seq)
     await desk.decide(
-        Fate(feedback=decided, status="expired", time=1.0), Fate(feedback=waiting, status="matched", time=1.0)
+        Fate(feedback=decided, status="expired", time=1.0),
+        Fate(feedback=waiting, status="matched", time=1.0),
+        Fate(feedback=held, status="quarantined", time=1.0),
+        Fate(feedback=revised, status="rejected", reason="quarantine_full", time=1.0),
     )
+    await desk.decide(Fate(feedback=revised, status="matched", time=2.0))
     assert (await desk.client.delete(f"/v1/users/{USER}/data")).status_code == 202
 
     async def done() -> bool:
         return (await desk.client.get(f"/v1/users/{USER}/data")).json()["status"] == "done"
 
     await desk.until(done, "end of the deletion")
-    assert [item.id for item in await desk.items()] == [waiting, f"r-{waiting}"]
+    assert [item.id for item in await desk.items()] == [waiting, held, revised, f"r-{waiting}"]
     assert gone not in {item.id for item in await desk.items()}

@@ -112,7 +112,7 @@ class Books:
         self.keys = KeysInMemory()
         self.letters = LettersInMemory()
         self._directory = tempfile.TemporaryDirectory(prefix="penstock-test-")
-        self.files = FileStore(Path(self._directory.name))
+        self.files = FileStore(Path(self._directory.name), max_bytes=1 << 20, max_files=20)
         self.graders, self.webhooks, self.scaling = (
             desks.GradersInMemory(),
             desks.WebhooksInMemory(),

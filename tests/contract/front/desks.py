@@ -20,14 +20,21 @@ class WebhooksInMemory:
 
     def __init__(self) -> None:
         self.stored: dict[str, StoredWebhook] = {}
+        self._by_key: dict[str, str] = {}
 
-    async def create(self, url: str, types: list[str], *, job: str | None, description: str) -> StoredWebhook:
+    async def create(
+        self, url: str, types: list[str], *, job: str | None, description: str, key: str = ""
+    ) -> StoredWebhook:
         self._check(url)
+        if key in self._by_key:
+            return self.stored[self._by_key[key]]
         id = f"wh_{len(self.stored):032x}"
         self.stored[id] = StoredWebhook(
             id=id, url=url, types=types, job=job, description=description, created_at=datetime.now(UTC),
             secret="whsec_c2VjcmV0",
         )  # fmt: skip
+        if key:
+            self._by_key[key] = id
         return self.stored[id]
 
     async def find(self, id: str) -> StoredWebhook:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from typer.testing import CliRunner
 
 from penstock.cli import app as cli
 from penstock.client import AsyncClient, Client
+from penstock.services.coordinator.api.idempotency import Idempotency, ReplyStore
+from penstock.services.coordinator.api.volatile import Volatile
+from penstock.services.coordinator.files import FileStore
 from penstock.services.coordinator.finetuning.desk import FineTuningDesk
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
@@ -33,8 +37,12 @@ def jsonl(rows: list[Any]) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
-async def uploaded(client: Any, data: bytes, purpose: str = "fine-tune") -> Any:
-    return await client.post("/v1/files", files={"file": ("rows.jsonl", data)}, data={"purpose": purpose})
+def folders(root: Path) -> list[Path]:
+    return [path for path in root.iterdir() if path.name != "keys"]
+
+
+async def uploaded(client: Any, data: bytes, purpose: str = "fine-tune", **more: Any) -> Any:
+    return await client.post("/v1/files", files={"file": ("rows.jsonl", data)}, data={"purpose": purpose}, **more)
 
 
 def request(file: str, **changes: Any) -> dict[str, Any]:
@@ -85,6 +93,48 @@ async def test_bad_uploads_are_told_by_line(connect: Any) -> None:
         broken = await client.post("/v1/files", content=b"x", headers={"Content-Type": "multipart/form-data"})
         assert broken.status_code == 400
         assert (await client.get("/v1/files")).json()["data"] == []
+
+
+async def test_uploads_are_bounded_and_the_same_one_twice_is_one_file(connect: Any, books: Any, tmp_path: Path) -> None:
+    books.files = FileStore(tmp_path, max_bytes=250, max_files=2)
+    left = tmp_path / f"file-{'0' * 32}"
+    left.mkdir()
+    os.utime(left, (1, 1))
+    key = {"Idempotency-Key": "k"}
+    async with connect() as client:
+        first, again = [await uploaded(client, jsonl(ROWS[:1]), headers=key) for _ in range(2)]
+        assert again.json() == first.json()
+        assert not left.exists()
+        other = await uploaded(client, jsonl(ROWS[1:2]), headers=key)
+        assert (other.status_code, other.json()["error"]["code"]) == (422, "idempotency_key_reused")
+        full = await uploaded(client, jsonl(ROWS))
+        assert (full.status_code, full.json()["error"]["code"]) == (507, "files_full")
+        assert (await uploaded(client, jsonl(ROWS[1:2]))).status_code == 200
+        assert (await uploaded(client, b"{}")).status_code == 507
+        assert (await uploaded(client, jsonl(ROWS[:1]), headers=key)).json() == first.json()
+        assert (await client.delete(f"/v1/files/{first.json()['id']}")).status_code == 200
+        assert (await uploaded(client, jsonl(ROWS[1:2]), headers=key)).status_code == 200
+        kept = {row["id"] for row in (await client.get("/v1/files")).json()["data"]}
+    assert {path.name for path in folders(tmp_path)} == kept
+
+
+async def test_an_upload_is_not_read_before_its_key_is_known_to_allow_it() -> None:
+    read = 0
+
+    async def receive() -> Any:
+        nonlocal read
+        read += 1
+        return {"type": "http.request", "body": b"x" * 1000, "more_body": read < 9}
+
+    async def refuse(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 403, "headers": []})
+
+    async def sent(message: Any) -> None:
+        assert message["status"] == 403
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/files", "headers": [(b"idempotency-key", b"k")]}
+    await Idempotency(refuse, ReplyStore(Volatile(None)))(scope, receive, sent)
+    assert read == 0
 
 
 async def test_a_request_becomes_a_job(connect: Any, tiny: Any) -> None:

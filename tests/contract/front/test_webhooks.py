@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -9,6 +13,7 @@ from typer.testing import CliRunner
 
 from penstock.cli import app as cli
 from penstock.client import AsyncClient, Client
+from penstock.services.coordinator.webhooks import address
 from penstock.services.coordinator.webhooks.address import check_url, reachable_address
 from penstock.shared.errors import ConfigError, NotFound, Unavailable
 from penstock.shared.protocol.webhooks import DEFAULT_TYPES
@@ -39,6 +44,17 @@ async def test_made_shown_changed_tried_and_forgotten(connect: Any, job: Any) ->
         assert default["types"] == list(DEFAULT_TYPES)
 
 
+async def test_a_retry_after_a_lost_reply_makes_no_second_one(connect: Any) -> None:
+    async with connect() as client:
+        key, body = {"Idempotency-Key": "k1"}, {"url": "https://e.example", "types": ["rl.*"]}
+        first, again = [(await client.post("/v1/webhooks", json=body, headers=key)).json() for _ in range(2)]
+        assert first == again
+        assert len((await client.get("/v1/webhooks")).json()["data"]) == 1
+        other = await client.post("/v1/webhooks", json={**body, "types": ["rl.job.*"]}, headers=key)
+        assert other.status_code == 422
+        assert other.json()["type"].endswith("idempotency_key_reused")
+
+
 BAD = [
     ({"url": "https://refused.example"}, "/url"),
     ({"url": "https://e.example", "types": []}, "/types"),
@@ -60,7 +76,9 @@ async def test_bad_webhooks(connect: Any) -> None:
     "url",
     ["ftp://e.example", "https://", "e.example", "https://u:p@e.example", "https://e.example#x", "http://e.example:99999",
      "http://127.0.0.1", "http://[::1]:80", "http://10.0.0.1", "http://169.254.169.254/latest", "http://[::ffff:10.0.0.1]",
-     "http://0.0.0.0", "http://[fe80::1]", "http://100.64.0.1", "http://224.0.0.1"],
+     "http://0.0.0.0", "http://[fe80::1]", "http://100.64.0.1", "http://224.0.0.1", "http://[64:ff9b::7f00:1]",
+     "http://[64:ff9b:1::1]", "http://[fec0::1]", "http://[::7f00:1]", "http://[::ffff:0:7f00:1]", "http://[2002:7f00:1::]",
+     "http://xn--ä.example"],
 )  # fmt: skip
 def test_addresses_that_are_refused(url: str) -> None:
     with pytest.raises(ConfigError):
@@ -70,9 +88,34 @@ def test_addresses_that_are_refused(url: str) -> None:
 async def test_addresses_are_checked_when_they_are_known() -> None:
     assert check_url("http://127.0.0.1:8000/x", private=True)
     assert check_url("https://93.184.216.34/x?y=1", private=False)
+    for public in ("https://[2606:2800:220:1::1]", "https://[64:ff9b::5db8:d822]", "http://exämple.com/"):
+        assert check_url(public, private=False)
     with pytest.raises(Unavailable, match="private address"):
         await reachable_address("localhost", 80, private=False)
     assert await reachable_address("127.0.0.1", 80, private=True) == "127.0.0.1"
+
+
+async def test_a_slow_name_server_holds_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, answered = threading.Event(), threading.Event()
+
+    def slow(*_: Any, **__: Any) -> list[Any]:
+        asked.set()
+        answered.wait(60)
+        return [(None, None, 0, "", ("93.184.216.34", 80))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    monkeypatch.setattr(address, "RESOLVE_S", 60.0)
+    with ThreadPoolExecutor(1) as others:
+        asyncio.get_running_loop().set_default_executor(others)
+        found = asyncio.create_task(reachable_address("e.example", 80, private=False))
+        try:
+            async with asyncio.timeout(30):
+                while not asked.is_set():
+                    await asyncio.sleep(0.001)
+            assert await asyncio.wait_for(asyncio.to_thread(answered.is_set), 20) is False
+        finally:
+            answered.set()
+        assert await found == "93.184.216.34"
 
 
 async def test_both_clients_and_the_command_line(served: Any) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from penstock.services.coordinator.serving import episodes
 from penstock.shared.protocol.episode_keys import EpisodeGrant, episode_key, read_episode_key
 from penstock.shared.protocol.interaction import new_marked_id
 
@@ -116,6 +118,41 @@ async def test_it_ends(agent: Any, front: Any) -> None:
     assert code(await agent.chat("hi", client=front.client, headers=key)) == (410, "episode_over")
     assert (await judge(front, key, episode_id=episode)).status_code == 202, "what is said of it may come later"
     assert code(await front.client.post(f"/v1/episodes/{episode}/keys")) == (410, "episode_over")
+
+
+async def test_what_it_chooses_counts_in_its_episode_alone(agent: Any, front: Any) -> None:
+    """Both keys are made by one: an id or Idempotency-Key of one episode neither replaces nor blocks another's."""
+    chosen = str(uuid.uuid4())
+    stored = []
+    for value in (1.0, 0.0):
+        episode, key = await opened(front)
+        about = {"episode_id": episode, "value": value, "feedback_id": chosen, "revision": 3}
+        by_id = [await judge(front, key, **about) for _ in range(2)]
+        assert [reply.status_code for reply in by_id] == [202, 202], by_id[0].text
+        assert [reply.json()["duplicate"] for reply in by_id] == [False, True]
+        post = {"metric_name": "reward", "value": value, "episode_id": episode}
+        by_key = await front.client.post("/v1/feedback", json=post, headers={**key, "Idempotency-Key": "k"})
+        assert (by_key.status_code, by_key.json()["duplicate"]) == (202, False), by_key.text
+        stored += [by_id[0].json()["feedback_id"], by_key.json()["feedback_id"]]
+    assert len({*stored, chosen}) == 5
+
+
+async def test_it_does_not_outlive_the_memory_of_its_episode(
+    agent: Any, front: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forgotten, an episode set apart for evaluation would be recorded as one to train on."""
+    episode, key = await opened(front, expires_in_s=30 * 86400.0)
+    monkeypatch.setattr(episodes, "KEEP_S", 60.0)
+    shorter = await front.client.post(f"/v1/episodes/{episode}/keys", json={"expires_in_s": 30 * 86400.0})
+    secret = await front.gateway.episodes._bus.kv("privacy").get("episode-keys")
+    for text, days in ((key["authorization"].removeprefix("Bearer "), 8), (shorter.json()["key"], 1)):
+        grant = read_episode_key(text, secret.value)
+        assert grant is not None
+        assert grant.expires - time.time() <= days * 86400.0 + 60
+    book = front.gateway.episodes
+    await book._kv.delete(episodes._key(agent.job, episode))
+    book._known.clear()
+    assert code(await agent.chat("hi", client=front.client, headers=key)) == (410, "episode_over")
 
 
 async def test_it_can_do_no_more_than_its_maker_and_dies_with_it(agent: Any, front: Any) -> None:

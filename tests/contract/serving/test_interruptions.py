@@ -8,9 +8,11 @@ from typing import Any
 import httpx
 import orjson
 import pytest
+from msgspec.structs import replace
 
 from penstock.services.coordinator.serving import retries
 from penstock.services.rollout.serving import presence
+from penstock.services.rollout.serving.recorder import Recorder
 
 IDS = {"return_token_ids": True}
 LONG = 1900
@@ -162,22 +164,28 @@ async def test_a_gateway_that_was_only_stalled_gets_its_answer(stack_of: Any, mo
     monkeypatch.setattr(presence, "MAX_SILENT", 2)
     async with stack_of() as stack, asyncio.timeout(60):
         _, lines = await opened(stack, max_tokens=LONG)
+        engine = stack.rollouts[0]._engine
+        await engine.pause("keep")  # or a fast engine would be done before its worker misses the gateway
         notify = stack.gateway._bus.notify
-        silent = asyncio.Event()
 
         async def muted(subject: str, data: bytes) -> None:
-            if subject.startswith("inference.present."):
-                silent.set()
-            else:
+            if not subject.startswith("inference.present."):
                 await notify(subject, data)
 
         stack.gateway._bus.notify = muted
-        await silent.wait()
-        await settled(stack, 1)
+        cut = (await settled(stack, 1))[0]
         stack.gateway._bus.notify = notify
+        assert (cut.finish, cut.untrainable) == ("client_disconnected", "client_disconnected")
+        await engine.resume()
         await stack.publish(1, away=True)
-        _, ends = await tokens_of(lines)
+        tokens, ends = await tokens_of(lines)
         assert ends == ["stop"]
+        whole = (await settled(stack, 2))[1]
+        assert (whole.id, whole.finish, whole.untrainable) == (cut.id, "stop", "")
+        assert whole.token_ids[1:] == tokens
+        done = await stack.recorded((await stack.chat("hi")).headers["x-interaction-id"])
+        assert await Recorder(stack.bus, stack.job).record_cut(replace(done, finish="client_disconnected"))
+        assert await stack.recorded(done.id) == done
 
 
 async def test_a_stop_string_may_begin_at_a_worker_that_was_lost(stack_of: Any) -> None:
@@ -231,8 +239,9 @@ async def test_a_retry_does_not_get_the_answer_of_another_client_with_the_same_b
 
         other, retry = await sent(0), await sent(1)
         assert retry.headers["x-interaction-id"] != other.headers["x-interaction-id"]
-        await retry.aclose()
-        await other.aclose()
+        for one in (retry, other):
+            await anext(one.aiter_lines())  # what no worker has begun leaves no record
+            await one.aclose()
         await settled(stack, 2)
 
 

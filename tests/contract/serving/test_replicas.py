@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
-from penstock.services.coordinator.serving import retries
+from penstock.services.coordinator.api.serving import Served
+from penstock.services.coordinator.serving import handover, retries
+from penstock.services.coordinator.serving.answer import Answer
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.inference import Claim, ClientSampling, InferenceRequest
 
 FIRST, AGAIN = {"x-stainless-retry-count": "0"}, {"x-stainless-retry-count": "1"}
 LENGTH = 300
@@ -24,7 +27,14 @@ async def until(true: Any) -> None:
 async def asked(stack: Any, front: Any, **body: Any) -> asyncio.Task[Any]:
     """A first try whose answer is being written, and noted."""
     task = asyncio.create_task(stack.chat("again", client=front.client, headers=FIRST, **{**BODY, **body}))
-    await until(lambda: stack.bus.kv(subjects.ANSWERS).keys("try"))
+
+    async def noted() -> bool:
+        """A request that no worker took is sent again under another id."""
+        written = [answer.id for answer in front.gateway._answers.values() if answer.worker]
+        keys = await stack.bus.kv(subjects.ANSWERS).keys("try")
+        return any(key.endswith(id) for key in keys for id in written)
+
+    await until(noted)
     return task
 
 
@@ -52,6 +62,42 @@ async def test_a_retry_elsewhere_gets_the_answer_that_is_being_written(stack_of:
         await check_one(stack, await stack.chat("again", headers=AGAIN, **BODY))
         third = await stack.chat("again", client=other.client, headers=AGAIN, **BODY)
         assert third.headers["x-interaction-id"] != (await stack.interactions())[0].id, "it was read"
+
+
+async def test_a_second_retry_where_the_answer_is_written_gets_it(stack_of: Any) -> None:
+    """It was handed over, and its client left there, too."""
+    async with stack_of() as stack, stack.replica() as other:
+        await leave(other, await asked(stack, other, max_tokens=1500))
+        body = {**BODY, "max_tokens": 1500}
+        retry = asyncio.create_task(stack.chat("again", headers=AGAIN, **body))
+
+        async def handed_over() -> bool:
+            return bool(other.gateway._replicas._relays) and bool(stack.gateway._answers)
+
+        await until(handed_over)
+        await leave(stack, retry)
+        reply = await stack.chat("again", client=other.client, headers=AGAIN, **body)
+        (record,) = await stack.interactions()
+        assert reply.headers["x-interaction-id"] == record.id
+        assert reply.json()["choices"][0]["token_ids"] == record.token_ids
+        assert (len(record.token_ids), record.finish, record.untrainable) == (1500, "length", "")
+        for gateway in (stack.gateway, other.gateway):
+            assert not gateway._answers
+            assert not gateway._replicas._relays
+            assert not gateway.retries.kept
+
+
+async def test_a_relay_ends_with_the_gateway_that_claimed_the_answer(bus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing comes from the worker, and no sign from the other gateway."""
+    monkeypatch.setattr(handover, "ABSENT_S", 0.2)
+    served = Served(name="agent", job="job_x", online=True, version=0, created=0, hold_s=1.0)
+    request = InferenceRequest(
+        ids=["i"], gateway="here", kind="chat", sampling=ClientSampling(seed=0), episode="e", key_id="k",
+        body_digest="d", started=0.0,
+    )  # fmt: skip
+    relay = handover.Relay(bus, "here", Answer(served, request), Claim(key="k", request="i", gateway="there"))
+    async with asyncio.timeout(30):
+        await relay.run()
 
 
 @pytest.mark.parametrize("finished", [False, True])

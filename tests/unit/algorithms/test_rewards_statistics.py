@@ -14,7 +14,7 @@ from penstock.shared.algorithms.advantages import (
     remax_advantages,
     rloo_advantages,
 )
-from penstock.shared.algorithms.baseline import track, value_of
+from penstock.shared.algorithms.baseline import sums_of, track, value_of
 from penstock.shared.algorithms.overlong import overlong_filter, soft_overlong_punishment
 from penstock.shared.algorithms.rewards import normalise_rewards, penalised_rewards, scale_and_clip
 from penstock.shared.algorithms.statistics import Moments, moments, whiten
@@ -101,7 +101,7 @@ def test_a_tracked_baseline_does_not_see_the_batch_it_judges() -> None:
     prior = {"value": 0.5, "weight": 4.0}
     assert value_of(before, "", **prior) == pytest.approx((1.0 + 4 * 0.5) / 6)
     assert value_of(before, "code", **prior) == pytest.approx(0.5), "a kind nobody has seen is worth what all are"
-    after = track(before, [("code", 1.0), ("code", 0.0), ("", 1.0)], keep=0.5)
+    after = track(before, sums_of([("code", 1.0), ("code", 0.0), ("", 1.0)]), keep=0.5)
     assert after == {"code": (1.0, 2.0), "": (2.5, 4.0)}
     whole = (2.5 + 4 * 0.5) / 8
     assert value_of(before | after, "code", **prior) == pytest.approx((1.0 + 4 * whole) / 6)
@@ -110,6 +110,6 @@ def test_a_tracked_baseline_does_not_see_the_batch_it_judges() -> None:
 def test_a_tracked_baseline_forgets() -> None:
     tracked: dict[str, tuple[float, float]] = {}
     for reward in [-1.0] * 40 + [1.0] * 40:
-        tracked |= track(tracked, [("", reward)] * 8, keep=0.8)
+        tracked |= track(tracked, sums_of([("", reward)] * 8), keep=0.8)
     assert value_of(tracked, "", value=0.0, weight=1e-6) == pytest.approx(1.0, abs=1e-3)
     assert tracked[""][1] == pytest.approx(8 / (1 - 0.8), rel=1e-3)

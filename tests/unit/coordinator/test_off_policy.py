@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -16,11 +17,12 @@ from penstock.services.coordinator.online.fates import fates_of
 from penstock.services.coordinator.online.groups import made_group
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.proof import flaws_of_admission
+from penstock.services.coordinator.online.shares import owners_of
 from penstock.services.coordinator.online.source import LiveSource
 from penstock.services.coordinator.run import JobRun
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.errors import ProtocolError
-from penstock.shared.protocol.events import Admission, Admitted, Drawn, Dropped
+from penstock.shared.protocol.events import Admission, Admitted, BatchSealed, Drawn, Dropped
 from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.interaction import Erasure, Feedback, Interaction
@@ -377,6 +379,98 @@ def test_an_offer_that_was_settled_for_another_version_is_settled_anew_before_it
         draft = Draft(run, run.state, NOW)
         LiveSource(matching.job, matching).draw(draft)
         assert [(one.reason, one.version, one.lag) for one in draft.state.admissions.values()] == admitted
+
+
+def ahead(config: OnlineJob, *, sealed: int) -> LedgerState:
+    """Version 5, and batches that are sealed and not trained yet."""
+    return LedgerState(
+        version=5,
+        sealed={
+            number: BatchSealed(
+                writer_epoch=1, time=NOW, number=number, revision=1, start_version=4 + number, update_index=0, groups=[]
+            )
+            for number in range(1, sealed + 1)
+        },
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("body", "sealed", "admitted"),
+    [
+        (TOKENS | {"policy_version": 5}, 1, [("rescored", 5, 1)]),
+        (TOKENS, 1, [("assumed", 5, 1)]),
+        (TOKENS, 2, []),  # it would be too old for the next batch: it waits for the version before it
+        (EXACT | {"policy_version": 6}, 1, []),  # engines may have it already: it waits for the ledger
+        (EXACT | {"policy_version": 7}, 1, [("unknown_version", -1, 0)]),
+    ],
+)
+def test_no_answer_is_from_a_version_that_no_update_has_made_yet(
+    body: dict[str, Any], sealed: int, admitted: list[tuple[str, int, int]]
+) -> None:
+    matching = Matching(job(posted=TRUSTED | {"assume_on_policy": True}))
+    matching.on_feedback(1, item("interaction", body=body), NOW)
+    state = ahead(matching.job, sealed=sealed)
+    matching.sweep(version=state.start_version(state.next_number), newest=state.version, now=NOW)
+    assert "f1" in matching.offers.items
+    draft = Draft(JobRun(matching.job, state, num_ordinals=None, writer_epoch=1), state, NOW)
+    LiveSource(matching.job, matching).draw(draft)
+    assert [(one.reason, one.version, one.lag) for one in draft.state.admissions.values()] == admitted
+
+
+def test_an_answer_of_a_version_that_its_ledger_gets_to_know_later_is_taken_then() -> None:
+    for trained, expected in ((True, ("policy", "posted", 0.5)), (False, ("supervised", "unknown_version", 0.5))):
+        matching = Matching(job(posted=TRUSTED))
+        matching.on_feedback(1, item("interaction", body=EXACT | {"policy_version": 6}), NOW)
+        matching.sweep(version=6, newest=5, now=NOW)
+        assert not offered(matching)
+        matching.sweep(version=5 + trained, newest=5 + trained, now=NOW)
+        assert offered(matching) == [expected]
+
+
+def test_a_preference_needs_the_consent_of_both_whose_answers_it_compares() -> None:
+    matching = Matching(job(), opted_out=lambda user: user == "v")
+    matching.on_feedback(1, item("preference"), NOW)
+    for seq, (name, user) in enumerate((("i1", "u"), ("i2", "v")), 11):
+        matching.on_interaction(seq, served(name, user=user, token_ids=[seq]))
+    assert "opted_out" in [fate.reason for fate in matching.sweep(version=5, now=NOW)]
+    assert not matching.offers.ready
+    both = met([item("preference")], [served("i1"), served("i2", user="v", token_ids=[3])])
+    (offer,) = both.offers.ready.values()
+    entry = offer.admission(0, 5, NOW)
+    assert owners_of(entry).users == ("u", "v")
+    assert owners_of(msgspec.structs.replace(entry, users=[])).users == ("u",), "as earlier ledgers say it"
+
+
+def test_updates_without_the_policy_loss_make_nothing_that_waits_for_it_too_old() -> None:
+    admissions = [admission(n, objective) for n, objective in enumerate(("supervised", "preference", "policy"))]
+    for version, expected in ((0, [0, 1]), (1, [])):
+        draft = draft_of(job(), admissions, now=NOW + 61, version=version)
+        assert [draw.ordinal for draw in batch_of(job(), draft, list(draft.candidates))] == expected
+
+
+def test_one_key_has_its_share_of_what_is_for_other_losses() -> None:
+    config = job(max_share_per_key=0.5)
+    keys = ["flood", "flood", "k2", *(f"p{n}" for n in range(4))]
+    admissions = [
+        msgspec.structs.replace(admission(n, "policy" if n > 2 else "supervised"), judges=[key], askers=[key])
+        for n, key in enumerate(keys)
+    ]
+    draft = draft_of(config, admissions)
+    assert [draw.ordinal for draw in batch_of(config, draft, list(draft.candidates))] == [0, 2, 3, 4, 5, 6]
+
+
+def test_one_key_has_its_share_of_the_draws_for_other_losses() -> None:
+    config = job(max_share_per_key=0.5)
+    matching = Matching(config)
+    for n, key in enumerate(["flood"] * 6 + ["k2"]):
+        demonstration = {"metric": "demonstration", "value": "better", "inference": f"i{n}", "key_id": key}
+        matching.on_feedback(n + 1, item("metric", f"f{n}", **demonstration), NOW)
+        matching.on_interaction(n + 11, served(f"i{n}"))
+    matching.sweep(version=0, now=NOW)
+    draft = Draft(JobRun(config, LedgerState(), num_ordinals=None, writer_epoch=1), LedgerState(), NOW)
+    LiveSource(config, matching).draw(draft)
+    found = Counter(one.key_id for one in draft.state.admissions.values() if one.objective != "policy")
+    assert found == {"flood": 2, "k2": 1}, "half of the four that the lag bound lets be in flight"
 
 
 def test_a_preference_is_not_between_an_answer_and_itself() -> None:

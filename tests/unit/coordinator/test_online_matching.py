@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from penstock.services.coordinator.online import episode as episode_module
 from penstock.services.coordinator.online import parked as parked_module
 from penstock.services.coordinator.online.admission import refusal_of
+from penstock.services.coordinator.online.episode import CUT
 from penstock.services.coordinator.online.matching import Matching
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.generation import Sampling, Span
@@ -120,3 +122,20 @@ def test_a_name_that_agents_made_up_is_an_episode_of_each_key() -> None:
     for seq, key in enumerate(("a", "b"), 3):  # an id that was given out is one episode, whoever asks
         found.on_interaction(seq, served(f"i{seq}", key=key, alone=False))
     assert len(found.episodes[EPISODE].turns) == 2
+
+
+@pytest.mark.parametrize("looked", [False, True])
+def test_an_answer_that_was_cut_off_and_completed_counts_as_completed(looked: bool) -> None:
+    found = matching()
+    whole = served("i1")
+    cut = replace(whole, token_ids=[], logprobs=[], spans=[], finish="client_disconnected", untrainable=CUT)
+    found.on_interaction(1, cut)
+    if looked:
+        found.sweep(version=0, now=NOW)
+        assert not found.episodes
+    found.on_interaction(2, whole)
+    found.on_interaction(3, cut)
+    assert [one.status for one in found.on_feedback(1, said("f1", "i1"), NOW)] == ["matched"]
+    found.sweep(version=0, now=NOW)
+    (path,) = found.ready["i1"]
+    assert [(turn.seq, turn.interaction) for turn in path.turns] == [(2, whole)]

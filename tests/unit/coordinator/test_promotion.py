@@ -11,10 +11,19 @@ import pytest
 from penstock.services.coordinator.evaluation import EvaluationPlan
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.measures import Measures
+from penstock.services.coordinator.online.fates import fates_of
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.source import LiveSource
 from penstock.services.coordinator.outbox import Outbox
-from penstock.services.coordinator.promotion import Evaluated, PromotionGate, flaws_of_promotions
+from penstock.services.coordinator.promotion import (
+    Evaluated,
+    PromotionGate,
+    Rollback,
+    broken_bounds,
+    flaws_of_promotions,
+)
+from penstock.services.coordinator.reports import Refusal
+from penstock.services.coordinator.restart import earliest_start
 from penstock.services.coordinator.run import JobRun
 from penstock.services.coordinator.summary import start_of
 from penstock.services.coordinator.wishes import Wishes
@@ -32,6 +41,8 @@ from penstock.shared.protocol.events import (
     Promoted,
     PromotionRefused,
     SealedGroup,
+    decode_events,
+    encode_events,
 )
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.jobs import JobRecord, Operation
@@ -125,12 +136,12 @@ class Lineage:
         self.evaluated = Evaluated(self.state.version, {METRIC: held_out})
         return self.decide()
 
-    def fork(self, batch: int) -> list[Any]:
+    def fork(self, batch: int, **more: Any) -> list[Any]:
         """The trainer gives up everything from ``batch`` on."""
         version = self.state.version + 1
         before = self.state.batches.get(batch - 1)
         digest = before.digest if before is not None else "w0"
-        return self.report(kind="forked", batch=batch, version=version, digest=digest, reason="x")
+        return self.report(kind="forked", batch=batch, version=version, digest=digest, reason="x", **more)
 
 
 def decisions(events: list[Any]) -> list[tuple[str, int, str]]:
@@ -191,6 +202,34 @@ def test_the_held_out_reward_is_compared_with_that_of_the_version_served() -> No
     assert run.state.refused.figures[METRIC] == 0.3
 
 
+def test_what_could_not_be_scored_is_no_floor_and_passes_nothing() -> None:
+    run = Lineage(job(max_drop=0.1))
+    assert decisions(run.evaluate(math.nan)) == [], "the grader was away"
+    assert run.gate.lacks(run.state)
+    assert decisions(run.evaluate(0.5)) == [("Promoted", 0, "measured")]
+    assert not run.gate.lacks(run.state)
+    assert decisions(run.train(math.nan)) == []
+    assert decisions(run.evaluate(0.3)) == [("PromotionRefused", 1, "eval/greedy 0.3 < 0.4")]
+    old = {METRIC: math.nan}
+    assert broken_bounds(run.gate.config, {METRIC: 1.0}, old) == ["eval/greedy of the version served is unknown"]
+    assert broken_bounds(run.gate.config, {METRIC: math.inf}, {METRIC: 0.5}) == ["eval/greedy is unknown"]
+
+
+def test_an_unmeasured_version_is_not_promoted_by_request_while_the_next_one_is_trained() -> None:
+    run = Lineage(job(max_drop=0.1))
+    run.evaluate(0.5)
+    run.train()
+    run.gate.forced = 1
+    run.seal()
+    assert decisions(run.decide()) == [], "it could never be measured, and nothing be compared with it"
+    other = Lineage(job(max_drop=0.1))
+    other.evaluate(0.5)
+    other.train()
+    other.gate.forced = 1
+    assert decisions(other.decide()) == [("Promoted", 1, "by request")]
+    assert other.gate.lacks(other.state)
+
+
 def test_an_unmeasured_version_may_still_be_refused_for_another_bound() -> None:
     run = Lineage(job(max_drop=0.1, min_entropy=2.0))
     assert decisions(run.train()) == [("PromotionRefused", 1, "policy/entropy 1 < 2")]
@@ -231,6 +270,77 @@ def test_after_too_many_refusals_nothing_is_drawn_and_training_goes_back() -> No
     assert run.run.rollback is None
 
 
+def test_what_a_rollback_gives_up_is_not_trained_again() -> None:
+    run = Lineage(job(max_lag=2, min_entropy=0.5, patience=3))
+    run.train()
+    run.train(policy__entropy=0.1)
+    run.seal()
+    given_up = [Draw(1), Draw(2)]
+    run.run.asked_rollback = Rollback(1, "by request", "op")
+    events = run.fork(2, rollback=1)
+    assert (events[0].redraw, events[0].draws) == (False, given_up)
+    state = run.state
+    assert (state.open, state.dropped["rolled_back"], state.trained) == ({}, 2, 1)
+    told = fates_of(decode_events(encode_events(events)), state)
+    assert [(one.feedback, one.status, one.reason) for one in told] == [
+        ("f1", "rejected", "rolled_back"),
+        ("f2", "rejected", "rolled_back"),
+    ]
+    assert {"i1", "i2"} <= state.consumed.keys(), "they stay decided, also on another leader"
+
+
+def test_what_a_trainer_cannot_repeat_is_drawn_again() -> None:
+    run = Lineage(job(max_lag=2, min_entropy=0.5, patience=3))
+    run.train()
+    events = run.fork(1)
+    assert events[0].redraw
+    assert set(run.state.open) == {Draw(0, 1)}
+    assert [one.status for one in fates_of(events[:1], run.state)] == ["admitted"]
+
+
+def test_a_rollback_that_nobody_wants_any_more_is_refused() -> None:
+    run = Lineage(job(max_lag=2, min_entropy=0.5, patience=1))
+    run.train()
+    run.train(policy__entropy=0.1)
+    assert run.run.rollback is not None
+    run.gate.forced = 2
+    assert decisions(run.decide()) == [("Promoted", 2, "by request")]
+    with pytest.raises(Refusal, match="nobody wants training to go back to batch 1"):
+        run.fork(2, rollback=1)
+    assert run.state.version == 2
+
+
+def test_a_fork_that_nobody_wanted_does_not_serve_what_was_refused() -> None:
+    run = Lineage(job(max_lag=3, min_entropy=0.5, patience=4))
+    run.train()
+    run.train(policy__entropy=0.1)
+    run.train(policy__entropy=0.1)
+    events = run.fork(3)
+    assert decisions(events) == [("PromotionRefused", 4, "policy/entropy is unknown")]
+    assert run.state.promoted is not None
+    assert run.state.promoted.version == 1
+    assert run.run.rollback is not None
+    assert run.run.rollback.number == 1, "at once: answers of version 1 are too old for version 4"
+    events = run.fork(2)
+    assert decisions(events) == [("Promoted", 5, "rolled back")], "these are the weights that are served"
+    run.train(policy__entropy=0.1)
+    events = run.fork(1)
+    assert decisions(events) == [("Promoted", 7, "rolled back")], "nothing else is left"
+
+
+def test_a_fork_that_nobody_wanted_is_measured_before_it_is_served() -> None:
+    run = Lineage(job(max_lag=3, max_drop=0.1, patience=4))
+    run.evaluate(0.5)
+    run.train()
+    run.train()
+    assert decisions(run.fork(2)) == []
+    measures = Measures(run.run.config, cast(Outbox, Silence()))
+    measures.plan = EvaluationPlan(measures.config.evaluation, 4)
+    measures.plan.done.add(run.state.updates)
+    assert measures.holds(run.state, run.state.updates), "the plan knows that point, but not these weights"
+    assert decisions(run.evaluate(0.5)) == [("Promoted", 3, "passed")]
+
+
 def test_one_batch_at_a_time_and_only_once_the_served_version_is_told() -> None:
     run = Lineage(job(max_lag=2, min_entropy=0.5, patience=3))
     gate, state = run.gate, run.state
@@ -261,6 +371,7 @@ def test_the_served_version_can_always_be_made_again() -> None:
     assert start["checkpoint"]["number"] == 1
     assert start["served"] == {"number": 2, "version": 2}
     assert start["rollback"] is None
+    assert (earliest_start(run.state, 3), earliest_start(run.state, 0)) == (1, 0)
 
 
 def test_the_condition_says_what_is_served_and_why_the_newest_is_not() -> None:
@@ -423,6 +534,40 @@ def test_an_evaluation_that_misses_prompts_decides_nothing_and_is_begun_again() 
         assert measures.end_evaluation(state, NOW + 1)
         assert (measures.evaluated is not None) is (answered == 4)
     assert measures.begin_evaluation(state, final=False, now=NOW, epoch=1) == []
+
+
+def test_an_evaluation_without_a_score_is_begun_again_after_a_while() -> None:
+    measures = Measures(job(max_drop=0.1), cast(Outbox, Silence()))
+    state = LedgerState()
+    measures.plan = EvaluationPlan(measures.config.evaluation, 1)
+    measures.begin_evaluation(state, final=False, now=NOW, epoch=1)
+    assert measures.plan.current is not None
+    measures.plan.current.take(EvalResult(version=0, ordinal=0, rewards=[0.0], failed=[True], greedy=[True]))
+    assert measures.end_evaluation(state, NOW)
+    assert measures.evaluated is None
+    assert measures.begin_evaluation(state, final=False, now=NOW, epoch=1) == []
+    assert measures.holds(state, 0)
+    assert measures.begin_evaluation(state, final=False, now=NOW + 60, epoch=1)
+
+
+def test_what_a_rollback_serves_is_measured_whoever_leads() -> None:
+    run = Lineage(job(max_lag=2, max_drop=0.1))
+    run.evaluate(0.5)
+    run.train(0.5)
+    run.checkpoint(1)
+    run.train(0.6)
+    rows = [
+        {"kind": "eval", "step": n, "batch": n, "version": n, "values": {METRIC: 0.5}} for n in range(3)
+    ]  # as they were written before
+    run.run.asked_rollback = Rollback(1, "by request", "op")
+    assert decisions(run.fork(2, rollback=1)) == [("Promoted", 3, "rolled back")]
+    run.run.asked_rollback = None
+    assert run.state.promoted is not None
+    assert run.state.promoted.figures == {}
+    other = Measures(run.run.config, cast(Outbox, Silence()))
+    other.recall(rows, run.state, num_eval=4, now=NOW)
+    assert other.holds(run.state, run.state.updates)
+    assert other.begin_evaluation(run.state, final=False, now=NOW, epoch=1)
 
 
 class Silence:

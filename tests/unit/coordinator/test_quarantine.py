@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 from typing import Any
 
 import hypothesis.strategies as st
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.outliers import Outliers
 from penstock.services.coordinator.online.quarantine import Quarantine
+from penstock.services.coordinator.online.window import Window
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.quarantine import QuarantineConfig
 from penstock.shared.errors import ConfigError
@@ -114,6 +116,43 @@ def test_a_steady_source_is_hardly_ever_held(share: float, seed: int) -> None:
     assert held <= 20
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    values=st.lists(st.sampled_from([-1.0, -0.5, 0.0, 0.1, 0.25, 2.0, 30.0]), min_size=1, max_size=60),
+    size=st.integers(1, 20),
+)
+def test_a_window_says_what_its_values_say(values: list[float], size: int) -> None:
+    window = Window(size)
+    for count, value in enumerate(values, 1):
+        window.add(value)
+        newest = values[max(0, count - size) : count]
+        median = statistics.median(newest)
+        assert len(window) == len(newest)
+        assert window.median == median
+        assert window.mad == pytest.approx(statistics.median(abs(one - median) for one in newest))
+        assert (window.sum, window.mean) == pytest.approx((sum(newest), statistics.fmean(newest)))
+        assert window.deviation == pytest.approx(statistics.pstdev(newest), abs=1e-6)
+
+
+def test_a_wide_window_does_not_slow_down_what_is_judged() -> None:
+    """Values that are looked at, not seconds: one in a wide window costs hardly more than one in a narrow one."""
+    looked = 0
+
+    class Value(float):
+        def __lt__(self, other: float) -> bool:
+            nonlocal looked
+            looked += 1
+            return float(self) < float(other)
+
+    window, values = Window(4000), random.Random(3)
+    for _ in range(4000):
+        window.add(Value(values.random()))
+    looked = 0
+    window.add(Value(0.5))
+    assert 0 < looked < 40
+    assert window.mad == pytest.approx(0.25, abs=0.03)
+
+
 def test_the_window_must_hold_what_is_asked_for() -> None:
     with pytest.raises(ConfigError, match="do not fit in a window of 20"):
         QuarantineConfig.parse({"window": 20, "min_items": 30})
@@ -169,6 +208,30 @@ def test_erased_feedback_is_not_held_any_more() -> None:
     reader.quarantine.on_erasure(Erasure(user="u", interactions=[], feedback=[name_of(50)], time=NOW))
     assert reader.read(decided("release", 50), start=30) == []
     assert name_of(50) not in reader.passed
+
+
+def test_the_older_half_gives_way() -> None:
+    reader = Reader()
+    reader.read(*usual(20), said(50, 1.0), said(51, 1.0), said(52, 1.0))
+    told = reader.quarantine.give_way(NOW)
+    assert [(fate.feedback, fate.status, fate.reason) for fate in told] == [
+        (name_of(number), "rejected", "quarantine_full") for number in (50, 51)
+    ]
+    assert reader.quarantine.lowest == 23
+    assert len(reader.quarantine.give_way(NOW)) == 1
+    assert reader.quarantine.give_way(NOW) == []
+
+
+def test_what_was_released_counts_where_a_deletion_stored_it_anew() -> None:
+    """Its message held an item of somebody who wanted to be forgotten; a later leader reads the release first."""
+    state = LedgerState()
+    state.apply(Quarantined(writer_epoch=1, time=NOW, items={name_of(50): 21}))
+    reader = Reader(state)
+    assert reader.read(*usual(20), decided("release", 50)) == []
+    assert reader.read(said(50, 1.0), start=40) == []
+    assert (reader.passed[-1], reader.quarantine.num_held) == (name_of(50), 0)
+    ((status, _),) = reader.read(said(50, 1.1, revision=1), start=41)
+    assert status == "quarantined", "another word of its sender is another item"
 
 
 # -- another leader ----------------------------------------------------------------------------------------------------

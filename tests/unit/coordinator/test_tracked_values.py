@@ -63,7 +63,7 @@ class Book:
 
     def seal(self, draws: list[Draw]) -> dict[Draw, float]:
         state, number = self.state, self.state.next_number
-        baselines, values = values_of(self.config, state, draws)
+        baselines, tracking = values_of(self.config, state, draws)
         groups = [
             SealedGroup(draw, "a", draw.ordinal + 1, "d", 0, 0, [0.0], 1, "w", baseline=baselines.get(draw))
             for draw in draws
@@ -71,7 +71,7 @@ class Book:
         sealed = BatchSealed(
             writer_epoch=1, time=0, number=number, revision=state.revisions.get(number, 0) + 1,
             start_version=state.start_version(number), update_index=state.update_index(number), groups=groups,
-            values=values,
+            tracking=tracking,
         )  # fmt: skip
         assert flaws_of_values(self.config, state, sealed) == []
         self.add(sealed)
@@ -112,6 +112,26 @@ def test_a_batch_that_is_sealed_ahead_knows_the_one_before_it_and_a_refused_one_
     book.train(1)
     book.train(2)
     assert book.state.values["code"] == (0.5 * 2.0, 0.5 * 2 + 1)
+
+
+def test_a_batch_that_is_refused_beneath_another_one_leaves_nothing_in_its_values() -> None:
+    book, apart = Book(job()), Book(job())
+    one, two = book.admit(("code", 1.0), ("code", 1.0)), book.admit(("code", -1.0))
+    book.seal(one)
+    book.seal(two)
+    book.add(
+        BatchRefused(
+            writer_epoch=1, time=0, number=1, revision=1, bad=one[:1], reason="r", redraw=False, min_version=0,
+            deadline=0,
+        )
+    )  # fmt: skip
+    book.seal(one[1:])
+    book.train(1)
+    book.train(2)
+    for number, rewards in enumerate([("code", 1.0), ("code", -1.0)], 1):
+        apart.seal(apart.admit(rewards))
+        apart.train(number)
+    assert book.state.values == apart.state.values
 
 
 def test_a_fork_takes_the_rewards_of_what_it_rolls_back_out() -> None:

@@ -157,6 +157,17 @@ def test_an_update_is_repeated_to_the_bit_also_from_a_state() -> None:
         assert torch.equal(a, b), name
 
 
+def test_a_critic_that_warms_up_leaves_nothing_of_the_batch_unused() -> None:
+    warming = {"algorithm": {"type": "ppo", "critic": {"warmup_updates": 1}}, "train": {"minibatches": 2}}
+    fresh, plain = weights_of(Learner(config(**warming))), weights_of(trained(POLICY, **warming)[0])
+    assert all(np.array_equal(value, plain[name]) for name, value in fresh.items()), "the critic warms up alone"
+    before = logprobs(Learner(config(**warming)), ANSWERS[0]).sum()
+    learner, metrics = trained([*POLICY, ANSWERS[0]], **warming)
+    assert logprobs(learner, ANSWERS[0]).sum() > before
+    assert metrics["groups/supervised"] == 1
+    assert metrics["loss/total"] == metrics["loss/off_policy"] > 0
+
+
 def test_the_reference_of_preferences_is_the_policy_at_version_0() -> None:
     learner = Learner(config())
     learner.update(BatchShard.whole(ANSWERS), update_index=0)
