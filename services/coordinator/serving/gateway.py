@@ -111,9 +111,11 @@ class Gateway:
             await self._dispatched(answer)
         except BaseException:
             self.retries.left(key)
-            self._notes.drop(answer)
+            for noted in {id, answer.id}:
+                self._notes.drop(answer, noted)
             raise
         if answer.id != id:
+            self._notes.drop(answer, id)
             self._notes.write(answer)
         return answer
 

@@ -60,11 +60,12 @@ class Notes:
         name, data = _name(answer), pack(note, job=answer.served.job)
         self._after(answer.id, lambda: self._kv.put(name, data, deadline_s=NOTE_S))
 
-    def drop(self, answer: Answer) -> None:
-        """Nobody will come back for ``answer``."""
+    def drop(self, answer: Answer, id: str = "") -> None:
+        """Nobody will come back for ``answer``, or not under ``id``, which it had before."""
         if answer.key:
-            name = _name(answer)
-            self._after(answer.id, lambda: self._kv.delete(name, deadline_s=NOTE_S))
+            id = id or answer.id
+            name = f"{PREFIX}.{answer.key}.{id}"
+            self._after(id, lambda: self._kv.delete(name, deadline_s=NOTE_S))
 
     async def find(self, key: str) -> list[tuple[Whereabouts, int]]:
         """Notes of other gateways about tries with this key, with their revisions, oldest first."""

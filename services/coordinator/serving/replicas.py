@@ -109,6 +109,8 @@ class Replicas:
             claimed = await self._notes.claim(key, note)
         except Unavailable:
             return await self._notes.inherit(key, note, revision) and await self._inherited(answer, note)
+        if claimed.given and not claimed.worker:  # what was relayed from here has ended meanwhile
+            return await self._inherited(answer, note)
         if claimed.given:
             reply = InferenceReply(
                 worker=claimed.worker, accepted=True, version=claimed.version, prompt_ids=claimed.prompt_ids
@@ -154,7 +156,7 @@ class Replicas:
         answer = await self._retries.earlier(claim.key, claim.request)
         if answer is None:
             return pack(Claimed(given=False))
-        if answer.worker == relay_name(claim.gateway, answer.id):  # it goes back to where it is written
+        if answer.worker == relay_name(claim.gateway, answer.id) and not answer.done:  # back to where it is written
             self._retries.left(answer.key)
             self._holder.withdraw(answer)
             return pack(Claimed(given=True))
