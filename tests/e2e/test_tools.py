@@ -37,7 +37,7 @@ def test_a_policy_learns_to_call_its_tool(stack: Any, annotations: Path) -> None
         "model.config.num_layers=2", "model.config.intermediate_size=128",
         "warm_start.steps=45", "warm_start.learning_rate=0.004", "optimizer.learning_rate=0.0005",
         "optimizer.schedule=constant", "train.minibatches=1", "train.max_updates=30",
-        "checkpoint.every=15", "evaluation.every=0", "limits.byte_budget=33554432",
+        "checkpoint.every=15", "evaluation.every=0", "limits.byte_budget=33554432", "environment.tool_timeout_s=2",
     ]  # fmt: skip
     spec = with_overrides(load_yaml(EXAMPLE), changes)
     for source in (spec["data"]["train"], spec["data"]["eval"]):
