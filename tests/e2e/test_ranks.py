@@ -39,7 +39,7 @@ def test_a_rank_is_killed_and_another_one_hangs(stack_of_ranks: Any) -> None:
     trained = [event for event in events if isinstance(event, BatchTrained)]
     assert [event.number for event in trained] == list(range(1, TOTAL + 1)), "no gap and no repeat"
     assert not any(isinstance(event, LineageForked) for event in events), "the same ranks give the same bits"
-    assert len({event.trainer_epoch for event in trained}) == 3
+    assert len({event.trainer_epoch for event in trained}) >= 2, "one of three lives may have begun or ended idle"
     assert len({event.digest for event in trained}) > TOTAL / 2, "the updates changed the weights"
 
     checkpoints = [Path(event.path) for event in events if isinstance(event, Checkpointed)]
