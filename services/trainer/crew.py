@@ -28,7 +28,6 @@ from penstock.services.trainer.orders import (
 )
 from penstock.services.trainer.ranks import Ranks, to_the_end
 from penstock.services.trainer.replica import Replica
-from penstock.shared.errors import RankLost
 from penstock.shared.protocol.messages import BatchManifest
 
 __all__ = ["Crew"]
@@ -125,11 +124,6 @@ class Crew:
             return asyncio.create_task(write(await self._replica.copy()), name="checkpoint")
 
         return await self._order(Save(number, token), work)
-
-    def raise_if_stranded(self) -> None:
-        """After an error: raise RankLost if ranks still stand where another one failed, and will never come back."""
-        if self._ranks is not None and self._ranks.stranded:
-            raise RankLost(self._ranks.stranded)
 
     async def close(self) -> None:
         """Forget the job."""

@@ -135,8 +135,10 @@ class TrainerService:
         self.sessions[job] = session
         try:
             error = await unexpected(session.run())
-        finally:
+        finally:  # also where the job was over before the session was
             self.sessions.pop(job, None)
+            if ranks is not None and ranks.stranded:
+                self._lose(RankLost(ranks.stranded))
         if error is not None and ranks is not None and ranks.place.size > 1:
             # The others may stand anywhere: only a common new start brings the ranks together again.
             if ranks.liveness is not None:

@@ -141,7 +141,6 @@ class TrainerSession:
             except* (ConfigError, DataError, CheckpointError) as group:
                 reason = str(_first(group))
                 await self._reporter.ask(Report(kind="failed", epoch=self._epoch, reason=reason))
-                self._crew.raise_if_stranded()
                 await asyncio.Event().wait()  # the coordinator ends the job, and with it this session
             keeping.cancel()
 

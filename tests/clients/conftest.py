@@ -140,7 +140,8 @@ class Deployment:
         return {interaction.id: interaction for interaction in self._run(read())}
 
     def await_training(self, feedback: str) -> None:
-        """Wait until what a client said was trained on."""
+        """Wait until what a client said was trained on. A batch has two, and clients post odd numbers: one is added."""
+        self.client.feedback("accepted", True, inference=self._ask().json()["id"])
 
         def trained() -> bool:
             fate = self.client.feedback_status(feedback)
@@ -157,10 +158,12 @@ class Deployment:
             time.sleep(0.1)
 
     def _await_model(self) -> None:
-        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "store": False}
+        self.until(lambda: self._ask(store=False).is_success, "the first answer")
+
+    def _ask(self, **more: Any) -> httpx.Response:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **more}
         headers = {"authorization": f"Bearer {API_KEY}"}
-        with httpx.Client(base_url=self.url, headers=headers, timeout=READY_S) as http:
-            self.until(lambda: http.post("/v1/chat/completions", json=body).is_success, "the first answer")
+        return httpx.post(f"{self.url}/v1/chat/completions", json=body, headers=headers, timeout=READY_S)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(READY_S + 10)

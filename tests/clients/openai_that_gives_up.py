@@ -7,7 +7,7 @@ import sys
 import openai
 
 URL, KEY, MODEL = sys.argv[1:4]
-TOKENS = 600
+TOKENS = 2000
 
 with openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=8, timeout=0.25) as client:
     raw = client.chat.completions.with_raw_response.create(

@@ -78,7 +78,8 @@ def main() -> None:
         feedback = verdicts(gateway)
         refusals(gateway)
     answers = 2 + 1 + asyncio.run(at_once())
-    print(json.dumps({"version": version("tensorzero"), "answers": answers, "feedback": feedback}))
+    print(json.dumps({"version": version("tensorzero"), "answers": answers, "feedback": feedback}), flush=True)
+    os._exit(0)  # its threads now and then crash an interpreter that ends in good order
 
 
 main()
