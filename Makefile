@@ -10,17 +10,23 @@ CLIENTS ?= $(sort $(basename $(notdir $(wildcard tests/clients/requirements/*.tx
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lint format type imports check test e2e clients clients-venvs docs docs-serve reference compose-config compose-test up down \
-	demo bench bench-bus bench-ledger bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-algorithms bench-ingest bench-online bench-length fresh package release clean
+	demo bench bench-bus bench-ledger bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-algorithms bench-ingest bench-online bench-length bench-rambling fresh package release clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 setup:  ## environment with everything the other verbs need
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -e '.[dev]'
+	$(BIN)/pip install -q -e '.[dev,docs,bench-plots]'
 
 $(BIN)/pytest:
 	$(MAKE) setup
+
+$(BIN)/mkdocs: | $(BIN)/pytest  # the tests do without it
+	$(BIN)/pip install -q -e '.[docs]'
+
+$(BIN)/fonttools: | $(BIN)/pytest  # comes with matplotlib; the tests do without it
+	$(BIN)/pip install -q -e '.[bench-plots]'
 
 lint: $(BIN)/pytest  ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -51,11 +57,11 @@ clients-venvs: $(BIN)/pytest  ## an environment for each client of others (CLIEN
 clients: clients-venvs  ## clients of others, unmodified, against a running deployment (CLIENTS=... as above)
 	PENSTOCK_REQUIRE_CLIENTS="$(CLIENTS)" $(BIN)/pytest tests/clients
 
-docs: $(BIN)/pytest  ## the manual, as a site; warnings are errors
+docs: $(BIN)/mkdocs  ## the manual, as a site; warnings are errors
 	$(BIN)/python docs/reference.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-docs-serve: $(BIN)/pytest  ## the manual, live
+docs-serve: $(BIN)/mkdocs  ## the manual, live
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 reference: $(BIN)/pytest  ## rewrite the tables in docs/ that come from the code
@@ -103,19 +109,22 @@ bench-vs-trl: $(BIN)/pytest $(TRL_VENV)/bin/trl  ## the same task, model and see
 bench-trainer: $(BIN)/pytest $(TRL_VENV)/bin/trl  ## tokens/s of the training step beside TRL's and beside a bare PyTorch loop
 	$(BIN)/python benchmarks/trainer.py --trl-python $(TRL_VENV)/bin/python $(ARGS)
 
-bench-gsm8k: $(BIN)/pytest  ## RL beside more supervised training on GSM8K's calculator expressions (GSM8K=directory of its files)
+bench-gsm8k: $(BIN)/fonttools  ## RL beside more supervised training on GSM8K's calculator expressions (GSM8K=directory of its files)
 	$(BIN)/python benchmarks/gsm8k_calc.py --train $(GSM8K)/train.jsonl --test $(GSM8K)/test.jsonl --out docs/results/gsm8k_calc $(ARGS)
 
-bench-algorithms: $(BIN)/pytest  ## learning curves of every algorithm in examples/algorithms, three seeds each
+bench-algorithms: $(BIN)/fonttools  ## learning curves of every algorithm in examples/algorithms, three seeds each
 	$(BIN)/python benchmarks/algorithms.py --out docs/results/algorithms $(ARGS)
 
-bench-length: $(BIN)/pytest  ## which aggregations and overlong rules make wrong answers longer, three seeds each
+bench-length: $(BIN)/fonttools  ## which aggregations and overlong rules make wrong answers longer, three seeds each
 	$(BIN)/python benchmarks/length_bias.py --out docs/results/length_bias $(ARGS)
+
+bench-rambling: $(BIN)/fonttools  ## which overlong rules lose right answers, three seeds each
+	$(BIN)/python benchmarks/length_bias.py --task rambling --out docs/results/rambling $(ARGS)
 
 bench-ingest: $(BIN)/pytest  ## durable feedback per second through HTTP, and what SIGKILL loses
 	$(BIN)/python benchmarks/ingest.py $(ARGS)
 
-bench-online: $(BIN)/pytest  ## accepted answers of an agent that learns from feedback, alone and beside a hostile key, three seeds each
+bench-online: $(BIN)/fonttools  ## accepted answers of an agent that learns from feedback, alone and beside a hostile key, three seeds each
 	$(BIN)/python benchmarks/online.py --out docs/results/online $(ARGS)
 
 fresh:  ## both commands of the README on a clean machine

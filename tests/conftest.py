@@ -5,33 +5,49 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import pytest
 
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.server import NatsServer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the models of the tests are small
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # hundreds of interpreters start: one compiles for all of them
+    sys.dont_write_bytecode = False
 SHM, SHM_ROOM_BYTES = Path("/dev/shm"), 2 << 30
 EXPERIENCE_BYTES, STREAM_BYTES = 64 << 20, 16 << 20
-WORKERS = 2
-"""Processes that share the whole suite: many tests wait for processes of their own, few need a core all the time."""
+WORKERS, WORKER_BYTES = 3, 2 << 30
+"""Processes that share the whole suite, and memory of one with what it starts. Two cores have room for three: many
+tests wait for processes of their own, few need a core all the time."""
+SLOW_UNTIL = 0.8
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """The whole suite is shared out; tests that somebody names run in this process, where `-s` and `--pdb` work."""
-    return WORKERS if config.args_source is pytest.Config.ArgsSource.TESTPATHS else 0
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return 0
+    return max(1, min(WORKERS, psutil.virtual_memory().available // WORKER_BYTES))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first, or one worker would wait for the other's last file."""
+    """Spread files with slow tests, which mostly wait, among the others, which compute; the last fifth has none.
+
+    Otherwise all workers would first wait and then compute, and in the end wait for the one that has the last file.
+    """
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    files = dict.fromkeys(item.path for item in items)
+    place: dict[Path, float] = {}
+    for share, some in ((SLOW_UNTIL, slow), (1.0, files.keys() - slow)):
+        own = [path for path in files if path in some]
+        place |= {path: share * number / len(own) for number, path in enumerate(own)}
+    items.sort(key=lambda item: place[item.path])
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@
 ``python nursery.py <socket>`` imports what the services and the ranks of a trainer need, which takes seconds, and forks
 a program each time it is sent an order. What it forks runs as a program of its own: it has an environment, a session, a
 log and an end of its own, and can be stopped and killed like any other process. It ends with the nursery at the latest.
+
+The interpreter that a forked trainer starts for a replay is ``nursery_python.py``, which has that forked here, too.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ import json
 import os
 import runpy
 import select
+import shlex
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -40,6 +44,8 @@ IMPORTED = (
 ORDER_BYTES, WORD_BYTES = 128 << 10, 16
 WAIT_S = 0.01
 PR_SET_PDEATHSIG = 1
+SOCKET = "socket"
+INTERPRETER = Path(__file__).with_name("nursery_python.py")
 
 
 class Nursery:
@@ -48,22 +54,26 @@ class Nursery:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._turn = threading.Lock()
+        self._directory = tempfile.TemporaryDirectory(prefix="penstock-nursery-")
 
     def launch(self, module: str, environment: Mapping[str, str], log: IO[bytes]) -> Forked:
         """Run a module as the services are run: a ``penstock.local.launch.Launch``."""
         return self.run(module, environment=environment, output=log.fileno())
 
     def run(
-        self, program: str, *, environment: Mapping[str, str], output: int = 2, channel: socket.socket | None = None
-    ) -> Forked:
+        self, program: str, *arguments: str, environment: Mapping[str, str], output: int = 2,
+        channel: socket.socket | None = None,
+    ) -> Forked:  # fmt: skip
         """Fork a process that runs a module, or a file where the name ends in ``.py``.
 
         Args:
             environment: all variables.
             output: descriptor of its standard output and error.
-            channel: for the program; the number of its descriptor is the only argument.
+            channel: for the program; the number of its descriptor comes before the other arguments.
         """
-        order = {"program": program, "environment": dict(environment), "directory": str(Path.cwd())}
+        order = {
+            "program": program, "arguments": arguments, "environment": dict(environment), "directory": str(Path.cwd()),
+        }  # fmt: skip
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         descriptors = [its.fileno(), output, *([channel.fileno()] if channel else [])]
         with self._turn, its:
@@ -78,6 +88,7 @@ class Nursery:
             self._process.kill()
             self._process.wait()
             self._process = None
+        self._directory.cleanup()
 
     def _start(self) -> None:
         if self._process is not None:
@@ -85,7 +96,7 @@ class Nursery:
         environment = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # the other check breaks CUDA in a fork
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, __file__, str(theirs.fileno())]
+            command = [sys.executable, __file__, str(theirs.fileno()), self._directory.name]
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], env=environment, start_new_session=True
             )
@@ -133,36 +144,43 @@ class Forked:
                 os.kill(self.pid, number)
 
 
-def serve(orders: socket.socket) -> dict[str, Any] | None:
-    """Fork for each order; returns the order in the process that has to carry it out, None once nobody gives any."""
+def serve(orders: socket.socket, listener: socket.socket) -> dict[str, Any] | None:
+    """Fork for each order; returns the order in the process that has to carry it out, None once nobody gives any.
+
+    Who gives one by a connection of its own is told on that, and what was forked ends when the connection does.
+    """
     woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
     alive: dict[int, socket.socket] = {}
+    tied: dict[int, socket.socket] = {}
     while True:
-        ready, _, _ = select.select([orders, woken], [], [])
+        ready, _, _ = select.select([orders, woken, listener, *tied.values()], [], [])
         if woken in ready:
             os.read(woken, 4096)
             report_ended(alive)
-        if orders not in ready:
-            continue
-        data, descriptors, _, _ = socket.recv_fds(orders, ORDER_BYTES, 8)
-        if not data:
+        end_forsaken(tied, alive, ready)
+        data, descriptors = next_order(orders, listener, ready)
+        if data is None:
             return None
+        if not data:
+            continue
         news, *descriptors = descriptors
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for connection in (orders, *alive.values()):
+            for connection in (orders, listener, *alive.values()):
                 connection.close()
             for descriptor in (woken, wake, news):
                 os.close(descriptor)
             die_with(parent)
             return {**json.loads(data), "descriptors": descriptors}
         alive[pid] = socket.socket(fileno=news)
-        alive[pid].send(b"%d" % pid)
+        tell(alive[pid], pid)
+        if listener in ready:
+            tied[pid] = alive[pid]
         for descriptor in descriptors:
             os.close(descriptor)
 
@@ -173,8 +191,37 @@ def report_ended(alive: dict[int, socket.socket]) -> None:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             return
-        with alive.pop(pid) as news, contextlib.suppress(BrokenPipeError):  # nobody wants to know
-            news.send(b"%d" % os.waitstatus_to_exitcode(status))
+        with alive.pop(pid) as news:
+            tell(news, os.waitstatus_to_exitcode(status))
+
+
+def tell(news: socket.socket, number: int) -> None:
+    """Send a number to who may want to know it."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        news.send(b"%d" % number)
+
+
+def next_order(orders: socket.socket, listener: socket.socket, ready: Sequence[Any]) -> tuple[bytes | None, list[int]]:
+    """An order, empty where there is none, and descriptors: where to say how it goes, and those of the program.
+
+    None in place of the order: nobody gives any more.
+    """
+    if listener in ready:
+        connection, _ = listener.accept()
+        data, descriptors, _, _ = socket.recv_fds(connection, ORDER_BYTES, 8)
+        return data, [connection.detach(), *descriptors] if data else []
+    if orders in ready:
+        data, descriptors, _, _ = socket.recv_fds(orders, ORDER_BYTES, 8)
+        return data or None, descriptors
+    return b"", []
+
+
+def end_forsaken(tied: dict[int, socket.socket], alive: Mapping[int, socket.socket], ready: Sequence[Any]) -> None:
+    """Kill what nobody waits for any more; forget what ended."""
+    for pid in [pid for pid in tied if pid not in alive or tied[pid] in ready]:
+        if pid in alive:
+            os.kill(pid, signal.SIGKILL)
+        del tied[pid]
 
 
 def die_with(parent: int) -> None:
@@ -198,7 +245,9 @@ def become(order: Mapping[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(order["environment"])
     program = order["program"]
-    sys.argv = [program, *map(str, channel)]
+    sys.argv = [program, *map(str, channel), *order["arguments"]]
+    if program == "penstock.services.trainer":
+        sys.executable = order["interpreter"]
     sys.path[0:1] = [order["directory"], *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     if program.endswith(".py"):
         runpy.run_path(program, run_name="__main__")
@@ -219,12 +268,26 @@ def imports(names: Sequence[str]) -> None:
     gc.freeze()  # or the memory that all share would be copied by the first collection
 
 
+def make_interpreter(directory: Path) -> str:
+    """A program that stands for ``python`` and knows where the nursery's socket is."""
+    words = [sys.executable, "-IS", str(INTERPRETER), str(directory / SOCKET)]
+    program = directory / "python"
+    program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    program.chmod(0o700)
+    return str(program)
+
+
 def main() -> None:
     """The nursery, and each process that it forks."""
+    directory = Path(sys.argv[2])
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(directory / SOCKET))
+    listener.listen()
+    interpreter = make_interpreter(directory)
     imports(IMPORTED)
-    order = serve(socket.socket(fileno=int(sys.argv[1])))
+    order = serve(socket.socket(fileno=int(sys.argv[1])), listener)
     if order is not None:
-        become(order)
+        become({**order, "interpreter": interpreter})
 
 
 if __name__ == "__main__":

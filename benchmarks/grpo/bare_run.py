@@ -84,8 +84,8 @@ class Loop:
             samples = [f.sample for f in finished[i * task.GROUP : (i + 1) * task.GROUP]]
             texts = completion_texts(samples, self._decode, stop_tokens=frozenset(self._stop), stop=())
             group = build_group(
-                job="bare", draw=Draw(i), epoch=0, worker="", prompt=prompt, samples=samples, texts=texts, num_greedy=0,
-                seconds=0.0,
+                job="bare", draw=Draw(i), epoch=0, worker="", prompt=prompt, samples=samples, texts=texts,
+                temperature=1.0, num_greedy=0, seconds=0.0,
             )  # fmt: skip
             rewards = [self._reward(prompt.text, text, prompt.answer, prompt.row) for text in texts]
             yield group.scored(np.asarray(rewards, np.float32), np.zeros(task.GROUP, np.bool_), {})

@@ -52,10 +52,13 @@ class Loop:
     Args:
         config: the job. Its scorers are not asked.
         version_0: file of the weights after the warm start; made if it is not there.
+        cut_off_fails: completions that were cut off leave their group, as where a scorer raises an error on them;
+            a group that is too small then is not trained on.
     """
 
-    def __init__(self, config: JobConfig, version_0: Path) -> None:
+    def __init__(self, config: JobConfig, version_0: Path, *, cut_off_fails: bool = False) -> None:
         self._config = config
+        self._cut_off_fails = cut_off_fails
         self._learner = Learner(config)
         self._tokenizer = self._learner.tokenizer
         self._eos = int(self._tokenizer.eos_token_id)
@@ -87,7 +90,8 @@ class Loop:
         prompts = [self._prompts.train(self._updates * num_groups + i) for i in range(num_groups)]
         samples = self._sample(prompts, size, seed=self._updates + 1)
         rewards_B, lengths = self._judge(prompts, samples, size)
-        self._learner.update(BatchShard.whole(self._groups(prompts, samples, rewards_B)), update_index=self._updates)
+        if groups := self._groups(prompts, samples, rewards_B):
+            self._learner.update(BatchShard.whole(groups), update_index=self._updates)
         self._updates += 1
         self._batch.adopt(self._updates)
         return lengths
@@ -136,13 +140,17 @@ class Loop:
 
     def _groups(self, prompts: Sequence[Prompt], samples: Sequence[Sample], rewards_B: Floats) -> list[Group]:
         size, groups = self._config.algorithm.group_size, []
+        failed_B = np.array([self._cut_off_fails and sample.finish == "length" for sample in samples])
         for number, prompt in enumerate(prompts):
             own = slice(number * size, (number + 1) * size)
+            if size - failed_B[own].sum() < self._config.algorithm.smallest_group:
+                continue
             group = build_group(
                 job="loop", draw=Draw(number), epoch=0, worker="", prompt=prompt, samples=samples[own],
-                texts=self._texts(samples[own]), num_greedy=0, seconds=0.0,
+                texts=self._texts(samples[own]), temperature=self._config.sampling.temperature, num_greedy=0,
+                seconds=0.0,
             )  # fmt: skip
-            groups.append(group.scored(rewards_B[own], np.zeros(size, np.bool_), {}))
+            groups.append(group.scored(rewards_B[own], failed_B[own], {}))
         return groups
 
 

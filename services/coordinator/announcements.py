@@ -9,6 +9,7 @@ from penstock.services.coordinator.outbox import Outbox
 from penstock.shared.protocol.events import (
     BatchTrained,
     BestCheckpoint,
+    CanaryBegun,
     Checkpointed,
     Dropped,
     Event,
@@ -38,7 +39,7 @@ def announce(outbox: Outbox, events: Iterable[Event]) -> None:
                 outbox.event("warning", "dropped", f"{len(event.draws)} draws dropped{ending}: {event.reason}")
             case LineageForked():
                 outbox.event("warning", "lineage_forked", f"rolled back from batch {event.from_batch}: {event.reason}")
-            case Promoted() | PromotionRefused() | Quarantined():
+            case Promoted() | PromotionRefused() | CanaryBegun() | Quarantined():
                 _announce_safety(outbox, event)
             case SettingsChanged():
                 shown = ", ".join(
@@ -52,8 +53,11 @@ def announce(outbox: Outbox, events: Iterable[Event]) -> None:
                 pass
 
 
-def _announce_safety(outbox: Outbox, event: Promoted | PromotionRefused | Quarantined) -> None:
+def _announce_safety(outbox: Outbox, event: Promoted | PromotionRefused | CanaryBegun | Quarantined) -> None:
     match event:
+        case CanaryBegun():
+            text = f"version {event.version} answers {event.share:.0%} of the conversations, {event.served} the others"
+            outbox.event("info", "canary", text, version=event.version, share=event.share, figures=event.figures)
         case Promoted():
             text = f"version {event.version} is served ({event.reason})"
             outbox.event("info", "promoted", text, version=event.version, figures=event.figures)

@@ -8,19 +8,31 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import xxhash
 
+from penstock.services.coordinator.canary import flaws_of_canaries
 from penstock.services.coordinator.hyperparameters import hyperparameters_of
 from penstock.services.coordinator.ledger import NO_SIGNAL, LedgerState
 from penstock.services.coordinator.online.proof import flaws_of_admission
+from penstock.services.coordinator.online.sources import flaws_of_weights
 from penstock.services.coordinator.online.values import flaws_of_values
 from penstock.services.coordinator.promotion import flaws_of_promotions
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.online_job import OnlineJob
-from penstock.shared.protocol.events import BatchSealed, BatchTrained, Dropped, Event, LineageForked, SealedGroup
+from penstock.shared.errors import ProtocolError
+from penstock.shared.protocol.events import (
+    BatchSealed,
+    BatchTrained,
+    Dropped,
+    Event,
+    LineageForked,
+    SealedGroup,
+    decode_events,
+)
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.trajectory import Group
+from penstock.shared.protocol.trajectory import Group, decode_group
 
-__all__ = ["Audit", "audit_group", "audit_ledger"]
+__all__ = ["Audit", "audit_entries", "audit_group", "audit_ledger", "audit_stored"]
 
 CHECKS = {
     "ledger equation": "drawn = trained + dropped + in flight after every event; each draw ends exactly once",
@@ -31,8 +43,10 @@ CHECKS = {
     "spans": "version spans cover every token and agree with what the gate saw",
     "finite": "every log-prob and reward that was trained is finite",
     "resampling": "no more groups without signal were replaced than algorithm.dynamic_sampling allows",
-    "hyper-parameters": "each batch was sealed with the settings that held then",
+    "hyper-parameters": "each batch was sealed with the settings that held then, and sampled with those of its draws",
     "admissions": "what an online job trained was admitted: an interaction once, its feedback once, within the bound",
+    "decisions": "decided again from what is stored, live interactions earn what the ledger says",
+    "canaries": "a version on trial was served to all as its feedback said, and nothing it answered was trained",
     "promotions": "a version that was served kept the bounds of online.promotion, or somebody wanted it",
     "snapshots": "each snapshot equals the fold of the entries that it covers",
 }
@@ -51,6 +65,7 @@ class Audit:
     max_lag_seen: int = 0
     snapshots_checked: int = 0
     admissions_checked: int = 0
+    decisions_checked: int = 0
 
     def find(self, check: str, text: str) -> None:
         """Note a violation."""
@@ -64,6 +79,7 @@ class Audit:
             "digests": f"{self.groups_checked} groups read, {self.groups_gone} purged after a checkpoint",
             "finite": f"{self.tokens_checked} tokens",
             "admissions": f"{self.admissions_checked} trajectories of live interactions",
+            "decisions": f"{self.decisions_checked} of the newest decided again",
             "snapshots": f"{self.snapshots_checked} equal the fold",
         }
         checks = [
@@ -84,6 +100,23 @@ class Audit:
             "checks": checks,
             "violations": [f"{name}: {text}" for name, texts in self.violations.items() for text in texts],
         }
+
+
+def audit_entries(
+    entries: Sequence[bytes], config: JobConfig, snapshots: Mapping[int, LedgerState] | None = None
+) -> Audit:
+    """``audit_ledger`` of what the stream holds, up to the first entry that does not decode."""
+    decoded, flaw = [], ""
+    for count, data in enumerate(entries, 1):
+        try:
+            decoded.append(decode_events(data))
+        except ProtocolError as error:
+            flaw = f"entry {count}: {error}"
+            break
+    audit = audit_ledger(decoded, config, snapshots)
+    if flaw:
+        audit.find("ledger equation", flaw)
+    return audit
 
 
 def audit_ledger(
@@ -111,16 +144,20 @@ def audit_ledger(
     _check_once(audit)
     if isinstance(config, OnlineJob):
         audit.admissions_checked, flaws = flaws_of_admission(entries, audit.trained, config)
-        for flaw in flaws:
-            audit.find("admissions", flaw)
-        for flaw in flaws_of_promotions(entries, config.online.promotion):
-            audit.find("promotions", flaw)
+        found = {
+            "admissions": flaws + flaws_of_weights(entries, audit.trained, config),
+            "promotions": flaws_of_promotions(entries, config.online.promotion),
+            "canaries": flaws_of_canaries(entries, config.online.promotion),
+        }
+        for check, flaws in found.items():
+            for flaw in flaws:
+                audit.find(check, flaw)
     return audit
 
 
 def _audit_entry(audit: Audit, entry: list[Event], config: JobConfig, sealed: dict[int, BatchSealed]) -> None:
     for event in entry:
-        before = audit.state.version
+        _check_version(audit, event)
         _check_values(audit, event, config)
         audit.state.apply(event)
         match event:
@@ -129,18 +166,25 @@ def _audit_entry(audit: Audit, entry: list[Event], config: JobConfig, sealed: di
                 _check_lag(audit, event, config.train.max_lag)
                 if event.hyperparameters != hyperparameters_of(audit.state.settings):
                     audit.find("hyper-parameters", f"batch {event.number} was sealed with {event.hyperparameters}")
+                if not isinstance(config, OnlineJob):  # live requests name their own
+                    _check_temperatures(audit, event)
             case Dropped() if event.reason == NO_SIGNAL:
                 _check_resampling(audit, config)
             case BatchTrained():
-                if event.version != before + 1:
-                    audit.find("version monotone", f"batch {event.number} made {event.version} after {before}")
                 audit.trained[event.number] = sealed[event.number]
             case LineageForked():
-                if event.version <= before:
-                    audit.find("version monotone", f"fork to {event.version} at or below {before}")
                 audit.trained = {n: b for n, b in audit.trained.items() if n < event.from_batch}
             case _:
                 pass
+
+
+def _check_version(audit: Audit, event: Event) -> None:
+    """Before the fold, which takes no such event and would only say so."""
+    before = audit.state.version
+    if isinstance(event, BatchTrained) and event.version != before + 1:
+        audit.find("version monotone", f"batch {event.number} made {event.version} after {before}")
+    if isinstance(event, LineageForked) and event.version <= before:
+        audit.find("version monotone", f"fork to {event.version} at or below {before}")
 
 
 def _check_values(audit: Audit, event: Event, config: JobConfig) -> None:
@@ -159,6 +203,14 @@ def _check_lag(audit: Audit, batch: BatchSealed, max_lag: int) -> None:
         audit.max_lag_seen = max(audit.max_lag_seen, lag)
         if lag > max_lag:
             audit.find("lag bound", f"batch {batch.number}: draw {group.draw} has lag {lag} > {max_lag}")
+
+
+def _check_temperatures(audit: Audit, batch: BatchSealed) -> None:
+    for group in batch.groups:
+        drawn, sampled = audit.state.open[group.draw].temperature, group.temperature
+        if sampled is not None and drawn is not None and sampled != drawn:
+            text = f"batch {batch.number}: draw {group.draw} was sampled at temperature {sampled:g}, drawn at {drawn:g}"
+            audit.find("hyper-parameters", text)
 
 
 def _check_resampling(audit: Audit, config: JobConfig) -> None:
@@ -182,6 +234,17 @@ def _check_once(audit: Audit) -> None:
                 audit.find("once only", f"{name} {key} was trained {count} times")
 
 
+def audit_stored(audit: Audit, number: int, sealed: SealedGroup, data: bytes) -> None:
+    """``audit_group`` of what the stream holds of a trained group."""
+    try:
+        group = decode_group(data)
+    except ProtocolError as error:
+        audit.groups_checked += 1
+        audit.find("digests", f"batch {number}, draw {sealed.draw}: the stored group does not decode: {error}")
+    else:
+        audit_group(audit, number, sealed, group, xxhash.xxh3_128_hexdigest(data))
+
+
 def audit_group(audit: Audit, number: int, sealed: SealedGroup, group: Group, digest: str) -> None:
     """Check the stored payload of a trained group against what the ledger says about it."""
     audit.groups_checked += 1
@@ -191,6 +254,8 @@ def audit_group(audit: Audit, number: int, sealed: SealedGroup, group: Group, di
         audit.find("digests", f"{where}: the stored group is not the one that was sealed")
     if group.objective != sealed.objective:
         audit.find("digests", f"{where}: sealed as {sealed.objective}, the stored group is of {group.objective}")
+    if sealed.temperature is not None and group.temperature != sealed.temperature:
+        audit.find("digests", f"{where}: sealed at temperature {sealed.temperature:g}, stored at {group.temperature:g}")
     versions = group.spans[:, 1]
     if len(versions) and (int(versions.min()), int(versions.max())) != (sealed.min_version, sealed.max_version):
         audit.find("spans", f"{where}: spans say {versions.min()}..{versions.max()}, the gate saw otherwise")

@@ -69,7 +69,10 @@ class Carrier:
 
     def _ticket(self, run: JobRun, draw: Draw) -> Ticket:
         info = run.state.open[draw]
-        return Ticket(draw=draw, min_version=info.min_version, deadline=info.deadline, epoch=self.epoch)
+        return Ticket(
+            draw=draw, min_version=info.min_version, deadline=info.deadline, epoch=self.epoch,
+            temperature=info.temperature,
+        )  # fmt: skip
 
     async def publish_tickets(self, tickets: list[Ticket]) -> None:
         """Publish tickets, all or none; waits while the bus is away."""

@@ -12,12 +12,11 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-import xxhash
 
 from penstock.services.coordinator.api.control import Order, Row
 from penstock.services.coordinator.api.logfiles import read_logs
 from penstock.services.coordinator.artifacts import Artifacts
-from penstock.services.coordinator.audit import Audit, audit_group, audit_ledger, sealed_by_seq
+from penstock.services.coordinator.audit import Audit, audit_entries, audit_stored, sealed_by_seq
 from penstock.services.coordinator.browse import SampleBrowser
 from penstock.services.coordinator.checkpoints import checkpoint_row, checkpoint_rows, delete_checkpoint, find_file
 from penstock.services.coordinator.files import FileStore
@@ -31,6 +30,8 @@ from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.letterbox import LetterBox
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.once import Once
+from penstock.services.coordinator.online.rereading import decide_again
+from penstock.services.coordinator.probe import WriteProbe
 from penstock.services.coordinator.retention import check_room
 from penstock.services.coordinator.scaling import Scaler
 from penstock.services.coordinator.series import columns, metric_names
@@ -40,16 +41,16 @@ from penstock.services.coordinator.timeline import timeline
 from penstock.services.coordinator.webhooks.store import WebhookStore
 from penstock.shared.config.job import JobConfig, group_bytes
 from penstock.shared.config.kinds import AnyJob, parse_job, trains
+from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.service import ServiceSettings
-from penstock.shared.errors import ConfigError, Conflict, PenstockError
+from penstock.shared.errors import ConfigError, Conflict, NotFound, PenstockError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.events import SealedGroup, decode_events
 from penstock.shared.protocol.ids import new_attempt
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, DesiredState, JobRecord, Operation
 from penstock.shared.protocol.messages import Ack, ReplayRequest, ReplayRow
-from penstock.shared.protocol.trajectory import decode_group
-from penstock.shared.transport.bus import Bus, Message
+from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.server import durability
 
 __all__ = ["CoordinatorControl"]
@@ -69,7 +70,7 @@ class CoordinatorControl:
     ) -> None:
         self.bus, self.store, self.members, self.settings = bus, store, members, settings
         self.leader = LeaderLine(bus, runners)
-        self._once = Once(bus)
+        self._once, self._probe = Once(bus), WriteProbe(bus, settings.worker_id)
         self.keys = KeyStore(bus)
         self.letters = LetterBox(bus)
         self.files = FileStore(
@@ -197,6 +198,14 @@ class CoordinatorControl:
                 if is_last_event(message.data):
                     return
 
+    async def keeps_event(self, seq: int) -> bool:
+        """See ``Control.keeps_event``."""
+        try:
+            await self.bus.get(subjects.EVENTS, seq)
+        except NotFound:
+            return False
+        return True
+
     async def metrics(
         self, job: str, *, names: list[str] | None, step_from: int | None, step_to: int | None, max_points: int
     ) -> Row:
@@ -281,12 +290,17 @@ class CoordinatorControl:
         messages = await self.bus.read(subjects.LEDGER, subjects.ledger(job))
         place = {message.seq: count for count, message in enumerate(messages, 1)}
         folds = {place.get(snapshot.seq, 0): state for snapshot, state, _ in snapshots}
-        audit = await asyncio.to_thread(_audit_entries, messages, config, folds)
+        audit = await asyncio.to_thread(audit_entries, [message.data for message in messages], config, folds)
         wanted = sealed_by_seq(audit)
         for chunk in chunks_of({seq: largest_size(config, group) for seq, (_, group) in sorted(wanted.items())}):
             found = await self.bus.get_whole(subjects.EXPERIENCE, chunk)
             audit.groups_gone += len(chunk) - len(found)
             await asyncio.to_thread(_audit_groups, audit, [(*wanted[seq], m.data) for seq, m in found.items()])
+        if isinstance(config, OnlineJob):
+            entries = await asyncio.to_thread(lambda: [decode_events(message.data) for message in messages])
+            audit.decisions_checked, flaws = await decide_again(self.bus, job, config, entries)
+            for flaw in flaws:
+                audit.find("decisions", flaw)
         return audit.report()
 
     async def logs(self, job: str, *, service: str | None, tail: int, after: str | None) -> Row:
@@ -341,7 +355,9 @@ class CoordinatorControl:
             async with asyncio.timeout(0.8):
                 state = await self.bus.stream_state(subjects.LEDGER)
                 checks["leader"] = {"ok": True, "detail": await self.leader.name()}
+                flaw = await self._probe.flaw(0.5)
             checks["ledger"] = {"ok": True, "detail": f"{state.messages} entries"}
+            checks["write"] = {"ok": not flaw, "detail": flaw or "taken"}
         except (PenstockError, TimeoutError) as error:
             checks["ledger"] = {"ok": False, "detail": str(error) or "the ledger stream does not answer"}
         return all(check["ok"] for check in checks.values()), checks
@@ -366,13 +382,9 @@ def largest_size(config: JobConfig, group: SealedGroup) -> int:
     return group_bytes(tokens, config.completions_per_group, 0, table_bytes=config.model.replay_bytes_per_token)
 
 
-def _audit_entries(messages: Sequence[Message], config: JobConfig, folds: Mapping[int, LedgerState]) -> Audit:
-    return audit_ledger([decode_events(message.data) for message in messages], config, folds)
-
-
 def _audit_groups(audit: Audit, found: Sequence[tuple[int, SealedGroup, bytes]]) -> None:
     for number, sealed, data in found:
-        audit_group(audit, number, sealed, decode_group(data), xxhash.xxh3_128_hexdigest(data))
+        audit_stored(audit, number, sealed, data)
 
 
 def _timeline(entries: Sequence[bytes], step: int | None, limit: int) -> list[Row]:

@@ -65,6 +65,10 @@ class DrawSource(Protocol):
         """Add the draws for which there is room now."""
         ...
 
+    def judge(self, draft: Draft) -> None:
+        """Add what is known of a version on trial, before anything is decided on it."""
+        ...
+
     def choose(self, draft: Draft, ready: Sequence[Draw]) -> list[Draw] | None:
         """The groups of the next batch, in training order, out of those that may be trained; None: not yet."""
         ...
@@ -135,7 +139,10 @@ class Draft:
     def promote(self) -> None:
         """Decide whether the newest version is served."""
         gate = self.run.promotion
-        event = None if gate is None else gate.decide(self.state, writer_epoch=self.run.writer_epoch, now=self.now)
+        if gate is None:
+            return
+        self.run.source.judge(self)
+        event = gate.decide(self.state, writer_epoch=self.run.writer_epoch, now=self.now)
         if event is not None:
             self.add(event)
 
@@ -233,11 +240,15 @@ class Draft:
                     revision=state.revisions.get(number, 0) + 1,
                     start_version=start,
                     update_index=state.update_index(number),
-                    groups=[sealed_group(self.candidates[draw], baselines.get(draw)) for draw in chosen],
+                    groups=[self._sealed(draw, baselines.get(draw)) for draw in chosen],
                     hyperparameters=hyperparameters_of(state.settings),
                     tracking=tracking,
                 )
             )
+
+    def _sealed(self, draw: Draw, baseline: float | None) -> SealedGroup:
+        admission = self.state.admissions.get(draw.ordinal)
+        return sealed_group(self.candidates[draw], baseline, 1.0 if admission is None else admission.weight)
 
     def may_seal(self) -> bool:
         run, state = self.run, self.state
@@ -275,6 +286,9 @@ class TicketSource:
     """Draws on demand: a ticket for each, in the job's data order, as many as the lag bound lets be in flight."""
 
     redraws = True
+
+    def judge(self, draft: Draft) -> None:
+        """Nothing: nobody is asked."""
 
     def choose(self, draft: Draft, ready: Sequence[Draw]) -> list[Draw] | None:
         """See ``gate.choose``."""
@@ -318,7 +332,7 @@ class TicketSource:
         return "True", "Generating", ""
 
 
-def sealed_group(candidate: Candidate, baseline: float | None = None) -> SealedGroup:
+def sealed_group(candidate: Candidate, baseline: float | None = None, weight: float = 1.0) -> SealedGroup:
     """The entry of a group in its batch."""
     header = candidate.header
     return SealedGroup(
@@ -333,4 +347,6 @@ def sealed_group(candidate: Candidate, baseline: float | None = None) -> SealedG
         worker=header.worker,
         objective=header.objective,
         baseline=baseline,
+        temperature=header.temperature,
+        weight=weight,
     )

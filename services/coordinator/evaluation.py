@@ -24,12 +24,17 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
-def evaluation_tickets(prompts: Iterable[int], version: int, *, deadline: float, epoch: int) -> list[Ticket]:
-    """One ticket per held-out prompt, pinned to ``version``."""
+def evaluation_tickets(
+    prompts: Iterable[int], version: int, *, deadline: float, epoch: int, temperature: float | None = None
+) -> list[Ticket]:
+    """One ticket per held-out prompt, pinned to ``version``, all at one temperature; None: that of the job file."""
     return [
-        Ticket(draw=Draw(i), min_version=version, version=version, deadline=deadline, epoch=epoch, purpose="eval")
+        Ticket(
+            draw=Draw(i), min_version=version, version=version, deadline=deadline, epoch=epoch, purpose="eval",
+            temperature=temperature,
+        )
         for i in sorted(prompts)
-    ]
+    ]  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -121,10 +126,15 @@ class EvaluationPlan:
             return self.config.at_start
         return (self.config.every > 0 and point % self.config.every == 0) or (final and self.config.at_end)
 
-    def start(self, point: int, version: int, *, now: float, deadline: float, epoch: int) -> list[Ticket]:
-        """Begin a point; returns its tickets."""
+    def start(
+        self, point: int, version: int, *, now: float, deadline: float, epoch: int, temperature: float | None = None
+    ) -> list[Ticket]:
+        """Begin a point; returns its tickets. ``temperature``: of the settings; an evaluation may have its own."""
         self.current = Evaluation(point, version, deadline, set(range(self.num_prompts)), now)
-        return evaluation_tickets(self.current.expected, version, deadline=deadline, epoch=epoch)
+        temperature = temperature if self.config.sampling is None else None
+        return evaluation_tickets(
+            self.current.expected, version, deadline=deadline, epoch=epoch, temperature=temperature
+        )
 
     def waits(self, now: float, *, batch_ready: bool) -> bool:
         """Whether results are still awaited; ``batch_ready``: a batch could be sealed if this point were done."""

@@ -24,13 +24,14 @@ class KeyStore:
         self._secret = b""
 
     async def create(
-        self, name: str, scopes: list[Scope], *, expires_at: datetime | None, rate_limit: str | None
-    ) -> tuple[StoredKey, str]:
+        self, name: str, scopes: list[Scope], *, expires_at: datetime | None, rate_limit: str | None,
+        models: list[str] | None = None, max_weight: float = 1.0,
+    ) -> tuple[StoredKey, str]:  # fmt: skip
         """See ``Keys.create``."""
         id, text, digest = new_key()
         key = StoredKey(
             id=id, name=name, scopes=scopes, created_at=datetime.now(UTC), expires_at=expires_at,
-            rate_limit=rate_limit, digest=digest,
+            rate_limit=rate_limit, models=models, max_weight=max_weight, digest=digest,
         )  # fmt: skip
         await self._kv.create(id, key.model_dump_json().encode())
         return key, text

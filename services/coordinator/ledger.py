@@ -17,7 +17,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.services.coordinator.draws import OpenDraw, TrainedBatch
+from penstock.shared.algorithms.agreement import Paired, add_pairs
 from penstock.shared.algorithms.baseline import track
+from penstock.shared.config.amendable import TEMPERATURE
 from penstock.shared.protocol.events import (
     Admission,
     Admitted,
@@ -25,12 +28,15 @@ from penstock.shared.protocol.events import (
     BatchSealed,
     BatchTrained,
     BestCheckpoint,
+    CanaryBegun,
+    CanaryJudged,
     Checkpointed,
     Drawn,
     Dropped,
     Event,
     Finished,
     JobStarted,
+    Judged,
     LineageForked,
     PhaseChanged,
     Promoted,
@@ -47,28 +53,6 @@ LOGPROBS_DIFFER = "logprobs_differ"
 """Reason of a draw whose posted log-probs are not those of the policy: its sender is not believed any more."""
 NO_SIGNAL = "no_signal"
 """Reason of a draw that was replaced because the rewards of its group are all equal."""
-
-
-@dataclass(slots=True)
-class OpenDraw:
-    """A draw that is not terminal. ``batch`` is the number of the sealed batch that holds it, 0 while in flight."""
-
-    min_version: int
-    deadline: float
-    batch: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class TrainedBatch:
-    """A batch of the present lineage whose groups may still be needed (replay, restart)."""
-
-    draws: tuple[Draw, ...]
-    seqs: tuple[int, ...]
-    revision: int
-    version: int
-    digest: str
-    values: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """What was tracked before it."""
 
 
 @dataclass(slots=True)
@@ -100,8 +84,11 @@ class LedgerState:
         values: tracked rewards by kind of prompt, after the newest trained batch.
         distrusted: keys that posted log-probs which are not the policy's.
         quarantined: feedback that was held back, id -> sequence, from ``read_from`` on; released or not.
+        agreements: how far each source of feedback agrees with the reference keys, where a job has these.
         promoted: the version that is served, of a job with a promotion gate; ``refused``: the newest one if it is not,
             the ``num_refused``-th in a row; ``figures``: of the newest update, which decide on its promotion.
+        canary: the version that a share of live traffic tries before it is served to all, None while there is none;
+            ``judged``: what conversations of both arms earned since, by their first interaction.
         forked: the version that the newest fork began; ``fork_request``: the operation that asked for it, or ''.
     """
 
@@ -140,10 +127,13 @@ class LedgerState:
     values: dict[str, tuple[float, float]] = field(default_factory=dict)
     distrusted: frozenset[str] = frozenset()
     quarantined: dict[str, int] = field(default_factory=dict)
+    agreements: dict[str, Paired] = field(default_factory=dict)
     promoted: Promoted | None = None
     refused: PromotionRefused | None = None
     num_refused: int = 0
     figures: dict[str, float] = field(default_factory=dict)
+    canary: CanaryBegun | None = None
+    judged: dict[str, Judged] = field(default_factory=dict)
     forked: int = -1
     fork_request: str = ""
 
@@ -240,7 +230,7 @@ class LedgerState:
 
     def _open(self, draw: Draw, min_version: int, deadline: float) -> None:
         assert draw not in self.open, f"draw {draw} is open already"
-        self.open[draw] = OpenDraw(min_version, deadline)
+        self.open[draw] = OpenDraw(min_version, deadline, temperature=self.settings.get(TEMPERATURE))
         self.drawn += 1
 
     def _admitted(self, event: Admitted) -> None:
@@ -254,6 +244,7 @@ class LedgerState:
             self.admissions[ordinal] = admission
             consumed |= admission.interactions
             used |= admission.feedback
+        self.agreements = add_pairs(self.agreements, (pair for one in event.admissions for pair in one.compared))
         self.read_from = (event.low_interactions, event.low_feedback)
         self.consumed = {name: seq for name, seq in consumed.items() if seq >= event.low_interactions}
         self.used = {name: seq for name, seq in used.items() if seq >= event.low_feedback}
@@ -319,11 +310,19 @@ class LedgerState:
 
     def _promoted(self, event: Promoted) -> None:
         assert event.version == self.version, "only the newest version has weights to serve"
-        self.promoted, self.refused, self.num_refused = event, None, 0
+        self.promoted, self.refused, self.num_refused, self.canary, self.judged = event, None, 0, None, {}
 
     def _promotion_refused(self, event: PromotionRefused) -> None:
         assert event.version == self.version, "an older version is decided already"
-        self.refused, self.num_refused = event, self.num_refused + 1
+        self.refused, self.num_refused, self.canary, self.judged = event, self.num_refused + 1, None, {}
+
+    def _canary_begun(self, event: CanaryBegun) -> None:
+        assert event.version == self.version, "only the newest version is tried"
+        assert not self.sealed, "the version that is tried keeps its weights"
+        self.canary, self.judged = event, {}
+
+    def _canary_judged(self, event: CanaryJudged) -> None:
+        self.judged = {one.interactions[0]: one for one in event.judged} | self.judged
 
     def _checkpointed(self, event: Checkpointed) -> None:
         self.checkpoint = self.checkpoints[event.number] = event
@@ -364,7 +363,7 @@ class LedgerState:
             self.rolled_back = (*self.rolled_back, (event.from_batch, self.last_trained))
         if self.checkpoint is not None and self.checkpoint.number >= event.from_batch:
             self.checkpoint = self.base_of(event.from_batch)
-        self.refused, self.num_refused, self.figures = None, 0, {}
+        self.refused, self.num_refused, self.figures, self.canary, self.judged = None, 0, {}, None, {}
         self.forked, self.fork_request = event.version, event.operation
         self.version, self.digest = event.version, event.digest
         self.trainer_epoch = max(self.trainer_epoch, event.trainer_epoch)
@@ -387,6 +386,8 @@ _HANDLERS: dict[type[Event], Callable[[LedgerState, Any], None]] = {
     Finished: LedgerState._finished,
     Promoted: LedgerState._promoted,
     PromotionRefused: LedgerState._promotion_refused,
+    CanaryBegun: LedgerState._canary_begun,
+    CanaryJudged: LedgerState._canary_judged,
     Quarantined: LedgerState._quarantined,
 }
 

@@ -12,6 +12,7 @@ from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.outbox import Outbox
 from penstock.services.coordinator.promotion import Evaluated, gate_of
 from penstock.services.coordinator.tally import Tally
+from penstock.shared.config.amendable import TEMPERATURE
 from penstock.shared.config.job import JobConfig
 from penstock.shared.protocol.events import BatchSealed
 from penstock.shared.protocol.messages import Report, Ticket
@@ -112,7 +113,10 @@ class Measures:
         if state.sealed or now < self._not_before or not self._is_due(state, state.updates, final=final):
             return []
         deadline = now + self.config.train.draw_timeout_s
-        return self.plan.start(state.updates, state.version, now=now, deadline=deadline, epoch=epoch)
+        return self.plan.start(
+            state.updates, state.version, now=now, deadline=deadline, epoch=epoch,
+            temperature=state.settings.get(TEMPERATURE),
+        )  # fmt: skip
 
     def end_evaluation(self, state: LedgerState, now: float) -> bool:
         """Close the evaluation in progress, if there is one."""

@@ -43,6 +43,10 @@ class Members:
         """Live workers of a service."""
         return [m for (name, _), m in sorted(self._members.items()) if name == service and m.alive(now)]
 
+    def everybody(self) -> list[Member]:
+        """All that are listed, live or lost."""
+        return [member for _, member in sorted(self._members.items())]
+
     def rows(self, job: str, now: float) -> list[dict[str, Any]]:
         """One row per worker, with its entry for ``job``."""
         return [
@@ -56,5 +60,5 @@ class Members:
                 "age_s": round(now - m.heard, 3),
                 **m.beat.jobs.get(job, {}),
             }
-            for _, m in sorted(self._members.items())
+            for m in self.everybody()
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.services.coordinator.gauges import JobGauges
 from penstock.services.coordinator.store import JobStore
 from penstock.shared.errors import Conflict, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
@@ -31,6 +33,7 @@ class Outbox:
 
     def __init__(self, bus: Bus, store: JobStore, job: str) -> None:
         self._bus, self._store, self._job = bus, store, job
+        self._gauges = JobGauges(job)
         self._queue: asyncio.Queue[tuple[Callable[[], Awaitable[None]], bool]] = asyncio.Queue(maxsize=10_000)
         self._status: dict[str, Any] = {}
         self._sent_status: dict[str, Any] = {}
@@ -41,6 +44,7 @@ class Outbox:
 
     def metrics(self, kind: str, step: int, version: int, values: dict[str, float], *, batch: int) -> None:
         """One row of METRICS, measured with the weights that ``batch`` made; ``step`` is where people see it."""
+        self._gauges.show(kind, values)
         row = {
             "kind": kind, "step": step, "batch": batch, "version": version, "time": time.time(), "values": values,
         }  # fmt: skip
@@ -88,15 +92,16 @@ class Outbox:
         await self.flush()
 
     async def run(self) -> None:
-        """Send until cancelled."""
-        while True:
-            try:
-                async with asyncio.timeout(STATUS_EVERY_S):
-                    await self._changed.wait()
-            except TimeoutError:
-                pass
-            self._changed.clear()
-            await self._drain()
+        """Send until cancelled; Prometheus sees the job's values meanwhile."""
+        try:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(STATUS_EVERY_S):
+                        await self._changed.wait()
+                self._changed.clear()
+                await self._drain()
+        finally:
+            self._gauges.hide()
 
     async def flush(self) -> None:
         """Send everything that waits, the status too."""

@@ -1,7 +1,8 @@
 """Which version of an online job is served: a decision of its leader, from what was measured of the newest one. Pure.
 
 A version that breaks a bound is refused: the one before is served on, and its answers are trained on within the lag
-bound. After `online.promotion.patience` refusals in a row training goes back to the version that is served.
+bound. After `online.promotion.patience` refusals in a row training goes back to the version that is served. With
+`online.promotion.canary` a version that keeps every bound is tried on a share of live traffic before it is served.
 """
 
 from __future__ import annotations
@@ -11,14 +12,25 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock.services.coordinator.canary import Arm, arms_of, verdict_of
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.promotion import PromotionConfig
-from penstock.shared.protocol.events import BatchTrained, Event, LineageForked, Promoted, PromotionRefused
+from penstock.shared.protocol.events import (
+    BatchTrained,
+    CanaryBegun,
+    Event,
+    Judged,
+    LineageForked,
+    Promoted,
+    PromotionRefused,
+)
 
-__all__ = ["Evaluated", "PromotionGate", "Rollback", "flaw_of_rollback", "flaws_of_promotions", "gate_of"]
+__all__ = ["Decided", "Evaluated", "PromotionGate", "Rollback", "flaw_of_rollback", "flaws_of_promotions", "gate_of"]
 
+Decided = Promoted | PromotionRefused | CanaryBegun
+"""What may be decided on a version."""
 FIGURES = {"policy/kl_ref": "max_kl", "policy/entropy": "min_entropy", "mismatch/kl": "max_mismatch"}
 """Metrics of an update that bounds are about."""
 
@@ -53,28 +65,56 @@ class PromotionGate:
         """A version that somebody wants served whatever was measured of it."""
         self.announced = -1
         """The version that engines are told to serve."""
+        self._judged: Mapping[str, Judged] = {}
+        self._arms = arms_of([])
 
     def figures_of(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """What the ledger keeps of an update's metrics: what a bound is about."""
         bounded = [name for name, bound in FIGURES.items() if getattr(self.config, bound) is not None]
         return {name: metrics[name] for name in bounded if name in metrics}
 
-    def decide(self, state: LedgerState, *, writer_epoch: int, now: float) -> Promoted | PromotionRefused | None:
+    def decide(self, state: LedgerState, *, writer_epoch: int, now: float) -> Decided | None:
         """The event that decides on ``state.version``; None where it is decided, or not yet measured."""
         figures = self._figures(state)
         reason, known = self._grant(state, figures)
+        flaws = [] if reason or self._is_decided(state) else self._flaws(state, figures)
+        if reason == "passed" and self.config.canary is not None:
+            canary = state.canary
+            if canary is None:
+                return self._canary(state, known, writer_epoch=writer_epoch, now=now)
+            verdict = verdict_of(self.config.canary, canary, self.arms(state), now=now)
+            reason = {"passed": "passed", "timed out": "canary timed out"}.get(verdict.status, "")
+            flaws = [verdict.reason] if verdict.status == "refused" else []
+            figures = known = dict(known) | verdict.figures
         if reason:
             return Promoted(
                 writer_epoch=writer_epoch, time=now, version=state.version, number=state.last_trained,
                 digest=state.digest, reason=reason, figures=dict(known),
             )  # fmt: skip
-        flaws = [] if self._is_decided(state) else self._flaws(state, figures)
         if not flaws:
             return None
         return PromotionRefused(
             writer_epoch=writer_epoch, time=now, version=state.version, number=state.last_trained,
             reason="; ".join(flaws), figures=figures,
         )  # fmt: skip
+
+    def _canary(
+        self, state: LedgerState, figures: Mapping[str, float], *, writer_epoch: int, now: float
+    ) -> CanaryBegun | None:
+        """Have the newest version tried, once nothing is in training: its weights must stay."""
+        config, served = self.config.canary, state.promoted
+        if config is None or served is None or state.sealed:
+            return None
+        return CanaryBegun(
+            writer_epoch=writer_epoch, time=now, version=state.version, number=state.last_trained,
+            digest=state.digest, served=served.version, share=config.share, figures=dict(figures),
+        )  # fmt: skip
+
+    def arms(self, state: LedgerState) -> tuple[Arm, Arm]:
+        """What is known of the version on trial and of the one that is served; computed when more is judged."""
+        if self._judged is not state.judged:
+            self._judged, self._arms = state.judged, arms_of(state.judged.values())
+        return self._arms
 
     def _grant(self, state: LedgerState, figures: Mapping[str, float]) -> tuple[str, Mapping[str, float]]:
         """Why the newest version is served, or '', and what is to be known of it."""
@@ -88,6 +128,8 @@ class PromotionGate:
         unknown = self.config.max_drop is not None and metric not in figures
         if self.forced == state.version and not (unknown and state.sealed):  # else it would never be measured
             return "by request", figures
+        if state.canary is not None:  # it passed when that began
+            return "passed", state.canary.figures
         passed = not (self._is_decided(state) or unknown or self._flaws(state, figures))
         return ("passed", figures) if passed else ("", {})
 
@@ -105,7 +147,7 @@ class PromotionGate:
         if self.config.max_drop is None or served is None:
             return False
         if served.version != state.version:
-            return state.forked == state.version and not self._is_decided(state)
+            return state.forked == state.version and state.canary is None and not self._is_decided(state)
         return not math.isfinite(served.figures.get(self.config.metric, math.nan))
 
     @staticmethod
@@ -140,8 +182,11 @@ class PromotionGate:
         return Rollback(served.number, f"version {refused.version} was refused: {refused.reason}")
 
     def lets_train(self, state: LedgerState) -> bool:
-        """Whether another batch may be sealed: one at a time, so that the version that is served keeps its slot."""
-        return not state.sealed and state.promoted is not None and self.announced == state.promoted.version
+        """Whether another batch may be sealed: one at a time, so that the version that is served keeps its slot, and
+        none while a version is tried, which has the other one."""
+        if state.sealed or state.canary is not None:
+            return False
+        return state.promoted is not None and self.announced == state.promoted.version
 
     def fact(self, state: LedgerState) -> tuple[Literal["True", "False", "Unknown"], str, str]:
         """Status, reason and message of the condition `PromotionAllowed`."""
@@ -151,6 +196,13 @@ class PromotionGate:
         if served.version == state.version:
             return "True", _camel(served.reason), f"version {served.version} is served"
         kept = f"version {served.version} is served on"
+        if state.canary is not None and self.config.canary is not None:
+            canary, old = self.arms(state)
+            needed, share = self.config.canary.conversations, state.canary.share
+            return "Unknown", "Canary", (
+                f"version {state.version} answers {share:.0%} of the conversations; {canary.count} of its and "
+                f"{old.count} of the others, of {needed} each, are judged; {kept}"
+            )  # fmt: skip
         if refused is not None:
             return "False", "BoundBroken", f"version {refused.version}: {refused.reason}; {kept}"
         return "Unknown", "NotMeasured", f"version {state.version} is not measured yet; {kept}"
@@ -199,8 +251,9 @@ def flaws_of_promotions(entries: Iterable[Iterable[Event]], config: PromotionCon
             case LineageForked():
                 measured = {}
             case Promoted() if config is not None:
-                broken = broken_bounds(config, event.figures, served) if event.reason == "passed" else []
-                if event.reason == "passed" and not measured.items() <= event.figures.items():
+                is_decided = event.reason in ("passed", "canary timed out")
+                broken = broken_bounds(config, event.figures, served) if is_decided else []
+                if is_decided and not measured.items() <= event.figures.items():
                     broken.append("its figures are not those of its update")
                 flaws += [f"version {event.version} was served: {flaw}" for flaw in broken]
                 served = event.figures

@@ -10,8 +10,11 @@ __all__ = ["earliest_start"]
 def earliest_start(state: LedgerState, newest: int) -> int:
     """The checkpoint after which batches may have to be repeated.
 
-    That is ``newest``, or an older one from which the version that is served is made again: a trainer that starts while
-    newer versions are refused begins there, and training may have to go back to it.
+    That is ``newest``, which may be one that is only about to exist, or an older one from which the version that is
+    served is made again: a trainer that starts while newer versions are refused begins there, and training may have to
+    go back to it.
     """
-    served = None if state.promoted is None else state.base_of(state.promoted.number)
+    if state.promoted is None or state.promoted.number >= newest:
+        return newest
+    served = state.base_of(state.promoted.number)
     return newest if served is None else min(newest, served.number)

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from penstock.services.coordinator import summary
+from penstock.services.coordinator.absences import Absences
 from penstock.services.coordinator.announcements import announce
 from penstock.services.coordinator.carrier import Carrier
 from penstock.services.coordinator.commands import TrainerCommands
@@ -79,6 +80,7 @@ class JobRunner:
         self._inbox: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue(maxsize=4096)
         self.wishes = Wishes(record)
         self._known: list[Condition] = list(record.status.conditions)
+        self._absences = Absences()
         self.ready = False
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -363,6 +365,8 @@ class JobRunner:
             "step": state.updates,
             "policy_version": state.version,
             "served_version": None if state.promoted is None else state.promoted.version,
+            "promoted_at": None if state.promoted is None else datetime.fromtimestamp(state.promoted.time, UTC),
+            "canary": summary.canary_of(self.run),
             "reward": self.measures.reward if self.measures.reward is not None else self.record.status.reward,
             "draws": summary.draws_of(state),
             "checkpoint": checkpoint.path if checkpoint else None,
@@ -375,6 +379,8 @@ class JobRunner:
 
     def _conditions(self) -> list[Condition]:
         clock, now = time.monotonic(), datetime.now(UTC)
+        for absence in self._absences.look(self.members, self.run.config.services, clock):
+            self.outbox.event(absence.level, absence.type, absence.text, worker=absence.worker, service=absence.service)
         self._known = conditions(self.run, self.job, self.members, self._known, clock=clock, now=now)
         return self._known
 

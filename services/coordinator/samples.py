@@ -39,7 +39,10 @@ def choose_samples(
 
 
 def sample_rows(step: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """One row per completion of a batch, in batch order."""
+    """One row per completion of a batch, in batch order.
+
+    ``advantage`` is that within its group; None for one that failed, or has nothing to be compared with.
+    """
     rows = []
     for group in groups:
         usable = group.rewards[~(group.failed | group.greedy)]
@@ -62,7 +65,7 @@ def sample_rows(step: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
                     "answer": group.meta.get("answer"),
                     "reward": reward,
                     "parts": {name: float(values[index]) for name, values in group.parts.items()},
-                    "advantage": 0.0 if group.failed[index] or std == 0 else (reward - mean) / (std + 1e-6),
+                    "advantage": _advantage(reward, mean, std) if len(usable) > 1 and not group.failed[index] else None,
                     "greedy": bool(group.greedy[index]),
                     "failed": bool(group.failed[index]),
                     "finish": FINISH_REASONS[int(group.finish[index])],
@@ -74,6 +77,11 @@ def sample_rows(step: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
                 }
             )
     return rows
+
+
+def _advantage(reward: float, mean: float, std: float) -> float:
+    """Of a reward among those of its group."""
+    return 0.0 if std == 0 else (reward - mean) / (std + 1e-6)
 
 
 def sample_detail(step: int, group: Group, index: int) -> dict[str, Any]:

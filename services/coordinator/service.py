@@ -23,6 +23,7 @@ from penstock.services.coordinator.evaluation_runner import EvaluationRunner
 from penstock.services.coordinator.feedback.desk import FeedbackDesk
 from penstock.services.coordinator.leader import Leader
 from penstock.services.coordinator.leaderline import COORDINATOR
+from penstock.services.coordinator.levels import Levels
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.online.supply import LiveSupply
 from penstock.services.coordinator.restart import earliest_start
@@ -66,7 +67,7 @@ class CoordinatorService:
         self.runners: dict[str, Leader] = {}
         self.feedback = FeedbackDesk(bus, self.store, settings.data_dir)
         self.gateway = Gateway(
-            bus, settings.worker_id, pseudonym=self.feedback.pseudonyms.of, opted_out=self.feedback.consents.opted_out
+            bus, settings.worker_id, pseudonym=self.feedback.pseudonyms.of, consent_of=self.feedback.consents.of
         )
         self.leading = False
         self.ready = False
@@ -81,8 +82,9 @@ class CoordinatorService:
     async def run(self) -> None:
         """Serve until cancelled."""
         await self.bus.ensure_streams(
-            experience_bytes=self.settings.experience_bytes, stream_bytes=self.settings.stream_bytes
-        )
+            experience_bytes=self.settings.experience_bytes, stream_bytes=self.settings.stream_bytes,
+            live_keep_s=self.settings.live_keep_s,
+        )  # fmt: skip
         async with asyncio.TaskGroup() as tasks:
             self._http = tasks.create_task(self._serve_http())
             tasks.create_task(self.feedback.run())
@@ -91,6 +93,7 @@ class CoordinatorService:
             tasks.create_task(self._lead_forever())
             tasks.create_task(DeadLetters(self.bus, self.members, self.runners).run())
             tasks.create_task(self._keep_room())
+            tasks.create_task(Levels(self.bus, self.members).run())
             self.ready = True
 
     async def drain(self) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from penstock.services.coordinator.canary import row_of
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.run import JobRun
 
-__all__ = ["best_of", "draws_of", "phase_of", "retention_of", "start_of", "summary_of"]
+__all__ = ["best_of", "canary_of", "draws_of", "phase_of", "retention_of", "start_of", "summary_of"]
 
 
 def draws_of(state: LedgerState) -> dict[str, Any]:
@@ -28,6 +29,14 @@ def best_of(state: LedgerState) -> dict[str, Any] | None:
         return None
     path = state.checkpoints[best.number].path
     return {"number": best.number, "metric": best.metric, "value": best.value, "step": best.step, "path": path}
+
+
+def canary_of(run: JobRun) -> dict[str, Any] | None:
+    """The version that is tried on a share of live traffic, if one is."""
+    canary, gate = run.state.canary, run.promotion
+    if canary is None or gate is None or gate.config.canary is None or run.state.finished:
+        return None
+    return row_of(gate.config.canary, canary, gate.arms(run.state))
 
 
 def phase_of(run: JobRun, desired: str) -> str:

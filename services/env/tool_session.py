@@ -1,42 +1,66 @@
-"""One job on one env worker: carries out the calls of its tools."""
+"""One job on one env worker: carries out the calls of its tools, and holds the states of its episodes."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import time
+from contextlib import AsyncExitStack
 from typing import Any
 
+from penstock.services.env.episodes import EpisodeBook, World
 from penstock.services.env.tools.pool import ToolPool
-from penstock.shared.config.environment import EnvironmentConfig
+from penstock.services.env.tools.template import ObjectTemplate
+from penstock.services.env.verifiers import VerifiersHost
+from penstock.shared.config.environment import EnvironmentConfig, VerifiersConfig
+from penstock.shared.config.tools import MethodTool
+from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.tools import ToolReply, ToolRequest
 from penstock.shared.runtime import metrics
 from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.serve import Server
 
 __all__ = ["ToolSession"]
 
 QUEUE = "env"
 MAX_PROCESSES = 4
+MAX_EPISODES = 256
+"""Episodes with state, each a process, of one job on one env worker."""
 MAX_CONCURRENT = 256
 """Calls that wait for a process here; more wait on the bus."""
+MAX_HELD = 4096
+"""Requests of episodes that are held here: each is asked for again and again while it is under way."""
 CLOSE_S = 0.5
 REMEMBER_S = 15.0
 """An answer is kept this long for a requester that did not get it."""
+DRAIN_CHECK_S = 0.05
 
 CALL_SECONDS = metrics.histogram("env_tool_seconds", "Carrying out one call of a tool, waiting for a process included.")
-CALLS = metrics.counter("env_tool_calls", "Calls of tools.")
+CALLS = metrics.counter("env_tool_calls", "Calls of tools, and turns of environments.")
 FAILED = metrics.counter("env_tool_calls_failed", "Calls whose tool broke, hung or could not be opened.")
 
 
 class ToolSession:
     """Answers calls until drained or cancelled. A call that is asked for twice here is carried out once."""
 
-    def __init__(self, bus: Bus, job: str, config: EnvironmentConfig, *, drain_s: float) -> None:
-        self._bus, self.job, self._config, self._drain_s = bus, job, config, drain_s
+    def __init__(self, bus: Bus, job: str, config: EnvironmentConfig | VerifiersConfig, *, drain_s: float) -> None:
+        self._bus, self.job, self._drain_s = bus, job, drain_s
         cores = len(os.sched_getaffinity(0))
-        self._pool = ToolPool(config.tools, max(1, min(MAX_PROCESSES, cores)))
+        self._pool: ToolPool | None = None
+        self._world: World | None = None
+        most = MAX_EPISODES
+        if isinstance(config, VerifiersConfig):
+            self._world, most, self._limit_s = VerifiersHost(config), config.max_episodes, config.step_timeout_s
+        else:
+            stateless = [tool for tool in config.tools if not isinstance(tool, MethodTool)]
+            methods = [tool for tool in config.tools if isinstance(tool, MethodTool)]
+            self._pool = ToolPool(stateless, max(1, min(MAX_PROCESSES, cores)))
+            self._world = ObjectTemplate(methods) if methods else None
+            self._limit_s = config.tool_timeout_s
+            self._names = [tool.name for tool in config.tools]
+        self._book = EpisodeBook(self._world, most=most, idle_s=config.idle_timeout_s) if self._world else None
         self._asked: dict[str, asyncio.Task[ToolReply]] = {}
         self._draining = asyncio.Event()
         self.ended = asyncio.Event()
@@ -46,24 +70,48 @@ class ToolSession:
 
     async def run(self) -> None:
         """Serve until drained or cancelled. Tools that cannot be opened are reported in every answer."""
+        async with AsyncExitStack() as closing:
+            if self._pool is not None:
+                closing.push_async_callback(self._pool.close)
+                await self._pool.start()
+            if self._book is not None and self._world is not None:
+                closing.push_async_callback(self._world.close)
+                closing.push_async_callback(self._book.close)
+                await self._world.start()
+                idle = asyncio.create_task(self._book.give_up_idle())
+                closing.callback(idle.cancel)
+            closing.push_async_callback(self._end_calls)
+            await self._serve()
+
+    async def _serve(self) -> None:
+        held: Server | None = None
+        if self._book is not None:  # first, so that who is told of a holder can ask it
+            held = await self._bus.serve(subjects.env(self._book.holder), self._on_request, max_concurrent=MAX_HELD)
+        server = await self._bus.serve(
+            subjects.tools(self.job), self._on_request, queue=QUEUE, max_concurrent=MAX_CONCURRENT
+        )
         try:
-            await self._pool.start()
-            server = await self._bus.serve(
-                subjects.tools(self.job), self._on_request, queue=QUEUE, max_concurrent=MAX_CONCURRENT
-            )
-            try:
-                await self._draining.wait()
-            finally:
-                await server.close(self._drain_s if self._draining.is_set() else CLOSE_S)
+            await self._draining.wait()
         finally:
-            tasks = list(self._asked.values())
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await self._pool.close()
+            await server.close(self._drain_s if self._draining.is_set() else CLOSE_S)
+            if held is not None:
+                await self._let_episodes_end()
+                await held.close(CLOSE_S)
+
+    async def _let_episodes_end(self) -> None:
+        """While draining: those that are held cannot go on anywhere else."""
+        end = time.monotonic() + self._drain_s
+        while self._draining.is_set() and self._book and time.monotonic() < end:
+            await asyncio.sleep(DRAIN_CHECK_S)
+
+    async def _end_calls(self) -> None:
+        tasks = list(self._asked.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def drain(self) -> None:
-        """Take no more calls; ``run`` ends once those in hand are done."""
+        """Take no more calls and episodes; ``run`` ends once those in hand are done."""
         self._draining.set()
 
     async def _on_request(self, data: bytes) -> bytes:
@@ -71,37 +119,50 @@ class ToolSession:
         request, envelope = unpack(data, ToolRequest)
         task = self._asked.get(envelope.id)
         if task is None:
-            task = self._asked[envelope.id] = asyncio.create_task(self._call(request))
-            task.add_done_callback(lambda done: self._remember(envelope.id, done))
+            task = self._asked[envelope.id] = asyncio.create_task(self._call(envelope.id, request))
+            task.add_done_callback(lambda done: self._remember(envelope.id, done, request))
         return pack(await asyncio.shield(task), job=self.job, id=envelope.id, trace=envelope.trace)
 
-    def _remember(self, call: str, done: asyncio.Task[ToolReply]) -> None:
-        """Keep an answer for a while; there is none where the call was not begun."""
-        if done.cancelled() or done.exception() is not None:
+    def _remember(self, call: str, done: asyncio.Task[ToolReply], request: ToolRequest) -> None:
+        """Keep an answer for a while; there is none where the call was not begun. Episodes remember their own."""
+        if request.state is not None or done.cancelled() or done.exception() is not None:
             self._asked.pop(call, None)
         else:
             asyncio.get_running_loop().call_later(REMEMBER_S, self._asked.pop, call, None)
 
-    async def _call(self, request: ToolRequest) -> ToolReply:
+    async def _call(self, id: str, request: ToolRequest) -> ToolReply:
         """Raises Unavailable where no process was free in time."""
         started = time.perf_counter()
         self._busy += 1
         try:
-            reply = await self._pool.call(request, self._config.tool_timeout_s)
+            reply = await self._carry_out(id, request)
         finally:
             self._busy -= 1
         CALL_SECONDS.observe(time.perf_counter() - started)
         CALLS.inc(1)
         FAILED.inc(reply.status == "failed")
-        self._counts["calls"] += 1
+        self._counts["calls"] += request.purpose != "end"
         self._counts["errors"] += reply.status == "error"
         self._counts["failed"] += reply.status == "failed"
         return reply
 
+    async def _carry_out(self, id: str, request: ToolRequest) -> ToolReply:
+        if request.state is not None and self._book is not None:
+            return await self._book.ask(id, request, self._limit_s)
+        if request.state is None and self._pool is not None:
+            if request.name not in self._names:
+                text = f"there is no tool '{request.name}'; there is: {', '.join(self._names)}"
+                return ToolReply(status="error", text=text)
+            return await self._pool.call(request, self._limit_s)
+        raise ProtocolError(f"job {self.job}: its environment has no such request")
+
     def status(self) -> dict[str, Any]:
         """This process's entry for the job, for its heartbeat."""
         row: dict[str, Any] = {**{f"tool_{name}": n for name, n in self._counts.items()}, "running": self._busy}
-        if self._pool.refused is not None:
-            since, why = self._pool.refused
+        if self._book is not None:
+            row["tool_episodes"] = len(self._book)
+        refused = (self._pool and self._pool.refused) or (self._world and self._world.refused)
+        if refused:
+            since, why = refused
             row |= {"waiting_for": why, "since": since, "subject": subjects.tools(self.job)}
         return row

@@ -13,7 +13,7 @@ from penstock.services.reward.channel import Result, Score
 from penstock.services.reward.process import ScorerProcess
 from penstock.shared.config.reward import RewardConfig
 from penstock.shared.errors import ScoringError
-from penstock.shared.protocol.messages import ScoreReply, ScoreRequest
+from penstock.shared.protocol.messages import ScoreReply, ScoreRequest, row_for
 from penstock.shared.runtime import metrics
 
 __all__ = ["Refusal", "ScorerPool"]
@@ -140,7 +140,7 @@ class ScorerPool:
         """Fill the sheet; None when the process is fine, else the completions that were not reached."""
         limit_s = self._config.timeout_s
         completions = [request.completions[i] for i in indices]
-        process.submit(Score(request.prompt, completions, request.answer, request.row))
+        process.submit(Score(request.prompt, completions, request.answer, row_for(request.row, indices)))
         for position, index in enumerate(indices):
             try:
                 result = await process.result(limit_s)

@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.shared.config.environment import CallFormat, ToolConfig
+from penstock.shared.config.environment import CallFormat
+from penstock.shared.config.tools import ToolConfig
 
 __all__ = ["Call", "find_calls"]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 from transformers import PreTrainedTokenizerFast
 
 from penstock.services.rollout.engines import open_engine
@@ -18,25 +20,43 @@ __all__ = ["Candidate"]
 
 
 class Candidate:
-    """Answers held-out prompts with versions that no agent has seen yet. Opening it blocks while the model loads."""
+    """Answers held-out prompts with versions that no agent has seen yet, and those agents that try one.
+
+    Opening it blocks while the model loads.
+    """
 
     def __init__(
         self, bus: Bus, settings: ServiceSettings, job: str, config: AnyJob, tokenizer: PreTrainedTokenizerFast
     ) -> None:
-        self._engine = open_engine(
+        self.engine = open_engine(
             config.model, tokenizer, max_running=config.placement.max_running, seed=config.seed,
             device=resolve_device(config.placement.device),
         )  # fmt: skip
         key = subjects.candidate_manifest(job)
-        self.policy = PolicyFollower(bus, settings, job, self._engine, key=key)
-        self.maker = GroupMaker(job, settings.worker_id, config, self._engine, tokenizer)
+        self.policy = PolicyFollower(bus, settings, job, self.engine, key=key, leaving=self._leave)
+        self.maker = GroupMaker(job, settings.worker_id, config, self.engine, tokenizer)
+        self.on_leave: Callable[[], Awaitable[None]] | None = None
+        """Sends the agents that try a version elsewhere before the engine takes in another one."""
+        self._left = (-1, -1)
+        """Version and trainer epoch that the engine is about to lose."""
 
     async def run(self) -> None:
         """Follow the newest version until cancelled."""
-        await self._engine.start()
+        await self.engine.start()
         await self.policy.run()
+
+    def serves(self, version: int) -> bool:
+        """Whether agents may be answered with this version here."""
+        return self.policy.version == version and self._left != (version, self.policy.epoch)
+
+    async def _leave(self) -> None:
+        self._left = self.policy.version, self.policy.epoch
+        if self.on_leave is not None:
+            await self.on_leave()
 
     @staticmethod
     def is_needed(config: AnyJob) -> bool:
-        """Whether a job measures versions before it serves them."""
-        return isinstance(config, OnlineJob) and config.online.promotion is not None and bool(config.data.eval)
+        """Whether a job measures versions, or has them tried, before it serves them."""
+        if not isinstance(config, OnlineJob) or config.online.promotion is None:
+            return False
+        return bool(config.data.eval) or config.online.canary is not None

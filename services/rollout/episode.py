@@ -35,6 +35,8 @@ def requests_for(config: JobConfig | EvaluationJob, ticket: Ticket) -> list[tupl
     else:
         chosen, seed = config.evaluation_sampling, derive_seed(config.seed, "eval_sample", ticket.draw.ordinal)
         num_samples, greedy = config.evaluation.samples, config.evaluation.greedy
+    if ticket.temperature is not None:  # the job file may say another one since this draw
+        chosen = chosen.model_copy(update={"temperature": ticket.temperature})
     sampled = [(_sampling(chosen, seed), num_samples)] if num_samples else []
     plain = chosen.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0})
     return [*sampled, (_sampling(plain, seed), 1)] if greedy else sampled
@@ -80,6 +82,7 @@ def build_group(
     prompt: Prompt,
     samples: Sequence[Sample],
     texts: Sequence[str],
+    temperature: float,
     num_greedy: int,
     seconds: float,
 ) -> Group:
@@ -106,6 +109,7 @@ def build_group(
         spans=np.asarray(spans, np.int32).reshape(-1, 4),
         greedy=np.arange(len(samples)) >= len(samples) - num_greedy,
         experts=group_experts(samples, len(prompt.token_ids)),
+        temperature=temperature,
         meta={
             "prompt": prompt.text,
             "completions": list(texts),

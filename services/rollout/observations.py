@@ -8,7 +8,7 @@ from typing import Protocol
 from penstock.shared.config.environment import ObservationFormat
 from penstock.shared.errors import ConfigError
 
-__all__ = ["ObservationWriter", "TextTokenizer"]
+__all__ = ["ObservationWriter", "TextTokenizer", "without"]
 
 
 class TextTokenizer(Protocol):
@@ -63,12 +63,17 @@ class ObservationWriter:
         return len(self._before) + len(self._after) + num_results * (len(self._head) + len(self._tail))
 
     def _plain(self, result: str) -> str:
-        before = ""
-        while before != result:  # what is left around a token that was taken out may be one
-            before = result
-            for token in self._tokenizer.all_special_tokens:
-                result = result.replace(token, "")
-        return result
+        return without(result, self._tokenizer.all_special_tokens)
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False)) if text else []
+
+
+def without(text: str, special_tokens: Sequence[str]) -> str:
+    """What an environment says, without texts that would end the policy's turn or speak for somebody else."""
+    before = ""
+    while before != text:  # what is left around a token that was taken out may be one
+        before = text
+        for token in special_tokens:
+            text = text.replace(token, "")
+    return text

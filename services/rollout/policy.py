@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from penstock.services.rollout.engines import Engine
 from penstock.shared.config.service import ServiceSettings
@@ -23,11 +23,24 @@ RETRY_S = 0.5
 
 
 class PolicyFollower:
-    """Watches the job's manifest, or that under ``key``, and brings each new version into the engine."""
+    """Watches the job's manifest, or that under ``key``, and brings each new version into the engine.
 
-    def __init__(self, bus: Bus, settings: ServiceSettings, job: str, engine: Engine, *, key: str = "") -> None:
+    Args:
+        leaving: called before the engine takes in another version.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        settings: ServiceSettings,
+        job: str,
+        engine: Engine,
+        *,
+        key: str = "",
+        leaving: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         self._bus, self._settings, self._job, self._engine = bus, settings, job, engine
-        self._key = key or job
+        self._key, self._leaving = key or job, leaving
         self._receiver = open_receiver(settings)
         self._serving: Staged | None = None
         self._changed = asyncio.Condition()
@@ -74,6 +87,8 @@ class PolicyFollower:
             logger.warning("version %d not staged: %s", manifest.version, error)
             return False
         try:
+            if self._leaving is not None:
+                await self._leaving()
             self.pause_s = await self._load(manifest, staged, base=False)
         except WeightsError as error:
             logger.warning("version %d not committed: %s", manifest.version, error)

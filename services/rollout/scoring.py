@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.shared.protocol.codec import MAX_INLINE_BYTES
-from penstock.shared.protocol.messages import ScoreReply, ScoreRequest
+from penstock.shared.protocol.messages import ScoreReply, ScoreRequest, row_for
 from penstock.shared.protocol.trajectory import Group
 
 __all__ = ["joined", "score_requests"]
@@ -25,10 +25,12 @@ def score_requests(group: Group) -> list[ScoreRequest]:
             nbytes = 0
         chunks[-1].append(text)
         nbytes += size
-    return [
-        ScoreRequest(prompt=meta["prompt"], completions=chunk, answer=meta["answer"], row=meta["row"])
-        for chunk in chunks
-    ]
+    requests, start = [], 0
+    for chunk in chunks:
+        row = row_for(meta["row"], range(start, start + len(chunk)))
+        requests.append(ScoreRequest(prompt=meta["prompt"], completions=chunk, answer=meta["answer"], row=row))
+        start += len(chunk)
+    return requests
 
 
 def joined(replies: Sequence[ScoreReply]) -> ScoreReply:

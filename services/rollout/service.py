@@ -32,7 +32,7 @@ class RolloutService:
     async def run(self) -> None:
         """Serve until drained or cancelled."""
         self.ready = True
-        await watch_jobs(self.bus, self._run_session, open_evaluation=self._run_session)
+        await watch_jobs(self.bus, self._run_session, open_evaluation=self._run_session, amend=self._amend)
 
     async def _run_session(self, job: str, config: AnyJob) -> None:
         torch.set_num_threads(config.placement.rollout_threads)
@@ -42,6 +42,10 @@ class RolloutService:
             await session.run()
         finally:
             self.sessions.pop(job, None)
+
+    def _amend(self, job: str, config: AnyJob) -> None:
+        if (session := self.sessions.get(job)) is not None:
+            session.amend(config)
 
     async def drain(self) -> None:
         """Finish the tickets and requests in hand, take no new ones."""

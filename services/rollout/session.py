@@ -8,10 +8,9 @@ import time
 from functools import partial
 from typing import Any
 
-from msgspec.structs import replace
-
 from penstock.services.rollout.candidate import Candidate
 from penstock.services.rollout.engines import Engine, open_engine
+from penstock.services.rollout.env_requests import EnvRequests
 from penstock.services.rollout.episode import failed_group, skipped_group, with_scores
 from penstock.services.rollout.fixed import FixedPolicy
 from penstock.services.rollout.group_maker import GroupMaker
@@ -19,19 +18,17 @@ from penstock.services.rollout.policy import PolicyFollower
 from penstock.services.rollout.publisher import GroupPublisher
 from penstock.services.rollout.scoring import joined, score_requests
 from penstock.services.rollout.serving import InferenceServer
-from penstock.services.rollout.turn_clock import TurnClock
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.kinds import AnyJob
 from penstock.shared.config.online import OnlineConfig
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.data.prompts import Prompt, PromptSource
-from penstock.shared.errors import ConfigError, DataError, DeadlineError, PenstockError, ProtocolError, Unavailable
+from penstock.shared.errors import ConfigError, DataError, DeadlineError, ProtocolError, Unavailable
 from penstock.shared.models.loading import build_tokenizer, resolve_device
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.messages import EvalResult, Report, ScoreReply, Ticket
-from penstock.shared.protocol.tools import ToolReply, ToolRequest
 from penstock.shared.protocol.trajectory import Group
 from penstock.shared.runtime.tasks import together
 from penstock.shared.transport.bus import Bus, Delivery
@@ -45,10 +42,6 @@ ACK_WAIT_S = 5.0
 MAX_DELIVER = 5
 ASK_DEADLINE_S = 5.0
 """A request is repeated under the same id after this long: its server may be gone, or just slow."""
-CALL_QUEUE_S = 5.0
-"""An env worker that has not begun a call after this long does not begin it: it is asked for again."""
-CALL_MARGIN_S = 5.0
-"""An answer may take this much longer than a call; then its env worker is taken for dead and the call asked again."""
 FETCH_WAIT_S = 1.0
 RETRY_S = 0.2
 UNREADABLE_PAUSE_S = 0.5
@@ -60,6 +53,8 @@ class RolloutSession:
     def __init__(self, bus: Bus, settings: ServiceSettings, job: str, config: AnyJob) -> None:
         self._bus, self._settings, self.job, self.config = bus, settings, job, config
         self._publisher = GroupPublisher(bus, job)
+        limit_s = config.environment.request_timeout_s if config.environment is not None else 0.0
+        self._env = EnvRequests(bus, job, limit_s, self._wait, self._done)
         self._waits: dict[str, tuple[float, str, str]] = {}
         self._holds: dict[str, tuple[int, int | None]] = {}
         """Work in hand -> sequence of its ticket, version it asks for."""
@@ -145,11 +140,20 @@ class RolloutSession:
         policy = self._policy
         online = config.online if isinstance(config, OnlineJob) else OnlineConfig()
         self._serving = InferenceServer(
-            self._bus, self._settings.worker_id, self.job, self._engine, self._tokenizer, config.sampling,
+            self._bus, self._settings.worker_id, self.job, self._engine, self._tokenizer, self.config.sampling,
             max_running=config.placement.max_running, version=lambda: policy.version, hold_s=online.hold_s,
-            template_args=config.data.prompt.chat_template_args,
+            template_args=config.data.prompt.chat_template_args, forced_sampling=online.forced_sampling,
+            redaction=online.redaction, candidate=self._candidate,
         )  # fmt: skip
+        if self._candidate is not None:
+            self._candidate.on_leave = self._serving.leave_candidate
         await self._serving.run()
+
+    def amend(self, config: AnyJob) -> None:
+        """The job file changed: live requests follow it; tickets say by themselves what holds for them."""
+        self.config = config
+        if self._serving is not None:
+            self._serving.amend(config.sampling)
 
     def drain(self) -> None:
         """Take no more tickets and no more requests."""
@@ -222,6 +226,9 @@ class RolloutSession:
             await self._publisher.publish(group)
             return
         group = await self._generate(ticket, prompt, key, wanted=lambda version: version >= ticket.min_version)
+        if not group.num_trajectories:  # its environment began with a prompt that is too long
+            await self._publisher.publish(group)
+            return
         if not self.config.reward.slow:
             group = with_scores(group, await self._score(group, key))
         await self._publisher.publish(group, raw=self.config.reward.slow)
@@ -232,8 +239,9 @@ class RolloutSession:
         rewards, failed, greedy = [0.0], [True], [False]
         if not prompt.too_long:
             group = await self._generate(ticket, prompt, key, wanted=lambda version: version >= (ticket.version or 0))
-            reply = await self._score(group, key)
-            rewards, failed, greedy = reply.rewards, (group.failed | reply.failed).tolist(), group.greedy.tolist()
+            if group.num_trajectories:
+                reply = await self._score(group, key)
+                rewards, failed, greedy = reply.rewards, (group.failed | reply.failed).tolist(), group.greedy.tolist()
         await self._tell(ticket, key, rewards, failed, greedy)
 
     async def _give_up(self, ticket: Ticket, key: str, reason: str) -> None:
@@ -264,27 +272,7 @@ class RolloutSession:
             self._done(key)
         if ticket.version is not None and policy.version > ticket.version:  # versions rise: it will not come again
             raise DeadlineError(f"version {ticket.version} was left behind for {policy.version}")
-        return await maker.make(ticket, prompt, key, partial(self._call, key))
-
-    async def _call(self, key: str, clock: TurnClock, name: str, request: ToolRequest) -> ToolReply:
-        """Have a call carried out. One that nobody can answer has failed: what a policy writes ends no session."""
-        assert self.config.environment is not None
-        limit_s = CALL_QUEUE_S + self.config.environment.tool_timeout_s + CALL_MARGIN_S
-
-        async def attempt() -> bytes | None:
-            timed = replace(request, start_by=time.time() + CALL_QUEUE_S)
-            data = pack(timed, job=self.job, id=name)
-            return await self._request(subjects.tools(self.job), data, key, "an env worker", limit_s)
-
-        try:
-            reply = await attempt()
-            if reply is None:
-                with clock.stopped():
-                    while (reply := await attempt()) is None:
-                        pass
-            return unpack(reply, ToolReply)[0]
-        except PenstockError as error:
-            return ToolReply(status="failed", text=f"the call could not be answered: {error}")
+        return await maker.make(ticket, prompt, key, partial(self._env.ask, key))
 
     async def _score(self, group: Group, key: str) -> ScoreReply:
         asked = [

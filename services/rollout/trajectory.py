@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.shared.protocol.generation import Sample, Span
+from penstock.shared.protocol.messages import JUDGEMENTS
 from penstock.shared.protocol.trajectory import Group
 
 __all__ = ["Episode", "with_episodes"]
@@ -28,6 +29,8 @@ class Episode:
         num_turns: how often the policy spoke.
         answer: text of the last turn. transcript: text of everything after the prompt.
         error: why the trajectory has failed; empty where it has not.
+        reward: what its environment says of it, where that is asked.
+        prompt_ids, prompt_text: with which an environment began that brings its own prompt; None: it did not.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -39,6 +42,9 @@ class Episode:
     transcript: str = ""
     finish: Literal["stop", "length", "abort"] = "abort"
     error: str = ""
+    reward: float = 0.0
+    prompt_ids: list[int] | None = None
+    prompt_text: str = ""
     _told_text: str = ""
     _spans: list[Span] = field(default_factory=list)
     _experts: NDArray[Any] | None = None
@@ -95,9 +101,12 @@ class Episode:
             self._spans.append(Span(span.version, begin, end))
 
 
-def with_episodes(group: Group, episodes: Sequence[Episode]) -> Group:
-    """The group of their samples with masks, failures and transcripts."""
+def with_episodes(group: Group, episodes: Sequence[Episode], *, judged: bool) -> Group:
+    """The group of their samples with masks, failures and transcripts; ``judged``: and what environments say of them,
+    in the row, where scorers find it."""
     meta = {**group.meta, "transcripts": [episode.transcript for episode in episodes]}
+    if judged:
+        meta["row"] = {**meta["row"], JUDGEMENTS: [episode.reward for episode in episodes]}
     if errors := [episode.error for episode in episodes if episode.error]:
         meta["error"] = errors[0]
     return replace(

@@ -1,4 +1,4 @@
-"""The time of one turn, which stands still while somebody else is to blame."""
+"""The time of one turn, which stands still while the turn waits for others."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["TurnClock"]
 
 class TurnClock:
     """Used with ``async with``, once. The block is cancelled, and TimeoutError raised, after ``limit_s`` seconds that
-    were not ``stopped``."""
+    were not ``stopped``; None: never."""
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, limit_s: float | None) -> None:
         self._timeout = asyncio.timeout(limit_s)
         self._left_s = limit_s
         self._holders = 0
@@ -41,5 +41,5 @@ class TurnClock:
             yield
         finally:
             self._holders -= 1
-            if self._holders == 0 and not self._timeout.expired():
+            if self._holders == 0 and self._left_s is not None and not self._timeout.expired():
                 self._timeout.reschedule(asyncio.get_running_loop().time() + self._left_s)

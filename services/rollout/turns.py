@@ -1,30 +1,25 @@
-"""Plays episodes: the policy writes a turn, its calls are carried out at once, it reads the results and goes on."""
+"""Plays episodes with tools: the policy writes a turn, its calls are carried out, it reads the results and goes on."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-
-from msgspec.structs import replace
 
 from penstock.services.rollout.calls import Call, find_calls
 from penstock.services.rollout.engines import Engine
-from penstock.services.rollout.episode import completion_texts
+from penstock.services.rollout.episode import plain
+from penstock.services.rollout.episode_state import Ask, StateKeeper, with_state
 from penstock.services.rollout.observations import ObservationWriter
 from penstock.services.rollout.trajectory import Episode
 from penstock.services.rollout.turn_clock import TurnClock
+from penstock.services.rollout.turn_writer import TurnWriter, rows_of
 from penstock.shared.config.environment import EnvironmentConfig
-from penstock.shared.errors import ConfigError
-from penstock.shared.protocol.generation import GenRequest, Sampling
-from penstock.shared.protocol.ids import derive_seed
+from penstock.shared.data.prompts import Prompt
+from penstock.shared.protocol.generation import Sampling
 from penstock.shared.protocol.tools import ToolReply, ToolRequest
 from penstock.shared.runtime.tasks import together
 
-__all__ = ["CallTool", "EpisodePlayer", "token_of"]
-
-CallTool = Callable[[TurnClock, str, ToolRequest], Awaitable[ToolReply]]
-"""Has a call, named by its id, carried out; waits until somebody answers, and stops the clock while nobody does."""
-_TimedCall = Callable[[str, ToolRequest], Awaitable[ToolReply]]
+__all__ = ["EpisodePlayer", "token_of"]
 
 
 class EpisodePlayer:
@@ -33,6 +28,7 @@ class EpisodePlayer:
     Args:
         end_token: the token that ends a turn because it ends a call; None: its text does, where calls end turns.
         stop_tokens: all tokens that may end a turn.
+        judged: the objects behind tools are asked what they say of an episode.
     """
 
     def __init__(
@@ -44,111 +40,110 @@ class EpisodePlayer:
         *,
         end_token: int | None,
         stop_tokens: frozenset[int],
+        judged: bool = False,
     ) -> None:
-        self._engine, self._config, self._writer, self._decode = engine, config, writer, decode
-        self._end_token, self._stop_tokens = end_token, stop_tokens
+        self._config, self._observations, self._decode, self._judged = config, writer, decode, judged
+        ends = not config.calls.parallel
+        self._writer = TurnWriter(
+            engine, config, decode, stop_tokens=stop_tokens - {end_token},
+            also=(end_token,) if ends and end_token is not None else (),
+            stop_strings=(config.calls.end,) if ends and end_token is None else (),
+        )  # fmt: skip
 
     async def play(
-        self, name: str, prompt_ids: list[int], asked: Sequence[tuple[Sampling, int]], call: CallTool
+        self, name: str, prompt: Prompt, seed: int, asked: Sequence[tuple[Sampling, int]], ask: Ask
     ) -> list[Episode]:
-        """One episode for each completion that ``asked`` wants, all at once, in order.
+        """One episode for each completion that ``asked`` wants, all at once, in order; ``seed``: of their states.
 
         Raises:
             ConfigError: the engine's model is too short for such an episode, or an observation for the results of a
                 turn. The other episodes are over then, too.
         """
-        rows = [replace(s, seed=None if s.seed is None else s.seed + i) for s, n in asked for i in range(n)]
-        self._check_room(len(prompt_ids), max(sampling.max_new_tokens for sampling in rows))
-        self._writer.check(self._config.most_results)
+        rows = rows_of(asked)
+        self._writer.check_room(len(prompt.token_ids), max(sampling.max_new_tokens for sampling in rows))
+        self._observations.check(self._config.most_results)
         return await together(
-            self._episode(f"{name}.{i}", prompt_ids, sampling, call) for i, sampling in enumerate(rows)
-        )
+            with_state(
+                f"{name}.{i}", seed=seed, row=plain(prompt.row), ask=ask, restarts=self._config.restarts,
+                play=partial(self._episode, prompt.token_ids, sampling, ask),
+            )
+            for i, sampling in enumerate(rows)
+        )  # fmt: skip
 
     def scored_text(self, episode: Episode) -> str:
         """What the scorers see of it."""
         return episode.transcript if self._config.scored == "transcript" else episode.answer
 
-    async def _episode(self, name: str, prompt_ids: list[int], sampling: Sampling, call: CallTool) -> Episode:
-        episode = Episode()
-        limit_s = self._config.turn_timeout_s
-        goes_on = True
-        while goes_on:
-            try:
-                async with TurnClock(limit_s) as clock:
-                    goes_on = await self._turn(name, prompt_ids, sampling, episode, partial(call, clock))
-            except TimeoutError:
-                episode.fail(f"a turn took longer than environment.turn_timeout_s ({limit_s:g} s)")
-                break
+    async def _episode(self, prompt_ids: list[int], sampling: Sampling, ask: Ask, keeper: StateKeeper) -> Episode:
+        episode, goes_on = Episode(), True
+        try:
+            while goes_on:
+                async with TurnClock(self._config.turn_timeout_s) as clock:
+                    goes_on = await self._turn(prompt_ids, sampling, episode, _Calls(clock, ask, keeper))
+            if self._judged and episode.finish != "abort":
+                async with TurnClock(self._config.turn_timeout_s) as clock:
+                    await self._judge(episode, clock, keeper)
+        except TimeoutError:
+            episode.fail(f"a turn took longer than environment.turn_timeout_s ({self._config.turn_timeout_s:g} s)")
         return episode
 
-    async def _turn(
-        self, name: str, prompt_ids: list[int], sampling: Sampling, episode: Episode, call: _TimedCall
-    ) -> bool:
+    async def _turn(self, prompt_ids: list[int], sampling: Sampling, episode: Episode, calling: _Calls) -> bool:
         """One turn and its calls; whether another turn follows."""
-        tokens = [*prompt_ids, *episode.token_ids, *episode.told]
-        request = GenRequest(
-            request_id=f"{name}/{episode.num_turns}", prompt_ids=tokens, sampling=self._sampling(sampling, episode),
-            session=name, last=episode.num_turns + 1 == self._config.max_turns,
-        )  # fmt: skip
-        [sample] = (await self._engine.generate(request)).samples
-        [text] = completion_texts(
-            [sample], self._decode, stop_tokens=self._stop_tokens - {self._end_token}, stop=sampling.stop_strings
-        )
-        episode.say(sample, text)
+        sample, text = await self._writer.write(calling.episode, prompt_ids, sampling, episode, calling.clock)
         calls = find_calls(text, self._config.calls, self._config.tools)
         if sample.finish != "stop" or not calls:
             return False
         if episode.num_turns == self._config.max_turns or episode.num_chosen >= sampling.max_new_tokens:
             episode.finish = "length"
             return False
-        results = await self._results(f"{name}/{episode.num_turns}", calls, call)
+        results = await self._results(f"{calling.episode}/{episode.num_turns}", calls, calling)
         if isinstance(results, ToolReply):
             episode.fail(results.text)
             return False
-        told = self._writer.write(results)
+        told = self._observations.write(results)
         episode.hear(told, self._decode(told))
         return True
 
-    async def _results(self, name: str, calls: Sequence[Call], call: _TimedCall) -> list[str] | ToolReply:
+    async def _results(self, name: str, calls: Sequence[Call], calling: _Calls) -> list[str] | ToolReply:
         """What the policy is told, in the order of its calls; or the failure that ends its trajectory."""
         most = self._config.calls.max_calls
         if len(calls) > most:
             return [_told("error", f"{len(calls)} calls in one turn, at most {most} are carried out")]
-        replies = await together(self._carry_out(f"{name}/{i}", one, call) for i, one in enumerate(calls))
+        stateful = self._config.stateful
+        replies = await together(
+            calling.carry_out(f"{name}/{i}", one, stateful=one.name in stateful) for i, one in enumerate(calls)
+        )
         failed = [reply for reply in replies if reply.status == "failed"]
         if failed and self._config.on_tool_failure == "fail":
             return failed[0]
         return [_told(reply.status, reply.text) for reply in replies]
 
-    async def _carry_out(self, name: str, one: Call, call: _TimedCall) -> ToolReply:
+    @staticmethod
+    async def _judge(episode: Episode, clock: TurnClock, keeper: StateKeeper) -> None:
+        reply = await keeper.ask(clock, ToolRequest(purpose="reward", arguments={"answer": episode.answer}))
+        if reply.status == "ok":
+            episode.reward = float(reply.text)
+        else:
+            episode.fail(reply.text)
+
+
+class _Calls:
+    """Has the calls of one turn carried out."""
+
+    def __init__(self, clock: TurnClock, ask: Ask, keeper: StateKeeper) -> None:
+        self.clock, self._ask, self._keeper = clock, ask, keeper
+
+    @property
+    def episode(self) -> str:
+        """Whose turn it is."""
+        return self._keeper.episode
+
+    async def carry_out(self, name: str, one: Call, *, stateful: bool) -> ToolReply:
+        """Calls that use the state of the episode are carried out in the order in which they are asked for."""
         if one.problem:
             return ToolReply(status="error", text=one.problem)
-        return await call(name, ToolRequest(name=one.name, arguments=one.arguments))
-
-    def _sampling(self, sampling: Sampling, episode: Episode) -> Sampling:
-        """For one turn: what is left of the token budget, a seed of its own, the end of a call where that ends it."""
-        room, turn = sampling.max_new_tokens - episode.num_chosen, episode.num_turns
-        seed = sampling.seed if not turn or sampling.seed is None else derive_seed(sampling.seed, "turn", turn)
-        strings, tokens = sampling.stop_strings, sampling.stop_token_ids
-        if not self._config.calls.parallel:
-            if self._end_token is None:
-                strings = (*strings, self._config.calls.end)
-            else:
-                tokens = (*tokens, self._end_token)
-        return replace(
-            sampling, max_new_tokens=min(room, self._config.max_turn_tokens or room), seed=seed,
-            stop_strings=strings, stop_token_ids=tokens,
-        )  # fmt: skip
-
-    def _check_room(self, prompt_tokens: int, max_new_tokens: int) -> None:
-        """Before the first turn: an episode that ends for want of room in the model would look like one cut off."""
-        observations = (self._config.max_turns - 1) * self._config.max_observation_tokens
-        if prompt_tokens + max_new_tokens + observations > self._engine.max_length:
-            raise ConfigError(
-                f"{prompt_tokens} prompt tokens + {max_new_tokens} of the policy + {observations} of observations "
-                f"exceed the {self._engine.max_length} that the model takes: shorten the prompt, or lower "
-                "max_new_tokens or environment.max_observation_tokens"
-            )
+        request = ToolRequest(name=one.name, arguments=one.arguments)
+        return await (self._keeper.ask(self.clock, request) if stateful else self._ask(self.clock, name, request))
 
 
 def token_of(vocabulary: Mapping[str, int], marker: str) -> int | None:

@@ -35,6 +35,7 @@ class BatchFacts:
         rewards_B, scored_B, length_B, truncated_B, assumed_B, parts, baseline_G: as in ``Columns``, of the whole batch.
         own_B: rows of this rank's columns, in their order.
         counted: places of this rank's scored tokens in its flat arrays [L], in the order of its rows.
+        weight_G: float32, factors of the advantages of each group of the batch.
     """
 
     group_B: Ints
@@ -49,6 +50,7 @@ class BatchFacts:
     counted: Ints
     num_groups: int
     num_failed: int
+    weight_G: NDArray[np.float32]
 
     @property
     def cu_seqlens(self) -> Tensor:
@@ -126,6 +128,7 @@ def gather_facts(columns: Columns, shard: BatchShard, collective: Collective) ->
         counted=columns.counted(),
         num_groups=shard.num_groups,
         num_failed=int(batch["num_failed"].sum()),
+        weight_G=np.array(shard.weights or (1.0,) * shard.num_groups, np.float32),
     )
 
 

@@ -57,6 +57,7 @@ async def fetch_shard(bus: Bus, manifest: BatchManifest, positions: Sequence[int
         groups, list(positions), len(manifest.groups), manifest.hyperparameters,
         objectives=tuple(one.objective for one in manifest.groups),
         baselines=tuple(one.baseline for one in manifest.groups),
+        weights=tuple(one.weight for one in manifest.groups),
     )  # fmt: skip
 
 

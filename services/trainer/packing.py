@@ -55,6 +55,7 @@ class Columns:
         num_groups: groups.
         num_failed: failed trajectories.
         assumed_B: bool, of which nobody knows the sampler: their log-probs mean nothing.
+        temperature_B: float32, at which each was sampled: its log-probs are of logits / temperature.
         experts: the router table to replay, one row for each of ``tokens``; None where there is none.
     """
 
@@ -75,6 +76,7 @@ class Columns:
     num_groups: int
     num_failed: int
     assumed_B: NDArray[np.bool_]
+    temperature_B: NDArray[np.float32]
     experts: NDArray[Any] | None = None
 
     def counted(self) -> Ints:
@@ -95,6 +97,7 @@ class Microbatch:
         lengths_M: scored tokens of the token's trajectory, float32.
         source_M: place of the token in the columns' ``logprobs`` and ``mask``.
         experts_TNK: experts of each packed token in each layer with experts, to be replayed; None: free choice.
+        temperature_M: float32, of the token's trajectory; None where all are 1.
     """
 
     tokens: PackedTokens
@@ -105,6 +108,12 @@ class Microbatch:
     lengths_M: Tensor
     source_M: Tensor
     experts_TNK: Tensor | None = None
+    temperature_M: Tensor | None = None
+
+    @property
+    def temperature(self) -> float | Tensor:
+        """For all tokens, or [M]."""
+        return 1.0 if self.temperature_M is None else self.temperature_M
 
     def to(self, device: torch.device) -> Microbatch:
         """The same microbatch on ``device``."""
@@ -117,6 +126,7 @@ class Microbatch:
             self.lengths_M.to(device),
             self.source_M.to(device),
             None if self.experts_TNK is None else self.experts_TNK.to(device),
+            None if self.temperature_M is None else self.temperature_M.to(device),
         )
 
 
@@ -124,10 +134,13 @@ def columns_of(groups: Sequence[Group]) -> Columns:
     """Flatten ``groups``; there may be none.
 
     Raises:
-        ProtocolError: a group has no prompt token, so that its first completion token has no distribution; or some
-            groups have router tables and others not, or of another model.
+        ProtocolError: a group has no prompt token, so that its first completion token has no distribution; it was
+            sampled at temperature 0, which has none either; or some groups have router tables and others not, or of
+            another model.
     """
     for group in groups:
+        if group.temperature <= 0 and group.num_trajectories:
+            raise ProtocolError(f"group {group.draw} of job '{group.job}' has temperature 0: it cannot be trained")
         if not len(group.prompt_ids):
             raise ProtocolError(f"group {group.draw} of job '{group.job}' has an empty prompt: it cannot be scored")
     sizes = np.array([g.num_trajectories for g in groups], np.int64)
@@ -158,6 +171,7 @@ def columns_of(groups: Sequence[Group]) -> Columns:
         num_groups=len(groups),
         num_failed=int((failed & ~greedy).sum()),
         assumed_B=np.repeat(np.array([g.assumed for g in groups], np.bool_), sizes)[keep],
+        temperature_B=np.repeat(np.array([g.temperature for g in groups], np.float32), sizes)[keep],
         experts=_router_table(groups),
     )
 
@@ -165,7 +179,7 @@ def columns_of(groups: Sequence[Group]) -> Columns:
 def columns_of_rows(
     rows: Sequence[tuple[Sequence[int], Sequence[int]]], masks: Sequence[Sequence[int]] | None = None
 ) -> Columns:
-    """Columns of supervised rows ``(prompt ids, answer ids)``: each its own group, no reward.
+    """Columns of supervised rows ``(prompt ids, answer ids)``: each its own group, no reward, temperature 1.
 
     Args:
         masks: for each row, 1 where a token of its answer is scored; default: all are.
@@ -199,6 +213,7 @@ def columns_of_rows(
         num_groups=len(rows),
         num_failed=0,
         assumed_B=np.zeros(len(rows), np.bool_),
+        temperature_B=np.ones(len(rows), np.float32),
     )
 
 
@@ -260,6 +275,7 @@ def _pack(columns: Columns, rows: Ints) -> Microbatch:
     chosen = columns.mask[source]
     if not chosen.all():
         source, place, row = source[chosen], place[chosen], row[chosen]
+    temperature = columns.temperature_B[row]
     return Microbatch(
         tokens=tokens,
         select_M=torch.from_numpy(place),
@@ -269,6 +285,7 @@ def _pack(columns: Columns, rows: Ints) -> Microbatch:
         lengths_M=torch.from_numpy(columns.scored_B[row].astype(np.float32)),
         source_M=torch.from_numpy(source),
         experts_TNK=None if columns.experts is None else torch.from_numpy(columns.experts[packed]),
+        temperature_M=None if (temperature == 1).all() else torch.from_numpy(temperature),
     )
 
 

@@ -223,6 +223,8 @@ def join(place: Place, *, deadline_s: float) -> World:
             store: Store = dist.HashStore()  # type: ignore[attr-defined]
         else:
             store, _, _ = next(rendezvous("env://", place.rank, place.size, timeout=timeout))
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                store = _of_this_start(store, place.size)
         backend = "gloo"
         if torch.cuda.is_available():
             torch.cuda.set_device(place.local_rank)
@@ -235,3 +237,13 @@ def join(place: Place, *, deadline_s: float) -> World:
         raise RankLost(
             f"rank {place.rank} of {place.size} did not meet the others within {deadline_s:g} s: {reason}"
         ) from error
+
+
+def _of_this_start(store: Store, size: int) -> Store:
+    """torchrun has one store for all starts of its ranks: here is nothing that ranks of an earlier start left there.
+
+    It counts starts after a failure; those of ranks that all came and had to leave again are counted by arrivals.
+    """
+    failures = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    arrived = store.add(f"arrivals/{failures}", 1)
+    return dist.PrefixStore(f"starts/{failures}/{(arrived - 1) // size}", store)  # type: ignore[attr-defined]

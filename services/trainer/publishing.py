@@ -110,10 +110,12 @@ class Publishing:
                 self._publisher = open_publisher(self._job, learner.layout(), self._settings)
             self._write_base(base, epoch, learner)
             manifest = self._publisher.publish(weights, version=version, epoch=epoch, keep=keep)
-            return msgspec.structs.replace(manifest, base=learner.base_digest)
-        finally:
-            for _ in chain(base, weights):  # other ranks gather to the end, whatever became of it here
-                pass
+        except Exception:
+            with contextlib.suppress(RuntimeError, ValueError):  # where the others are gone, that is the error to tell
+                _gather_to_the_end(base, weights)
+            raise
+        _gather_to_the_end(base, weights)
+        return msgspec.structs.replace(manifest, base=learner.base_digest)
 
     def _write_base(self, base: Iterator[tuple[str, Tensor]], epoch: int, learner: Learner) -> None:
         """Publish the weights under the adapter where only this job has them."""
@@ -124,3 +126,9 @@ class Publishing:
             key = subjects.base_manifest(self._job)
             self._base_publisher = open_publisher(key, learner.base_layout(), self._settings)
         self._base_manifest = self._base_publisher.publish(chain([first], base), version=0, epoch=epoch)
+
+
+def _gather_to_the_end(*rest: Iterator[tuple[str, Tensor]]) -> None:
+    """As other ranks do, whatever became of it here."""
+    for _ in chain(*rest):
+        pass

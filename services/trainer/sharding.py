@@ -29,6 +29,7 @@ class BatchShard:
         hyperparameters: those that the batch was sealed with; None: those of the job file.
         objectives: of every group of the whole batch; empty: all are for the policy loss.
         baselines: values that the batch was sealed with, of every group of it; empty: there are none.
+        weights: factors of the advantages of every group of it; empty: 1.
     """
 
     groups: list[Group]
@@ -37,6 +38,7 @@ class BatchShard:
     hyperparameters: Hyperparameters | None = None
     objectives: tuple[Objective, ...] = ()
     baselines: tuple[float | None, ...] = ()
+    weights: tuple[float, ...] = ()
 
     @classmethod
     def whole(cls, groups: Sequence[Group]) -> BatchShard:
@@ -53,6 +55,7 @@ class BatchShard:
         return BatchShard(
             [group for group, _ in own], [at for _, at in own], len(mine), self.hyperparameters,
             baselines=tuple(self.baselines[at] for at in mine) if self.baselines else (),
+            weights=tuple(self.weights[at] for at in mine) if self.weights else (),
         )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ class Teacher(Protocol):
     def layout(self) -> TensorLayout:
         """Its whole weights."""
 
-    def score(self, microbatch: Microbatch | None, *, temperature: float) -> Tensor:
+    def score(self, microbatch: Microbatch | None) -> Tensor:
         """Log-probs of the scored tokens, float32 [M]; None where this rank has no more microbatches: [0]."""
 
 

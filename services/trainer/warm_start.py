@@ -68,6 +68,6 @@ def _step(
     own = microbatches(columns, np.arange(len(columns.group_B)), config.train.max_tokens_per_microbatch)
     most = int(collective.max({"microbatches": float(len(own))})["microbatches"])
     for microbatch in [*own, *[None] * (most - len(own))]:
-        backend.accumulate(microbatch, loss, temperature=1.0)
+        backend.accumulate(microbatch, loss)
     backend.step(rate)
     return collective.sum({"loss": sum(losses)})["loss"]

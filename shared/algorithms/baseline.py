@@ -6,10 +6,11 @@ is forgotten is a constant share here, not one that follows the KL. Plain floats
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["EVERYTHING", "Tracked", "sums_of", "track", "value_of"]
+__all__ = ["EVERYTHING", "Tracked", "mean_of_others", "sums_of", "track", "value_of"]
 
 EVERYTHING = ""
 """The bucket of all rewards, to which one that has seen few falls back."""
@@ -43,6 +44,15 @@ def track(tracked: Mapping[str, Tracked], sums: Mapping[str, Tracked], *, keep: 
         total, weight = tracked.get(bucket, (0.0, 0.0))
         after[bucket] = keep * total + added, keep * weight + number
     return after
+
+
+def mean_of_others(rewards: Sequence[float]) -> list[float]:
+    """For each of two or more rewards the mean of the others (leave-one-out: RLOO, arXiv 2402.14740, eq. 8).
+
+    Rounded once, so that it does not depend on their order.
+    """
+    others = len(rewards) - 1
+    return [math.fsum((*rewards, -reward)) / others for reward in rewards]
 
 
 def sums_of(rewards: Sequence[tuple[str, float]]) -> dict[str, Tracked]:

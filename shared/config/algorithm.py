@@ -96,10 +96,6 @@ class _Algorithm(StrictModel):
     """KL to a reference policy; null keeps no reference model."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
-    shaping: RewardShaping = RewardShaping()
-    """What happens to rewards before advantages."""
-    overlong_punishment: OverlongPunishment | None = None
-    """Soft punishment of long completions; null: none."""
     overlong_filter: bool = False
     """Leave completions that hit the token limit out of the loss and its denominators (statistics keep them)."""
 
@@ -139,6 +135,15 @@ class _Algorithm(StrictModel):
         return False
 
 
+class _Rewarded(StrictModel):
+    """It learns from rewards."""
+
+    shaping: RewardShaping = RewardShaping()
+    """What happens to rewards before advantages."""
+    overlong_punishment: OverlongPunishment | None = None
+    """Soft punishment of long completions; null: none."""
+
+
 class _CriticFree(_Algorithm):
     @property
     def critic(self) -> CriticConfig | None:
@@ -158,7 +163,7 @@ class _Alone(_CriticFree):
         return None
 
 
-class GRPOConfig(_CriticFree):
+class GRPOConfig(_CriticFree, _Rewarded):
     """Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300, eq. 3 and §4.1.2)."""
 
     type: Literal["grpo"] = "grpo"
@@ -168,7 +173,7 @@ class GRPOConfig(_CriticFree):
     dynamic_sampling: Resampling = None
 
 
-class DrGRPOConfig(_CriticFree):
+class DrGRPOConfig(_CriticFree, _Rewarded):
     """GRPO without its two biases (arXiv 2503.20783): no division by the deviation, a constant as denominator."""
 
     type: Literal["dr_grpo"] = "dr_grpo"
@@ -186,7 +191,7 @@ class DrGRPOConfig(_CriticFree):
         return "constant"
 
 
-class DAPOConfig(_CriticFree):
+class DAPOConfig(_CriticFree, _Rewarded):
     """Decoupled clip and dynamic sampling (arXiv 2503.14476): clip-higher, token-level loss, soft punishment."""
 
     type: Literal["dapo"] = "dapo"
@@ -208,7 +213,7 @@ class DAPOConfig(_CriticFree):
         return "token_mean"
 
 
-class RLOOConfig(_CriticFree):
+class RLOOConfig(_CriticFree, _Rewarded):
     """REINFORCE with the mean of the other completions as baseline (arXiv 2402.14740)."""
 
     type: Literal["rloo"] = "rloo"
@@ -230,6 +235,9 @@ class ValueTracker(StrictModel):
     """Expected reward before anything is known."""
     weight: float = Field(8.0, gt=0)
     """So many rewards of the whole's value a kind begins with, and the whole with so many of `value`."""
+    siblings: bool = False
+    """Answers to one request (`n` > 1), or of one `group_id` of their key, that are in one batch are compared with each
+    other instead: the baseline is the mean reward of the others (RLOO, arXiv 2402.14740)."""
 
     @model_validator(mode="after")
     def _buckets_have_a_tag(self) -> ValueTracker:
@@ -238,7 +246,7 @@ class ValueTracker(StrictModel):
         return self
 
 
-class ReinforcePPConfig(_Alone):
+class ReinforcePPConfig(_Alone, _Rewarded):
     """REINFORCE++ (arXiv 2501.03262): discounted returns, normalised over all tokens of the batch."""
 
     type: Literal["reinforce_pp"] = "reinforce_pp"
@@ -249,7 +257,7 @@ class ReinforcePPConfig(_Alone):
     dual_clip: DualClip = None
 
 
-class ReinforcePPBaselineConfig(_CriticFree):
+class ReinforcePPBaselineConfig(_CriticFree, _Rewarded):
     """REINFORCE++ with baseline (arXiv 2501.03262): less the mean of the group, then normalised over the batch."""
 
     type: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
@@ -258,7 +266,7 @@ class ReinforcePPBaselineConfig(_CriticFree):
     dynamic_sampling: Resampling = None
 
 
-class REMAXConfig(_Alone):
+class REMAXConfig(_Alone, _Rewarded):
     """REINFORCE with the reward of the greedy completion as baseline (ReMax, arXiv 2310.10505)."""
 
     type: Literal["remax"] = "remax"
@@ -271,7 +279,7 @@ class REMAXConfig(_Alone):
         return True
 
 
-class PPOConfig(_Algorithm):
+class PPOConfig(_Algorithm, _Rewarded):
     """Proximal Policy Optimization with a critic (arXiv 1707.06347; GAE: arXiv 1506.02438)."""
 
     smallest: ClassVar[int] = 1
@@ -300,7 +308,7 @@ class PPOConfig(_Algorithm):
         return None
 
 
-class GSPOConfig(_CriticFree):
+class GSPOConfig(_CriticFree, _Rewarded):
     """Group Sequence Policy Optimization (arXiv 2507.18071, eq. 5-7): one ratio for each sequence."""
 
     type: Literal["gspo"] = "gspo"
@@ -317,7 +325,7 @@ class GSPOConfig(_CriticFree):
         return "sequence_mean"
 
 
-class CISPOConfig(_CriticFree):
+class CISPOConfig(_CriticFree, _Rewarded):
     """Clipped importance weights, no token loses its gradient (MiniMax-M1, arXiv 2506.13585, eq. 4-5)."""
 
     type: Literal["cispo"] = "cispo"
@@ -343,6 +351,22 @@ class DistillationConfig(_Alone):
     """Discount of what later tokens earn: 0 judges each token by itself, 1 minimises KL of whole completions."""
     aggregation: ChosenAggregation = "token_mean"
     dual_clip: DualClip = None
+
+    @model_validator(mode="after")
+    def _no_reward_to_take_it_off(self) -> DistillationConfig:
+        if self.kl is not None and self.kl.place == "reward":
+            raise ValueError("kl.place: rewards are not trained on here, so a KL is a term of the loss: place: loss")
+        return self
+
+    @property
+    def shaping(self) -> RewardShaping:
+        """As they are: rewards are measured alone."""
+        return RewardShaping()
+
+    @property
+    def overlong_punishment(self) -> OverlongPunishment | None:
+        """None: rewards are measured alone."""
+        return None
 
 
 def _grpo_unless_named(data: Any) -> Any:

@@ -9,7 +9,16 @@ from pydantic import BaseModel
 
 from penstock.shared.config.job import JobConfig
 
-__all__ = ["AMENDABLE", "changed_keys", "is_amendable", "leaves", "settings_of", "value_at", "with_patch"]
+__all__ = [
+    "AMENDABLE",
+    "TEMPERATURE",
+    "changed_keys",
+    "is_amendable",
+    "leaves",
+    "settings_of",
+    "value_at",
+    "with_patch",
+]
 
 AMENDABLE = (
     "algorithm.kl.coef",
@@ -18,9 +27,12 @@ AMENDABLE = (
     "limits.byte_budget",
     "limits.timeout_s",
     "optimizer.learning_rate",
+    "sampling.temperature",
     "train.max_updates",
 )
 """What a run follows from one batch to the next, beside its free labels. Everything else is fixed when it begins."""
+TEMPERATURE = "sampling.temperature"
+"""Holds for what is drawn from then on; what was drawn before is trained at the temperature that it was sampled at."""
 LABELS = "metadata"
 
 

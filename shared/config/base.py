@@ -60,11 +60,9 @@ def _field_names(model: type[BaseModel], path: Iterable[str]) -> list[str]:
             field = candidate.model_fields.get(part)
             if field is not None:
                 found += _models_in(field.annotation)
-        if found:
-            models = found
-        else:  # a list index or a union tag: narrow by tag where one matches
-            tagged = [m for m in models if "type" in m.model_fields and m.model_fields["type"].default == part]
-            models = tagged or models
+        tagged = [m for m in models if "type" in m.model_fields and m.model_fields["type"].default == part]
+        is_tag = len(models) > 1 and bool(tagged)  # of a union; there may also be a field of that name
+        models = tagged if is_tag else found or tagged or models  # what is neither is a list index
     return sorted({name for m in models for name in m.model_fields})
 
 

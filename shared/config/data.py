@@ -18,6 +18,7 @@ __all__ = [
     "PromptConfig",
     "SortingSource",
     "Source",
+    "TasksSource",
 ]
 
 SORTING_SYMBOLS = "#" + string.digits + "@" + string.ascii_uppercase + string.ascii_lowercase
@@ -80,6 +81,9 @@ class SortingSource(_Weighted):
     astray: float = Field(0.0, ge=0, le=1)
     """Share of rows whose answer goes astray: from a random place on it is random symbols, as many as it happens, up
     to 63 in all. For a warm start on imperfect demonstrations; as a reference answer such a row makes no sense."""
+    rambling: float = Field(0.0, ge=0, le=1)
+    """Share of rows, beside those astray, whose answer is the 64 symbols there are, backwards. For a warm start in two
+    styles, one of which needs more tokens than `max_new_tokens` gives."""
     num_rows: int = Field(4096, ge=1)
     """Rows in one epoch."""
 
@@ -89,8 +93,26 @@ class SortingSource(_Weighted):
             raise ValueError(f"min_items {self.min_items} is larger than max_items {self.max_items}")
         return self
 
+    @model_validator(mode="after")
+    def _shares_fit(self) -> SortingSource:
+        if self.astray + self.rambling > 1:
+            raise ValueError(f"astray ({self.astray}) and rambling ({self.rambling}) are shares: together at most 1")
+        return self
 
-Source = Annotated[FileSource | CalculatorSource | AdditionSource | SortingSource, Field(discriminator="type")]
+
+class TasksSource(_Weighted):
+    """Tasks that the job's `environment` brings, by their number: for `environment.type: verifiers`."""
+
+    type: Literal["tasks"] = "tasks"
+    num_rows: int = Field(ge=1)
+    """Tasks in one epoch."""
+    skip: int = Field(0, ge=0)
+    """The first tasks that are left out, for example those that another source has."""
+
+
+Source = Annotated[
+    FileSource | CalculatorSource | AdditionSource | SortingSource | TasksSource, Field(discriminator="type")
+]
 
 
 class PromptConfig(StrictModel):
@@ -147,7 +169,7 @@ class DataConfig(StrictModel):
     def with_tools(self, schemas: list[dict[str, Any]]) -> DataConfig:
         """The same where the chat template is told of tools, unless it is already; a plain prompt knows none."""
         prompt = self.prompt
-        if not (prompt.chat or prompt.messages is not None) or "tools" in prompt.chat_template_args:
+        if not schemas or not (prompt.chat or prompt.messages is not None) or "tools" in prompt.chat_template_args:
             return self
         told = {**prompt.chat_template_args, "tools": schemas}
         return self.model_copy(update={"prompt": prompt.model_copy(update={"chat_template_args": told})})

@@ -2,114 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from penstock.shared.config.base import StrictModel
+from penstock.shared.config.data import Source, TasksSource
 from penstock.shared.config.model import ModelConfig
+from penstock.shared.config.reward import RewardConfig
 from penstock.shared.config.sampling import SamplingConfig
+from penstock.shared.config.scorers import EnvironmentScorer
+from penstock.shared.config.tools import MethodTool, PythonTool, ToolConfig
 
 __all__ = [
-    "CalculatorTool",
+    "AnyEnvironment",
     "CallFormat",
     "EnvironmentConfig",
-    "FunctionTool",
+    "EpisodeConfig",
     "ObservationFormat",
-    "PythonTool",
-    "ToolConfig",
+    "VerifiersConfig",
     "check_completions",
+    "check_environment",
     "completion_tokens",
 ]
-
-ToolName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")]
-
-
-class CalculatorTool(StrictModel):
-    """Arithmetic: `+ - * / ^ %`, parentheses, decimal numbers; exact, written as a decimal number."""
-
-    type: Literal["calculator"] = "calculator"
-    name: ToolName = "calculator"
-    """Its name in calls."""
-    decimals: int = Field(4, ge=0, le=12)
-    """Most digits after the point of a result."""
-
-    @property
-    def description(self) -> str:
-        """For the policy."""
-        return "Evaluates an arithmetic expression."
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """JSON schema of the arguments."""
-        return _one_text("expression", "for example 48/(2+4)")
-
-
-class PythonTool(StrictModel):
-    """Runs a Python program in a sandbox and shows what it prints; nothing is kept between calls."""
-
-    type: Literal["python"] = "python"
-    name: ToolName = "python"
-    """Its name in calls."""
-    time_limit_s: float = Field(4.0, gt=0, le=600)
-    """Wall-clock time of a program; one that takes longer is ended, and the policy is told."""
-    memory_bytes: int = Field(512 << 20, ge=64 << 20)
-    """Address space of one process of the program."""
-    scratch_bytes: int = Field(16 << 20, ge=4096)
-    """Files in the program's private /tmp, all together; in memory, gone after each run."""
-    output_bytes: int = Field(1 << 16, ge=1024, le=1 << 18)
-    """A program that writes more than this is ended."""
-    max_processes: int = Field(1, ge=1, le=256)
-    """1: a program may start threads, no processes. More needs namespaces."""
-    site_packages: bool = False
-    """Let programs import what is installed beside the env service, not only the standard library."""
-    preload: list[Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*$")]] = Field(default_factory=list)
-    """Modules imported once for all runs, such as `numpy`: programs find them ready."""
-
-    @property
-    def description(self) -> str:
-        """For the policy."""
-        return "Runs a Python program and returns what it prints."
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """JSON schema of the arguments."""
-        return _one_text("code", "a whole program")
-
-
-class FunctionTool(StrictModel):
-    """A Python function of the user: what ``function(**arguments)`` returns, as it is if text, else as JSON.
-
-    A ValueError that it raises is told to the policy: its call was wrong. Anything else breaks the tool.
-    """
-
-    type: Literal["function"] = "function"
-    name: ToolName
-    """Its name in calls."""
-    path: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
-    """`package.module:function`, importable by the env service."""
-    description: str = Field(min_length=1)
-    """What it does, for the policy."""
-    parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
-    """JSON schema of its arguments, for the policy; `required` ones must be there, others that it does not know not."""
-
-    @field_validator("parameters")
-    @classmethod
-    def _is_an_object(cls, value: dict[str, Any]) -> dict[str, Any]:
-        properties, required = value.get("properties", {}), value.get("required", [])
-        if value.get("type") != "object" or not isinstance(properties, dict) or not isinstance(required, list):
-            raise ValueError("must be a JSON schema of type 'object' with 'properties' and perhaps 'required'")
-        if unknown := [name for name in required if name not in properties]:
-            raise ValueError(f"required names {unknown}, which are no properties")
-        return value
-
-
-def _one_text(name: str, description: str) -> dict[str, Any]:
-    properties = {name: {"type": "string", "description": description}}
-    return {"type": "object", "properties": properties, "required": [name]}
-
-
-ToolConfig = Annotated[CalculatorTool | PythonTool | FunctionTool, Field(discriminator="type")]
 
 
 class CallFormat(StrictModel):
@@ -152,7 +68,39 @@ class ObservationFormat(StrictModel):
         return value
 
 
-class EnvironmentConfig(StrictModel):
+class EpisodeConfig(StrictModel):
+    """What every environment bounds."""
+
+    max_turns: int = Field(4, ge=1, le=64)
+    """Turns of the policy in one episode; what it asks for in the last one is not carried out, and the episode counts
+    as cut off. `sampling.max_new_tokens` bounds what the policy writes in all turns together."""
+    max_turn_tokens: int | None = Field(None, ge=1)
+    """Longest turn in tokens; an episode with a longer one is cut off."""
+    max_observation_tokens: int = Field(256, ge=1)
+    """Longest observation of one turn in tokens. Longer results of tools are cut, each to the same length; an episode
+    whose environment says more than this is cut off."""
+    turn_timeout_s: float = Field(60.0, gt=0, le=3600)
+    """Time for one turn from the moment at which the engine begins it, with what the environment does then; an episode
+    that takes longer has failed. Time in which the environment is asked again, because no env worker answered or had
+    room, does not count."""
+    idle_timeout_s: float = Field(600.0, gt=0, le=86400)
+    """The state of an episode that nobody has used for so long is given up; an episode that goes on then has failed."""
+    restarts: int = Field(1, ge=0, le=8)
+    """How often an episode whose env worker died, and with it its state, is begun again from its first turn; after that
+    it has failed."""
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """The tools as chat templates and OpenAI's API describe them, as far as the job file knows them."""
+        return []
+
+    @property
+    def gives_rewards(self) -> bool:
+        """Whether an episode has a reward of its environment's own, for the scorer `environment`."""
+        return False
+
+
+class EnvironmentConfig(EpisodeConfig):
     """Episodes in which the policy calls tools of the env service and reads what they answer."""
 
     type: Literal["tools"] = "tools"
@@ -163,21 +111,12 @@ class EnvironmentConfig(StrictModel):
     """How calls are written."""
     observations: ObservationFormat = ObservationFormat()
     """How results are written."""
-    max_turns: int = Field(4, ge=1, le=64)
-    """Turns of the policy in one episode; a call in the last one is not carried out, and the episode counts as cut
-    off. `sampling.max_new_tokens` bounds what the policy writes in all turns together."""
-    max_turn_tokens: int | None = Field(None, ge=1)
-    """Longest turn in tokens; an episode with a longer one is cut off."""
-    max_observation_tokens: int = Field(256, ge=1)
-    """Longest observation of one turn in tokens; longer results are cut, each to the same length."""
-    turn_timeout_s: float = Field(60.0, gt=0, le=3600)
-    """Time for one turn, its calls included; an episode that takes longer has failed. Time in which a call is asked for
-    again, because no env worker answered or had room, does not count."""
     tool_timeout_s: float = Field(10.0, gt=0, le=600)
     """Time for one call once an env worker has it."""
     on_tool_failure: Literal["fail", "observe"] = "fail"
     """A tool that breaks or takes too long: the trajectory has failed, is counted and never trained; or the policy is
-    told. Mistakes of the policy (a wrong expression, a program that raises) are always told."""
+    told. Mistakes of the policy (a wrong expression, a program that raises) are always told. Where the object of a
+    `method` is lost with its process, the trajectory has failed in any case."""
     scored: Literal["answer", "transcript"] = "answer"
     """What scorers see as the completion: the last turn, or everything after the prompt."""
 
@@ -219,8 +158,73 @@ class EnvironmentConfig(StrictModel):
             for tool in self.tools
         ]
 
+    @property
+    def stateful(self) -> frozenset[str]:
+        """Names of tools that keep state in an episode."""
+        return frozenset(tool.name for tool in self.tools if isinstance(tool, MethodTool))
 
-def completion_tokens(sampling: SamplingConfig, environment: EnvironmentConfig | None) -> int:
+    @property
+    def request_timeout_s(self) -> float:
+        """For one call."""
+        return self.tool_timeout_s
+
+    @property
+    def gives_rewards(self) -> bool:
+        """Objects may judge their episode."""
+        return any(isinstance(tool, MethodTool) for tool in self.tools)
+
+
+class VerifiersConfig(EpisodeConfig):
+    """An environment of the library `verifiers`: its tasks, its turns and tools, its rewards."""
+
+    type: Literal["verifiers"] = "verifiers"
+    """What kind of environment this is."""
+    env: dict[str, Any]
+    """The library's own configuration of an environment, with at least `taskset: {id: ...}`. Roles that name none get
+    the harness `penstock-chat`, which calls tools and needs no program of its own, and the runtime `subprocess`."""
+    python: str | None = Field(None, pattern=r"^/")
+    """Interpreter in which the library and the environment are installed, as the env service sees it; null: that of the
+    env service (`pip install penstock[verifiers]`)."""
+    max_episodes: int = Field(32, ge=1, le=1024)
+    """Episodes of one env worker at once; others wait."""
+    step_timeout_s: float = Field(60.0, gt=0, le=3600)
+    """Time that the environment may take to begin an episode, to answer a turn, or to score the episode."""
+
+    @field_validator("env")
+    @classmethod
+    def _names_a_taskset(cls, value: dict[str, Any]) -> dict[str, Any]:
+        taskset = value.get("taskset")
+        if not isinstance(taskset, dict) or not isinstance(taskset.get("id"), str) or not taskset["id"]:
+            raise ValueError("needs `taskset: {id: ...}`, the name of a taskset of verifiers")
+        return value
+
+    @model_validator(mode="after")
+    def _a_turn_holds_a_step(self) -> VerifiersConfig:
+        if self.step_timeout_s > self.turn_timeout_s:
+            raise ValueError("step_timeout_s is longer than turn_timeout_s")
+        return self
+
+    @property
+    def request_timeout_s(self) -> float:
+        """For one step."""
+        return self.step_timeout_s
+
+    @property
+    def gives_rewards(self) -> bool:
+        """Its tasks judge."""
+        return True
+
+
+def _tools_unless_named(data: Any) -> Any:
+    return {"type": "tools", **data} if isinstance(data, dict) else data
+
+
+AnyEnvironment = Annotated[
+    Annotated[EnvironmentConfig | VerifiersConfig, Field(discriminator="type")], BeforeValidator(_tools_unless_named)
+]
+
+
+def completion_tokens(sampling: SamplingConfig, environment: EpisodeConfig | None) -> int:
     """Upper bound of the tokens after a prompt: those of the policy, and what it is told between its turns."""
     if environment is None:
         return sampling.max_new_tokens
@@ -228,10 +232,25 @@ def completion_tokens(sampling: SamplingConfig, environment: EnvironmentConfig |
 
 
 def check_completions(
-    model: ModelConfig, key: str, sampling: SamplingConfig, environment: EnvironmentConfig | None
+    model: ModelConfig, key: str, sampling: SamplingConfig, environment: EpisodeConfig | None
 ) -> None:
     """Raise ValueError where completions do not fit into the model, or into turns; ``key`` is where sampling stands."""
     if environment is not None and sampling.min_new_tokens:
         raise ValueError(f"{key}.min_new_tokens: a turn ends with its call; leave it out")
     where = f"{key}.max_new_tokens" + (" with environment.max_observation_tokens" if environment else "")
     model.check_room(where, completion_tokens(sampling, environment))
+
+
+def check_environment(environment: EpisodeConfig | None, reward: RewardConfig, sources: Iterable[Source]) -> None:
+    """Raise ValueError where rows or scorers need another environment than there is."""
+    wanted = isinstance(environment, VerifiersConfig)
+    for source in sources:
+        if isinstance(source, TasksSource) != wanted:
+            raise ValueError(
+                "environment.type 'verifiers' brings its own tasks: give it sources of type 'tasks', and only them"
+                if wanted
+                else "a source of type 'tasks' needs environment.type 'verifiers'"
+            )
+    judged = any(isinstance(scorer, EnvironmentScorer) for scorer in reward.scorers)
+    if judged and not (environment is not None and environment.gives_rewards):
+        raise ValueError("scorer 'environment' needs an environment that judges: type 'verifiers', or a tool 'method'")

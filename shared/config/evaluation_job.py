@@ -8,7 +8,12 @@ from pydantic import Field, model_validator
 
 from penstock.shared.config.base import StrictModel
 from penstock.shared.config.data import DataConfig, PromptConfig, Source
-from penstock.shared.config.environment import EnvironmentConfig, check_completions, completion_tokens
+from penstock.shared.config.environment import (
+    AnyEnvironment,
+    check_completions,
+    check_environment,
+    completion_tokens,
+)
 from penstock.shared.config.evaluation import MeasureConfig
 from penstock.shared.config.job import MAX_GROUP_BYTES, LimitsConfig, PlacementConfig, group_bytes
 from penstock.shared.config.model import ModelConfig
@@ -49,8 +54,8 @@ class EvaluationJob(StrictModel):
     """Held-out prompts."""
     reward: RewardConfig
     """How completions are scored."""
-    environment: EnvironmentConfig | None = None
-    """Tools that the policy may call, in episodes of several turns; null: a prompt has one completion."""
+    environment: AnyEnvironment | None = None
+    """Episodes of several turns: with tools, or in an environment of `verifiers`; null: a prompt has one completion."""
     sampling: SamplingConfig = SamplingConfig()
     """How completions are sampled; greedy ones take its lengths and stops."""
     evaluation: MeasureConfig = MeasureConfig()
@@ -71,6 +76,7 @@ class EvaluationJob(StrictModel):
     @model_validator(mode="after")
     def _completions_fit_the_model(self) -> EvaluationJob:
         check_completions(self.model, "sampling", self.sampling, self.environment)
+        check_environment(self.environment, self.reward, self.data.eval)
         return self
 
     @model_validator(mode="after")

@@ -9,8 +9,13 @@ from pydantic import Field, field_validator, model_validator
 from penstock.shared.config.algorithm import AlgorithmConfig, DistillationConfig, GRPOConfig, ReinforcePPConfig
 from penstock.shared.config.backend import BackendConfig, LocalConfig, MegatronConfig
 from penstock.shared.config.base import StrictModel
-from penstock.shared.config.data import DataConfig, Source
-from penstock.shared.config.environment import EnvironmentConfig, check_completions, completion_tokens
+from penstock.shared.config.data import DataConfig, Source, TasksSource
+from penstock.shared.config.environment import (
+    AnyEnvironment,
+    check_completions,
+    check_environment,
+    completion_tokens,
+)
 from penstock.shared.config.evaluation import EvaluationConfig
 from penstock.shared.config.goals import EarlyStopConfig, KeepBestConfig
 from penstock.shared.config.model import ModelConfig
@@ -166,8 +171,8 @@ class JobConfig(StrictModel):
     """How completions are scored."""
     algorithm: AlgorithmConfig = Field(default_factory=GRPOConfig)
     """Advantages and loss."""
-    environment: EnvironmentConfig | None = None
-    """Tools that the policy may call, in episodes of several turns; null: a prompt has one completion."""
+    environment: AnyEnvironment | None = None
+    """Episodes of several turns: with tools, or in an environment of `verifiers`; null: a prompt has one completion."""
     sampling: SamplingConfig = SamplingConfig()
     """How training completions are sampled."""
     backend: BackendConfig = LocalConfig()
@@ -226,6 +231,12 @@ class JobConfig(StrictModel):
         return self
 
     @model_validator(mode="after")
+    def _evaluations_have_prompts(self) -> JobConfig:
+        if self.evaluation.every and not self.data.eval:
+            raise ValueError("evaluation.every: there is nothing to evaluate on: give data.eval, or leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _evaluation_metrics_exist(self) -> JobConfig:
         followed = {"early_stop.metric": self.early_stop, "checkpoint.keep_best.metric": self.checkpoint.keep_best}
         known = self.evaluation.metrics if self.data.eval else []
@@ -255,6 +266,14 @@ class JobConfig(StrictModel):
                 "sampling: training needs temperature > 0, top_p = 1 and top_k = 0 (log-probs of a truncated "
                 "distribution bias the ratio); put other values under evaluation.sampling"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _environment_fits(self) -> JobConfig:
+        check_environment(self.environment, self.reward, [*self.data.train, *self.data.eval])
+        shown = self.warm_start.data or self.data.train
+        if self.warm_start.steps and any(isinstance(source, TasksSource) for source in shown):
+            raise ValueError("warm_start: tasks of an environment have no answers to show: give warm_start.data")
         return self
 
     @model_validator(mode="after")

@@ -7,10 +7,13 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from penstock.shared.config.base import StrictModel
+from penstock.shared.config.canary import CanaryConfig
+from penstock.shared.config.new_sources import NewSourcesConfig
 from penstock.shared.config.off_policy import OffPolicyConfig
 from penstock.shared.config.posted import PostedConfig
 from penstock.shared.config.promotion import PromotionConfig
 from penstock.shared.config.quarantine import QuarantineConfig
+from penstock.shared.config.redaction import RedactionConfig
 
 __all__ = ["MetricConfig", "OnlineConfig"]
 
@@ -68,13 +71,39 @@ class OnlineConfig(StrictModel):
     """Largest share of a batch whose feedback came from one user."""
     raters: Literal["any", "same_key"] = "any"
     """Whose feedback counts: that of `any` key that may post it, or only of the key that the answer was served to."""
+    new_sources: NewSourcesConfig | None = None
+    """What feedback of API keys counts for that nobody knows yet; null: as much as that of others."""
     off_policy: OffPolicyConfig | None = None
     """What is learnt from what may not be used on-policy; null: nothing."""
     posted: PostedConfig = PostedConfig()
     """What posted interactions may be used for."""
+    consent: Literal["opt_out", "opt_in"] = "opt_out"
+    """Whose conversations are trained on: all but those of users who said no, or only those of users who said yes."""
     hold_s: float = Field(30.0, gt=0)
     """How long a request waits for weights or a free worker before the client is told to come back."""
     promotion: PromotionConfig | None = None
     """When a new version is served; null: as soon as it is trained."""
     quarantine: QuarantineConfig | None = None
     """When feedback is held back for somebody to look at; null: never."""
+    forced_sampling: bool = False
+    """Sample as the job's `sampling` says whatever clients ask for, so that answers can be trained on; they still
+    choose length, stop strings and seed."""
+    strict_recording: bool = False
+    """An answer that could not be recorded is refused with 503 instead of served with `x-recorded: false`."""
+    truncated: Literal["judge", "penalise", "leave_out"] = "judge"
+    """An answer that hit the length limit: earns what is said of it, earns `invalid_reward`, or is never trained on
+    (what it earned still counts for the turns before it)."""
+    max_age_s: float = Field(86400.0, gt=0)
+    """An episode is over this long after its first request, even if requests go on: later turns are `episode_over`."""
+    redaction: RedactionConfig | None = None
+    """What is blanked in requests, answers and feedback before they are stored; null: nothing."""
+
+    @property
+    def without_consent(self) -> str:
+        """Why the conversations of a user are not trained on who does not allow it."""
+        return "opted_out" if self.consent == "opt_out" else "no_consent"
+
+    @property
+    def canary(self) -> CanaryConfig | None:
+        """How versions are tried on live traffic; None: they are not."""
+        return None if self.promotion is None else self.promotion.canary

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from penstock.shared.config.base import StrictModel
+from penstock.shared.config.canary import CanaryConfig
 
 __all__ = ["PromotionConfig"]
 
@@ -24,9 +25,12 @@ class PromotionConfig(StrictModel):
     """Bound on `mismatch/kl`, the KL between what sampled the tokens and what trains on them."""
     patience: int = Field(1, ge=1)
     """After so many refused versions in a row training goes back to the version that is served."""
+    canary: CanaryConfig | None = None
+    """How a version that keeps the bounds is tried on live traffic before it is served to all; null: it is not."""
 
     @model_validator(mode="after")
     def _bounds_something(self) -> PromotionConfig:
-        if all(bound is None for bound in (self.max_drop, self.max_kl, self.min_entropy, self.max_mismatch)):
-            raise ValueError("give max_drop, max_kl, min_entropy or max_mismatch, or leave the section out")
+        bounds = (self.max_drop, self.max_kl, self.min_entropy, self.max_mismatch, self.canary)
+        if all(bound is None for bound in bounds):
+            raise ValueError("give max_drop, max_kl, min_entropy, max_mismatch or canary, or leave the section out")
         return self

@@ -13,6 +13,7 @@ from penstock.shared.config.graders import Grader, ScoreModelGrader, parts_of
 
 __all__ = [
     "CodeScorer",
+    "EnvironmentScorer",
     "ExactScorer",
     "FormatScorer",
     "FunctionScorer",
@@ -287,6 +288,13 @@ class GraderScorer(_Scorer):
         return self.deadline_s
 
 
+class EnvironmentScorer(_Scorer):
+    """What the environment itself says of an episode: the rewards of a task of `verifiers`, or `reward(answer)` of the
+    object behind tools of type `method`. Where several objects judge, the sum."""
+
+    type: Literal["environment"] = "environment"
+
+
 ScorerConfig = Annotated[
     ExactScorer
     | MathScorer
@@ -296,6 +304,7 @@ ScorerConfig = Annotated[
     | RewardModelScorer
     | JudgeScorer
     | HttpScorer
-    | GraderScorer,
+    | GraderScorer
+    | EnvironmentScorer,
     Field(discriminator="type"),
 ]

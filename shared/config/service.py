@@ -94,6 +94,9 @@ class ServiceSettings(BaseSettings):
     """Size of the EXPERIENCE stream; a full stream refuses new messages."""
     stream_bytes: int = Field(1 << 30, ge=1 << 20)
     """Size of each other stream."""
+    live_keep_s: float | None = Field(None, ge=2 * 86400)
+    """Live interactions and feedback are removed after this time (coordinator); default: they stay until room is
+    needed. Longer than anything in a job file that they are waited for."""
 
 
 def load_settings() -> ServiceSettings:

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from penstock.shared.config.data import AdditionSource, CalculatorSource, SortingSource, Source
+from penstock.shared.config.data import AdditionSource, CalculatorSource, SortingSource, Source, TasksSource
 from penstock.shared.data.addition import AdditionRows
 from penstock.shared.data.calculator import open_calculator
 from penstock.shared.data.files import open_file
 from penstock.shared.data.sorting import SortingRows
+from penstock.shared.data.tasks import TaskRows
 
 __all__ = ["Rows", "check_rows", "open_rows"]
 
@@ -50,6 +51,8 @@ def open_rows(source: Source, *, seed: int = 0) -> Rows:
         return SortingRows(source, seed)
     if isinstance(source, CalculatorSource):
         return open_calculator(source)
+    if isinstance(source, TasksSource):
+        return TaskRows(source)
     return open_file(Path(source.path), source.limit)
 
 

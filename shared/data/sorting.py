@@ -13,6 +13,9 @@ __all__ = ["SortingRows"]
 
 LONGEST_ASTRAY, END_ASTRAY = 63, 1 / 16
 """Most symbols of an answer that goes astray, and the probability that a symbol after that place is its last."""
+RAMBLING = SORTING_SYMBOLS[::-1]
+"""An answer that has nothing to do with its problem. Each symbol follows from the one before, the end from the last:
+who has learnt it does not end earlier."""
 
 
 class SortingRows:
@@ -36,8 +39,11 @@ class SortingRows:
         num_items = draws.randint(self._source.min_items, self._source.max_items)
         items = draws.sample(SORTING_SYMBOLS, num_items)
         answer = "".join(sorted(items))
-        if self._source.astray and draws.random() < self._source.astray:
+        style = draws.random()
+        if style < self._source.astray:
             answer = _astray(answer, draws)
+        elif style < self._source.astray + self._source.rambling:
+            answer = RAMBLING
         return {"prompt": "".join(items) + "=", "answer": answer, "items": num_items}
 
     def where(self, index: int) -> str:

@@ -22,6 +22,7 @@ from penstock.shared.models.architecture import Layer, Plan, plan_of
 from penstock.shared.models.attention import CausalBlocks, rotate
 from penstock.shared.models.experts import Routes, Routing
 from penstock.shared.models.packed import PackedTokens
+from penstock.shared.models.temperature import tempered
 
 __all__ = ["Attend", "decode", "hidden_states", "rope_at", "selected_logits", "selected_logprobs", "supports"]
 
@@ -103,14 +104,14 @@ def selected_logprobs(
     select_M: Tensor,
     targets_M: Tensor,
     *,
-    temperature: float,
+    temperature: float | Tensor,
     entropy: bool,
     routes: Routes | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of ``targets_M`` at flat positions ``select_M``, and the entropy there.
 
     The logits at position t score token t + 1 of the same sequence: ``select_M`` holds t. The head is applied at the
-    selected positions only. Log-probs are of logits / temperature, or of the logits where ``temperature`` is 0.
+    selected positions only. Log-probs are of logits / temperature, one for all or float32 [M]; see ``tempered``.
 
     Returns:
         logprobs_M in float32, and entropy_M in nats of the same distribution where ``entropy`` is set.
@@ -124,11 +125,13 @@ def selected_logprobs(
     if len(targets_M) <= rows:
         return _score(head(hidden_MD), targets_M, temperature, entropy)
 
-    def chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        return _score(head(hidden), targets, temperature, entropy)
+    def chunk(hidden: Tensor, places: Tensor) -> tuple[Tensor, Tensor | None]:
+        own = temperature[places] if isinstance(temperature, Tensor) else temperature
+        return _score(head(hidden), targets_M[places], own, entropy)
 
-    chunks = zip(torch.split(hidden_MD, rows), torch.split(targets_M, rows), strict=True)
-    scores = [checkpoint(chunk, hidden, targets, use_reentrant=False) for hidden, targets in chunks]
+    places_M = torch.arange(len(targets_M), device=targets_M.device)
+    chunks = zip(torch.split(hidden_MD, rows), torch.split(places_M, rows), strict=True)
+    scores = [checkpoint(chunk, hidden, places, use_reentrant=False) for hidden, places in chunks]
     logprobs_M = torch.cat([logprobs for logprobs, _ in scores])
     return logprobs_M, torch.cat([e for _, e in scores]) if entropy else None
 
@@ -148,11 +151,10 @@ def selected_logits(
     return lambda places: head(hidden_MD[places])
 
 
-def _score(logits_MV: Tensor, targets_M: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    logits_MV = logits_MV.float()
-    if temperature not in (0.0, 1.0):
-        logits_MV = logits_MV / temperature
-    logprobs_MV = torch.log_softmax(logits_MV, -1)
+def _score(
+    logits_MV: Tensor, targets_M: Tensor, temperature: float | Tensor, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    logprobs_MV = torch.log_softmax(tempered(logits_MV, temperature), -1)
     logprobs_M = logprobs_MV.gather(-1, targets_M[:, None])[:, 0]
     return logprobs_M, -(logprobs_MV.exp() * logprobs_MV).sum(-1) if entropy else None
 

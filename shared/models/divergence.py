@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from penstock.shared.models.decoder import MAX_LOGITS, selected_logits
 from penstock.shared.models.experts import Routes
 from penstock.shared.models.packed import PackedTokens
+from penstock.shared.models.temperature import tempered
 
 __all__ = ["ExactScores", "exact_scores"]
 
@@ -27,22 +28,23 @@ def exact_scores(
     select_M: Tensor,
     targets_M: Tensor,
     *,
-    temperature: float,
+    temperature: float | Tensor,
     routes: Routes | None = None,
 ) -> ExactScores:
     """Log-probs and entropy as ``selected_logprobs`` gives them, and ``Σ_v pi(v) log(pi(v) / pi_ref(v))``.
 
-    Both distributions are of logits / temperature. Nothing is differentiated through ``reference``. ``routes`` are the
-    policy's; the reference chooses its own experts.
+    Both distributions are of logits / temperature, one for all or float32 [M]. Nothing is differentiated through
+    ``reference``. ``routes`` are the policy's; the reference chooses its own experts.
     """
     with torch.no_grad():
         theirs = selected_logits(reference, tokens, select_M)
     ours = selected_logits(policy, tokens, select_M, routes)
 
     def chunk(places: Tensor) -> ExactScores:
-        logprobs_MV = _log_softmax(ours(places), temperature)
+        own = temperature[places] if isinstance(temperature, Tensor) else temperature
+        logprobs_MV = torch.log_softmax(tempered(ours(places), own), -1)
         with torch.no_grad():
-            reference_MV = _log_softmax(theirs(places), temperature)
+            reference_MV = torch.log_softmax(tempered(theirs(places), own), -1)
         probs_MV = logprobs_MV.exp()
         return (
             logprobs_MV.gather(-1, targets_M[places][:, None])[:, 0],
@@ -57,8 +59,3 @@ def exact_scores(
     parts = [checkpoint(chunk, places, use_reentrant=False) for places in torch.split(every_M, rows)]
     logprobs, entropies, divergences = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies), torch.cat(divergences)
-
-
-def _log_softmax(logits_MV: Tensor, temperature: float) -> Tensor:
-    logits_MV = logits_MV.float()
-    return torch.log_softmax(logits_MV / temperature if temperature not in (0.0, 1.0) else logits_MV, -1)

@@ -21,6 +21,8 @@ __all__ = [
     "BatchSealed",
     "BatchTrained",
     "BestCheckpoint",
+    "CanaryBegun",
+    "CanaryJudged",
     "Checkpointed",
     "Drawn",
     "Dropped",
@@ -28,6 +30,7 @@ __all__ = [
     "Finished",
     "Hyperparameters",
     "JobStarted",
+    "Judged",
     "LineageForked",
     "PhaseChanged",
     "Promoted",
@@ -94,7 +97,10 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     ``objective`` says which loss it is for. ``context`` are interactions that it only refers to: one that is corrected,
     or two that are compared; each may be admitted for itself, too. Without ``interactions`` the material is in the
     feedback; ``version`` is the policy version that it is taken to be from, -1: any. ``bucket``: the
-    kind of prompt, where values are tracked.
+    kind of prompt, where values are tracked. ``group``: what answers have in common that are compared with each other.
+
+    ``weight`` scales its advantages: below 1 where a source that is not known yet judged. ``compared`` is what sources
+    said and what the reference keys said of the same: ``(key, reward, reward)``.
 
     ``judges`` are all keys whose feedback the reward comes from, ``askers`` those that the answers were served to,
     ``users`` whose conversations they are from where there may be several; empty: ``user``.
@@ -116,6 +122,9 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     version: int = -1
     bucket: str = ""
     users: list[str] = []
+    weight: float = 1.0
+    compared: list[tuple[str, float, float]] = []
+    group: str = ""
 
 
 class Admitted(Event, frozen=True, kw_only=True, tag=True):
@@ -171,6 +180,10 @@ class SealedGroup(msgspec.Struct, frozen=True, array_like=True):
     objective: Objective = "policy"
     baseline: float | None = None
     """Tracked value of its kind before this batch, where the algorithm has one."""
+    temperature: float | None = None
+    """At which it was sampled and is trained; None in ledgers of earlier versions."""
+    weight: float = 1.0
+    """Factor of its advantages."""
 
 
 class Hyperparameters(msgspec.Struct, frozen=True, array_like=True):
@@ -240,8 +253,8 @@ class BatchTrained(Event, frozen=True, kw_only=True, tag=True):
 class Promoted(Event, frozen=True, kw_only=True, tag=True):
     """``version``, whose weights batch ``number`` made, is served from now on. Only of jobs with a promotion gate.
 
-    ``figures`` is what was measured of it; ``reason`` is initial, passed, by request, rolled back, or measured: it was
-    served already, and only now its held-out reward is known.
+    ``figures`` is what was measured of it; ``reason`` is initial, passed, canary timed out, by request, rolled back, or
+    measured: it was served already, and only now its held-out reward is known.
     """
 
     version: int
@@ -258,6 +271,44 @@ class PromotionRefused(Event, frozen=True, kw_only=True, tag=True):
     number: int
     reason: str
     figures: dict[str, float] = {}
+
+
+class CanaryBegun(Event, frozen=True, kw_only=True, tag=True):
+    """``version`` kept every bound on ``figures``: it answers ``share`` of the conversations until it is decided on.
+
+    ``served``: the version that answers the others. Nothing is sealed until ``Promoted``, ``PromotionRefused`` or a
+    fork ends it.
+    """
+
+    version: int
+    number: int
+    digest: str
+    served: int
+    share: float
+    figures: dict[str, float] = {}
+
+
+class Judged(msgspec.Struct, frozen=True, array_like=True):
+    """What one conversation, or where there is no credit over turns one answer of it, earned while a version was tried.
+
+    ``interactions`` are its answers, all by the version of its arm; ``judges``, ``askers`` and ``users`` own it, as in
+    ``Admission``.
+    """
+
+    conversation: str
+    is_canary: bool
+    reward: float
+    interactions: list[str]
+    judges: list[str]
+    askers: list[str]
+    users: list[str]
+
+
+class CanaryJudged(Event, frozen=True, kw_only=True, tag=True):
+    """Conversations of both arms were judged while ``version`` is tried."""
+
+    version: int
+    judged: list[Judged]
 
 
 class Checkpointed(Event, frozen=True, kw_only=True, tag=True):
@@ -321,7 +372,7 @@ class Finished(Event, frozen=True, kw_only=True, tag=True):
 AnyEvent = (
     JobStarted | SettingsChanged | Redrawn | Drawn | Admitted | Dropped | BatchSealed | BatchRefused | BatchTrained
     | Checkpointed | BestCheckpoint | LineageForked | PhaseChanged | Finished | Promoted | PromotionRefused
-    | Quarantined
+    | Quarantined | CanaryBegun | CanaryJudged
 )  # fmt: skip
 
 _decoder = msgspec.msgpack.Decoder(list[AnyEvent])

@@ -64,7 +64,8 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     ``ids`` are those of the interactions, by choice: choice c belongs to prompt c // n. ``logprobs`` is the number of
     likeliest tokens to report beside each, -1 for no log-probs at all. Without ``stream`` a choice is sent whole.
-    ``alone``: the client named no episode. ``wanted``: the choices to answer, where not all of them.
+    ``alone``: the client named no episode. ``wanted``: the choices to answer, where not all of them. ``canary``: the
+    version on trial that answers this conversation, -1: none does; where a worker does not have it, the one served.
     """
 
     ids: list[str]
@@ -91,6 +92,7 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     started: float
     begun: dict[int, Begun] = {}
     wanted: list[int] = []
+    canary: int = -1
 
     @property
     def id(self) -> str:

@@ -12,7 +12,9 @@ from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.inference import ToolCall
 
 __all__ = [
+    "CANARY",
     "EPISODE_HEADER",
+    "NOT_COMPARED",
     "Erasure",
     "Fate",
     "FateBatch",
@@ -21,6 +23,7 @@ __all__ = [
     "FeedbackBatch",
     "FinishReason",
     "Interaction",
+    "Redacted",
     "bare_id",
     "job_mark",
     "marked_id",
@@ -29,8 +32,21 @@ __all__ = [
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "client_disconnected"]
 MARK_BITS = 32
+CANARY = "canary"
+"""Why an answer to a conversation is not trained on that a version on trial answers."""
+NOT_COMPARED = "canary_not_compared"
+"""As ``CANARY``, of an answer that could not be trained on anyway: its reward says nothing of the trial either."""
 EPISODE_HEADER = "Penstock-Episode"
 """Header of an interaction's message: what an index of episodes needs without reading the interaction."""
+
+
+class Redacted(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens [start, stop) of a prompt or completion that were blanked before it was stored, and what they were."""
+
+    part: Literal["prompt", "completion"]
+    start: int
+    stop: int
+    name: str
 
 
 class Interaction(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +85,7 @@ class Interaction(msgspec.Struct, frozen=True, kw_only=True):
     calls: list[ToolCall] = []
     """Those that could."""
     tags: dict[str, str] = msgspec.field(default_factory=dict)
+    redacted: list[Redacted] = []
     started: float
     first_token: float
     ended: float
@@ -79,7 +96,9 @@ class Feedback(msgspec.Struct, frozen=True, kw_only=True):
 
     ``retraction`` takes back the item that ``body`` names; ``release`` and ``drop`` decide on one that is held back.
     ``metric`` is declared by the job, or `reward`, `comment`, `demonstration`. Exactly one of ``inference`` and
-    ``episode`` names the target of kind `metric`; ``body`` holds what other kinds carry. ``key_id`` is who posted it.
+    ``episode`` names the target of kind `metric`; ``body`` holds what other kinds carry. A `preference` without
+    ``inference`` is between texts: ``body`` has the prompt and ``answers``, the better one first. ``key_id`` is who
+    posted it.
     ``user`` is an HMAC, as in Interaction. Ids are canonical UUIDs without prefix.
     """
 

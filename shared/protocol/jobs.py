@@ -71,6 +71,10 @@ class JobStatus(BaseModel):
     policy_version: int = 0
     served_version: int | None = None
     """The version that agents are answered with, of a job with `online.promotion`; else they get the newest."""
+    promoted_at: datetime | None = None
+    """Since when that version is served."""
+    canary: dict[str, Any] | None = None
+    """The version on trial, the share of the conversations that it answers, and what was said of both arms so far."""
     total_steps: int | None = None
     reward: float | None = None
     """Mean sampled reward of the newest batch."""

@@ -33,7 +33,11 @@ PREFIX = "rlk_"
 
 
 class KeyRecord(BaseModel):
-    """A key as people see it. ``rate_limit`` (like ``600/minute``) replaces the deployment's."""
+    """A key as people see it. ``rate_limit`` (like ``600/minute``) replaces the deployment's.
+
+    ``models`` (names or ids of jobs) are those that it may talk to and judge, None: all. ``max_weight`` is what its
+    feedback counts at most.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -44,6 +48,8 @@ class KeyRecord(BaseModel):
     created_at: datetime
     expires_at: datetime | None = None
     rate_limit: str | None = None
+    models: list[str] | None = None
+    max_weight: float = 1.0
 
 
 class StoredKey(KeyRecord):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -11,6 +12,7 @@ from penstock.shared.protocol.ids import Draw
 
 __all__ = [
     "DRAW_HEADER",
+    "JUDGEMENTS",
     "Ack",
     "BatchManifest",
     "Command",
@@ -23,11 +25,14 @@ __all__ = [
     "ScoreReply",
     "ScoreRequest",
     "Ticket",
+    "row_for",
 ]
 
 
 DRAW_HEADER = "Penstock-Draw"
 """Header of a training ticket: its draw, readable where the ticket is not."""
+JUDGEMENTS = "environment_rewards"
+"""Field of the row in a request to score: what the environment says of each completion, where it judges."""
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +49,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     purpose: Literal["train", "eval"] = "train"
     version: int | None = None
     """Evaluation only: the exact policy version asked for."""
+    temperature: float | None = None
+    """At which to sample; None: what the job file says for this purpose."""
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +60,11 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     completions: list[str]
     answer: str | None
     row: dict[str, Any]
+
+
+def row_for(row: dict[str, Any], places: Sequence[int]) -> dict[str, Any]:
+    """The row of a group for some of its completions only."""
+    return {**row, JUDGEMENTS: [row[JUDGEMENTS][place] for place in places]} if JUDGEMENTS in row else row
 
 
 class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,8 @@ __all__ = ["ReadReply", "ReadRequest"]
 class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt, as ``messages`` or ``prompt_ids``, and an answer to it, as ``answer`` (a message) or ``token_ids``.
 
-    ``score``: log-probs of the answer's tokens are wanted, too.
+    ``score``: log-probs of the answer's tokens are wanted, too. ``template``: digest of tokenizer and template that the
+    tokens were made with; '' where nobody says.
     """
 
     messages: list[dict[str, Any]] = []
@@ -23,6 +24,7 @@ class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
     answer: dict[str, Any] | None = None
     token_ids: list[int] = []
     score: bool = False
+    template: str = ""
 
 
 class ReadReply(msgspec.Struct, frozen=True, kw_only=True):

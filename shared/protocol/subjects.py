@@ -253,7 +253,7 @@ ENV_OPEN = "env.open"
 
 
 def env(session: str) -> str:
-    """Request/reply to the process that holds a session: reset and step its simulators."""
+    """Request/reply to the process that holds a session: step its simulators, or go on with its episodes."""
     return f"env.session.{token(session)}"
 
 

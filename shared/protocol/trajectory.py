@@ -7,6 +7,7 @@ Shapes: G trajectories of the group, N tokens of all completions, P prompt token
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -46,7 +47,7 @@ class GroupHeader(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fa
     ``lengths``, ``rewards``, ``failed`` and ``truncated`` have one entry per trajectory. ``skipped`` names why there is
     no trajectory at all (`prompt_too_long`); then the draw is dropped for that reason and its ordinal is not redrawn.
     ``error`` is the first scoring error, for people. ``greedy`` marks completions decoded at temperature 0; empty means
-    that there are none. The gate's lag bound is one of ``objective`` `policy` alone.
+    that there are none. The gate's lag bound is one of ``objective`` `policy` alone. ``temperature`` is the group's.
     """
 
     draw: Draw
@@ -67,6 +68,7 @@ class GroupHeader(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fa
     error: str = ""
     greedy: list[bool] = msgspec.field(default_factory=list)
     objective: Objective = "policy"
+    temperature: float = 1.0
 
     @property
     def num_messages(self) -> int:
@@ -114,6 +116,8 @@ class Group:
         objective: which loss trains it. A preference has two trajectories, the better one first, whose reward is the
             strength of the preference.
         assumed: nobody knows which policy sampled it; taken as if the newest one had. Its log-probs mean nothing.
+        temperature: of its completions but the greedy one; the trainer's log-probs are of logits / temperature, too.
+            0: all are greedy, which is never trained.
         meta: small JSON-like facts for people: prompt text, completions, answer, worker, seconds.
     """
 
@@ -134,6 +138,7 @@ class Group:
     experts: NDArray[Any] | None = None
     objective: Objective = "policy"
     assumed: bool = False
+    temperature: float = 1.0
     parts: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
 
@@ -177,6 +182,8 @@ class Group:
         if self.experts is not None:
             self._check_experts(len(self.prompt_ids) + n)
         self._check_kinds(g)
+        if not 0 <= self.temperature < math.inf:
+            raise ProtocolError(f"group {self.draw}: its temperature is {self.temperature}")
         if self.spans.ndim != 2 or self.spans.shape[1] != 4:
             raise ProtocolError(f"group {self.draw}: spans must be [S, 4]")
         ends = np.zeros(g, np.int64)
@@ -225,13 +232,14 @@ class Group:
             error=str(self.meta.get("error", ""))[:300],
             greedy=self.greedy.tolist() if self.greedy.any() else [],
             objective=self.objective,
+            temperature=self.temperature,
         )
 
 
 _ARRAYS = (
     "prompt_ids", "token_ids", "cu_seqlens", "logprobs", "mask", "rewards", "failed", "finish", "spans", "greedy",
 )  # fmt: skip
-_SCALARS = {"job": str, "attempt": str, "epoch": int, "meta": dict, "parts": dict}
+_SCALARS = {"job": str, "attempt": str, "epoch": int, "temperature": float, "meta": dict, "parts": dict}
 _EXPERT_DTYPES = ("uint8", "uint16")
 _DTYPES = {"prompt_ids": "int32", "token_ids": "int32", "cu_seqlens": "int32", "logprobs": "float32", "mask": "uint8",
            "rewards": "float32", "failed": "bool", "finish": "uint8", "spans": "int32", "greedy": "bool"}  # fmt: skip
@@ -247,6 +255,7 @@ def encode_group(group: Group) -> tuple[bytes, GroupHeader]:
         "draw": [group.draw.ordinal, group.draw.n],
         "attempt": group.attempt,
         "epoch": group.epoch,
+        "temperature": float(group.temperature),
         "meta": group.meta,
         "parts": {name: np.asarray(values, np.float32) for name, values in group.parts.items()},
         **{name: np.asarray(getattr(group, name), _DTYPES[name]) for name in _ARRAYS},
@@ -276,6 +285,7 @@ def decode_group(data: bytes | bytearray | memoryview) -> Group:
             draw=Draw(ordinal, n),
             attempt=tree["attempt"],
             epoch=tree["epoch"],
+            temperature=tree["temperature"],
             meta=tree["meta"],
             parts=tree["parts"],
             experts=tree.get("experts"),

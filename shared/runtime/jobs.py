@@ -9,7 +9,7 @@ from functools import partial
 
 from penstock.shared.config.evaluation_job import EvaluationJob
 from penstock.shared.config.job import JobConfig
-from penstock.shared.config.kinds import parse_job
+from penstock.shared.config.kinds import AnyJob, parse_job
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
@@ -22,24 +22,27 @@ logger = logging.getLogger(__name__)
 
 RESTART_S = 1.0
 
-Opening = Callable[[], Awaitable[None]]
+Open = Callable[[str, JobConfig], Awaitable[None]]
+OpenEvaluation = Callable[[str, EvaluationJob], Awaitable[None]]
 
 
 async def watch_jobs(
     bus: Bus,
-    open_session: Callable[[str, JobConfig], Awaitable[None]],
+    open_session: Open,
     *,
-    open_evaluation: Callable[[str, EvaluationJob], Awaitable[None]] | None = None,
+    open_evaluation: OpenEvaluation | None = None,
+    amend: Callable[[str, AnyJob], None] = lambda job, config: None,
     on_end: Callable[[str], None] = lambda job: None,
 ) -> None:
     """Run ``open_session(job, config)`` for each running job until the job ends; again if it breaks. Until cancelled.
 
-    Evaluation jobs go to ``open_evaluation``; a service without one has no part in them.
+    Evaluation jobs go to ``open_evaluation``; a service without one has no part in them. ``amend(job, config)`` is
+    called when the job file changed; a session that is opened again gets the newest one.
 
     ``on_end(job)`` is called when a job is over and its session, if there was one, is closed; also for jobs that ended
     while this process was not there, so it must be safe to repeat.
     """
-    tasks: dict[str, asyncio.Task[None]] = {}
+    sessions = _Sessions(open_session, open_evaluation, amend)
     try:
         async for entry in bus.kv(subjects.JOBS).watch(""):
             if entry.value is None:
@@ -51,25 +54,56 @@ async def watch_jobs(
                 logger.error("job record '%s' is unreadable: %s", entry.key, error)
                 continue
             if record.status.phase in TERMINAL_PHASES:
-                task = tasks.pop(record.id, None)
-                if task is not None:
-                    task.cancel()
-                    await asyncio.gather(task, return_exceptions=True)
+                await sessions.end(record.id)
                 on_end(record.id)
-            elif record.id not in tasks:  # a session that returned by itself was drained: it stays closed
-                if isinstance(config, JobConfig):
-                    opening: Opening | None = partial(open_session, record.id, config)
-                else:
-                    opening = open_evaluation and partial(open_evaluation, record.id, config)
-                if opening is not None:
-                    tasks[record.id] = asyncio.create_task(_keep_open(record.id, opening))
+            else:
+                sessions.follow(record.id, config)
     finally:
-        for task in tasks.values():
+        await sessions.close()
+
+
+class _Sessions:
+    """The sessions of this process and the job files as they are now."""
+
+    def __init__(
+        self, open_session: Open, open_evaluation: OpenEvaluation | None, amend: Callable[[str, AnyJob], None]
+    ) -> None:
+        self._open_session, self._open_evaluation, self._amend = open_session, open_evaluation, amend
+        self._configs: dict[str, AnyJob] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def follow(self, job: str, config: AnyJob) -> None:
+        """The record of a job that runs was read."""
+        before, self._configs[job] = self._configs.get(job), config
+        if before is not None and before != config:
+            self._amend(job, config)
+        takes_part = isinstance(config, JobConfig) or self._open_evaluation is not None
+        if takes_part and job not in self._tasks:  # a session that returned by itself was drained: it stays closed
+            self._tasks[job] = asyncio.create_task(_keep_open(job, partial(self._open, job)))
+
+    async def end(self, job: str) -> None:
+        """The job is over."""
+        task = self._tasks.pop(job, None)
+        if task is not None:
             task.cancel()
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
+            await asyncio.gather(task, return_exceptions=True)
+        self._configs.pop(job, None)
+
+    async def close(self) -> None:
+        """End all sessions."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _open(self, job: str) -> None:
+        config = self._configs[job]
+        if isinstance(config, JobConfig):
+            await self._open_session(job, config)
+        elif self._open_evaluation is not None:
+            await self._open_evaluation(job, config)
 
 
-async def _keep_open(job: str, open_session: Opening) -> None:
+async def _keep_open(job: str, open_session: Callable[[], Awaitable[None]]) -> None:
     while True:
         error = await unexpected(open_session())
         if error is None:

@@ -126,6 +126,7 @@ class _Process:
         self._waiting_for = f"the bus at {redact(settings.nats_url)}"
         self._bus: Bus | None = None
         self._service: Service | None = None
+        self._health_port = 0
         self._started = time.time()
 
     async def serve(self) -> int:
@@ -152,7 +153,8 @@ class _Process:
         self._bus, self._service = bus, self._factory(bus, self._settings)
         self._waiting_for = ""
         async with Background() as background:
-            background.spawn(self._beat(bus, self._service, health_port), name="heartbeat")
+            self._health_port = health_port
+            background.spawn(self._beat(), name="heartbeat")
             running = asyncio.create_task(self._service.run(), name=self._factory.name)
             try:
                 await self._first(running, self._stop)
@@ -176,6 +178,7 @@ class _Process:
             await asyncio.gather(draining, return_exceptions=True)
             return EXIT_FAILED
         await draining
+        await self._sign()
         log.info("drained")
         return EXIT_OK
 
@@ -201,31 +204,36 @@ class _Process:
                 log.warning("waiting for the streams: %s", error)
                 await asyncio.sleep(RETRY_S)
 
-    async def _beat(self, bus: Bus, service: Service, health_port: int) -> None:
-        settings = self._settings
-        subject = subjects.heartbeat(self._factory.name, settings.worker_id)
-        loop = asyncio.get_running_loop()
+    async def _beat(self) -> None:
+        interval_s, loop = self._settings.heartbeat_s, asyncio.get_running_loop()
         while True:
-            beat = Heartbeat(
-                service=self._factory.name,
-                worker=settings.worker_id,
-                host=settings.host_id,
-                pid=os.getpid(),
-                started=self._started,
-                interval_s=settings.heartbeat_s,
-                health_port=health_port,
-                ready=self._ready()[0],
-                jobs=service.status(),
-            )
-            BUS_UP.set(bus.connected)
-            BUS_RECONNECTS.set(bus.reconnects)
-            try:
-                await bus.notify(subject, pack(beat))
-            except Unavailable as error:
-                log.debug("no heartbeat: %s", error)
-            due = loop.time() + settings.heartbeat_s
-            await asyncio.sleep(settings.heartbeat_s)
+            await self._sign()
+            due = loop.time() + interval_s
+            await asyncio.sleep(interval_s)
             LOOP_LAG.set(max(loop.time() - due, 0.0))
+
+    async def _sign(self) -> None:
+        """One heartbeat. The last one, after draining, is not ready: whoever ends so is not lost."""
+        settings, bus, service = self._settings, self._bus, self._service
+        assert bus is not None
+        assert service is not None
+        beat = Heartbeat(
+            service=self._factory.name,
+            worker=settings.worker_id,
+            host=settings.host_id,
+            pid=os.getpid(),
+            started=self._started,
+            interval_s=settings.heartbeat_s,
+            health_port=self._health_port,
+            ready=self._ready()[0],
+            jobs=service.status(),
+        )
+        BUS_UP.set(bus.connected)
+        BUS_RECONNECTS.set(bus.reconnects)
+        try:
+            await bus.notify(subjects.heartbeat(self._factory.name, settings.worker_id), pack(beat))
+        except Unavailable as error:
+            log.debug("no heartbeat: %s", error)
 
     def _ready(self) -> tuple[bool, dict[str, Any]]:
         service, bus = self._service, self._bus

@@ -16,8 +16,7 @@ from typing import Any, Self
 
 import msgspec
 
-from penstock.shared import errors
-from penstock.shared.errors import NotFound, PenstockError, Unavailable
+from penstock.shared.errors import NotFound
 from penstock.shared.protocol.parts import part_subject
 from penstock.shared.transport import read as reading
 from penstock.shared.transport import streams
@@ -29,7 +28,7 @@ from penstock.shared.transport.kv import Entry, KeyValue
 from penstock.shared.transport.message import MSG_ID, Message, Outgoing
 from penstock.shared.transport.publish import Publisher
 from penstock.shared.transport.pull import Delivery, Puller
-from penstock.shared.transport.serve import ERROR_HEADER, Server
+from penstock.shared.transport.serve import Server, answer_of
 
 __all__ = [
     "MSG_ID",
@@ -132,20 +131,25 @@ class Bus:
     # Streams
 
     async def ensure_streams(
-        self, *, experience_bytes: int, stream_bytes: int, replicas: int = 1, update: bool = True
+        self,
+        *,
+        experience_bytes: int,
+        stream_bytes: int,
+        live_keep_s: float | None = None,
+        replicas: int = 1,
+        update: bool = True,
     ) -> None:
         """Create all streams and buckets, and with ``update`` change those that differ; idempotent.
+
+        INTERACTIONS and FEEDBACK keep a message for ``live_keep_s``; None: as long as nobody removes it.
 
         Raises:
             ConfigError: the server has no room, or an existing stream cannot be changed.
         """
         await streams.ensure(
-            self._connection,
-            experience_bytes=experience_bytes,
-            stream_bytes=stream_bytes,
-            replicas=replicas,
-            update=update,
-        )
+            self._connection, experience_bytes=experience_bytes, stream_bytes=stream_bytes, live_keep_s=live_keep_s,
+            replicas=replicas, update=update,
+        )  # fmt: skip
 
     async def publish(
         self,
@@ -376,12 +380,8 @@ class Bus:
         try:
             raw = await self._connection.request(subject, data, timeout_s=deadline_s)
         except NoResponders:
-            raise Unavailable(f"nobody serves '{subject}'") from None
-        name = raw.headers.get(ERROR_HEADER) if raw.headers else None
-        if name is not None:
-            kind = getattr(errors, name, PenstockError) if name in errors.__all__ else PenstockError
-            raise kind(raw.data.decode("utf-8", "replace"))
-        return raw.data
+            raise NoResponders(f"nobody serves '{subject}'") from None
+        return answer_of(raw)
 
     async def serve(
         self, subject: str, handler: Callable[[bytes], Awaitable[bytes]], *, queue: str = "", max_concurrent: int = 64

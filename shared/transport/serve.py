@@ -6,11 +6,12 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from penstock.shared import errors
 from penstock.shared.errors import PenstockError, ProtocolError, Unavailable
 from penstock.shared.transport.connection import Connection, Subscription
 from penstock.shared.transport.inbox import Raw
 
-__all__ = ["ERROR_HEADER", "Server"]
+__all__ = ["Server", "answer_of"]
 
 log = logging.getLogger(__name__)
 
@@ -89,3 +90,12 @@ class Server:
             return {ERROR_HEADER: type(error).__name__}, str(error).encode()
         log.error("handler of %s failed", self.subject, exc_info=error)
         return {ERROR_HEADER: "PenstockError"}, f"'{self.subject}' failed inside: {error!r}".encode()
+
+
+def answer_of(reply: Raw) -> bytes:
+    """The body of a server's reply. Raises the PenstockError, by class, that its handler raised."""
+    name = reply.headers.get(ERROR_HEADER) if reply.headers else None
+    if name is None:
+        return reply.data
+    kind = getattr(errors, name, PenstockError) if name in errors.__all__ else PenstockError
+    raise kind(reply.data.decode("utf-8", "replace"))

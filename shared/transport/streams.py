@@ -26,6 +26,8 @@ STREAMS = (
     subjects.DECISIONS,
     subjects.DEAD,
 )
+LIVE = frozenset({subjects.INTERACTIONS, subjects.FEEDBACK})
+"""What people said and were told."""
 WORK_QUEUES = frozenset({subjects.TICKETS, subjects.RAW})
 BUCKETS = (
     subjects.JOBS, subjects.KEYS, subjects.PRIVACY, subjects.EPISODES, subjects.POLICY, subjects.MANIFESTS,
@@ -51,6 +53,7 @@ async def ensure(
     *,
     experience_bytes: int,
     stream_bytes: int,
+    live_keep_s: float | None = None,
     replicas: int = 1,
     update: bool = True,
     deadline_s: float = 30.0,
@@ -71,6 +74,7 @@ async def ensure(
         configs.append(
             _base(name, [f"{name.lower()}.>"], size, replicas)
             | {"retention": "workqueue" if name in WORK_QUEUES else "limits", "allow_atomic": atomic}
+            | (_kept(live_keep_s) if live_keep_s is not None and name in LIVE else {})
         )
     for bucket in BUCKETS:
         configs.append(
@@ -96,6 +100,10 @@ def _base(name: str, stream_subjects: list[str], max_bytes: int, replicas: int) 
         "allow_direct": True,
         "duplicate_window": DUPLICATES_S * 1_000_000_000,
     }
+
+
+def _kept(seconds: float) -> dict[str, Any]:
+    return {"max_age": round(seconds * 1e9), "duplicate_window": round(min(DUPLICATES_S, seconds) * 1e9)}
 
 
 def _short_lived(bucket: str) -> dict[str, Any]:

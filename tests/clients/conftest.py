@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from asyncio.subprocess import PIPE, STDOUT, Process
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -212,6 +213,21 @@ class Ran:
     records: list[Interaction]
     """What the deployment recorded meanwhile."""
     deployment: Deployment
+
+
+@pytest.fixture
+def start_openai(
+    python_of: Callable[[str], Path], client_environment: dict[str, str]
+) -> Callable[[str, str], Awaitable[Process]]:
+    """Starts a script of this folder beside OpenAI's client; it talks to the model `agent` at a URL."""
+    python = python_of("openai")
+
+    async def start(script: str, url: str) -> Process:
+        return await asyncio.create_subprocess_exec(
+            python, "-I", HERE / script, url, "none", MODEL, stdout=PIPE, stderr=STDOUT, env=client_environment
+        )
+
+    return start
 
 
 @pytest.fixture

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from asyncio.subprocess import PIPE, STDOUT
-from collections.abc import Callable
+from asyncio.subprocess import Process
+from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("openai_under_load.py")
-
 pytestmark = pytest.mark.clients
 
 
 async def test_new_weights_every_200_ms_are_no_error(
-    python_of: Callable[[str], Path], client_environment: dict[str, str], chain: ModuleType, tmp_path: Path
+    start_openai: Callable[[str, str], Awaitable[Process]], chain: ModuleType, tmp_path: Path
 ) -> None:
-    python = python_of("openai")
     async with chain.running_stack(tmp_path) as stack:
-        process = await asyncio.create_subprocess_exec(
-            python, "-I", SCRIPT, stack.url, "none", "agent", stdout=PIPE, stderr=STDOUT, env=client_environment
-        )
+        process = await start_openai("openai_under_load.py", stack.url)
         ended = asyncio.create_task(process.communicate())
         version = 0
         while not ended.done():

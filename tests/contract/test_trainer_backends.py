@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributions import Categorical
 
 from penstock.services.trainer.backends.base import Backend, Role, Scores
 from penstock.services.trainer.backends.local import LocalBackend
@@ -55,8 +56,11 @@ def open_backend(request: pytest.FixtureRequest) -> Open:
     return BACKENDS[request.param]
 
 
-def packed(rows: list[tuple[list[int], list[int]]]) -> Microbatch:
-    (microbatch,) = microbatches(columns_of_rows(rows), np.arange(len(rows)), 1000)
+def packed(rows: list[tuple[list[int], list[int]]], *, temperatures: Sequence[float] = ()) -> Microbatch:
+    columns = columns_of_rows(rows)
+    if temperatures:
+        columns = replace(columns, temperature_B=np.array(temperatures, np.float32))
+    (microbatch,) = microbatches(columns, np.arange(len(rows)), 1000)
     return microbatch
 
 
@@ -70,32 +74,45 @@ def weights(backend: Backend) -> dict[str, Tensor]:
 
 def test_gradients_add_up_until_the_step(open_backend: Open) -> None:
     whole, cut = open_backend(), open_backend()
-    whole.accumulate(packed(ROWS), nll, temperature=1.0, entropy=False)
+    whole.accumulate(packed(ROWS), nll, entropy=False)
     for row in ROWS:
-        cut.accumulate(packed([row]), nll, temperature=1.0, entropy=False)
+        cut.accumulate(packed([row]), nll, entropy=False)
     norm = whole.step(1e-3)
     assert norm > 0
     assert cut.step(1e-3) == pytest.approx(norm, rel=1e-4)
     assert whole.step(1e-3) == 0, "a step uses the gradients up"
 
 
-def test_log_probs_and_entropy_are_those_of_the_scaled_logits(open_backend: Open) -> None:
-    seen: list[tuple[Tensor, Tensor]] = []
+def categorical(model: torch.nn.Module, row: tuple[list[int], list[int]], temperature: float) -> Categorical:
+    """What the model says of the tokens of an answer."""
+    prompt, answer = row
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[*prompt, *answer[:-1]]])).logits[0, len(prompt) - 1 :]
+    return Categorical(logits=logits / temperature)
+
+
+def test_each_row_is_scored_at_its_own_temperature(open_backend: Open) -> None:
+    seen: list[Scores] = []
 
     def keep(scores: Scores) -> Tensor:
-        assert scores.entropy_M is not None
-        seen.append((scores.values_M.detach().cpu(), scores.entropy_M.detach().cpu()))
+        seen.append(scores)
         return scores.values_M.sum()
 
-    microbatch, backend = packed([ROWS[0]]), open_backend()
-    backend.accumulate(microbatch, keep, temperature=0.5, entropy=True)
-    backend.step(0.0)
-    model = build_model(MODEL, 54, seed=5)
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([[5, 6, 7, 8, 9]])).logits[0, 2:] / 0.5
-    expected = torch.distributions.Categorical(logits=logits)
-    torch.testing.assert_close(seen[0][0], expected.log_prob(torch.tensor([8, 9, 2])), atol=1e-4, rtol=0)
-    torch.testing.assert_close(seen[0][1], expected.entropy(), atol=1e-4, rtol=0)
+    backend, model = open_backend(), build_model(MODEL, 54, seed=5)
+    for temperatures in ((0.5, 0.5, 0.5), (0.5, 1.0, 1.7)):
+        microbatch = packed(ROWS, temperatures=temperatures)
+        backend.accumulate(microbatch, keep, entropy=True)
+        backend.step(0.0)
+        assert seen[-1].entropy_M is not None
+        found = [seen[-1].values_M.detach(), backend.score(microbatch), backend.reference_logprobs(microbatch)]
+        for row, temperature in enumerate(temperatures):
+            own, expected = (microbatch.rows_M == row).numpy(), categorical(model, ROWS[row], temperature)
+            assert microbatch.targets_M[own].tolist() == ROWS[row][1]
+            logprobs = expected.log_prob(torch.tensor(ROWS[row][1]))
+            for logprobs_M in found:
+                torch.testing.assert_close(logprobs_M.cpu()[own], logprobs, atol=1e-4, rtol=0)
+            entropy_M = seen[-1].entropy_M.detach().cpu()
+            torch.testing.assert_close(entropy_M[own], expected.entropy(), atol=1e-4, rtol=0)
 
 
 def test_scores_without_gradient_are_those_of_the_loss(open_backend: Open) -> None:
@@ -107,8 +124,8 @@ def test_scores_without_gradient_are_those_of_the_loss(open_backend: Open) -> No
 
     for role in ("policy", "critic"):
         backend = open_backend(role=role)
-        scored = backend.score(packed(ROWS), temperature=0.5)
-        backend.accumulate(packed(ROWS), keep, temperature=0.5)
+        scored = backend.score(packed(ROWS, temperatures=(0.5, 1.0, 0.7)))
+        backend.accumulate(packed(ROWS, temperatures=(0.5, 1.0, 0.7)), keep)
         backend.step(0.0)
         torch.testing.assert_close(scored.cpu(), seen[-1], atol=1e-6, rtol=0)
         assert not scored.requires_grad
@@ -116,9 +133,9 @@ def test_scores_without_gradient_are_those_of_the_loss(open_backend: Open) -> No
 
 def test_a_rank_without_a_microbatch_takes_part_and_adds_nothing(open_backend: Open) -> None:
     backend = open_backend()
-    assert len(backend.score(None, temperature=1.0)) == 0
-    assert len(backend.reference_logprobs(None, temperature=1.0)) == 0
-    backend.accumulate(None, nll, temperature=1.0)
+    assert len(backend.score(None)) == 0
+    assert len(backend.reference_logprobs(None)) == 0
+    backend.accumulate(None, nll)
     assert backend.step(1e-3) == 0
 
 
@@ -131,22 +148,20 @@ def test_exact_kl_to_the_reference(open_backend: Open) -> None:
         seen.append(scores.kl_M.detach().cpu())
         return scores.kl_M.sum()
 
-    backend, microbatch = open_backend(), packed([ROWS[0]])
-    backend.accumulate(microbatch, keep, temperature=0.5, kl=True)
+    backend, microbatch = open_backend(), packed(ROWS, temperatures=(0.5, 1.0, 0.7))
+    backend.accumulate(microbatch, keep, kl=True)
     assert backend.step(1e-3) < 1e-5
     assert seen[0].abs().max() < 1e-6
-    backend.accumulate(microbatch, nll, temperature=0.5)
+    backend.accumulate(microbatch, nll)
     backend.step(1e-2)
-    backend.accumulate(microbatch, keep, temperature=0.5, kl=True)
+    backend.accumulate(microbatch, keep, kl=True)
     backend.step(0.0)
     models = [build_model(MODEL, 54, seed=5) for _ in range(2)]
     models[0].load_state_dict(weights(backend), strict=False)
-    with torch.no_grad():
-        ours, theirs = (
-            torch.distributions.Categorical(logits=m(input_ids=torch.tensor([[5, 6, 7, 8, 9]])).logits[0, 2:] / 0.5)
-            for m in models
-        )
-    torch.testing.assert_close(seen[1], torch.distributions.kl_divergence(ours, theirs), atol=1e-4, rtol=1e-3)
+    for row, temperature in enumerate((0.5, 1.0, 0.7)):
+        ours, theirs = (categorical(model, ROWS[row], temperature) for model in models)
+        found = seen[1][(microbatch.rows_M == row).numpy()]
+        torch.testing.assert_close(found, torch.distributions.kl_divergence(ours, theirs), atol=1e-4, rtol=1e-3)
 
 
 def test_a_critic_begins_at_zero_and_learns(open_backend: Open) -> None:
@@ -154,11 +169,11 @@ def test_a_critic_begins_at_zero_and_learns(open_backend: Open) -> None:
         return (scores.values_M - 1).square().sum()
 
     critic, microbatch = open_backend(role="critic"), packed(ROWS)
-    assert not critic.score(microbatch, temperature=1.0).any()
+    assert not critic.score(microbatch).any()
     for _ in range(30):
-        critic.accumulate(microbatch, error, temperature=1.0)
+        critic.accumulate(microbatch, error)
         critic.step(1e-2)
-    assert (critic.score(microbatch, temperature=1.0) - 1).abs().max() < 0.2
+    assert (critic.score(microbatch) - 1).abs().max() < 0.2
     names = [name for name, _, _ in critic.layout()]
     assert "score.weight" in names
     assert [(name, tuple(tensor.shape)) for name, tensor in critic.weights()] == [
@@ -168,7 +183,7 @@ def test_a_critic_begins_at_zero_and_learns(open_backend: Open) -> None:
 
 def test_weights_of_another_model_are_loaded_by_name(open_backend: Open) -> None:
     policy, critic = open_backend(), open_backend(role="critic")
-    policy.accumulate(packed(ROWS), nll, temperature=1.0)
+    policy.accumulate(packed(ROWS), nll)
     policy.step(1e-2)
     names = {name for name, _, _ in critic.layout()}
     critic.load_weights((name, tensor) for name, tensor in policy.weights() if name in names)
@@ -180,13 +195,13 @@ def test_weights_of_another_model_are_loaded_by_name(open_backend: Open) -> None
 
 def test_the_reference_stays_until_it_is_frozen_again(open_backend: Open) -> None:
     backend, microbatch = open_backend(), packed(ROWS)
-    before = backend.reference_logprobs(microbatch, temperature=1.0)
+    before = backend.reference_logprobs(microbatch)
     assert not before.requires_grad
-    backend.accumulate(microbatch, nll, temperature=1.0, entropy=False)
+    backend.accumulate(microbatch, nll, entropy=False)
     backend.step(1e-2)
-    assert torch.equal(backend.reference_logprobs(microbatch, temperature=1.0), before)
+    assert torch.equal(backend.reference_logprobs(microbatch), before)
     backend.freeze_reference()
-    assert not torch.equal(backend.reference_logprobs(microbatch, temperature=1.0), before)
+    assert not torch.equal(backend.reference_logprobs(microbatch), before)
 
 
 def test_weights_have_a_fixed_order_and_no_duplicates(open_backend: Open) -> None:
@@ -198,12 +213,12 @@ def test_weights_have_a_fixed_order_and_no_duplicates(open_backend: Open) -> Non
 
 def test_state_is_a_copy_that_restores_everything(open_backend: Open) -> None:
     backend, microbatch = open_backend(), packed(ROWS)
-    backend.accumulate(microbatch, nll, temperature=1.0, entropy=False)
+    backend.accumulate(microbatch, nll, entropy=False)
     backend.step(1e-2)
     state = backend.state()
 
     def one_more(b: Backend) -> dict[str, Tensor]:
-        b.accumulate(microbatch, nll, temperature=1.0, entropy=False)
+        b.accumulate(microbatch, nll, entropy=False)
         b.step(1e-2)
         return weights(b)
 
@@ -235,7 +250,7 @@ def test_a_state_that_does_not_fit_changes_nothing(open_backend: Open) -> None:
 
 def test_time_is_counted_once(open_backend: Open) -> None:
     backend = open_backend()
-    backend.accumulate(packed(ROWS), nll, temperature=1.0, entropy=False)
+    backend.accumulate(packed(ROWS), nll, entropy=False)
     backend.step(1e-3)
     seconds = backend.take_seconds()
     assert min(seconds.forward, seconds.backward, seconds.optimizer) > 0

@@ -64,7 +64,7 @@ JOB: dict[str, Any] = {
     },
     "data": {"train": {"type": "addition", "digits": 1}, "prompt": {"max_tokens": 8}},
     # About half of what random weights write begins like this, so that every batch has something to learn.
-    "reward": {"scorers": [{"type": "format", "pattern": "[0-4+].*"}]},
+    "reward": {"scorers": [{"type": "format", "pattern": "[0-4+].*"}], "processes": 1},
     "algorithm": {"group_size": 4},
     "sampling": {"max_new_tokens": 6},
     "optimizer": {"learning_rate": 1e-4},
@@ -136,11 +136,15 @@ class Deployment:
         """Present process id of a service or server."""
         return self.stack.processes[name]
 
-    def kill(self, name: str) -> None:
-        """SIGKILL; returns once the supervisor has started it again."""
-        before = self.pid(name)
-        os.kill(before, signal.SIGKILL)
-        self.until(lambda: self.pid(name) not in (0, before), f"restart of {name}")
+    def kill(self, *names: str) -> None:
+        """SIGKILL, to all of them at once; returns once the supervisor has started them again."""
+        before = {name: self.pid(name) for name in names}
+        for pid in before.values():
+            os.kill(pid, signal.SIGKILL)
+        self.until(
+            lambda: all(self.pid(name) not in (0, pid) for name, pid in before.items()),
+            f"restart of {', '.join(names)}",
+        )
 
     @contextmanager
     def frozen(self, name: str) -> Iterator[None]:

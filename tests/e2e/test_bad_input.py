@@ -16,7 +16,7 @@ import pytest
 import yaml
 from typer.testing import Result
 
-from penstock.shared.protocol.events import BatchSealed, BatchTrained
+from penstock.shared.protocol.events import BatchSealed, BatchTrained, Checkpointed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -205,4 +205,23 @@ def test_a_loss_that_is_not_finite_pauses_the_job_and_keeps_the_batch(stack: Any
     assert not any(isinstance(event, BatchTrained) for event in events)
     stack.client.cancel(job, force=True)
     assert stack.finish(job).status.phase == "cancelled"
+    stack.check_books(job)
+
+
+def test_a_checkpoint_that_was_damaged_ends_the_job(stack: Any) -> None:
+    """A paused job begins from its newest checkpoint, of which the disk changed a bit."""
+    job = stack.submit("train.max_updates=1000", "checkpoint.every=1000")
+    stack.reach(job, 2)
+    stack.client.pause(job)
+    stack.client.wait(job, goal="paused", timeout_s=60)
+    newest = [Path(event.path) for event in stack.ledger(job) if isinstance(event, Checkpointed)][-1]
+    weights = newest / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(data)
+    stack.kill("trainer-0")
+    stack.client.resume(job)
+    end = stack.finish(job).status
+    assert end.phase == "failed"
+    assert f"{weights} was changed after the checkpoint was written: use another checkpoint" in end.message
     stack.check_books(job)

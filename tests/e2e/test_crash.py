@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.shared.protocol.events import BatchTrained, LineageForked
+from penstock.shared.protocol.events import BatchSealed, BatchTrained, LineageForked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -16,6 +16,7 @@ STALL_S = 2.0
 """Longer than the leases of the coordinator and the trainer."""
 STALL_OF_ROLLOUT_S = 5.5
 """Longer than the lease of a ticket."""
+WARMER = 1.5
 FURTHER = 15
 """Updates after all that; the status may be half a second old."""
 
@@ -33,15 +34,20 @@ def check_end(stack: Any, job: str, total: int, *, trainers: int) -> None:
     assert not any(isinstance(event, LineageForked) for event in events), "a restarted trainer gave other digests"
     assert len({event.digest for event in trained}) > total / 2, "the updates changed the weights"
     assert len({event.trainer_epoch for event in trained}) >= trainers
+    sealed = [group for event in events if isinstance(event, BatchSealed) for group in event.groups]
+    assert {group.temperature for group in sealed} == {1.0, WARMER}
     assert len({event.writer_epoch for event in events}) >= 2, "the coordinator came back with a higher epoch"
     stack.check_replay(job, at_least=1)
     stack.until(lambda: not list(stack.shm.glob(f"*{job}*")), "no weights of a finished job in shared memory", 10)
 
 
 def end(stack: Any, job: str) -> int:
-    """Let a job that would go on for long end in a few updates; returns how many it will have made."""
+    """Let a job that would go on for long end in a few updates, which are sampled at another temperature.
+
+    Returns how many it will have made.
+    """
     total = int(stack.status(job).step) + FURTHER
-    stack.client.amend(job, {"train": {"max_updates": total}})
+    stack.client.amend(job, {"train": {"max_updates": total}, "sampling": {"temperature": WARMER}})
     return total
 
 
@@ -51,7 +57,9 @@ def test_every_process_is_killed(stack: Any) -> None:
         stack.reach(job, stack.status(job).step + 3)
         stack.kill(victim)
     stack.reach(job, stack.status(job).step + 3)
-    check_end(stack, job, end(stack, job), trainers=2)
+    stack.kill(*VICTIMS)
+    stack.reach(job, stack.status(job).step + 3)
+    check_end(stack, job, end(stack, job), trainers=3)
 
 
 def test_every_process_stalls(stack: Any) -> None:

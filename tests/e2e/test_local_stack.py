@@ -23,6 +23,7 @@ from penstock.shared.config.base import with_overrides
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
 SMOKE = Path(__file__).resolve().parents[2] / "deploy" / "smoke.yaml"
+TOTAL = 30
 
 
 def penstock(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -69,18 +70,17 @@ def directory(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_deployment_from_up_to_down(directory: Path) -> None:
-    """Refusals, a job through the death of every process at once, a killed supervisor, a second life, the end."""
+    """Refusals, a killed service, a killed supervisor in the middle of a job, a second life that ends it, the end."""
     state = up(directory)
     check_refusals(state, directory)
-    check_job(state, directory)
+    job = begin_job(state, directory)
 
     state = running(directory)
     os.kill(state.pid, signal.SIGKILL)
     wait_until(lambda: all(gone(pid) for pid in state.processes.values()), "death of the children", 10)
     assert read_state(directory) is None
     state = up(directory)
-    with Client(state.url, retries=8) as client:
-        assert client.audit(client.find("smoke").id)["ok"], "the ledger outlives them all"
+    check_end(state, job)
 
     processes = running(directory).processes
     down = penstock("down", "--data-dir", str(directory))
@@ -100,27 +100,27 @@ def check_refusals(state: UpState, directory: Path) -> None:
     assert not (directory / "other").exists()
 
 
-def check_job(state: UpState, directory: Path) -> None:
-    """Every process is killed in the middle of a job; nobody helps, and it ends as it should."""
-    total = 20
-    job = with_overrides(yaml.safe_load(SMOKE.read_text()), [f"train.max_updates={total}", "warm_start.steps=20"])
+def begin_job(state: UpState, directory: Path) -> str:
+    """A job under way; a service that is killed is started again."""
+    job = with_overrides(yaml.safe_load(SMOKE.read_text()), [f"train.max_updates={TOTAL}", "warm_start.steps=20"])
     with Client(state.url, retries=8) as client:
-        record = client.submit(job)
-        client.wait(record.id, goal="running", timeout_s=120)
-        wait_until(lambda: client.get(record.id).status.step >= 3, "progress before the kill", 120)
-        before = dict(running(directory).processes)
-        for pid in before.values():
-            os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: no_longer(before, running(directory).processes), "restart of every process")
-        end = client.wait(record.id, timeout_s=200)
-        assert (end.status.phase, end.status.step) == ("succeeded", total)
-        report = client.audit(record.id)
+        id = client.submit(job).id
+        wait_until(lambda: client.get(id).status.step >= 3, "progress before the kill", 120)
+        before = running(directory).processes["reward-0"]
+        os.kill(before, signal.SIGKILL)
+        wait_until(lambda: running(directory).processes["reward-0"] not in (0, before), "restart of the service")
+        assert client.get(id).status.phase == "running"
+    return id
+
+
+def check_end(state: UpState, job: str) -> None:
+    """Every process was killed in the middle of the job; nobody helps, and it ends as it should."""
+    with Client(state.url, retries=8) as client:
+        end = client.wait(job, timeout_s=200)
+        assert (end.status.phase, end.status.step) == ("succeeded", TOTAL)
+        report = client.audit(job)
         assert report["ok"], report["violations"]
-        assert client.samples(record.id, limit=3)
+        assert client.samples(job, limit=3)
     env = {"PENSTOCK_URL": state.url}
     assert json.loads(penstock("audit", "smoke", "--json", **env).stdout)["ok"]
     assert penstock("logs", "smoke", "--service", "trainer-0", **env).returncode == 0
-
-
-def no_longer(before: dict[str, int], now: dict[str, int]) -> bool:
-    return all(now[name] not in (0, pid) for name, pid in before.items())

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-import sys
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 TOTAL = 6
 
 
-def test_a_rank_of_a_cut_model_is_killed(stack_of_ranks: Any) -> None:
+def test_a_rank_of_a_cut_model_is_killed(stack_of_ranks: Any, nursery: Any) -> None:
     stack = stack_of_ranks
     job = stack.submit(
         f"train.max_updates={TOTAL}", "backend.type=megatron", "backend.tensor_parallel=2", "checkpoint.every=2",
@@ -44,14 +43,14 @@ def test_a_rank_of_a_cut_model_is_killed(stack_of_ranks: Any) -> None:
     assert trained == list(range(1, TOTAL + 1)), "no gap and no repeat"
     assert not any(isinstance(event, LineageForked) for event in events), "the same ranks give the same bits"
 
-    *updates, done = stack.on_bus(functools.partial(replay, stack, job))
+    *updates, done = stack.on_bus(functools.partial(replay, nursery, stack, job))
     assert done.ok, done.summary
     assert len(updates) == TOTAL
     assert "another environment (" in done.summary
     assert "tensor_parallel: checkpoint '2', here '1'" in done.summary
 
 
-async def replay(stack: Any, job: str, bus: Bus) -> list[ReplayRow]:
+async def replay(nursery: Any, stack: Any, job: str, bus: Bus) -> list[ReplayRow]:
     """On this host, in a process of its own."""
     state, rows = read_state(stack.directory / "data"), list[ReplayRow]()
     assert state is not None
@@ -61,9 +60,7 @@ async def replay(stack: Any, job: str, bus: Bus) -> list[ReplayRow]:
     environment = {
         **os.environ, **stack.environment, "PENSTOCK_NATS_URL": state.nats_url, "PENSTOCK_DATA_DIR": state.data_dir,
     }  # fmt: skip
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "penstock.services.trainer.replay", job, "one_rank", "1", env=environment
-    )
-    await process.wait()
+    process = nursery.run("penstock.services.trainer.replay", job, "one_rank", "1", environment=environment)
+    await asyncio.to_thread(process.wait)
     await listening.close()
     return rows

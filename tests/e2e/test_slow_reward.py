@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(120)]
 
 def test_slow_scorers_work_from_a_stream(stack: Any) -> None:
     total = 30
-    job = stack.submit(f"train.max_updates={total}", "reward.slow=true")
+    job = stack.submit(f"train.max_updates={total}", "reward.slow=true", "reward.processes=2")
     assert stack.reach(job, 5) < total
     stack.kill("reward-0")
     assert stack.finish(job).status.step == total

@@ -15,6 +15,7 @@ import pytest
 from penstock.shared.errors import ConfigError, Conflict, NotFound, ProtocolError, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.transport.bus import Bus, Outgoing
+from penstock.shared.transport.jetstream import call
 from penstock.shared.transport.server import NatsServer
 
 JOB = "job_1"
@@ -27,6 +28,20 @@ async def test_streams_can_be_ensured_again_and_resized(bus: Bus) -> None:
     await bus.ensure_streams(experience_bytes=1 << 20, stream_bytes=2 << 20)
     assert (await bus.stream_state(subjects.EXPERIENCE)).max_bytes == 1 << 20
     assert (await bus.stream_state(subjects.LEDGER)).max_bytes == 2 << 20
+
+
+async def test_what_people_said_goes_after_its_time_and_the_rest_stays(bus: Bus) -> None:
+    live = (subjects.INTERACTIONS, subjects.FEEDBACK)
+    await bus.ensure_streams(experience_bytes=8 << 20, stream_bytes=8 << 20, live_keep_s=0.5)
+    for subject in (subjects.interaction(JOB, "i"), subjects.feedback(JOB), LEDGER):
+        await bus.publish(subject, b"x")
+    async with asyncio.timeout(30):
+        while any([(await bus.stream_state(name)).messages for name in live]):
+            await asyncio.sleep(0.05)
+    assert (await bus.stream_state(subjects.LEDGER)).messages == 1
+    await bus.ensure_streams(experience_bytes=8 << 20, stream_bytes=8 << 20)
+    info = await call(bus._connection, "STREAM.INFO.FEEDBACK", {}, deadline_s=5, what="look at FEEDBACK")
+    assert info["config"]["max_age"] == 0, "kept again, as long as nobody removes it"
 
 
 async def test_many_services_may_ensure_at_once(nats_server: NatsServer) -> None:

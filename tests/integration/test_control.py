@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from penstock.services.coordinator import control as control_module
+from penstock.services.coordinator import probe
 from penstock.services.coordinator.control import CoordinatorControl, chunks_of, largest_size
 from penstock.services.coordinator.journal import Journal
+from penstock.services.coordinator.leaderline import LeaderLine
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.store import JobStore
 from penstock.shared.config.job import JobConfig
@@ -23,6 +27,7 @@ from penstock.shared.protocol.events import (
     BatchSealed,
     BatchTrained,
     Checkpointed,
+    Drawn,
     Finished,
     JobStarted,
     SealedGroup,
@@ -31,6 +36,7 @@ from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.protocol.trajectory import Group, encode_group, group_headers
 from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.jetstream import call
 
 CONFIG = JobConfig.parse(
     {
@@ -81,6 +87,36 @@ def test_the_audit_reads_portions_bounded_in_bytes() -> None:
     full = CONFIG.completions_per_group * CONFIG.sampling.max_new_tokens
     group = SealedGroup(Draw(0), "a", 1, "d", 0, 0, [1.0], full, "w")
     assert largest_size(CONFIG, group) == CONFIG.max_group_bytes
+
+
+async def test_an_audit_tells_what_it_cannot_read(bus: Bus, tmp_path: Path) -> None:
+    control = CoordinatorControl(bus, JobStore(bus), Members(), {}, ServiceSettings(data_dir=tmp_path))
+    job, base = await job_of(bus, phase="running"), {"writer_epoch": 1, "time": 0.0}
+    journal = Journal(bus, job)
+    await journal.load()
+    await journal.append([Drawn(**base, start=0, stop=2, min_version=0, deadline=9.0)])
+
+    async def train(number: int, data: bytes, digest: str) -> dict[str, Any]:
+        version = number - 1
+        seq = await bus.publish(subjects.experience(job), data)
+        groups = [SealedGroup(Draw(version), "a" * number, seq, digest, version, version, [0.0, 1.0, 0.0, 1.0], 4, "w")]
+        place = {"number": number, "revision": 1}
+        await journal.append(
+            [
+                BatchSealed(**base, **place, start_version=version, update_index=version, groups=groups),
+                BatchTrained(**base, **place, version=number, digest="w", trainer_epoch=1),
+            ]
+        )
+        return await control.audit(job)
+
+    data, header = encode_group(group(job, Draw(0)))
+    honest = await train(1, data, header.digest)
+    assert honest["ok"], honest["violations"]
+    assert {check["name"]: check["detail"] for check in honest["checks"]}["digests"].startswith("1 groups read")
+    (flaw,) = (await train(2, b"overwritten", "d"))["violations"]
+    assert flaw.startswith("digests: batch 2, draw 1.0: the stored group does not decode: ")
+    await bus.publish(subjects.ledger(job), b"overwritten")
+    assert "ledger equation: entry 6: " in (await control.audit(job))["violations"][0]
 
 
 async def test_pages_of_samples_go_through_every_batch(bus: Bus, tmp_path: Path) -> None:
@@ -142,3 +178,18 @@ def group(job: str, draw: Draw) -> Group:
         rewards=np.asarray([0, 1, 0, 1], np.float32), failed=np.zeros(4, np.bool_), finish=np.zeros(4, np.uint8),
         spans=np.asarray([[i, 0, 0, 1] for i in range(4)], np.int32), meta={},
     )  # fmt: skip
+
+
+async def test_who_cannot_write_is_not_ready(bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    control = CoordinatorControl(bus, JobStore(bus), Members(), {}, ServiceSettings(data_dir=tmp_path))
+    monkeypatch.setattr(LeaderLine, "name", lambda self: asyncio.sleep(0, "api-0"))
+    ready, checks = await control.health()
+    assert (ready, checks["write"]["detail"]) == (True, "taken")
+    await call(bus._connection, f"STREAM.DELETE.KV_{subjects.ANSWERS}", {}, deadline_s=5, what="lose a bucket")
+    monkeypatch.setattr(probe, "TRUST_S", 0.0)
+    assert (await control.health())[0], "the newest answer holds for a moment"
+    control._probe._until = 0.0
+    ready, checks = await control.health()
+    assert not ready
+    assert checks["ledger"]["ok"], "it can still be read"
+    assert not checks["write"]["ok"]

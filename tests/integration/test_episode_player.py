@@ -13,9 +13,9 @@ import torch
 
 from penstock.services.rollout.calls import find_calls
 from penstock.services.rollout.engines import Engine, open_engine
+from penstock.services.rollout.episode_state import Ask
 from penstock.services.rollout.group_maker import GroupMaker
 from penstock.services.rollout.turn_clock import TurnClock
-from penstock.services.rollout.turns import CallTool
 from penstock.services.trainer.learner import Learner
 from penstock.services.trainer.sharding import BatchShard
 from penstock.shared.config.base import with_overrides
@@ -24,7 +24,7 @@ from penstock.shared.data.prompts import PromptSource
 from penstock.shared.errors import ConfigError
 from penstock.shared.models.loading import build_tokenizer
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.messages import Ticket
+from penstock.shared.protocol.messages import JUDGEMENTS, Ticket
 from penstock.shared.protocol.tools import ToolReply, ToolRequest
 from penstock.shared.protocol.trajectory import FINISH_REASONS, Group, decode_group, encode_group
 
@@ -97,7 +97,7 @@ class Player:
         self.environment = config.environment
         self._maker = GroupMaker("j", "w", config, engine, self.tokenizer)
 
-    async def play(self, call: CallTool, ordinal: int = 0) -> Group:
+    async def play(self, call: Ask, ordinal: int = 0) -> Group:
         ticket = Ticket(draw=Draw(ordinal), epoch=1, deadline=0.0, min_version=0)
         async with asyncio.timeout(60):
             group = await self._maker.make(ticket, self.source.train(ordinal), "key", call)
@@ -344,3 +344,90 @@ async def test_a_model_that_is_too_short_for_the_longest_episode(open_player: An
     player.engine.max_length = 54
     with pytest.raises(ConfigError, match="of the policy \\+ 12 of observations exceed the 54"):
         await player.play(Tools())
+
+
+async def test_time_in_the_queue_of_the_engine_does_not_count(open_player: Any) -> None:
+    limit_s = 1.5
+    player = await open_player(
+        "algorithm.group_size=2", "train.batch_size=2", "sampling.max_new_tokens=4",
+        "environment.tool_timeout_s=1", f"environment.turn_timeout_s={limit_s}",
+    )  # fmt: skip
+    await player.engine.pause("keep")
+    playing = asyncio.create_task(player.play(Tools()))
+    done, _ = await asyncio.wait([playing], timeout=limit_s + 0.5)
+    assert not done, "nothing is over while the turns wait"
+    await player.engine.resume()
+    assert not (await playing).failed.any()
+
+
+SHOP = {"type": "method", "name": "calculator", "path": "shop:Shop", "description": "d", "parameters": {
+    "type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"],
+}}  # fmt: skip
+
+
+class Holders:
+    """Env workers as episodes see them. After so many requests in all, one is lost, for each of ``deaths``."""
+
+    def __init__(self, *deaths: int) -> None:
+        self.deaths = list(deaths)
+        self.requests: list[ToolRequest] = []
+        self.counts: dict[str, int] = {}
+        self.ended: list[str] = []
+        self.lost: list[str] = []
+
+    async def __call__(self, clock: TurnClock, name: str, request: ToolRequest) -> ToolReply:
+        state = request.state
+        assert state is not None
+        self.requests.append(request)
+        if request.purpose == "end":
+            self.ended.append(state.episode)
+            return ToolReply(status="ok", text="")
+        assert state.number == self.counts.get(state.episode, 0), "requests of an episode come in order"
+        assert bool(state.holder) == bool(state.number)
+        if self.deaths and len(self.requests) >= self.deaths[0]:
+            self.deaths.pop(0)
+            self.lost.append(state.episode)
+            return ToolReply(status="lost", text="the worker died")
+        self.counts[state.episode] = state.number + 1
+        text = "0.5" if request.purpose == "reward" else str(state.number)
+        return ToolReply(status="ok", text=text, holder="h")
+
+
+def stateful(*changes: str) -> list[str]:
+    return [f"environment.tools=[{SHOP}]", "reward.scorers=[{type: environment}]", *changes]
+
+
+async def test_state_belongs_to_an_episode(open_player: Any) -> None:
+    player, holders = await open_player(*stateful()), Holders()
+    group = await player.play(holders)
+    assert not group.failed.any()
+    calls = [r for r in holders.requests if r.purpose == "call"]
+    assert len({r.state.seed for r in calls if r.state}) == 1, "the episodes of a draw begin alike"
+    assert all(bool(r.state.row) == (r.state.number == 0) for r in calls if r.state)
+    for index in range(SIZE):
+        told = [text for chosen, text in player.turns(group, index) if not chosen]
+        assert told == [f"{i};" for i in range(len(told))], "each goes on from its own state"
+    assert sum(r.purpose == "reward" for r in holders.requests) == SIZE, "all are judged, with or without calls"
+    assert group.meta["row"][JUDGEMENTS] == [0.5] * SIZE
+    assert sorted(holders.ended) == sorted(holders.counts)
+    other = Holders()
+    await player.play(other, ordinal=1)
+    assert other.requests[0].state.seed != calls[0].state.seed
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+async def test_an_episode_whose_state_is_lost_is_begun_again_or_has_failed(open_player: Any, restarts: int) -> None:
+    player = await open_player(*stateful(f"environment.restarts={restarts}"))
+    holders = Holders(20, 60)
+    group = await player.play(holders)
+    assert len(holders.lost) == 2
+    if not restarts:
+        assert group.failed.sum() == 2
+        assert group.meta["error"] == "the worker died (environment.restarts: 0)"
+        return
+    assert not group.failed.any()
+    again = {r.state.episode for r in holders.requests if r.state and r.state.episode.endswith("+1")}
+    assert again == {f"{episode}+1" for episode in holders.lost}
+    whole = await player.play(Holders())
+    assert group.token_ids.tolist() == whole.token_ids.tolist(), "from the same seed it goes the same way"
+    assert group.mask.tolist() == whole.mask.tolist()

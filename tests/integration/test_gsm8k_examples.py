@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,12 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config
+from typer.testing import CliRunner
 
+from penstock.cli import app
+from penstock.cli.demo import demo_options
+from penstock.local import StackOptions
 from penstock.services.reward.scorers import open_scorer
 from penstock.services.rollout.engines import open_engine
 from penstock.services.rollout.episode import build_group, completion_texts, requests_for
@@ -70,11 +76,15 @@ def load_example(name: str, *overrides: str) -> JobConfig:
     return JobConfig.parse(with_overrides(load_yaml(EXAMPLES / name), overrides))
 
 
-def full(files: Path) -> JobConfig:
+def of_files(files: Path) -> list[str]:
+    """What turns the full example into a job of the files here, for a model this small."""
     paths = {"model": "model", "data.train": "train.jsonl", "data.eval": "test.jsonl"}
     overrides = [f"{key}.path={files / name}" for key, name in paths.items()]
-    small = ["model.dtype=float32", "sampling.max_new_tokens=12", "algorithm.group_size=4"]
-    return load_example("gsm8k.yaml", *overrides, *small)
+    return [*overrides, "model.dtype=float32", "sampling.max_new_tokens=12", "algorithm.group_size=4"]
+
+
+def full(files: Path) -> JobConfig:
+    return load_example("gsm8k.yaml", *of_files(files))
 
 
 async def generate(config: JobConfig, ordinal: int) -> tuple[Group, str]:
@@ -101,6 +111,7 @@ async def generate(config: JobConfig, ordinal: int) -> tuple[Group, str]:
         prompt=prompt,
         samples=result.samples,
         texts=texts,
+        temperature=sampling.temperature,
         num_greedy=0,
         seconds=0.0,
     )
@@ -160,3 +171,39 @@ def test_calculator_example_holds_out_what_it_trains_on(files: Path) -> None:
     assert [source.eval(i).text for i in range(source.num_eval)] == ["90-25="]
     demonstrations = PromptSource(config.warm_start_data, build_tokenizer(config.model), config.seed)
     assert {demonstrations.train(i).text for i in range(demonstrations.rows_per_epoch)} == {"48/2=", "48+24="}
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_full_example_trains_in_a_demo(
+    files: Path, nursery: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``penstock demo`` from its first process to its summary, cut short, with the job file for real models."""
+
+    def quick(directory: Path, *, rollouts: int = 1) -> StackOptions:
+        options = demo_options(directory, rollouts=rollouts)
+        environment = {**options.environment, "PENSTOCK_HEARTBEAT_S": "0.3"}
+        return replace(options, launch=nursery.launch, environment=environment, drain_s=5)
+
+    monkeypatch.setattr("penstock.cli.demo.demo_options", quick)
+    short = ["train.batch_size=8", "train.max_updates=2", "evaluation.every=1", "evaluation.num_prompts=1"]
+    words = [word for change in [*of_files(files), *short] for word in ("--set", change)]
+    data = tmp_path / "data"
+    result = CliRunner().invoke(app, ["demo", "--file", str(EXAMPLES / "gsm8k.yaml"), "--data-dir", str(data), *words])
+    assert result.exit_code == 0, result.output
+    said = result.stdout
+    assert "gsm8k: succeeded after 2 updates" in said
+    assert "sampled reward  0.000 -> 0.000" in said, "random weights solve nothing"
+    assert re.search(r"groups +drawn (\d+) = trained 4 \+ dropped", said), said
+    assert re.search(r"books +hold\n", said), said
+    assert "eval/greedy 0.000" in said, "held-out questions were scored"
+    found = re.search(r"checkpoint +(/\S+)", said)
+    assert found is not None, said
+    trained = AutoModelForCausalLM.from_pretrained(found[1])
+    initial = AutoModelForCausalLM.from_pretrained(files / "model")
+    assert trained.config.hidden_size == initial.config.hidden_size
+    row = json.loads((files / "train.jsonl").read_text().splitlines()[0])
+    text = f"{row['question']} #### 72"
+    ids = AutoTokenizer.from_pretrained(files / "model")(text)["input_ids"]
+    assert AutoTokenizer.from_pretrained(found[1])(text)["input_ids"] == ids
+    assert re.search(r"penstock up --detach --data-dir \S+ +# the same deployment again", said), said

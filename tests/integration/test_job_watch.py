@@ -29,8 +29,9 @@ SPEC = {
 }
 
 
-async def store(bus: Bus, job: str, **status: str) -> None:
-    record = JobRecord(id=job, name=job, created_at=datetime.now(UTC), spec=SPEC, status=JobStatus(**status))
+async def store(bus: Bus, job: str, *, temperature: float = 1.0, **status: str) -> None:
+    spec = {**SPEC, "sampling": {"temperature": temperature}}
+    record = JobRecord(id=job, name=job, created_at=datetime.now(UTC), spec=spec, status=JobStatus(**status))
     await bus.kv(subjects.JOBS).put(job, record.model_dump_json().encode())
 
 
@@ -71,6 +72,36 @@ async def test_sessions_come_and_go_with_their_jobs(bus: Bus, caplog: pytest.Log
     assert closed == {"job_breaks", "job_runs"}
     assert opened["job_runs"] == 1
     caplog.set_level(logging.CRITICAL)
+
+
+async def test_a_changed_job_file_reaches_the_session_and_the_one_after_it(bus: Bus) -> None:
+    amended: list[float] = []
+    opened: list[float] = []
+    breaks = asyncio.Event()
+
+    async def session(job: str, config: JobConfig) -> None:
+        opened.append(config.sampling.temperature)
+        await breaks.wait()
+        breaks.clear()
+        raise ValueError("a bug in a session")
+
+    async def until(found: list[float], expected: list[float]) -> None:
+        async with asyncio.timeout(30):
+            while found != expected:
+                await asyncio.sleep(0.01)
+
+    await store(bus, "job_1")
+    watching = asyncio.create_task(
+        watch_jobs(bus, session, amend=lambda job, config: amended.append(config.sampling.temperature))
+    )
+    await until(opened, [1.0])
+    await store(bus, "job_1", phase="running")  # no change of the file
+    await store(bus, "job_1", temperature=0.5)
+    await until(amended, [0.5])
+    breaks.set()
+    await until(opened, [1.0, 0.5])
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
 
 
 async def test_nothing_of_a_session_that_broke_lives_on(bus: Bus, caplog: pytest.LogCaptureFixture) -> None:

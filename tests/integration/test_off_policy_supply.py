@@ -15,8 +15,8 @@ from penstock.services.coordinator.online.supply import LiveSupply
 from penstock.services.coordinator.runner import JobRunner
 from penstock.services.coordinator.store import JobStore
 from penstock.services.rollout.engines import Engine, open_engine
+from penstock.services.rollout.rendering import Renderer
 from penstock.services.rollout.serving.reading import Reader
-from penstock.services.rollout.serving.rendering import Renderer
 from penstock.services.trainer.inputs import fetch_shard, read_manifests
 from penstock.services.trainer.learner import Learner
 from penstock.shared.config.online_job import OnlineJob
@@ -136,10 +136,13 @@ async def train(bus: Bus, learner: Learner, manifest: BatchManifest) -> str:
     return digest_of_tensors(learner.weights())
 
 
-async def groups_of(bus: Bus, manifest: BatchManifest) -> dict[str, Group]:
+async def every_group_of(bus: Bus, manifest: BatchManifest) -> list[Group]:
     found = await bus.get_whole(subjects.EXPERIENCE, [group.seq for group in manifest.groups])
-    groups = [decode_group(message.data) for message in found.values()]
-    return {group.objective: group for group in groups}
+    return [decode_group(message.data) for message in found.values()]
+
+
+async def groups_of(bus: Bus, manifest: BatchManifest) -> dict[str, Group]:
+    return {group.objective: group for group in await every_group_of(bus, manifest)}
 
 
 async def test_material_is_trained_once_audited_and_repeated(bus: Bus, tmp_path: Path) -> None:
@@ -196,6 +199,26 @@ async def test_material_is_trained_once_audited_and_repeated(bus: Bus, tmp_path:
         await report(bus, job, kind="trained", batch=2, revision=1, version=2, digest=second)
         fates = await until_fates(bus, job, true="trained", text="trained", again="trained", liked="trained")
         assert (fates["true"].reason, fates["again"].reason) == ("posted", "supervised: source_distrusted")
+        asked = {"messages": [{"role": "user", "content": "1+1"}], "strength": 0.5}
+        two, same = {"role": "assistant", "content": "2"}, {"content": "2"}
+        await say(bus, job, "same", "preference", body=asked | {"answers": [two, same]})
+        await say(bus, job, "texts", "preference", body=asked | {"answers": [two, {"content": "31"}]})
+        tokens = {"prompt_token_ids": [10, 11], "answers": [{"content": "7"}, {"content": "8"}], "strength": 1.0}
+        await say(bus, job, "tokens", "preference", body=tokens)
+        fates = await until_fates(bus, job, same="rejected", texts="admitted", tokens="admitted")
+        assert fates["same"].reason == "same_answer"
+        manifest = await until_manifest(bus, job, 3)
+        assert [(group.objective, group.rewards) for group in manifest.groups] == [
+            ("preference", [0.5, 0.5]), ("preference", [1.0, 1.0]),
+        ]  # fmt: skip
+        between = min((await every_group_of(bus, manifest)), key=lambda group: float(group.rewards[0]))
+        assert [tokenizer.decode(between.token_ids[cut].tolist()) for cut in (slice(0, 2), slice(2, 5))] == [
+            "2<eos>", "31<eos>",
+        ]  # fmt: skip
+        third = await train(bus, learner, manifest)
+        await report(bus, job, kind="trained", batch=3, revision=1, version=3, digest=third)
+        fates = await until_fates(bus, job, texts="trained", tokens="trained")
+        assert fates["texts"].reason == "preference: texts"
         known = set(runner.run.candidates)
         newer = posted | {"policy_version": 2, "logprobs": [-0.01, -0.01]}
         await say(bus, job, "newer", "interaction", key="trusted", body=newer)
@@ -204,7 +227,8 @@ async def test_material_is_trained_once_audited_and_repeated(bus: Bus, tmp_path:
                 await asyncio.sleep(0.05)
         assert runner.run.state.distrusted == {"liar"}, "the worker has another version than the one that sampled it"
 
-    assert [await train(bus, again, await until_manifest(bus, job, number)) for number in (1, 2)] == [first, second]
+    repeated = [await train(bus, again, await until_manifest(bus, job, number)) for number in (1, 2, 3)]
+    assert repeated == [first, second, third]
     entries = [decode_events(m.data) for m in await bus.read(subjects.LEDGER, subjects.ledger(job))]
     audit = audit_ledger(entries, CONFIG)
     messages = await bus.get_whole(subjects.EXPERIENCE, sealed_by_seq(audit))
@@ -212,4 +236,6 @@ async def test_material_is_trained_once_audited_and_repeated(bus: Bus, tmp_path:
         audit_group(audit, number, one, decode_group(messages[seq].data), one.digest)
     assert not audit.violations
     assert audit.state.balanced()
-    assert (audit.state.trained, dict(audit.state.dropped)) == (6, {"logprobs_differ": 1, "not_encodable": 1})
+    assert (audit.state.trained, dict(audit.state.dropped)) == (
+        8, {"logprobs_differ": 1, "not_encodable": 1, "same_answer": 1},
+    )  # fmt: skip

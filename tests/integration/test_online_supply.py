@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 
 from penstock.services.coordinator.audit import audit_group, audit_ledger, sealed_by_seq
+from penstock.services.coordinator.draws import TrainedBatch
 from penstock.services.coordinator.feedback.privacy import Consents
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.online import supply as supply_module
+from penstock.services.coordinator.online.rereading import decide_again
 from penstock.services.coordinator.online.supply import LiveSupply
 from penstock.services.coordinator.runner import JobRunner
 from penstock.services.coordinator.store import JobStore
@@ -24,8 +26,18 @@ from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.errors import Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.events import Admission, Admitted, BatchSealed, Drawn, Quarantined, decode_events
+from penstock.shared.protocol.events import (
+    Admission,
+    Admitted,
+    BatchSealed,
+    Checkpointed,
+    Drawn,
+    Promoted,
+    Quarantined,
+    decode_events,
+)
 from penstock.shared.protocol.generation import Sampling, Span
+from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.interaction import (
     Erasure,
     Fate,
@@ -183,6 +195,7 @@ async def test_feedback_becomes_batches_across_the_crash_of_a_leader(
         audit_group(audit, number, one, decode_group(messages[seq].data), one.digest)
     assert not audit.violations
     assert (audit.admissions_checked, audit.groups_checked) == (4, 2)
+    assert await decide_again(bus, job, CONFIG, entries) == (2, []), "the others' records made room"
     group = decode_group(messages[sealed.groups[0].seq].data)
     assert group.token_ids.tolist() == [6, 7, 2]
     assert np.allclose(group.logprobs, [-0.1, -0.2, -0.3])
@@ -255,6 +268,31 @@ async def test_admitted_material_stays_until_its_draw_is_over(bus: Bus, monkeypa
     await supply._make_room()
     left = await bus.read(subjects.FEEDBACK, subjects.feedback("job_x"))
     assert [item.id for message in left for item in unpack(message.data, FeedbackBatch)[0].items] == ["material"]
+
+
+async def test_interactions_of_batches_that_may_be_repeated_stay(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While newer versions than the served one are refused, a trainer begins at a checkpoint before the newest."""
+    monkeypatch.setattr(supply_module, "FULL_SHARE", -1.0)
+    names = [await serve(bus, "job_x") for _ in range(3)]
+    checkpoints = {
+        number: Checkpointed(
+            writer_epoch=1, time=0.0, number=number, version=number, digest="d", path="p", trainer_epoch=1, low_seq=0
+        )
+        for number in (1, 2)
+    }
+    state = LedgerState(
+        checkpoints=checkpoints, checkpoint=checkpoints[2], last_trained=2, read_from=(3, 1),
+        batches={number: TrainedBatch((Draw(number - 1),), (number,), 1, number, "d") for number in (1, 2)},
+        admissions={n: Admission(n, {names[n]: n + 1}, {}, 1.0, 0, "k", "u", "default", 0.0) for n in range(2)},
+        promoted=Promoted(writer_epoch=1, time=0.0, version=1, number=1, digest="d", reason="passed"),
+    )  # fmt: skip
+    supply = LiveSupply(bus, "job_x", CONFIG, epoch=1)
+    await supply.recover(state)
+    for served, left in ((state.promoted, names[1:]), (None, names[2:])):
+        state.promoted = served
+        await supply._make_room()
+        messages = await bus.read(subjects.INTERACTIONS, subjects.interactions("job_x"))
+        assert [unpack(message.data, Interaction)[0].id for message in messages] == left
 
 
 async def test_what_arrives_while_a_leader_recovers_is_read_on(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,14 +369,17 @@ async def test_what_is_held_gives_way_where_room_is_needed(bus: Bus, monkeypatch
     assert (told.status, told.reason) == ("rejected", "quarantine_full")
 
 
-async def test_who_opted_out_is_known_before_the_first_decision(bus: Bus) -> None:
-    await Consents(bus).say("u", train=False)
+@pytest.mark.parametrize(("consent", "reason"), [("opt_out", "opted_out"), ("opt_in", "no_consent")])
+async def test_who_does_not_consent_is_known_before_the_first_decision(bus: Bus, consent: Any, reason: str) -> None:
+    if consent == "opt_out":
+        await Consents(bus).say("u", train=False)
+    config = CONFIG.model_copy(update={"online": CONFIG.online.model_copy(update={"consent": consent})})
     about = await serve(bus, "job_x")
     await say(bus, "job_x", ("f", about, 1.0))
-    supply = LiveSupply(bus, "job_x", CONFIG, epoch=1)
+    supply = LiveSupply(bus, "job_x", config, epoch=1)
     await supply.recover(LedgerState())
     await supply.flush()
-    assert (await fates(bus, "job_x"))["f"].reason == "opted_out"
+    assert (await fates(bus, "job_x"))["f"].reason == reason
 
 
 async def test_a_wish_finds_room_beside_a_full_inbox(bus: Bus, tmp_path: Path) -> None:

@@ -16,8 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.services.coordinator.audit import audit_ledger
+from penstock.services.coordinator.evaluation import EvaluationPlan
+from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.online.supply import LiveSupply
+from penstock.services.coordinator.promotion import Rollback
+from penstock.services.coordinator.run import JobRun
 from penstock.services.coordinator.runner import JobRunner
 from penstock.services.coordinator.store import JobStore
 from penstock.services.rollout.session import RolloutSession
@@ -27,7 +31,7 @@ from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import NotFound
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.events import LineageForked, Promoted, PromotionRefused, decode_events
+from penstock.shared.protocol.events import Checkpointed, LineageForked, Promoted, PromotionRefused, decode_events
 from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.interaction import Feedback, FeedbackBatch, Interaction, new_marked_id
@@ -171,6 +175,22 @@ async def running_job(bus: Bus, directory: Path) -> AsyncIterator[Job]:
     async with running(runner.lead), running(job.rollout.run):
         yield job
     await scorer.close(0.5)
+
+
+async def test_no_evaluation_begins_while_training_is_to_go_back(bus: Bus, tmp_path: Path) -> None:
+    """It would hold the version that is about to be left behind, and its tickets would come too late."""
+    record = await JobStore(bus).create(CONFIG)
+    runner = JobRunner(bus, JobStore(bus), Members(), record, epoch=1, data_dir=tmp_path)
+    runner.run = JobRun(CONFIG, LedgerState(started=True), num_ordinals=None, writer_epoch=1)
+    runner.run.state.checkpoint = Checkpointed(
+        writer_epoch=1, time=0.0, number=0, version=0, digest="w0", path="c0", trainer_epoch=1, low_seq=0
+    )
+    plan = runner.measures.plan = EvaluationPlan(CONFIG.evaluation, 2)
+    for rollback, tickets in ((Rollback(0, "by request", "op"), 0), (None, 2)):
+        runner.run.asked_rollback = rollback
+        await runner._evaluate()
+        assert (plan.current is None) == (rollback is not None)
+        assert (await bus.stream_state(subjects.TICKETS)).messages == tickets
 
 
 async def test_a_refused_version_is_never_served_and_training_goes_back(bus: Bus, tmp_path: Path) -> None:

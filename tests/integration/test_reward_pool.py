@@ -17,7 +17,7 @@ import uvloop
 
 from penstock.services.reward.pool import ScorerPool
 from penstock.shared.config.reward import RewardConfig
-from penstock.shared.protocol.messages import ScoreRequest
+from penstock.shared.protocol.messages import JUDGEMENTS, ScoreRequest
 
 USER_CODE = """
 import ctypes, os, subprocess, sys, time
@@ -140,6 +140,17 @@ async def test_hung_or_crashed_process_is_replaced(user_module: Path, completion
     assert reply.rewards[3] == 1.0
     with pytest.raises(ProcessLookupError):
         os.kill(int(old), 0)
+
+
+async def test_what_an_environment_said_stays_with_its_completion(user_module: Path) -> None:
+    judged = {"type": "environment", "weight": 2.0}
+    async with open_pool(judged, function(weight=0.0), timeout_s=0.5) as pool:
+        reply = await pool.score(ask("a", "die", "b", "c", row={JUDGEMENTS: [0.25, 0.5, 0.75, float("nan")]}))
+        without = await pool.score(ask("a"))
+    assert reply.rewards == [0.5, 0.0, 1.5, 0.0]
+    assert reply.failed == [False, True, False, True]
+    assert without.failed == [True]
+    assert "no environment has judged" in without.errors[0]
 
 
 async def test_limit_counts_from_the_start_of_each_completion(user_module: Path) -> None:

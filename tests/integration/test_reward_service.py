@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.services.reward import session
 from penstock.services.reward.service import RewardService
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
@@ -172,12 +173,15 @@ async def test_open_scorers_say_what_they_are(bus: Bus) -> None:
         assert service.status()[JOB]["scorers"]["code"] in {"sandbox: namespaces", "sandbox: landlock"}
 
 
-async def test_slow_groups_move_from_raw_to_experience(bus: Bus, user_module: None) -> None:
+async def test_slow_groups_move_from_raw_to_experience(
+    bus: Bus, user_module: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The group takes longer than its lease: it is extended, so it is scored once."""
+    monkeypatch.setattr(session, "ACK_WAIT_S", 2.0)
     reward = {"scorers": [{"type": "function", "path": "service_scorers:score"}], "slow": True, "timeout_s": 30}
     async with run_reward(bus):
         await put_job(bus, reward)
-        await publish_raw(bus, raw_group("4", "bad", "5", seconds=6))
+        await publish_raw(bus, raw_group("4", "bad", "5", seconds=2.5))
         group = await first_experience(bus)
         assert group.rewards.tolist() == [1.0, 0.0, 0.0]
         assert group.failed.tolist() == [False, True, False]
@@ -244,7 +248,10 @@ async def first_experience(bus: Bus) -> Group:
     return group
 
 
-async def test_unreadable_group_becomes_a_dead_letter_and_blocks_nobody(bus: Bus, user_module: None) -> None:
+async def test_unreadable_group_becomes_a_dead_letter_and_blocks_nobody(
+    bus: Bus, user_module: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "UNREADABLE_PAUSE_S", 0.05)
     buried: asyncio.Queue[tuple[str, int]] = asyncio.Queue(8)
     await bus.dead_letters(lambda stream, consumer, seq: buried.put_nowait((stream, seq)))
     async with run_reward(bus):

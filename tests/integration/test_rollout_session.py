@@ -7,9 +7,13 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from penstock.services.env.service import EnvService
 from penstock.services.rollout.session import RolloutSession
 from penstock.shared.config.kinds import parse_job
 from penstock.shared.config.service import ServiceSettings
@@ -17,6 +21,7 @@ from penstock.shared.errors import ToolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.protocol.messages import ScoreReply, ScoreRequest, Ticket
 from penstock.shared.protocol.tools import ToolReply, ToolRequest
 from penstock.shared.protocol.trajectory import GroupHeader, parse_group_header
@@ -30,8 +35,8 @@ PROMPTS = ["1" * 40 + "+1=", "1+2="]
 class Worker:
     """A rollout worker of an evaluation job, whose scorer answers once ``scores`` is set."""
 
-    def __init__(self, bus: Bus, session: RolloutSession) -> None:
-        self.bus, self.session = bus, session
+    def __init__(self, bus: Bus, session: RolloutSession, spec: dict[str, Any]) -> None:
+        self.bus, self.session, self.spec = bus, session, spec
         self.asked, self.scores = asyncio.Event(), asyncio.Event()
 
     async def score(self, data: bytes) -> bytes:
@@ -62,21 +67,19 @@ class Worker:
 async def working(bus: Bus, directory: Path, prompts: Sequence[str] = PROMPTS, **changes: Any) -> AsyncIterator[Worker]:
     rows = directory / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": prompt, "answer": "2"}) + "\n" for prompt in prompts))
-    config = parse_job(
-        {
-            "kind": "evaluation",
-            "name": "measure",
-            "model": {
-                "config": {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "max_position_embeddings": 32},
-                "tokenizer": "char",
-            },
-            "data": {"eval": {"type": "file", "path": str(rows)}},
-            "reward": {"scorers": [{"type": "exact"}]},
-            "sampling": {"max_new_tokens": 4},
-            **changes,
-        }
-    )
-    worker = Worker(bus, RolloutSession(bus, ServiceSettings(worker_id="rollout-0"), JOB, config))
+    spec = {
+        "kind": "evaluation",
+        "name": "measure",
+        "model": {
+            "config": {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "max_position_embeddings": 32},
+            "tokenizer": "char",
+        },
+        "data": {"eval": {"type": "file", "path": str(rows)}},
+        "reward": {"scorers": [{"type": "exact"}]},
+        "sampling": {"max_new_tokens": 4},
+        **changes,
+    }
+    worker = Worker(bus, RolloutSession(bus, ServiceSettings(worker_id="rollout-0"), JOB, parse_job(spec)), spec)
     server = await bus.serve(subjects.score(JOB), worker.score)
     task = asyncio.create_task(worker.session.run())
     try:
@@ -196,3 +199,72 @@ async def test_episodes_wait_for_an_env_worker_and_outlive_one_that_refuses(bus:
     assert len(set(calls)) > 1
     assert sum(group.failed) == 1
     assert "not this one" in group.error
+
+
+SHELF = """
+import os, time
+from pathlib import Path
+
+class Shelf:
+    def __init__(self, seed, row):
+        self.put_there, self.room = 0, Path(os.environ["SHELF"])
+
+    def put(self, what):
+        self.put_there += 1
+        if self.put_there == 2:
+            (self.room / "second").touch()
+            while not (self.room / "open").exists():
+                time.sleep(0.01)
+        return str(self.put_there)
+"""
+PUT: dict[str, Any] = {
+    "type": "method", "name": "put", "path": "shelf_of_a_user:Shelf", "description": "keeps",
+    "parameters": {"type": "object", "properties": {"what": {"type": "string"}}, "required": ["what"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+async def test_what_an_env_worker_held_dies_with_it(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int
+) -> None:
+    """Episodes with state are begun again elsewhere, or have failed; none goes on with a state that is not its own."""
+    (tmp_path / "shelf_of_a_user.py").write_text(SHELF)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("SHELF", str(tmp_path))
+    monkeypatch.setattr("penstock.services.rollout.env_requests.HOLDER_LOST_S", 0.3)
+    limits = {"turn_timeout_s": 60, "tool_timeout_s": 30, "restarts": restarts, "max_turns": 3}
+    many = {"samples": 96, "greedy": False}  # so many that some call twice
+    agent = {**AGENT, "environment": {**AGENT["environment"], **limits, "tools": [PUT]}, "evaluation": many}
+
+    @asynccontextmanager
+    async def env_worker() -> AsyncIterator[None]:
+        task = asyncio.create_task(EnvService(bus, ServiceSettings()).run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async with working(bus, tmp_path, **agent) as worker:
+        record = JobRecord(id=JOB, name="measure", created_at=datetime.now(UTC), spec=worker.spec)
+        await bus.kv(subjects.JOBS).put(JOB, record.model_dump_json().encode())
+        worker.scores.set()
+        async with env_worker():
+            await worker.ask(1)
+
+            async def held() -> bool:
+                return (tmp_path / "second").exists()
+
+            await until(held)
+        assert not await worker.groups()
+        (tmp_path / "open").touch()
+        async with env_worker():
+
+            async def answered() -> bool:
+                return len(await worker.groups()) == 1
+
+            await until(answered)
+    [group] = (await worker.groups()).values()
+    assert any(group.failed) == (restarts == 0)
+    assert not all(group.failed)
+    assert ("environment.restarts: 0" in group.error) == (restarts == 0)

@@ -10,14 +10,19 @@ import pytest
 
 from penstock.services.coordinator import service as service_module
 from penstock.services.coordinator.batch_log import batch_id, give_up_batches
+from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.outbox import Outbox
 from penstock.services.coordinator.retention import GIVEN_UP
+from penstock.services.coordinator.run import JobRun
+from penstock.services.coordinator.runner import JobRunner
 from penstock.services.coordinator.service import CoordinatorService
 from penstock.services.coordinator.store import JobStore
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import StreamFull
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.events import Checkpointed, Promoted
 from penstock.shared.transport.bus import MSG_ID, Bus
 from penstock.shared.transport.server import NatsServer
 
@@ -79,6 +84,34 @@ async def test_interactions_and_decisions_give_room(bus: Bus, tmp_path: Path, mo
     assert not await bus.read(subjects.DECISIONS, subjects.decisions(finished))
     await service.make_room(subjects.DECISIONS)
     assert [m.data for m in await bus.read(subjects.DECISIONS, subjects.decisions(plain))] == [b"newer"] * 2
+
+
+async def test_batches_from_which_the_served_version_is_made_stay(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "FULL_SHARE", -1.0)
+    service = CoordinatorService(bus, ServiceSettings(data_dir=tmp_path))
+    record = await service.store.create(CONFIG)
+    runner = JobRunner(bus, service.store, Members(), record, epoch=1, data_dir=tmp_path)
+    checkpoints = {
+        number: Checkpointed(
+            writer_epoch=1, time=0.0, number=number, version=number, digest="d", path="p", trainer_epoch=1, low_seq=0
+        )
+        for number in (0, 2, 4)
+    }
+    state = LedgerState(checkpoints=checkpoints, checkpoint=checkpoints[4], last_trained=5)
+    state.promoted = Promoted(writer_epoch=1, time=0.0, version=3, number=3, digest="d", reason="passed")
+    runner.run, runner.ready = JobRun(CONFIG, state, num_ordinals=None, writer_epoch=1), True
+    service.runners[record.id] = runner
+    for number in range(1, 6):
+        await bus.publish(subjects.batches(record.id), b"b", msg_id=batch_id(record.id, number, 1, 1))
+    left = []
+    for served in (state.promoted, None):  # refused versions follow it; the newest one is served
+        state.promoted = served
+        await service.make_room(subjects.BATCHES)
+        messages = await bus.read(subjects.BATCHES, subjects.batches(record.id), headers_only=True)
+        left.append([message.headers[MSG_ID].rpartition(":")[2] for message in messages])
+    assert left == [["3.1.1", "4.1.1", "5.1.1"], ["5.1.1"]]
 
 
 async def fill(bus: Bus, subject: str) -> None:

@@ -131,6 +131,9 @@ async def test_a_service_beats_answers_and_drains(
     assert "penstock_bus_connected 1.0" in text
     toy.process.send_signal(signal.SIGTERM)
     assert await toy.exit_code() == 0
+    async with asyncio.timeout(30):
+        while unpack(await beats.get(), Heartbeat)[0].ready:
+            pass  # the last word of who drained is that it is not there any more
     assert "everything finished" in toy.text
     lines = [json.loads(line) for line in toy.text.splitlines() if line.startswith("{")]
     assert {(line["service"], line["worker"]) for line in lines} == {("toy", "toy-0")}

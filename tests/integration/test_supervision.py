@@ -53,7 +53,10 @@ def test_a_leash_passes_arguments_and_exit_code() -> None:
     assert (result.returncode, result.stdout) == (7, "a b *\n")
 
 
-async def test_a_bus_that_does_not_answer_is_named_before_anything_starts(tmp_path: Path) -> None:
+async def test_a_bus_that_does_not_answer_is_named_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.local.stack.REACH_S", 1.0)
     with socket.socket() as probe:  # bound and not listening: refuses every connection
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

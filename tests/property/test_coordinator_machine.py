@@ -65,6 +65,7 @@ class World:
     later_parts: set[int] = field(default_factory=set)  # messages of stored groups beside the first one of each
     next_seq: int = 1
     tickets: dict[Draw, int] = field(default_factory=dict)  # draw -> min_version
+    temperatures: dict[Draw, float] = field(default_factory=dict)
     engine_version: int = 0
 
 
@@ -109,8 +110,15 @@ class CoordinatorMachine(RuleBasedStateMachine):
                 self.delete(range(seq, seq + header.num_messages))
         for draw in state.in_flight:
             if draw not in run.candidates:
-                self.world.tickets[draw] = state.open[draw].min_version
+                self.ask(draw, state)
         return run
+
+    def ask(self, draw: Draw, state: LedgerState) -> None:
+        """Publish a ticket: whoever leads asks for the same temperature."""
+        info = state.open[draw]
+        assert info.temperature is not None
+        assert self.world.temperatures.setdefault(draw, info.temperature) == info.temperature
+        self.world.tickets[draw] = info.min_version
 
     def newest_snapshot(self) -> tuple[int, LedgerState]:
         """The newest one that can be verified, and how many entries it covers."""
@@ -129,7 +137,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     def carry_out(self, effects: Effects) -> None:
         for draw in effects.tickets:
-            self.world.tickets[draw] = self.run.state.open[draw].min_version
+            self.ask(draw, self.run.state)
         self.delete(effects.delete)
         if effects.purge_below is not None:
             self.world.stored = {s: h for s, h in self.world.stored.items() if s >= effects.purge_below}
@@ -167,7 +175,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             nbytes=2_500_000 if seq % 3 == 0 else 100,
             lengths=[2] * size, rewards=rewards[:size], failed=[bad == "failed"] * size, truncated=[False] * size,
             finite=bad != "nan", min_version=oldest, max_version=self.world.engine_version, worker="w",
-            skipped="prompt_too_long" if bad == "skipped" else "",
+            skipped="prompt_too_long" if bad == "skipped" else "", temperature=self.world.temperatures[draw],
         )  # fmt: skip
         self.world.next_seq += self.world.stored[seq].num_messages
         self.world.later_parts |= set(range(seq + 1, self.world.next_seq))
@@ -187,6 +195,13 @@ class CoordinatorMachine(RuleBasedStateMachine):
             self.world.tickets.pop(draw)
         newest = self.world.engine_version
         self.store(draw, data.draw(st.integers(max(0, newest - 3), newest)), bad)
+
+    @rule(temperature=st.sampled_from([0.5, 1.0, 1.5]))
+    def amend(self, temperature: float) -> None:
+        """Somebody changes the job file; what is in flight stays as it was drawn."""
+        sampling = self.config.sampling.model_copy(update={"temperature": temperature})
+        self.config = self.config.model_copy(update={"sampling": sampling})
+        self.append(self.run.amend(self.config, 2, self.now))
 
     @rule()
     def answer_all(self) -> None:

@@ -15,11 +15,14 @@ from penstock.shared.protocol.events import (
     BatchRefused,
     BatchSealed,
     BatchTrained,
+    CanaryBegun,
+    CanaryJudged,
     Checkpointed,
     Drawn,
     Dropped,
     Event,
     JobStarted,
+    Judged,
     LineageForked,
     PhaseChanged,
     Promoted,
@@ -62,7 +65,18 @@ def _next_event(draw: st.DrawFn, state: LedgerState) -> Event:  # noqa: C901, PL
     kinds += ["checkpointed"] if state.last_trained or state.checkpoint is None else []
     kinds += ["forked"] if state.batches else []
     kinds += ["promoted", "promotion_refused", "quarantined"]
+    kinds += ["canary_judged"] * 2 if state.canary is not None else [] if state.sealed else ["canary_begun"]
     match draw(st.sampled_from(kinds)):
+        case "canary_begun":
+            return CanaryBegun(
+                **base, version=state.version, number=state.last_trained, digest="w", served=0, share=0.25,
+            )  # fmt: skip
+        case "canary_judged":
+            name = str(draw(st.integers(0, 5)))
+            told = Judged(
+                f"c{name}", draw(st.booleans()), draw(st.sampled_from([0.5, -1.0])), [name], ["k"], ["a"], ["u"]
+            )
+            return CanaryJudged(**base, version=state.version, judged=[told])
         case "promoted":
             return Promoted(**base, version=state.version, number=state.last_trained, digest="w", reason="passed")
         case "promotion_refused":

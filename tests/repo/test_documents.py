@@ -47,6 +47,18 @@ def test_every_key_of_the_job_file_is_documented(model: type[BaseModel]) -> None
     assert silent == []
 
 
+FILES = [path for root in ("services", "shared", "src") for path in (ROOT / root).rglob("*.py")]
+READ = {name for path in FILES for name in re.findall(r"\.([a-z_]\w*)", path.read_text(encoding="utf-8"))}
+PASSED_ON = {"GraderSampling"}
+"""Sections that a request takes as a whole."""
+
+
+@pytest.mark.parametrize("model", _config_classes(StrictModel), ids=lambda model: str(model.__name__))
+def test_every_key_of_the_job_file_is_read(model: type[BaseModel]) -> None:
+    idle = [name for name in model.model_fields if name not in READ]
+    assert idle == [] or model.__name__ in PASSED_ON
+
+
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: str(path.name))
 def test_examples_are_valid_jobs(path: Path) -> None:
     parse_job(load_yaml(path), where=path.name)
@@ -97,3 +109,17 @@ def test_decision_records_are_numbered_without_gaps() -> None:
     for name in records:
         text = (ROOT / "docs/adr" / name).read_text(encoding="utf-8")
         assert [part for part in ("## Context", "## Decision", "## Consequences") if part not in text] == [], name
+
+
+NAMED = re.compile(r"penstock_[a-z_]+(?=[`{])")
+MADE = re.compile(r"metrics\.(counter|gauge|histogram)\(\s*\"([a-z_]+)\"")
+
+
+def test_every_metric_that_the_manual_names_is_made() -> None:
+    made = set()
+    for path in FILES:
+        for kind, name in MADE.findall(path.read_text(encoding="utf-8")):
+            made.add(f"penstock_{name}_total" if kind == "counter" else f"penstock_{name}")
+    named = {name for page in PAGES for name in NAMED.findall(page.read_text(encoding="utf-8"))}
+    assert len(named) > 10
+    assert named - made == set()

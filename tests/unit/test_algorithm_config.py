@@ -85,11 +85,20 @@ def test_what_an_algorithm_fixes_cannot_be_chosen(name: str, value: str) -> None
         ("ppo", "dynamic_sampling"),
         ("remax", "dynamic_sampling"),
         ("reinforce_pp", "lam"),
+        ("distillation", "shaping"),
+        ("distillation", "overlong_punishment"),
     ],
 )
 def test_a_key_that_an_algorithm_does_not_use_is_refused(name: str, key: str) -> None:
     with pytest.raises(ConfigError, match=rf"algorithm\.{name}\.{key}: unknown key"):
-        algorithm(type=name, **{key: 1})
+        algorithm(type=name, **NEEDED.get(name, {}), **{key: 1})
+
+
+def test_a_teacher_has_no_reward_that_a_kl_could_be_taken_off() -> None:
+    keys = {"type": "distillation", **NEEDED["distillation"]}
+    assert algorithm(**keys, kl={"coef": 0.1}).needs_reference
+    with pytest.raises(ConfigError, match="rewards are not trained on here"):
+        algorithm(**keys, kl={"coef": 0.1, "place": "reward"})
 
 
 @pytest.mark.parametrize("name", ["ppo", "remax", "reinforce_pp"])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.services.env.tools.base import CallError
 from penstock.services.env.tools.calculator import Calculator, decimal_text, evaluate
-from penstock.shared.config.environment import CalculatorTool
+from penstock.shared.config.tools import CalculatorTool
 
 
 @pytest.mark.parametrize(

@@ -188,3 +188,17 @@ def test_sorting_demonstrations_go_astray_in_the_stated_share() -> None:
     assert len({len(some[i]["answer"]) - some[i]["items"] for i in astray}) > 20
     assert max(len(all_rows[i]["answer"]) for i in range(200)) == 63
     assert some[astray[0]] == open_rows(SortingSource(min_items=8, max_items=32, astray=0.25), seed=3)[astray[0]]
+
+
+def test_sorting_demonstrations_ramble_in_the_stated_share() -> None:
+    right = open_rows(SortingSource(min_items=8, max_items=32), seed=3)
+    both = open_rows(SortingSource(min_items=8, max_items=32, astray=0.25, rambling=0.5), seed=3)
+    astray = open_rows(SortingSource(min_items=8, max_items=32, astray=0.25), seed=3)
+    changed = [i for i in range(400) if both[i]["answer"] != astray[i]["answer"]]
+    assert 160 < len(changed) < 240
+    for i in changed:
+        assert both[i]["answer"] == "".join(sorted(both[i]["answer"], reverse=True))
+        assert len(both[i]["answer"]) == 64
+        assert astray[i] == right[i], "no row goes astray and rambles"
+    with pytest.raises(ConfigError, match=r"astray \(0\.6\) and rambling \(0\.5\) are shares"):
+        SortingSource.parse({"astray": 0.6, "rambling": 0.5})

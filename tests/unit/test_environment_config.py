@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 
 from penstock.shared.config.base import with_overrides
-from penstock.shared.config.environment import EnvironmentConfig
+from penstock.shared.config.data import TasksSource
+from penstock.shared.config.environment import EnvironmentConfig, VerifiersConfig
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.kinds import parse_job
+from penstock.shared.data.check import check_data
+from penstock.shared.data.rows import open_rows
 from penstock.shared.errors import ConfigError
 
 JOB: dict[str, Any] = {
@@ -45,11 +48,48 @@ CALCULATOR = {"type": "calculator"}
         (["environment.tools=[{type: function, name: f, path: 'a:b', description: d, parameters: {}}]"], "JSON schema"),
         (["warm_start.demonstration=['<1>', '1']"], "the policy has the last word"),
         (["limits.byte_budget=60000"], "limits.byte_budget"),
+        (["environment.tools=[{type: method, name: f, path: a, description: d}]"], "path"),
+        (["data.train={type: tasks, num_rows: 4}"], "a source of type 'tasks' needs environment.type 'verifiers'"),
+        (["reward.scorers=[{type: environment}]"], "scorer 'environment' needs an environment that judges"),
     ],
 )
 def test_what_is_refused(changes: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said.replace("{", r"\{").replace("(", r"\(")):
         JobConfig.parse(with_overrides(JOB, changes))
+
+
+VERIFIERS = [
+    "environment={type: verifiers, env: {taskset: {id: words}}}", "data.train={type: tasks, num_rows: 4}",
+    "sampling.max_new_tokens=8", "environment.max_turns=2", "environment.max_observation_tokens=10",
+]  # fmt: skip
+
+
+def test_tasks_of_an_environment_are_rows() -> None:
+    job = JobConfig.parse(with_overrides(JOB, [*VERIFIERS, "reward.scorers=[{type: environment}]"]))
+    assert isinstance(job.environment, VerifiersConfig)
+    assert job.services == ("trainer", "rollout", "reward", "env")
+    assert job.max_completion_tokens == 8 + 10
+    summary = check_data(job.data, job.reward)
+    assert summary.rows_per_epoch == 4
+    rows = open_rows(TasksSource(num_rows=4, skip=3))
+    assert [rows[i]["task"] for i in range(len(rows))] == [3, 4, 5, 6]
+    assert rows.where(1) == "task 4"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["environment.env={taskset: {}}"], "needs `taskset:"),
+        (["environment.python=python"], "environment.verifiers.python"),
+        (["environment.step_timeout_s=70"], "step_timeout_s is longer than turn_timeout_s"),
+        (["data.train={type: addition}"], "brings its own tasks"),
+        (["warm_start.steps=2"], "warm_start: tasks of an environment have no answers"),
+        (["environment.tool=1"], "unknown key"),
+    ],
+)
+def test_what_is_refused_of_an_environment_of_verifiers(changes: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        JobConfig.parse(with_overrides(JOB, [*VERIFIERS, *changes]))
 
 
 def test_observations_count_against_model_and_budget() -> None:

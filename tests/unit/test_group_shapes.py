@@ -18,7 +18,7 @@ TREE: dict[str, Any] = {
     "prompt_ids": np.zeros(1, np.int32), "token_ids": np.zeros(1, np.int32), "cu_seqlens": np.array([0, 1], np.int32),
     "logprobs": np.zeros(1, np.float32), "mask": np.ones(1, np.uint8), "rewards": np.zeros(1, np.float32),
     "failed": np.zeros(1, np.bool_), "finish": np.zeros(1, np.uint8), "spans": np.array([[0, 0, 0, 1]], np.int32),
-    "greedy": np.zeros(1, np.bool_),
+    "greedy": np.zeros(1, np.bool_), "temperature": 1.0,
 }  # fmt: skip
 HEADER: dict[str, Any] = {
     "draw": Draw(0), "attempt": "a", "epoch": 1, "digest": "d", "nbytes": 1, "prompt_tokens": 1, "lengths": [1, 2],
@@ -43,6 +43,9 @@ HEADER: dict[str, Any] = {
         ("meta", []),
         ("parts", {"exact": 1.0}),
         ("attempt", 1),
+        ("temperature", 1),
+        ("temperature", -0.5),
+        ("temperature", float("nan")),
     ],
 )
 def test_a_malformed_field_is_a_protocol_error(field: str, value: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 from penstock.services.rollout.scoring import TEXT_BYTES, joined, score_requests
 from penstock.shared.protocol.codec import MAX_INLINE_BYTES, pack
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.messages import ScoreReply
+from penstock.shared.protocol.messages import JUDGEMENTS, ScoreReply
 from penstock.shared.protocol.trajectory import Group
 
 
@@ -32,6 +32,18 @@ def test_requests_fit_and_keep_the_order(size: int) -> None:
     assert max(len(pack(request, job="job_x", id="a.0")) for request in requests) <= MAX_INLINE_BYTES
     assert {(request.prompt, request.answer, request.row["id"]) for request in requests} == {("p", "4", 7)}
     assert (len(requests) == 1) == (size < 2000)
+
+
+def test_what_an_environment_said_goes_with_its_completion() -> None:
+    texts = [f"{i}" + "a" * (TEXT_BYTES // 2) for i in range(5)]
+    whole = group(*texts)
+    whole.meta["row"][JUDGEMENTS] = [float(i) for i in range(5)]
+    requests = score_requests(whole)
+    assert len(requests) > 1
+    assert [request.row[JUDGEMENTS] for request in requests] == [
+        [float(text[0]) for text in request.completions] for request in requests
+    ]
+    assert len(whole.meta["row"][JUDGEMENTS]) == 5
 
 
 def test_replies_are_joined() -> None:

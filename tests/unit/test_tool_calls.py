@@ -9,8 +9,9 @@ import pytest
 from penstock.services.rollout.calls import Call, find_calls
 from penstock.services.rollout.observations import ObservationWriter
 from penstock.services.rollout.turns import token_of
-from penstock.shared.config.environment import CalculatorTool, CallFormat, ObservationFormat, PythonTool
+from penstock.shared.config.environment import CallFormat, ObservationFormat
 from penstock.shared.config.model import ModelConfig
+from penstock.shared.config.tools import CalculatorTool, PythonTool
 from penstock.shared.errors import ConfigError
 from penstock.shared.models.loading import build_tokenizer
 

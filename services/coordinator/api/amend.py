@@ -36,7 +36,7 @@ class Amended(JobRecord):
     applies_at_step: int | None = Field(
         None,
         description="First update, counted from 1, that the change holds for; null while no leader took it up, "
-        "and where it changes nothing of the training",
+        "and where it changes nothing of the training. What was drawn before keeps its temperature",
     )
 
 
@@ -50,6 +50,7 @@ class Patch(BaseModel):
     limits: dict[str, Any] = Field({}, description="byte_budget, timeout_s")
     optimizer: dict[str, Any] = Field({}, description="learning_rate")
     algorithm: dict[str, Any] = Field({}, description="kl.coef, unless it is adaptive")
+    sampling: dict[str, Any] = Field({}, description="temperature")
     metadata: dict[str, str | None] = {}
 
 
@@ -76,8 +77,9 @@ async def amend(
     """Change a job file while the job runs.
 
     What may change: `train.max_updates`, `checkpoint.every`, `checkpoint.keep`, `limits.*`, `optimizer.learning_rate`,
-    `algorithm.kl.coef` and `metadata`. It holds from the next batch on that is sealed; batches keep what they were
-    sealed with, so that replays stay exact. `If-Match` fails where somebody changed the job since.
+    `algorithm.kl.coef`, `sampling.temperature` and `metadata`. It holds from the next batch on that is sealed; batches
+    keep what they were sealed with, so that replays stay exact. A temperature holds for what is drawn from then on:
+    each completion is trained at the one that it was sampled at. `If-Match` fails where somebody changed the job since.
     """
     patch = await read_object(request, patch_too=True)
 

@@ -21,12 +21,14 @@ from penstock.services.coordinator.api import (
     deadletters,
     episodes,
     feedback,
+    feedback_tokens,
     files,
     fine_tuning,
     graders,
     inference,
     jobs,
     keys,
+    model_versions,
     observe,
     openapi,
     quarantine,
@@ -56,9 +58,9 @@ log = logging.getLogger(__name__)
 
 ROUTERS = (
     jobs.router, amend.router, observe.router, checkpoints.router, checkpoints.artifacts,
-    samples.router, deadletters.router, keys.router, inference.router, episodes.router, feedback.router,
-    versions.router, quarantine.router, files.router, fine_tuning.router, graders.router, webhooks.router,
-    scaling.router, system.router,
+    samples.router, deadletters.router, keys.router, inference.router, episodes.router,
+    feedback.router, feedback_tokens.router, versions.router, model_versions.router, quarantine.router, files.router,
+    fine_tuning.router, graders.router, webhooks.router, scaling.router, system.router,
 )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import ipaddress
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from starlette.datastructures import Headers
@@ -17,6 +17,8 @@ from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.episode_keys import PREFIX as EPISODE_PREFIX
 from penstock.shared.protocol.episode_keys import read_episode_key
+from penstock.shared.protocol.feedback_tokens import PREFIX as TOKEN_PREFIX
+from penstock.shared.protocol.feedback_tokens import TOKENS, FeedbackGrant
 from penstock.shared.protocol.keys import Scope, StoredKey, key_id
 
 __all__ = ["ANONYMOUS", "Caller", "KeyRing", "needs_key"]
@@ -35,10 +37,25 @@ class Caller:
     rate_limit: str | None = None
     episode: str = ""
     """The only episode (`ep_` and a UUID) that it may speak in and judge; ``id`` is then the key that made its key."""
+    token: FeedbackGrant | None = None
+    """The only verdict that it may give; ``id`` is then the key that made its token."""
+    models: frozenset[str] | None = None
+    """Names and ids of the jobs that it may talk to and judge; None: all."""
+    max_weight: float = 1.0
+    """What its feedback counts at most."""
+
+    @property
+    def sender(self) -> str:
+        """Who it is where keys and tokens that one key made are told apart."""
+        return self.id + self.episode + (self.token.id if self.token is not None else "")
 
     def may(self, scope: Scope) -> bool:
         """Whether the key has ``scope``, by itself or through ``admin``."""
         return scope in self.scopes or "admin" in self.scopes
+
+    def may_use(self, name: str, job: str) -> bool:
+        """Whether it may talk to and judge the model ``name``, which is ``job``."""
+        return self.models is None or not self.models.isdisjoint((name, job))
 
 
 ANONYMOUS = Caller("local", frozenset({"admin"}))
@@ -87,6 +104,8 @@ class KeyRing:
             return Caller(_id_of(presented), frozenset({"admin"}))
         if text.startswith(EPISODE_PREFIX):
             return await self._of_episode(text)
+        if text.startswith(TOKEN_PREFIX):
+            return await self._of_token(text)
         id = key_id(text)
         if id is not None:
             return await self._of_store(id, text)
@@ -101,7 +120,7 @@ class KeyRing:
             raise _unauthorized("this key does not exist (any more)")
         if key.expires_at is not None and key.expired:
             raise _unauthorized(f"key '{key.name}' expired at {key.expires_at.isoformat(timespec='seconds')}")
-        return Caller(key.id, frozenset(key.scopes), key.rate_limit)
+        return replace(_holder(key), scopes=frozenset(key.scopes))
 
     async def _of_episode(self, text: str) -> Caller:
         """The bearer of an episode's key, which lives no longer than the key that made it."""
@@ -110,15 +129,25 @@ class KeyRing:
             raise _unauthorized("this key of an episode was not made here")
         if grant.expires <= time.time():
             raise _unauthorized(f"this key of episode '{grant.episode}' has expired; ask for another one")
-        limit = None
-        if grant.maker in self._configured_ids():
-            pass
-        elif grant.maker != ANONYMOUS.id or self._digests:
-            maker = await self._find(grant.maker)
-            if maker is None or maker.expired:
-                raise _unauthorized("the key that made this one does not exist (any more)")
-            limit = maker.rate_limit
-        return Caller(grant.maker, frozenset(grant.scopes), limit, grant.episode)
+        return replace(await self._maker(grant.maker), scopes=frozenset(grant.scopes), episode=grant.episode)
+
+    async def _of_token(self, text: str) -> Caller:
+        """The bearer of a token for one verdict."""
+        grant = TOKENS.read(text, await self._store.secret())
+        if grant is None:
+            raise _unauthorized("this token was not made here")
+        if grant.expires <= time.time():
+            raise _unauthorized("this token has expired; ask for another one")
+        return replace(await self._maker(grant.maker), scopes=frozenset({"feedback:write"}), token=grant)
+
+    async def _maker(self, maker: str) -> Caller:
+        """The key that signed something, without its scopes. Raises HttpProblem: 401 it does not exist any more."""
+        if maker in self._configured_ids() or (maker == ANONYMOUS.id and not self._digests):
+            return Caller(maker, frozenset())
+        found = await self._find(maker)
+        if found is None or found.expired:
+            raise _unauthorized("the key that made this one does not exist (any more)")
+        return _holder(found)
 
     def _configured_ids(self) -> set[str]:
         return {_id_of(digest) for digest in self._digests}
@@ -136,6 +165,12 @@ class KeyRing:
     def forget(self, id: str) -> None:
         """A key was revoked here."""
         self._known.pop(id, None)
+
+
+def _holder(key: StoredKey) -> Caller:
+    """Who has a key, without its scopes."""
+    models = None if key.models is None else frozenset(key.models)
+    return Caller(key.id, frozenset(), key.rate_limit, models=models, max_weight=key.max_weight)
 
 
 def _id_of(digest: bytes) -> str:

@@ -71,6 +71,7 @@ class CompletionReply(Response):
                 data = self._format.events(self._new)
                 if data:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
+            self._check_recorded()
         except PenstockError as error:
             problem = as_problem(error)
             broken = {"error": {"message": problem.detail, "type": "server_error", "code": problem.code, "param": None}}
@@ -83,14 +84,14 @@ class CompletionReply(Response):
         try:
             while await self._read():
                 pass
+            self._check_recorded()
         except PenstockError as error:
             await problem_response(as_problem(error), scope["path"])(scope, _nothing, send)
             return
         await self._finished()
         body = orjson.dumps(self._format.whole(self._chunks))
-        recorded = all(chunk.recorded for chunk in self._chunks if chunk.finish)
         more = {"content-type": "application/json", "content-length": str(len(body))}
-        await self._start(send, 200, more if recorded else {**more, "x-recorded": "false"})
+        await self._start(send, 200, more if self._is_recorded else {**more, "x-recorded": "false"})
         self._begun = True
         await send({"type": "http.response.body", "body": body})
 
@@ -101,6 +102,16 @@ class CompletionReply(Response):
             FIRST.observe(max(0.0, time.time() - self._answer.request.started))
         self._chunks += self._new
         return bool(self._new)
+
+    @property
+    def _is_recorded(self) -> bool:
+        return all(chunk.recorded for chunk in self._chunks if chunk.finish)
+
+    def _check_recorded(self) -> None:
+        """Raises HttpProblem: 503 the job wants no answer that nobody can judge later."""
+        if self._answer.served.strict_recording and self._answer.request.store and not self._is_recorded:
+            detail = "the answer could not be recorded, and this job wants none that is not: ask again"
+            raise HttpProblem(503, "not_recorded", detail, headers={"Retry-After": "1", "retry-after-ms": "1000"})
 
     async def _finished(self) -> None:
         TOKENS.labels("prompt").inc(sum(map(len, self._answer.prompt_ids)))

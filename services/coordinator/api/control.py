@@ -28,8 +28,9 @@ class Keys(Protocol):
     """API keys, the same on every replica. Every method may raise Unavailable."""
 
     async def create(
-        self, name: str, scopes: list[Scope], *, expires_at: datetime | None, rate_limit: str | None
-    ) -> tuple[StoredKey, str]:
+        self, name: str, scopes: list[Scope], *, expires_at: datetime | None, rate_limit: str | None,
+        models: list[str] | None = None, max_weight: float = 1.0,
+    ) -> tuple[StoredKey, str]:  # fmt: skip
         """Store a new key durably; the key and its text, which nobody will ever see again."""
         ...
 
@@ -194,6 +195,10 @@ class Control(Protocol):
 
         An async generator; the API closes it when the client goes away. Sequences rise strictly.
         """
+        ...
+
+    async def keeps_event(self, seq: int) -> bool:
+        """Whether an event with this sequence is there; where it is not, those after it may be gone, too."""
         ...
 
     async def metrics(

@@ -14,6 +14,7 @@ from penstock.services.coordinator.api.access import Backend, BackendDep
 from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.bodies import body_schema, read_model
 from penstock.services.coordinator.api.inference import InteractionRow, served_of, serving_of
+from penstock.services.coordinator.api.own_episode import check_model
 from penstock.services.coordinator.api.replies import HttpProblem, Json
 from penstock.services.coordinator.api.scopes import require
 from penstock.services.coordinator.api.serving import EpisodeBook, Served
@@ -25,7 +26,7 @@ from penstock.shared.protocol.interaction import bare_id, job_mark, marked_id
 __all__ = ["router"]
 
 router = APIRouter(prefix="/v1/episodes", tags=["inference"])
-WRITE = [require("episodes:write")]
+Opener = Annotated[Caller, require("episodes:write")]
 HOUR_S, DAY_S = 3600.0, 86400.0
 
 OpenedEpisode = Annotated[str, Path(max_length=64, description="Id of an episode that was opened here: ep_ and a UUID")]
@@ -93,44 +94,46 @@ class EpisodeList(BaseModel):
 
 
 @router.post("", status_code=201, response_model=Episode, openapi_extra=body_schema(EpisodeBody))
-async def create(
-    request: Request, caller: Annotated[Caller, require("episodes:write")], backend: BackendDep
-) -> Response:
+async def create(request: Request, caller: Opener, backend: BackendDep) -> Response:
     """Open an episode: requests to its `base_url` are its turns."""
     body = await read_model(request, EpisodeBody)
     served = served_of(backend, body.model)
+    check_model(caller, served.name, served.job)
     about = body.model_dump(include={"split", "group_id", "tags"})
     record = await _book(backend).create(served, caller.id, body.ttl_s, about)
     return Json(_shown(record, request), 201, {"Location": f"/v1/episodes/{record.id}"})
 
 
-@router.get("", response_model=EpisodeList, dependencies=WRITE)
+@router.get("", response_model=EpisodeList)
 async def list_episodes(
     *,
     request: Request,
+    caller: Opener,
     backend: BackendDep,
     model: Annotated[str, Query(min_length=1, max_length=256)],
     after: Annotated[str | None, Query(max_length=64)] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> Response:
     """List the episodes of a model, oldest first."""
-    found = await _book(backend).list_all(served_of(backend, model))
+    served = served_of(backend, model)
+    check_model(caller, served.name, served.job)
+    found = await _book(backend).list_all(served)
     found = [record for record in found if after is None or record.id > after]
     page = [_shown(record, request) for record in found[:limit]]
     ids = {"first_id": page[0].id, "last_id": page[-1].id} if page else {}
     return Json(EpisodeList(data=page, has_more=len(found) > limit, **ids))
 
 
-@router.get("/{episode}", response_model=Episode, dependencies=WRITE)
-async def get_episode(episode: OpenedEpisode, request: Request, backend: BackendDep) -> Response:
+@router.get("/{episode}", response_model=Episode)
+async def get_episode(episode: OpenedEpisode, request: Request, caller: Opener, backend: BackendDep) -> Response:
     """Show an episode."""
-    return Json(_shown(await _book(backend).get(_owner(backend, episode), episode), request))
+    return Json(_shown(await _book(backend).get(_owner(backend, episode, caller), episode), request))
 
 
-@router.post("/{episode}/end", response_model=Episode, dependencies=WRITE)
-async def end_episode(episode: OpenedEpisode, request: Request, backend: BackendDep) -> Response:
+@router.post("/{episode}/end", response_model=Episode)
+async def end_episode(episode: OpenedEpisode, request: Request, caller: Opener, backend: BackendDep) -> Response:
     """End an episode: it takes no more requests, and its turns are credited. Safe to repeat."""
-    return Json(_shown(await _book(backend).end(_owner(backend, episode), episode), request))
+    return Json(_shown(await _book(backend).end(_owner(backend, episode, caller), episode), request))
 
 
 @router.get("/{episode}/interactions", response_model=InteractionList, dependencies=[require("jobs:read")])
@@ -156,7 +159,7 @@ async def list_interactions(
 async def make_key(
     episode: OpenedEpisode,
     request: Request,
-    caller: Annotated[Caller, require("episodes:write")],
+    caller: Opener,
     backend: BackendDep,
 ) -> Response:
     """Make a key for this episode alone, for a browser or an agent that should hold no other.
@@ -165,7 +168,7 @@ async def make_key(
     does. It is stored nowhere.
     """
     body = await read_model(request, KeyBody)
-    record = await _book(backend).get(_owner(backend, episode), episode)
+    record = await _book(backend).get(_owner(backend, episode, caller), episode)
     missing = [scope for scope in body.scopes if not caller.may(scope)]
     if missing:
         raise HttpProblem(403, "missing_scope", f"this key lacks {', '.join(missing)} and cannot give them to another")
@@ -187,11 +190,12 @@ def _book(backend: Backend) -> EpisodeBook:
     return serving_of(backend).episodes
 
 
-def _owner(backend: Backend, episode: str) -> Served:
-    """The model of an episode: its id says so."""
+def _owner(backend: Backend, episode: str, caller: Caller) -> Served:
+    """The model of an episode: its id says so. Raises HttpProblem: 403 the key is for others."""
     marked = marked_id(episode)
     for served in serving_of(backend).models() if marked is not None else ():
         if marked is not None and job_mark(served.job) == marked[1]:
+            check_model(caller, served.name, served.job)
             return served
     raise NotFound(f"no running job has an episode '{episode}'")
 

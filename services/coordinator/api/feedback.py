@@ -25,8 +25,9 @@ from penstock.services.coordinator.api.feedback_models import (
     Funnel,
     RetractReply,
 )
+from penstock.services.coordinator.api.feedback_tokens import bound_post, once
 from penstock.services.coordinator.api.idempotency import token_of
-from penstock.services.coordinator.api.own_episode import check_own_episode
+from penstock.services.coordinator.api.own_episode import check_model, check_own_episode
 from penstock.services.coordinator.api.replies import HttpProblem, Json, problem_body
 from penstock.services.coordinator.api.scopes import require
 
@@ -36,6 +37,7 @@ router = APIRouter(tags=["feedback"])
 ADMIN = [require("feedback:admin")]
 
 Sender = Annotated[Caller, require("feedback:write", in_episode=True)]
+Judge = Annotated[Caller, require("feedback:write", in_episode=True, by_token=True)]
 FeedbackId = Annotated[str, Path(max_length=64, description="A UUID, with or without fb_")]
 User = Annotated[str, Path(min_length=1, max_length=256, description="As feedback and requests name the user")]
 
@@ -52,22 +54,22 @@ _ONE["responses"][410] = _GONE
 
 
 @router.post("/v1/feedback", **_ONE)
-async def post_feedback(request: Request, caller: Sender, backend: BackendDep) -> Response:
+async def post_feedback(request: Request, caller: Judge, backend: BackendDep) -> Response:
     """Post feedback: a metric's value, a whole interaction, a preference or a correction. 202: it is on disk.
 
     What it is about may be unknown yet; feedback waits for it. The same `feedback_id` (or Idempotency-Key) again has no
     second effect.
     """
-    post = await read_post(request)
+    post = bound_post(await read_post(request), caller)
     await check_own_episode(caller, [post], _desk(backend))
-    found = (await _desk(backend).post([post], caller=caller, key=_key(request)))[0]
+    found = once((await _desk(backend).post([post], caller=caller, key=_key(request)))[0], caller)
     if isinstance(found, HttpProblem):
         raise found
     return Json(found, 202 if found["status"] == "accepted" else 200)
 
 
 @router.post("/feedback", operation_id="post_feedback_at_root", **_ONE)
-async def post_feedback_at_root(request: Request, caller: Sender, backend: BackendDep) -> Response:
+async def post_feedback_at_root(request: Request, caller: Judge, backend: BackendDep) -> Response:
     """The same as `POST /v1/feedback`, where TensorZero's clients expect it."""
     return await post_feedback(request, caller, backend)
 
@@ -90,10 +92,15 @@ async def post_batch(request: Request, caller: Sender, backend: BackendDep) -> R
     return Json(body, 207, {"Cache-Control": "no-store"})
 
 
-@router.get("/v1/feedback/{feedback_id}", response_model=FateReply, dependencies=[require("feedback:write")])
-async def get_feedback(feedback_id: FeedbackId, backend: BackendDep) -> Response:
+@router.get("/v1/feedback/{feedback_id}", response_model=FateReply)
+async def get_feedback(
+    feedback_id: FeedbackId, caller: Annotated[Caller, require("feedback:write")], backend: BackendDep
+) -> Response:
     """What became of an item: received, matched, admitted, quarantined, rejected, expired, retracted, or trained."""
-    return Json(await _desk(backend).fate(feedback_id))
+    found = await _desk(backend).fate(feedback_id)
+    if caller.models is not None:
+        check_model(caller, (await backend.control.get(found["job"])).name, found["job"])
+    return Json(found)
 
 
 @router.post("/v1/feedback/{feedback_id}/retract", status_code=202, response_model=RetractReply)

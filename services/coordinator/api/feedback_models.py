@@ -44,6 +44,7 @@ __all__ = [
     "MetricByEpisode",
     "MetricByInference",
     "PostedInteraction",
+    "PostedPreference",
     "Preference",
     "RetractReply",
     "is_number",
@@ -70,6 +71,8 @@ Token = Annotated[StrictInt, Field(ge=0, lt=1 << 31)]
 Message = dict[str, Any]
 Messages = Annotated[list[Message], Field(fail_fast=True)]
 Tokens = Annotated[list[Token], Field(fail_fast=True)]
+Answer = Annotated[StrictStr, StringConstraints(min_length=1, max_length=1 << 17)] | Message
+ModelName = Annotated[StrictStr, StringConstraints(min_length=1, max_length=128)]
 
 
 class _Post(BaseModel):
@@ -125,9 +128,7 @@ class PostedInteraction(_Post):
     """A whole interaction of an agent that is not served here."""
 
     kind: Literal["interaction"]
-    model: Annotated[StrictStr, StringConstraints(min_length=1, max_length=128)] = Field(
-        description="Name or id of the online job"
-    )
+    model: ModelName = Field(description="Name or id of the online job")
     policy_version: StrictInt | None = Field(None, ge=0, lt=1 << 53)
     messages: Messages = Field(default_factory=list, max_length=4096)
     completion: Message | None = None
@@ -168,6 +169,24 @@ class Preference(_Post):
     strength: Finite = Field(1.0, gt=0, le=1)
 
 
+class PostedPreference(_Post):
+    """One answer to a prompt is better than another. Neither was served here."""
+
+    kind: Literal["preference"]
+    model: ModelName = Field(description="Name or id of the online job")
+    messages: Messages = Field(default_factory=list, max_length=4096, description="The prompt")
+    prompt_token_ids: Tokens | None = Field(None, min_length=1, max_length=MAX_TOKENS, description="Or its tokens")
+    chosen: Answer = Field(description="A text, or a message of the assistant")
+    rejected: Answer
+    strength: Finite = Field(1.0, gt=0, le=1)
+
+    @model_validator(mode="after")
+    def _has_one_prompt(self) -> PostedPreference:
+        if bool(self.messages) == (self.prompt_token_ids is not None):
+            raise ValueError("a preference between texts needs a prompt: messages, or prompt_token_ids")
+        return self
+
+
 class Correction(_Post):
     """What a response should have been."""
 
@@ -176,11 +195,17 @@ class Correction(_Post):
     corrected: Message
 
 
+_PROMPT_KEYS = ("model", "messages", "prompt_token_ids")
+"""Keys of a preference between texts; one between responses has none of them."""
+
+
 def _kind(value: Any) -> str:
     """The member of the union that a body is meant as, so that its flaws are those of that member only."""
     if not isinstance(value, dict):
         return "inference"
     kind = value.get("kind")
+    if kind == "preference" and not value.keys().isdisjoint(_PROMPT_KEYS):
+        return "posted_preference"
     if kind is not None:
         return str(kind)
     by_episode = value.get("inference_id") is None and value.get("episode_id") is not None
@@ -192,6 +217,7 @@ FeedbackPost = Annotated[
     | Annotated[MetricByEpisode, Tag("episode")]
     | Annotated[PostedInteraction, Tag("interaction")]
     | Annotated[Preference, Tag("preference")]
+    | Annotated[PostedPreference, Tag("posted_preference")]
     | Annotated[Correction, Tag("correction")],
     Discriminator(
         _kind,
@@ -215,7 +241,7 @@ POST: TypeAdapter[Any] = TypeAdapter(FeedbackPost)
 """Validates one body."""
 POSTS: TypeAdapter[list[Any]] = TypeAdapter(list[FeedbackPost])
 """Validates a batch without flaws."""
-KIND_TAGS = frozenset({"inference", "episode", "interaction", "preference", "correction"})
+KIND_TAGS = frozenset({"inference", "episode", "interaction", "preference", "posted_preference", "correction"})
 """Names of the union's members in the places of flaws."""
 
 

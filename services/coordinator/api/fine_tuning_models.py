@@ -123,12 +123,17 @@ class FineTuningJob(BaseModel):
     integrations: list[dict[str, Any]] = []
 
 
-class JobPage(BaseModel):
+class _Page(BaseModel):
     """One page, newest first; ``after`` with the id of the last one gets the next."""
 
     object: Literal["list"] = "list"
-    data: list[FineTuningJob]
     has_more: bool = False
+
+
+class JobPage(_Page):
+    """Jobs."""
+
+    data: list[FineTuningJob]
 
 
 class Event(BaseModel):
@@ -143,12 +148,10 @@ class Event(BaseModel):
     data: dict[str, Any] = {}
 
 
-class EventPage(BaseModel):
-    """One page, newest first."""
+class EventPage(_Page):
+    """Events of a job."""
 
-    object: Literal["list"] = "list"
     data: list[Event]
-    has_more: bool = False
 
 
 class Checkpoint(BaseModel):
@@ -163,11 +166,9 @@ class Checkpoint(BaseModel):
     metrics: dict[str, float]
 
 
-class CheckpointPage(BaseModel):
-    """One page, newest first."""
+class CheckpointPage(_Page):
+    """Checkpoints of a job."""
 
-    object: Literal["list"] = "list"
     data: list[Checkpoint]
-    has_more: bool = False
     first_id: str | None = None
     last_id: str | None = None

@@ -61,7 +61,7 @@ class Guard:
         caller = await self.keys.caller(Headers(scope=scope))
         scope.setdefault("state", {})["caller"] = caller
         client = scope.get("client")
-        peer = f"{caller.id}@{client[0]}" if client and caller is ANONYMOUS else caller.id + caller.episode
+        peer = f"{caller.id}@{client[0]}" if client and caller is ANONYMOUS else caller.sender
         allowance = await self.limiter.hit(peer, caller.rate_limit, live=is_live(scope["path"]))
         reply.extra = allowance.headers()
         if not allowance.allowed:

@@ -129,7 +129,7 @@ class Idempotency:
         token = token_of(header)
         body = await _read(receive)
         caller = scope.get("state", {}).get("caller")
-        sender = caller.id + caller.episode if caller is not None else ""  # an episode's key bears its maker's id
+        sender = caller.sender if caller is not None else ""
         key = "\n".join((sender, scope["path"], token))
         digest = hashlib.sha256(scope["query_string"] + b"\n" + body).digest()
         earlier = await self.store.claim(key, digest)

@@ -16,7 +16,7 @@ from penstock.services.coordinator.api.completion_bodies import ChatBody, Comple
 from penstock.services.coordinator.api.completion_format import ChatFormat, TextFormat
 from penstock.services.coordinator.api.completion_reply import CompletionReply, as_problem
 from penstock.services.coordinator.api.direct import posts_of
-from penstock.services.coordinator.api.own_episode import own_episode
+from penstock.services.coordinator.api.own_episode import check_model, own_episode
 from penstock.services.coordinator.api.replies import HttpProblem, Json
 from penstock.services.coordinator.api.scopes import require
 from penstock.services.coordinator.api.serving import Ask, Served, Serving
@@ -26,7 +26,7 @@ from penstock.shared.protocol.interaction import job_mark, marked_id
 __all__ = ["DIRECT", "InteractionRow", "router", "served_of", "serving_of"]
 
 router = APIRouter(tags=["inference"])
-READ = [require("models:read")]
+Reader = Annotated[Caller, require("models:read")]
 MAX_JOBS = 100_000
 _RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}},
@@ -47,6 +47,8 @@ class Model(BaseModel):
     job: str
     online: bool
     policy_version: int
+    promoted_at: int | None = None
+    """Since when that version is served, of a job with a promotion gate."""
 
 
 class ModelList(BaseModel):
@@ -83,34 +85,38 @@ class InteractionRow(BaseModel):
     text: str
 
 
-@router.get("/v1/models", response_model=ModelList, dependencies=READ)
-async def list_models(backend: BackendDep) -> Response:
+@router.get("/v1/models", response_model=ModelList)
+async def list_models(caller: Reader, backend: BackendDep) -> Response:
     """List the models: every job that trains, under its name."""
-    return Json(ModelList(data=[_model(served) for served in serving_of(backend).models()]))
+    found = [served for served in serving_of(backend).models() if caller.may_use(served.name, served.job)]
+    return Json(ModelList(data=[_model(served) for served in found]))
 
 
-@router.get("/v1/models/{model}", response_model=Model, dependencies=READ)
+@router.get("/v1/models/{model}", response_model=Model)
 async def get_model(
-    model: Annotated[str, Path(max_length=256, description="Name or id of a job")], backend: BackendDep
+    model: Annotated[str, Path(max_length=256, description="Name or id of a job")], caller: Reader, backend: BackendDep
 ) -> Response:
     """Show a model."""
-    return Json(_model(served_of(backend, model)))
+    served = served_of(backend, model)
+    check_model(caller, served.name, served.job)
+    return Json(_model(served))
 
 
-@router.get("/e/{episode_id}/v1/models", response_model=ModelList, dependencies=READ)
-async def list_models_in_episode(episode_id: EpisodeId, backend: BackendDep) -> Response:
+@router.get("/e/{episode_id}/v1/models", response_model=ModelList)
+async def list_models_in_episode(episode_id: EpisodeId, caller: Reader, backend: BackendDep) -> Response:
     """List the models; for clients whose base URL is the address of an episode."""
-    return await list_models(backend)
+    return await list_models(caller, backend)
 
 
-@router.get("/e/{episode_id}/v1/models/{model}", response_model=Model, dependencies=READ)
+@router.get("/e/{episode_id}/v1/models/{model}", response_model=Model)
 async def get_model_in_episode(
     episode_id: EpisodeId,
     model: Annotated[str, Path(max_length=256, description="Name or id of a job")],
+    caller: Reader,
     backend: BackendDep,
 ) -> Response:
     """Show a model; for clients whose base URL is the address of an episode."""
-    return await get_model(model, backend)
+    return await get_model(model, caller, backend)
 
 
 @router.post(
@@ -202,6 +208,7 @@ async def _answer(
     draft = draft_of(body, await request.body(), request.headers, caller.id)
     retries = request.headers.get("x-stainless-retry-count", "")
     served = served_of(backend, body.model)
+    check_model(caller, served.name, served.job)
     ask = Ask(
         served=served, draft=draft, num_prompts=num_prompts, user=body.user or "",
         episode=own_episode(caller, episode_of(episode, request.headers, body), served.job),
@@ -233,5 +240,6 @@ def served_of(backend: Backend, model: str) -> Served:
 
 def _model(served: Served) -> Model:
     return Model(
-        id=served.name, created=served.created, job=served.job, online=served.online, policy_version=served.version
-    )
+        id=served.name, created=served.created, job=served.job, online=served.online, policy_version=served.version,
+        promoted_at=served.promoted_at,
+    )  # fmt: skip

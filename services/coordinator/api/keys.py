@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Request
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 from starlette.responses import Response
 
 from penstock.services.coordinator.api.access import BackendDep
@@ -23,6 +23,9 @@ router = APIRouter(prefix="/v1/keys", tags=["keys"], dependencies=[require("admi
 
 KeyId = Annotated[str, Path(max_length=64, description="Id of a key: 16 hex digits")]
 LONGEST_S = 10 * 365 * 86400
+OF_MODELS = frozenset({"models:read", "inference:write", "episodes:write", "feedback:write"})
+"""Scopes whose routes look at which model is meant."""
+ModelName = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
 class KeyRequest(BaseModel):
@@ -35,6 +38,10 @@ class KeyRequest(BaseModel):
     expires_in_s: float | None = Field(None, gt=0, le=LONGEST_S)
     expires_at: AwareDatetime | None = None
     rate_limit: str | None = Field(None, max_length=64, description="Like 600/minute; default: the deployment's")
+    models: list[ModelName] | None = Field(
+        None, min_length=1, max_length=64, description="Names or ids of the only jobs that it may talk to and judge"
+    )
+    max_weight: float = Field(1.0, ge=0, le=1, description="What its feedback counts at most")
 
     @field_validator("rate_limit")
     @classmethod
@@ -47,6 +54,13 @@ class KeyRequest(BaseModel):
     def _one_end(self) -> KeyRequest:
         if self.expires_in_s is not None and self.expires_at is not None:
             raise ValueError("give expires_in_s or expires_at, not both")
+        return self
+
+    @model_validator(mode="after")
+    def _reaches_no_other_model(self) -> KeyRequest:
+        beyond = sorted(set(self.scopes) - OF_MODELS)
+        if self.models is not None and beyond:
+            raise ValueError(f"models: a key for some models cannot have the scope {beyond[0]}, which reaches others")
         return self
 
     @property
@@ -77,8 +91,9 @@ async def create_key(request: Request, backend: BackendDep) -> Response:
     wanted = await read_model(request, KeyRequest)
     scopes = sorted(set(wanted.scopes))
     key, text = await backend.control.keys.create(
-        wanted.name, scopes, expires_at=wanted.end, rate_limit=wanted.rate_limit
-    )
+        wanted.name, scopes, expires_at=wanted.end, rate_limit=wanted.rate_limit, models=wanted.models,
+        max_weight=wanted.max_weight,
+    )  # fmt: skip
     body = NewKey(**key.shown().model_dump(), key=text)
     return Json(body, 201, {"Location": f"/v1/keys/{key.id}", "Cache-Control": "no-store"})
 

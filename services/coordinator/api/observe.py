@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
@@ -54,12 +55,17 @@ async def events(
     accept: Annotated[str, Header(include_in_schema=False)] = "",
     last_event_id: Annotated[str, Header(json_schema_extra={"pattern": "^[0-9]{1,15}$"})] = "",
 ) -> Response:
-    """List events; with ``Accept: text/event-stream`` follow them (``Last-Event-ID`` resumes without loss)."""
+    """List events; with ``Accept: text/event-stream`` follow them (``Last-Event-ID`` resumes without loss).
+
+    Where events after that id may not be kept any more, the stream begins with an event ``reset``.
+    """
     control = backend.control
     await control.get(job)
     start = _start(after, last_event_id)
     if "text/event-stream" in accept:
-        rows = control.follow_events(job, after=start)
+        rows: AsyncIterator[tuple[int | None, dict[str, Any]]] = control.follow_events(job, after=start)
+        if last_event_id.strip() and start and not await control.keeps_event(start):
+            rows = _after_reset(start, rows)
         stream = event_stream(rows, stopping=backend.stopping)
         return StreamingResponse(stream, media_type="text/event-stream", headers=HEADERS)
     found = await control.events(job, after=start, limit=limit + 1)
@@ -206,6 +212,21 @@ async def replay(request: Request, job: JobId, backend: BackendDep) -> Response:
     rows = backend.control.replay(job, from_batch=body.from_batch, to_batch=body.to_batch)
     first = await anext(rows, None)  # a refusal is still a proper status
     return StreamingResponse(_lines(first, rows), media_type="application/x-ndjson", headers=HEADERS)
+
+
+async def _after_reset(
+    after: int, rows: AsyncIterator[tuple[int | None, dict[str, Any]]]
+) -> AsyncIterator[tuple[int | None, dict[str, Any]]]:
+    message = f"event {after} is not kept any more: some after it may be missing here"
+    row = {"type": "reset", "time": time.time(), "level": "warning", "message": message, "data": {"after": after}}
+    try:
+        yield None, row
+        async for kept in rows:
+            yield kept
+    finally:
+        close = getattr(rows, "aclose", None)
+        if close is not None:
+            await close()
 
 
 async def _lines(first: dict[str, Any] | None, rows: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:

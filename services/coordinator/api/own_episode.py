@@ -1,4 +1,4 @@
-"""What the key of an episode may do: speak in that episode, and judge what was said in it."""
+"""What limited keys may do: that of an episode speaks in it and judges it, that of some models knows no others."""
 
 from __future__ import annotations
 
@@ -7,11 +7,24 @@ from typing import Any
 
 from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.feedback_desk import FeedbackDesk
-from penstock.services.coordinator.api.feedback_models import Correction, Metric, PostedInteraction, Preference
+from penstock.services.coordinator.api.feedback_models import (
+    Correction,
+    Metric,
+    PostedInteraction,
+    PostedPreference,
+    Preference,
+)
 from penstock.services.coordinator.api.replies import HttpProblem
 from penstock.shared.protocol.interaction import bare_id, job_mark, marked_id
 
-__all__ = ["check_own_episode", "own_episode"]
+__all__ = ["check_model", "check_own_episode", "own_episode"]
+
+
+def check_model(caller: Caller, name: str, job: str) -> None:
+    """Raises HttpProblem: 403 the key is for other models than ``name``, which is ``job``."""
+    if not caller.may_use(name, job):
+        known = ", ".join(sorted(caller.models or ()))
+        raise HttpProblem(403, "other_model", f"this key is for other models than '{name}': {known}")
 
 
 def own_episode(caller: Caller, named: str, job: str) -> str:
@@ -41,8 +54,8 @@ async def check_own_episode(caller: Caller, posts: Sequence[Any], desk: Feedback
     own = bare_id(caller.episode) or ""
     answers: set[str] = set()
     for post in posts:
-        if isinstance(post, PostedInteraction):
-            raise _other(caller, "whole interactions cannot be posted with it")
+        if isinstance(post, PostedInteraction | PostedPreference):
+            raise _other(caller, "what was not said in it cannot be posted with it")
         if isinstance(post, Metric) and getattr(post, "episode_id", None) is not None:
             if bare_id(str(getattr(post, "episode_id", ""))) != own:
                 raise _other(caller, "the feedback is about another one")

@@ -16,9 +16,9 @@ __all__ = ["ScopeCheck", "caller_of", "check_of", "require", "scope_of"]
 class ScopeCheck:
     """The dependency behind ``require``; gives the route its ``Caller``."""
 
-    def __init__(self, scope: Scope, *, in_episode: bool = False) -> None:
+    def __init__(self, scope: Scope, *, in_episode: bool = False, by_token: bool = False) -> None:
         self.scope = scope
-        self.in_episode = in_episode
+        self.in_episode, self.by_token = in_episode, by_token
 
     async def __call__(self, request: Request) -> Caller:
         """Raises HttpProblem: 403 names the scope that the key lacks."""
@@ -26,19 +26,22 @@ class ScopeCheck:
         if caller.episode and not self.in_episode:
             detail = f"this key is for requests and feedback in episode '{caller.episode}' and for nothing else"
             raise HttpProblem(403, "episode_key", detail)
+        if caller.token is not None and not self.by_token:
+            raise HttpProblem(403, "feedback_token", "this token is for one verdict, at /v1/feedback, and nothing else")
         if not caller.may(self.scope):
             has = ", ".join(sorted(caller.scopes)) or "none"
             raise HttpProblem(403, "missing_scope", f"this key lacks the scope '{self.scope}' (it has: {has})")
         return caller
 
 
-def require(scope: Scope, *, in_episode: bool = False) -> Any:
+def require(scope: Scope, *, in_episode: bool = False, by_token: bool = False) -> Any:
     """A dependency that refuses keys without ``scope``: ``dependencies=[require("jobs:read")]`` of a route or router,
 
     or ``caller: Annotated[Caller, require("feedback:write")]`` where the route needs to know who calls. Keys of an
-    episode pass only where ``in_episode``: the route must see to it that they stay in theirs.
+    episode pass only where ``in_episode``, tokens for one verdict only where ``by_token``: the route must see to it
+    that they stay in theirs.
     """
-    return Depends(ScopeCheck(scope, in_episode=in_episode))
+    return Depends(ScopeCheck(scope, in_episode=in_episode, by_token=by_token))
 
 
 def caller_of(request: Request) -> Caller:

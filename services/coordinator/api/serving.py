@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from penstock.shared.protocol.episode import EpisodeRecord
 from penstock.shared.protocol.inference import Chunk, InferenceRequest
@@ -15,7 +15,11 @@ __all__ = ["Answer", "Ask", "EpisodeBook", "Served", "Serving"]
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A running job under the name of its model. ``version``: its newest policy; ``created``: Unix seconds."""
+    """A running job under the name of its model. ``version``: its newest policy; ``created``: Unix seconds.
+
+    ``temperature`` is what a request gets that names none, and with ``forced_sampling`` every one; ``generation``: of
+    the job file that says so.
+    """
 
     name: str
     job: str
@@ -23,10 +27,21 @@ class Served:
     version: int
     created: int
     hold_s: float
+    temperature: float = 1.0
+    generation: int = 1
+    forced_sampling: bool = False
+    canary: tuple[int, float] | None = None
+    """A version on trial, and the share of the conversations that it answers."""
+    consent: Literal["opt_out", "opt_in"] = "opt_out"
+    """Whose conversations are trained on."""
+    strict_recording: bool = False
+    """Whether an answer that is not recorded is none."""
+    promoted_at: int | None = None
+    """Since when the version is served (Unix seconds), of a job with a promotion gate."""
 
-    def at(self, version: int) -> Served:
+    def at(self, version: int, canary: tuple[int, float] | None, promoted_at: int | None) -> Served:
         """The same at another version."""
-        return replace(self, version=version)
+        return replace(self, version=version, canary=canary, promoted_at=promoted_at)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,16 +24,17 @@ HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
 async def event_stream(
-    rows: AsyncIterator[tuple[EventId, dict[str, Any]]], *, stopping: asyncio.Event, ping_s: float = PING_S
+    rows: AsyncIterator[tuple[EventId | None, dict[str, Any]]], *, stopping: asyncio.Event, ping_s: float = PING_S
 ) -> AsyncIterator[bytes]:
     """Bytes of an event stream over ``rows``.
 
-    Each row is ``id: ID / event: TYPE / data: JSON``. After the last one comes ``event: end``. When ``stopping`` is
-    set, or the source fails, the stream breaks off and the client resumes with ``Last-Event-ID``.
+    Each row is ``id: ID / event: TYPE / data: JSON``; one without an id is no place to resume from. After the last one
+    comes ``event: end``. When ``stopping`` is set, or the source fails, the stream breaks off and the client resumes
+    with ``Last-Event-ID``.
     """
     yield f"retry: {RETRY_MS}\n\n".encode()
     stop = asyncio.create_task(stopping.wait())
-    pending: asyncio.Task[tuple[EventId, dict[str, Any]]] | None = None
+    pending: asyncio.Task[tuple[EventId | None, dict[str, Any]]] | None = None
     try:
         while not stopping.is_set():
             pending = pending or asyncio.create_task(_next(rows))
@@ -52,7 +53,8 @@ async def event_stream(
                 problem = from_error(error)
                 yield _event("error", {"code": problem.code, "detail": problem.detail})
                 return
-            yield f"id: {seq}\n".encode() + _event(str(row.get("type", "message")), {"id": seq, **row})
+            place = f"id: {seq}\n".encode() if seq is not None else b""
+            yield place + _event(str(row.get("type", "message")), {"id": seq, **row})
     finally:
         for task in (stop, pending):
             if task is not None:
@@ -64,7 +66,7 @@ async def event_stream(
             await close()
 
 
-async def _next(rows: AsyncIterator[tuple[EventId, dict[str, Any]]]) -> tuple[EventId, dict[str, Any]]:
+async def _next(rows: AsyncIterator[tuple[EventId | None, dict[str, Any]]]) -> tuple[EventId | None, dict[str, Any]]:
     return await anext(rows)
 
 

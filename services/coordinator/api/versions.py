@@ -1,4 +1,4 @@
-"""Routes that decide which version of a policy is served: override the promotion gate, go back to a checkpoint."""
+"""Routes about which version of a policy is served: show it, override the promotion gate, go back to a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.services.coordinator.api.replies import Json
 from penstock.services.coordinator.api.scopes import require
 from penstock.shared.protocol.jobs import Operation
 
-__all__ = ["router"]
+__all__ = ["Promotion", "begin", "router"]
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["jobs"])
 
@@ -39,6 +39,39 @@ class RollbackTo(BaseModel):
     checkpoint: int = Field(ge=0, le=_LARGEST, description="Its number")
 
 
+class Trial(BaseModel):
+    """A version on trial: its share of the conversations since when (Unix seconds), and what was said of both arms."""
+
+    version: int
+    served_version: int
+    share: float
+    since: float
+    until: float
+    needed: int = Field(description="So many judged conversations of each arm decide")
+    conversations: int
+    reward: float | None
+    served_conversations: int
+    served_reward: float | None
+
+
+class Versions(BaseModel):
+    """Which version is the newest, which one agents are answered with, and which one some of them try."""
+
+    object: Literal["rl.versions"] = "rl.versions"
+    newest: int
+    served: int
+    canary: Trial | None
+
+
+@router.get("/versions", response_model=Versions, dependencies=[require("jobs:read")])
+async def show_versions(job: JobId, backend: BackendDep) -> Response:
+    """Show the newest version, the one that is served, and the one on trial."""
+    status = (await backend.control.get(job)).status
+    served = status.policy_version if status.served_version is None else status.served_version
+    trial = None if status.canary is None else Trial(**status.canary)
+    return Json(Versions(newest=status.policy_version, served=served, canary=trial))
+
+
 @router.post(
     "/promote", status_code=202, response_model=Operation, dependencies=[require("admin")],
     openapi_extra=body_schema(Promotion),
@@ -46,7 +79,7 @@ class RollbackTo(BaseModel):
 async def promote(request: Request, job: JobId, backend: BackendDep) -> Response:
     """Serve the newest version whatever was measured of it; the operation tells when the ledger says so."""
     wanted = await read_model(request, Promotion)
-    return await _begin(backend, job, "promote", {"version": wanted.version})
+    return await begin(backend, job, "promote", {"version": wanted.version})
 
 
 @router.post(
@@ -56,10 +89,11 @@ async def promote(request: Request, job: JobId, backend: BackendDep) -> Response
 async def roll_back(request: Request, job: JobId, backend: BackendDep) -> Response:
     """Give up the updates after a checkpoint and train on from it; its weights are served, under a new version."""
     wanted = await read_model(request, RollbackTo)
-    return await _begin(backend, job, "rollback", {"checkpoint": wanted.checkpoint})
+    return await begin(backend, job, "rollback", {"checkpoint": wanted.checkpoint})
 
 
-async def _begin(backend: Backend, job: str, kind: Literal["promote", "rollback"], args: dict[str, int]) -> Response:
+async def begin(backend: Backend, job: str, kind: Literal["promote", "rollback"], args: dict[str, int]) -> Response:
+    """Have it done; the reply shows the operation."""
     operation = Operation(id=f"op_{uuid6.uuid7().hex}", kind=kind, created_at=datetime.now(UTC), args=args)
     await backend.control.begin_operation(job, operation)
     return Json(operation, 202, {"Location": f"/v1/jobs/{job}/operations/{operation.id}"})

@@ -15,7 +15,8 @@ import msgspec
 import uuid6
 
 from penstock.services.coordinator.api.auth import Caller
-from penstock.services.coordinator.api.feedback_models import Metric, PostedInteraction
+from penstock.services.coordinator.api.feedback_models import Metric, PostedInteraction, PostedPreference
+from penstock.services.coordinator.api.own_episode import check_model
 from penstock.services.coordinator.api.replies import HttpProblem
 from penstock.services.coordinator.feedback.erasure import Eraser, Report
 from penstock.services.coordinator.feedback.held import HeldFeedback
@@ -110,12 +111,16 @@ class FeedbackDesk:
     ) -> tuple[Feedback, bool] | HttpProblem:
         """``(item, whether its sender chose its id)``, or why there is none."""
         try:
-            if isinstance(post, PostedInteraction):
+            if isinstance(post, PostedInteraction | PostedPreference):
                 job = await self.jobs.of_model(post.model)
             else:
                 job = await self.jobs.of_target(*target_of(post))
+            check_model(caller, job.name, job.id)
             who = _identity(post, caller, key, place, self.pseudonyms.digest)
-            item = item_of(post, job, who, self.pseudonyms.of)
+            if job.redactor is None:
+                item = item_of(post, job, who, self.pseudonyms.of)
+            else:
+                item = await asyncio.to_thread(item_of, post, job, who, self.pseudonyms.of)
             self._refuse_erased(item)
             return item, who.chosen
         except HttpProblem as problem:
@@ -250,14 +255,14 @@ class FeedbackDesk:
 
 def _identity(post: Posted, caller: Caller, key: str | None, place: int, digest: Callable[[str], bytes]) -> Identity:
     """Who posts. Keys of episodes made by one key share its id: what they choose counts in their episode alone."""
-    sender = caller.id + caller.episode
+    sender = caller.sender
     if post.feedback_id is not None:
         chosen = bare_id(post.feedback_id) or ""
         id = derived_id(digest, sender, f"feedback_id {chosen}", 0) if caller.episode else chosen
-        return Identity(id, caller.id, chosen=True)
+        return Identity(id, caller.id, True, caller.max_weight)
     if key is not None:
-        return Identity(derived_id(digest, sender, key, place), caller.id, chosen=True)
-    return Identity(str(uuid6.uuid7()), caller.id, chosen=False)
+        return Identity(derived_id(digest, sender, key, place), caller.id, True, caller.max_weight)
+    return Identity(str(uuid6.uuid7()), caller.id, False, caller.max_weight)
 
 
 def _is_dry(post: Posted) -> bool:

@@ -15,24 +15,28 @@ from penstock.services.coordinator.api.feedback_models import (
     Correction,
     Metric,
     PostedInteraction,
+    PostedPreference,
     Preference,
     is_number,
 )
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem
 from penstock.services.coordinator.feedback.jobs import LiveJob
 from penstock.shared.config.online import MetricConfig
+from penstock.shared.data.redaction import Redactor
 from penstock.shared.protocol.interaction import Feedback
 
 __all__ = ["Identity", "derived_id", "item_of", "retraction_of", "target_of", "verdict_of"]
 
 VERSION_BITS, VERSION_8 = (0xF << 76) | (0x3 << 62), (0x8 << 76) | (0x2 << 62)
 """Version and variant of a UUID, and what they are in one with contents of its maker's own (RFC 9562 §5.8)."""
+TEXTS = ("comment", "corrected", "demonstration", "messages", "completion", "answers")
+"""Parts of a body that people or models wrote."""
 USER_TAG = "user_id"
 """The tag by which TensorZero's clients name a user."""
 UUID_CHARS = 36
 RANGE_FACTOR = 10.0
 """A weighted value further out than this many times the larger bound of `clip` is an error of its sender."""
-Posted = Metric | PostedInteraction | Preference | Correction
+Posted = Metric | PostedInteraction | Preference | PostedPreference | Correction
 
 _canonical = msgspec.msgpack.Encoder(order="deterministic")
 
@@ -44,6 +48,8 @@ class Identity:
     id: str
     key_id: str
     chosen: bool
+    max_weight: float = 1.0
+    """What its verdicts count at most."""
 
 
 def derived_id(digest: Callable[[str], bytes], key_id: str, idempotency_key: str, index: int) -> str:
@@ -56,8 +62,8 @@ def derived_id(digest: Callable[[str], bytes], key_id: str, idempotency_key: str
 
 
 def target_of(post: Posted) -> tuple[str, str]:
-    """``(id, JSON pointer)`` of the target by which an item finds its job; ('', '') for a posted interaction."""
-    if isinstance(post, PostedInteraction):
+    """``(id, JSON pointer)`` of the target by which an item finds its job; ('', '') for what names it itself."""
+    if isinstance(post, PostedInteraction | PostedPreference):
         return "", ""
     if isinstance(post, Preference):
         return _bare(post.chosen), "/chosen"
@@ -70,20 +76,29 @@ def target_of(post: Posted) -> tuple[str, str]:
 def item_of(post: Posted, job: LiveJob, who: Identity, pseudonym: Callable[[str], str]) -> Feedback:
     """The item to store.
 
+    What the job does not want to be stored is blanked in its texts, which may take a while: call it in a thread then.
+
     Raises:
-        HttpProblem: 422 for a metric that the job does not declare, or a value that does not fit it.
+        HttpProblem: 422 for a metric that the job does not declare, or a value that does not fit it, and for tokens
+            where texts are to be looked through.
     """
     tags = dict(post.tags)
     user = post.user or tags.get(USER_TAG, "")
-    if USER_TAG in tags:
-        tags[USER_TAG] = pseudonym(tags[USER_TAG])
     fields = _fields(post, job)
+    if job.redactor is not None:
+        _refuse_tokens(post)
+        tags = job.redactor.replace_all(tags)
+        fields |= _redacted(fields, job.redactor)
+    if USER_TAG in tags:
+        tags[USER_TAG] = pseudonym(post.tags[USER_TAG])
     if post.observed_at is not None:
         fields["body"] = {**fields.get("body", {}), "observed_at": post.observed_at.timestamp()}
     item = Feedback(
         id=who.id, job=job.id, key_id=who.key_id, received=time.time(), user=pseudonym(user),
         revision=post.revision, tags=tags, **fields,
     )  # fmt: skip
+    if item.weight > who.max_weight:
+        item = msgspec.structs.replace(item, weight=who.max_weight)
     return msgspec.structs.replace(item, fingerprint=_fingerprint(item))
 
 
@@ -117,11 +132,21 @@ def _fields(post: Posted, job: LiveJob) -> dict[str, Any]:
             if body["chosen"] == body["rejected"]:
                 raise _invalid("/rejected", "a response cannot be preferred to itself")
             return {"kind": "preference", "inference": body["chosen"], "body": body}
+        case PostedPreference():
+            answers = [_message(post.chosen), _message(post.rejected)]
+            if answers[0] == answers[1]:
+                raise _invalid("/rejected", "an answer cannot be preferred to itself")
+            body = post.model_dump(include={"model", "messages", "prompt_token_ids", "strength"}, exclude_none=True)
+            return {"kind": "preference", "body": {**body, "answers": answers}}
         case Correction():
             body = {"corrected": post.corrected}
             return {"kind": "correction", "inference": _bare(post.inference_id), "body": body}
         case _:
             return _metric_fields(post, job)
+
+
+def _message(answer: str | dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
 
 
 def _metric_fields(post: Metric, job: LiveJob) -> dict[str, Any]:
@@ -168,6 +193,21 @@ def _number(name: str, value: Any, declared: MetricConfig) -> bool | float:
     if abs(value * declared.weight) > bound:
         raise _invalid("/value", f"'{name}' times its weight {declared.weight:g} must lie within ±{bound:g}")
     return float(value)
+
+
+def _redacted(fields: dict[str, Any], redactor: Redactor) -> dict[str, Any]:
+    """The fields that hold what people or models wrote, as they may be stored."""
+    body = fields.get("body", {})
+    texts = {name: redactor.replace_all(body[name]) for name in TEXTS if name in body}
+    found: dict[str, Any] = {"body": {**body, **texts}} if texts else {}
+    return found | ({"value": redactor.replace(fields["value"])} if isinstance(fields.get("value"), str) else {})
+
+
+def _refuse_tokens(post: Posted) -> None:
+    for name in ("token_ids", "prompt_token_ids"):
+        if isinstance(post, PostedInteraction | PostedPreference) and getattr(post, name, None) is not None:
+            detail = "this job blanks what must not be stored, and tokens cannot be read here: post the text"
+            raise _invalid(f"/{name}", detail)
 
 
 def _check_rewards(post: PostedInteraction, job: LiveJob) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem
 from penstock.services.coordinator.store import JobStore
 from penstock.shared.config.online import RESERVED_METRICS, MetricConfig, OnlineConfig
+from penstock.shared.data.redaction import Redactor
 from penstock.shared.errors import ConfigError, Unavailable
 from penstock.shared.protocol.interaction import job_mark
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
@@ -35,6 +36,8 @@ class LiveJob:
     name: str
     finished: bool
     metrics: dict[str, MetricConfig]
+    redactor: Redactor | None = None
+    """What must not be stored of texts; None: nothing is looked for."""
 
     @property
     def names(self) -> list[str]:
@@ -76,7 +79,8 @@ class LiveJobs:
             log.error("feedback for job %s cannot be taken: %s", record.id, error)
             return
         finished = record.status.phase in TERMINAL_PHASES
-        job = LiveJob(record.id, record.name, finished, dict(online.metrics))
+        redactor = Redactor(online.redaction) if online.redaction is not None else None
+        job = LiveJob(record.id, record.name, finished, dict(online.metrics), redactor)
         self._jobs[job.id] = self._marks[job_mark(job.id)] = job
 
     def get(self, job: str) -> LiveJob | None:

@@ -8,18 +8,21 @@ import hashlib
 import hmac
 import logging
 import secrets
+from typing import Literal
 
 from penstock.shared.errors import Conflict, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.transport.bus import Bus
 
-__all__ = ["Consents", "Pseudonyms"]
+__all__ = ["Consent", "Consents", "Pseudonyms", "objection"]
 
 log = logging.getLogger(__name__)
 
 KEY = "pseudonym"
 CONSENT = "consent"
 RETRY_S = 1.0
+Consent = Literal["opt_out", "opt_in"]
+"""What a job asks for: nobody who said no, or only who said yes."""
 OPTED_OUT, OPTED_IN = b"0", b"1"
 
 
@@ -54,15 +57,19 @@ class Pseudonyms:
 
 
 class Consents:
-    """Who must not be trained on, by pseudonym; the same on every replica a moment after it was said."""
+    """What users allow, by pseudonym; the same on every replica a moment after it was said."""
 
     def __init__(self, bus: Bus) -> None:
         self._kv = bus.kv(subjects.PRIVACY)
-        self._out: set[str] = set()
+        self._said: dict[str, bool] = {}
+
+    def of(self, pseudonym: str) -> bool | None:
+        """Whether a user may be trained on; None where nothing was said."""
+        return self._said.get(pseudonym)
 
     def opted_out(self, pseudonym: str) -> bool:
         """Whether a user must not be trained on."""
-        return pseudonym in self._out
+        return self.of(pseudonym) is False
 
     async def say(self, pseudonym: str, *, train: bool) -> None:
         """Store what a user allows, durably. Raises Unavailable."""
@@ -86,7 +93,14 @@ class Consents:
             await asyncio.sleep(RETRY_S)
 
     def _take(self, pseudonym: str, value: bytes | None) -> None:
-        if value == OPTED_OUT:
-            self._out.add(pseudonym)
+        if value is None:
+            self._said.pop(pseudonym, None)
         else:
-            self._out.discard(pseudonym)
+            self._said[pseudonym] = value != OPTED_OUT
+
+
+def objection(said: bool | None, consent: Consent) -> str:
+    """Why a user who ``said`` this is not trained on by a job that asks for ``consent``; '' where they are."""
+    if said is False:
+        return "opted_out"
+    return "no_consent" if said is None and consent == "opt_in" else ""

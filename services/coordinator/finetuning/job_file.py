@@ -142,7 +142,7 @@ def _data(base: BaseModelFile, training: DataFile, validation: DataFile | None) 
 def _evaluation(base: BaseModelFile, given: Hyperparameters, validation: DataFile | None) -> dict[str, Any]:
     found = base.section("evaluation")
     if validation is None:
-        return found
+        return {key: value for key, value in found.items() if key != "every"}
     every = (base.evaluation.every or EVERY) if given.eval_interval == "auto" else given.eval_interval
     samples = {} if given.eval_samples == "auto" else {"samples": given.eval_samples}
     prompts = min(validation.rows, base.evaluation.num_prompts)

@@ -9,14 +9,14 @@ from typing import Literal
 
 from penstock.shared.config.online import MetricConfig
 from penstock.shared.config.online_job import OnlineJob
-from penstock.shared.protocol.interaction import Feedback, Interaction
+from penstock.shared.protocol.interaction import CANARY, Feedback, Interaction
 from penstock.shared.protocol.objective import Objective
 
-__all__ = ["Decision", "admit", "lag_of", "out_of_range", "refusal_of", "reward_of"]
+__all__ = ["Decision", "admit", "lag_of", "out_of_range", "refusal_of", "reward_of", "worth_of"]
 
 FARTHEST = 10.0
 """A float beyond this many times its metric's bounds is an error of its sender, not an opinion."""
-STALE = "stale"
+STALE, TRUNCATED = "stale", "truncated"
 NOT_REPLAYABLE = "sampling_not_replayable"
 IMITABLE = frozenset({STALE, NOT_REPLAYABLE, "other_temperature"})
 """Why the policy loss may not use an answer that can be imitated all the same."""
@@ -31,7 +31,7 @@ class Decision:
     ``wait``: what was said of it is not complete. ``reject``: it is never trained on, for ``reason``; its ``reward``
     still counts for the turns before it. ``train``: ``reason`` says what the reward comes from: `feedback`, `credit`
     (only what was said of other turns), `default` or `invalid`; ``objective`` which loss may use it, and ``denied`` why
-    the policy loss may not.
+    the policy loss may not. ``compared``: it is not trained on, but its reward says what its version is worth.
     """
 
     verdict: Literal["wait", "train", "reject"]
@@ -39,6 +39,12 @@ class Decision:
     reward: float = 0.0
     objective: Objective = "policy"
     denied: str = ""
+    compared: bool = False
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether its reward is what was said of it, or stands for what was not."""
+        return self.verdict == "train" or self.compared
 
 
 def admit(
@@ -69,12 +75,12 @@ def admit(
     reason = refusal or _stale(interaction, version, job.train.max_lag)
     off_policy = job.online.off_policy
     if reason in IMITABLE and off_policy is not None and off_policy.supervised is not None:
-        return _imitated(interaction, reward, reason, source="feedback" if items else "credit" if rated else "")
+        return _imitated(interaction, reward, reason, job, source="feedback" if items else "credit" if rated else "")
     if reason:
-        return Decision("reject", reason, reward or 0.0)
+        return _refused(interaction, reward, reason, job, said=bool(items) or rated)
     if max(span.version for span in interaction.spans) > version:
         return Decision("wait", "newer_than_the_clock")
-    if interaction.tool_calls_valid is False:
+    if _is_invalid(interaction, job):
         return Decision("train", "invalid", invalid_reward(job))
     if reward is None:
         return Decision("wait", "feedback")
@@ -83,13 +89,23 @@ def admit(
     return Decision("train", source, reward) if source else Decision("reject", "no_feedback", reward)
 
 
-def _imitated(interaction: Interaction, reward: float | None, denied: str, *, source: str) -> Decision:
+def _imitated(interaction: Interaction, reward: float | None, denied: str, job: OnlineJob, *, source: str) -> Decision:
     """What the policy loss may not use is imitated where somebody said what it is worth."""
     if reward is None:
         return Decision("wait", "feedback")
-    if not source or interaction.tool_calls_valid is False:
+    if not source or _is_invalid(interaction, job):
         return Decision("reject", denied, reward)
     return Decision("train", source, reward, "supervised", denied)
+
+
+def _refused(interaction: Interaction, reward: float | None, reason: str, job: OnlineJob, *, said: bool) -> Decision:
+    """What is never trained on. Where versions are compared by its reward, it waits for that all the same."""
+    if reason != CANARY and (reason != STALE or job.online.canary is None):
+        return Decision("reject", reason, reward or 0.0)
+    if reward is None:
+        return Decision("wait", "feedback")
+    defaults = any(metric.default_after_s is not None for metric in job.online.metrics.values())
+    return Decision("reject", reason, reward, compared=said or defaults or _is_invalid(interaction, job))
 
 
 def refusal_of(interaction: Interaction, job: OnlineJob) -> str:
@@ -106,7 +122,8 @@ def refusal_of(interaction: Interaction, job: OnlineJob) -> str:
         "lengths_differ": len(interaction.logprobs) != tokens or not _covers(interaction, tokens),
         "not_finite": not finite,
         NOT_REPLAYABLE: interaction.untrainable == NOT_REPLAYABLE,
-        "other_temperature": interaction.sampling.temperature != job.sampling.temperature,
+        "other_temperature": interaction.sampling.temperature <= 0,  # any other one is trained at
+        TRUNCATED: interaction.finish == "length" and job.online.truncated == "leave_out",
     }
     return next((reason for reason, found in checks.items() if found), "")
 
@@ -120,7 +137,7 @@ def reward_of(
     interaction: Interaction, items: Iterable[Feedback], job: OnlineJob, *, now: float, last: bool, closed: bool
 ) -> float | None:
     """Sum over the declared metrics; None while one is missing that is still waited for."""
-    if interaction.tool_calls_valid is False:
+    if _is_invalid(interaction, job):
         return invalid_reward(job)
     total, items = 0.0, list(items)
     for name, metric in job.online.metrics.items():
@@ -131,9 +148,15 @@ def reward_of(
             due = metric.default_after_s is not None and now >= interaction.ended + metric.default_after_s
             if not (closed or due):
                 return None
-            value = _worth(metric.default_value, metric)
+            value = worth_of(metric.default_value, metric)
         total += value
     return total
+
+
+def _is_invalid(interaction: Interaction, job: OnlineJob) -> bool:
+    """Whether an answer is bad whatever is said of it."""
+    cut_short = interaction.finish == "length" and job.online.truncated == "penalise"
+    return interaction.tool_calls_valid is False or cut_short
 
 
 def invalid_reward(job: OnlineJob) -> float:
@@ -160,10 +183,10 @@ def _mean(items: Collection[Feedback], metric: MetricConfig) -> float | None:
     weight = sum(item.weight for item in newest.values())
     if not newest or weight <= 0:
         return None
-    return sum(item.weight * _worth(item.value, metric) for item in newest.values()) / weight
+    return sum(item.weight * worth_of(item.value, metric) for item in newest.values()) / weight
 
 
-def _worth(value: bool | float | str | None, metric: MetricConfig) -> float:
+def worth_of(value: bool | float | str | None, metric: MetricConfig) -> float:
     """Clipped reward of one value."""
     if isinstance(value, bool):
         value = metric.when_true if value else metric.when_false

@@ -68,6 +68,11 @@ class Trajectory:
         return min(span.version for turn in self.turns for span in turn.interaction.spans)
 
     @property
+    def is_policy(self) -> bool:
+        """Whether the policy loss uses it."""
+        return self.objective == "policy"
+
+    @property
     def key_id(self) -> str:
         """Who decided its reward: the newest feedback's key, else the key that asked."""
         newest = max(self.feedback.values(), key=lambda item: (item.feedback.received, item.seq), default=None)
@@ -99,8 +104,8 @@ def joined(turns: Sequence[Turn], values: Sequence[float]) -> list[list[int]]:
     """Places of turns that make one trajectory each, in order.
 
     A turn continues the one before it where its prompt begins with that turn's prompt and completion, token by token,
-    and both have the same return: then one pass over the tokens serves both, and one reward says it all. A prompt that
-    was rendered anew, or a different return, begins a new trajectory.
+    and both have the same return and temperature: then one pass over the tokens serves both, and one reward says it
+    all. A prompt that was rendered anew, another return or temperature, begins a new trajectory.
     """
     found: list[list[int]] = []
     for place, turn in enumerate(turns):
@@ -114,4 +119,6 @@ def joined(turns: Sequence[Turn], values: Sequence[float]) -> list[list[int]]:
 def _continues(before: Turn, turn: Turn) -> bool:
     so_far = [*before.interaction.prompt_ids, *before.interaction.token_ids]
     prompt = turn.interaction.prompt_ids
+    if before.interaction.sampling.temperature != turn.interaction.sampling.temperature:
+        return False
     return len(prompt) >= len(so_far) and prompt[: len(so_far)] == so_far

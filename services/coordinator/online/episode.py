@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from penstock.services.coordinator.online.admission import Decision, admit, refusal_of
+from penstock.services.coordinator.online.canary import Earned, earned_by
 from penstock.services.coordinator.online.credit import Item, Trajectory, Turn, joined, returns
 from penstock.shared.config.online_job import OnlineJob
-from penstock.shared.protocol.interaction import Feedback, Interaction
+from penstock.shared.protocol.interaction import CANARY, NOT_COMPARED, Feedback, Interaction
 
 __all__ = ["CUT", "UNKNOWN", "Episode", "Outcome"]
 
@@ -23,10 +24,14 @@ REASONS = ("invalid", "feedback", "default", "credit")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an episode comes to: trajectories to train, and turns that are never trained, each with the reason."""
+    """What an episode comes to: trajectories to train, and turns that are never trained, each with the reason.
+
+    ``earned``: what it says of the version that answered it, where versions are compared.
+    """
 
     trajectories: list[Trajectory]
     refused: list[tuple[Turn, str]]
+    earned: Earned | None = None
 
 
 @dataclass(slots=True)
@@ -49,6 +54,11 @@ class Episode:
     def last_active(self) -> float:
         """When its newest answer ended."""
         return max((turn.interaction.ended for turn in self.turns), default=0.0)
+
+    @property
+    def begun(self) -> float:
+        """When its first request came."""
+        return min((turn.interaction.started for turn in self.turns), default=0.0)
 
     @property
     def lowest(self) -> tuple[int, int]:
@@ -74,7 +84,7 @@ class Episode:
         if not self.turns:
             return None
         idle = now - self.last_active >= job.online.idle_ttl_s
-        closed = self._closed(job)
+        closed = self._closed(job) or now - self.begun >= job.online.max_age_s
         if not (self.single or closed or idle):
             return None
         rated = any(item.feedback.metric for item in self._said())
@@ -112,6 +122,9 @@ class Episode:
         return said
 
     def _outcome(self, job: OnlineJob, decisions: list[Decision]) -> Outcome:
+        earned = earned_by(job, self.turns, decisions, self._judges(0))
+        if any(turn.refusal in (CANARY, NOT_COMPARED) for turn in self.turns):  # no turn learns from what followed it
+            return Outcome([], [(turn, CANARY) for turn in self.turns], earned)
         values = returns([decision.reward for decision in decisions], job.online.gamma)
         decisions = [_worth_it(decision, value, job) for decision, value in zip(decisions, values, strict=True)]
         good = [place for place, decision in enumerate(decisions) if decision.verdict == "train"]
@@ -129,7 +142,7 @@ class Episode:
                     turns, values[places[-1]], reason, feedback, self._judges(places[0]), decisions[places[0]].objective
                 )
             )
-        return Outcome(trajectories, refused)
+        return Outcome(trajectories, refused, earned)
 
     def _runs(self, good: list[int], decisions: list[Decision], values: list[float]) -> Iterator[list[int]]:
         """Places of turns that make one trajectory each; those of different objectives never share one."""

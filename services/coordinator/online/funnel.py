@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from penstock.services.coordinator.online.admission import out_of_range
 from penstock.shared.config.online_job import OnlineJob
@@ -26,6 +26,7 @@ class Funnel:
         self._said: dict[str, list[float]] = {}
         self._waits: list[float] = []
         self._lags: list[int] = []
+        self._trial: dict[str, float] = {}
 
     def on_interaction(self) -> None:
         """One was read."""
@@ -53,6 +54,10 @@ class Funnel:
         self._lags += [admission.lag for admission in admissions]
         self._waits += [admission.time - end for admission, end in zip(admissions, ended, strict=True)]
 
+    def on_decision(self, figures: Mapping[str, float]) -> None:
+        """It was decided whether a version is served; of one that was tried this tells what both arms earned."""
+        self._trial |= {name: value for name, value in figures.items() if name.startswith("canary/")}
+
     def row(self) -> dict[str, float]:
         """Values since the last call; counting starts again."""
         values = {f"online/{name}": float(count) for name, count in sorted(self._counts.items())}
@@ -60,6 +65,7 @@ class Funnel:
         if self._waits:
             values["online/admitted_after_s"] = sum(self._waits) / len(self._waits)
             values["online/lag"] = sum(self._lags) / len(self._lags)
-        for kept in (self._counts, self._said, self._waits, self._lags):
+        values |= self._trial
+        for kept in (self._counts, self._said, self._waits, self._lags, self._trial):
             kept.clear()
         return values

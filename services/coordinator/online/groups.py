@@ -21,12 +21,21 @@ WORKER = "online"
 
 
 def group_of(
-    job: str, draw: Draw, turns: Sequence[Interaction], *, reward: float, epoch: int, objective: Objective = "policy"
+    job: str,
+    draw: Draw,
+    turns: Sequence[Interaction],
+    *,
+    reward: float,
+    epoch: int,
+    objective: Objective = "policy",
+    temperature: float | None = None,
 ) -> Group:
     """The turns as one trajectory: the first prompt, then what the policy said and, masked, what it was told between.
 
     Tokens that the policy did not choose belong to the version that read them: the next turn's first one. Their
     log-probs are 0 and never used. The attempt follows from the draw, so every leader makes the same group.
+
+    ``temperature``: at which it is trained; None: at that of its turns, which they share.
     """
     prompt, tokens, mask = list(turns[0].prompt_ids), list[int](), list[int]()
     logprobs, spans = list[float](), list[list[int]]()
@@ -56,6 +65,7 @@ def group_of(
         finish=np.array([FINISH_REASONS.index(finish)], np.uint8),
         spans=np.array(spans, np.int32).reshape(-1, 4),
         objective=objective,
+        temperature=turns[0].sampling.temperature if temperature is None else temperature,
         parts={"feedback": np.array([reward], np.float32)},
         meta={
             "worker": WORKER, "episode": last.episode, "interactions": [turn.id for turn in turns],
@@ -77,12 +87,14 @@ def made_group(
     version: int = -1,
     texts: Sequence[str] = (),
     assumed: bool = False,
+    temperature: float = 1.0,
 ) -> Group:
     """Answers to one prompt that were not sampled for this draw: one, or the better and the worse of two.
 
     Args:
         logprobs: of the only answer's tokens; None: 0, for a loss that uses none, or to be ``assumed``.
         version: that sampled them; below 0: none is known, and 0 stands for it.
+        temperature: at which they were sampled, or, where that does not matter, at which they are trained.
     """
     lengths = [len(answer) for answer in answers]
     tokens = [token for answer in answers for token in answer]
@@ -100,6 +112,7 @@ def made_group(
         spans=np.array(spans, np.int32).reshape(-1, 4),
         objective=objective,
         assumed=assumed,
+        temperature=temperature,
         meta={"worker": WORKER, "completions": list(texts)} if texts else {"worker": WORKER},
     )  # fmt: skip
 

@@ -45,14 +45,14 @@ class Maker:
         self, bus: Bus, job: str, config: OnlineJob, *, epoch: int, publish: Callable[[Group], Awaitable[None]]
     ) -> None:
         self._bus, self._job, self._config, self._epoch, self._publish = bus, job, config, epoch, publish
-        self._asked: asyncio.Queue[tuple[Draw, Admission]] = asyncio.Queue()  # bounded by the draws in flight
+        self._asked: asyncio.Queue[tuple[Draw, Admission, float]] = asyncio.Queue()  # bounded by the draws in flight
         self._waiting: set[Draw] = set()
 
-    def ask(self, draw: Draw, admission: Admission) -> None:
-        """Have a group made; safe to repeat."""
+    def ask(self, draw: Draw, admission: Admission, temperature: float) -> None:
+        """Have a group made, trained at ``temperature`` where nothing says at which it was sampled; safe to repeat."""
         if draw not in self._waiting:
             self._waiting.add(draw)
-            self._asked.put_nowait((draw, admission))
+            self._asked.put_nowait((draw, admission, temperature))
 
     @property
     def num_waiting(self) -> int:
@@ -62,14 +62,14 @@ class Maker:
     async def run(self) -> None:
         """Make what is asked for until cancelled."""
         while True:
-            draw, admission = await self._asked.get()
-            await self._publish(await self._make(draw, admission))
+            draw, admission, temperature = await self._asked.get()
+            await self._publish(await self._make(draw, admission, temperature))
             self._waiting.discard(draw)
 
-    async def _make(self, draw: Draw, admission: Admission) -> Group:
+    async def _make(self, draw: Draw, admission: Admission, temperature: float) -> Group:
         while True:
             try:
-                return await self._group(draw, admission)
+                return await self._group(draw, admission, temperature)
             except Unusable as unusable:
                 return gone_group(self._job, draw, epoch=self._epoch, reason=str(unusable))
             except Unavailable as error:
@@ -79,58 +79,91 @@ class Maker:
                 return gone_group(self._job, draw, epoch=self._epoch, reason="not_readable")
             await asyncio.sleep(RETRY_S)
 
-    async def _group(self, draw: Draw, admission: Admission) -> Group:
+    async def _group(self, draw: Draw, admission: Admission, temperature: float) -> Group:
         item = await self._item(admission)
         records = await self._records(admission)
         match item.kind:
+            case "preference" if not records:
+                return await self._compared(draw, admission, item.body, temperature)
             case "preference":
                 chosen, rejected = records
                 return made_group(
                     self._job, draw, chosen.prompt_ids, [chosen.token_ids, rejected.token_ids],
                     objective=admission.objective, reward=admission.reward, epoch=self._epoch,
-                    texts=[chosen.text, rejected.text],
+                    texts=[chosen.text, rejected.text], temperature=temperature,
                 )  # fmt: skip
             case "interaction":
-                return await self._posted(draw, admission, item.body)
+                return await self._posted(draw, admission, item.body, temperature)
             case _:
                 read = await self._read(ReadRequest(prompt_ids=records[0].prompt_ids, answer=_answer(item)))
-                return self._made(draw, admission, read)
+                return self._made(draw, admission, read, temperature)
 
-    async def _posted(self, draw: Draw, admission: Admission, body: dict[str, Any]) -> Group:
+    async def _compared(self, draw: Draw, admission: Admission, body: dict[str, Any], temperature: float) -> Group:
+        """Two texts that answer the same prompt, the better one first."""
+        prompt_ids, read = body.get("prompt_token_ids") or [], list[ReadReply]()
+        for answer in body["answers"]:
+            read.append(
+                await self._read(
+                    ReadRequest(prompt_ids=prompt_ids, messages=body.get("messages") or [], answer=dict(answer))
+                )
+            )
+            self._check_lengths(read[-1])
+        chosen, rejected = read
+        if chosen.token_ids == rejected.token_ids:
+            raise Unusable("same_answer")
+        return made_group(
+            self._job, draw, chosen.prompt_ids, [chosen.token_ids, rejected.token_ids], objective=admission.objective,
+            reward=admission.reward, epoch=self._epoch, temperature=temperature,
+        )  # fmt: skip
+
+    async def _posted(self, draw: Draw, admission: Admission, body: dict[str, Any], temperature: float) -> Group:
         token_ids, posted = body.get("token_ids") or [], body.get("logprobs")
         is_posted = admission.reason == "posted"
-        audited = is_posted and self._is_audited(next(iter(admission.feedback)))
+        said = body.get("sampling") or {}
+        sampled = float(said.get("temperature", 1.0)) if admission.objective == "policy" else temperature
+        audited = is_posted and sampled == 1.0 and self._is_audited(next(iter(admission.feedback)))
         request = ReadRequest(
             prompt_ids=body.get("prompt_token_ids") or [], messages=body.get("messages") or [], token_ids=token_ids,
             answer=None if token_ids else body.get("completion"), score=audited or admission.reason == "rescored",
+            template=str(body.get("tokenizer_sha") or "") if token_ids else "",
         )  # fmt: skip
         read = await self._read(request)
         if admission.reason == "rescored":
             if read.version != admission.version:
                 raise Unusable("version_not_held")
-            return self._made(draw, admission, read, read.logprobs)
+            return self._made(draw, admission, read, sampled, read.logprobs)
         known = audited and read.version == admission.version  # newer weights say nothing about the key that posted it
         if known and _gap(posted or [], read.logprobs) > self._config.online.posted.max_logprob_gap:
             raise Unusable(LOGPROBS_DIFFER)
-        return self._made(draw, admission, read, posted if is_posted else None)
+        return self._made(draw, admission, read, sampled, posted if is_posted else None)
 
-    def _made(self, draw: Draw, admission: Admission, read: ReadReply, logprobs: list[float] | None = None) -> Group:
+    def _made(
+        self,
+        draw: Draw,
+        admission: Admission,
+        read: ReadReply,
+        temperature: float,
+        logprobs: list[float] | None = None,
+    ) -> Group:
+        self._check_lengths(read)
+        return made_group(
+            self._job, draw, read.prompt_ids, [read.token_ids], objective=admission.objective, reward=admission.reward,
+            epoch=self._epoch, logprobs=logprobs, version=admission.version, assumed=admission.reason == "assumed",
+            temperature=temperature,
+        )  # fmt: skip
+
+    def _check_lengths(self, read: ReadReply) -> None:
         if len(read.prompt_ids) > self._config.data.prompt.max_tokens:
             raise Unusable("prompt_too_long")
         if len(read.token_ids) > self._config.sampling.max_new_tokens:
             raise Unusable("completion_too_long")
-        return made_group(
-            self._job, draw, read.prompt_ids, [read.token_ids], objective=admission.objective, reward=admission.reward,
-            epoch=self._epoch, logprobs=logprobs, version=admission.version, assumed=admission.reason == "assumed",
-        )  # fmt: skip
 
     def _is_audited(self, name: str) -> bool:
         """Whether a posted interaction is in the sample that is computed again: by its id, whoever leads.
 
         Workers compute log-probs without a temperature; those of another one cannot be compared.
         """
-        share = self._config.online.posted.audit_share if self._config.sampling.temperature == 1.0 else 0.0
-        return xxhash.xxh32_intdigest(name.encode()) < share * (1 << 32)
+        return xxhash.xxh32_intdigest(name.encode()) < self._config.online.posted.audit_share * (1 << 32)
 
     async def _read(self, request: ReadRequest) -> ReadReply:
         data = await self._bus.request(subjects.reading(self._job), pack(request, job=self._job), deadline_s=DEADLINE_S)

@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.admission import out_of_range
+from penstock.services.coordinator.online.canary import Trials
 from penstock.services.coordinator.online.credit import Held, Item, Trajectory, Turn
 from penstock.services.coordinator.online.crowding import MAX_WAITING, crowded, most_ready
 from penstock.services.coordinator.online.episode import CUT, UNKNOWN, Episode
@@ -44,7 +45,7 @@ class Matching:
         self.episodes: dict[str, Episode] = {}
         self.ready: dict[str, list[Trajectory]] = {}
         """Trajectories of episodes that are settled and not admitted yet, by episode."""
-        self.offers = Offers(job)
+        self.offers, self.trials = Offers(job), Trials(job)
         self._parked = Parked()
         self._places: dict[str, str] = {}
         """Undecided interaction, or another name of an episode -> its episode."""
@@ -322,12 +323,13 @@ class Matching:
         outcome = episode.settle(self.job, version=version, now=now)
         if outcome is None:
             return []
+        self.trials.take(outcome.earned)
         out = [t for t in outcome.trajectories if any(self._opted_out(turn.interaction.user) for turn in t.turns)]
         good = [trajectory for trajectory in outcome.trajectories if trajectory not in out]
         if good:
             self.ready[key] = good
             return []
-        return self._refuse(key, "opted_out" if out else outcome.refused[-1][1], now)
+        return self._refuse(key, self.job.online.without_consent if out else outcome.refused[-1][1], now)
 
     def _refuse(self, key: str, reason: str, now: float) -> list[Fate]:
         """An episode is never trained on."""

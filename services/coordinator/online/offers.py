@@ -15,7 +15,7 @@ import xxhash
 from penstock.services.coordinator.online.credit import Item
 from penstock.services.coordinator.online.episode import UNKNOWN
 from penstock.services.coordinator.online.names import canonical
-from penstock.services.coordinator.online.posted import Facts, facts_of, use_of
+from penstock.services.coordinator.online.posted import Facts, Present, facts_of, use_of
 from penstock.services.coordinator.online.shares import Owners
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission
@@ -24,7 +24,7 @@ from penstock.shared.protocol.objective import Objective
 
 __all__ = ["Offer", "Offers", "Record", "targets_of"]
 
-DEMONSTRATION = "demonstration"
+DEMONSTRATION, TEXTS = "demonstration", "texts"
 MAX_PER_KEY = 10_000
 """Undecided items of one API key; beyond that its oldest ones go."""
 
@@ -72,6 +72,8 @@ class Offer:
     askers: tuple[str, ...] = ()
     version: int | None = None
     settled_at: tuple[int, int] = (0, 0)
+    group: str = ""
+    """What it has in common with others that answer the same task."""
 
     @property
     def owners(self) -> Owners:
@@ -87,7 +89,7 @@ class Offer:
             lag=0 if self.version is None else start - self.version, key_id=feedback.key_id, user=self.users[0],
             reason=self.reason, time=now, objective=self.objective, context=dict(self.context),
             judges=list(owners.judges), askers=list(owners.askers), users=list(owners.users),
-            version=-1 if self.version is None else self.version,
+            version=-1 if self.version is None else self.version, group=self.group,
         )  # fmt: skip
 
 
@@ -106,6 +108,8 @@ class Offers:
         self.ready: dict[str, Offer] = {}
         self.records: dict[str, Record] = {}
         self.distrusted: Collection[str] = frozenset()
+        self.temperature = job.sampling.temperature
+        """At which the job samples by now."""
         self._wanted: set[str] = set()
         self._keys: defaultdict[str, dict[str, None]] = defaultdict(dict)
         self._facts: dict[str, Facts] = {}
@@ -135,7 +139,7 @@ class Offers:
         """Take an item in; without what is only needed to train on it."""
         kept = {name: item.body[name] for name in ("chosen", "rejected", "strength") if name in item.body}
         if item.kind == "interaction":
-            self._facts[item.id] = facts_of(item, self._job)
+            self._facts[item.id] = facts_of(item)
         held = Item(seq, msgspec.structs.replace(item, body=kept, value=None, tags={}, fingerprint=""))
         self.items[item.id] = held
         self._keys[item.key_id][item.id] = None
@@ -186,12 +190,15 @@ class Offers:
         """
         item = self.items[name]
         self.ready.pop(name, None)
-        found = self._posted(item, version, newest) if item.feedback.kind == "interaction" else self._about(item)
+        if item.feedback.kind == "interaction":
+            found = self._posted(item, version, newest)
+        else:
+            found = self._about(item) if targets_of(item.feedback) else _between_texts(item)
         if isinstance(found, str):
             return found
         if found is not None:
             if any(opted_out(user) for user in found.users):
-                return "opted_out"
+                return self._job.online.without_consent
             self.ready[name] = found
         return ""
 
@@ -212,12 +219,14 @@ class Offers:
 
     def _posted(self, item: Item, version: int, newest: int) -> Offer | str | None:
         facts, feedback = self._facts[item.feedback.id], item.feedback
-        use = use_of(facts, feedback.key_id, self._job, version=version, newest=newest, distrusted=self.distrusted)
+        now = Present(version, newest, self.temperature, self.distrusted)
+        use = use_of(facts, feedback.key_id, self._job, now)
         if use.verdict != "take":
             return use.reason if use.verdict == "reject" else None
         known = facts.version if use.reason in ("posted", "rescored") else newest if use.reason == "assumed" else None
         return Offer(
-            item, use.objective, use.reason, use.reward, (feedback.user,), version=known, settled_at=(version, newest)
+            item, use.objective, use.reason, use.reward, (feedback.user,), version=known, settled_at=(version, newest),
+            group=facts.group if use.objective == "policy" else "",
         )  # fmt: skip
 
     def _about(self, item: Item) -> Offer | str | None:
@@ -258,9 +267,15 @@ class Offers:
         return next((reason for reason, found in checks.items() if found), "")
 
 
+def _between_texts(item: Item) -> Offer:
+    """A worker makes tokens of the texts, and says what cannot be used."""
+    feedback = item.feedback
+    return Offer(item, "preference", TEXTS, float(feedback.body.get("strength", 1.0)), (feedback.user,))
+
+
 def targets_of(item: Feedback) -> list[str]:
-    """Interactions that an item is about, the preferred one first; none for a posted one."""
-    if item.kind == "interaction":
+    """Interactions that an item is about, the preferred one first; none for what was not served here."""
+    if item.kind == "interaction" or (item.kind == "preference" and not item.inference):
         return []
     names = [item.body["chosen"], item.body["rejected"]] if item.kind == "preference" else [item.inference]
     return [canonical(str(name)) for name in names]

@@ -27,7 +27,7 @@ from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.interaction import Feedback
 from penstock.shared.protocol.objective import Objective
 
-__all__ = ["Facts", "Use", "facts_of", "use_of"]
+__all__ = ["Facts", "Present", "Use", "facts_of", "use_of"]
 
 EVERY_KEY = "*"
 NOT_TRAINED = "not_trained"
@@ -43,9 +43,12 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     has_logprobs: bool
     flaw: str
     """What is wrong with the log-probs; '' for nothing."""
-    replayable: bool
-    """Sampled as the job samples."""
+    plain: bool
+    """Neither greedy nor truncated."""
+    temperature: float
     rewards: dict[str, float]
+    group: str = ""
+    """Others of the same name, posted with the same key, answer the same task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,37 +64,49 @@ class Use:
     reward: float = 0.0
 
 
-def facts_of(item: Feedback, job: OnlineJob) -> Facts:
+def facts_of(item: Feedback) -> Facts:
     """The facts in a posted body."""
     body = item.body
     tokens, logprobs = body.get("token_ids") or [], body.get("logprobs") or []
     sampling = body.get("sampling") or {}
-    plain = sampling.get("top_p", 1.0) == 1.0 and not sampling.get("top_k", 0)
+    temperature = float(sampling.get("temperature", 1.0))
+    plain = temperature > 0 and sampling.get("top_p", 1.0) == 1.0 and not sampling.get("top_k", 0)
     rewards = {**body.get("rewards", {})}
     if body.get("reward") is not None:
         rewards["reward"] = body["reward"]
     return Facts(
         version=body.get("policy_version"), num_prompt=len(body.get("prompt_token_ids") or []), num_tokens=len(tokens),
         has_logprobs=bool(logprobs), flaw=_flaw(tokens, logprobs),
-        replayable=plain and sampling.get("temperature", 1.0) == job.sampling.temperature,
+        plain=plain, temperature=temperature,
         rewards={name: float(value) for name, value in rewards.items()},
+        group=f"{item.key_id} {body['group_id']}" if body.get("group_id") else "",
     )  # fmt: skip
 
 
-def use_of(facts: Facts, key_id: str, job: OnlineJob, *, version: int, newest: int, distrusted: Collection[str]) -> Use:
-    """Decide.
+@dataclass(frozen=True, slots=True)
+class Present:
+    """What holds while a posted interaction is decided on.
 
-    Args:
-        key_id: who posted it.
+    Attributes:
         version: policy version from which the next update starts: what the lag counts from.
         newest: version that exists; sealed batches that are not trained yet lie between the two.
+        temperature: at which the job samples.
         distrusted: keys whose log-probs were found wrong.
     """
+
+    version: int
+    newest: int
+    temperature: float
+    distrusted: Collection[str] = ()
+
+
+def use_of(facts: Facts, key_id: str, job: OnlineJob, now: Present) -> Use:
+    """Decide; ``key_id`` is who posted it."""
     refusal = facts.flaw or _too_long(facts, job)
     if refusal:
         return Use("reject", refusal)
     reward = _reward(facts.rewards, job.online.metrics)
-    rule, denied = _rule(facts, key_id, job, version=version, newest=newest, distrusted=distrusted)
+    rule, denied = _rule(facts, key_id, job, now)
     if denied == NOT_TRAINED:
         return Use("wait", denied)
     if rule:
@@ -103,29 +118,27 @@ def use_of(facts: Facts, key_id: str, job: OnlineJob, *, version: int, newest: i
     return Use("take", denied, "supervised", reward)
 
 
-def _rule(
-    facts: Facts, key_id: str, job: OnlineJob, *, version: int, newest: int, distrusted: Collection[str]
-) -> tuple[str, str]:
+def _rule(facts: Facts, key_id: str, job: OnlineJob, now: Present) -> tuple[str, str]:
     """``(rule by which the policy loss may use it, '')`` or ``('', why it may not)``."""
     posted, known = job.online.posted, facts.version is not None
     trusted = not {key_id, EVERY_KEY}.isdisjoint(posted.trusted_keys)
     checks = {
         "text_only": not facts.num_tokens,
-        "source_distrusted": key_id in distrusted,
+        "source_distrusted": key_id in now.distrusted,
         "source_not_trusted": not trusted,
-        "sampling_not_replayable": not facts.replayable,
-        "unknown_version": facts.version is not None and facts.version > version,
-        "stale": facts.has_logprobs and facts.version is not None and version - facts.version > job.train.max_lag,
+        "sampling_not_replayable": not facts.plain or facts.temperature != now.temperature,
+        "unknown_version": facts.version is not None and facts.version > now.version,
+        "stale": facts.has_logprobs and facts.version is not None and now.version - facts.version > job.train.max_lag,
     }
     denied = next((reason for reason, found in checks.items() if found), "")
     if denied:
         return "", denied
-    if facts.version is not None and facts.version > newest:
+    if facts.version is not None and facts.version > now.newest:
         return "", NOT_TRAINED
     if facts.has_logprobs and known:
         return "posted", ""
     # Workers score with the newest weights, without a temperature; what nobody has any more cannot be computed again.
-    if facts.version == newest and job.sampling.temperature == 1.0:
+    if facts.version == now.newest and facts.temperature == 1.0:
         return "rescored", ""
     if posted.assume_on_policy:
         return "assumed", ""

@@ -13,7 +13,8 @@ from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.offers import Offer
 from penstock.services.coordinator.online.quarantine import Quarantine
 from penstock.services.coordinator.online.shares import Owners, Shares, owners_of
-from penstock.services.coordinator.online.values import bucket_of, values_of
+from penstock.services.coordinator.online.sources import comparisons, weight_of
+from penstock.services.coordinator.online.values import bucket_of, siblings_of, values_of
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission, Admitted, Drawn, Tracking
 from penstock.shared.protocol.ids import Draw
@@ -115,10 +116,7 @@ class LiveSource:
         if not ready and not offers:
             return
         first = state.next_ordinal
-        admissions = [
-            _admission(first + n, one, start, draft.now, bucket_of(job, one.turns[0].interaction.tags))
-            for n, one in enumerate(ready)
-        ]
+        admissions = [_admission(job, draft, first + n, one, start) for n, one in enumerate(ready)]
         first += len(ready)
         admissions += [offer.admission(first + place, start, draft.now) for place, offer in enumerate(offers)]
         chosen = [*episodes, *(offer.item.feedback.id for offer in offers)]
@@ -196,6 +194,10 @@ class LiveSource:
         same = f"all {len(draws)} rewards of batch {number} were {next(iter(rewards)):g}" if len(rewards) == 1 else ""
         self.no_signal = same
 
+    def judge(self, draft: Draft) -> None:
+        """What live conversations say of a version on trial; before ``draw``, whose mark passes them."""
+        self._matching.trials.draft(draft)
+
     # -- batches -----------------------------------------------------------------------------------------------------
 
     def choose(self, draft: Draft, ready: Sequence[Draw]) -> list[Draw] | None:
@@ -208,6 +210,8 @@ class LiveSource:
 
     def idle(self, state: LedgerState) -> Progress:
         """Waiting for people is no fault, but it is no progress either."""
+        if state.canary is not None:
+            return "False", "Canary", f"version {state.canary.version} is on trial: nothing is trained meanwhile"
         if self.no_signal:
             return "False", "NoSignal", self.no_signal
         return "False", "WaitingForFeedback", self.waiting(state)
@@ -225,7 +229,9 @@ class LiveSource:
         return f"{text}; nobody may have more than their share of a batch, so others must be heard"
 
 
-def _admission(ordinal: int, trajectory: Trajectory, start: int, now: float, bucket: str) -> Admission:
+def _admission(job: OnlineJob, draft: Draft, ordinal: int, trajectory: Trajectory, start: int) -> Admission:
+    agreements = draft.state.agreements
+    judges, said = trajectory.owners.judges, (item.feedback for item in trajectory.feedback.values())
     return Admission(
         ordinal=ordinal,
         interactions={bare_id(t.interaction.id) or t.interaction.id: t.seq for t in trajectory.turns},
@@ -235,9 +241,12 @@ def _admission(ordinal: int, trajectory: Trajectory, start: int, now: float, buc
         key_id=trajectory.key_id,
         user=trajectory.user,
         reason=trajectory.reason,
-        time=now,
+        time=draft.now,
         objective=trajectory.objective,
-        bucket=bucket,
-        judges=list(trajectory.owners.judges),
+        bucket=bucket_of(job, trajectory.turns[0].interaction.tags),
+        judges=list(judges),
         askers=list(trajectory.owners.askers),
+        weight=weight_of(job, agreements, judges, trajectory.reason) if trajectory.is_policy else 1.0,
+        compared=comparisons(job, said),
+        group=siblings_of(job, trajectory.turns[0].interaction),
     )

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 import xxhash
 
-from penstock.services.coordinator.feedback.privacy import Consents
+from penstock.services.coordinator.feedback.privacy import Consents, objection
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.fates import fates_of
 from penstock.services.coordinator.online.funnel import Funnel
@@ -25,11 +25,20 @@ from penstock.services.coordinator.restart import earliest_start
 from penstock.services.coordinator.run import JobRun
 from penstock.services.coordinator.supply import Fact
 from penstock.services.coordinator.why import wait_row
+from penstock.shared.config.amendable import TEMPERATURE
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.errors import ProtocolError, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.events import Admitted, BatchTrained, Event, Finished, decode_events
+from penstock.shared.protocol.events import (
+    Admitted,
+    BatchTrained,
+    Event,
+    Finished,
+    Promoted,
+    PromotionRefused,
+    decode_events,
+)
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.interaction import Erasure, Fate, FateBatch, Feedback, FeedbackBatch, Interaction
 from penstock.shared.protocol.parts import count_of
@@ -66,7 +75,7 @@ class LiveSupply:
     def __init__(self, bus: Bus, job: str, config: OnlineJob, *, epoch: int) -> None:
         self.bus, self.job, self.config, self.epoch = bus, job, config, epoch
         self._consents = Consents(bus)
-        self.matching = Matching(config, opted_out=self._consents.opted_out)
+        self.matching = Matching(config, opted_out=self._objects)
         self.quarantine = Quarantine(config, self.matching.on_feedback)
         self.source = LiveSource(config, self.matching, self.quarantine)
         self._maker = Maker(bus, job, config, epoch=epoch, publish=lambda group: self._publish([group]))
@@ -75,6 +84,10 @@ class LiveSupply:
         self._untold: list[Fate] = []
         self._next = {subjects.interactions(job): 1, subjects.feedback(job): 1, subjects.erasures(job): 1}
         """Sequence from which each subject is read on; each for itself, for they are not read in one go."""
+
+    def _objects(self, user: str) -> bool:
+        """Whether a user (HMAC) must not be trained on."""
+        return bool(objection(self._consents.of(user), self.config.online.consent))
 
     # -- what earlier leaders left -----------------------------------------------------------------------------------
 
@@ -171,6 +184,8 @@ class LiveSupply:
     async def _sweep(self, *, everything: bool) -> None:
         state = self._state
         self.matching.offers.distrusted = state.distrusted
+        self.matching.trials.forget(state)
+        self.matching.offers.temperature = self._temperature(state.settings.get(TEMPERATURE))
         self._untold += self.matching.sweep(
             version=state.start_version(state.next_number), newest=state.version, now=time.time(), everything=everything
         )
@@ -192,6 +207,8 @@ class LiveSupply:
                 case Admitted():
                     self._funnel.on_admissions(event.admissions, self.matching.ended(event.admissions))
                     self.matching.take(event.admissions)
+                case Promoted() | PromotionRefused():
+                    self._funnel.on_decision(event.figures)
                 case BatchTrained():
                     self.source.learnt(event.number, run.state)
                 case Finished():
@@ -234,9 +251,10 @@ class LiveSupply:
         records = await self._records(seqs)
         groups: list[Group] = []
         for draw, admission in admissions.items():
+            temperature = self._temperature(run.state.open[draw].temperature)
             turns = [records.get(seq) for seq in admission.interactions.values()]
             if not turns:
-                self._maker.ask(draw, admission)
+                self._maker.ask(draw, admission, temperature)
                 continue
             known = [turn for turn in turns if turn is not None]
             if len(known) < len(turns):
@@ -244,10 +262,15 @@ class LiveSupply:
             else:
                 groups.append(
                     group_of(
-                        self.job, draw, known, reward=admission.reward, epoch=self.epoch, objective=admission.objective
+                        self.job, draw, known, reward=admission.reward, epoch=self.epoch, objective=admission.objective,
+                        temperature=None if admission.objective == "policy" else temperature,
                     )
-                )
+                )  # fmt: skip
         await self._publish(groups)
+
+    def _temperature(self, settings: float | None) -> float:
+        """What the settings say; ledgers of earlier versions leave it to the job file."""
+        return self.config.sampling.temperature if settings is None else settings
 
     async def _find_records(self, item: Feedback) -> None:
         """The interactions that an item of material is about, where they were read long ago."""
@@ -321,6 +344,8 @@ class LiveSupply:
         """Feedback, while no batch is in training."""
         state = run.state
         if state.sealed or state.finished or state.checkpoint is None or run.desired == "paused":
+            return []
+        if state.canary is not None:  # more feedback makes no batch now
             return []
         unsealed = [state.admissions[draw.ordinal].time for draw, info in state.open.items() if not info.batch]
         age_s = now - min(unsealed, default=now)

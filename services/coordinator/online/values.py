@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from penstock.services.coordinator.ledger import LedgerState
-from penstock.shared.algorithms.baseline import EVERYTHING, Tracked, sums_of, track, value_of
+from penstock.shared.algorithms.baseline import EVERYTHING, Tracked, mean_of_others, sums_of, track, value_of
 from penstock.shared.config.algorithm import ReinforcePPConfig, ValueTracker
 from penstock.shared.config.online_job import OnlineJob
-from penstock.shared.protocol.events import BatchSealed, Tracking
+from penstock.shared.protocol.events import Admission, BatchSealed, Tracking
 from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.interaction import Interaction
 
-__all__ = ["bucket_of", "flaws_of_values", "tracked_by", "values_of"]
+__all__ = ["bucket_of", "flaws_of_values", "siblings_of", "tracked_by", "values_of"]
+
+GROUP = "group_id"
+"""Tag by which interactions and episodes of one task are known."""
 
 
 def tracked_by(job: OnlineJob) -> ValueTracker | None:
@@ -24,6 +29,27 @@ def bucket_of(job: OnlineJob, tags: Mapping[str, str]) -> str:
     config = tracked_by(job)
     kind = tags.get(config.tag, EVERYTHING) if config is not None and config.tag is not None else EVERYTHING
     return kind if config is not None and kind in config.buckets else EVERYTHING
+
+
+def siblings_of(job: OnlineJob, interaction: Interaction) -> str:
+    """What the answers have in common that are compared with each other; '' where the job compares none."""
+    config = tracked_by(job)
+    if config is None or not config.siblings:
+        return ""
+    named = interaction.tags.get(GROUP)
+    return interaction.request if named is None else f"{interaction.key_id} {named}"
+
+
+def _compared(found: Mapping[Draw, Admission]) -> dict[Draw, float]:
+    """Baselines of those that have siblings in the batch."""
+    groups: defaultdict[str, list[Draw]] = defaultdict(list)
+    for draw, admission in found.items():
+        groups[admission.group].append(draw)
+    baselines: dict[Draw, float] = {}
+    for name, draws in groups.items():
+        if name and len(draws) > 1:
+            baselines |= zip(draws, mean_of_others([found[draw].reward for draw in draws]), strict=True)
+    return baselines
 
 
 def values_of(job: OnlineJob, state: LedgerState, chosen: Sequence[Draw]) -> tuple[dict[Draw, float], Tracking]:
@@ -43,7 +69,7 @@ def values_of(job: OnlineJob, state: LedgerState, chosen: Sequence[Draw]) -> tup
     baselines = {
         draw: value_of(tracked, admission.bucket, value=config.value, weight=config.weight)
         for draw, admission in policy.items()
-    }
+    } | _compared(policy)
     rewards = [(admission.bucket, admission.reward) for admission in policy.values()]
     return baselines, Tracking(sums_of(rewards), config.keep)
 

@@ -13,6 +13,8 @@ from msgspec.structs import replace
 
 from penstock.services.coordinator.api.replies import HttpProblem
 from penstock.services.coordinator.api.serving import Ask, Served
+from penstock.services.coordinator.canary import is_in_canary
+from penstock.services.coordinator.feedback.privacy import objection
 from penstock.services.coordinator.serving.answer import Answer
 from penstock.services.coordinator.serving.episodes import Episodes
 from penstock.services.coordinator.serving.handover import Notes
@@ -26,7 +28,7 @@ from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.episode import EpisodeRecord
 from penstock.shared.protocol.inference import SIGN_EVERY_S, Cancel, Chunks, Failure, InferenceReply, Present
-from penstock.shared.protocol.interaction import Interaction, new_marked_id
+from penstock.shared.protocol.interaction import CANARY, Interaction, bare_id, new_marked_id
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["Gateway"]
@@ -48,7 +50,7 @@ class Gateway:
 
     Args:
         pseudonym: what stands for a user in records.
-        opted_out: whether the user of a pseudonym must not be trained on.
+        consent_of: whether the user of a pseudonym may be trained on; None where nothing was said.
     """
 
     def __init__(
@@ -57,10 +59,10 @@ class Gateway:
         worker_id: str,
         *,
         pseudonym: Callable[[str], str],
-        opted_out: Callable[[str], bool],
+        consent_of: Callable[[str], bool | None],
     ) -> None:
         self.id = f"{worker_id}.{secrets.token_hex(4)}"
-        self._bus, self._pseudonym, self._opted_out = bus, pseudonym, opted_out
+        self._bus, self._pseudonym, self._consent_of = bus, pseudonym, consent_of
         self._table, self._threads, self._notes = ModelTable(bus), Threads(bus), Notes(bus, self.id)
         self.episodes, self.retries = Episodes(bus), Retries(self.give_up)
         self._replicas = Replicas(bus, self.id, self._notes, self.retries, self)
@@ -157,12 +159,18 @@ class Gateway:
         episode = ask.episode
         if not episode and draft.kind == "chat":
             episode = await self._threads.find((job, draft.key_id, user), draft.messages)
-        untrainable = draft.untrainable or ("opted_out" if user and self._opted_out(user) else "")
+        untrainable = draft.untrainable or objection(self._consent_of(user), ask.served.consent)
+        episode = episode or f"ep_{new_marked_id(job)}"
+        canary = _canary_of(ask.served, bare_id(episode) or f"{draft.key_id} {episode}")
+        sampling = draft.sampling
+        if sampling.temperature is None or ask.served.forced_sampling:
+            # Said here: the job's may change before another worker goes on with the answer.
+            sampling = replace(sampling, temperature=ask.served.temperature)
         request = replace(
             draft, ids=self._new_ids(job, ask.num_prompts * draft.n), gateway=self.id, user=user,
-            episode=episode or f"ep_{new_marked_id(job)}", alone=not ask.episode, untrainable=untrainable,
+            episode=episode, alone=not ask.episode, untrainable=untrainable or ("" if canary < 0 else CANARY),
             split="val" if record is not None and record.split == "val" else draft.split,
-            tags={**_tags(record), **draft.tags},
+            sampling=sampling, tags={**_tags(record), **draft.tags}, canary=canary,
         )  # fmt: skip
         return Answer(ask.served, request)
 
@@ -335,6 +343,14 @@ def _tags(record: EpisodeRecord | None) -> dict[str, str]:
     if record is None:
         return {}
     return record.tags if record.group_id is None else {**record.tags, "group_id": record.group_id}
+
+
+def _canary_of(served: Served, conversation: str) -> int:
+    """The version on trial where it answers this conversation, else -1."""
+    if served.canary is None:
+        return -1
+    version, share = served.canary
+    return version if is_in_canary(served.job, version, share, conversation) else -1
 
 
 def _full(served: Served) -> HttpProblem:

@@ -48,8 +48,8 @@ class ModelTable:
             self._served.pop(record.id, None)
             return
         known = self._served.get(record.id)
-        if known is not None:
-            self._served[record.id] = known.at(_served_version(record))
+        if known is not None and known.generation == record.generation:
+            self._served[record.id] = known.at(_served_version(record), _canary(record), _promoted_at(record))
             return
         try:
             config = parse_job(record.spec)
@@ -61,6 +61,10 @@ class ModelTable:
             self._served[record.id] = Served(
                 name=record.name, job=record.id, online=online is not None, version=_served_version(record),
                 created=int(record.created_at.timestamp()), hold_s=(online or OnlineConfig()).hold_s,
+                temperature=config.sampling.temperature, generation=record.generation, canary=_canary(record),
+                forced_sampling=(online or OnlineConfig()).forced_sampling,
+                consent=(online or OnlineConfig()).consent,
+                strict_recording=(online or OnlineConfig()).strict_recording, promoted_at=_promoted_at(record),
             )  # fmt: skip
 
     def rows(self) -> list[Served]:
@@ -86,7 +90,18 @@ class ModelTable:
         return found
 
 
+def _promoted_at(record: JobRecord) -> int | None:
+    since = record.status.promoted_at
+    return None if since is None else int(since.timestamp())
+
+
 def _served_version(record: JobRecord) -> int:
     """The version that agents are answered with: the newest, unless it was not promoted."""
     served = record.status.served_version
     return record.status.policy_version if served is None else served
+
+
+def _canary(record: JobRecord) -> tuple[int, float] | None:
+    """The version on trial and its share of the conversations."""
+    row = record.status.canary
+    return None if row is None else (int(row["version"]), float(row["share"]))

@@ -18,10 +18,13 @@ CONTENT_TYPE = "application/cloudevents+json"
 _PREFIX = "events."
 _NAMES = {
     "best": "checkpoint.best",
+    "canary": "policy.canary",
     "checkpoint": "checkpoint.created",
     "promoted": "policy.promoted",
     "promotion_refused": "policy.promotion_refused",
     "quarantined": "feedback.quarantined",
+    "worker_lost": "worker.unhealthy",
+    "worker_back": "worker.recovered",
 }
 """Events whose type does not say of what they tell."""
 

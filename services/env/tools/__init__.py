@@ -1,11 +1,11 @@
-"""Tools. Adding one: a config class in ``shared/config/environment.py``, one file here, one line in ``open_tool``."""
+"""Tools. Adding one: a config class in ``shared/config/tools.py``, one file here, one line in ``open_tool``."""
 
 from __future__ import annotations
 
 from penstock.services.env.tools.base import CallError, Tool
 from penstock.services.env.tools.calculator import Calculator
 from penstock.services.env.tools.function import Function
-from penstock.shared.config.environment import CalculatorTool, FunctionTool, ToolConfig
+from penstock.shared.config.tools import CalculatorTool, FunctionTool, MethodTool, ToolConfig
 
 __all__ = ["CallError", "Tool", "open_tool"]
 
@@ -20,6 +20,7 @@ def open_tool(config: ToolConfig) -> Tool:
         return Calculator(config)
     if isinstance(config, FunctionTool):
         return Function(config)
+    assert not isinstance(config, MethodTool), "a method belongs to an episode: see objects.py"
     from penstock.services.env.tools.python import Python
 
     return Python(config)

@@ -12,7 +12,7 @@ class CallError(Exception):
 
 
 class Tool(Protocol):
-    """Blocking; lives in a process that may be killed at any moment, and keeps nothing between calls."""
+    """Blocking; lives in a process that may be killed at any moment. Only those of type ``method`` keep anything."""
 
     def call(self, arguments: dict[str, Any]) -> str:
         """The result.

@@ -16,7 +16,7 @@ from fractions import Fraction
 from typing import Any
 
 from penstock.services.env.tools.base import CallError
-from penstock.shared.config.environment import CalculatorTool
+from penstock.shared.config.tools import CalculatorTool
 
 __all__ = ["Calculator", "decimal_text", "evaluate"]
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 import struct
 from typing import Any
 
-__all__ = ["LENGTH", "encode"]
+__all__ = ["LENGTH", "encode", "read"]
 
 LENGTH = struct.Struct("<I")
 
@@ -15,3 +16,18 @@ def encode(message: dict[str, Any]) -> bytes:
     """One message."""
     body = json.dumps(message).encode()
     return LENGTH.pack(len(body)) + body
+
+
+def read(channel: socket.socket) -> dict[str, Any] | None:
+    """The next message; blocks. None once the channel is closed."""
+    header = _exactly(channel, LENGTH.size)
+    body = _exactly(channel, LENGTH.unpack(header)[0]) if header else b""
+    return json.loads(body) if body else None
+
+
+def _exactly(channel: socket.socket, size: int) -> bytes:
+    """That many bytes; fewer once the channel is closed."""
+    data = b""
+    while len(data) < size and (chunk := channel.recv(size - len(data))):
+        data += chunk
+    return data

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from penstock.services.env.tools.base import CallError
-from penstock.shared.config.environment import FunctionTool
+from penstock.shared.config.tools import FunctionTool
 from penstock.shared.errors import ToolError
 
 __all__ = ["Function"]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from penstock.services.env.tools.process import ToolProcess
-from penstock.shared.config.environment import ToolConfig
+from penstock.shared.config.tools import ToolConfig
 from penstock.shared.errors import ToolError, Unavailable
 from penstock.shared.protocol.tools import ToolReply, ToolRequest
 
@@ -31,6 +31,8 @@ class ToolPool:
 
     async def start(self) -> None:
         """Open the first process, so that a tool that cannot be opened is known early; ``refused`` says so."""
+        if not self._tools:
+            return
         try:
             self._idle.append(await self._open())
         except ToolError:

@@ -9,36 +9,37 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from penstock.services.env.tools.channel import LENGTH, encode
-from penstock.shared.config.environment import ToolConfig
+from penstock.shared.config.tools import ToolConfig
 from penstock.shared.errors import ToolError
 from penstock.shared.protocol.tools import ToolReply, ToolRequest
 
-__all__ = ["ToolProcess"]
+__all__ = ["OPEN_LIMIT_S", "ToolProcess", "kill_group", "start_module"]
 
-_OPEN_LIMIT_S = 60.0
+OPEN_LIMIT_S = 60.0
 _EXIT_LIMIT_S = 5.0
 _BROKEN = (OSError, ValueError, RecursionError, msgspec.MsgspecError)
 """A machine without processes or memory to give, a pipe that is gone, an answer that is none."""
 
 
 class ToolProcess:
-    """One running ``worker.py``. Not shared: one call at a time."""
+    """One running tool process. Not shared: one call at a time."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, end: Callable[[], Awaitable[None]]
     ) -> None:
-        """Use ``start``."""
-        self._process, self._reader, self._writer = process, reader, writer
+        """``end`` kills the process and all that it started. Use ``start``."""
+        self._reader, self._writer, self._end = reader, writer, end
 
     @classmethod
     async def start(cls, tools: Sequence[ToolConfig]) -> ToolProcess:
-        """Start a process and open the tools in it.
+        """Start a ``worker.py`` and open the tools in it.
 
         Raises:
             ToolError: a tool cannot be opened, or no process started; says why.
@@ -53,22 +54,12 @@ class ToolProcess:
         ours, theirs = socket.socketpair()
         with theirs, contextlib.ExitStack() as undo:
             undo.callback(ours.close)
-            configs = json.dumps([tool.model_dump(mode="json") for tool in tools])
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-m", "penstock.services.env.tools.worker", str(theirs.fileno()), str(os.getpid()), configs),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=2,  # prints of user code belong to the log
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # so that killing it also kills what user code started
-            )
+            process = await start_module("penstock.services.env.tools.worker", theirs, tools)
             undo.pop_all()
-        ours.setblocking(False)
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
-        self = cls(process, reader, writer)
+        self = await cls.over(ours, partial(kill_group, process))
         opened = False
         try:
-            error = (await self._receive(_OPEN_LIMIT_S, "opening the tools"))["error"]
+            error = (await self._receive(OPEN_LIMIT_S, "opening the tools"))["error"]
             if error:
                 raise ToolError(error)
             opened = True
@@ -77,26 +68,38 @@ class ToolProcess:
                 await self.kill()
         return self
 
+    @classmethod
+    async def over(cls, channel: socket.socket, end: Callable[[], Awaitable[None]]) -> ToolProcess:
+        """A process that listens at the other end of ``channel``."""
+        channel.setblocking(False)
+        reader, writer = await asyncio.open_unix_connection(sock=channel)
+        return cls(reader, writer, end)
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Send what has no answer."""
+        self._writer.write(encode(message))
+
     async def call(self, request: ToolRequest, limit_s: float) -> ToolReply:
-        """Carry out one call.
+        """Carry out one call. Raises as ``ask``."""
+        message = {"name": request.name, "arguments": request.arguments}
+        return await self.ask(message, f"tool '{request.name}'", limit_s)
+
+    async def ask(self, message: dict[str, Any], what: str, limit_s: float) -> ToolReply:
+        """The answer to one message.
 
         Raises:
             ToolError: it took longer than ``limit_s``, the process died or answered nonsense. Only ``kill`` may follow.
         """
         try:
-            self._writer.write(encode({"name": request.name, "arguments": request.arguments}))
-            return msgspec.convert(await self._receive(limit_s, f"tool '{request.name}'"), ToolReply)
+            self.tell(message)
+            return msgspec.convert(await self._receive(limit_s, what), ToolReply)
         except _BROKEN as error:
-            raise ToolError(f"tool '{request.name}' broke: {error!r}") from None
+            raise ToolError(f"{what} broke: {error!r}") from None
 
     async def kill(self) -> None:
         """SIGKILL the process and everything it started; returns when it is gone."""
-        with contextlib.suppress(ProcessLookupError):  # it died a moment ago and left nobody behind
-            os.killpg(self._process.pid, signal.SIGKILL)
         self._writer.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_EXIT_LIMIT_S):
-                await self._process.wait()
+        await self._end()
 
     async def _receive(self, limit_s: float, what: str) -> dict[str, Any]:
         try:
@@ -108,3 +111,25 @@ class ToolProcess:
         except (asyncio.IncompleteReadError, ConnectionError):
             raise ToolError(f"the process of {what} died") from None
         return message
+
+
+async def start_module(module: str, channel: socket.socket, tools: Sequence[ToolConfig]) -> asyncio.subprocess.Process:
+    """Run ``python -m MODULE FD PARENT TOOLS`` in a group of its own. Raises OSError where no process starts."""
+    configs = json.dumps([tool.model_dump(mode="json") for tool in tools])
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", module, str(channel.fileno()), str(os.getpid()), configs),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=2,  # prints of user code belong to the log
+        pass_fds=(channel.fileno(),),
+        start_new_session=True,  # so that killing it also kills what user code started
+    )
+
+
+async def kill_group(process: asyncio.subprocess.Process) -> None:
+    """SIGKILL a process and everything it started; returns when it is gone."""
+    with contextlib.suppress(ProcessLookupError):  # it died a moment ago and left nobody behind
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_EXIT_LIMIT_S):
+            await process.wait()

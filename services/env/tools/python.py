@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.services.env.tools.base import CallError
-from penstock.shared.config.environment import PythonTool
+from penstock.shared.config.tools import PythonTool
 from penstock.shared.errors import SandboxError, ToolError
 from penstock.shared.sandbox.plan import Job
 from penstock.shared.sandbox.sandbox import Sandbox
@@ -22,7 +22,7 @@ except Exception as error:
     print(f"line {{lines[-1]}}: " * bool(lines) + "".join(traceback.format_exception_only(error)).strip())
     sys.exit(1)
 """
-"""A sandbox shows nothing of an exception, but a policy learns from it."""
+"""A sandbox shows nothing of an exception, but a policy learns from it: from whatever its program raises."""
 
 
 class Python:

@@ -7,12 +7,14 @@ from typing import Any
 
 from penstock.services.reward.scorers.base import Closable, Described, GroupScorer, Scorer
 from penstock.services.reward.scorers.code import Code
+from penstock.services.reward.scorers.environment import Environment
 from penstock.services.reward.scorers.exact import Exact
 from penstock.services.reward.scorers.format import Format
 from penstock.services.reward.scorers.function import Function
 from penstock.services.reward.scorers.math import Math
 from penstock.shared.config.scorers import (
     CodeScorer,
+    EnvironmentScorer,
     ExactScorer,
     FormatScorer,
     FunctionScorer,
@@ -27,6 +29,7 @@ from penstock.shared.config.scorers import (
 __all__ = ["Closable", "Described", "GroupScorer", "Scorer", "open_scorer"]
 
 _TYPES: dict[type, Callable[[Any], Scorer | GroupScorer]] = {
+    EnvironmentScorer: Environment,
     ExactScorer: Exact,
     FormatScorer: Format,
     FunctionScorer: Function,

@@ -33,7 +33,7 @@ def _penstock_grade(sample, item):
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:300]}
 """
-"""Put after the program, to tell what it raised."""
+"""Put after the program, to tell what it raised: anything may come out of a grader of a user."""
 
 
 class GradingError(ScoringError):

@@ -49,11 +49,14 @@ class Engine(Protocol):
         """State for people and probes. Raises ``Unavailable`` where the engine cannot serve any more."""
         ...
 
-    async def generate(self, request: GenRequest, on_token: Listener | None = None) -> GenResult:
+    async def generate(
+        self, request: GenRequest, on_token: Listener | None = None, *, on_start: Callable[[], None] | None = None
+    ) -> GenResult:
         """Complete a prompt ``request.n`` times. Cancelling the awaiting task frees the slots.
 
         A request is held while the engine is paused or updated in place. ``on_token`` is given every token but the one
-        that ends a sample, in order, before the result, which has them all.
+        that ends a sample, in order, before the result, which has them all. ``on_start`` is called once, on the event
+        loop, when the first completion leaves the queue and joins the batch.
 
         Raises:
             ConfigError: the request cannot be served by this engine (empty prompt, too long, unknown token).

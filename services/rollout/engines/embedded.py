@@ -129,12 +129,14 @@ class EmbeddedEngine:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: GenRequest, on_token: Listener | None = None) -> GenResult:
+    async def generate(
+        self, request: GenRequest, on_token: Listener | None = None, *, on_start: Callable[[], None] | None = None
+    ) -> GenResult:
         """Complete a prompt; see ``Engine.generate``."""
         self._check(request)
         own = set(request.sampling.stop_token_ids)
         stop_ids = own if request.sampling.ignore_eos else own.union(self.stop_ids)
-        serial, answer = self._requests.open(request, tuple(sorted(stop_ids)), on_token)
+        serial, answer = self._requests.open(request, tuple(sorted(stop_ids)), on_token, on_start)
         self._notify(interrupt=self.running < self._max_running)
         try:
             return await answer

@@ -23,6 +23,7 @@ class _Request:
     answer: asyncio.Future[GenResult]
     samples: list[Sample | None]
     on_token: Listener | None
+    on_start: Callable[[], None] | None
     started: bool = False
 
 
@@ -52,7 +53,11 @@ class Requests:
         return {self._serial_of[request_id] for request_id in request_ids if request_id in self._serial_of}
 
     def open(
-        self, request: GenRequest, stop_ids: tuple[int, ...], on_token: Listener | None = None
+        self,
+        request: GenRequest,
+        stop_ids: tuple[int, ...],
+        on_token: Listener | None = None,
+        on_start: Callable[[], None] | None = None,
     ) -> tuple[int, asyncio.Future[GenResult]]:
         """Queue the completions of a request; returns its serial number and the future answer.
 
@@ -66,7 +71,7 @@ class Requests:
         base = secrets.randbits(62) if seed is None else seed
         answer: asyncio.Future[GenResult] = asyncio.get_running_loop().create_future()
         self._serial_of[request.request_id] = serial
-        self._open[serial] = _Request(request.request_id, answer, [None] * request.n, on_token)
+        self._open[serial] = _Request(request.request_id, answer, [None] * request.n, on_token, on_start)
         prompt_ids, session = tuple(request.prompt_ids), request.session if request.n == 1 else ""
         self._queue.extend(
             Completion(
@@ -86,7 +91,10 @@ class Requests:
         else:
             chosen = [self._queue.popleft() for _ in range(min(room, len(self._queue)))]
         for completion in chosen:
-            self._open[completion.request].started = True
+            request = self._open[completion.request]
+            if not request.started and request.on_start is not None:
+                request.on_start()
+            request.started = True
         return chosen
 
     def tell(self, tokens: Iterable[tuple[int, Token]]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from penstock.services.rollout.serving.text import TextStream, ToolCalls
+from penstock.services.rollout.text_stream import TextStream, ToolCalls
 from penstock.shared.protocol.generation import Likely, Sample, Sampling, Scores, Span, Token
 from penstock.shared.protocol.ids import derive_seed
 from penstock.shared.protocol.inference import Begun, Chunk, InferenceRequest, ToolCall

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from transformers import PreTrainedTokenizerFast
 
 from penstock.services.rollout.engines import Engine
-from penstock.services.rollout.serving.rendering import Renderer
-from penstock.services.rollout.serving.text import CLOSE, OPEN
+from penstock.services.rollout.rendering import Renderer
+from penstock.services.rollout.text_stream import CLOSE, OPEN
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.reading import ReadReply, ReadRequest
@@ -46,13 +46,14 @@ class Reader:
             return ReadReply(flaw="not_readable")
         if token_ids is None:
             return ReadReply(flaw="not_encodable")
-        if not prompt_ids or not token_ids:
-            return ReadReply(flaw="no_tokens")
-        if len(prompt_ids) + len(token_ids) > self._engine.max_length:
-            return ReadReply(flaw="completion_too_long")
-        if not all(0 <= token < len(self._tokenizer) for token in (*prompt_ids, *token_ids)):
-            return ReadReply(flaw="unknown_tokens")
-        return ReadReply(prompt_ids=prompt_ids, token_ids=token_ids)
+        checks = {
+            "other_tokenizer": request.template not in ("", self._renderer.digest),
+            "no_tokens": not prompt_ids or not token_ids,
+            "completion_too_long": len(prompt_ids) + len(token_ids) > self._engine.max_length,
+            "unknown_tokens": not all(0 <= token < len(self._tokenizer) for token in (*prompt_ids, *token_ids)),
+        }
+        flaw = next((name for name, found in checks.items() if found), "")
+        return ReadReply(flaw=flaw) if flaw else ReadReply(prompt_ids=prompt_ids, token_ids=token_ids)
 
     def _answer(self, message: dict[str, Any]) -> list[int] | None:
         """Tokens that the policy should have sampled for a message; None where they do not say the same text."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from penstock.shared.errors import Conflict, PenstockError
+from penstock.services.rollout.serving.redaction import RecordRedactor
+from penstock.shared.errors import Conflict, DataError, PenstockError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import MAX_INLINE_BYTES, pack
 from penstock.shared.protocol.interaction import EPISODE_HEADER, Interaction
@@ -25,15 +26,15 @@ RECORDED = metrics.counter("interactions", "Interactions of live requests, durab
 
 
 class Recorder:
-    """Coalesces interactions of one job. ``run`` sends until cancelled."""
+    """Coalesces interactions of one job. ``run`` sends until cancelled. ``redactor``: what must not be stored."""
 
-    def __init__(self, bus: Bus, job: str) -> None:
-        self._bus, self._job = bus, job
+    def __init__(self, bus: Bus, job: str, redactor: RecordRedactor | None = None) -> None:
+        self._bus, self._job, self._redactor = bus, job, redactor
         self._queue: asyncio.Queue[tuple[Outgoing, asyncio.Future[bool]]] = asyncio.Queue(maxsize=4096)
 
     async def record(self, interaction: Interaction) -> bool:
         """Whether the interaction is durable now. Serving goes on without a record; it is counted and logged."""
-        outgoing = self._outgoing(interaction, interaction.id)
+        outgoing = await self._outgoing(interaction, interaction.id)
         if outgoing is None:
             return _counted(False)
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -46,7 +47,7 @@ class Recorder:
         Where it is not, another worker completes the answer: that record is no repetition of this one, and this one
         never follows it.
         """
-        outgoing = self._outgoing(interaction, f"{interaction.id}/cut")
+        outgoing = await self._outgoing(interaction, f"{interaction.id}/cut")
         if outgoing is None:
             return _counted(False)
         try:
@@ -61,8 +62,14 @@ class Recorder:
             return _counted(False)
         return _counted(True)
 
-    def _outgoing(self, interaction: Interaction, msg_id: str) -> Outgoing | None:
-        """The message of a record; None where it is too long for one."""
+    async def _outgoing(self, interaction: Interaction, msg_id: str) -> Outgoing | None:
+        """The message of a record; None where it is too long for one, or nobody can tell what must not be in it."""
+        if self._redactor is not None:
+            try:
+                interaction = await asyncio.to_thread(self._redactor.redact, interaction)
+            except DataError as error:
+                logger.error("interaction %s is not recorded: %s", interaction.id, error)
+                return None
         data = pack(interaction, job=self._job, id=interaction.id)
         if len(data) > MAX_INLINE_BYTES:
             logger.error("interaction %s has %d bytes, too many for a record", interaction.id, len(data))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from penstock.shared.config.sampling import SamplingConfig
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.generation import Sampling
 from penstock.shared.protocol.inference import ClientSampling
 
-__all__ = ["NOT_REPLAYABLE", "replayable", "sampling_for"]
+__all__ = ["NOT_REPLAYABLE", "as_trained", "replayable", "sampling_for"]
 
 NOT_REPLAYABLE = "sampling_not_replayable"
 
@@ -40,6 +42,17 @@ def sampling_for(config: SamplingConfig, client: ClientSampling, *, num_prompt: 
         ignore_eos=client.ignore_eos,
         seed=client.seed,
     )
+
+
+def as_trained(client: ClientSampling) -> ClientSampling:
+    """The client's wishes without those that would keep the trainer from repeating what was sampled.
+
+    Its temperature is the job's already: the gateway says it, for workers that go on with an answer need the same one.
+    """
+    return replace(
+        client, top_p=None, top_k=None, min_new_tokens=None, frequency_penalty=0.0,
+        presence_penalty=0.0, logit_bias=[],
+    )  # fmt: skip
 
 
 def replayable(sampling: Sampling, config: SamplingConfig) -> bool:

@@ -13,14 +13,17 @@ from typing import Any
 from msgspec.structs import replace
 from transformers import PreTrainedTokenizerFast
 
+from penstock.services.rollout.candidate import Candidate
 from penstock.services.rollout.engines import Engine
+from penstock.services.rollout.rendering import Renderer
 from penstock.services.rollout.serving.choice import Choice
 from penstock.services.rollout.serving.outbox import Outbox
 from penstock.services.rollout.serving.presence import Presence
 from penstock.services.rollout.serving.reading import Reader
 from penstock.services.rollout.serving.recorder import Recorder
-from penstock.services.rollout.serving.rendering import Renderer
-from penstock.services.rollout.serving.sampling import NOT_REPLAYABLE, replayable, sampling_for
+from penstock.services.rollout.serving.redaction import RecordRedactor
+from penstock.services.rollout.serving.sampling import NOT_REPLAYABLE, as_trained, replayable, sampling_for
+from penstock.shared.config.redaction import RedactionConfig
 from penstock.shared.config.sampling import SamplingConfig
 from penstock.shared.errors import PenstockError, ProtocolError, Unavailable, WeightsError
 from penstock.shared.protocol import subjects
@@ -34,6 +37,8 @@ from penstock.shared.protocol.inference import (
     InferenceRequest,
     Present,
 )
+from penstock.shared.protocol.interaction import CANARY, NOT_COMPARED
+from penstock.shared.runtime import metrics
 from penstock.shared.runtime.tasks import unexpected
 from penstock.shared.transport.bus import Bus
 
@@ -46,11 +51,19 @@ WAITING_PER_SLOT = 4
 """Choices in hand for each sequence that the engine decodes at once; beyond, requests are refused."""
 RETRY_S = 0.1
 
+TRIALS = metrics.counter(
+    "canary_answers", "Answers to conversations of a version on trial, by who wrote them.", ("by",)
+)
+
 
 @dataclass(eq=False)
 class _Live:
     request: InferenceRequest
     choices: list[Choice]
+    sampling: SamplingConfig
+    """How the job sampled when it was taken."""
+    engine: Engine
+    """What writes the answer: that of the version on trial, or that of the one served."""
     task: asyncio.Task[None] | None = None
     gone: bool = False
     """The client went away."""
@@ -68,6 +81,9 @@ class InferenceServer:
         max_running: sequences that the engine decodes at once.
         version: the policy version that the engine serves.
         hold_s: how long a request waits for an engine that was interrupted.
+        forced_sampling: sample as the job says, whatever clients ask for.
+        redaction: what must not be stored of requests and answers.
+        candidate: the engine that has the version on trial, when there is one.
     """
 
     bus: Bus
@@ -80,11 +96,16 @@ class InferenceServer:
     version: Callable[[], int]
     hold_s: float
     template_args: dict[str, Any] = field(default_factory=dict)
+    forced_sampling: bool = False
+    redaction: RedactionConfig | None = None
+    candidate: Candidate | None = None
 
     def __post_init__(self) -> None:
         self.id = f"{self.worker_id}.{secrets.token_hex(4)}"
-        self._recorder, self._outbox = Recorder(self.bus, self.job), Outbox(self.bus, self.id)
         self._backend: Any = self.tokenizer.backend_tokenizer
+        wanted = self.redaction
+        redactor = None if wanted is None else RecordRedactor(wanted, self.tokenizer, self._spell)
+        self._recorder, self._outbox = Recorder(self.bus, self.job, redactor), Outbox(self.bus, self.id)
         self._texts: dict[int, str] = {}
         """Of single tokens."""
         self._live: dict[str, _Live] = {}
@@ -130,6 +151,10 @@ class InferenceServer:
                 self._outbox.close(live.request.gateway, live.request.id, stops)
             await self._outbox.flush()
 
+    def amend(self, sampling: SamplingConfig) -> None:
+        """How the job samples from now on; requests in hand keep what they were taken with."""
+        self.sampling = sampling
+
     def drain(self) -> None:
         """Take no more requests; ``run`` returns when those in hand are answered."""
         self._leaving.set()
@@ -150,28 +175,45 @@ class InferenceServer:
             prompts = await asyncio.to_thread(self._renderer.prompts, request)
             live = self._open(request, prompts)
         prompt_ids = [choice.prompt_ids for choice in live.choices[:: request.n]]
-        reply = InferenceReply(worker=self.id, accepted=True, version=self.version(), prompt_ids=prompt_ids)
+        version = self.version() if live.engine is self.engine else request.canary
+        reply = InferenceReply(worker=self.id, accepted=True, version=version, prompt_ids=prompt_ids)
         return pack(reply, job=self.job)
 
     def _open(self, request: InferenceRequest, prompts: list[list[int]]) -> _Live:
         if len(request.ids) != len(prompts) * request.n:
             raise ProtocolError(f"{len(request.ids)} ids for {request.n} choices of {len(prompts)} prompts")
         stop = frozenset({*self.sampling.stop_token_ids, *request.sampling.stop_token_ids, *self.engine.stop_ids})
+        asked = as_trained(request.sampling) if self.forced_sampling else request.sampling
         choices = []
         for index in range(len(request.ids)):
             prompt_ids = prompts[index // request.n]
-            sampling = sampling_for(
-                self.sampling, request.sampling, num_prompt=len(prompt_ids), max_length=self.engine.max_length
-            )
+            sampling = sampling_for(self.sampling, asked, num_prompt=len(prompt_ids), max_length=self.engine.max_length)
             sampling = replace(sampling, seed=request.sampling.seed + index)
             choices.append(Choice(request, index, prompt_ids, sampling, stop, self._decode, self._spell))
             if index in request.begun:
                 choices[-1].resume(request.begun[index])
-        live = self._live[request.id] = _Live(request, choices)
+        live = self._live[request.id] = _Live(request, choices, self.sampling, self._engine_for(request))
         self._idle.clear()
         self._outbox.open(request.gateway, request.id)
         live.task = asyncio.create_task(self._serve(live), name=f"inference {request.id}")
         return live
+
+    def _engine_for(self, request: InferenceRequest) -> Engine:
+        """Who has the version that is to answer; where nobody here does, the one that is served answers."""
+        if request.canary < 0:
+            return self.engine
+        candidate = self.candidate
+        is_here = candidate is not None and candidate.serves(request.canary)
+        TRIALS.labels("candidate" if is_here else "served").inc()
+        return candidate.engine if candidate is not None and is_here else self.engine
+
+    async def leave_candidate(self) -> None:
+        """The candidate's engine takes in another version: its answers are gone on with by the version served."""
+        moved = [live for live in self._live.values() if live.engine is not self.engine]
+        for live in moved:
+            live.engine = self.engine
+        if self.candidate is not None and moved:
+            await self.candidate.engine.abort([choice.engine_id for live in moved for choice in live.choices])
 
     def _decode(self, token_ids: list[int]) -> str:
         """Called for each token of each stream: the wrapper around the tokenizer would cost more than its work."""
@@ -215,16 +257,14 @@ class InferenceServer:
         if request.echo and not choice.token_ids:
             wanted = request.logprobs >= 0
             top = max(0, request.logprobs)
-            scores = await self.engine.score(choice.prompt_ids, top_logprobs=top) if wanted else None
+            scores = await live.engine.score(choice.prompt_ids, top_logprobs=top) if wanted else None
             self._outbox.put(request.gateway, choice.echo(scores))
         reason = await self._complete(live, choice)
         finish = choice.finished(reason)
-        untrainable = request.untrainable
         cut = finish == "client_disconnected" and not live.gone
-        if live.gone or cut:
-            untrainable = "client_disconnected"
-        elif not untrainable and not replayable(choice.sampling, self.sampling):
-            untrainable = NOT_REPLAYABLE
+        untrainable = _untrainable(
+            request.untrainable, broken_off=live.gone or cut, repeatable=replayable(choice.sampling, live.sampling)
+        )
         recorded = False
         if request.store and choice.token_ids:
             record = choice.interaction(
@@ -244,9 +284,9 @@ class InferenceServer:
         while not (live.gone or live.cut):
             before = len(choice.token_ids)
             try:
-                finish = await self._generate(live.request, choice)
+                finish = await self._generate(live, choice)
             except (WeightsError, Unavailable) as error:
-                why = str(error)
+                why, live.engine = str(error), self.engine
             else:
                 if finish:
                     return finish
@@ -261,8 +301,9 @@ class InferenceServer:
                 await asyncio.sleep(RETRY_S)
         return "client_disconnected"
 
-    async def _generate(self, request: InferenceRequest, choice: Choice) -> str:
+    async def _generate(self, live: _Live, choice: Choice) -> str:
         """One engine request for what is left of a choice; why the choice ended, '' where it was interrupted."""
+        request, engine = live.request, live.engine
         prompt_ids, sampling = choice.rest()
         before = len(choice.token_ids)
         if choice.ended or sampling.max_new_tokens < 1:
@@ -273,13 +314,13 @@ class InferenceServer:
                 return
             self._outbox.put(request.gateway, choice.push(token))
             if choice.ended:
-                self._abort([choice.engine_id])
+                self._abort(engine, [choice.engine_id])
 
         wanted = GenRequest(
             request_id=choice.engine_id, prompt_ids=prompt_ids, sampling=sampling,
             top_logprobs=max(0, request.logprobs),
         )  # fmt: skip
-        sample = (await self.engine.generate(wanted, push if request.stream or choice.pauses else None)).samples[0]
+        sample = (await engine.generate(wanted, push if request.stream or choice.pauses else None)).samples[0]
         if choice.ended:
             return "stop"
         choice.take(sample, before)
@@ -303,10 +344,10 @@ class InferenceServer:
 
     def _break_off(self, live: _Live) -> None:
         """Nobody waits for the answer any more: what there is of it is recorded."""
-        self._abort([choice.engine_id for choice in live.choices])
+        self._abort(live.engine, [choice.engine_id for choice in live.choices])
 
-    def _abort(self, engine_ids: list[str]) -> None:
-        task = asyncio.create_task(self.engine.abort(engine_ids), name=f"abort {engine_ids[0]}")
+    def _abort(self, engine: Engine, engine_ids: list[str]) -> None:
+        task = asyncio.create_task(engine.abort(engine_ids), name=f"abort {engine_ids[0]}")
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
@@ -330,6 +371,15 @@ class InferenceServer:
                     logger.warning("request %s: its gateway %s is gone", live.request.id, live.request.gateway)
                     live.cut = True
                     self._break_off(live)
+
+
+def _untrainable(asked: str, *, broken_off: bool, repeatable: bool) -> str:
+    """Why an answer may not be trained on: what its request says (``asked``), and how it came to be."""
+    if asked == CANARY:
+        return NOT_COMPARED if broken_off or not repeatable else CANARY
+    if broken_off:
+        return "client_disconnected"
+    return asked if asked or repeatable else NOT_REPLAYABLE
 
 
 def _failure(request: str, error: BaseException) -> Failure:

@@ -94,7 +94,8 @@ class Backend(Protocol):
     """Holds one trained model, differentiates it and steps it. Gradients add up from one step to the next.
 
     On several ranks every method is a collective: all ranks call the same methods in the same order, as often as each
-    other. Gradients are sums over ranks, never means: denominators already count the whole batch.
+    other. Gradients are sums over ranks, never means: denominators already count the whole batch. Log-probs are of
+    logits / temperature, that of each token's row.
     """
 
     @property
@@ -109,7 +110,6 @@ class Backend(Protocol):
         microbatch: Microbatch | None,
         loss: LossFunction,
         *,
-        temperature: float,
         entropy: bool = False,
         kl: bool = False,
     ) -> None:
@@ -117,14 +117,13 @@ class Backend(Protocol):
 
         Args:
             microbatch: None where this rank has no more: it takes part in the collectives, ``loss`` is not called.
-            temperature: log-probs are of logits / temperature; a critic ignores it.
             entropy, kl: which further scores ``loss`` needs (policy only; ``kl`` needs a reference).
         """
 
-    def score(self, microbatch: Microbatch | None, *, temperature: float) -> Tensor:
+    def score(self, microbatch: Microbatch | None) -> Tensor:
         """Log-probs (policy) or values (critic) of the scored tokens, float32 [M], without gradient; None: [0]."""
 
-    def reference_logprobs(self, microbatch: Microbatch | None, *, temperature: float) -> Tensor:
+    def reference_logprobs(self, microbatch: Microbatch | None) -> Tensor:
         """As ``score``, under the frozen reference policy."""
 
     def step(self, learning_rate: float) -> float:

@@ -29,11 +29,11 @@ class FrozenModel:
         return layout_of_module(self._model)
 
     @torch.no_grad()
-    def score(self, microbatch: Microbatch | None, *, temperature: float) -> Tensor:
+    def score(self, microbatch: Microbatch | None) -> Tensor:
         """See ``Teacher``."""
         if microbatch is None:
             return torch.empty(0, device=self._device)
-        return score_tensors(self._model, microbatch.to(self._device), role="policy", temperature=temperature)[0]
+        return score_tensors(self._model, microbatch.to(self._device), role="policy")[0]
 
 
 def layout_of_module(model: PreTrainedModel) -> TensorLayout:

@@ -84,7 +84,6 @@ class LocalBackend:
         microbatch: Microbatch | None,
         loss: LossFunction,
         *,
-        temperature: float,
         entropy: bool = False,
         kl: bool = False,
     ) -> None:
@@ -94,7 +93,7 @@ class LocalBackend:
         batch = microbatch.to(self._device)
         load = RouterLoad() if self.routers is not None else None
         with self._stopwatch.measure("forward"):
-            value = loss(self._scores(batch, Routes(batch.experts_TNK, load), temperature, entropy=entropy, kl=kl))
+            value = loss(self._scores(batch, Routes(batch.experts_TNK, load), entropy=entropy, kl=kl))
             if self.routers is not None and load is not None:
                 self.routers.watch(load)
                 value = value + self.routers.penalty(load)
@@ -115,19 +114,19 @@ class LocalBackend:
             hidden_states(self._model, microbatch.tokens.to(self._device), Routes(load=load))
         self.routers.count(load.chosen)
 
-    def score(self, microbatch: Microbatch | None, *, temperature: float) -> Tensor:
+    def score(self, microbatch: Microbatch | None) -> Tensor:
         """See ``Backend``."""
-        return self._score_by(self._model, microbatch, temperature, replay=True)
+        return self._score_by(self._model, microbatch, replay=True)
 
     def step(self, learning_rate: float) -> float:
         """See ``Backend``."""
         with self._stopwatch.measure("optimizer"):
             return self._optimizer.step(learning_rate)
 
-    def reference_logprobs(self, microbatch: Microbatch | None, *, temperature: float) -> Tensor:
+    def reference_logprobs(self, microbatch: Microbatch | None) -> Tensor:
         """See ``Backend``."""
         assert self._reference is not None, "built without keep_reference"
-        return self._score_by(self._reference, microbatch, temperature)
+        return self._score_by(self._reference, microbatch)
 
     def freeze_reference(self) -> None:
         """See ``Backend``. Does nothing without a reference."""
@@ -207,27 +206,24 @@ class LocalBackend:
         self._parameters.base_loaded()
         set_random_state(state.rng, self._device)
 
-    def _scores(self, batch: Microbatch, routes: Routes, temperature: float, *, entropy: bool, kl: bool) -> Scores:
+    def _scores(self, batch: Microbatch, routes: Routes, *, entropy: bool, kl: bool) -> Scores:
         reference = None
         if kl:
             assert self._reference is not None, "built without keep_reference"
             reference = self._reference
         tensors = score_tensors(
-            self._model, batch, role=self._role, temperature=temperature, entropy=entropy, reference=reference,
-            routes=routes,
-        )  # fmt: skip
+            self._model, batch, role=self._role, entropy=entropy, reference=reference, routes=routes
+        )
         return Scores(*tensors)
 
     @torch.no_grad()
-    def _score_by(
-        self, model: PreTrainedModel, microbatch: Microbatch | None, temperature: float, *, replay: bool = False
-    ) -> Tensor:
+    def _score_by(self, model: PreTrainedModel, microbatch: Microbatch | None, *, replay: bool = False) -> Tensor:
         if microbatch is None:
             return torch.empty(0, device=self._device)
         batch = microbatch.to(self._device)
         routes = Routes(batch.experts_TNK) if replay else None
         with self._stopwatch.measure("forward"):
-            return score_tensors(model, batch, role=self._role, temperature=temperature, routes=routes)[0]
+            return score_tensors(model, batch, role=self._role, routes=routes)[0]
 
 
 def open_local(config: JobConfig, role: Role, device: str) -> LocalBackend:

@@ -26,12 +26,13 @@ def score_tensors(
     batch: Microbatch,
     *,
     role: Role,
-    temperature: float,
     entropy: bool = False,
     reference: PreTrainedModel | None = None,
     routes: Routes | None = None,
 ) -> ScoreTensors:
     """Log-probs of a policy or values of a critic, by ``role``; ``batch`` is on the device of ``model``.
+
+    Log-probs are of logits / temperature, that of each token's row.
 
     Args:
         reference: give the exact divergence from it, too, and the entropy.
@@ -41,5 +42,5 @@ def score_tensors(
         return selected_values(model, batch.tokens, batch.select_M), None, None
     at = (batch.tokens, batch.select_M, batch.targets_M)
     if reference is not None:
-        return exact_scores(model, reference, *at, temperature=temperature, routes=routes)
-    return *selected_logprobs(model, *at, temperature=temperature, entropy=entropy, routes=routes), None
+        return exact_scores(model, reference, *at, temperature=batch.temperature, routes=routes)
+    return *selected_logprobs(model, *at, temperature=batch.temperature, entropy=entropy, routes=routes), None

@@ -49,7 +49,7 @@ class CriticSteps:
     def step(self, minibatch: Minibatch) -> float:
         """One optimizer step; returns the gradient's norm."""
         for microbatch in minibatch.microbatches:
-            self._backend.accumulate(microbatch, self._loss_of(microbatch, minibatch.num_tokens), temperature=1.0)
+            self._backend.accumulate(microbatch, self._loss_of(microbatch, minibatch.num_tokens))
         self.grad_norms.append(self._backend.step(self.rate))
         return self.grad_norms[-1]
 

@@ -1,7 +1,7 @@
 """The share of data that may not be used on-policy in one update: answers to imitate, and answers to prefer.
 
 Each loss has denominators of its own, over the minibatch on all ranks: ``coef · mean over tokens of -log pi`` and
-``coef · mean over pairs of strength · dpo``. Log-probs are those of the policy loss, of logits / temperature.
+``coef · mean over pairs of strength · dpo``. Log-probs are of logits / temperature, that of each group.
 
 Shape legend: M = scored tokens of a microbatch, S = its sequences, P = its pairs.
 """
@@ -46,7 +46,6 @@ class OffPolicySteps:
     ) -> None:
         assert config.off_policy is not None
         self._config, self._backend, self._collective = config.off_policy, backend, collective
-        self._temperature = config.sampling.temperature
         supervised, preference = shard.of("supervised"), shard.of("preference")
         self._counts = {"supervised": supervised.num_groups, "preference": preference.num_groups}
         answers, pairs = _columns([supervised.groups, preference.groups], collective)
@@ -61,7 +60,7 @@ class OffPolicySteps:
         self._strength_S = torch.from_numpy(pairs.rewards_B)
         self._reference_S = torch.zeros(len(pairs.group_B))
         for microbatch in (one for part in self._pairs for one in part.microbatches):
-            logprobs_M = backend.reference_logprobs(microbatch, temperature=self._temperature)
+            logprobs_M = backend.reference_logprobs(microbatch)
             if microbatch is not None:
                 rows_S, local_M = _rows_of(microbatch)
                 self._reference_S[rows_S] = self._whole(logprobs_M.float().cpu(), local_M, len(rows_S))
@@ -87,7 +86,7 @@ class OffPolicySteps:
         parts = {"supervised": self._answers[index], "preference": self._pairs[index]}
         self._steps.update(["all", *(name for name, part in parts.items() if part.denominator)])
         for microbatch, loss in self._losses(index):
-            self._backend.accumulate(microbatch, loss, temperature=self._temperature)
+            self._backend.accumulate(microbatch, loss)
 
     def report(self) -> dict[str, float]:
         """Over all ranks: each loss, without coefficient, in the mean over the steps that had it; their sum, with it.

@@ -189,8 +189,9 @@ class OnPolicyRule:
         advantages_N = credit.advantages
         if not credit.per_token:
             advantages_N = torch.repeat_interleave(advantages_N, torch.from_numpy(batch.facts.scored_B))
-        if batch.facts.assumed_B.any():
-            weight_B = np.where(batch.facts.assumed_B, np.float32(self._config.assumed_weight), np.float32(1))
+        weight_B = batch.facts.weight_G[batch.facts.group_B]
+        weight_B = weight_B * np.where(batch.facts.assumed_B, np.float32(self._config.assumed_weight), np.float32(1))
+        if (weight_B != 1).any():
             advantages_N = advantages_N * torch.from_numpy(np.repeat(weight_B, batch.facts.scored_B))
         columns = TokenColumns(
             advantages_L=batch.facts.own_tokens(advantages_N, len(batch.columns.logprobs)),

@@ -43,7 +43,7 @@ class PolicySteps:
     def __init__(
         self, config: JobConfig, backend: Backend, recipe: Recipe, columns: TokenColumns, *, rate: float, kl_coef: float
     ) -> None:
-        self._algorithm, self._temperature = config.algorithm, config.sampling.temperature
+        self._algorithm = config.algorithm
         self._horizon = config.sampling.max_new_tokens
         self._backend, self._recipe, self._columns = backend, recipe, columns
         self.rate, self._kl_coef = rate, kl_coef
@@ -66,7 +66,6 @@ class PolicySteps:
             self._backend.accumulate(
                 microbatch,
                 self._loss_of(microbatch, minibatch),
-                temperature=self._temperature,
                 entropy=self._algorithm.entropy_coef != 0,
                 kl=self._estimator == "full",
             )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -155,8 +154,7 @@ def _assumed(
     """The columns with the present policy's log-probs where nobody knows the sampler: the ratio begins at 1."""
     nobody_B = np.zeros(len(facts.group_B), np.bool_)
     parts = cut(config, columns, facts, collective, skip_B=~facts.assumed_B, excluded_B=nobody_B)
-    score = partial(policy.score, temperature=config.sampling.temperature)
-    scored_L = _score_tokens(score, parts, len(columns.logprobs)).numpy()
+    scored_L = _score_tokens(policy.score, parts, len(columns.logprobs)).numpy()
     rows = np.flatnonzero(columns.assumed_B)
     logprobs, places = columns.logprobs.copy(), concatenated_ranges(columns.start_B[rows], columns.length_B[rows])
     logprobs[places] = scored_L[places]
@@ -165,17 +163,17 @@ def _assumed(
 
 def _passes(config: JobConfig, models: Mapping[Role, Backend], teacher: Teacher | None) -> list[Pass]:
     """The passes without gradient that a job needs."""
-    policy, temperature, algorithm = models["policy"], config.sampling.temperature, config.algorithm
+    policy, algorithm = models["policy"], config.algorithm
     several_steps = config.train.epochs * config.train.minibatches > 1
     passes: list[Pass] = []
     if algorithm.kl is not None and algorithm.kl.estimator != "full":
-        passes.append(("reference", "policy", partial(policy.reference_logprobs, temperature=temperature)))
+        passes.append(("reference", "policy", policy.reference_logprobs))
     if algorithm.proximal == "recomputed" and (several_steps or _kl_in_reward(config) or teacher is not None):
-        passes.append(("proximal", "policy", partial(policy.score, temperature=temperature)))
+        passes.append(("proximal", "policy", policy.score))
     if "critic" in models:
-        passes.append(("values", "critic", partial(models["critic"].score, temperature=1.0)))
+        passes.append(("values", "critic", models["critic"].score))
     if teacher is not None:
-        passes.append(("teacher", None, partial(teacher.score, temperature=temperature)))
+        passes.append(("teacher", None, teacher.score))
     return passes
 
 

@@ -18,6 +18,7 @@ from penstock.cli import (
     letters,
     machine,
     quarantine,
+    users,
     views,
     watching,
     webhooks,
@@ -73,6 +74,7 @@ app.add_typer(letters.app)
 app.add_typer(files.app)
 app.add_typer(webhooks.app)
 app.add_typer(quarantine.app)
+app.add_typer(users.app)
 
 
 def main() -> None:

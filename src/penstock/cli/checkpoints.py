@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli.exits import Commands
-from penstock.cli.printing import Job, Json, ago, console, note, number, show_json, table
+from penstock.cli.printing import Job, Json, ago, console, note, number, show_done, show_json, table
 from penstock.client import Client
 from penstock.shared.errors import NotFound
 
@@ -82,14 +82,16 @@ def save(
 
 @app.command()
 def rm(
-    job: Job, which: Annotated[str, typer.Argument(metavar="WHICH", help="Number, initial, best, newest, final.")]
+    job: Job,
+    which: Annotated[str, typer.Argument(metavar="WHICH", help="Number, initial, best, newest, final.")],
+    as_json: Json = False,
 ) -> None:
     """Delete the files of a checkpoint; while the job runs not those of the initial, the best and the newest one."""
     with Client() as client:
         record = client.find(job)
         row = choose(client.checkpoints(record.id), which)
         client.delete_checkpoint(record.id, row["number"])
-    note(f"checkpoint {row['number']} of {record.id} is deleted")
+    show_done(f"checkpoint {row['number']} of {record.id} is deleted", {**row, "available": False}, as_json)
 
 
 @app.command()
@@ -97,13 +99,14 @@ def promote(
     job: Job,
     version: Annotated[int | None, typer.Argument(metavar="[VERSION]", min=0, help="Default: the newest.")] = None,
     timeout: Annotated[float, typer.Option(min=0, help="Give up after this many seconds.")] = 120,
+    as_json: Json = False,
 ) -> None:
     """Serve the newest version whatever was measured of it; needs the scope admin."""
     with Client() as client:
         record = client.find(job)
         wanted = record.status.policy_version if version is None else version
-        client.versions.promote(record.id, wanted, timeout_s=timeout)
-    note(f"version {wanted} of {record.id} is served")
+        made = client.versions.promote(record.id, wanted, timeout_s=timeout)
+    show_done(f"version {wanted} of {record.id} is served", {**made, "version": wanted}, as_json)
 
 
 @app.command()
@@ -111,13 +114,15 @@ def rollback(
     job: Job,
     which: Annotated[str, typer.Argument(metavar="WHICH", help="Number, initial, best, newest, final.")],
     timeout: Annotated[float, typer.Option(min=0, help="Give up after this many seconds.")] = 120,
+    as_json: Json = False,
 ) -> None:
     """Give up the updates after a checkpoint and train on from it."""
     with Client() as client:
         record = client.find(job)
         row = choose(client.checkpoints(record.id), which)
         made = client.versions.roll_back(record.id, row["number"], timeout_s=timeout)
-    note(f"{record.id} goes on from checkpoint {row['number']} as version {made['version']}")
+    text = f"{record.id} goes on from checkpoint {row['number']} as version {made['version']}"
+    show_done(text, {**made, "checkpoint": row["number"]}, as_json)
 
 
 def choose(rows: list[dict[str, Any]], which: str) -> dict[str, Any]:

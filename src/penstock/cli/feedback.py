@@ -11,7 +11,7 @@ import orjson
 import typer
 
 from penstock.cli.exits import FAILED, Commands
-from penstock.cli.printing import Json, console, note, number, show_json, show_line, table
+from penstock.cli.printing import Json, console, note, number, seconds_of, show_done, show_json, show_line, table
 from penstock.client import Client
 from penstock.shared.errors import ConfigError, DataError
 
@@ -92,12 +92,32 @@ def status(id: Id, as_json: Json = False) -> None:
 
 
 @app.command()
-def retract(id: Id) -> None:
+def retract(id: Id, as_json: Json = False) -> None:
     """Take an item back; needs the scope feedback:admin."""
     with Client() as client:
         reply = client.retract_feedback(id)
     said = "was trained on already: too late" if reply["too_late"] else "is retracted"
-    note(f"feedback {reply['feedback_id']} {said}")
+    show_done(f"feedback {reply['feedback_id']} {said}", reply, as_json)
+
+
+@app.command()
+def token(
+    target: Annotated[str, typer.Argument(help="Id of the response, or of the episode (ep_...).")],
+    metric: Annotated[str, typer.Argument(help="A metric that the job declares.")],
+    expires: Annotated[str | None, typer.Option(help="Age at which it ends, like 90m or 7d; default: a day.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Make a token with which a page posts one verdict, and print it; it is shown this once."""
+    inference, episode = (None, target) if target.startswith("ep_") else (target, None)
+    with Client() as client:
+        made = client.feedback_tokens.create(
+            metric, inference=inference, episode=episode, expires_in_s=seconds_of(expires)
+        )
+    if as_json:
+        show_json(made)
+    else:
+        typer.echo(made["token"])
+        note(f"it becomes feedback {made['feedback_id']} at {made['url']}, until {made['expires_at']}")
 
 
 def _value(text: str, metric: str) -> bool | float | str:

@@ -10,7 +10,7 @@ import orjson
 import typer
 
 from penstock.cli.exits import FAILED, Commands
-from penstock.cli.printing import Json, ago, console, note, show_json, table
+from penstock.cli.printing import Json, ago, console, note, show_done, show_json, table
 from penstock.client import Client
 from penstock.shared.config.base import load_yaml
 from penstock.shared.errors import ConfigError
@@ -51,11 +51,11 @@ def ls(as_json: Json = False) -> None:
 
 
 @app.command()
-def rm(id: Id) -> None:
+def rm(id: Id, as_json: Json = False) -> None:
     """Delete a data set that no job reads."""
     with Client() as client:
         client.files.delete(id)
-    note(f"{id} is gone")
+    show_done(f"{id} is gone", {"id": id, "deleted": True}, as_json)
 
 
 def grade(

@@ -119,6 +119,7 @@ def get(job: Job, as_json: Json = False) -> None:
         ("step", _progress(record)),
         ("policy version", status.policy_version),
         *([("served version", status.served_version)] if status.served_version is not None else []),
+        *([("canary", _canary(status.canary))] if status.canary is not None else []),
         ("reward", number(status.reward)),
         ("drawn", number(status.draws.get("drawn"))),
         ("  trained", number(status.draws.get("trained"))),
@@ -202,6 +203,12 @@ def _show(record: JobRecord, as_json: bool) -> None:
 
 def _best(best: dict[str, Any]) -> str:
     return f"{best['path']} ({best['metric']} {number(best['value'])} after update {best['step']})"
+
+
+def _canary(trial: dict[str, Any]) -> str:
+    arms = (f"{trial[f'{arm}conversations']} judged, reward {number(trial[f'{arm}reward'])}" for arm in ("", "served_"))
+    its, others = arms
+    return f"{trial['version']} answers {trial['share']:.0%} ({its}; others: {others}; {trial['needed']} decide)"
 
 
 def _progress(record: JobRecord) -> str:

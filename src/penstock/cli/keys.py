@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from datetime import datetime
 from typing import Annotated
 
 import typer
 
 from penstock.cli.exits import Commands
-from penstock.cli.printing import Json, ago, console, note, show_json, table
+from penstock.cli.printing import Json, ago, console, note, seconds_of, show_done, show_json, table
 from penstock.client import Client
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.keys import SCOPES
@@ -18,16 +17,20 @@ __all__ = ["app"]
 
 app = typer.Typer(name="keys", cls=Commands, help="Make, list and revoke API keys.", no_args_is_help=True)
 
-_AGE = re.compile(r"(\d{1,6})([smhd])")
-_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-
 
 @app.command()
 def create(
+    *,
     name: Annotated[str, typer.Argument(help="For people.")],
     scopes: Annotated[str, typer.Option(help=f"Comma-separated, of: {', '.join(SCOPES)}.")],
     expires: Annotated[str | None, typer.Option(help="Age at which it ends, like 12h or 30d; default: never.")] = None,
     rate: Annotated[str | None, typer.Option(help="Its own rate limit, like 600/minute.")] = None,
+    models: Annotated[
+        str | None, typer.Option(help="Comma-separated names or ids of the only jobs that it may talk to and judge.")
+    ] = None,
+    max_weight: Annotated[
+        float | None, typer.Option(min=0, max=1, help="What its feedback counts at most; default: 1.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Make a key and print it; it is shown this once."""
@@ -36,7 +39,10 @@ def create(
     if unknown or not wanted:
         raise ConfigError(f"'{', '.join(unknown)}' is no scope; there are: {', '.join(SCOPES)}")
     with Client() as client:
-        made = client.keys.create(name, wanted, expires_in_s=_seconds(expires), rate_limit=rate)
+        made = client.keys.create(
+            name, wanted, expires_in_s=seconds_of(expires), rate_limit=rate, max_weight=max_weight,
+            models=None if models is None else [model.strip() for model in models.split(",")],
+        )  # fmt: skip
     if as_json:
         show_json(made)
     else:
@@ -60,24 +66,18 @@ def ls(as_json: Json = False) -> None:
             ago(datetime.fromisoformat(row["created_at"])),
             row["expires_at"] or "never",
             row["rate_limit"],
+            ", ".join(row["models"]) if row["models"] else "all",
         )
         for row in rows
     ]
-    console().print(table(("ID", "NAME", "MAY", "AGE#", "EXPIRES", "RATE"), shown))
+    console().print(table(("ID", "NAME", "MAY", "AGE#", "EXPIRES", "RATE", "MODELS"), shown))
 
 
 @app.command()
-def revoke(id: Annotated[str, typer.Argument(metavar="ID", help="As 'penstock keys ls' shows it.")]) -> None:
+def revoke(
+    id: Annotated[str, typer.Argument(metavar="ID", help="As 'penstock keys ls' shows it.")], as_json: Json = False
+) -> None:
     """End a key."""
     with Client() as client:
         client.keys.revoke(id)
-    note(f"key {id} is revoked")
-
-
-def _seconds(age: str | None) -> float | None:
-    if age is None:
-        return None
-    found = _AGE.fullmatch(age)
-    if found is None:
-        raise ConfigError(f"'{age}' is no age; write it like 90m, 12h or 30d")
-    return float(int(found[1]) * _UNIT_S[found[2]])
+    show_done(f"key {id} is revoked", {"id": id, "revoked": True}, as_json)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.exits import Commands
-from penstock.cli.printing import Job, Json, ago, console, note, show_json, table
+from penstock.cli.printing import Job, Json, ago, console, note, show_done, show_json, table
 from penstock.client import Client
 
 __all__ = ["app"]
@@ -56,8 +56,8 @@ def replay(job: Job, letter: Letter, as_json: Json = False) -> None:
 
 
 @app.command()
-def drop(job: Job, letter: Letter) -> None:
+def drop(job: Job, letter: Letter, as_json: Json = False) -> None:
     """Forget a dead letter."""
     with Client() as client:
         client.letters.drop(client.find(job).id, letter)
-    note(f"dead letter {letter} is dropped")
+    show_done(f"dead letter {letter} is dropped", {"id": letter, "dropped": True}, as_json)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
@@ -15,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock.shared.errors import ConfigError
+
 __all__ = [
     "Job",
     "Json",
@@ -23,6 +26,8 @@ __all__ = [
     "event_line",
     "note",
     "number",
+    "seconds_of",
+    "show_done",
     "show_json",
     "show_line",
     "sparkline",
@@ -35,6 +40,8 @@ Job = Annotated[str, typer.Argument(metavar="JOB", help="Id, unique start of an 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _STYLES = {"error": "red", "warning": "yellow"}
 _PIPE_WIDTH = 200
+_AGE = re.compile(r"(\d{1,6})([smhd])")
+_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def console() -> Console:
@@ -56,6 +63,14 @@ def show_json(value: Any) -> None:
 def show_line(value: Any) -> None:
     """One JSON object on one line."""
     typer.echo(orjson.dumps(_plain(value)).decode())
+
+
+def show_done(text: str, value: Any, as_json: bool) -> None:
+    """What a command that answers nothing has done: a remark, or as JSON."""
+    if as_json:
+        show_json(value)
+    else:
+        note(text)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
@@ -94,6 +109,16 @@ def ago(moment: datetime | None) -> str:
         if seconds >= size:
             return f"{seconds / size:.0f}{unit}"
     return f"{seconds:.0f}s"
+
+
+def seconds_of(age: str | None) -> float | None:
+    """``90m`` in seconds. Raises ConfigError."""
+    if age is None:
+        return None
+    found = _AGE.fullmatch(age)
+    if found is None:
+        raise ConfigError(f"'{age}' is no age; write it like 90m, 12h or 30d")
+    return float(int(found[1]) * _UNIT_S[found[2]])
 
 
 def sparkline(values: Sequence[float | None], width: int = 40) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.exits import Commands
-from penstock.cli.printing import Job, Json, ago, console, note, show_json, table
+from penstock.cli.printing import Job, Json, ago, console, show_done, show_json, table
 from penstock.client import Client
 
 __all__ = ["app"]
@@ -47,16 +47,16 @@ def show(job: Job, item: Item) -> None:
 
 
 @app.command()
-def release(job: Job, item: Item) -> None:
+def release(job: Job, item: Item, as_json: Json = False) -> None:
     """Let an item count."""
     with Client() as client:
-        client.quarantine.release(client.find(job).id, item)
-    note(f"feedback {item} is released")
+        verdict = client.quarantine.release(client.find(job).id, item)
+    show_done(f"feedback {item} is released", verdict, as_json)
 
 
 @app.command()
-def drop(job: Job, item: Item) -> None:
+def drop(job: Job, item: Item, as_json: Json = False) -> None:
     """Reject an item for good."""
     with Client() as client:
-        client.quarantine.drop(client.find(job).id, item)
-    note(f"feedback {item} is dropped")
+        verdict = client.quarantine.drop(client.find(job).id, item)
+    show_done(f"feedback {item} is dropped", verdict, as_json)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from penstock.cli.charts import chart
 from penstock.cli.exits import result_code
 from penstock.cli.printing import (
     Job,
@@ -30,6 +31,8 @@ __all__ = ["events", "logs", "metrics", "samples", "why", "workers"]
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on to the end of the job.")]
 _LOG_POLL_S = 1.0
+DRAWN = "reward/mean"
+"""The metric of which a curve is drawn where none is named."""
 
 
 def events(
@@ -56,13 +59,16 @@ def events(
 
 
 def metrics(
+    *,
     job: Job,
     names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Default: all, newest values.")] = None,
     last: Annotated[int, typer.Option("--last", "-n", min=1, help="Rows of the table.")] = 20,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, every update.")] = False,
+    plot: Annotated[bool, typer.Option("--plot", help="Draw a curve of each; default: of the reward.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show metrics: a summary of all of them, or a table of some."""
+    """Show metrics: a summary of all of them, a table of some, or curves."""
+    names = names or ([DRAWN] if plot else None)
     with Client() as client:
         found = client.metrics(client.find(job).id, names=",".join(names) if names else None, max_points=10_000)
     if as_json:
@@ -77,6 +83,9 @@ def metrics(
         writer = csv.writer(sys.stdout)
         writer.writerow(["step", *series])
         writer.writerows(columns)
+    elif plot:
+        for name, values in series.items():
+            typer.echo("\n".join(chart(name, found["steps"], values)))
     elif names:
         rows = [(step, *(number(value) for value in values)) for step, *values in columns[-last:]]
         console().print(table(("STEP#", *(f"{name}#" for name in series)), rows))

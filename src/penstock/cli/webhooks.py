@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.exits import FAILED, Commands
-from penstock.cli.printing import Json, ago, console, note, show_json, table
+from penstock.cli.exits import FAILED, OK, Commands
+from penstock.cli.printing import Json, ago, console, note, show_done, show_json, table
 from penstock.client import Client
 
 __all__ = ["app"]
@@ -71,35 +71,34 @@ def show(id: Id) -> None:
 
 
 @app.command()
-def test(id: Id) -> None:
+def test(id: Id, as_json: Json = False) -> None:
     """Post a test event now."""
     with Client() as client:
         found = client.webhooks.test(id)
-    if not found["delivered"]:
-        note(f"not taken: {found['error']}")
-        raise typer.Exit(FAILED)
-    note("taken")
+    taken = bool(found["delivered"])
+    show_done("taken" if taken else f"not taken: {found['error']}", found, as_json)
+    raise typer.Exit(OK if taken else FAILED)
 
 
 @app.command()
-def enable(id: Id) -> None:
+def enable(id: Id, as_json: Json = False) -> None:
     """Go on where deliveries stopped."""
     with Client() as client:
-        client.webhooks.change(id, enabled=True)
-    note(f"webhook {id} is on")
+        changed = client.webhooks.change(id, enabled=True)
+    show_done(f"webhook {id} is on", changed, as_json)
 
 
 @app.command()
-def disable(id: Id) -> None:
+def disable(id: Id, as_json: Json = False) -> None:
     """Deliver nothing until it is enabled again; events wait."""
     with Client() as client:
-        client.webhooks.change(id, enabled=False)
-    note(f"webhook {id} is off")
+        changed = client.webhooks.change(id, enabled=False)
+    show_done(f"webhook {id} is off", changed, as_json)
 
 
 @app.command()
-def rm(id: Id) -> None:
+def rm(id: Id, as_json: Json = False) -> None:
     """Forget a webhook."""
     with Client() as client:
         client.webhooks.delete(id)
-    note(f"webhook {id} is gone")
+    show_done(f"webhook {id} is gone", {"id": id, "deleted": True}, as_json)

@@ -17,6 +17,7 @@ from penstock.client.answers import base_url, body_of, default_headers, error_of
 from penstock.client.calls import Call, Goal, JobFile, Order, Records, Row, Rows
 from penstock.client.download import Download, plan_downloads
 from penstock.client.feedback import Items, Value
+from penstock.client.feedback_tokens import AsyncFeedbackTokens
 from penstock.client.files import AsyncFiles, AsyncGraders
 from penstock.client.keys import AsyncKeys
 from penstock.client.letters import AsyncLetters
@@ -24,6 +25,7 @@ from penstock.client.patience import Patience
 from penstock.client.quarantine import AsyncQuarantine
 from penstock.client.sending import complete_async
 from penstock.client.sse import EventReader
+from penstock.client.users import AsyncUsers
 from penstock.client.versions import AsyncVersions
 from penstock.client.webhooks import AsyncWebhooks
 from penstock.shared.errors import Unavailable
@@ -60,6 +62,7 @@ class AsyncClient:
         self.files, self.graders = AsyncFiles(self._send), AsyncGraders(self._send)
         self.versions = AsyncVersions(self._send)
         self.quarantine = AsyncQuarantine(self._send)
+        self.feedback_tokens, self.users = AsyncFeedbackTokens(self._send), AsyncUsers(self._send)
         self._http = httpx.AsyncClient(base_url=self.url, headers=default_headers(api_key), timeout=timeout_s)
 
     async def __aenter__(self) -> AsyncClient:

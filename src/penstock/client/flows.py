@@ -6,13 +6,13 @@ import time
 from typing import Any
 
 from penstock.client import calls
-from penstock.client.calls import Goal, Records, Row
+from penstock.client.calls import Goal, Records, Row, Rows
 from penstock.client.patience import Patience, Search
 from penstock.client.sending import Pause, Steps
 from penstock.shared.errors import DeadlineError, Unavailable
 from penstock.shared.protocol.jobs import JobRecord
 
-__all__ = ["checkpoint_now", "find", "pages", "scale", "wait"]
+__all__ = ["checkpoint_now", "find", "pages", "rows", "scale", "until_done", "wait"]
 
 PAGE = 100
 HOLD_S = 25.0
@@ -36,6 +36,18 @@ def pages(limit: int, after: str | None, **wanted: Any) -> Steps[Records]:
         if len(got) < size:
             break
         after = got[-1].id
+    return found
+
+
+def rows(path: str, key: str, limit: int) -> Steps[Rows]:
+    """Up to ``limit`` rows of a list, each of which ``key`` names."""
+    found: Rows = []
+    while len(found) < limit:
+        after = found[-1][key] if found else None
+        page = yield calls.show(path, dict, after=after, limit=min(PAGE, limit - len(found)))
+        found += page["data"]
+        if not page["has_more"]:
+            break
     return found
 
 
@@ -65,16 +77,16 @@ def wait(job: str, goal: Goal, timeout_s: float | None, patience_s: float) -> St
 def checkpoint_now(job: str, timeout_s: float) -> Steps[Row]:
     """A new checkpoint."""
     asked = yield calls.checkpoint_now(job)
-    return (yield from _until_done(job, asked, timeout_s, f"no checkpoint of job '{job}'"))
+    return (yield from until_done(job, asked, timeout_s, f"no checkpoint of job '{job}'"))
 
 
 def scale(job: str, pool: str, replicas: int, timeout_s: float) -> Steps[Row]:
     """That many workers."""
     asked = yield calls.post(f"/v1/jobs/{job}/scale", {"pool": pool, "replicas": replicas})
-    return (yield from _until_done(job, asked, timeout_s, f"not {replicas} workers of '{pool}' that are ready"))
+    return (yield from until_done(job, asked, timeout_s, f"not {replicas} workers of '{pool}' that are ready"))
 
 
-def _until_done(job: str, asked: Row, timeout_s: float, what: str) -> Steps[Row]:
+def until_done(job: str, asked: Row, timeout_s: float, what: str) -> Steps[Row]:
     """What an operation came to. Raises Conflict: it failed; DeadlineError."""
     deadline = time.monotonic() + timeout_s
     while asked["state"] == "pending":

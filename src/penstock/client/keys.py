@@ -11,13 +11,23 @@ __all__ = ["AsyncKeys", "Keys"]
 
 
 def _create(
-    name: str, scopes: Sequence[str], *, expires_in_s: float | None = None, rate_limit: str | None = None
+    name: str,
+    scopes: Sequence[str],
+    *,
+    expires_in_s: float | None = None,
+    rate_limit: str | None = None,
+    models: Sequence[str] | None = None,
+    max_weight: float | None = None,
 ) -> Call[Row]:
     """Make a key; its text stands under ``key`` in the reply and nowhere else.
 
-    After a reply that was lost another key is made: revoke one of this name that nobody has.
+    ``models``: names or ids of the only jobs that it may talk to and judge; ``max_weight``: what its feedback counts at
+    most. After a reply that was lost another key is made: revoke one of this name that nobody has.
     """
-    body = {"name": name, "scopes": list(scopes), "expires_in_s": expires_in_s, "rate_limit": rate_limit}
+    body = {
+        "name": name, "scopes": list(scopes), "expires_in_s": expires_in_s, "rate_limit": rate_limit,
+        "models": None if models is None else list(models), "max_weight": max_weight,
+    }  # fmt: skip
     return post("/v1/keys", {key: value for key, value in body.items() if value is not None})
 
 

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from penstock.client.calls import Call, Row, Rows, nothing, operation, post, result_of, show
+from penstock.client.flows import rows
 from penstock.client.sending import AsyncSend, Send, Steps, awaits, awaits_all, runs, sends
 
 __all__ = ["AsyncLetters", "Letters"]
 
-_PAGE = 100
 _HOLD_S = 10.0
 
 
 def _list(job: str, *, limit: int = 100) -> Steps[Rows]:
     """Up to ``limit`` dead letters, oldest first."""
-    found: Rows = []
-    while len(found) < limit:
-        after = found[-1]["id"] if found else None
-        path = f"/v1/jobs/{job}/dead-letters"
-        page = yield show(path, dict, after=after, limit=min(_PAGE, limit - len(found)))
-        found += page["data"]
-        if not page["has_more"]:
-            break
-    return found
+    return (yield from rows(f"/v1/jobs/{job}/dead-letters", "id", limit))
 
 
 def _show(job: str, id: int) -> Call[Row]:

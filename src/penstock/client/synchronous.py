@@ -17,6 +17,7 @@ from penstock.client.answers import base_url, body_of, default_headers, error_of
 from penstock.client.calls import Call, Goal, JobFile, Order, Records, Row, Rows
 from penstock.client.download import Download, plan_downloads
 from penstock.client.feedback import Items, Value
+from penstock.client.feedback_tokens import FeedbackTokens
 from penstock.client.files import Files, Graders
 from penstock.client.keys import Keys
 from penstock.client.letters import Letters
@@ -24,6 +25,7 @@ from penstock.client.patience import Patience
 from penstock.client.quarantine import Quarantine
 from penstock.client.sending import complete
 from penstock.client.sse import EventReader
+from penstock.client.users import Users
 from penstock.client.versions import Versions
 from penstock.client.webhooks import Webhooks
 from penstock.shared.errors import Unavailable
@@ -60,6 +62,7 @@ class Client:
         self.files, self.graders = Files(self._send), Graders(self._send)
         self.versions = Versions(self._send)
         self.quarantine = Quarantine(self._send)
+        self.feedback_tokens, self.users = FeedbackTokens(self._send), Users(self._send)
         self._http = httpx.Client(base_url=self.url, headers=default_headers(api_key), timeout=timeout_s)
 
     def __enter__(self) -> Client:

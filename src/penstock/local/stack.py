@@ -28,7 +28,7 @@ from penstock.local.launch import Launch, interpreter
 from penstock.local.ports import claimable, free_ports
 from penstock.local.state import Claim, UpState
 from penstock.local.supervisor import Supervisor
-from penstock.shared.errors import DeadlineError
+from penstock.shared.errors import ConfigError, DeadlineError
 from penstock.shared.protocol.scaling import ScaleReply
 from penstock.shared.transport.bus import Bus
 
@@ -274,7 +274,7 @@ class Stack:
         environment = self._environment(worker, self._port, free_ports(1)[0])
         try:
             kept = await self._start_worker(service, worker, environment)
-        except Exception:
+        except (ConfigError, DeadlineError, OSError):  # one that is cancelled runs, and is stopped with the others
             self._health.pop(worker, None)
             self._children = [kept for kept in self._children if kept.child.name != worker]
             raise

@@ -46,14 +46,14 @@ def train(backend: LocalBackend, steps: int = 3) -> None:
     columns = columns_of_rows([(PROMPT, [7, 8, 9, 10]), ([4], [20, 21, 22])])
     (microbatch,) = microbatches(columns, np.arange(2), 1000)
     for _ in range(steps):
-        backend.accumulate(microbatch, lambda scores: -scores.values_M.sum(), temperature=1.0)
+        backend.accumulate(microbatch, lambda scores: -scores.values_M.sum())
         backend.step(0.05)
 
 
 def by_trainer(backend: LocalBackend, sample: Sample, *, reference: bool = False) -> Tensor:
     (microbatch,) = microbatches(columns_of_rows([(PROMPT, sample.token_ids)]), np.arange(1), 1000)
     score = backend.reference_logprobs if reference else backend.score
-    return score(microbatch, temperature=1.0)
+    return score(microbatch)
 
 
 def error(backend: LocalBackend, sample: Sample) -> float:

@@ -104,6 +104,23 @@ async def test_more_samples_than_slots(bench: Any) -> None:
     assert bench.engine.running == 0
 
 
+async def test_a_request_starts_when_it_joins_the_batch(bench: Any) -> None:
+    started: list[str] = []
+
+    def ask(id: str, n: int, tokens: int) -> Any:
+        request = bench.ask(id, n=n, max_new_tokens=tokens)
+        return asyncio.create_task(bench.engine.generate(request, on_start=lambda: started.append(id)))
+
+    running = ask("running", bench.max_running, 120)
+    await bench.until_tokens(1)
+    waiting = ask("waiting", 2, 3)
+    await bench.until_tokens(bench.max_running)
+    assert started == ["running"]
+    assert not running.done()
+    await asyncio.gather(running, waiting)
+    assert started == ["running", "waiting"], "once each"
+
+
 async def test_cancellation_frees_the_slots(bench: Any) -> None:
     task = asyncio.create_task(bench.engine.generate(bench.ask("long", n=bench.max_running)))
     await bench.until_tokens(50)

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 
 from penstock.services.coordinator.api import create_app
 from penstock.services.coordinator.control import CoordinatorControl
@@ -145,3 +146,15 @@ async def desk(open_desk: Open) -> AsyncIterator[Desk]:
     """One front and one online job."""
     async with open_desk() as opened:
         yield opened
+
+
+@pytest.fixture
+async def url(desk: Any) -> Any:
+    """The desk's application on a port of its own."""
+    server = uvicorn.Server(uvicorn.Config(desk.client._transport.app, port=0, log_level="error", lifespan="off"))
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    await serving

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import uvicorn
 from typer.testing import CliRunner
 
 from penstock.cli import app as cli
@@ -18,18 +17,6 @@ from penstock.client import AsyncClient, Client
 from penstock.local.load import Plan, run
 from penstock.shared.errors import ConfigError, NotFound
 from penstock.shared.protocol.interaction import Fate
-
-
-@pytest.fixture
-async def url(desk: Any) -> Any:
-    """The desk's application on a port of its own."""
-    server = uvicorn.Server(uvicorn.Config(desk.client._transport.app, port=0, log_level="error", lifespan="off"))
-    serving = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    server.should_exit = True
-    await serving
 
 
 async def test_both_clients(desk: Any, url: str) -> None:

@@ -82,15 +82,19 @@ async def test_every_kind_is_stored_as_what_it_is(desk: Any) -> None:
             "prompt_token_ids": [1], "token_ids": [2, 3], "logprobs": [-1.0, -0.5], "reward": 0.7, "user": "u",
             "observed_at": "2026-01-02T03:04:05Z", "rewards": {"score": 1}, "episode_id": f"ep_{episode}", "turn": 3,
         },
+        {
+            "kind": "preference", "model": "policy", "messages": [{"role": "user", "content": "1+1"}], "chosen": "2",
+            "rejected": {"role": "assistant", "content": "3"}, "user": "u",
+        },
     ]  # fmt: skip
     reply = await desk.client.post("/v1/feedback/batch", json=posts)
     assert reply.status_code == 207
     assert reply.json()["accepted"] == len(posts), reply.text
     items = await desk.items()
     assert [item.id for item in items] == [row["id"] for row in reply.json()["data"]]
-    kinds = ["metric"] * 5 + ["preference", "correction", "interaction"]
+    kinds = ["metric"] * 5 + ["preference", "correction", "interaction", "preference"]
     assert [item.kind for item in items] == kinds
-    solved, score, reward, comment, demonstration, preference, correction, whole = items
+    solved, score, reward, comment, demonstration, preference, correction, whole, texts = items
     assert (solved.episode, solved.value, solved.final) == (episode, False, True)
     assert (score.episode, score.turn, score.weight, score.body) == (episode, 2, 0.5, {"comment": "meh"})
     assert (reward.inference, reward.value) == (a, -1.0)
@@ -102,6 +106,34 @@ async def test_every_kind_is_stored_as_what_it_is(desk: Any) -> None:
     assert whole.body["token_ids"] == [2, 3]
     assert whole.body["observed_at"] == 1767323045.0
     assert not {"user", "tags", "kind"} & set(whole.body)
+    said = [{"role": "assistant", "content": "2"}, {"role": "assistant", "content": "3"}]
+    assert (texts.inference, texts.body.pop("answers"), texts.user) == ("", said, whole.user)
+    assert texts.body == {"model": "policy", "messages": [{"role": "user", "content": "1+1"}], "strength": 1.0}
+
+
+PAIR = {"kind": "preference", "model": "policy", "prompt_token_ids": [1], "chosen": "a", "rejected": "b"}
+
+
+@pytest.mark.parametrize(
+    ("change", "pointer", "words"),
+    [
+        ({"rejected": "a"}, "/rejected", "preferred to itself"),
+        ({"messages": [{"role": "user"}]}, "", "needs a prompt"),
+        ({"prompt_token_ids": None}, "", "needs a prompt"),
+        ({"chosen": 7}, "/chosen", "valid"),
+        ({"rejected": ""}, "/rejected", "at least 1"),
+        ({"strength": 0}, "/strength", "greater than 0"),
+        ({"model": "unknown"}, "/model", "no online job"),
+    ],
+)
+async def test_a_preference_between_texts_needs_a_job_a_prompt_and_two_answers(
+    desk: Any, change: dict[str, Any], pointer: str, words: str
+) -> None:
+    reply = await desk.client.post("/v1/feedback", json={**PAIR, **change})
+    problem = refused(reply, 422, "no_such_target" if "model" in change else "invalid_feedback")
+    assert any(flaw["pointer"].startswith(pointer) for flaw in problem["errors"]), problem
+    assert words in problem["detail"], problem
+    assert await desk.items() == []
 
 
 FLAWS: list[tuple[dict[str, Any], str, str]] = [

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+from typer.testing import CliRunner
+
+from penstock.cli import app as cli
+from penstock.client import AsyncClient
+from penstock.shared.errors import NotFound
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
 from penstock.shared.protocol.events import Admission, Admitted, encode_events
@@ -39,10 +47,12 @@ async def test_no_byte_of_a_deleted_user_is_left(desk: Any, nats_server: Any, tm
         {"inference_id": other.id, "metric_name": "comment", "value": "kept, too"},
         {"inference_id": large.id, "metric_name": "accepted", "value": True, "comment": MARKER},
         {"kind": "interaction", "model": "policy", "completion": {"content": MARKER * 60_000}, "user": USER},
-    ]
+        {"kind": "preference", "model": "policy", "messages": [{"role": "user", "content": MARKER}], "user": USER,
+         "chosen": MARKER, "rejected": "kept"},
+    ]  # fmt: skip
     reply = await desk.client.post("/v1/feedback/batch", json=posts)
     ids = [row["id"] for row in reply.json()["data"]]
-    assert reply.json()["accepted"] == 4
+    assert reply.json()["accepted"] == 5
     fate = Fate(feedback=ids[0], status="trained", interactions=[mine.id], batch=1, version=2, time=1.0)
     await desk.decide(fate)
     await desk.until(lambda: is_trained(desk, ids[0]), "fate")
@@ -66,7 +76,7 @@ async def test_no_byte_of_a_deleted_user_is_left(desk: Any, nats_server: Any, tm
         return report if report["status"] == "done" else None
 
     report = await desk.until(done, "end of the deletion")
-    assert (report["interactions"], report["feedback"], report["groups"]) == (2, 3, 1)
+    assert (report["interactions"], report["feedback"], report["groups"]) == (2, 4, 1)
     assert report["trained_versions"] == {desk.job: [2]}
     assert report["user"] == mine.user
     assert files_with(nats_server.directory, MARKER, USER) == {}
@@ -171,3 +181,24 @@ async def test_a_deletion_stores_nothing_decided_of_others_anew(desk: Any) -> No
     await desk.until(done, "end of the deletion")
     assert [item.id for item in await desk.items()] == [waiting, held, revised, f"r-{waiting}"]
     assert gone not in {item.id for item in await desk.items()}
+
+
+async def test_clients_and_commands_speak_of_users(desk: Any, url: str, monkeypatch: Any) -> None:
+    record = await desk.record(user="eve/1 ?")
+    await desk.accept(inference_id=record.id, user="eve")
+    monkeypatch.setenv("PENSTOCK_URL", url)
+
+    def run(*words: str) -> Any:
+        return CliRunner().invoke(cli, ["users", *words])
+
+    async with AsyncClient(url) as client:
+        assert (await client.users.consent("eve", train=False))["train"] is False
+        assert desk.desk.consents.opted_out(desk.desk.pseudonyms.of("eve"))
+        with pytest.raises(NotFound):
+            await client.users.erasure("nobody")
+        assert (await client.users.erase("eve"))["feedback"] == 1
+    assert "may be trained on" in (await asyncio.to_thread(run, "consent", "eve", "--train")).stdout
+    gone = await asyncio.to_thread(run, "erase", "eve", "--json")
+    assert json.loads(gone.stdout)["status"] == "done"
+    assert "none" in (await asyncio.to_thread(run, "status", "eve")).stdout
+    assert (await asyncio.to_thread(run, "status", "nobody")).exit_code == 1

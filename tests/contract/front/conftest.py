@@ -56,12 +56,13 @@ class KeysInMemory:
         self.stored: dict[str, StoredKey] = {}
 
     async def create(
-        self, name: str, scopes: list[Scope], *, expires_at: datetime | None, rate_limit: str | None
-    ) -> tuple[StoredKey, str]:
+        self, name: str, scopes: list[Scope], *, expires_at: datetime | None, rate_limit: str | None,
+        models: list[str] | None = None, max_weight: float = 1.0,
+    ) -> tuple[StoredKey, str]:  # fmt: skip
         id, text, digest = new_key()
         self.stored[id] = StoredKey(
             id=id, name=name, scopes=scopes, created_at=datetime.now(UTC), expires_at=expires_at,
-            rate_limit=rate_limit, digest=digest,
+            rate_limit=rate_limit, models=models, max_weight=max_weight, digest=digest,
         )  # fmt: skip
         return self.stored[id], text
 
@@ -130,6 +131,8 @@ class Books:
         self.artifacts = Artifacts(Path("/nowhere"))
         self.broken_after: int | None = None
         """follow_events fails after an event with this sequence, once."""
+        self.purged: set[int] = set()
+        """Events that are not kept any more."""
 
     def advance(self, job: str, phase: str, **status: Any) -> None:
         record = self.jobs[job]
@@ -227,6 +230,9 @@ class Books:
             if self._known(job).status.phase in TERMINAL_PHASES and after == len(self.feed[job]):
                 return
             await asyncio.sleep(0.02)
+
+    async def keeps_event(self, seq: int) -> bool:
+        return seq not in self.purged
 
     async def metrics(self, job: str, **query: Any) -> dict[str, Any]:
         self._known(job)

@@ -47,7 +47,8 @@ async def test_a_change_says_from_which_update_on_it_holds(connect: Any, books: 
     [
         ({"seed": 5}, ["/seed"], "immutable_field"),
         ({"train": {"batch_size": 16, "max_updates": 9}}, ["/train/batch_size"], "immutable_field"),
-        ({"sampling": {"temperature": 0.5}}, ["/sampling/temperature"], "immutable_field"),
+        ({"sampling": {"max_new_tokens": 5}}, ["/sampling/max_new_tokens"], "immutable_field"),
+        ({"sampling": {"temperature": 0}}, [""], "invalid_job"),  # training needs one
         ({"algorithm": {"kl": {"coef": 0.1}}}, None, "immutable_field"),  # there is no KL to weigh
         ({"name": "other"}, ["/name"], "immutable_field"),
         ({"kind": "evaluation"}, ["/kind"], "immutable_field"),
@@ -173,6 +174,9 @@ def test_clients_and_commands(served: Any, books: Any, job: Any) -> None:
         result = CliRunner().invoke(cli, ["amend", record.id, "--set", "train.max_updates=11", "--wait", "0"], env=env)
         assert result.exit_code == 0, result.output
         assert client.get(record.id).spec["train"]["max_updates"] == 11
+        warmer = ["amend", record.id, "--set", "sampling.temperature=0.8", "--wait", "0"]
+        assert CliRunner().invoke(cli, warmer, env=env).exit_code == 0
+        assert client.get(record.id).spec["sampling"]["temperature"] == 0.8
         listed = CliRunner().invoke(cli, ["ls", "--label", "team=b", "--json"], env=env)
         assert listed.stdout.strip() == "[]"
         books.advance(record.id, "failed")

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.client import Client
 from penstock.services.coordinator.api.sse import event_stream
 
 
@@ -87,6 +88,28 @@ def test_thirteen_reconnects_lose_and_repeat_nothing(served: Any, books: Any, jo
     producer.join()
     assert connections >= 13
     assert seen == list(range(1, 402))
+
+
+def test_who_resumes_behind_events_that_are_gone_is_told(served: Any, books: Any, job: Any) -> None:
+    id = submit(served.url, job)
+    for i in range(5):
+        books.emit(id, "step", f"step {i}")
+    books.advance(id, "succeeded")
+    books.purged = {3}
+
+    def stream(last: str) -> list[dict[str, str]]:
+        headers = {"accept": "text/event-stream", "last-event-id": last}
+        return blocks(httpx.get(f"{served.url}/v1/jobs/{id}/events", headers=headers).text)
+
+    _, reset, *events, end = stream("3")
+    assert (reset["event"], "id" in reset) == ("reset", False), "it is no place to resume from"
+    assert json.loads(reset["data"])["data"] == {"after": 3}
+    assert [event["id"] for event in events] == ["4", "5", "6", "7"]
+    assert end["event"] == "end"
+    assert "reset" not in {block.get("event") for last in ("0", "2", "4") for block in stream(last)}
+    with Client(served.url) as client:
+        rows = list(client.events(id, after=3))
+    assert [row["type"] for row in rows] == ["reset", *["step"] * 3, "phase"]
 
 
 @pytest.mark.parametrize("cursor", ["x", "-1", "1.5", "9" * 30])

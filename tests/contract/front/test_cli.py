@@ -232,6 +232,10 @@ def test_metrics(run: Run, file: str) -> None:
     assert run("metrics", "addition", "loss", "-n", "1").stdout.split() == ["STEP", "loss", "4", "1"]
     assert run("metrics", "addition", "--csv").stdout.splitlines()[3] == "2,,3.0"
     assert json.loads(run("metrics", "addition", "reward", "--json").stdout)["series"]["reward"][2] is None
+    drawn = run("metrics", "addition", "loss", "--plot").stdout.splitlines()
+    assert [line.split()[0] for line in (drawn[1], drawn[-2])] == ["5", "1"]
+    assert (drawn[0], drawn[-1].split()) == ("loss: 1", ["└0", "4"])
+    assert "no metric 'reward/mean' yet" in run("metrics", "addition", "--plot").stderr, "what is drawn by default"
 
 
 def test_logs_samples_workers_and_why(run: Run, books: Any, file: str) -> None:

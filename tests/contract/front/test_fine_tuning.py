@@ -30,6 +30,7 @@ BASE = {
     "train": {"batch_size": 16, "data_epochs": 2, "max_lag": 1},
     "optimizer": {"learning_rate": 0.01},
     "sampling": {"max_new_tokens": 8},
+    "evaluation": {"every": 10},  # where the request has a validation file
 }
 
 

@@ -47,6 +47,24 @@ async def test_the_gate_is_overridden_by_administrators_only(connect: Any, books
         assert (await client.post(f"/v1/jobs/{id}/rollback", json={"checkpoint": 0})).status_code == 202
 
 
+async def test_the_version_on_trial_is_shown_to_people_and_clients(served: Any, books: Any, job: Any) -> None:
+    trial = {
+        "version": 5, "served_version": 4, "share": 0.1, "since": 1.0, "until": 61.0, "needed": 20, "conversations": 7,
+        "reward": 0.5, "served_conversations": 40, "served_reward": None,
+    }  # fmt: skip
+    env = {"PENSTOCK_URL": served.url}
+    with Client(served.url) as client:
+        id = client.submit(job).id
+        books.advance(id, "running", policy_version=3)
+        assert client.versions.show(id) == {"object": "rl.versions", "newest": 3, "served": 3, "canary": None}
+        books.advance(id, "running", policy_version=5, served_version=4, canary=trial)
+    async with AsyncClient(served.url) as aclient:
+        shown = await aclient.versions.show(id)
+    assert shown == {"object": "rl.versions", "newest": 5, "served": 4, "canary": trial}
+    told = CliRunner().invoke(cli, ["get", id], env={**env, "COLUMNS": "200"})
+    assert "5 answers 10% (7 judged, reward 0.5" in told.output
+
+
 def end(books: Any, id: str, **over: Any) -> None:
     """The newest operation is over before it was asked for."""
     begin = books.begin_operation
@@ -64,7 +82,7 @@ async def test_clients_and_commands_wait_for_the_ledger(served: Any, books: Any,
     env = {"PENSTOCK_URL": served.url}
     with Client(served.url) as client:
         id = client.submit(job).id
-        with pytest.raises(DeadlineError, match=r"\(rollback\) of job"):
+        with pytest.raises(DeadlineError, match="not back at checkpoint 0 within 0 s"):
             client.versions.roll_back(id, 0, timeout_s=0)
         end(books, id, state="succeeded", result={"version": 9})
         assert client.versions.roll_back(id, 0) == {"version": 9}

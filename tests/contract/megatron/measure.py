@@ -102,7 +102,8 @@ def ragged_microbatches(*, replay: bool) -> list[Microbatch]:
         (draw.integers(4, 54, draw.integers(1, 9)).tolist(), draw.integers(4, 54, draw.integers(1, 12)).tolist())
         for _ in range(13)
     ]
-    columns = columns_of_rows(rows)
+    temperatures = np.array([0.7, 1.0, 1.3], np.float32)[np.arange(len(rows)) % 3]
+    columns = replace(columns_of_rows(rows), temperature_B=temperatures)
     parts = [microbatches(columns, part, 1000) for part in np.array_split(np.arange(len(rows)), 3)]
     if not replay:
         return [microbatch for (microbatch,) in parts]
@@ -136,7 +137,7 @@ def train(
         balance(backend, mine, collective)
         for microbatch in mine:
             exact = role == "policy"
-            backend.accumulate(microbatch, loss, temperature=0.7, entropy=exact, kl=exact)
+            backend.accumulate(microbatch, loss, entropy=exact, kl=exact)
         norms.append(backend.step(LEARNING_RATE))
         losses.append(loss)
     return losses, norms
@@ -174,9 +175,7 @@ def measure(world: World, name: str, directory: Path) -> dict[str, float]:
 
     initial = weights(local)
     found = {"initial bits": apart(weights(megatron), initial)}
-    found["scores"] = max(
-        float((megatron.score(m, temperature=0.7) - local.score(m, temperature=0.7)).abs().max()) for m in everything
-    )
+    found["scores"] = max(float((megatron.score(m) - local.score(m)).abs().max()) for m in everything)
     ours, our_norms = train(megatron, mine, role, STEPS, copies)
     theirs, their_norms = train(local, everything, role, STEPS, Alone())
     totals = torch.tensor([loss.total for loss in ours])
@@ -195,7 +194,7 @@ def measure(world: World, name: str, directory: Path) -> dict[str, float]:
     found["moved"] = apart(weights(local), initial)
     if policy:
         first = everything[0]
-        ours_M, theirs_M = (backend.reference_logprobs(first, temperature=1.0) for backend in (megatron, local))
+        ours_M, theirs_M = (backend.reference_logprobs(first) for backend in (megatron, local))
         found["reference"] = float((ours_M - theirs_M).abs().max())
     state, local_state = megatron.state(), local.state()
     found["moments"] = apart(state.optimizer, local_state.optimizer)
@@ -226,7 +225,7 @@ def export(backend: MegatronBackend, directory: Path) -> None:
     tensors, files = {name: tensor.contiguous() for name, tensor in weights(backend).items()}, backend.state().files
     ids = [list(range(5, 25)), list(range(30, 45))]
     (microbatch,) = microbatches(columns_of_rows([(row[:4], row[4:]) for row in ids]), np.arange(2), 1000)
-    scores = backend.score(microbatch, temperature=1.0)
+    scores = backend.score(microbatch)
     if dist.get_rank() == 0:
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
         save_file(

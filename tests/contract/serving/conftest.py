@@ -38,6 +38,7 @@ from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.interaction import Interaction
 from penstock.shared.protocol.jobs import JobRecord
+from penstock.shared.protocol.weights import WeightManifest
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.server import NatsServer
 from penstock.shared.weights import layout_of, open_publisher
@@ -148,15 +149,18 @@ class Stack:
         self.sessions.append(asyncio.create_task(session.run()))
         return self.sessions[-1]
 
-    async def publish(self, version: int, *, away: bool = False) -> None:
-        """A policy version: the chain, or ``away`` from it."""
+    async def publish(self, version: int, *, away: bool = False, candidate: bool = False) -> None:
+        """A policy version: the chain, or ``away`` from it. A ``candidate`` is beside the one that is served."""
         folder = self.settings.data_dir / "away" if away else self.settings.data_dir / "model"
         if away and not folder.exists():
             save_chain(folder, away=True)
         tensors = list(Qwen2ForCausalLM.from_pretrained(folder).named_parameters())
         publisher = self.publisher(tensors)
-        manifest = await asyncio.to_thread(publisher.publish, tensors, version=version, epoch=1)
-        await self.bus.kv(subjects.MANIFESTS).put(self.job, pack(manifest, job=self.job))
+        kv, key, keep = self.bus.kv(subjects.MANIFESTS), self.job, None
+        if candidate and (entry := await kv.get(self.job)) is not None and entry.value is not None:
+            key, keep = subjects.candidate_manifest(self.job), unpack(entry.value, WeightManifest)[0]
+        manifest = await asyncio.to_thread(publisher.publish, tensors, version=version, epoch=1, keep=keep)
+        await kv.put(key, pack(manifest, job=self.job))
 
     async def serving(self, version: int) -> None:
         """Wait until every worker serves a version."""
@@ -183,13 +187,16 @@ class Front:
         await asyncio.gather(*self.running, return_exceptions=True)
 
 
+def consent_of(user: str) -> bool | None:
+    """What a user said: it is in the name."""
+    return False if "no" in user else True if "yes" in user else None
+
+
 @asynccontextmanager
 async def running_front(bus: Bus, settings: ServiceSettings) -> AsyncIterator[Front]:
     """A coordinator's front on the bus."""
     store = JobStore(bus)
-    gateway = Gateway(
-        bus, settings.worker_id, pseudonym=lambda user: user and f"p-{user}", opted_out=lambda user: "no" in user
-    )
+    gateway = Gateway(bus, settings.worker_id, pseudonym=lambda user: user and f"p-{user}", consent_of=consent_of)
     desk = FeedbackDesk(bus, store, settings.data_dir / settings.worker_id)
     control = CoordinatorControl(bus, store, Members(), {}, settings)
     listener = socket.create_server(("127.0.0.1", 0))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
 import orjson
 import pytest
+
+from penstock.shared.config.kinds import parse_training
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -172,6 +175,26 @@ async def test_what_cannot_be_trained_on_is_served_and_says_why(
     response = await agent.chat("hi", **sampling)
     assert response.json()["choices"][0]["message"]["content"] == "hello world and more"
     assert (await agent.recorded(response.headers["x-interaction-id"])).untrainable == reason
+
+
+async def test_a_changed_temperature_is_that_of_requests_that_name_none(agent: Any) -> None:
+    async def amend(temperature: float) -> None:
+        patch = {"sampling": {"temperature": temperature}}
+        reply = await agent.client.patch(f"/v1/jobs/{agent.job}", json=patch, params={"wait": 0})
+        assert reply.status_code == 202, reply.text
+        agent.rollouts[0].amend(parse_training(reply.json()["spec"]))
+        async with asyncio.timeout(30):
+            while agent.gateway.find("agent").temperature != temperature:
+                await asyncio.sleep(0.01)
+
+    await amend(0.5)
+    try:
+        for named, sampled, reason in (({}, 0.5, ""), ({"temperature": 1}, 1.0, "sampling_not_replayable")):
+            response = await agent.chat("hi", **named)
+            record = await agent.recorded(response.headers["x-interaction-id"])
+            assert (record.sampling.temperature, record.untrainable) == (sampled, reason)
+    finally:
+        await amend(1.0)
 
 
 async def test_what_must_not_be_stored_is_not(agent: Any) -> None:

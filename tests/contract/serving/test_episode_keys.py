@@ -11,8 +11,10 @@ import pytest
 import pytest_asyncio
 
 from penstock.services.coordinator.serving import episodes
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.episode_keys import EpisodeGrant, episode_key, read_episode_key
-from penstock.shared.protocol.interaction import new_marked_id
+from penstock.shared.protocol.interaction import FeedbackBatch, new_marked_id
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -85,6 +87,11 @@ async def test_it_does_nothing_else(agent: Any, front: Any) -> None:
         ),
         await front.client.post(
             "/v1/feedback", json={"kind": "interaction", "model": "agent", "completion": {"content": "x"}}, headers=key
+        ),
+        await front.client.post(
+            "/v1/feedback",
+            json={"kind": "preference", "model": "agent", "prompt_token_ids": [1], "chosen": "x", "rejected": "y"},
+            headers=key,
         ),
     ):
         assert code(reply) == (403, "other_episode")
@@ -174,3 +181,45 @@ async def test_episodes_that_are_none(front: Any) -> None:
     assert (await front.client.get("/v1/episodes/nonsense/interactions")).status_code == 404
     nobody = "ep_019300f4-0000-7000-8000-000000000000"
     assert (await front.client.get(f"/v1/episodes/{nobody}/interactions")).json()["data"] == []
+
+
+async def test_a_key_for_other_models_knows_nothing_of_this_one(agent: Any, front: Any) -> None:
+    scopes = ["models:read", "inference:write", "episodes:write", "feedback:write"]
+
+    async def made(**more: Any) -> dict[str, str]:
+        reply = await front.client.post("/v1/keys", json={"name": "k", "scopes": scopes, **more})
+        assert reply.status_code == 201, reply.text
+        return bearer(reply.json()["key"])
+
+    own, light, other = await made(models=["agent"]), await made(max_weight=0.25), await made(models=["x", "y"])
+    answer = (await agent.chat("hi", client=front.client, headers=own)).json()["id"]
+    assert (await judge(front, own, inference_id=answer)).status_code == 202
+    item = (await judge(front, light, inference_id=answer, weight=0.5)).json()["feedback_id"]
+    less = (await judge(front, light, inference_id=answer, weight=0.125)).json()["feedback_id"]
+    messages = await agent.bus.read(subjects.FEEDBACK, subjects.feedback(agent.job))
+    weights = {one.id: one.weight for m in messages for one in unpack(m.data, FeedbackBatch)[0].items}
+    assert (weights[item], weights[less]) == (0.25, 0.125)
+    names = [
+        [row["id"] for row in (await front.client.get("/v1/models", headers=key)).json()["data"]]
+        for key in (own, other)
+    ]
+    assert names == [["agent"], []]
+    episode, _ = await opened(front)
+    for reply in (
+        await agent.chat("hi", client=front.client, headers=other),
+        await front.client.get("/v1/models/agent", headers=other),
+        await judge(front, other, inference_id=answer),
+        await front.client.get(f"/v1/feedback/{item}", headers=other),
+        await front.client.post("/v1/episodes", json={"model": "agent"}, headers=other),
+        await front.client.get("/v1/episodes", params={"model": "agent"}, headers=other),
+        await front.client.get(f"/v1/episodes/{episode}", headers=other),
+        await front.client.post(f"/v1/episodes/{episode}/end", headers=other),
+        await front.client.post(f"/v1/episodes/{episode}/keys", headers=other),
+    ):
+        assert code(reply) == (403, "other_model"), reply.text
+    token = {"metric_name": "reward", "inference_id": answer}
+    signed = (await front.client.post("/v1/feedback/tokens", json=token, headers=other)).json()["token"]
+    assert code(await judge(front, bearer(signed), inference_id=answer)) == (403, "other_model"), "nor do its tokens"
+    wide = {"name": "k", "scopes": ["jobs:read"], "models": ["agent"]}
+    refused = await front.client.post("/v1/keys", json=wide)
+    assert "reaches others" in refused.json()["detail"]

@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from penstock.services.coordinator.journal import Journal
+from penstock.shared.protocol.events import Checkpointed, JobStarted
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CHAT: dict[str, Any] = {"model": "agent", "messages": [{"role": "user", "content": "hi"}]}
@@ -78,3 +81,27 @@ async def test_models(agent: Any) -> None:
         assert (await agent.client.get(path)).json() == listed["data"][0]
     assert (await agent.client.get("/e/x/v1/models")).json() == listed
     assert (await agent.client.get("/v1/models/other")).json()["error"]["code"] == "model_not_found"
+
+
+async def test_a_model_is_promoted_and_rolled_back_by_its_name(agent: Any) -> None:
+    journal = Journal(agent.bus, agent.job)
+    await journal.load()
+    await journal.append([JobStarted(writer_epoch=1, time=0.0, config_digest="c")])
+    kept = Checkpointed(
+        writer_epoch=1, time=0.0, number=0, version=0, digest="w", path="/gone", trainer_epoch=1, low_seq=0
+    )
+    await journal.append([kept])
+
+    async def ask(verb: str, version: int, model: str = "agent") -> Any:
+        return await agent.client.post(f"/v1/models/{model}/{verb}", json={"version": version})
+
+    promoted, back = await ask("promote", 3), await ask("rollback", 0)
+    assert [(reply.status_code, reply.json()["kind"], reply.json()["args"]) for reply in (promoted, back)] == [
+        (202, "promote", {"version": 3}),
+        (202, "rollback", {"checkpoint": 0}),
+    ]
+    assert (await agent.client.get(back.headers["location"])).json()["id"] == back.json()["id"]
+    missing = await ask("rollback", 9)
+    assert (missing.status_code, "there are: 0" in missing.json()["detail"]) == (404, True)
+    for verb in ("promote", "rollback"):
+        assert (await ask(verb, 0, "other")).json()["error"]["code"] == "model_not_found"

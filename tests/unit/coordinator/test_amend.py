@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from penstock.services.coordinator.audit import audit_ledger
 from penstock.services.coordinator.ledger import LedgerState, fold
@@ -58,11 +59,12 @@ class Scene:
     def answer(self) -> None:
         for draw in [d for d in self.run.state.in_flight if d not in self.run.candidates]:
             self.seq += 1
-            version = self.run.state.version
+            version, temperature = self.run.state.version, self.run.state.open[draw].temperature
+            assert temperature is not None
             header = GroupHeader(
                 draw=draw, attempt=f"a{self.seq}", epoch=1, digest="d", nbytes=100, prompt_tokens=2, lengths=[2, 2],
                 rewards=[1.0, 0.0], failed=[False] * 2, truncated=[False] * 2, finite=True, min_version=version,
-                max_version=version, worker="w",
+                max_version=version, worker="w", temperature=temperature,
             )  # fmt: skip
             self.run.on_group(self.seq, header)
         self.commit(self.run.decide(1.0))
@@ -97,6 +99,48 @@ def test_batches_keep_what_they_were_sealed_with() -> None:
     assert (event.number, event.update_index, event.generation) == (max(before) + 1, max(before), 2)
     assert scene.run.state.applies_at == max(before)
     assert audit_ledger(scene.entries, CHANGED).report()["ok"]
+
+
+def temperatures(scene: Scene) -> dict[int, set[float | None]]:
+    """Of the groups of each batch."""
+    events = [event for entry in scene.entries for event in entry if isinstance(event, BatchSealed)]
+    return {event.number: {group.temperature for group in event.groups} for event in events}
+
+
+def test_a_temperature_holds_for_what_is_drawn_from_then_on() -> None:
+    scene = Scene()
+    drawn = scene.run.state.in_flight
+    warmer = JobConfig.parse(with_patch(SPEC, {"sampling": {"temperature": 0.5}, "train": {"max_updates": 9}}))
+    scene.commit(scene.run.amend(warmer, 2, 1.0))
+    assert scene.run.state.applies_at == 0, "no batch was sealed yet"
+    assert drawn == scene.run.state.in_flight
+    assert all(scene.run.state.open[draw].temperature == 1.0 for draw in drawn)
+    for _ in range(6):
+        scene.answer()
+        scene.train()
+    found = temperatures(scene)
+    assert [found[number] for number in sorted(found)][:4] == [{1.0}, {1.0}, {0.5}, {0.5}]
+    assert set.union(*(values for number, values in found.items() if number > 2)) == {0.5}
+    state = fold(event for entry in scene.entries for event in entry)
+    assert state.open == scene.run.state.open, "another leader asks for the same"
+    assert audit_ledger(scene.entries, warmer).report()["ok"]
+
+
+def test_the_audit_finds_a_group_of_another_temperature() -> None:
+    scene = Scene()
+    scene.answer()
+    entries = [
+        [
+            replace(event, groups=[replace(group, temperature=0.5) for group in event.groups])
+            if isinstance(event, BatchSealed)
+            else event
+            for event in entry
+        ]
+        for entry in scene.entries
+    ]
+    (check,) = audit_ledger(entries, CONFIG).violations.items()
+    assert check[0] == "hyper-parameters"
+    assert "sampled at temperature 0.5, drawn at 1" in check[1][0]
 
 
 def test_a_new_leader_folds_the_same_settings_and_changes_nothing() -> None:

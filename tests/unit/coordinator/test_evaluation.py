@@ -14,6 +14,7 @@ from penstock.services.rollout.episode import requests_for
 from penstock.shared.config.evaluation import EvaluationConfig, MeasureConfig
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.kinds import parse_job
+from penstock.shared.config.sampling import SamplingConfig
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import EvalResult, Ticket
@@ -90,8 +91,8 @@ def test_a_point_ends_at_its_deadline_without_the_missing() -> None:
 # -- what is asked of engines ----------------------------------------------------------------------------------------
 
 
-def asked(job: dict[str, Any], purpose: Any, ordinal: int = 5) -> list[tuple[float, int]]:
-    ticket = Ticket(draw=Draw(ordinal), min_version=0, deadline=0.0, epoch=1, purpose=purpose)
+def asked(job: dict[str, Any], purpose: Any, temperature: float | None = None) -> list[tuple[float, int]]:
+    ticket = Ticket(draw=Draw(5), min_version=0, deadline=0.0, epoch=1, purpose=purpose, temperature=temperature)
     return [(sampling.temperature, n) for sampling, n in requests_for(parse_job(job), ticket)]
 
 
@@ -112,6 +113,16 @@ def test_evaluations_ask_for_samples_and_greedy_at_once() -> None:
         (0.7, 2),
         (0.0, 1),
     ]
+
+
+def test_a_ticket_knows_the_temperature_of_its_draw_and_of_its_evaluation() -> None:
+    remax = {**JOB, "algorithm": {"type": "remax", "group_size": 2}}
+    assert asked(remax, "train", 0.6) == [(0.6, 2), (0.0, 1)]
+    assert asked({**JOB, "evaluation": {"samples": 3}}, "eval", 0.6) == [(0.6, 3), (0.0, 1)]
+    for sampling, expected in ((None, 0.6), (SamplingConfig(temperature=0.5), None)):
+        plan = EvaluationPlan(EvaluationConfig(num_prompts=1, samples=1, sampling=sampling), 10)
+        (ticket,) = plan.start(0, 3, now=100.0, deadline=200.0, epoch=1, temperature=0.6)
+        assert ticket.temperature == expected
 
 
 def test_an_evaluation_job_samples_what_the_evaluation_of_its_job_samples() -> None:

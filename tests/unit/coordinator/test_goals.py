@@ -67,6 +67,12 @@ def test_a_metric_that_no_evaluation_measures_is_refused(section: dict[str, obje
         JobConfig.parse({**JOB, "data": data, **section})
 
 
+def test_evaluations_without_prompts_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"evaluation\.every: there is nothing to evaluate on"):
+        JobConfig.parse({**JOB, "evaluation": {"every": 10}})
+    assert not JobConfig.parse(JOB).evaluation.every, "version 0 and the last one are where there are prompts"
+
+
 def ledger(last_trained: int, *checkpoints: int) -> LedgerState:
     state = LedgerState(last_trained=last_trained, version=last_trained, updates=last_trained)
     for number in checkpoints:

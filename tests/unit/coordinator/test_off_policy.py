@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -73,7 +74,7 @@ def item(kind: str, name: str = "f1", **changes: Any) -> Feedback:
     return Feedback(**fields | changes)
 
 
-def met(items: list[Feedback], records: list[Interaction] = [], *, version: int = 5, **online: Any) -> Matching:  # noqa: B006
+def met(items: list[Feedback], records: Sequence[Interaction] = (), *, version: int = 5, **online: Any) -> Matching:
     """A matching that has read all of this; its fates are in ``told``."""
     matching = Matching(job(**online))
     told = [one for seq, found in enumerate(items, 1) for one in matching.on_feedback(seq, found, NOW)]
@@ -212,6 +213,15 @@ def test_a_key_whose_log_probs_were_wrong_is_not_believed_any_more() -> None:
     assert offered(matching) == [("supervised", "source_distrusted", 0.5)]
 
 
+def test_what_is_posted_must_be_sampled_as_the_job_samples_by_now() -> None:
+    matching = Matching(job(posted=TRUSTED))
+    matching.on_feedback(1, item("interaction", body=EXACT | {"sampling": {"temperature": 0.5}}), NOW)
+    for temperature, expected in ((1.0, "supervised"), (0.5, "policy"), (1.0, "supervised")):
+        matching.offers.temperature = temperature
+        matching.sweep(version=5, now=NOW)
+        assert [objective for objective, _, _ in offered(matching)] == [expected]
+
+
 # -- corrections and preferences ---------------------------------------------------------------------------------------
 
 
@@ -233,6 +243,30 @@ def test_a_preference_is_between_two_answers_to_the_same_prompt() -> None:
     waits = met([item("preference")], [served("i1")])
     assert not waits.offers.ready
     assert not told(waits)
+
+
+def between(name: str = "f1", **changes: Any) -> Feedback:
+    """A preference between texts."""
+    body = {"messages": [{"role": "user"}], "answers": [{"content": "a"}, {"content": "b"}], "strength": 0.25}
+    return item("preference", name, inference="", body=body, user="v", **changes)
+
+
+def test_a_preference_between_texts_is_about_no_interaction() -> None:
+    matching = met([between()])
+    assert offered(matching) == [("preference", "texts", 0.25)]
+    (offer,) = matching.offers.ready.values()
+    entry = offer.admission(0, 5, NOW)
+    assert (entry.feedback, entry.context, entry.version) == ({"f1": 1}, {}, -1)
+    assert owners_of(entry) == (("k1",), ("k1",), ("v",))
+    assert offer.item.feedback.body == {"strength": 0.25}, "the texts stay in the stream"
+    assert matching.lowest()[1] == 1, "and in the stream they stay until it is decided"
+    assert told(met([between()], off_policy={"supervised": {}})) == [("rejected", "preference_is_no_reward")]
+    against = Matching(job(), opted_out=lambda user: user == "v")
+    against.on_feedback(1, between(), NOW)
+    assert [fate.reason for fate in against.sweep(version=5, now=NOW)] == ["opted_out"]
+    erased = Erasure(user="v", interactions=[], feedback=["f1"], time=NOW)
+    matching.on_erasure(erased, NOW)
+    assert not matching.offers.ready
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from penstock.services.coordinator.online.admission import admit
 from penstock.services.coordinator.online.batches import within_shares
@@ -383,6 +384,18 @@ def test_the_tokens_of_an_episode_are_one_trajectory_with_what_it_was_told_maske
     data, header = encode_group(group)
     assert np.array_equal(decode_group(data).logprobs, np.float32([-0.5, -0.5, 0, 0, -0.5]))
     assert (header.min_version, header.max_version, header.rewards) == (5, 6, [0.5])
+
+
+def test_turns_of_two_temperatures_are_two_trajectories_each_trained_at_its_own() -> None:
+    first, second = turns()
+    second = replace(second, sampling=replace(second.sampling, temperature=0.5))
+    matching, _ = settled([first, second], [said("f1", 0.5, inference="i2", final=True)])
+    matching.sweep(version=6, now=NOW + 6)
+    assert [len(trajectory.turns) for trajectory in matching.ready[EPISODE]] == [1, 1]
+    own = group_of("j", Draw(1), [second], reward=0.5, epoch=1)
+    imitated = group_of("j", Draw(1), [second], reward=0.5, epoch=1, objective="supervised", temperature=0.8)
+    assert (own.temperature, imitated.temperature) == (0.5, 0.8)
+    assert encode_group(own)[1].temperature == decode_group(encode_group(own)[0]).temperature == 0.5
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------

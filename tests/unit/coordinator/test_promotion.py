@@ -374,6 +374,20 @@ def test_the_served_version_can_always_be_made_again() -> None:
     assert (earliest_start(run.state, 3), earliest_start(run.state, 0)) == (1, 0)
 
 
+@pytest.mark.parametrize(("entropy", "low"), [(0.1, 2), (0.9, 4)])
+def test_a_checkpoint_gives_up_of_the_log_what_nobody_has_to_repeat(entropy: float, low: int) -> None:
+    """While newer versions are refused a trainer begins at the checkpoint before the one that is served."""
+    run = Lineage(job(max_lag=3, min_entropy=0.5, patience=4))
+    run.train()
+    run.checkpoint(1)
+    run.train()
+    run.train(policy__entropy=entropy)
+    run.run.stored = dict.fromkeys((1, 2, 3), 100)
+    run.run.stored_bytes = run.run.config.limits.byte_budget  # others of the job fill the stream
+    (event,) = [event for event in run.checkpoint(3) if isinstance(event, Checkpointed)]
+    assert event.low_seq == low
+
+
 def test_the_condition_says_what_is_served_and_why_the_newest_is_not() -> None:
     run = Lineage(job(max_drop=0.1))
     assert run.gate.fact(run.state)[:2] == ("True", "Initial")
@@ -500,7 +514,7 @@ def test_a_rollback_past_the_log_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"online": {"promotion": {}}}, "give max_drop, max_kl, min_entropy or max_mismatch"),
+        ({"online": {"promotion": {}}}, "give max_drop, max_kl, min_entropy, max_mismatch or canary"),
         ({"online": {"promotion": {"max_kl": 1.0}}}, "Set algorithm.kl"),
         ({"online": {"promotion": {"max_drop": 0.1}}}, "no evaluation of this job measures 'eval/greedy'"),
         ({"online": {"promotion": {"min_entropy": 1.0, "patience": 3}}}, "need train.max_lag >= 2"),

@@ -100,6 +100,7 @@ def make_group() -> Callable[..., Group]:
             failed=np.isin(np.arange(size), failed),
             finish=rng.integers(0, 2, size).astype(np.uint8),
             spans=np.array([[i, 0, 0, n] for i, n in enumerate(counts)], np.int32).reshape(-1, 4),
+            temperature=0.7,
         )
 
     return make

@@ -87,6 +87,7 @@ def test_it_is_a_model_directory(tmp_path: Path, make_config: Config) -> None:
     tokenizer = AutoTokenizer.from_pretrained(path)
     ids = tokenizer("12+7=", return_tensors="pt")["input_ids"]
     assert ids.tolist() == learner.tokenizer("12+7=", return_tensors="pt")["input_ids"].tolist()
+    assert tokenizer.chat_template == learner.tokenizer.chat_template is not None
     with torch.no_grad():
         assert torch.equal(model(input_ids=ids).logits, learner.model(input_ids=ids).logits)
     assert json.loads((path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]

@@ -25,7 +25,7 @@ def test_matrix_products_of_a_forward_pass(make_config: Callable[..., JobConfig]
     backend = open_local(make_config(algorithm={"type": "ppo"}, model={"config": architecture}), role, "cpu")
     (microbatch,) = microbatches(columns_of_rows(ROWS), np.arange(3), 1000)
     with FlopCounterMode(display=False) as counter:
-        backend.score(microbatch, temperature=1.0)
+        backend.score(microbatch)
     products = {torch.ops.aten.mm, torch.ops.aten.addmm}
     counted = sum(n for operator, n in counter.get_flop_counts()["Global"].items() if operator in products)
     work = Work()

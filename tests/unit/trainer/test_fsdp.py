@@ -174,7 +174,9 @@ def test_crash_and_resume_on_other_numbers_of_ranks(
     # the last checkpoint, of 3 ranks: as a model directory, and in the backend `local`
     exported = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
     assert all(np.array_equal(exported[name].detach().numpy(), value) for name, value in run[1].items())
-    assert AutoTokenizer.from_pretrained(path)("1+2=")["input_ids"]
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    assert tokenizer("1+2=")["input_ids"]
+    assert tokenizer.chat_template
     alone = Learner(make_config(**sections))
     alone.load_state(load_checkpoint(path).state)
     _, weights, moments = outcome(alone, [])

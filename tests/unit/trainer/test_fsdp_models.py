@@ -158,7 +158,7 @@ def score(world: World, config: JobConfig, load: Path, prompt: list[int], answer
     learner = learner_of(world.everybody, config, load)
     (microbatch,) = microbatches(columns_of_rows([(prompt, answer)]), np.arange(1), 1000)
     policy = learner._policy
-    return [by(microbatch, temperature=1.0).tolist() for by in (policy.score, policy.reference_logprobs)]
+    return [by(microbatch).tolist() for by in (policy.score, policy.reference_logprobs)]
 
 
 def publish(world: World, config: JobConfig, directory: Path) -> list[tuple[str, str]]:

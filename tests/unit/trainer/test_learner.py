@@ -215,7 +215,7 @@ def test_on_policy_samples_show_no_mismatch_and_no_clip(make_config: Config, bat
         columns = columns_of([replace(group, failed=np.zeros(4, bool), mask=np.ones_like(group.mask))])
         logprobs = np.zeros_like(group.logprobs)
         for micro in microbatches(columns, np.arange(4), 10_000):
-            values = sampler.score(micro, temperature=config.sampling.temperature)
+            values = sampler.score(micro)
             for row in range(4):
                 a, b = group.cu_seqlens[row : row + 2]
                 logprobs[a:b] = values[micro.rows_M == row].numpy()

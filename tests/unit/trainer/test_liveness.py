@@ -6,9 +6,11 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -90,6 +92,27 @@ def test_a_long_step_is_no_silence(ranks: Any) -> None:
     assert ranks.run(2, compute, 2.5) == ["", ""]
 
 
+class Rank(NamedTuple):
+    """This rank of a trainer, without a bus."""
+
+    threads: Threads
+    liveness: Liveness
+    ranks: Ranks
+    replica: Replica
+
+
+@asynccontextmanager
+async def rank_of(world: World, config: JobConfig, directory: Path) -> AsyncIterator[Rank]:
+    threads = Threads()
+    liveness = await Liveness.open(world, threads.compute, silence_s=30, interval_s=0.02)
+    running = asyncio.create_task(liveness.run())
+    replica = Replica(None, "job", config, world=world, threads=threads, checkpoints=directory)  # type: ignore[arg-type]
+    try:
+        yield Rank(threads, liveness, Ranks(world, threads, liveness), replica)
+    finally:
+        running.cancel()
+
+
 def fail_alone(world: World, config: JobConfig, directory: Path) -> tuple[str, str]:
     """Rank 1 fails while rank 0 stands in a collective of the same work; what both raise."""
     module.FAILED_GRACE_S = 1.0
@@ -97,36 +120,27 @@ def fail_alone(world: World, config: JobConfig, directory: Path) -> tuple[str, s
 
 
 async def _fail_alone(world: World, config: JobConfig, directory: Path) -> tuple[str, str]:
-    threads = Threads()
-    liveness = await Liveness.open(world, threads.compute, silence_s=30, interval_s=0.05)
-    running = asyncio.create_task(liveness.run())
-    ranks = Ranks(world, threads, liveness)
-    replica = Replica(None, "job", config, world=world, threads=threads, checkpoints=directory)  # type: ignore[arg-type]
-
     def work() -> bool:
         if world.place.rank:
             raise DataError("rows.jsonl: no such file")
         return world.everybody.agree(True)
 
-    again = ""
-    if world.place.rank:
-        failing = asyncio.create_task(replica.together("the warm start", work))
-        await asyncio.to_thread(world.store.wait, [OVER])
-        world.everybody.agree(True)  # only to let rank 0 go
-        with pytest.raises(DataError) as own:
-            await failing
-        said = str(own.value)
-    else:
+    async with rank_of(world, config, directory) as own:
+        warm_start = own.replica.together("the warm start", work)
+        if world.place.rank:
+            failing = asyncio.create_task(warm_start)
+            await asyncio.to_thread(world.store.wait, [OVER])
+            world.everybody.agree(True)  # only to let rank 0 go
+            with pytest.raises(DataError) as failed:
+                await failing
+            return str(failed.value), ""
         with pytest.raises(CheckpointError) as caught:
-            await ranks.unless_failed(replica.together("the warm start", work))
-        said = str(caught.value)
+            await own.ranks.unless_failed(warm_start)
         with pytest.raises(RankLost) as stranded:
-            await ranks.unless_failed(replica.copy())
-        again = str(stranded.value)
+            await own.ranks.unless_failed(own.replica.copy())
         await asyncio.to_thread(world.store.set, OVER, "1")
-        await threads.compute(lambda: None)  # behind the vote
-    running.cancel()
-    return said, again
+        await own.threads.compute(lambda: None)  # behind the vote
+        return str(caught.value), str(stranded.value)
 
 
 def test_an_error_of_one_rank_ends_the_wait_of_the_others(ranks: Any, make_config: Any, tmp_path: Path) -> None:
@@ -148,24 +162,18 @@ def vote(world: World, config: JobConfig, directory: Path) -> tuple[str, str, st
 
 
 async def _vote(world: World, config: JobConfig, directory: Path) -> tuple[str, str, str]:
-    threads = Threads()
-    liveness = await Liveness.open(world, threads.compute, silence_s=30, interval_s=0.05)
-    running = asyncio.create_task(liveness.run())
-    ranks = Ranks(world, threads, liveness)
-    replica = Replica(None, "job", config, world=world, threads=threads, checkpoints=directory)  # type: ignore[arg-type]
-
     def work() -> None:
         if world.place.rank:
             raise DataError("rows.jsonl: no such file")
 
-    with pytest.raises((CheckpointError, DataError)) as caught:
-        await ranks.unless_failed(replica.together("the warm start", work))
-    async with asyncio.timeout(30):
-        while liveness.failure:  # the last sign of another rank may be older than the vote
-            await asyncio.sleep(0.02)
-    await threads.compute(partial(world.everybody.agree, True))
-    running.cancel()
-    return str(caught.value), liveness.failure, ranks.stranded
+    async with rank_of(world, config, directory) as own:
+        with pytest.raises((CheckpointError, DataError)) as caught:
+            await own.ranks.unless_failed(own.replica.together("the warm start", work))
+        async with asyncio.timeout(30):
+            while own.liveness.failure:  # the last sign of another rank may be older than the vote
+                await asyncio.sleep(0.02)
+        await own.threads.compute(partial(world.everybody.agree, True))
+    return str(caught.value), own.liveness.failure, own.ranks.stranded
 
 
 def fail_apart(world: World, config: JobConfig, directory: Path) -> tuple[str, str]:
@@ -178,22 +186,16 @@ def fail_apart(world: World, config: JobConfig, directory: Path) -> tuple[str, s
 
 
 async def _fail_apart(world: World, config: JobConfig, directory: Path) -> tuple[str, str]:
-    threads = Threads()
-    liveness = await Liveness.open(world, threads.compute, silence_s=30, interval_s=0.02)
-    running = asyncio.create_task(liveness.run())
-    ranks = Ranks(world, threads, liveness)
-    replica = Replica(None, "job", config, world=world, threads=threads, checkpoints=directory)  # type: ignore[arg-type]
-
     def work() -> None:
         if world.place.rank:
             raise CheckpointError("a file is torn")
         time.sleep(0.6)
 
-    with pytest.raises(CheckpointError) as caught:
-        await ranks.unless_failed(replica.together("a checkpoint to be verified", work, meets=False))
-    await threads.compute(partial(world.everybody.agree, True))
-    running.cancel()
-    return str(caught.value), ranks.stranded
+    async with rank_of(world, config, directory) as own:
+        with pytest.raises(CheckpointError) as caught:
+            await own.ranks.unless_failed(own.replica.together("a checkpoint to be verified", work, meets=False))
+        await own.threads.compute(partial(world.everybody.agree, True))
+    return str(caught.value), own.ranks.stranded
 
 
 def test_work_in_which_ranks_do_not_meet_strands_nobody(ranks: Any, make_config: Any, tmp_path: Path) -> None:

@@ -195,6 +195,19 @@ def test_what_is_assumed_begins_with_a_ratio_of_1_and_weighs_less() -> None:
         assert torch.allclose(found, 0.5 * full[name], atol=1e-7), name
 
 
+def test_what_a_new_source_judged_weighs_less() -> None:
+    shard = BatchShard.whole(POLICY)
+    full, half, none = Learner(config()), Learner(config()), Learner(config())
+    full.update(shard, update_index=0)
+    half.update(replace(shard, weights=(0.5,) * len(POLICY)), update_index=0)
+    none.update(replace(shard, weights=(1.0,) * len(POLICY)), update_index=0)
+    for name, found in momentum(half).items():
+        assert torch.allclose(found, 0.5 * momentum(full)[name], atol=1e-7), name
+        assert torch.equal(momentum(none)[name], momentum(full)[name]), name
+    mixed = replace(BatchShard.whole([ANSWERS[0], *POLICY]), weights=(0.1, 1.0, 0.5, 1.0))
+    assert mixed.of("policy").weights == (1.0, 0.5, 1.0)
+
+
 # -- tracked values ----------------------------------------------------------------------------------------------------
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from penstock.services.trainer.orders import Leave, Load, Orders, Publish, Train
 from penstock.services.trainer.process_group import Place, World, place_from_environment
@@ -15,6 +18,12 @@ from penstock.shared.errors import ConfigError, RankLost
 from penstock.shared.protocol.messages import BatchManifest
 
 MANIFEST = BatchManifest(number=3, revision=1, start_version=2, update_index=2, groups=[])
+RANK_OF_TORCHRUN = """
+from penstock.services.trainer.process_group import join, place_from_environment
+world = join(place_from_environment(), deadline_s=50)
+print(world.everybody.sum({"ranks": 1.0})["ranks"], flush=True)
+world.leave()
+"""
 TOGETHER = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}
 
 
@@ -85,6 +94,28 @@ def test_a_lost_rank_is_named(ranks: Any) -> None:
     message, _ = ranks.run(2, be_left)
     assert "rank 0 of 2 waited for the others (facts of the batch)" in message
     assert "died or said nothing for 60 s" in message
+
+
+def test_ranks_of_torchrun_meet_at_the_store_of_its_agent_however_often(nursery: Any, tmp_path: Path) -> None:
+    """It keeps the store at MASTER_PORT itself, and the same one for every start: rank 0 cannot listen there, and what
+    the ranks of an earlier start left there must not be found."""
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    program = tmp_path / "rank.py"
+    program.write_text(RANK_OF_TORCHRUN)
+    for start, failures in enumerate((0, 1, 1)):
+        said = [tmp_path / f"start{start}rank{rank}" for rank in range(2)]
+        processes = []
+        for rank, path in enumerate(said):
+            environment = {
+                **os.environ, "GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RESTART_COUNT": str(failures),
+            }  # fmt: skip
+            with path.open("wb") as output:
+                processes.append(nursery.run(str(program), environment=environment, output=output.fileno()))
+        codes = [process.wait(60) for process in processes]
+        assert [path.read_text().split()[-1:] for path in said] == [["2.0"]] * 2, [path.read_text() for path in said]
+        assert codes == [0, 0]
 
 
 def test_the_place_comes_from_the_environment() -> None:

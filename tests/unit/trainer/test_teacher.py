@@ -51,6 +51,7 @@ def sampled(learner: Learner, ordinal: int, size: int, *, temperature: float = 1
         cu_seqlens=np.arange(0, LENGTH * size + 1, LENGTH, dtype=np.int32), logprobs=logprobs.numpy().ravel(),
         mask=np.ones(LENGTH * size, np.uint8), rewards=np.zeros(size, np.float32), failed=np.zeros(size, bool),
         finish=np.zeros(size, np.uint8), spans=np.array([[i, 0, 0, LENGTH] for i in range(size)], np.int32),
+        temperature=temperature,
     )  # fmt: skip
 
 

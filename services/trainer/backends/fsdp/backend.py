@@ -126,7 +126,6 @@ class FSDPBackend:
         microbatch: Microbatch | None,
         loss: LossFunction,
         *,
-        temperature: float,
         entropy: bool = False,
         kl: bool = False,
     ) -> None:
@@ -134,7 +133,7 @@ class FSDPBackend:
         batch = (microbatch or stand_in()).to(self._device)
         load = RouterLoad() if self.routers is not None and microbatch is not None else None
         with self._stopwatch.measure("forward"):
-            scores = self._scores(batch, Routes(batch.experts_TNK, load), temperature, entropy=entropy, kl=kl)
+            scores = self._scores(batch, Routes(batch.experts_TNK, load), entropy=entropy, kl=kl)
             try:
                 value = scores.values_M.sum() * 0 if microbatch is None else loss(scores)
             except BaseException:
@@ -164,14 +163,14 @@ class FSDPBackend:
         if chooses:
             self.routers.count(load.chosen)
 
-    def score(self, microbatch: Microbatch | None, *, temperature: float) -> Tensor:
+    def score(self, microbatch: Microbatch | None) -> Tensor:
         """See ``Backend``."""
-        return self._score_by(self._model, self._model.model, microbatch, temperature, replay=True)
+        return self._score_by(self._model, self._model.model, microbatch, replay=True)
 
-    def reference_logprobs(self, microbatch: Microbatch | None, *, temperature: float) -> Tensor:
+    def reference_logprobs(self, microbatch: Microbatch | None) -> Tensor:
         """See ``Backend``."""
         assert self._reference is not None, "built without keep_reference"
-        return self._score_by(self._reference.sharded, self._reference.model, microbatch, temperature)
+        return self._score_by(self._reference.sharded, self._reference.model, microbatch)
 
     def step(self, learning_rate: float) -> float:
         """See ``Backend``."""
@@ -264,14 +263,14 @@ class FSDPBackend:
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
-    def _scores(self, batch: Microbatch, routes: Routes, temperature: float, *, entropy: bool, kl: bool) -> Scores:
+    def _scores(self, batch: Microbatch, routes: Routes, *, entropy: bool, kl: bool) -> Scores:
         reference = self._reference if kl else None
         assert reference is not None or not kl, "built without keep_reference"
 
         def compute() -> ScoreTensors:
             return _copies(
                 score_tensors(
-                    self._model.model, batch, role=self._role, temperature=temperature, entropy=entropy,
+                    self._model.model, batch, role=self._role, entropy=entropy,
                     reference=None if reference is None else reference.model, routes=routes,
                 )
             )  # fmt: skip
@@ -286,7 +285,6 @@ class FSDPBackend:
         sharded: ShardedModel,
         model: PreTrainedModel,
         microbatch: Microbatch | None,
-        temperature: float,
         *,
         replay: bool = False,
     ) -> Tensor:
@@ -294,7 +292,7 @@ class FSDPBackend:
         routes = Routes(batch.experts_TNK) if replay else None
 
         def compute() -> Tensor:
-            return score_tensors(model, batch, role=self._role, temperature=temperature, routes=routes)[0]
+            return score_tensors(model, batch, role=self._role, routes=routes)[0]
 
         with self._stopwatch.measure("forward"):
             values_M = sharded.run(compute)

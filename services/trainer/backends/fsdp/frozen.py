@@ -45,10 +45,8 @@ class ShardedFrozenModel:
         return self._layout
 
     @torch.no_grad()
-    def score(self, microbatch: Microbatch | None, *, temperature: float) -> Tensor:
+    def score(self, microbatch: Microbatch | None) -> Tensor:
         """See ``Teacher``."""
         batch = (microbatch or stand_in()).to(self._device)
-        values_M = self._sharded.run(
-            lambda: score_tensors(self._sharded.model, batch, role="policy", temperature=temperature)[0]
-        )
+        values_M = self._sharded.run(lambda: score_tensors(self._sharded.model, batch, role="policy")[0])
         return values_M if microbatch is not None else values_M[:0]

@@ -96,7 +96,6 @@ class MegatronBackend:
         microbatch: Microbatch | None,
         loss: LossFunction,
         *,
-        temperature: float,
         entropy: bool = False,
         kl: bool = False,
     ) -> None:
@@ -106,7 +105,7 @@ class MegatronBackend:
             return
         batch, given = self._batch(microbatch), loss if microbatch is not None else None
         # A divergence comes with the entropy, here as in `local`.
-        work = Work(batch=batch, loss=given, temperature=temperature, entropy=entropy or kl, kl=kl)
+        work = Work(batch=batch, loss=given, entropy=entropy or kl, kl=kl)
         self._waiting.append(work)
         if self._parallel.pipeline_parallel == 1:
             self._work_off()
@@ -125,14 +124,14 @@ class MegatronBackend:
             if own is not None:
                 self.routers.count(load.chosen)
 
-    def score(self, microbatch: Microbatch | None, *, temperature: float) -> Tensor:
+    def score(self, microbatch: Microbatch | None) -> Tensor:
         """See ``Backend``."""
-        return self._score_by(self._model, microbatch, temperature)
+        return self._score_by(self._model, microbatch)
 
-    def reference_logprobs(self, microbatch: Microbatch | None, *, temperature: float) -> Tensor:
+    def reference_logprobs(self, microbatch: Microbatch | None) -> Tensor:
         """See ``Backend``."""
         assert self._reference is not None, "built without keep_reference"
-        return self._score_by(self._reference, microbatch, temperature)
+        return self._score_by(self._reference, microbatch)
 
     def step(self, learning_rate: float) -> float:
         """See ``Backend``."""
@@ -273,10 +272,10 @@ class MegatronBackend:
     def _batch(self, microbatch: Microbatch | None) -> Microbatch:
         return (_nothing() if microbatch is None else microbatch).to(self._device)
 
-    def _score_by(self, model: MegatronModel, microbatch: Microbatch | None, temperature: float) -> Tensor:
+    def _score_by(self, model: MegatronModel, microbatch: Microbatch | None) -> Tensor:
         if not self._takes_part(microbatch):
             return torch.empty(0, device=self._device)
-        work = Work(batch=self._batch(microbatch), loss=None, temperature=temperature)
+        work = Work(batch=self._batch(microbatch), loss=None)
         return self._passes.score(work, model, replay=model is self._model)
 
     def _optimizer_parts(self) -> dict[str, dict[str, Tensor]]:

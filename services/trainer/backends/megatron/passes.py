@@ -32,12 +32,11 @@ class Work:
 
     Attributes:
         loss: None: gradients are 0; this rank only takes part.
-        temperature, entropy, kl: see ``Backend.accumulate``; with ``kl`` there is ``entropy``, too.
+        entropy, kl: see ``Backend.accumulate``; with ``kl`` there is ``entropy``, too.
     """
 
     batch: Microbatch
     loss: LossFunction | None
-    temperature: float
     entropy: bool = False
     kl: bool = False
 
@@ -128,9 +127,7 @@ class Passes:
         states = States(model, hidden_RD[here.places_N])
         if self._role == "critic":
             return Scores(values(here, states))
-        return policy_scores(
-            here, self._groups, states, temperature=work.temperature, entropy=work.entropy, reference=reference
-        )
+        return policy_scores(here, self._groups, states, entropy=work.entropy, reference=reference)
 
     @torch.no_grad()
     def _reference_states(self, works: Sequence[Work], reference: MegatronModel | None) -> dict[int, States]:

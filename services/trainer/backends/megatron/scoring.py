@@ -23,6 +23,7 @@ from penstock.services.trainer.backends.megatron.groups import Groups
 from penstock.services.trainer.backends.megatron.model import MegatronModel
 from penstock.services.trainer.packing import Microbatch
 from penstock.shared.models.decoder import MAX_LOGITS
+from penstock.shared.models.temperature import tempered
 
 __all__ = ["Selected", "States", "policy_scores", "values", "vocab_parallel_log_softmax"]
 
@@ -43,20 +44,20 @@ def policy_scores(
     groups: Groups,
     policy: States,
     *,
-    temperature: float,
     entropy: bool = False,
     reference: States | None = None,
 ) -> Scores:
     """Log-probs of the targets, exact entropy where asked for, KL(policy || reference) with a reference: float32 [M].
 
-    The same on every rank that shares the microbatch's last stage; each rank's gradient is that of its own part.
+    The same on every rank that shares the microbatch's last stage; each rank's gradient is that of its own part. All
+    are of logits / temperature, that of each token's row.
     """
     model = policy.model
-    log_softmax = _log_softmax_of(policy, groups, temperature=temperature)
+    log_softmax = _log_softmax_of(policy, groups, here)
     theirs: Normalised | None = None
     if reference is not None:
         with torch.no_grad():
-            theirs = _log_softmax_of(reference, groups, temperature=temperature)
+            theirs = _log_softmax_of(reference, groups, here)
 
     def chunk(places: Tensor) -> tuple[Tensor, ...]:
         logprobs_NW = log_softmax(places)
@@ -104,6 +105,8 @@ class Selected:
     places_N: Tensor
     """Where they stand among this rank's tokens."""
     targets_N: Tensor
+    temperature_N: Tensor | None
+    """None where all are 1."""
 
     @classmethod
     def of(cls, model: MegatronModel, groups: Groups, batch: Microbatch) -> Selected:
@@ -111,7 +114,8 @@ class Selected:
         run = model.tokens_per_rank(batch.tokens)
         indices_N = (batch.select_M // run == rank).nonzero()[:, 0]
         places_N = batch.select_M[indices_N] - rank * run
-        return cls(groups, len(batch.select_M), indices_N, places_N, batch.targets_M[indices_N])
+        temperature_N = None if batch.temperature_M is None else batch.temperature_M[indices_N]
+        return cls(groups, len(batch.select_M), indices_N, places_N, batch.targets_M[indices_N], temperature_N)
 
     def everywhere(self, own_N: Tensor) -> Tensor:
         """[M] from every rank's own: sums over context-parallel ranks of which one is not zero."""
@@ -120,15 +124,14 @@ class Selected:
         return summed
 
 
-def _log_softmax_of(states: States, groups: Groups, *, temperature: float) -> Normalised:
+def _log_softmax_of(states: States, groups: Groups, here: Selected) -> Normalised:
     hidden_ND = mappings.copy_to_tensor_model_parallel_region(states.hidden_ND, group=groups.tensor)
     head_WD = states.model.head_weight()
 
     def of(places: Tensor) -> Tensor:
-        logits_NW = F.linear(hidden_ND[places], head_WD).float()
-        if temperature not in (0.0, 1.0):
-            logits_NW = logits_NW / temperature
-        return vocab_parallel_log_softmax(logits_NW, groups.tensor)
+        logits_NW = F.linear(hidden_ND[places], head_WD)
+        temperature = 1.0 if here.temperature_N is None else here.temperature_N[places]
+        return vocab_parallel_log_softmax(tempered(logits_NW, temperature), groups.tensor)
 
     return of
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.inference import InferenceRequest
 
-__all__ = ["DEFAULT_TEMPLATE", "Renderer"]
+__all__ = ["DEFAULT_TEMPLATE", "Renderer", "content_text"]
 
 DEFAULT_TEMPLATE = (
     "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
@@ -58,7 +58,21 @@ class Renderer:
         tools: list[dict[str, Any]] | None = None,
         template_args: dict[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a chat that the model is to continue.
+        """Token ids of a chat that the model is to continue. Raises as ``text``."""
+        return self.encode(self.text(messages, tools=tools, template_args=template_args))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of what ``text`` gave, or of a part of it."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def text(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        template_args: dict[str, Any] | None = None,
+    ) -> str:
+        """A chat that the model is to continue.
 
         Raises:
             ConfigError: the template refuses the messages.
@@ -74,12 +88,12 @@ class Renderer:
             )
         except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"the chat template refuses the messages: {error}") from None
-        return list(self._tokenizer.encode(str(text), add_special_tokens=False))
+        return str(text)
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
     """A message as templates expect it: text as one string, arguments of tool calls as objects."""
-    found = {**message, "content": _text(message.get("content"))}
+    found = {**message, "content": content_text(message.get("content"))}
     calls = [_call(call) for call in message.get("tool_calls") or []]
     if calls:
         found["tool_calls"] = calls
@@ -88,7 +102,8 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _text(content: Any) -> str:
+def content_text(content: Any) -> str:
+    """The content of a message as one string. Raises ConfigError for what is no text."""
     if content is None:
         return ""
     if isinstance(content, str):

@@ -1,0 +1,56 @@
+"""The same as promoting and rolling back a job, by the name of its model and by policy version."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
+
+from penstock.services.coordinator.api.access import BackendDep
+from penstock.services.coordinator.api.bodies import body_schema, read_model
+from penstock.services.coordinator.api.inference import served_of
+from penstock.services.coordinator.api.scopes import require
+from penstock.services.coordinator.api.versions import Promotion, begin
+from penstock.shared.errors import NotFound
+from penstock.shared.protocol.jobs import Operation
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/v1/models/{model}", tags=["inference"])
+
+ModelName = Annotated[str, Path(max_length=256, description="Name or id of a job")]
+
+
+class RollbackToVersion(BaseModel):
+    """The policy version to go back to."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    version: int = Field(ge=0, lt=1 << 53, description="One that a checkpoint has")
+
+
+@router.post(
+    "/promote", status_code=202, response_model=Operation, dependencies=[require("admin")],
+    openapi_extra=body_schema(Promotion),
+)  # fmt: skip
+async def promote_model(request: Request, model: ModelName, backend: BackendDep) -> Response:
+    """Serve the model's newest version whatever was measured of it."""
+    wanted = await read_model(request, Promotion)
+    return await begin(backend, served_of(backend, model).job, "promote", {"version": wanted.version})
+
+
+@router.post(
+    "/rollback", status_code=202, response_model=Operation, dependencies=[require("jobs:write")],
+    openapi_extra=body_schema(RollbackToVersion),
+)  # fmt: skip
+async def roll_back_model(request: Request, model: ModelName, backend: BackendDep) -> Response:
+    """Give up the updates after a version that a checkpoint has, and train on from it."""
+    version, job = (await read_model(request, RollbackToVersion)).version, served_of(backend, model).job
+    rows = await backend.control.checkpoints(job)
+    numbers = [row["number"] for row in rows if row["version"] == version]
+    if not numbers:
+        known = ", ".join(str(row["version"]) for row in rows) or "none"
+        raise NotFound(f"no checkpoint has version {version} of '{model}'; there are: {known}")
+    return await begin(backend, job, "rollback", {"checkpoint": numbers[-1]})

@@ -1,0 +1,126 @@
+"""Decides once more on what was admitted, from what is stored: no reward is believed that does not follow. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.services.coordinator.online.credit import Item, Turn
+from penstock.services.coordinator.online.episode import Episode
+from penstock.services.coordinator.online.names import canonical, episode_of
+from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.protocol.events import Admission
+from penstock.shared.protocol.interaction import Feedback, Interaction
+
+__all__ = ["Stored", "decided_again"]
+
+CLOSE = 1e-6
+"""Rewards are sums of the same numbers in the same order."""
+
+
+@dataclass
+class Stored:
+    """What the streams hold, by sequence. ``turns``: sequences of all records of an episode, by its name."""
+
+    records: Mapping[int, Interaction]
+    items: Mapping[int, Sequence[Feedback]]
+    turns: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+
+def decided_again(admissions: Sequence[Admission], stored: Stored, job: OnlineJob) -> tuple[int, list[str]]:
+    """``(how many were decided again, what came out otherwise)`` of the admissions of one decision.
+
+    Left out is what has no interactions of its own, and what is not all there any more.
+    """
+    episodes: defaultdict[str, list[Admission]] = defaultdict(list)
+    for admission in admissions:
+        records = [stored.records.get(seq) for seq in admission.interactions.values()]
+        if records and records[0] is not None:
+            episodes[_key(records[0], job)].append(admission)
+    checked, flaws = 0, list[str]()
+    for group in episodes.values():
+        items = _items_of(group, stored)
+        if items is None or any(seq not in stored.records for one in group for seq in one.interactions.values()):
+            continue
+        checked += len(group)
+        wrong = [_difference(group, turns, items, stored, job) for turns in _turns(group, stored)]
+        if all(wrong):
+            flaws.append(wrong[0])
+    return checked, flaws
+
+
+def _key(record: Interaction, job: OnlineJob) -> str:
+    return canonical(record.id) if _is_single(record, job) else episode_of(record)
+
+
+def _is_single(record: Interaction, job: OnlineJob) -> bool:
+    """Whether it was decided by itself."""
+    online = job.online
+    has_credit = online.gamma > 0 or any(metric.level == "episode" for metric in online.metrics.values())
+    return record.alone or record.index > 0 or not has_credit
+
+
+def _items_of(group: Sequence[Admission], stored: Stored) -> dict[str, Item] | None:
+    """What was said, by id; None where not all of it is there."""
+    found: dict[str, Item] = {}
+    for name, seq in ((name, seq) for one in group for name, seq in one.feedback.items()):
+        said = [item for item in stored.items.get(seq, ()) if item.id == name]
+        if not said:
+            return None
+        found[name] = Item(seq, max(said, key=lambda item: item.revision))
+    return found
+
+
+def _turns(group: Sequence[Admission], stored: Stored) -> Iterator[list[int]]:
+    """Sequences of the turns that the decision may have seen: all of the episode by then, or only the admitted ones.
+
+    A record that was written in the moment of the decision may have been read before or after it.
+    """
+    own = {name: seq for one in group for name, seq in one.interactions.items()}
+    first = stored.records[next(iter(own.values()))]
+    others = [
+        seq
+        for seq in stored.turns.get(canonical(first.episode), ())
+        if (record := stored.records.get(seq)) is not None
+        and episode_of(record) == episode_of(first)
+        and canonical(record.id) not in own
+        and not record.alone
+        and record.index == 0
+        and record.ended <= group[0].time
+    ]
+    yield [*own.values(), *others]
+    if others:
+        yield list(own.values())
+
+
+def _difference(
+    group: Sequence[Admission], seqs: Sequence[int], items: Mapping[str, Item], stored: Stored, job: OnlineJob
+) -> str:
+    """What an admission says otherwise than its records and feedback; '' for nothing."""
+    first = stored.records[seqs[0]]
+    episode = Episode(_is_single(first, job))
+    turns = {canonical(stored.records[seq].id): Turn(seq, stored.records[seq]) for seq in seqs}
+    for turn in turns.values():
+        episode.add(turn)
+    for name, item in items.items():
+        target = turns.get(canonical(item.feedback.inference))
+        (target.items if target is not None else episode.items)[name] = item
+    admission = group[0]
+    spans = [span for seq in admission.interactions.values() for span in stored.records[seq].spans]
+    outcome = episode.settle(
+        job, version=admission.lag + min(span.version for span in spans), now=admission.time
+    )  # fmt: skip
+    if outcome is None:
+        return f"ordinal {admission.ordinal}: decided again it would still wait"
+    found = {frozenset(canonical(turn.interaction.id) for turn in one.turns): one for one in outcome.trajectories}
+    for one in group:
+        again = found.get(frozenset(one.interactions))
+        if again is None:
+            return f"ordinal {one.ordinal}: decided again its turns would not be trained so"
+        if not math.isclose(again.reward, one.reward, rel_tol=CLOSE, abs_tol=CLOSE):
+            return f"ordinal {one.ordinal}: decided again its reward would be {again.reward:g}, not {one.reward:g}"
+        if (again.reason, again.objective) != (one.reason, one.objective):
+            return f"ordinal {one.ordinal}: decided again it would be {again.objective} by {again.reason}"
+    return ""

@@ -1,0 +1,84 @@
+"""How a tool process answers a call; whatever code of the user raises becomes an answer, too."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock.services.env.tools.base import CallError, Tool
+from penstock.shared.config.tools import ToolConfig
+from penstock.shared.errors import ToolError
+from penstock.shared.protocol.tools import MAX_RESULT_CHARS
+
+__all__ = ["Toolbox", "attempt", "describe", "die_with"]
+
+_PR_SET_PDEATHSIG = 1
+_MAX_ERROR_CHARS = 600
+
+
+class Toolbox:
+    """The tools that a process has open, and what their arguments are."""
+
+    def __init__(self, configs: list[Any], open_: Callable[[Any], Tool]) -> None:
+        """Whatever ``open_`` raises is raised."""
+        self._tools: Mapping[str, Tool] = {config.name: open_(config) for config in configs}
+        self._configs: Mapping[str, ToolConfig] = {config.name: config for config in configs}
+
+    def answer(self, request: dict[str, Any]) -> dict[str, str]:
+        """A ``ToolReply`` to a call, as a message."""
+        name, arguments = request["name"], request["arguments"]
+        return attempt(f"tool '{name}'", lambda: self._call(name, arguments))
+
+    def close(self) -> None:
+        """Close all tools."""
+        for tool in self._tools.values():
+            tool.close()
+
+    def _call(self, name: str, arguments: dict[str, Any]) -> str:
+        if name not in self._tools:
+            raise CallError(f"there is no tool '{name}'; there is: {', '.join(self._tools)}")
+        _check(self._configs[name].parameters, arguments)
+        return self._tools[name].call(arguments)
+
+
+def attempt(what: str, action: Callable[[], str]) -> dict[str, str]:
+    """A ``ToolReply`` with what ``action`` returns or raises, as a message."""
+    try:
+        return _reply("ok", action())
+    except CallError as error:
+        return _reply("error", str(error))
+    except ToolError as error:
+        return _reply("failed", str(error))
+    except (Exception, SystemExit) as error:  # code of the user may raise anything
+        return _reply("failed", describe(what, error))
+
+
+def _reply(status: str, text: str) -> dict[str, str]:
+    """Half of a character (a surrogate), which no message can carry, becomes a question mark."""
+    return {"status": status, "text": text[:MAX_RESULT_CHARS].encode(errors="replace").decode()}
+
+
+def _check(schema: dict[str, Any], arguments: dict[str, Any]) -> None:
+    """Raises CallError where arguments are missing or unknown."""
+    known, required = schema.get("properties", {}), schema.get("required", [])
+    if missing := [name for name in required if name not in arguments]:
+        raise CallError(f"argument '{missing[0]}' is missing")
+    if unknown := [name for name in arguments if name not in known]:
+        raise CallError(f"there is no argument '{unknown[0]}'; there is: {', '.join(known) or 'none'}")
+
+
+def describe(what: str, error: BaseException) -> str:
+    """What code of the user raised."""
+    return f"{what} raised {type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
+
+
+def die_with(parent: int) -> None:
+    """Ask the kernel for SIGKILL when ``parent`` dies: user code that hangs would not notice a closed channel."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("the env service is gone")

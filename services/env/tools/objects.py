@@ -1,0 +1,91 @@
+"""The objects behind tools of type ``method``: one of each class for an episode."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from penstock.services.env.tools.base import CallError
+from penstock.shared.config.tools import MethodTool
+from penstock.shared.errors import ToolError
+
+__all__ = ["Method", "Objects", "load_classes"]
+
+
+def load_classes(configs: Iterable[MethodTool]) -> dict[str, Any]:
+    """The classes by path. Runs code of the user.
+
+    Raises:
+        ToolError: one cannot be imported, is no class, or lacks a method.
+    """
+    classes: dict[str, Any] = {}
+    for config in configs:
+        module, _, name = config.path.partition(":")
+        try:
+            found = classes[config.path] = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise ToolError(
+                f"the class '{config.path}' of a tool cannot be imported: {error}; it must be installed beside the env "
+                "service or lie on its PYTHONPATH"
+            ) from None
+        if not isinstance(found, type):
+            raise ToolError(f"'{config.path}' of tool '{config.name}' is a {type(found).__name__}, not a class")
+        if not callable(getattr(found, config.method or config.name, None)):
+            raise ToolError(f"the class '{config.path}' has no method '{config.method or config.name}'")
+    return classes
+
+
+class Objects:
+    """Made when they are first needed, each from seed and row alone."""
+
+    def __init__(self, classes: Mapping[str, Any], seed: int, row: dict[str, Any]) -> None:
+        self._classes, self._seed, self._row = classes, seed, row
+        self._made: dict[str, Any] = {}
+
+    def of(self, path: str) -> Any:
+        """The object of a class. Whatever its constructor raises is raised."""
+        if path not in self._made:
+            self._made[path] = self._classes[path](seed=self._seed, row=dict(self._row))
+        return self._made[path]
+
+    def reward(self, answer: str) -> float:
+        """The sum of what they say of an episode that ended with ``answer``.
+
+        Raises:
+            ToolError: none of them judges.
+        """
+        judges = [path for path, found in self._classes.items() if callable(getattr(found, "reward", None))]
+        if not judges:
+            raise ToolError(f"none of {', '.join(self._classes)} has a method `reward(answer)`")
+        return float(sum(self.of(path).reward(answer) for path in judges))
+
+    def close(self) -> None:
+        """Close those that can be closed."""
+        for made in self._made.values():
+            if callable(getattr(made, "close", None)):
+                made.close()
+
+
+class Method:
+    """One tool on one episode's objects."""
+
+    def __init__(self, config: MethodTool, objects: Objects) -> None:
+        self._config, self._objects = config, objects
+
+    def call(self, arguments: dict[str, Any]) -> str:
+        """The result as it is if it is text, else as JSON. Whatever else the method raises breaks the tool.
+
+        Raises:
+            CallError: the method raised ValueError.
+        """
+        method = getattr(self._objects.of(self._config.path), self._config.method or self._config.name)
+        try:
+            result = method(**arguments)
+        except ValueError as error:
+            raise CallError(str(error)) from None
+        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+
+    def close(self) -> None:
+        """The objects are closed by who made them."""

@@ -1,0 +1,349 @@
+"""Where environments of `verifiers` take place. Run by the interpreter that has the library, which need not have ours.
+
+The library leads each episode and asks a model for turns, as it asks any server of OpenAI's API. That server is here:
+it passes what is asked on to the env service, and answers with what the policy wrote. Started by ``host.py`` as
+``python child.py FD ENV``; over FD come messages as JSON with their length before them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["main"]
+
+LENGTH = struct.Struct("<I")
+KEY = "PENSTOCK_POLICY_API_KEY"
+MODEL = "policy"
+END_S = 4.0
+"""Once the env service is gone, what was started here has this long to end."""
+
+Message = dict[str, Any]
+
+
+class Channel:
+    """Both ends of the talk with the env service; read in a thread of its own, so that its end is noticed at once."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._sending = threading.Lock()
+
+    def send(self, message: Message) -> None:
+        """Send one message."""
+        body = json.dumps(message).encode()
+        with self._sending:
+            self._socket.sendall(LENGTH.pack(len(body)) + body)
+
+    def messages(self) -> Iterator[Message]:
+        """All messages until the channel is closed."""
+        while header := self._exactly(LENGTH.size):
+            yield json.loads(self._exactly(LENGTH.unpack(header)[0]))
+
+    def _exactly(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size and (chunk := self._socket.recv(size - len(data))):
+            data += chunk
+        return data
+
+
+class Episode:
+    """One episode under way: what the env service waits for, and the request that waits for the policy."""
+
+    def __init__(self) -> None:
+        self.steps: asyncio.Queue[Message] = asyncio.Queue()
+        self.turn: asyncio.Future[Message | None] | None = None
+        self.trace: Any = None
+        self.problem = ""
+        self.task: asyncio.Task[None] | None = None
+        self._known: list[Message] = []
+        """What was said so far, as it is compared."""
+        self._tools: list[Message] = []
+
+    def take(self, trace: Any, body: Message) -> list[Message]:
+        """The messages of a request that are new. Raises ValueError where it does not continue the conversation."""
+        if self.turn is not None and not self.turn.done():
+            raise ValueError("it asks for several turns of the policy at once")
+        if self.trace is not None and trace is not self.trace:
+            raise ValueError("more than one agent of it, or a second attempt, asks the policy for turns")
+        messages, tools = body["messages"], body.get("tools") or []
+        plain = [comparable(message) for message in messages]
+        if plain[: len(self._known)] != self._known:
+            raise ValueError("it changed what was said before; only conversations that grow can be trained on")
+        if self._known and tools != self._tools:
+            raise ValueError("it changed the tools during an episode")
+        new = messages[len(self._known) :]
+        if not new:
+            raise ValueError("it asks for a turn and says nothing new")
+        self.trace, self._known, self._tools = trace, plain, tools
+        return list(new)
+
+    def say(self, message: Message) -> None:
+        """What the policy said."""
+        self._known.append(comparable(message))
+
+
+def comparable(message: Message) -> Message:
+    """What of a message must stay the same when it is sent again."""
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "".join(str(part.get("text", part)) for part in content)
+    calls = [(call["id"], call["function"]) for call in message.get("tool_calls") or []]
+    named = [[id, function["name"], function.get("arguments", "")] for id, function in calls]
+    return {"role": message["role"], "content": content, "calls": named, "answers": message.get("tool_call_id")}
+
+
+class Host:
+    """All episodes of one environment."""
+
+    def __init__(self, vf: Any, env: Any, channel: Channel) -> None:
+        self._vf, self._env, self._channel = vf, env, channel
+        self._episodes: dict[str, Episode] = {}
+        self._by_trace: dict[str, tuple[Episode, Any]] = {}
+        self._tasks: list[Any] = []
+        self._source = iter(env.taskset)
+        self._loading = asyncio.Lock()
+        self._context: Any = None
+
+    # -- the env service ---------------------------------------------------------------------------------------------
+
+    def serve(self, address: str) -> None:
+        """``address``: of the server of OpenAI's API here."""
+        client = self._vf.EvalClientConfig(base_url=f"{address}/v1", api_key_var=KEY)
+        self._context = self._vf.ModelContext(model=MODEL, client=client)
+
+    async def on_message(self, message: Message) -> None:
+        """Answer one request: with the next step of its episode."""
+        name, purpose = message["episode"], message["purpose"]
+        if purpose == "end":
+            episode = self._episodes.pop(name, None)
+            if episode is not None and episode.task is not None:
+                episode.task.cancel()
+            return
+        if purpose == "begin":
+            episode = self._episodes[name] = Episode()
+            episode.task = asyncio.create_task(self._play(episode, message["task"]))
+        else:
+            episode = self._episodes[name]
+            assert episode.turn is not None, "nobody waits for a turn"
+            if not episode.turn.done():
+                episode.turn.set_result(message if purpose == "answer" else None)
+        step = await episode.steps.get()
+        self._channel.send({"id": message["id"], "text": json.dumps(step)})
+
+    async def _play(self, episode: Episode, number: int) -> None:
+        playing = asyncio.ensure_future(self._played(episode, number))
+        try:
+            await asyncio.wait([playing])
+        finally:
+            playing.cancel()
+            for id in [id for id, (owner, _) in self._by_trace.items() if owner is episode]:
+                del self._by_trace[id]
+        error = playing.exception()  # whatever an environment raises ends its episode only
+        step = playing.result() if error is None else {"error": f"{type(error).__name__}: {error}"}
+        episode.steps.put_nowait(step)
+
+    async def _played(self, episode: Episode, number: int) -> Message:
+        task = await self._task(number)
+        result = await self._env.run_episode(task, self._context, on_trace=lambda trace: self._enter(episode, trace))
+        return outcome(result, episode)
+
+    def _enter(self, episode: Episode, trace: Any) -> None:
+        self._by_trace[trace.id] = episode, trace
+
+    async def _task(self, number: int) -> Any:
+        async with self._loading:
+            while len(self._tasks) <= number:
+                task = await asyncio.to_thread(next, self._source, None)
+                if task is None:
+                    raise IndexError(f"the taskset has {len(self._tasks)} tasks and no number {number}: see data")
+                self._tasks.append(task)
+        return self._tasks[number]
+
+    # -- the environment ---------------------------------------------------------------------------------------------
+
+    async def on_chat(self, headers: Any, body: Message) -> tuple[Message | None, str]:
+        """A turn of the policy, or why there is none."""
+        if headers.get("Authorization") != f"Bearer {os.environ[KEY]}":
+            return None, "unauthorized"
+        found = self._by_trace.get(headers.get("X-Session-ID", ""))
+        if found is None:
+            return None, "this is not a request of an episode"
+        episode, trace = found
+        try:
+            new = episode.take(trace, body)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            episode.problem = f"the environment cannot be played: {error}"
+            return None, episode.problem
+        episode.turn = asyncio.get_running_loop().create_future()
+        episode.steps.put_nowait({"messages": new, "tools": body.get("tools") or []})
+        answer = await episode.turn
+        if answer is None:
+            trace.stop("max_total_tokens")
+            return None, "a budget of the episode is used up"
+        episode.say(answer["message"])
+        return answer, ""
+
+
+def outcome(result: Any, episode: Episode) -> Message:
+    """The last step of an episode."""
+    own = [trace for trace in result.traces if trace is episode.trace] or list(result.traces)
+    errors = [*result.errors, *(error for trace in own for error in trace.errors)]
+    problem = episode.problem
+    if not problem and not result.ok:
+        problem = f"{errors[-1].type}: {errors[-1].message}" if errors else "the environment failed without a reason"
+    metrics = {name: value for trace in own for name, value in trace.metrics.items() if value is not None}
+    return {"reward": sum(trace.reward for trace in own), "metrics": metrics, "error": problem}
+
+
+# -- OpenAI's API ------------------------------------------------------------------------------------------------------
+
+
+def completion(answer: Message) -> Message:
+    """A turn of the policy as a chat completion."""
+    message = answer["message"]
+    finish = "tool_calls" if message.get("tool_calls") and answer["finish"] == "stop" else answer["finish"]
+    prompt, written = answer["prompt_tokens"], answer["completion_tokens"]
+    return {
+        "id": f"chatcmpl-{os.urandom(8).hex()}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": MODEL,
+        "choices": [{"index": 0, "message": message, "finish_reason": finish}],
+        "usage": {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written},
+    }
+
+
+def events(whole: Message) -> bytes:
+    """The same as a stream of server-sent events."""
+    [choice] = whole["choices"]
+    delta = dict(choice["message"])
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
+    head = {**{key: whole[key] for key in ("id", "created", "model")}, "object": "chat.completion.chunk"}
+    chunks = [
+        {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
+        {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
+        {**head, "choices": [], "usage": whole["usage"]},
+    ]
+    return b"".join(f"data: {json.dumps(chunk)}\n\n".encode() for chunk in chunks) + b"data: [DONE]\n\n"
+
+
+async def open_server(host: Host) -> tuple[Any, str]:
+    """Serve OpenAI's API to the environment; the runner and its address."""
+    from aiohttp import web
+
+    async def chat(request: Any) -> Any:
+        body = await request.json()
+        answer, problem = await host.on_chat(request.headers, body)
+        if answer is None:
+            return web.json_response({"error": {"message": problem, "type": "invalid_request_error"}}, status=400)
+        whole = completion(answer)
+        if body.get("stream"):
+            return web.Response(body=events(whole), content_type="text/event-stream")
+        return web.json_response(whole)
+
+    app = web.Application(client_max_size=64 << 20)
+    app.router.add_post("/v1/chat/completions", chat)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    return runner, f"http://127.0.0.1:{port}"
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
+
+
+def open_environment(spec: Message) -> tuple[Any, Any]:
+    """The library and the environment that ``spec`` configures; whatever either raises is raised."""
+    import verifiers.v1 as vf
+
+    import_harness(Path(__file__).with_name("penstock_chat.py"))
+    taskset = spec["taskset"]["id"]
+    config_type = vf.env_config_type(taskset, spec.get("id", ""))
+    whole = dict(spec)
+    for name, field in config_type.model_fields.items():
+        if isinstance(field.default, vf.AgentConfig):
+            whole[name] = local_role(dict(spec.get(name) or {}), field.default, vf.default_harness_id(taskset))
+    return vf, vf.load_environment(vf.resolve_env_config(whole))
+
+
+def local_role(role: Message, declared: Any, harness: str) -> Message:
+    """A role with our own harness, on this machine, where neither job nor environment names others."""
+    if declared.harness is None and harness == "bash":
+        role.setdefault("harness", {"id": "penstock-chat"})
+    if "runtime" not in declared.model_fields_set:
+        role.setdefault("runtime", {"type": "subprocess"})
+    return role
+
+
+def import_harness(path: Path) -> None:
+    """Import a module from a file, so that the library finds it as a plugin."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+async def run(channel: Channel, vf: Any, env: Any) -> None:
+    """Serve until the channel closes."""
+    loop, closed = asyncio.get_running_loop(), asyncio.Event()
+    host, tasks = Host(vf, env, channel), set[asyncio.Task[None]]()
+    runner, address = await open_server(host)
+    host.serve(address)
+
+    def take(message: Message) -> None:
+        task = asyncio.create_task(host.on_message(message))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    def read() -> None:
+        try:
+            for message in channel.messages():
+                loop.call_soon_threadsafe(take, message)
+            loop.call_soon_threadsafe(closed.set)
+        finally:
+            time.sleep(END_S)
+            os._exit(1)
+
+    async with env.serving():
+        threading.Thread(target=read, daemon=True).start()
+        channel.send({"error": ""})
+        await closed.wait()
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+    await runner.cleanup()
+
+
+def main() -> None:
+    """Open the environment and serve. The first message says ``{"error": ...}``: empty, or why it does not open."""
+    channel, spec = Channel(int(sys.argv[1])), json.loads(sys.argv[2])
+    os.set_inheritable(int(sys.argv[1]), False)  # what the environment starts must not keep the channel open
+    try:
+        vf, env = open_environment(spec)
+    except ModuleNotFoundError as error:
+        advice = "; install penstock[verifiers] beside the env service, or set environment.python"
+        channel.send({"error": f"the environment cannot be opened: {error}{advice * (error.name == 'verifiers')}"})
+        return
+    except (Exception, SystemExit) as error:  # code of the user may raise anything
+        channel.send({"error": f"the environment cannot be opened: {type(error).__name__}: {error}"[:2000]})
+        return
+    asyncio.run(run(channel, vf, env))
+
+
+if __name__ == "__main__":
+    main()

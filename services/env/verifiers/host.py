@@ -1,0 +1,213 @@
+"""The service's handle of the process in which environments of `verifiers` take place: all episodes of a job here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from penstock.services.env.tools.channel import LENGTH, encode
+from penstock.services.env.tools.process import kill_group
+from penstock.shared.config.environment import VerifiersConfig
+from penstock.shared.errors import ToolError
+from penstock.shared.protocol.tools import MAX_STEP_BYTES, EpisodeState, ToolReply, ToolRequest
+
+__all__ = ["VerifiersHost"]
+
+REOPEN_S = 5.0
+"""An environment that did not open is not tried again for this long."""
+OPEN_LIMIT_S = 180.0
+"""The library alone takes many seconds to be imported."""
+CLOSE_LIMIT_S = 5.0
+"""Then a process that was told to end, and to end what it has started, is killed."""
+CHILD = Path(__file__).with_name("child.py")
+
+
+class VerifiersHost:
+    """Begins episodes of one job. A process that died is started again by the next episode; those it had are lost."""
+
+    def __init__(self, config: VerifiersConfig) -> None:
+        self._config = config
+        self._running: _Process | None = None
+        self._lock = asyncio.Lock()
+        self._tried = 0.0
+        self.refused: tuple[float, str] | None = None
+        """Since when (Unix seconds) and why the environment does not open."""
+
+    async def start(self) -> None:
+        """Open the environment, so that one that cannot be opened is known early; ``refused`` says so."""
+        with contextlib.suppress(ToolError):
+            await self._open()
+
+    async def begin(self, state: EpisodeState) -> HostedEpisode:
+        """A new episode. Raises ToolError where the environment cannot be opened."""
+        return HostedEpisode(await self._open(), state.episode)
+
+    async def close(self) -> None:
+        """End the process and everything it has started."""
+        async with self._lock:
+            if self._running is not None:
+                process, self._running = self._running, None
+                await process.close()
+
+    async def _open(self) -> _Process:
+        async with self._lock:
+            if self._running is not None and self._running.alive:
+                return self._running
+            if self._running is not None:
+                await self._running.close()
+                self._running = None
+            if self.refused is not None and time.monotonic() - self._tried < REOPEN_S:
+                raise ToolError(self.refused[1])
+            self._tried = time.monotonic()
+            try:
+                self._running = await _Process.start(self._config)
+            except ToolError as error:
+                self.refused = self.refused or (time.time(), str(error))
+                raise
+            self.refused = None
+            return self._running
+
+
+class HostedEpisode:
+    """One episode in that process."""
+
+    def __init__(self, process: _Process, episode: str) -> None:
+        self._process, self._episode = process, episode
+
+    async def ask(self, request: ToolRequest, limit_s: float) -> ToolReply:
+        """Begin it, or go on with it. ``lost`` where the process died: it may have been a neighbour's doing.
+
+        Raises:
+            ToolError: it took longer than ``limit_s``.
+        """
+        message = {"episode": self._episode, "purpose": request.purpose, **request.arguments}
+        try:
+            async with asyncio.timeout(limit_s):
+                text = await self._process.ask(message)
+        except TimeoutError:
+            raise ToolError(f"the environment took longer than {limit_s:g} s (environment.step_timeout_s)") from None
+        if text is None:
+            return ToolReply(status="lost", text="the process of the environment died")
+        if len(text.encode()) > MAX_STEP_BYTES:
+            raise ToolError(f"the environment said {len(text)} characters at once, which is too much")
+        return ToolReply(status="ok", text=text)
+
+    async def close(self) -> None:
+        """Cancel it where it is not over."""
+        self._process.tell({"episode": self._episode, "purpose": "end"})
+
+
+class _Process:
+    """One running ``child.py``; many requests at once."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._process, self._reader, self._writer = process, reader, writer
+        self._waiting: dict[int, asyncio.Future[str | None]] = {}
+        self._last = 0
+        self._listening: asyncio.Task[None] | None = None
+        self.alive = True
+
+    @classmethod
+    async def start(cls, config: VerifiersConfig) -> _Process:
+        """Raises ToolError where the environment does not open, and says why."""
+        python = config.python or sys.executable
+        ours, theirs = socket.socketpair()
+        with theirs, contextlib.ExitStack() as undo:
+            undo.callback(ours.close)
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *(python, "-P", str(CHILD), str(theirs.fileno()), json.dumps(config.env)),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=2,  # what the environment prints belongs to the log
+                    env={
+                        **os.environ,
+                        "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+                        "PENSTOCK_POLICY_API_KEY": secrets.token_urlsafe(24),
+                    },
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise ToolError(f"environment.python: '{python}' does not start: {error.strerror or error}") from None
+            undo.pop_all()
+        ours.setblocking(False)
+        self = cls(process, *(await asyncio.open_unix_connection(sock=ours)))
+        opened = False
+        try:
+            await self._check_opened()
+            opened = True
+        finally:
+            if not opened:
+                await self.close()
+        self._listening = asyncio.create_task(self._listen())
+        return self
+
+    async def _check_opened(self) -> None:
+        try:
+            async with asyncio.timeout(OPEN_LIMIT_S):
+                error = (await self._receive())["error"]
+        except TimeoutError:
+            raise ToolError(f"the environment was not open after {OPEN_LIMIT_S:g} s") from None
+        except (asyncio.IncompleteReadError, OSError, ValueError):
+            raise ToolError("the process of the environment died while it was opened; its log says why") from None
+        if error:
+            raise ToolError(error)
+
+    async def ask(self, message: dict[str, Any]) -> str | None:
+        """The answer as it is; None where the process died."""
+        self._last += 1
+        number = self._last
+        answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        try:
+            self.tell({"id": number, **message})
+            return await answer if self.alive else None
+        finally:
+            self._waiting.pop(number, None)
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Send what has no answer."""
+        if self.alive:
+            self._writer.write(encode(message))
+
+    async def close(self) -> None:
+        """Let it end what it has started; kill it where that takes too long."""
+        self._writer.close()
+        if self._listening is not None:
+            self._listening.cancel()
+        self._end_waits()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_LIMIT_S):
+                await self._process.wait()
+        await kill_group(self._process)
+
+    async def _listen(self) -> None:
+        try:
+            while True:
+                message = await self._receive()
+                waiting = self._waiting.get(message["id"])
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(message["text"])
+        except (asyncio.IncompleteReadError, OSError, ValueError):
+            self._end_waits()
+
+    def _end_waits(self) -> None:
+        self.alive = False
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_result(None)
+
+    async def _receive(self) -> dict[str, Any]:
+        (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+        message: dict[str, Any] = json.loads(await self._reader.readexactly(size))
+        return message

@@ -1,0 +1,95 @@
+"""Has what episodes ask for carried out by env workers: by any of them, or by the one that holds their state."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from msgspec.structs import replace
+
+from penstock.services.rollout.turn_clock import TurnClock
+from penstock.shared.errors import PenstockError, Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.tools import ToolReply, ToolRequest
+from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.connection import NoResponders
+
+__all__ = ["EnvRequests"]
+
+QUEUE_S = 5.0
+"""An env worker that has not begun a call after this long does not begin it: it is asked for again."""
+MARGIN_S = 5.0
+"""An answer may take this much longer than a call; then its env worker is taken for dead and the call asked again."""
+HOLDER_ASK_S = 2.0
+"""Who holds a state is asked again after this long, then after twice as long, and so on: it joins what is under way,
+and shows whether its process is there."""
+HOLDER_LOST_S = 10.0
+"""A holder that nobody serves for for this long is dead: a broker that is started anew is back before."""
+RETRY_S = 0.2
+_WHAT = "an env worker"
+
+Wait = Callable[[str, str, str], None]
+"""Told that a piece of work waits: its key, for what, on which subject."""
+
+
+class EnvRequests:
+    """Requests of one job; ``limit_s`` is the time for one, ``done`` is told that a piece of work waits no more."""
+
+    def __init__(self, bus: Bus, job: str, limit_s: float, wait: Wait, done: Callable[[str], None]) -> None:
+        self._bus, self._job, self._limit_s, self._wait, self._done = bus, job, limit_s, wait, done
+
+    async def ask(self, key: str, clock: TurnClock, name: str, request: ToolRequest) -> ToolReply:
+        """The answer, whoever gives it. Where nobody can, the request has failed: what a policy writes ends no session.
+
+        The clock stands still from the first time that it is asked for again because nobody was there.
+        """
+        holder = request.state.holder if request.state else ""
+        try:
+            if request.purpose == "end":
+                await self._bus.notify(subjects.env(holder), pack(request, job=self._job, id=name))
+                return ToolReply(status="ok", text="")
+            with ExitStack() as stopped:
+                asked = self._ask_holder if holder else self._ask_any
+                return await asked(key, name, request, lambda: stopped.enter_context(clock.stopped()))
+        except PenstockError as error:
+            return ToolReply(status="failed", text=f"the call could not be answered: {error}")
+        finally:
+            self._done(key)
+
+    async def _ask_any(self, key: str, name: str, request: ToolRequest, stop: Callable[[], None]) -> ToolReply:
+        stopped = False
+        while True:
+            try:
+                return await self._attempt(subjects.tools(self._job), name, request, QUEUE_S + self._limit_s + MARGIN_S)
+            except Unavailable:
+                self._wait(key, _WHAT, subjects.tools(self._job))
+            if not stopped:
+                stop()
+                stopped = True
+            await asyncio.sleep(RETRY_S)
+
+    async def _ask_holder(self, key: str, name: str, request: ToolRequest, stop: Callable[[], None]) -> ToolReply:
+        assert request.state is not None
+        subject, patience_s = subjects.env(request.state.holder), HOLDER_ASK_S
+        missed: float | None = None
+        while True:
+            try:
+                return await self._attempt(subject, name, request, patience_s)
+            except NoResponders:
+                self._wait(key, _WHAT, subject)
+                if missed is None:
+                    missed = time.monotonic()
+                    stop()
+                elif time.monotonic() - missed > HOLDER_LOST_S:
+                    return ToolReply(status="lost", text="the env worker that held the episode is gone")
+            except Unavailable:  # it is at work, or has not begun in time
+                missed, patience_s = None, 2 * patience_s
+            await asyncio.sleep(RETRY_S)
+
+    async def _attempt(self, subject: str, name: str, request: ToolRequest, deadline_s: float) -> ToolReply:
+        timed = replace(request, start_by=time.time() + QUEUE_S)
+        data = await self._bus.request(subject, pack(timed, job=self._job, id=name), deadline_s=deadline_s)
+        return unpack(data, ToolReply)[0]

@@ -1,0 +1,105 @@
+"""Blanks in records of live requests what must not be stored. The client has got its answer as it was sampled."""
+
+from __future__ import annotations
+
+import importlib
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+
+from msgspec.structs import replace
+from transformers import PreTrainedTokenizerFast
+
+from penstock.shared.config.redaction import RedactionConfig
+from penstock.shared.data.redaction import Finder, Redactor
+from penstock.shared.errors import ConfigError, DataError
+from penstock.shared.protocol.interaction import Interaction, Redacted
+
+__all__ = ["UNTRAINABLE", "RecordRedactor"]
+
+UNTRAINABLE = "redacted"
+"""Why an interaction is not trained on: its tokens are not those that were read and sampled."""
+PART = "\ufffd"
+"""What a decoder writes for bytes that are no character yet."""
+
+Spell = Callable[[list[int]], str]
+
+
+class RecordRedactor:
+    """Redacts interactions; call it in a thread.
+
+    Raises:
+        ConfigError: the function cannot be imported, or every token that could stand for others is found itself.
+    """
+
+    def __init__(self, config: RedactionConfig, tokenizer: PreTrainedTokenizerFast, spell: Spell) -> None:
+        self._redactor = Redactor(config, None if config.function is None else _imported(config.function))
+        self._spell = spell
+        names = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.eos_token_id, 0)
+        blanks = (token for token in names if token is not None)
+        blank = next((token for token in blanks if not self._redactor.find(spell([token] * 64))), None)
+        if blank is None:
+            raise ConfigError("online.redaction: its patterns find even the padding token; make them narrower")
+        self._blank: int = blank
+
+    def redact(self, interaction: Interaction) -> Interaction:
+        """The record as it may be stored: itself where nothing is found. Raises DataError: nothing may be stored."""
+        prompt_ids, in_prompt = self._blanked(interaction.prompt_ids)
+        token_ids, in_completion = self._blanked(interaction.token_ids)
+        text = self._redactor.replace(interaction.text)
+        tags = self._redactor.replace_all(interaction.tags)
+        calls = [replace(call, arguments=self._redactor.replace(call.arguments)) for call in interaction.calls]
+        found = [Redacted("prompt", *place) for place in in_prompt]
+        found += [Redacted("completion", *place) for place in in_completion]
+        changed = bool(found) or text != interaction.text or calls != interaction.calls
+        return replace(
+            interaction, prompt_ids=prompt_ids, token_ids=token_ids, text=text, tags=tags, calls=calls, redacted=found,
+            untrainable=UNTRAINABLE if changed else interaction.untrainable,
+        )  # fmt: skip
+
+    def _blanked(self, ids: list[int]) -> tuple[list[int], list[tuple[int, int, str]]]:
+        """The tokens with blanks, and the places of the blanks."""
+        found = self._redactor.find(self._spell(ids))
+        if not found:
+            return ids, []
+        places = [(*self._tokens_of(ids, place.start, place.end), place.name) for place in found]
+        blanked = self._with_blanks(ids, places)
+        if self._redactor.find(self._spell(blanked)):  # tokens whose text depends on others: no place is safe
+            places = [(0, len(ids), found[0].name)]
+            blanked = self._with_blanks(ids, places)
+            if self._redactor.find(self._spell(blanked)):
+                raise DataError("blank tokens are found as well")
+        return blanked, places
+
+    def _tokens_of(self, ids: list[int], start: int, end: int) -> tuple[int, int]:
+        """The tokens of which the characters [start, end) are made."""
+
+        def length(count: int) -> int:
+            return len(self._spell(ids[:count]))
+
+        counts = range(len(ids) + 1)
+        first = max(0, bisect_right(counts, start, key=length) - 1)
+        last = min(len(ids), bisect_left(counts, end, key=length))
+        while last < len(ids) and self._spell(ids[:last]).endswith(PART):
+            last += 1
+        return first, last
+
+    def _with_blanks(self, ids: Sequence[int], places: Sequence[tuple[int, int, str]]) -> list[int]:
+        blanked = list(ids)
+        for start, stop, _ in places:
+            blanked[start:stop] = [self._blank] * (stop - start)
+        return blanked
+
+
+def _imported(path: str) -> Finder:
+    module, _, name = path.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"online.redaction.function: '{path}' cannot be imported: {error}; it must be installed beside the rollout "
+            "service or lie on its PYTHONPATH"
+        ) from None
+    if not callable(function):
+        raise ConfigError(f"online.redaction.function: '{path}' is a {type(function).__name__}, not a function")
+    finder: Finder = function
+    return finder

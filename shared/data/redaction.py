@@ -1,0 +1,79 @@
+"""Finds in a text what must not be stored, and replaces it. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.shared.config.redaction import RedactionConfig
+from penstock.shared.errors import DataError
+
+__all__ = ["Finder", "Found", "Redactor"]
+
+Finder = Callable[[str], Iterable[tuple[int, int, str]]]
+"""Places ``(start, end, name)`` in a text, in characters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Characters [start, end) of a text, and what they are."""
+
+    start: int
+    end: int
+    name: str
+
+
+class Redactor:
+    """Applies the patterns of a config, and a function of the user where one is given."""
+
+    def __init__(self, config: RedactionConfig, function: Finder | None = None) -> None:
+        self._patterns = [(name, re.compile(pattern)) for name, pattern in config.patterns.items()]
+        self._function = function
+
+    def find(self, text: str) -> list[Found]:
+        """What is found, in order; what overlaps is one place under the name of its first part.
+
+        Raises:
+            DataError: the function raised something, or returned what is no place in the text.
+        """
+        places = [Found(*m.span(), name) for name, pattern in self._patterns for m in pattern.finditer(text)]
+        if self._function is not None:
+            places += _places(self._function, text)
+        found: list[Found] = []
+        for place in sorted(places, key=lambda place: (place.start, -place.end)):
+            if place.start == place.end:
+                continue
+            if found and place.start < found[-1].end:
+                found[-1] = Found(found[-1].start, max(found[-1].end, place.end), found[-1].name)
+            else:
+                found.append(place)
+        return found
+
+    def replace(self, text: str) -> str:
+        """``text`` with `[NAME]` in each place. Raises DataError, see ``find``."""
+        parts, end = list[str](), 0
+        for place in self.find(text):
+            parts += [text[end : place.start], f"[{place.name}]"]
+            end = place.end
+        return "".join([*parts, text[end:]])
+
+    def replace_all(self, value: Any) -> Any:
+        """The same for every text in a JSON value; keys stay as they are."""
+        if isinstance(value, str):
+            return self.replace(value)
+        if isinstance(value, dict):
+            return {key: self.replace_all(item) for key, item in value.items()}
+        return [self.replace_all(item) for item in value] if isinstance(value, list) else value
+
+
+def _places(function: Finder, text: str) -> list[Found]:
+    try:
+        found = [Found(int(start), int(end), str(name)) for start, end, name in function(text)]
+    except Exception as error:  # of the user: anything may come out of it
+        raise DataError(f"the redaction function failed: {error!r}") from error
+    wrong = next((place for place in found if not 0 <= place.start <= place.end <= len(text)), None)
+    if wrong is not None:
+        raise DataError(f"the redaction function found [{wrong.start}, {wrong.end}) in {len(text)} characters")
+    return found

@@ -1,0 +1,33 @@
+"""Tasks that an environment brings: a row is a number, and the env service knows what it stands for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.shared.config.data import TasksSource
+
+__all__ = ["TaskRows"]
+
+
+class TaskRows:
+    """Rows ``{"task": n}``; prompt and answer stand in for those of the task."""
+
+    endless = False
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, config: TasksSource) -> None:
+        self._config = config
+        self.name = f"tasks {config.skip}..{config.skip + config.num_rows - 1}"
+
+    def __len__(self) -> int:
+        return self._config.num_rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        task = self._config.skip + index
+        return {"task": task, "prompt": f"task {task}", "answer": ""}
+
+    def where(self, index: int) -> str:
+        """Which task."""
+        return f"task {self._config.skip + index}"

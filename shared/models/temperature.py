@@ -1,0 +1,19 @@
+"""Logits at a temperature.
+
+Shape legend: M = positions, V = vocabulary, or a part of it.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+__all__ = ["tempered"]
+
+
+def tempered(logits_MV: Tensor, temperature: float | Tensor) -> Tensor:
+    """``logits / temperature`` in float32. One number for all positions, where 0 is greedy and leaves them as they are,
+    or one above 0 for each: [M]."""
+    logits_MV = logits_MV.float()
+    if isinstance(temperature, Tensor):
+        return logits_MV / temperature[:, None]
+    return logits_MV if temperature in (0.0, 1.0) else logits_MV / temperature

@@ -1,0 +1,67 @@
+"""Commands about the data of users."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from penstock.cli.exits import Commands
+from penstock.cli.printing import Json, console, number, show_json, table
+from penstock.client import Client
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="users", cls=Commands, help="Users' data: consent, deletion. Needs feedback:admin.", no_args_is_help=True
+)
+
+User = Annotated[str, typer.Argument(metavar="USER", help="As requests and feedback name the user.")]
+
+
+@app.command()
+def consent(
+    user: User,
+    train: Annotated[bool, typer.Option("--train/--no-train", help="Whether interactions may be trained on.")],
+    as_json: Json = False,
+) -> None:
+    """Say whether a user's interactions may be trained on, from now on."""
+    with Client() as client:
+        said = client.users.consent(user, train=train)
+    if as_json:
+        show_json(said)
+    else:
+        typer.echo(f"{said['user']} {'may' if said['train'] else 'may not'} be trained on")
+
+
+@app.command()
+def erase(
+    user: User,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=0, help="Wait this long until it is done.")] = 120,
+    as_json: Json = False,
+) -> None:
+    """Delete what is stored of a user; versions that were trained on it stay, and are named."""
+    with Client() as client:
+        _show(client.users.erase(user, timeout_s=timeout_s), as_json)
+
+
+@app.command()
+def status(user: User, as_json: Json = False) -> None:
+    """Show how far the deletion of a user's data is."""
+    with Client() as client:
+        _show(client.users.erasure(user), as_json)
+
+
+def _show(report: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        show_json(report)
+        return
+    trained = (f"{job}: {', '.join(map(str, versions))}" for job, versions in report["trained_versions"].items())
+    rows = [
+        ("deletion", report["status"]),
+        ("interactions", number(report["interactions"])),
+        ("feedback", number(report["feedback"])),
+        ("trajectories", number(report["groups"])),
+        ("trained versions", "; ".join(trained) or "none"),
+    ]
+    console().print(table(("FIELD", "VALUE"), rows))

@@ -1,0 +1,70 @@
+"""What is stored of a user, and whether it may be trained on, for both clients: ``client.users``.
+
+Needs the scope ``feedback:admin``. Users are named as requests and feedback name them.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+from penstock.client.calls import Call, Row, show
+from penstock.client.sending import AsyncSend, Pause, Send, Steps, awaits, awaits_all, runs, sends
+from penstock.shared.errors import DeadlineError
+
+__all__ = ["AsyncUsers", "Users"]
+
+_LOOK_S = 1.0
+
+
+def _consent(user: str, *, train: bool) -> Call[Row]:
+    """Say whether the user's interactions may be trained on, from now on."""
+    body = b'{"train": true}' if train else b'{"train": false}'
+    return Call("PUT", f"{_path(user)}/consent", dict, body=body)
+
+
+def _erase(user: str, *, timeout_s: float = 120.0) -> Steps[Row]:
+    """Delete what is stored of the user and wait for it; what was deleted, and which versions had trained on it.
+
+    Raises:
+        DeadlineError: it is not done within ``timeout_s``; it goes on, and ``erasure`` tells how far it is.
+    """
+    report: Row = yield Call("DELETE", f"{_path(user)}/data", dict)
+    waited = 0.0
+    while report["status"] != "done":
+        if waited >= timeout_s:
+            raise DeadlineError(f"the deletion of the user's data is not done after {timeout_s:g} s; it goes on")
+        yield Pause(_LOOK_S)
+        waited += _LOOK_S
+        report = yield _erasure(user)
+    return report
+
+
+def _erasure(user: str) -> Call[Row]:
+    """How far the deletion of the user's data is. Raises NotFound: nobody asked for it."""
+    return show(f"{_path(user)}/data", dict)
+
+
+def _path(user: str) -> str:
+    return f"/v1/users/{quote(user, safe='')}"
+
+
+class Users:
+    """``consent``, ``erase`` and ``erasure`` of a user."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    consent = sends(_consent)
+    erase = runs(_erase)
+    erasure = sends(_erasure)
+
+
+class AsyncUsers:
+    """``consent``, ``erase`` and ``erasure`` of a user."""
+
+    def __init__(self, send: AsyncSend) -> None:
+        self._send = send
+
+    consent = awaits(_consent)
+    erase = awaits_all(_erase)
+    erasure = awaits(_erasure)

@@ -1,0 +1,42 @@
+"""``penstock doctor`` on a machine that lacks something."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.cli import app
+
+
+def test_what_is_missing_is_named_with_its_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torch'\" >&2\nexit 1\n")
+    python.chmod(0o755)
+    (tmp_path / "nats-server").symlink_to(Path(sys.executable).with_name("nats-server"))
+    monkeypatch.setattr(sys, "executable", str(python))
+    with socket.socket() as taken:  # and nothing listens
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        environment = {
+            "PENSTOCK_HTTP_PORT": str(port),
+            "PENSTOCK_URL": f"http://127.0.0.1:{port}",
+            "PENSTOCK_SHM_DIR": str(tmp_path / "nowhere"),
+            "PENSTOCK_DATA_DIR": str(tmp_path / "data"),
+        }
+        result = CliRunner().invoke(app, ["doctor", "--json"], env=environment)
+    assert result.exit_code == 1, result.output
+    found = {row["name"]: row for row in json.loads(result.stdout)}
+    states = {name: row["state"] for name, row in found.items() if name != "data directory"}  # this machine's room
+    assert states == {
+        "python": "ok", "torch": "failed", "nats-server": "ok", "valkey": "ok", "shared memory": "failed",
+        "port": "warning", "coordinator": "warning",
+    }  # fmt: skip
+    assert found["torch"]["detail"] == "ModuleNotFoundError: No module named 'torch'"
+    assert found["torch"]["fix"] == "pip install 'penstock[demo]'"
+    assert str(tmp_path / "nowhere") in found["shared memory"]["detail"]
+    assert f"port {port} of 127.0.0.1 is not free" in found["port"]["detail"]

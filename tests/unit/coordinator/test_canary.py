@@ -1,0 +1,484 @@
+"""A version on trial: who tries it, what is compared, what the comparison decides, and what an audit finds."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from penstock.services.coordinator.canary import (
+    Arm,
+    Verdict,
+    arms_of,
+    flaws_of_canaries,
+    is_in_canary,
+    lower_bound,
+    row_of,
+    verdict_of,
+)
+from penstock.services.coordinator.decision import Draft, copy_state
+from penstock.services.coordinator.online.matching import Matching
+from penstock.services.coordinator.online.source import LiveSource
+from penstock.services.coordinator.summary import canary_of
+from penstock.services.rollout.serving.server import _untrainable
+from penstock.shared.config.canary import CanaryConfig
+from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.errors import ConfigError
+from penstock.shared.protocol.events import (
+    Admission,
+    Admitted,
+    BatchSealed,
+    CanaryBegun,
+    CanaryJudged,
+    Judged,
+    Promoted,
+)
+from penstock.shared.protocol.generation import Sampling, Span
+from penstock.shared.protocol.interaction import CANARY, NOT_COMPARED, Feedback, Interaction
+
+NOW = 1000.0
+CONFIG = CanaryConfig(conversations=10, max_drop=0.1, max_wait_s=600.0)
+BEGUN = CanaryBegun(writer_epoch=1, time=NOW, version=1, number=1, digest="w1", served=0, share=0.2)
+
+
+def promotions() -> Any:
+    """The tests of the gate, whose run without a bus is used here."""
+    spec = importlib.util.spec_from_file_location("promotion_tests", Path(__file__).with_name("test_promotion.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+GATE = promotions()
+
+
+def judged(name: str, reward: float, *, is_canary: bool = True, conversation: str = "", key: str = "k") -> Judged:
+    return Judged(conversation or f"c-{name}", is_canary, reward, [name], [key], ["asker"], ["u"])
+
+
+def arms(canary: list[float], served: list[float]) -> list[Judged]:
+    return [
+        judged(f"{arm}{place}", reward, is_canary=arm == "c")
+        for arm, rewards in (("c", canary), ("s", served))
+        for place, reward in enumerate(rewards)
+    ]
+
+
+# -- arms --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_is_always_on_the_same_arm_and_each_trial_has_its_own() -> None:
+    names = [f"episode-{n}" for n in range(4000)]
+    first = {name for name in names if is_in_canary("job_a", 3, 0.2, name)}
+    assert first == {name for name in reversed(names) if is_in_canary("job_a", 3, 0.2, name)}
+    assert 0.17 < len(first) / len(names) < 0.23
+    again = {name for name in names if is_in_canary("job_a", 4, 0.2, name)}
+    assert 0.1 < len(first & again) / len(first) < 0.3, "independent of the trial before"
+    wider = {name for name in names if is_in_canary("job_a", 3, 0.5, name)}
+    assert first < wider
+
+
+def test_the_unit_is_the_conversation() -> None:
+    rows = [judged("a", 1.0, conversation="x"), judged("b", 0.0, conversation="x"), judged("c", 1.0, conversation="y")]
+    canary, served = arms_of([*rows, judged("d", 1.0, conversation="x", is_canary=False)])
+    assert (canary.count, canary.mean) == (2, 0.75)
+    assert (served.count, served.mean) == (1, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("level", "count", "quantile"),
+    [(0.95, 6, 1.8125), (0.95, 16, 1.6973), (0.99, 11, 2.5280), (0.5, 6, 0.0)],
+)
+def test_the_bound_is_students_for_arms_of_the_same_spread(level: float, count: int, quantile: float) -> None:
+    """Of 2 * (count - 1) degrees of freedom; the quantiles are those of a table."""
+    found = lower_bound(Arm(count, 0.5, 2.0), Arm(count, 0.2, 2.0), level)
+    assert found == pytest.approx(0.3 - quantile * (4.0 / count) ** 0.5, abs=2e-3)
+
+
+def test_the_bound_counts_the_degrees_of_freedom_of_the_smaller_arm() -> None:
+    """Variances 4 and 1 of 10 and 40: freedom (0.4 + 0.025)^2 / (0.4^2 / 9 + 0.025^2 / 39) = 10.151."""
+    found = lower_bound(Arm(10, 0.0, 4.0), Arm(40, 0.0, 1.0), 0.95)
+    assert found == pytest.approx(-1.8103 * 0.425**0.5, abs=2e-3)
+    assert lower_bound(Arm(10, 0.3, 0.0), Arm(40, 0.5, 0.0), 0.95) == pytest.approx(-0.2)
+
+
+# -- the verdict -------------------------------------------------------------------------------------------------------
+
+
+def verdict(canary: list[float], served: list[float], *, now: float = NOW + 1, **config: Any) -> Verdict:
+    return verdict_of(CONFIG.model_copy(update=config), BEGUN, arms_of(arms(canary, served)), now=now)
+
+
+GOOD, BAD, MIXED = [1.0] * 10, [-1.0] * 10, [1.0, -1.0] * 5
+
+
+@pytest.mark.parametrize(
+    ("canary", "served", "status"),
+    [
+        (GOOD, GOOD, "passed"),
+        (GOOD, BAD, "passed"),
+        (BAD, GOOD, "refused"),
+        (MIXED, GOOD, "refused"),
+        (MIXED, MIXED, "refused"),  # so few say nothing of a difference of 0.1
+        (GOOD[:9], GOOD, "wait"),
+        (GOOD, GOOD[:9], "wait"),
+        ([], [], "wait"),
+    ],
+)
+def test_the_burden_of_proof_lies_on_the_new_version(canary: list[float], served: list[float], status: str) -> None:
+    assert verdict(canary, served).status == status
+
+
+def test_with_enough_conversations_equal_versions_pass() -> None:
+    assert verdict(MIXED * 80, MIXED * 80).status == "passed"
+    assert verdict([*BAD, *MIXED * 30], MIXED * 40, max_drop=0.1).status == "refused"
+    assert verdict(MIXED, MIXED, confidence=0.5).status == "passed", "means alone"
+
+
+@pytest.mark.parametrize(
+    ("canary", "on_timeout", "status"),
+    [
+        ([], "refuse", "refused"),
+        (GOOD[:5], "refuse", "refused"),
+        ([], "promote", "timed out"),
+        (GOOD[:5], "promote", "timed out"),
+        (BAD[:5], "promote", "refused"),  # the little that is known is bad enough
+    ],
+)
+def test_a_time_limit_decides_where_too_little_was_said(canary: list[float], on_timeout: str, status: str) -> None:
+    assert verdict(canary, GOOD, now=NOW + 599.0).status == "wait"
+    found = verdict(canary, GOOD, now=NOW + 600.0, on_timeout=on_timeout)
+    assert found.status == status
+    assert f"{len(canary)} and 10 of 10 conversations judged in 600 s" in found.reason
+
+
+def test_the_figures_say_what_was_compared() -> None:
+    found = verdict(MIXED, GOOD)
+    assert found.figures["canary/reward"] == 0.0
+    assert found.figures["canary/served_reward"] == 1.0
+    assert (found.figures["canary/conversations"], found.figures["canary/served_conversations"]) == (10.0, 10.0)
+    assert found.reason.startswith("canary reward 0, 1 of version 0: lower by up to 1.6")
+    row = row_of(CONFIG, BEGUN, arms_of(arms(MIXED, [])))
+    assert (row["version"], row["conversations"], row["reward"], row["served_reward"]) == (1, 10, 0.0, None)
+
+
+# -- the gate ----------------------------------------------------------------------------------------------------------
+
+
+def trial(**canary: Any) -> Any:
+    """A run whose version 1 kept the bound and is on trial."""
+    settings = {"conversations": 10, "share": 0.2, "max_wait_s": 600.0, **canary}
+    run = GATE.Lineage(GATE.job(max_lag=2, min_entropy=0.5, patience=2, canary=settings))
+    run.gate.announced = 0
+    run.begun = run.train()
+    return run
+
+
+def say(run: Any, canary: list[float], served: list[float]) -> list[Any]:
+    """Both arms are judged; what is decided then."""
+    run.run.commit(
+        [CanaryJudged(writer_epoch=1, time=NOW, version=run.state.canary.version, judged=arms(canary, served))]
+    )
+    return run.decide()
+
+
+def test_a_version_that_keeps_the_bounds_is_tried_before_it_is_served() -> None:
+    run = trial()
+    (begun,) = [event for event in run.begun if isinstance(event, CanaryBegun)]
+    assert (begun.version, begun.served, begun.share, begun.figures) == (1, 0, 0.2, {"policy/entropy": 1.0})
+    assert run.state.promoted.version == 0
+    status, reason, message = run.gate.fact(run.state)
+    assert (status, reason) == ("Unknown", "Canary")
+    assert message.startswith("version 1 answers 20% of the conversations; 0 of its and 0 of the others, of 10 each")
+    assert not run.gate.lets_train(run.state), "its weights must stay"
+    assert run.run.source.idle(run.state)[:2] == ("False", "Canary")
+    assert run.decide() == []
+    shown = canary_of(run.run)
+    assert shown is not None
+    assert (shown["version"], shown["share"], shown["needed"]) == (1, 0.2, 10)
+    assert GATE.decisions(say(run, GOOD, GOOD)) == [("Promoted", 1, "passed")]
+    figures = run.state.promoted.figures
+    assert (figures["policy/entropy"], figures["canary/conversations"]) == (1.0, 10.0)
+    assert (run.state.canary, run.state.judged, canary_of(run.run)) == (None, {}, None)
+
+
+def test_a_version_that_agents_like_less_is_refused_and_training_goes_back() -> None:
+    run = trial()
+    run.gate.announced = 0
+    (refused,) = GATE.decisions(say(run, BAD, GOOD))
+    assert refused[:2] == ("PromotionRefused", 1)
+    assert "canary reward -1, 1 of version 0" in refused[2]
+    assert run.gate.lets_train(run.state), "within the patience"
+    assert [type(event) for event in run.train()][-1] is CanaryBegun
+    assert run.gate.fact(run.state)[1] == "Canary", "what was refused before is not what is waited for"
+    say(run, BAD, GOOD)
+    assert run.run.rollback is not None
+    assert run.run.rollback.number == 0
+
+
+def test_whoever_wants_it_served_ends_the_trial_and_so_does_a_fork() -> None:
+    run = trial()
+    run.gate.forced = 1
+    assert GATE.decisions(run.decide()) == [("Promoted", 1, "by request")]
+    assert run.state.canary is None
+    other = trial()
+    events = other.fork(1)
+    assert GATE.decisions(events) == [("Promoted", 2, "rolled back")], "these are the weights that are served"
+    assert other.state.canary is None
+
+
+def test_nothing_that_failed_a_bound_is_tried() -> None:
+    run = trial()
+    say(run, GOOD, GOOD)
+    run.gate.announced = 1
+    events = run.train(policy__entropy=0.1)
+    assert GATE.decisions(events) == [("PromotionRefused", 2, "policy/entropy 0.1 < 0.5")]
+    assert run.state.canary is None
+
+
+def test_a_trial_needs_no_other_bound_and_its_figures_survive_the_leader() -> None:
+    run = GATE.Lineage(GATE.job(max_drop=0.1, canary={"conversations": 10}))
+    run.evaluate(0.5)
+    run.train(0.5)
+    assert run.state.canary is not None
+    run.evaluated = None  # another leader, which does not find the row of the evaluation
+    assert GATE.decisions(say(run, GOOD, GOOD)) == [("Promoted", 1, "passed")]
+    assert run.state.promoted.figures[GATE.METRIC] == 0.5
+    alone = GATE.Lineage(GATE.job(canary={}))
+    assert isinstance(alone.train()[-1], CanaryBegun)
+
+
+@pytest.mark.parametrize("change", [{"conversations": 3}, {"share": 0.6}, {"confidence": 1.0}, {"wait_s": 1.0}])
+def test_a_trial_that_could_not_decide_is_refused_at_load(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(change))):
+        GATE.job(canary=change)
+
+
+# -- what is compared --------------------------------------------------------------------------------------------------
+
+
+def job(**online: Any) -> OnlineJob:
+    canary = {"conversations": 10, "share": 0.2}
+    return OnlineJob.parse(
+        {
+            "kind": "online_rl", "name": "live", "model": {"config": {}, "tokenizer": "char"},
+            "sampling": {"max_new_tokens": 4}, "train": {"batch_size": 4, "max_lag": 1},
+            "online": {
+                "metrics": {"rating": {"type": "float"}}, "gamma": 0.0,
+                "promotion": {"min_entropy": 0.1, "canary": canary}, **online,
+            },
+        }
+    )  # fmt: skip
+
+
+def answer(name: str, *, version: int = 1, untrainable: str = CANARY, episode: str = "", **changes: Any) -> Interaction:
+    fields: dict[str, Any] = {
+        "id": name, "request": name, "index": 0, "job": "j", "episode": episode or f"e-{name}", "alone": not episode,
+        "key_id": "asker", "user": "u", "split": "train", "untrainable": untrainable, "prompt_ids": [7],
+        "token_ids": [1], "logprobs": [-0.5], "spans": [Span(version, 0, 1)], "sampling": Sampling(max_new_tokens=4),
+        "finish": "stop", "template": "t", "body_digest": "b", "text": "x", "started": NOW + 1, "first_token": NOW + 1,
+        "ended": NOW + 1,
+    }  # fmt: skip
+    return Interaction(**fields | changes)
+
+
+def said(about: str, value: float = 0.5, **changes: Any) -> Feedback:
+    fields: dict[str, Any] = {"inference": about, "key_id": "judge", "received": NOW + 2} | changes
+    return Feedback(id=f"f-{about}", job="j", kind="metric", metric="rating", value=value, **fields)
+
+
+class Live:
+    """A trial of version 1 against version 0, and what is said of live answers meanwhile."""
+
+    def __init__(self, config: OnlineJob) -> None:
+        self.matching = Matching(config)
+        self.run = GATE.Lineage(config)
+        self.run.train()
+        assert self.run.state.canary is not None
+        self.seq, self.fates = 0, []
+
+    def heard(self, *answers: Interaction, value: float | None = 0.5, **changes: Any) -> None:
+        for one in answers:
+            self.seq += 1
+            self.fates += self.matching.on_interaction(self.seq, one)
+            if value is not None:
+                self.fates += self.matching.on_feedback(self.seq, said(one.id, value, **changes), NOW + 2)
+        self.fates += self.matching.sweep(version=1, now=NOW + 3)
+
+    def drafted(self) -> list[Judged]:
+        """What is recorded of it."""
+        draft = Draft(self.run.run, copy_state(self.run.state), NOW + 3)
+        self.matching.trials.draft(draft)
+        self.run.run.commit(draft.events)
+        self.matching.trials.forget(self.run.state)
+        return [one for event in draft.events if isinstance(event, CanaryJudged) for one in event.judged]
+
+
+def test_answers_of_both_arms_are_compared_and_only_those_of_the_old_one_are_trained() -> None:
+    live = Live(job())
+    live.heard(answer("a"), value=None)
+    assert (live.drafted(), live.matching.num_waiting) == ([], 1), "it waits for what is said of it"
+    live.fates += live.matching.on_feedback(9, said("a", 0.25), NOW + 2)
+    live.heard(answer("b", version=0, untrainable=""))
+    rows = live.drafted()
+    assert [(row.interactions, row.is_canary, row.reward, row.judges) for row in rows] == [
+        (["a"], True, 0.25, ["judge"]),
+        (["b"], False, 0.5, ["judge"]),
+    ]
+    assert [(one.status, one.reason) for one in live.fates if one.feedback == "f-a"][-1] == ("rejected", CANARY)
+    assert list(live.matching.ready) == ["b"]
+    assert live.drafted() == [], "once"
+    assert [one.reason for one in live.matching.on_feedback(10, said("a", 1.0, key_id="late"), NOW)] == []
+
+
+def test_the_old_version_is_compared_also_where_it_is_too_old_to_be_trained() -> None:
+    live = Live(job())
+    live.heard(answer("a", version=0, untrainable=""), value=None)
+    live.matching.sweep(version=9, now=NOW + 3)
+    assert live.matching.num_waiting == 1
+    live.fates += live.matching.on_feedback(9, said("a"), NOW + 2)
+    live.fates += live.matching.sweep(version=9, now=NOW + 3)
+    assert [row.interactions for row in live.drafted()] == [["a"]]
+    assert live.fates[-1].reason == "stale"
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        answer("a", untrainable=NOT_COMPARED),
+        answer("a", untrainable="opted_out"),
+        answer("a", split="val"),
+        answer("a", version=0),
+        answer("a", version=0, untrainable="", started=NOW - 1),
+        answer("a", version=2, untrainable=""),
+        answer("a", spans=[Span(1, 0, 1), Span(0, 1, 2)], token_ids=[1, 2], logprobs=[-0.1, -0.1]),
+        answer("a", logprobs=[float("nan")]),
+    ],
+)
+def test_only_what_could_be_trained_otherwise_is_compared(one: Interaction) -> None:
+    """By a worker that did not have the version, before the trial, of several versions, broken, or excluded anyway."""
+    live = Live(job())
+    live.heard(one)
+    assert live.drafted() == []
+
+
+def test_silence_is_judged_where_it_has_a_worth_and_else_says_nothing() -> None:
+    live = Live(job(idle_ttl_s=1.0))
+    live.heard(answer("a"), value=None)
+    live.fates += live.matching.sweep(version=1, now=NOW + 50)
+    assert (live.drafted(), live.matching.num_waiting) == ([], 0)
+    worth = {"rating": {"type": "float", "default_after_s": 10.0, "default_value": -0.5}}
+    other = Live(job(metrics=worth))
+    other.heard(answer("a"), value=None)
+    other.matching.sweep(version=1, now=NOW + 50)
+    assert [row.reward for row in other.drafted()] == [-0.5]
+
+
+def test_a_conversation_with_an_answer_of_the_trial_is_not_trained_at_all() -> None:
+    live = Live(job(gamma=1.0))
+    turns = [
+        answer("a", version=0, untrainable="", episode="talk", started=NOW + 1),
+        answer("b", version=1, untrainable=CANARY, episode="talk", started=NOW + 2),
+    ]
+    live.heard(*turns, final=True)
+    assert live.matching.ready == {}
+    assert {one.reason for one in live.fates if one.status == "rejected"} == {CANARY}
+    assert live.drafted() == [], "two versions wrote it"
+    whole = Live(job(gamma=1.0))
+    whole.heard(*(answer(name, episode="talk") for name in "ab"), value=0.25, final=True)
+    assert [(row.reward, row.interactions) for row in whole.drafted()] == [(0.5, ["a", "b"])]
+
+
+def test_what_was_said_counts_before_the_time_limit_does_and_in_a_paused_job() -> None:
+    live = Live(job())
+    live.run.run.source = LiveSource(live.run.run.config, live.matching)
+    live.run.run.desired = "paused"
+    live.heard(*(answer(f"c{n}") for n in range(10)))
+    live.heard(*(answer(f"s{n}", version=0, untrainable="") for n in range(10)))
+    events = live.run.run.decide(NOW + 9999)
+    assert [type(event).__name__ for event in events] == ["PhaseChanged", "CanaryJudged", "Promoted"]
+
+
+def test_nobody_decides_alone_beyond_their_share() -> None:
+    live = Live(job(max_share_per_key=0.25))
+    live.heard(*(answer(f"a{n}") for n in range(5)), key_id="loud")
+    live.heard(*(answer(f"b{n}") for n in range(2)), key_id="calm")
+    rows = live.drafted()
+    assert [row.judges[0] for row in rows] == ["loud", "loud", "calm", "calm"], "a quarter of ten"
+    live.heard(answer("a9"), key_id="loud")
+    assert live.drafted() == []
+    live.heard(answer("s", version=0, untrainable=""), key_id="loud")
+    assert [row.is_canary for row in live.drafted()] == [False], "each arm by itself"
+
+
+def test_a_correction_of_an_answer_of_the_trial_is_not_imitated() -> None:
+    config = job(off_policy={"supervised": {}})
+    matching = Matching(config)
+    matching.on_interaction(1, answer("a"))
+    item = replace(said("a"), kind="correction", metric="", body={"corrected": "x"})
+    matching.offers.know("a", 1, answer("a"))
+    fates = matching.on_feedback(1, item, NOW)
+    fates += matching.sweep(version=1, now=NOW)
+    assert (fates[-1].status, fates[-1].reason) == ("rejected", CANARY)
+
+
+@pytest.mark.parametrize(
+    ("asked", "broken_off", "repeatable", "found"),
+    [
+        ("", False, True, ""),
+        ("", False, False, "sampling_not_replayable"),
+        ("side_turn", False, False, "side_turn"),
+        ("side_turn", True, True, "client_disconnected"),
+        (CANARY, False, True, CANARY),
+        (CANARY, False, False, NOT_COMPARED),
+        (CANARY, True, True, NOT_COMPARED),
+    ],
+)
+def test_a_record_says_whether_it_may_be_trained_or_compared(
+    asked: str, broken_off: bool, repeatable: bool, found: str
+) -> None:
+    assert _untrainable(asked, broken_off=broken_off, repeatable=repeatable) == found
+
+
+# -- audit -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_audit_finds_what_was_served_against_its_trial_and_what_was_trained() -> None:
+    config = GATE.job(canary={"conversations": 10}).online.promotion
+    epoch: dict[str, Any] = {"writer_epoch": 1, "time": NOW + 1}
+
+    def history(
+        judged: list[Judged], *, reason: str = "passed", begun: bool = True, name: str = "x"
+    ) -> list[list[Any]]:
+        promoted = Promoted(**epoch, version=1, number=1, digest="w1", reason=reason)
+        admission = Admission(0, {name: 1}, {}, 1.0, 0, "k", "u", "feedback", NOW)
+        told = CanaryJudged(**epoch, version=1, judged=judged)
+        admitted = Admitted(**epoch, admissions=[admission], low_interactions=1, low_feedback=1)
+        return [[*([BEGUN, told] if begun else []), promoted], [admitted]]
+
+    assert not flaws_of_canaries(history(arms(GOOD, GOOD)), config)
+    assert not flaws_of_canaries(history([], reason="by request", begun=False), config)
+    (flaw,) = flaws_of_canaries(history(arms(BAD, GOOD)), config)
+    assert "its canary is 'refused'" in flaw
+    (flaw,) = flaws_of_canaries(history(arms(GOOD[:3], GOOD)), config)
+    assert "its canary is 'wait'" in flaw
+    (flaw,) = flaws_of_canaries(history([], begun=False), config)
+    assert flaw == "version 1 was served to all without a canary"
+    (flaw,) = flaws_of_canaries(history(arms(GOOD, GOOD), name="c3"), config)
+    assert flaw == "interaction c3 of a canary was admitted"
+    assert not flaws_of_canaries(history(arms(GOOD, GOOD), name="s3"), config), "the other arm is trained"
+
+
+def test_a_ledger_refuses_a_trial_beside_a_batch_in_training() -> None:
+    run = trial()
+    say(run, GOOD, GOOD)
+    run.seal()
+    assert any(isinstance(event, BatchSealed) for event in run.state.sealed.values())
+    with pytest.raises(AssertionError, match="keeps its weights"):
+        run.run.commit([CanaryBegun(writer_epoch=1, time=NOW, version=1, number=1, digest="w1", served=0, share=0.1)])

@@ -1,0 +1,80 @@
+"""Whose conversations are trained on: all but those who said no, or only those who said yes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.services.coordinator.feedback.privacy import OPTED_IN, OPTED_OUT, Consents, objection
+from penstock.services.coordinator.online.matching import Matching
+from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.protocol.generation import Sampling, Span
+from penstock.shared.protocol.interaction import Feedback, Interaction
+
+NOW = 1000.0
+USERS = {"willing": True, "unwilling": False}
+
+
+@pytest.mark.parametrize(
+    ("said", "opt_out", "opt_in"), [(True, "", ""), (None, "", "no_consent"), (False, "opted_out", "opted_out")]
+)
+def test_silence_is_consent_only_where_a_job_takes_it_for_that(said: bool | None, opt_out: str, opt_in: str) -> None:
+    assert (objection(said, "opt_out"), objection(said, "opt_in")) == (opt_out, opt_in)
+
+
+class Nothing:
+    def kv(self, bucket: str) -> None:
+        """No bus is asked here."""
+
+
+def test_the_newest_word_of_a_user_counts_and_can_be_forgotten() -> None:
+    consents = Consents(Nothing())  # type: ignore[arg-type]
+    assert (consents.of("u"), consents.opted_out("u")) == (None, False)
+    for value, expected in ((OPTED_IN, True), (OPTED_OUT, False), (OPTED_IN, True), (None, None)):
+        consents._take("u", value)
+        assert consents.of("u") is expected
+        assert consents.opted_out("u") is (expected is False)
+
+
+def trained(consent: str, user: str, **changes: Any) -> str:
+    """Why an answer to a user is refused; '' where it is trained on."""
+    config = OnlineJob.parse(
+        {
+            "kind": "online_rl", "name": "live", "model": {"config": {}, "tokenizer": "char"},
+            "sampling": {"max_new_tokens": 4}, "train": {"batch_size": 4},
+            "online": {"metrics": {"rating": {"type": "float"}}, "consent": consent, "off_policy": {"supervised": {}}},
+        }
+    )  # fmt: skip
+    matching = Matching(config, opted_out=lambda user: bool(objection(USERS.get(user), config.online.consent)))
+    one = Interaction(
+        id="i", request="i", index=0, job="j", episode="e", alone=True, key_id="k", user=user, split="train",
+        untrainable="", prompt_ids=[7], token_ids=[1], logprobs=[-0.5], spans=[Span(0, 0, 1)],
+        sampling=Sampling(max_new_tokens=4), finish="stop", template="t", body_digest="b", text="x", started=NOW,
+        first_token=NOW, ended=NOW,
+    )  # fmt: skip
+    fields = {"kind": "metric", "metric": "rating"} | changes
+    item = Feedback(id="f", job="j", key_id="k", received=NOW, inference="i", value=1.0, **fields)
+    matching.offers.know("i", 1, one)
+    fates = [*matching.on_interaction(1, one), *matching.on_feedback(1, item, NOW)]
+    fates += matching.sweep(version=0, now=NOW)
+    refused = [one.reason for one in fates if one.status == "rejected"]
+    assert bool(refused) is not bool(matching.ready or matching.offers.ready)
+    return refused[0] if refused else ""
+
+
+@pytest.mark.parametrize("item", [{}, {"kind": "correction", "metric": "", "body": {"corrected": "x"}}])
+@pytest.mark.parametrize(
+    ("user", "opt_out", "opt_in"),
+    [
+        ("willing", "", ""),
+        ("silent", "", "no_consent"),
+        ("", "", "no_consent"),
+        ("unwilling", "opted_out", "no_consent"),
+    ],
+)
+def test_answers_and_corrections_need_the_consent_that_the_job_asks_for(
+    user: str, opt_out: str, opt_in: str, item: dict[str, Any]
+) -> None:
+    assert trained("opt_out", user, **item) == opt_out
+    assert trained("opt_in", user, **item) == opt_in

@@ -1,0 +1,153 @@
+"""An audit decides once more on what was admitted; answers that were cut off, and episodes without an end."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from penstock.services.coordinator.online.again import Stored, decided_again
+from penstock.services.coordinator.online.matching import Matching
+from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.protocol.events import Admission
+from penstock.shared.protocol.interaction import Feedback, Interaction
+
+spec = importlib.util.spec_from_file_location("online_learning", Path(__file__).with_name("test_online_learning.py"))
+assert spec is not None
+assert spec.loader is not None
+learning: Any = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(learning)
+NOW, EPISODE = learning.NOW, learning.EPISODE
+interaction, job, said, table, turns = (
+    learning.interaction, learning.job, learning.said, learning.table, learning.turns,
+)  # fmt: skip
+VERSION = 6
+
+
+def admitted(config: OnlineJob, records: list[Interaction], items: list[Feedback], now: float) -> list[Admission]:
+    """What the leader admits of these, at version 6."""
+    matching = Matching(config)
+    for seq, record in enumerate(records, 1):
+        matching.on_interaction(seq, record)
+    for seq, item in enumerate(items, 1):
+        matching.on_feedback(seq, item, now)
+    matching.sweep(version=VERSION, now=now)
+    ready = [trajectory for found in matching.ready.values() for trajectory in found]
+    return [
+        Admission(
+            n, {t.interaction.id: t.seq for t in one.turns}, {name: item.seq for name, item in one.feedback.items()},
+            one.reward, VERSION - one.min_version, one.key_id, one.user, one.reason, now, objective=one.objective,
+        )
+        for n, one in enumerate(ready)
+    ]  # fmt: skip
+
+
+def again(
+    config: OnlineJob, records: list[Interaction], items: list[Feedback], admissions: list[Admission]
+) -> tuple[int, list[str]]:
+    """Decided again from streams that hold the same."""
+    stored = Stored(
+        dict(enumerate(records, 1)), {seq: [item] for seq, item in enumerate(items, 1)},
+        {EPISODE: list(range(1, len(records) + 1))},
+    )  # fmt: skip
+    return decided_again(admissions, stored, config)
+
+
+CASES: dict[str, tuple[dict[str, Any], list[Interaction], list[Feedback], float]] = {
+    "an answer that two sources judged": (
+        {}, [interaction()], [said("f1", 0.25), said("f2", -0.5, key_id="k2", weight=0.5), said("f3", 1.0)], NOW + 2,
+    ),
+    "a default": (
+        {"metrics": {"rating": {"type": "float", "default_after_s": 5.0, "default_value": -0.25}}},
+        [interaction()], [], NOW + 30,
+    ),
+    "an episode as one trajectory": ({}, turns(), [said("f1", 0.5, inference="i2", final=True)], NOW + 9),
+    "turns apart, with credit": (
+        {"gamma": 0.5}, turns(), [said("f0", 0.25), said("f1", 0.5, inference="i2", final=True)], NOW + 9,
+    ),
+    "an episode with a turn that was refused": (
+        {"gamma": 0.5}, [turns()[0], replace(turns()[1], untrainable="side_turn")],
+        [said("f0", 0.25), said("f1", 0.5, inference="i2", final=True)], NOW + 9,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_was_admitted_is_decided_the_same_again(case: str) -> None:
+    online, records, items, now = CASES[case]
+    config = job(**online)
+    admissions = admitted(config, records, items, now)
+    assert admissions
+    assert again(config, records, items, admissions) == (len(admissions), [])
+    checked, flaws = again(config, records, items, [replace(admissions[0], reward=0.9), *admissions[1:]])
+    assert checked == len(admissions)
+    assert flaws == [f"ordinal 0: decided again its reward would be {admissions[0].reward:g}, not 0.9"]
+
+
+def test_a_decision_that_does_not_follow_is_found() -> None:
+    config, records, items = job(), [interaction()], [said("f1", 0.5), said("f2", 0.5, key_id="k2")]
+    (fair,) = admitted(config, records, items, NOW + 2)
+    assert again(config, records, items, [fair]) == (1, [])
+    stale = replace(fair, lag=4)
+    assert "its turns would not be trained so" in again(config, records, items, [stale])[1][0]
+    assert "it would still wait" in again(config, records, items, [replace(fair, feedback={})])[1][0]
+    assert "it would be policy by feedback" in again(config, records, items, [replace(fair, reason="default")])[1][0]
+
+
+def test_what_is_not_all_there_any_more_is_left_out() -> None:
+    config, records, items = job(), [interaction()], [said()]
+    (fair,) = admitted(config, records, items, NOW + 2)
+    assert again(config, [], items, [fair]) == (0, [])
+    assert again(config, records, [], [replace(fair, reward=0.9)]) == (0, [])
+    assert decided_again([replace(fair, interactions={})], Stored({}, {}), config) == (0, [])
+
+
+# -- answers that were cut off ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("truncated", "decision"),
+    [
+        ("judge", ("train", "feedback", 0.5)),
+        ("penalise", ("train", "invalid", -1.0)),
+        ("leave_out", ("reject", "truncated", 0.5)),
+    ],
+)
+def test_row_10_an_answer_that_hit_the_limit(truncated: str, decision: tuple[str, str, float]) -> None:
+    config = job(truncated=truncated)
+    assert table(job=config, interaction=interaction(finish="length")) == decision
+    assert table(job=config) == ("train", "feedback", 0.5), "one that ended by itself"
+
+
+def test_row_10_a_cut_answer_is_penalised_though_nobody_speaks() -> None:
+    config = job(truncated="penalise", invalid_reward=-0.25)
+    assert table(job=config, interaction=interaction(finish="length"), items=[]) == ("train", "invalid", -0.25)
+
+
+# -- episodes without an end ------------------------------------------------------------------------------------------
+
+
+def test_row_9_an_episode_that_never_rests_is_over_at_its_age() -> None:
+    config = job(max_age_s=60.0, idle_ttl_s=30.0)
+    matching = Matching(config)
+    for place in range(8):
+        at = NOW + 10.0 * place
+        matching.on_interaction(
+            place + 1, interaction(f"i{place}", at=at, episode=EPISODE, alone=False, version=VERSION)
+        )
+        matching.sweep(version=VERSION, now=at)
+        if place == 0:
+            matching.on_feedback(1, said("f0", 0.5, inference="i0"), at)
+        if at - NOW < 59:
+            assert not matching.ready, "somebody still talks"
+    assert EPISODE in matching.ready
+    late = matching.on_feedback(2, said("f9", 1.0, inference="i7"), NOW + 80)
+    assert [fate.status for fate in late] == ["matched"], "until it is admitted it counts"
+    matching.sweep(version=VERSION, now=NOW + 81)
+    learning.take(matching)
+    matching.on_interaction(20, interaction("i20", at=NOW + 90, episode=EPISODE, alone=False, version=VERSION))
+    over = matching.on_feedback(3, said("f20", 1.0, inference="i20"), NOW + 91)
+    assert [(fate.status, fate.reason) for fate in over] == [("rejected", "episode_over")]

@@ -1,0 +1,86 @@
+"""Answers to the same task that come into one batch are compared with each other."""
+
+from __future__ import annotations
+
+import importlib.util
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from penstock.services.coordinator.online.posted import facts_of
+from penstock.services.coordinator.online.values import flaws_of_values, siblings_of, values_of
+from penstock.shared.algorithms.baseline import mean_of_others
+from penstock.shared.protocol.events import Admission, Admitted, Drawn
+from penstock.shared.protocol.ids import Draw
+
+
+def load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"{name}_of_siblings", Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tracked, learning = load("test_tracked_values"), load("test_online_learning")
+
+
+def book(*members: tuple[str, float], **baseline: Any) -> tuple[Any, list[Draw]]:
+    """A ledger in which answers of these groups, with these rewards, were admitted."""
+    found = tracked.Book(tracked.job(siblings=True, **baseline))
+    found.add(Drawn(writer_epoch=1, time=0, start=0, stop=len(members), min_version=0, deadline=0))
+    admissions = [
+        Admission(n, {f"i{n}": n + 1}, {}, reward, 0, "k", "u", "feedback", 0, group=group)
+        for n, (group, reward) in enumerate(members)
+    ]
+    found.add(Admitted(writer_epoch=1, time=0, admissions=admissions, low_interactions=9, low_feedback=1))
+    return found, [Draw(n) for n in range(len(members))]
+
+
+@pytest.mark.parametrize(("rewards", "means"), [([1.0, 0.0], [0.0, 1.0]), ([1.0, 2.0, 6.0], [4.0, 3.5, 1.5])])
+def test_the_mean_of_the_others(rewards: list[float], means: list[float]) -> None:
+    assert mean_of_others(rewards) == means
+
+
+def test_it_does_not_depend_on_the_order() -> None:
+    rewards = [0.1, 0.7, -0.3, 1e-9]
+    expected = dict(zip(rewards, mean_of_others(rewards), strict=True))
+    for order in permutations(rewards):
+        assert dict(zip(order, mean_of_others(order), strict=True)) == expected
+
+
+def test_siblings_of_a_batch_are_compared_and_who_is_alone_has_the_tracked_value() -> None:
+    found, draws = book(("a", 1.0), ("b", 0.5), ("a", 0.0), ("", 0.25), ("", -0.25), ("a", 0.5), value=0.125)
+    baselines, tracking = values_of(found.config, found.state, draws)
+    assert [baselines[draw] for draw in draws] == [0.25, 0.125, 0.75, 0.125, 0.125, 0.5]
+    assert tracking.rewards[""][1] == 6, "what is tracked is everything, as without siblings"
+    part, _ = values_of(found.config, found.state, draws[:2])
+    assert [part[draw] for draw in draws[:2]] == [0.125, 0.125], "the others are not in this batch"
+
+
+def test_an_audit_knows_the_baselines_of_siblings() -> None:
+    found, draws = book(("a", 1.0), ("a", 0.0))
+    before = found.state
+    found.seal(draws)
+    sealed = found.events[-1]
+    fresh, _ = book(("a", 1.0), ("a", 0.0))
+    assert before is found.state
+    assert flaws_of_values(found.config, fresh.state, sealed) == []
+    wrong = replace(sealed, groups=[replace(sealed.groups[0], baseline=0.5), *sealed.groups[1:]])
+    assert flaws_of_values(found.config, fresh.state, wrong)
+
+
+def test_what_answers_have_in_common() -> None:
+    config, without = tracked.job(siblings=True), tracked.job()
+    choices = [learning.interaction(name, request="r1", index=place) for place, name in enumerate(("c0", "c1"))]
+    assert {siblings_of(config, one) for one in choices} == {"r1"}
+    named = learning.interaction("i1", tags={"group_id": "g"}, key_id="k1")
+    assert siblings_of(config, named) == "k1 g", "other keys may have made up the same name"
+    assert siblings_of(without, named) == ""
+    posted = learning.said(kind="interaction", key_id="k1", body={"group_id": "g", "token_ids": [1]})
+    assert facts_of(posted).group == "k1 g"
+    assert facts_of(learning.said(kind="interaction", body={})).group == ""

@@ -1,0 +1,60 @@
+"""Curves as the terminal shows them, and the answers of commands as programs read them."""
+
+from __future__ import annotations
+
+import pytest
+import typer.main
+
+from penstock.cli import app
+from penstock.cli.charts import chart
+from penstock.cli.printing import seconds_of
+from penstock.shared.errors import ConfigError
+
+FULL, TOP, BOTTOM = "⣿", "⠉", "⣀"
+
+
+def test_a_rising_line_goes_from_the_lower_left_to_the_upper_right() -> None:
+    lines = chart("reward", [10, 11, 12, 13], [0.0, 1.0, 2.0, 3.0], width=2, height=1)
+    assert lines == ["reward: 3", "3 ┤⣠⠞", "  └1013"]
+
+
+def test_a_flat_line_and_no_line() -> None:
+    assert chart("x", [0, 1, 2], [5.0, None, 5.0], width=4, height=1)[1] == "5 ┤⠄⠀⠀⠠"
+    assert chart("x", [0, 1], [None, None]) == ["x: nothing yet"]
+    assert chart("x", [7], [1.0], width=3, height=1)[0] == "x: 1"
+
+
+def test_many_values_fill_the_span_of_their_column() -> None:
+    values = [float(i % 2) for i in range(1000)]
+    (_, top, bottom, axis) = chart("x", list(range(1000)), values, width=3, height=2)
+    assert (top, bottom) == ("1 ┤" + FULL * 3, "0 ┤" + FULL * 3)
+    assert axis == "  └0999"
+
+
+@pytest.mark.parametrize(("age", "seconds"), [("90m", 5400.0), ("7d", 604800.0), (None, None)])
+def test_ages(age: str | None, seconds: float | None) -> None:
+    assert seconds_of(age) == seconds
+
+
+def test_what_is_no_age() -> None:
+    with pytest.raises(ConfigError, match="90m"):
+        seconds_of("soon")
+
+
+SHOWS = {"demo", "up", "chat"}
+"""Commands whose output is a show, a log or a conversation."""
+DOCUMENTS = "show"
+"""Commands of this name print JSON anyway."""
+
+
+def test_every_other_command_answers_programs_in_json() -> None:
+    without = []
+    stack = [("", typer.main.get_command(app))]
+    while stack:
+        name, command = stack.pop()
+        children = getattr(command, "commands", None)
+        if children is not None:
+            stack += [(f"{name} {child}".strip(), found) for child, found in children.items()]
+        elif not any("--json" in option.opts for option in command.params):
+            without.append(name)
+    assert {name for name in without if not name.endswith(DOCUMENTS)} == SHOWS

@@ -1,0 +1,163 @@
+"""What must not be stored is found in texts, and the tokens that spell it are blanked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from penstock.services.rollout.serving.redaction import UNTRAINABLE, RecordRedactor
+from penstock.shared.config.redaction import RedactionConfig
+from penstock.shared.data.redaction import Found, Redactor
+from penstock.shared.errors import ConfigError, DataError
+from penstock.shared.protocol.generation import Sampling, Span
+from penstock.shared.protocol.inference import ToolCall
+from penstock.shared.protocol.interaction import Interaction, Redacted
+
+EMAIL = r"[a-z.]+@[a-z.]+"
+PHONE = r"\d{3}-\d{4}"
+
+
+def config(**fields: Any) -> RedactionConfig:
+    return RedactionConfig.parse(fields)
+
+
+def test_places_are_in_order_and_what_overlaps_is_one() -> None:
+    redactor = Redactor(config(patterns={"email": EMAIL, "phone": PHONE, "digits": r"\d+"}))
+    text = "write to ann@x.org or call 555-1234, not 7"
+    assert redactor.find(text) == [Found(9, 18, "email"), Found(27, 35, "phone"), Found(41, 42, "digits")]
+    assert redactor.replace(text) == "write to [email] or call [phone], not [digits]"
+    assert redactor.replace("nothing here") == "nothing here"
+
+
+def test_texts_in_json_are_replaced_and_keys_are_not() -> None:
+    redactor = Redactor(config(patterns={"email": EMAIL}))
+    value = {"a@b": ["me a@b", {"x": "c@d"}], "n": 7, "none": None, "flag": True}
+    assert redactor.replace_all(value) == {"a@b": ["me [email]", {"x": "[email]"}], "n": 7, "none": None, "flag": True}
+
+
+def test_a_function_finds_what_patterns_do_not() -> None:
+    def names(text: str) -> list[tuple[int, int, str]]:
+        place = text.find("Ann")
+        return [(place, place + 3, "name")] if place >= 0 else []
+
+    redactor = Redactor(config(patterns={"email": EMAIL}), names)
+    assert redactor.replace("Ann is ann@x.org") == "[name] is [email]"
+    for wrong in (lambda text: [(0, 99, "x")], lambda text: [(2, 1, "x")], lambda text: [(0, 1)], lambda text: 1 / 0):
+        with pytest.raises(DataError, match="redaction function"):
+            Redactor(config(function="a:b"), wrong).find("text")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, "give patterns or function"),
+        ({"patterns": {"x": "("}}, "not a regular expression"),
+        ({"patterns": {"x": "a*"}}, "matches an empty text"),
+        ({"patterns": {"Not A Name": "a"}}, "patterns"),
+        ({"function": "no colon"}, "function"),
+    ],
+)
+def test_what_finds_nothing_or_everything_is_refused(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        config(**fields)
+
+
+# -- records ----------------------------------------------------------------------------------------------------------
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for each byte, as byte-level tokenizers have for what is rare."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({"<pad>": 0, **{token: i for i, token in enumerate(alphabet, 1)}}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>")
+
+
+TOKENIZER = byte_tokenizer()
+
+
+def spell(ids: list[int]) -> str:
+    return str(TOKENIZER.decode(ids, skip_special_tokens=False))
+
+
+def record(prompt: str, completion: str, **changes: Any) -> Interaction:
+    prompt_ids, token_ids = TOKENIZER.encode(prompt), TOKENIZER.encode(completion)
+    fields: dict[str, Any] = {
+        "id": "i", "request": "i", "index": 0, "job": "j", "episode": "e", "key_id": "k", "user": "u", "split": "train",
+        "untrainable": "", "prompt_ids": prompt_ids, "token_ids": token_ids, "logprobs": [-0.5] * len(token_ids),
+        "spans": [Span(0, 0, len(token_ids))], "sampling": Sampling(max_new_tokens=64), "finish": "stop",
+        "template": "t", "body_digest": "b", "text": completion, "started": 0.0, "first_token": 0.0, "ended": 0.0,
+    }  # fmt: skip
+    return Interaction(**fields | changes)
+
+
+def test_the_tokens_that_spell_it_are_blanked_and_the_others_stay() -> None:
+    redactor = RecordRedactor(config(patterns={"email": EMAIL, "phone": PHONE}), TOKENIZER, spell)
+    plain = record("hello", "good day")
+    assert redactor.redact(plain) == plain, "where nothing is found, nothing changes"
+
+    found = redactor.redact(record("I am ann@x.org, äö 😀", "call 555-1234 or bob@y.de!"))
+    assert spell(found.token_ids) == "call <pad><pad><pad><pad><pad><pad><pad><pad> or " + "<pad>" * 8 + "!"
+    assert spell(found.prompt_ids) == "I am " + "<pad>" * 9 + ", äö 😀"
+    assert found.text == "call [phone] or [email]!"
+    assert found.redacted == [
+        Redacted("prompt", 5, 14, "email"),
+        Redacted("completion", 5, 13, "phone"),
+        Redacted("completion", 17, 25, "email"),
+    ]
+    assert len(found.logprobs) == len(found.token_ids)
+    assert found.untrainable == UNTRAINABLE == "redacted"
+
+
+def test_characters_of_several_tokens_are_blanked_whole() -> None:
+    redactor = RecordRedactor(config(patterns={"sign": "[ö😀]+"}), TOKENIZER, spell)
+    found = redactor.redact(record("a", "ab ö😀ö cd"))
+    assert spell(found.token_ids) == "ab " + "<pad>" * 8 + " cd"
+
+
+def test_a_prompt_alone_makes_it_untrainable_and_tags_do_not() -> None:
+    redactor = RecordRedactor(config(patterns={"email": EMAIL}), TOKENIZER, spell)
+    assert redactor.redact(record("a@b.c", "yes", untrainable="sampling_not_replayable")).untrainable == UNTRAINABLE
+    tagged = redactor.redact(record("hello", "yes", tags={"who": "a@b.c", "task": "t"}))
+    assert (tagged.tags, tagged.untrainable) == ({"who": "[email]", "task": "t"}, "")
+
+
+def test_arguments_of_tool_calls_are_blanked() -> None:
+    redactor = RecordRedactor(config(patterns={"email": EMAIL}), TOKENIZER, spell)
+    call = ToolCall("c1", "send", '{"to": "ann@x.org"}')
+    found = redactor.redact(replace(record("hello", "yes"), calls=[call]))
+    assert found.calls == [ToolCall("c1", "send", '{"to": "[email]"}')]
+    assert found.untrainable == UNTRAINABLE
+
+
+def test_where_no_token_can_stand_for_others_the_job_cannot_be_served() -> None:
+    with pytest.raises(ConfigError, match="padding token"):
+        RecordRedactor(config(patterns={"all": r"[\s\S]"}), TOKENIZER, spell)
+    for path, text in (
+        ("no.such.module:f", "cannot be imported"),
+        ("json:nothing", "cannot be imported"),
+        ("json:decoder", "not a function"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            RecordRedactor(config(function=path), TOKENIZER, spell)
+
+
+def test_a_function_that_fails_lets_nothing_be_stored() -> None:
+    calls = iter([[], ValueError("broken")])
+
+    def once(text: str) -> Any:
+        found = next(calls)
+        if isinstance(found, ValueError):
+            raise found
+        return found
+
+    redactor = RecordRedactor(config(patterns={"email": EMAIL}), TOKENIZER, spell)
+    redactor._redactor = Redactor(config(patterns={"email": EMAIL}), once)
+    assert redactor._redactor.find("first") == []
+    with pytest.raises(DataError, match="broken"):
+        redactor.redact(record("hello", "yes"))
