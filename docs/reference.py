@@ -131,15 +131,21 @@ def _sections(model: type[BaseModel], path: str, seen: set[type]) -> Iterator[tu
 
 
 def _section(path: str, model: type[BaseModel]) -> str:
-    tag = model.model_fields["type"].default if "type" in model.model_fields else None
+    tag = _tag(model)
     head = f"## `{path}`" + (f" with `type: {tag}`" if tag else "") if path else "## Top level"
     lines = [head, "", _text(model.__doc__), "", "| key | type | default | meaning |", "|---|---|---|---|"]
     for name, field in model.model_fields.items():
-        if name == "type":
+        if name == "type" and tag:
             continue
         meaning = _text(field.description) or _reference(f"{path}.{name}".lstrip("."), field)
         lines.append(f"| `{name}` | {_type(field)} | {_default(field)} | {meaning} |")
     return "\n".join(lines)
+
+
+def _tag(model: type[BaseModel]) -> str:
+    """What tells a section from others of the same key: its ``type``, where that has one value."""
+    values = get_args(model.model_fields["type"].annotation) if "type" in model.model_fields else ()
+    return str(values[0]) if len(values) == 1 else ""
 
 
 def _reference(path: str, field: FieldInfo) -> str:
@@ -198,6 +204,10 @@ def _plain(value: Any) -> str:
         return _number(value)
     if isinstance(value, tuple):
         return str(list(value))
+    if isinstance(value, BaseModel):
+        return _plain(value.model_dump(exclude_defaults=True))
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_plain(item)}" for key, item in value.items()) + "}"
     return str(value) if value != "" else '""'
 
 

@@ -237,7 +237,7 @@ def _check_once(audit: Audit) -> None:
 def audit_stored(audit: Audit, number: int, sealed: SealedGroup, data: bytes) -> None:
     """``audit_group`` of what the stream holds of a trained group."""
     try:
-        group = decode_group(data)
+        group = decode_group(data, temperature=1.0 if sealed.temperature is None else sealed.temperature)
     except ProtocolError as error:
         audit.groups_checked += 1
         audit.find("digests", f"batch {number}, draw {sealed.draw}: the stored group does not decode: {error}")

@@ -16,6 +16,9 @@ from penstock.shared.protocol.tools import EpisodeState, ToolReply, ToolRequest
 __all__ = ["EpisodeBook", "Handle", "World"]
 
 IDLE_CHECK_S = 0.5
+UNHEARD_S = 20.0
+"""A state whose first answer nobody has heard is kept this much longer than twice the time for a request: who did not
+hear it asks others then, and never comes back."""
 
 
 class Handle(Protocol):
@@ -53,7 +56,8 @@ class World(Protocol):
 class _Held:
     """One episode. ``number`` requests were answered, the last of them ``last_id`` with ``last``.
 
-    ``gone``: why its state is no more. Nothing takes its place: whatever follows has failed.
+    ``gone``: why its state is no more. Nothing takes its place: whatever follows has failed. ``unheard_s``: how long it
+    is kept while nobody has said that the first answer arrived; None: somebody has.
     """
 
     handle: Handle | None = None
@@ -61,6 +65,7 @@ class _Held:
     last_id: str = ""
     last: ToolReply | None = None
     gone: str = ""
+    unheard_s: float | None = None
     used: float = field(default_factory=time.monotonic)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -86,13 +91,21 @@ class EpisodeBook:
         state = request.state
         assert state is not None
         held = self._held.get(state.episode)
+        if request.purpose == "keep":
+            if held is not None:
+                held.unheard_s = None
+            return ToolReply(status="ok", text="")
         if held is None:
             if state.number or request.purpose == "end":
                 return _lost(state)
             if len(self._held) >= self._most:
                 raise Unavailable(f"this env worker has {self._most} episodes already")
-            held = self._held[state.episode] = _Held()
+            held = self._held[state.episode] = _Held(unheard_s=2 * limit_s + UNHEARD_S)
         async with held.lock:
+            if self._held.get(state.episode) is not held:  # it was given up while this request waited
+                if state.number == 0 and request.purpose != "end":
+                    raise _late(state)
+                return _lost(state)
             if request.purpose == "end":
                 await self._forget(state.episode)
                 return ToolReply(status="ok", text="")
@@ -107,8 +120,10 @@ class EpisodeBook:
             return _lost(request.state)
         if time.time() > request.start_by:
             if not held.number:
-                self._held.pop(request.state.episode, None)
-            raise Unavailable(f"it is too late to begin a request of episode '{request.state.episode}'")
+                await self._forget(request.state.episode)
+            raise _late(request.state)
+        if held.number:
+            held.unheard_s = None
         try:
             reply = await self._carry_out(held, request, limit_s)
         finally:
@@ -122,19 +137,26 @@ class EpisodeBook:
             try:
                 if held.handle is None:
                     held.handle = await self._world.begin(request.state)
+                    if time.time() > request.start_by:  # a machine may take long to have one, and nobody waits now
+                        await self._forget(request.state.episode)
+                        raise _late(request.state)
                 return await held.handle.ask(request, limit_s)
             except ToolError as error:
                 held.gone = str(error)
                 await self._close(held)
-        return ToolReply(status="failed", text=held.gone)
+        return ToolReply(status="failed", text=held.gone, gone=True)
 
     async def give_up_idle(self) -> None:
         """Close what nobody has used for long, until cancelled."""
         while True:
             await asyncio.sleep(min(IDLE_CHECK_S, self._idle_s))
-            before = time.monotonic() - self._idle_s
-            for episode in [name for name, one in self._held.items() if one.used < before and not one.lock.locked()]:
+            now = time.monotonic()
+            for episode in [name for name, one in self._held.items() if self._is_idle(one, now)]:
                 await self._forget(episode)
+
+    def _is_idle(self, held: _Held, now: float) -> bool:
+        limit_s = self._idle_s if held.unheard_s is None else min(self._idle_s, held.unheard_s)
+        return now - held.used > limit_s and not held.lock.locked()
 
     async def close(self) -> None:
         """Give up all states."""
@@ -151,6 +173,10 @@ class EpisodeBook:
         if held.handle is not None:
             handle, held.handle = held.handle, None
             await handle.close()
+
+
+def _late(state: EpisodeState) -> Unavailable:
+    return Unavailable(f"it is too late to begin a request of episode '{state.episode}'")
 
 
 def _lost(state: EpisodeState) -> ToolReply:

@@ -141,7 +141,7 @@ class ToolSession:
         CALL_SECONDS.observe(time.perf_counter() - started)
         CALLS.inc(1)
         FAILED.inc(reply.status == "failed")
-        self._counts["calls"] += request.purpose != "end"
+        self._counts["calls"] += request.purpose not in ("keep", "end")
         self._counts["errors"] += reply.status == "error"
         self._counts["failed"] += reply.status == "failed"
         return reply

@@ -155,7 +155,8 @@ class RewardSession:
         """
         try:
             parts = count_of(delivery.headers)
-            group = decode_group(await self._payload(delivery, parts))
+            payload = await self._payload(delivery, parts)
+            group = decode_group(payload, temperature=self.config.sampling.temperature)
             request = request_of(group)
         except ProtocolError as error:
             logger.error("group %d of %s cannot be scored: %s", delivery.seq, self.job, error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from msgspec.structs import replace
 
@@ -53,11 +53,20 @@ class EnvRequests:
                 return ToolReply(status="ok", text="")
             with ExitStack() as stopped:
                 asked = self._ask_holder if holder else self._ask_any
-                return await asked(key, name, request, lambda: stopped.enter_context(clock.stopped()))
+                reply = await asked(key, name, request, lambda: stopped.enter_context(clock.stopped()))
+            if reply.holder and not holder:
+                await self._keep(name, request, reply.holder)
+            return reply
         except PenstockError as error:
             return ToolReply(status="failed", text=f"the call could not be answered: {error}")
         finally:
             self._done(key)
+
+    async def _keep(self, name: str, request: ToolRequest, holder: str) -> None:
+        """Tell a holder that its first answer is here: one whose answer was lost gives the state up soon."""
+        with suppress(Unavailable):  # then this one is given up, too, and the episode begun again
+            told = ToolRequest(purpose="keep", state=request.state)
+            await self._bus.notify(subjects.env(holder), pack(told, job=self._job, id=f"{name}#keep"))
 
     async def _ask_any(self, key: str, name: str, request: ToolRequest, stop: Callable[[], None]) -> ToolReply:
         stopped = False

@@ -46,10 +46,10 @@ class StateKeeper:
                 holder=self._holder,
             )  # fmt: skip
             reply = await self._ask(clock, f"{self.episode}#{self._number}", replace(request, state=state))
-            if reply.status == "lost":
-                raise StateLostError(reply.text)
             if reply.holder:
                 self._number, self._holder = self._number + 1, reply.holder
+            if reply.status == "lost":
+                raise StateLostError(reply.text)
             return reply
 
     async def end(self) -> None:

@@ -114,8 +114,9 @@ class EpisodePlayer:
             calling.carry_out(f"{name}/{i}", one, stateful=one.name in stateful) for i, one in enumerate(calls)
         )
         failed = [reply for reply in replies if reply.status == "failed"]
-        if failed and self._config.on_tool_failure == "fail":
-            return failed[0]
+        ends = failed if self._config.on_tool_failure == "fail" else [reply for reply in failed if reply.gone]
+        if ends:
+            return ends[0]
         return [_told(reply.status, reply.text) for reply in replies]
 
     @staticmethod

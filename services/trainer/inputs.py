@@ -36,8 +36,13 @@ class Untrainable(Exception):  # noqa: N818
         self.bad, self.reason = bad, reason
 
 
-async def fetch_shard(bus: Bus, manifest: BatchManifest, positions: Sequence[int], *, max_lag: int) -> BatchShard:
+async def fetch_shard(
+    bus: Bus, manifest: BatchManifest, positions: Sequence[int], *, max_lag: int, temperature: float
+) -> BatchShard:
     """The groups at ``positions``, each checked against its digest and the lag bound.
+
+    Args:
+        temperature: the job's, of groups that were stored and sealed by an earlier version and do not say theirs.
 
     Raises:
         Untrainable: groups are gone, differ from what was sealed, are too old or cannot be scored.
@@ -47,7 +52,7 @@ async def fetch_shard(bus: Bus, manifest: BatchManifest, positions: Sequence[int
     groups, bad, reasons = [], [], []
     for one in sealed:
         try:
-            groups.append(_checked(messages.get(one.seq), one, manifest, max_lag))
+            groups.append(_checked(messages.get(one.seq), one, manifest, max_lag, temperature))
         except (NotFound, ProtocolError) as error:
             bad.append(one.draw)
             reasons.append(f"draw {one.draw}: {error}")
@@ -61,12 +66,15 @@ async def fetch_shard(bus: Bus, manifest: BatchManifest, positions: Sequence[int
     )  # fmt: skip
 
 
-def _checked(message: Message | None, sealed: SealedGroup, manifest: BatchManifest, max_lag: int) -> Group:
+def _checked(
+    message: Message | None, sealed: SealedGroup, manifest: BatchManifest, max_lag: int, temperature: float
+) -> Group:
     if message is None:
         raise NotFound("it is not in the stream any more")
     if xxhash.xxh3_128_hexdigest(message.data) != sealed.digest:
         raise ProtocolError("its bytes do not hash to the sealed digest")
-    group = decode_group(message.data)
+    sampled_at = temperature if sealed.temperature is None else sealed.temperature
+    group = decode_group(message.data, temperature=sampled_at)
     oldest = int(group.spans[:, 1].min()) if len(group.spans) else 0
     stale = group.objective == "policy" and manifest.start_version - oldest > max_lag
     if group.draw != sealed.draw or group.objective != sealed.objective or stale:
@@ -88,8 +96,9 @@ async def read_manifests(bus: Bus, job: str) -> dict[tuple[int, int], BatchManif
 class BatchInputs:
     """Follows the sealed batches of a job and fetches this rank's groups ahead of their turn."""
 
-    def __init__(self, bus: Bus, job: str, pick: Pick, *, max_lag: int, last_trained: int) -> None:
-        self._bus, self._job, self._pick, self._max_lag, self._last = bus, job, pick, max_lag, last_trained
+    def __init__(self, bus: Bus, job: str, pick: Pick, *, max_lag: int, temperature: float, last_trained: int) -> None:
+        self._bus, self._job, self._pick, self._last = bus, job, pick, last_trained
+        self._max_lag, self._temperature = max_lag, temperature
         self._newest: dict[int, BatchManifest] = {}
         self._fetching: dict[tuple[int, int], asyncio.Task[BatchShard]] = {}
         self._refused: dict[int, int] = {}
@@ -147,7 +156,9 @@ class BatchInputs:
         self.arrived.set()
 
     def _fetch(self, manifest: BatchManifest) -> None:
-        fetching = fetch_shard(self._bus, manifest, self._pick(manifest), max_lag=self._max_lag)
+        fetching = fetch_shard(
+            self._bus, manifest, self._pick(manifest), max_lag=self._max_lag, temperature=self._temperature
+        )
         task = self._fetching[manifest.number, manifest.revision] = asyncio.create_task(fetching)
         task.add_done_callback(_retrieve)
 

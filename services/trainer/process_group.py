@@ -7,6 +7,8 @@ a peer's connection closes, with an error that says what was waited for.
 from __future__ import annotations
 
 import os
+import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +27,9 @@ from penstock.shared.errors import ConfigError, RankLost
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["Place", "ProcessGroup", "Stages", "World", "join", "place_from_environment"]
+__all__ = ["Place", "ProcessGroup", "Stages", "World", "join", "place_from_environment", "store_of_this_start"]
+
+MEETING_POLL_S = 0.1
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """As torchrun sets them."""
@@ -224,7 +228,7 @@ def join(place: Place, *, deadline_s: float) -> World:
         else:
             store, _, _ = next(rendezvous("env://", place.rank, place.size, timeout=timeout))
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                store = _of_this_start(store, place.size)
+                store = store_of_this_start(store, place, deadline_s=deadline_s)
         backend = "gloo"
         if torch.cuda.is_available():
             torch.cuda.set_device(place.local_rank)
@@ -239,11 +243,52 @@ def join(place: Place, *, deadline_s: float) -> World:
         ) from error
 
 
-def _of_this_start(store: Store, size: int) -> Store:
+def store_of_this_start(store: Store, place: Place, *, deadline_s: float) -> Store:
     """torchrun has one store for all starts of its ranks: here is nothing that ranks of an earlier start left there.
 
-    It counts starts after a failure; those of ranks that all came and had to leave again are counted by arrivals.
+    Rank 0 names each start. The others sign up below the newest name and go over to a newer one; they may have found
+    one of an earlier start, so it holds only once rank 0 has confirmed the very processes that signed up. What agents
+    tell their ranks would not do: they count restarts each for itself, and not all of the same ones.
+
+    Raises:
+        TimeoutError: some did not come.
+        ConnectionAbortedError: this is rank 0, and another one has started since.
     """
-    failures = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    arrived = store.add(f"arrivals/{failures}", 1)
-    return dist.PrefixStore(f"starts/{failures}/{(arrived - 1) // size}", store)  # type: ignore[attr-defined]
+    board: Store = dist.PrefixStore("starts", store)  # type: ignore[attr-defined]
+    own, start = uuid.uuid4().hex, ""
+    if place.rank == 0:
+        board.set("newest", own)
+    end = time.monotonic() + deadline_s
+    while True:
+        newest = board.get("newest").decode() if board.check(["newest"]) else ""
+        if place.rank == 0 and newest != own:
+            raise ConnectionAbortedError("another rank 0 has started since, this one is left over")
+        if newest != start:
+            start = newest
+            board.set(f"{start}/signed/{place.rank}", own)
+        if start and _confirmed(board, start, place, own):
+            return dist.PrefixStore(start, board)  # type: ignore[attr-defined]
+        if time.monotonic() > end:
+            raise TimeoutError(_who_is_missing(board, start, place.size))
+        time.sleep(MEETING_POLL_S)
+
+
+def _confirmed(board: Store, start: str, place: Place, own: str) -> bool:
+    """Whether rank 0 has seen this process at ``start``; as rank 0, confirm everybody once all are there."""
+    signed, confirmed = _signatures(start, place.size), f"{start}/confirmed"
+    if place.rank == 0 and board.check(signed):
+        board.set(confirmed, " ".join(board.get(key).decode() for key in signed))
+    return board.check([confirmed]) and own in board.get(confirmed).decode().split()
+
+
+def _who_is_missing(board: Store, start: str, size: int) -> str:
+    if not start:
+        return "rank 0 has not started; look at the log of its host"
+    missing = [str(rank) for rank, key in enumerate(_signatures(start, size)) if not board.check([key])]
+    if not missing:
+        return "rank 0 did not start again; look at the log of its host"
+    return f"rank {', '.join(missing)} of the newest start did not come; look at the logs of their hosts"
+
+
+def _signatures(start: str, size: int) -> list[str]:
+    return [f"{start}/signed/{rank}" for rank in range(size)]

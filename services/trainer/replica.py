@@ -101,8 +101,9 @@ class Replica:
     def inputs(self, last_trained: int) -> BatchInputs:
         """Prefetches this rank's groups of the batches after ``last_trained``."""
         return BatchInputs(
-            self._bus, self.job, self.positions, max_lag=self.config.train.max_lag, last_trained=last_trained
-        )
+            self._bus, self.job, self.positions, max_lag=self.config.train.max_lag,
+            temperature=self.config.sampling.temperature, last_trained=last_trained,
+        )  # fmt: skip
 
     def positions(self, manifest: BatchManifest) -> list[int]:
         """Positions of the groups that this rank trains."""
@@ -122,8 +123,10 @@ class Replica:
             if inputs is not None:
                 shard = await inputs.shard(manifest)
             else:
-                max_lag = self.config.train.max_lag
-                shard = await fetch_shard(self._bus, manifest, self.positions(manifest), max_lag=max_lag)
+                shard = await fetch_shard(
+                    self._bus, manifest, self.positions(manifest), max_lag=self.config.train.max_lag,
+                    temperature=self.config.sampling.temperature,
+                )  # fmt: skip
         except Untrainable as error:
             bad, reason = error.bad, error.reason
         vote = partial(self._vote, manifest, bad, reason)

@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["EVERYTHING", "Tracked", "mean_of_others", "sums_of", "track", "value_of"]
+__all__ = ["EVERYTHING", "Tracked", "mean_without", "sums_of", "track", "value_of"]
 
 EVERYTHING = ""
 """The bucket of all rewards, to which one that has seen few falls back."""
@@ -46,13 +46,13 @@ def track(tracked: Mapping[str, Tracked], sums: Mapping[str, Tracked], *, keep: 
     return after
 
 
-def mean_of_others(rewards: Sequence[float]) -> list[float]:
-    """For each of two or more rewards the mean of the others (leave-one-out: RLOO, arXiv 2402.14740, eq. 8).
+def mean_without(rewards: Sequence[float], own: Sequence[float]) -> float | None:
+    """Mean of the rewards but for some of them (leave-one-out: RLOO, arXiv 2402.14740, eq. 8); None where none is left.
 
     Rounded once, so that it does not depend on their order.
     """
-    others = len(rewards) - 1
-    return [math.fsum((*rewards, -reward)) / others for reward in rewards]
+    others = len(rewards) - len(own)
+    return math.fsum((*rewards, *(-reward for reward in own))) / others if others else None
 
 
 def sums_of(rewards: Sequence[tuple[str, float]]) -> dict[str, Tracked]:

@@ -237,7 +237,8 @@ class ValueTracker(StrictModel):
     """So many rewards of the whole's value a kind begins with, and the whole with so many of `value`."""
     siblings: bool = False
     """Answers to one request (`n` > 1), or of one `group_id` of their key, that are in one batch are compared with each
-    other instead: the baseline is the mean reward of the others (RLOO, arXiv 2402.14740)."""
+    other instead: the baseline is the mean reward of the others (RLOO, arXiv 2402.14740), without the other turns of
+    the same episode."""
 
     @model_validator(mode="after")
     def _buckets_have_a_tag(self) -> ValueTracker:

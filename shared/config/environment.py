@@ -84,7 +84,8 @@ class EpisodeConfig(StrictModel):
     that takes longer has failed. Time in which the environment is asked again, because no env worker answered or had
     room, does not count."""
     idle_timeout_s: float = Field(600.0, gt=0, le=86400)
-    """The state of an episode that nobody has used for so long is given up; an episode that goes on then has failed."""
+    """The state of an episode that nobody has used for so long is given up; an episode that goes on then is begun
+    again, as where its env worker died (`restarts`)."""
     restarts: int = Field(1, ge=0, le=8)
     """How often an episode whose env worker died, and with it its state, is begun again from its first turn; after that
     it has failed."""

@@ -78,6 +78,7 @@ class GraderPart(StrictModel):
     """A piece of a message."""
 
     type: Literal["input_text", "output_text"] = "input_text"
+    """As OpenAI's messages have it; both are text."""
     text: Slotted
     """Text with slots."""
 

@@ -68,7 +68,7 @@ class OnlineConfig(StrictModel):
     max_share_per_asker: float = Field(1.0, gt=0, le=1)
     """Largest share of a batch that was answered to one key."""
     max_share_per_user: float = Field(1.0, gt=0, le=1)
-    """Largest share of a batch whose feedback came from one user."""
+    """Largest share of a batch that are conversations of one user, whoever judged them."""
     raters: Literal["any", "same_key"] = "any"
     """Whose feedback counts: that of `any` key that may post it, or only of the key that the answer was served to."""
     new_sources: NewSourcesConfig | None = None

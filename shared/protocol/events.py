@@ -97,7 +97,8 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     ``objective`` says which loss it is for. ``context`` are interactions that it only refers to: one that is corrected,
     or two that are compared; each may be admitted for itself, too. Without ``interactions`` the material is in the
     feedback; ``version`` is the policy version that it is taken to be from, -1: any. ``bucket``: the
-    kind of prompt, where values are tracked. ``group``: what answers have in common that are compared with each other.
+    kind of prompt, where values are tracked. ``group``: what answers have in common that are compared with each other;
+    ``origin``: episode and request of such an answer, for turns of one episode are not.
 
     ``weight`` scales its advantages: below 1 where a source that is not known yet judged. ``compared`` is what sources
     said and what the reference keys said of the same: ``(key, reward, reward)``.
@@ -125,6 +126,7 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     weight: float = 1.0
     compared: list[tuple[str, float, float]] = []
     group: str = ""
+    origin: list[str] = []
 
 
 class Admitted(Event, frozen=True, kw_only=True, tag=True):

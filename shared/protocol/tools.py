@@ -18,9 +18,9 @@ MAX_RESULT_CHARS = 1 << 16
 MAX_STEP_BYTES = 512 << 10
 """An environment that says more at once has failed: what leads a conversation is never cut."""
 
-Purpose = Literal["call", "begin", "answer", "stop", "reward", "end"]
-"""``call``: carry out tool ``name``. ``reward``: what the objects say of the answer ``arguments["answer"]``. ``end``:
-the state is not needed any more; not answered.
+Purpose = Literal["call", "begin", "answer", "stop", "reward", "keep", "end"]
+"""``call``: carry out tool ``name``. ``reward``: what the objects say of the answer ``arguments["answer"]``. ``keep``:
+the first answer was heard, so the state is needed. ``end``: it is not needed any more. Neither of these is answered.
 
 In an environment that leads the conversation: ``begin`` task ``arguments["task"]``, ``answer`` with a turn of the
 policy, or ``stop`` because a budget is used up; the result is an environment's ``Step`` as JSON.
@@ -67,6 +67,8 @@ class ToolReply(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     holder: str = ""
     """Who holds the state of the episode now."""
+    gone: bool = False
+    """It failed because the state of the episode is no more, so that whatever follows fails, too."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):

@@ -47,7 +47,8 @@ class GroupHeader(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fa
     ``lengths``, ``rewards``, ``failed`` and ``truncated`` have one entry per trajectory. ``skipped`` names why there is
     no trajectory at all (`prompt_too_long`); then the draw is dropped for that reason and its ordinal is not redrawn.
     ``error`` is the first scoring error, for people. ``greedy`` marks completions decoded at temperature 0; empty means
-    that there are none. The gate's lag bound is one of ``objective`` `policy` alone. ``temperature`` is the group's.
+    that there are none. The gate's lag bound is one of ``objective`` `policy` alone. ``temperature`` is the group's;
+    earlier versions did not say it.
     """
 
     draw: Draw
@@ -68,7 +69,7 @@ class GroupHeader(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fa
     error: str = ""
     greedy: list[bool] = msgspec.field(default_factory=list)
     objective: Objective = "policy"
-    temperature: float = 1.0
+    temperature: float | None = None
 
     @property
     def num_messages(self) -> int:
@@ -267,8 +268,11 @@ def encode_group(group: Group) -> tuple[bytes, GroupHeader]:
     return data, group.header(digest=xxhash.xxh3_128_hexdigest(data), nbytes=len(data))
 
 
-def decode_group(data: bytes | bytearray | memoryview) -> Group:
+def decode_group(data: bytes | bytearray | memoryview, *, temperature: float = 1.0) -> Group:
     """Inverse of ``encode_group``; arrays are views of ``data`` where alignment allows.
+
+    Args:
+        temperature: of a group that does not say its own: one stored by an earlier version, which had the job's.
 
     Raises:
         ProtocolError: another schema, wrong dtypes, or arrays that do not fit together.
@@ -276,6 +280,7 @@ def decode_group(data: bytes | bytearray | memoryview) -> Group:
     tree = decode_frame(data)
     if not isinstance(tree, dict) or tree.get("kind") != "Group" or tree.get("schema") != SCHEMA:
         raise ProtocolError("not a group of a known schema")
+    tree.setdefault("temperature", temperature)
     _check_tree(tree)
     try:
         arrays = {name: tree[name] for name in _ARRAYS}

@@ -275,6 +275,17 @@ async def test_a_tool_that_breaks(open_player: Any, mode: str, failed: bool) -> 
         assert all(count <= 6 for count in runs_of_zeros(group.mask)), "it is cut to max_observation_tokens"
 
 
+async def test_a_state_that_is_gone_fails_its_trajectory_in_any_case(open_player: Any) -> None:
+    player, tools = await open_player("environment.on_tool_failure=observe"), Tools()
+
+    async def call(clock: TurnClock, name: str, request: ToolRequest) -> ToolReply:
+        return ToolReply(status="failed", text=(await tools(clock, name, request)).text, gone=True)
+
+    group = await player.play(call)
+    assert 0 < group.failed.sum() < SIZE, "only those that called"
+    assert not any(len(player.turns(group, index)) > 1 for index in range(SIZE))
+
+
 async def test_a_turn_that_takes_too_long_fails_its_trajectory(open_player: Any) -> None:
     player = await open_player("environment.tool_timeout_s=0.5", "environment.turn_timeout_s=0.5")
     called: set[int] = set()

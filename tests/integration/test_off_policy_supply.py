@@ -131,7 +131,8 @@ async def until_manifest(bus: Bus, job: str, number: int) -> BatchManifest:
 
 async def train(bus: Bus, learner: Learner, manifest: BatchManifest) -> str:
     """One update from the log; the digest of its weights."""
-    shard = await fetch_shard(bus, manifest, list(range(len(manifest.groups))), max_lag=CONFIG.train.max_lag)
+    positions = list(range(len(manifest.groups)))
+    shard = await fetch_shard(bus, manifest, positions, max_lag=CONFIG.train.max_lag, temperature=1.0)
     await asyncio.to_thread(learner.update, shard, update_index=manifest.update_index)
     return digest_of_tensors(learner.weights())
 

@@ -9,6 +9,10 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from penstock.services.coordinator.api.feedback_models import POST
+from penstock.services.coordinator.api.replies import HttpProblem
+from penstock.services.coordinator.feedback.items import Identity, item_of
+from penstock.services.coordinator.feedback.jobs import LiveJob
 from penstock.services.rollout.serving.redaction import UNTRAINABLE, RecordRedactor
 from penstock.shared.config.redaction import RedactionConfig
 from penstock.shared.data.redaction import Found, Redactor
@@ -125,6 +129,19 @@ def test_a_prompt_alone_makes_it_untrainable_and_tags_do_not() -> None:
     assert redactor.redact(record("a@b.c", "yes", untrainable="sampling_not_replayable")).untrainable == UNTRAINABLE
     tagged = redactor.redact(record("hello", "yes", tags={"who": "a@b.c", "task": "t"}))
     assert (tagged.tags, tagged.untrainable) == ({"who": "[email]", "task": "t"}, "")
+
+
+def test_names_of_tags_are_blanked_and_names_that_feedback_is_told_apart_by_are_refused() -> None:
+    redactor = RecordRedactor(config(patterns={"email": EMAIL}), TOKENIZER, spell)
+    assert redactor.redact(record("hello", "yes", tags={"a@b.c": "x"})).tags == {"[email]": "x"}
+    job = LiveJob("j", "live", False, {}, Redactor(config(patterns={"email": EMAIL})))
+    said = {"kind": "interaction", "model": "live", "completion": {"content": "yes"}}
+    for more, place in (({"group_id": "of ann@x.org"}, "/group_id"), ({"tags": {"a@b.c": "x"}}, "/tags/0")):
+        with pytest.raises(HttpProblem, match="send another name") as refused:
+            item_of(POST.validate_python(said | more), job, Identity("f", "k", chosen=False), str)
+        assert (refused.value.status, refused.value.errors[0].pointer) == (422, place)
+    kept = item_of(POST.validate_python(said | {"group_id": "7"}), job, Identity("f", "k", chosen=False), str)
+    assert kept.body["group_id"] == "7"
 
 
 def test_arguments_of_tool_calls_are_blanked() -> None:

@@ -77,6 +77,9 @@ class FeedbackDesk:
     async def _load(self) -> None:
         while True:
             try:
+                # Consents first: nobody is named, so no request of a user served, before what they said is known here.
+                # What is recorded as `no_consent` stays so for good.
+                await self.consents.read()
                 await self.pseudonyms.load()
                 return
             except Unavailable as error:

@@ -80,13 +80,15 @@ def item_of(post: Posted, job: LiveJob, who: Identity, pseudonym: Callable[[str]
 
     Raises:
         HttpProblem: 422 for a metric that the job does not declare, or a value that does not fit it, and for tokens
-            where texts are to be looked through.
+            and names where texts are to be looked through; 403 for what has no weight from a key that has a limit.
     """
+    _refuse_weightless(post, who)
     tags = dict(post.tags)
     user = post.user or tags.get(USER_TAG, "")
     fields = _fields(post, job)
     if job.redactor is not None:
         _refuse_tokens(post)
+        _refuse_names(post, job.redactor)
         tags = job.redactor.replace_all(tags)
         fields |= _redacted(fields, job.redactor)
     if USER_TAG in tags:
@@ -208,6 +210,34 @@ def _refuse_tokens(post: Posted) -> None:
         if isinstance(post, PostedInteraction | PostedPreference) and getattr(post, name, None) is not None:
             detail = "this job blanks what must not be stored, and tokens cannot be read here: post the text"
             raise _invalid(f"/{name}", detail)
+
+
+def _refuse_names(post: Posted, redactor: Redactor) -> None:
+    """Two names that are blanked are the same name: what is told apart by them would be mixed up."""
+    names = {f"/tags/{place}": name for place, name in enumerate(post.tags)}
+    if isinstance(post, PostedInteraction) and post.group_id is not None:
+        names["/group_id"] = post.group_id
+    for pointer, name in names.items():
+        if found := redactor.find(name):
+            what = "a group_id" if pointer == "/group_id" else "the name of a tag"
+            raise _invalid(pointer, f"{what} holds what this job blanks ({found[0].name}): send another name")
+
+
+def _refuse_weightless(post: Posted, who: Identity) -> None:
+    """Only values of metrics are averaged by weight: all else would train in full, whatever the key may count."""
+    if who.max_weight >= 1:
+        return
+    if isinstance(post, Metric):
+        if post.metric_name != "demonstration":
+            return
+        kind, pointer = "a demonstration", "/metric_name"
+    else:
+        kind, pointer = f"kind '{post.kind}'", "/kind"
+    detail = (
+        f"this API key counts at most {who.max_weight:g} (its max_weight), and {kind} has no weight: "
+        "post values of metrics, or use a key without max_weight"
+    )
+    raise HttpProblem(403, "limited_weight", detail, errors=[Flaw(pointer=pointer, detail=detail)])
 
 
 def _check_rewards(post: PostedInteraction, job: LiveJob) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,7 +12,7 @@ from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.interaction import CANARY, Feedback, Interaction
 from penstock.shared.protocol.objective import Objective
 
-__all__ = ["Decision", "admit", "lag_of", "out_of_range", "refusal_of", "reward_of", "worth_of"]
+__all__ = ["Decision", "admit", "counted", "lag_of", "out_of_range", "refusal_of", "reward_of", "worth_of"]
 
 FARTHEST = 10.0
 """A float beyond this many times its metric's bounds is an error of its sender, not an opinion."""
@@ -70,14 +70,14 @@ def admit(
         rated: whether something was said of another turn of its episode, for which this one gets its share.
         refusal: what ``refusal_of`` says of it, where that is known already.
     """
-    reward = reward_of(interaction, items, job, now=now, last=last, closed=closed)
+    reward, said = reward_of(interaction, items, job, now=now, last=last, closed=closed), bool(counted(items))
     refusal = refusal_of(interaction, job) if refusal is None else refusal
     reason = refusal or _stale(interaction, version, job.train.max_lag)
     off_policy = job.online.off_policy
     if reason in IMITABLE and off_policy is not None and off_policy.supervised is not None:
-        return _imitated(interaction, reward, reason, job, source="feedback" if items else "credit" if rated else "")
+        return _imitated(interaction, reward, reason, job, source="feedback" if said else "credit" if rated else "")
     if reason:
-        return _refused(interaction, reward, reason, job, said=bool(items) or rated)
+        return _refused(interaction, reward, reason, job, said=said or rated)
     if max(span.version for span in interaction.spans) > version:
         return Decision("wait", "newer_than_the_clock")
     if _is_invalid(interaction, job):
@@ -85,7 +85,7 @@ def admit(
     if reward is None:
         return Decision("wait", "feedback")
     defaults = any(metric.default_after_s is not None for metric in job.online.metrics.values())
-    source = "feedback" if items else "credit" if rated else "default" if defaults else ""
+    source = "feedback" if said else "credit" if rated else "default" if defaults else ""
     return Decision("train", source, reward) if source else Decision("reject", "no_feedback", reward)
 
 
@@ -94,7 +94,7 @@ def _imitated(interaction: Interaction, reward: float | None, denied: str, job: 
     if reward is None:
         return Decision("wait", "feedback")
     if not source or _is_invalid(interaction, job):
-        return Decision("reject", denied, reward)
+        return _refused(interaction, reward, denied, job, said=bool(source))
     return Decision("train", source, reward, "supervised", denied)
 
 
@@ -175,15 +175,20 @@ def out_of_range(item: Feedback, metrics: dict[str, MetricConfig]) -> bool:
     return not math.isfinite(item.value) or not low <= metric.weight * item.value <= high
 
 
-def _mean(items: Collection[Feedback], metric: MetricConfig) -> float | None:
-    """The newest word of each source, averaged by their weights; None where nobody said anything."""
-    newest: dict[str, Feedback] = {}
+def counted(items: Iterable[Feedback]) -> list[Feedback]:
+    """The newest word of each source on each metric; what has no weight was not said, whatever else it would cause."""
+    newest: dict[tuple[str, str], Feedback] = {}
     for item in sorted(items, key=lambda item: (item.received, item.revision, item.id)):
-        newest[item.key_id] = item
-    weight = sum(item.weight for item in newest.values())
-    if not newest or weight <= 0:
+        newest[item.metric, item.key_id] = item
+    return [item for item in newest.values() if item.weight > 0]
+
+
+def _mean(items: Iterable[Feedback], metric: MetricConfig) -> float | None:
+    """What was said of one metric, averaged by weight; None where nobody said anything that counts."""
+    found = counted(items)
+    if not found:
         return None
-    return sum(item.weight * worth_of(item.value, metric) for item in newest.values()) / weight
+    return sum(item.weight * worth_of(item.value, metric) for item in found) / sum(item.weight for item in found)
 
 
 def worth_of(value: bool | float | str | None, metric: MetricConfig) -> float:

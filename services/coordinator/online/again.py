@@ -22,17 +22,23 @@ CLOSE = 1e-6
 
 @dataclass
 class Stored:
-    """What the streams hold, by sequence. ``turns``: sequences of all records of an episode, by its name."""
+    """What the streams hold, by sequence.
+
+    ``turns``: sequences of all records of an episode, by its name. ``oldest``: lowest sequence of a record of the job;
+    what was before it may be gone.
+    """
 
     records: Mapping[int, Interaction]
     items: Mapping[int, Sequence[Feedback]]
     turns: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    oldest: int = 1
 
 
 def decided_again(admissions: Sequence[Admission], stored: Stored, job: OnlineJob) -> tuple[int, list[str]]:
     """``(how many were decided again, what came out otherwise)`` of the admissions of one decision.
 
-    Left out is what has no interactions of its own, and what is not all there any more.
+    Left out is what has no interactions of its own, what is not all there any more, and what comes out otherwise in a
+    way that a turn before the oldest record would explain: by when its episode began, or by the numbers of its turns.
     """
     episodes: defaultdict[str, list[Admission]] = defaultdict(list)
     for admission in admissions:
@@ -44,11 +50,25 @@ def decided_again(admissions: Sequence[Admission], stored: Stored, job: OnlineJo
         items = _items_of(group, stored)
         if items is None or any(seq not in stored.records for one in group for seq in one.interactions.values()):
             continue
+        found = [_difference(group, turns, items, stored, job) for turns in _turns(group, items, stored)]
+        is_same, in_doubt = "" in found, None in found or _is_numbered(items)
+        if not found or (in_doubt and not is_same and _may_lack(group, stored, job)):
+            continue
         checked += len(group)
-        wrong = [_difference(group, turns, items, stored, job) for turns in _turns(group, stored)]
-        if all(wrong):
-            flaws.append(wrong[0])
+        if not is_same:
+            flaws.append(found[0] or f"ordinal {group[0].ordinal}: decided again it would still wait")
     return checked, flaws
+
+
+def _is_numbered(items: Mapping[str, Item]) -> bool:
+    """Whether something was said of a turn by its number."""
+    return any(item.feedback.turn >= 0 and not item.feedback.inference for item in items.values())
+
+
+def _may_lack(group: Sequence[Admission], stored: Stored, job: OnlineJob) -> bool:
+    """Whether its episode may have had turns of which nothing is left."""
+    first = stored.records[next(iter(group[0].interactions.values()))]
+    return stored.oldest > 1 and not _is_single(first, job)
 
 
 def _key(record: Interaction, job: OnlineJob) -> str:
@@ -73,10 +93,11 @@ def _items_of(group: Sequence[Admission], stored: Stored) -> dict[str, Item] | N
     return found
 
 
-def _turns(group: Sequence[Admission], stored: Stored) -> Iterator[list[int]]:
+def _turns(group: Sequence[Admission], items: Mapping[str, Item], stored: Stored) -> Iterator[list[int]]:
     """Sequences of the turns that the decision may have seen: all of the episode by then, or only the admitted ones.
 
-    A record that was written in the moment of the decision may have been read before or after it.
+    A record that was written in the moment of the decision may have been read before or after it. The decision has seen
+    every turn that an item names: nothing comes where one of these is gone.
     """
     own = {name: seq for one in group for name, seq in one.interactions.items()}
     first = stored.records[next(iter(own.values()))]
@@ -90,15 +111,18 @@ def _turns(group: Sequence[Admission], stored: Stored) -> Iterator[list[int]]:
         and record.index == 0
         and record.ended <= group[0].time
     ]
-    yield [*own.values(), *others]
-    if others:
+    named = {canonical(item.feedback.inference) for item in items.values() if item.feedback.inference}
+    named -= {*own, episode_of(first)}
+    if named <= {canonical(stored.records[seq].id) for seq in others}:
+        yield [*own.values(), *others]
+    if others and not named:
         yield list(own.values())
 
 
 def _difference(
     group: Sequence[Admission], seqs: Sequence[int], items: Mapping[str, Item], stored: Stored, job: OnlineJob
-) -> str:
-    """What an admission says otherwise than its records and feedback; '' for nothing."""
+) -> str | None:
+    """What an admission says otherwise than its records and feedback; '' for nothing, None: it would still wait."""
     first = stored.records[seqs[0]]
     episode = Episode(_is_single(first, job))
     turns = {canonical(stored.records[seq].id): Turn(seq, stored.records[seq]) for seq in seqs}
@@ -113,7 +137,7 @@ def _difference(
         job, version=admission.lag + min(span.version for span in spans), now=admission.time
     )  # fmt: skip
     if outcome is None:
-        return f"ordinal {admission.ordinal}: decided again it would still wait"
+        return None
     found = {frozenset(canonical(turn.interaction.id) for turn in one.turns): one for one in outcome.trajectories}
     for one in group:
         again = found.get(frozenset(one.interactions))

@@ -54,7 +54,8 @@ def earned_by(
     if len(versions) != 1 or len(arms) != 1:
         return None
     is_canary = arms.pop()
-    if is_canary and any(refusal_of(replace(one, untrainable=""), job) for one in interactions):
+    asked = [replace(one, untrainable="") for one in interactions] if is_canary else interactions
+    if any(refusal_of(one, job) for one in asked):  # in either arm, also what only imitation may use
         return None
     askers = sorted({interaction.key_id for interaction in interactions})
     judged = Judged(
@@ -73,12 +74,14 @@ class Trials:
         self._earned: dict[str, Earned] = {}
         """By first interaction; one that is judged anew before it is recorded counts with the newest word."""
 
-    def take(self, earned: Earned | None) -> None:
-        """An episode was settled."""
-        if earned is not None:
-            self._earned[earned.judged.interactions[0]] = earned
-            if len(self._earned) > MAX_EARNED:
-                del self._earned[next(iter(self._earned))]
+    def take(self, first: str, earned: Earned | None) -> None:
+        """An episode was looked at, ``first`` of its interactions; None: it says nothing, or nothing any more."""
+        if earned is None:
+            self._earned.pop(first, None)
+            return
+        self._earned[first] = earned
+        if len(self._earned) > MAX_EARNED:
+            del self._earned[next(iter(self._earned))]
 
     def forget(self, state: LedgerState) -> None:
         """Drop what is recorded, and what says nothing of the present trial."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from penstock.services.coordinator.online.admission import Decision, admit, refusal_of
+from penstock.services.coordinator.online.admission import Decision, admit, counted, refusal_of
 from penstock.services.coordinator.online.canary import Earned, earned_by
 from penstock.services.coordinator.online.credit import Item, Trajectory, Turn, joined, returns
 from penstock.shared.config.online_job import OnlineJob
@@ -51,6 +51,11 @@ class Episode:
         return self.turns[0].interaction.key_id if self.turns else ""
 
     @property
+    def users(self) -> set[str]:
+        """Whose conversation it is (HMAC)."""
+        return {turn.interaction.user for turn in self.turns}
+
+    @property
     def last_active(self) -> float:
         """When its newest answer ended."""
         return max((turn.interaction.ended for turn in self.turns), default=0.0)
@@ -87,13 +92,14 @@ class Episode:
         closed = self._closed(job) or now - self.begun >= job.online.max_age_s
         if not (self.single or closed or idle):
             return None
-        rated = any(item.feedback.metric for item in self._said())
+        said = [self._said_of(place) for place in range(len(self.turns))]
+        rated = any(counted(items) for items in said)
         for turn in self.turns:
             if turn.refusal is None:  # facts alone decide it: once, however often the episode is looked at
                 turn.refusal = refusal_of(turn.interaction, job)
         decisions = [
             admit(
-                turn.interaction, self._said_of(place), job, version=version, now=now,
+                turn.interaction, said[place], job, version=version, now=now,
                 last=place == len(self.turns) - 1, closed=closed or idle, rated=rated, refusal=turn.refusal,
             )
             for place, turn in enumerate(self.turns)
@@ -107,7 +113,7 @@ class Episode:
         if any(item.feedback.final for item in self._said()):
             return True
         judged = {name for name, metric in job.online.metrics.items() if metric.level == "episode"}
-        return bool(judged) and judged <= {item.feedback.metric for item in self._said()}
+        return bool(judged) and judged <= {item.feedback.metric for item in self._said() if item.feedback.weight > 0}
 
     def _said(self) -> list[Item]:
         return [*self.items.values(), *(item for turn in self.turns for item in turn.items.values())]
@@ -134,13 +140,11 @@ class Episode:
             feedback = {name: item for place in places for name, item in self.turns[place].items.items()}
             if places[-1] == good[-1]:  # what was said of refused turns counts by credit
                 feedback |= self.items | {name: item for turn, _ in refused for name, item in turn.items.items()}
-            reasons = [decisions[place].reason for place in places]
-            reason = next(name for name in REASONS if name in reasons)
+            judges = self._judges(places[0])
+            reason = _reason([decisions[place] for place in places], [values[place] for place in places], judges)
             turns = tuple(self.turns[place] for place in places)
             trajectories.append(
-                Trajectory(
-                    turns, values[places[-1]], reason, feedback, self._judges(places[0]), decisions[places[0]].objective
-                )
+                Trajectory(turns, values[places[-1]], reason, feedback, judges, decisions[places[0]].objective)
             )
         return Outcome(trajectories, refused, earned)
 
@@ -154,7 +158,24 @@ class Episode:
     def _judges(self, place: int) -> tuple[str, ...]:
         """Keys whose feedback decides over a turn: what later ones earned comes back to it."""
         said = [*self.items.values(), *(item for turn in self.turns[place:] for item in turn.items.values())]
-        return tuple(sorted({item.feedback.key_id for item in said if item.feedback.metric}))
+        counting = (item.feedback for item in said if item.feedback.metric and item.feedback.weight > 0)
+        return tuple(sorted({item.key_id for item in counting}))
+
+
+def _reason(decisions: Sequence[Decision], values: Sequence[float], judges: Collection[str]) -> str:
+    """What stands for a trajectory, whose turns have these returns.
+
+    `invalid` only where nobody said anything, or it is all of every return: else a broken turn would hide that a new
+    source has its part in it.
+    """
+    reasons = [decision.reason for decision in decisions]
+    alone = all(
+        decision.reason == "invalid" and decision.reward == value
+        for decision, value in zip(decisions, values, strict=True)
+    )
+    if judges and not alone:
+        reasons = [reason for reason in reasons if reason != "invalid"]
+    return next((name for name in REASONS if name in reasons), "credit")
 
 
 def _worth_it(decision: Decision, value: float, job: OnlineJob) -> Decision:

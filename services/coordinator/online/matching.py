@@ -315,15 +315,16 @@ class Matching:
         """Whether an episode must be settled anew: one that is ready only where the policy or its user moved on."""
         if key not in self.ready or version != self._swept:
             return True
-        return any(self._opted_out(turn.interaction.user) for turn in self.episodes[key].turns)
+        return any(map(self._opted_out, self.episodes[key].users))
 
     def _settle(self, key: str, version: int, now: float) -> list[Fate]:
         episode = self.episodes[key]
         self.ready.pop(key, None)
         outcome = episode.settle(self.job, version=version, now=now)
+        earned = None if outcome is None or any(map(self._opted_out, episode.users)) else outcome.earned
+        self.trials.take(canonical(episode.turns[0].interaction.id), earned)
         if outcome is None:
             return []
-        self.trials.take(outcome.earned)
         out = [t for t in outcome.trajectories if any(self._opted_out(turn.interaction.user) for turn in t.turns)]
         good = [trajectory for trajectory in outcome.trajectories if trajectory not in out]
         if good:

@@ -76,7 +76,8 @@ async def _read(bus: Bus, admissions: Sequence[Admission], turns: dict[str, list
     for seq, message in (await bus.get_whole(subjects.FEEDBACK, sorted(said))).items():
         with contextlib.suppress(ProtocolError):  # overwritten, because a user wanted to be forgotten
             items[seq] = unpack(message.data, FeedbackBatch)[0].items
-    return Stored(records, items, turns)
+    oldest = min((seq for seqs in turns.values() for seq in seqs), default=1)
+    return Stored(records, items, turns, oldest)
 
 
 async def _records(bus: Bus, seqs: set[int]) -> dict[int, Interaction]:

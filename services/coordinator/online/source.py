@@ -14,7 +14,7 @@ from penstock.services.coordinator.online.offers import Offer
 from penstock.services.coordinator.online.quarantine import Quarantine
 from penstock.services.coordinator.online.shares import Owners, Shares, owners_of
 from penstock.services.coordinator.online.sources import comparisons, weight_of
-from penstock.services.coordinator.online.values import bucket_of, siblings_of, values_of
+from penstock.services.coordinator.online.values import bucket_of, origin_of, siblings_of, values_of
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission, Admitted, Drawn, Tracking
 from penstock.shared.protocol.ids import Draw
@@ -248,5 +248,6 @@ def _admission(job: OnlineJob, draft: Draft, ordinal: int, trajectory: Trajector
         askers=list(trajectory.owners.askers),
         weight=weight_of(job, agreements, judges, trajectory.reason) if trajectory.is_policy else 1.0,
         compared=comparisons(job, said),
-        group=siblings_of(job, trajectory.turns[0].interaction),
+        group=(group := siblings_of(job, trajectory.turns[0].interaction)),
+        origin=origin_of(trajectory.turns[0].interaction) if group else [],
     )

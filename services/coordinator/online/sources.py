@@ -14,7 +14,7 @@ from penstock.shared.protocol.interaction import Feedback
 __all__ = ["comparisons", "flaws_of_weights", "weight_of"]
 
 RULED = ("default", "invalid")
-"""Reasons of rewards that no source decided."""
+"""Reasons of rewards that no source decided. A return in which others have their part is not `invalid` (Episode)."""
 
 
 def comparisons(job: OnlineJob, items: Iterable[Feedback]) -> list[tuple[str, float, float]]:

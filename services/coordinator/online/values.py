@@ -6,14 +6,15 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from penstock.services.coordinator.ledger import LedgerState
-from penstock.shared.algorithms.baseline import EVERYTHING, Tracked, mean_of_others, sums_of, track, value_of
+from penstock.services.coordinator.online.names import episode_of
+from penstock.shared.algorithms.baseline import EVERYTHING, Tracked, mean_without, sums_of, track, value_of
 from penstock.shared.config.algorithm import ReinforcePPConfig, ValueTracker
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission, BatchSealed, Tracking
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.interaction import Interaction
 
-__all__ = ["bucket_of", "flaws_of_values", "siblings_of", "tracked_by", "values_of"]
+__all__ = ["bucket_of", "flaws_of_values", "origin_of", "siblings_of", "tracked_by", "values_of"]
 
 GROUP = "group_id"
 """Tag by which interactions and episodes of one task are known."""
@@ -40,15 +41,27 @@ def siblings_of(job: OnlineJob, interaction: Interaction) -> str:
     return interaction.request if named is None else f"{interaction.key_id} {named}"
 
 
+def origin_of(interaction: Interaction) -> list[str]:
+    """Episode and request: an answer is not compared with what became of the same conversation before or after it."""
+    return [episode_of(interaction), interaction.request]
+
+
 def _compared(found: Mapping[Draw, Admission]) -> dict[Draw, float]:
     """Baselines of those that have siblings in the batch."""
-    groups: defaultdict[str, list[Draw]] = defaultdict(list)
-    for draw, admission in found.items():
-        groups[admission.group].append(draw)
+    groups: defaultdict[str, list[Admission]] = defaultdict(list)
+    episodes: defaultdict[tuple[str, str], list[Admission]] = defaultdict(list)
+    for one in found.values():
+        groups[one.group].append(one)
+        if one.origin:
+            episodes[one.group, one.origin[0]].append(one)
     baselines: dict[Draw, float] = {}
-    for name, draws in groups.items():
-        if name and len(draws) > 1:
-            baselines |= zip(draws, mean_of_others([found[draw].reward for draw in draws]), strict=True)
+    for draw, one in found.items():
+        if one.group:
+            same = episodes[one.group, one.origin[0]] if one.origin else [one]  # what was posted stands for itself
+            own = [other.reward for other in same if other is one or other.origin != one.origin]
+            mean = mean_without([other.reward for other in groups[one.group]], own)
+            if mean is not None:
+                baselines[draw] = mean
     return baselines
 
 

@@ -2,7 +2,7 @@
 
 So an episode's state has a process of its own, which can be killed, and costs no start of an interpreter. Started by
 ``template.py`` as ``python -m penstock.services.env.tools.forks FD PARENT TOOLS``. Over FD come ``fork``, with the
-child's end of a channel beside it, answered by its process id, and ``end PID``.
+child's end of a channel beside it, answered by its process id or by why there is none, and ``end PID``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,12 @@ def _fork_on_request(control: socket.socket, configs: list[MethodTool], classes:
         if word == "end":
             _end(int(number), children)
             continue
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # no process or memory to give: those that live go on
+            os.close(descriptors[0])
+            control.send(f"no process can be forked: {error}".encode())
+            continue
         if pid == 0:
             control.close()
             _live(descriptors[0], own, configs, classes)

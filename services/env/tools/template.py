@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import signal
 import socket
 import time
 from collections.abc import Sequence
@@ -48,11 +50,12 @@ class ObjectTemplate:
             try:
                 process = await forker.fork()
             except ToolError:
-                self._running = None
-                await forker.close()
+                if not forker.alive:
+                    self._running = None
+                    await forker.close()
                 raise
         process.tell({"seed": state.seed, "row": state.row})
-        return EpisodeObjects(process)
+        return EpisodeObjects(process, forker)
 
     async def close(self) -> None:
         """Kill everything."""
@@ -62,8 +65,11 @@ class ObjectTemplate:
                 await forker.close()
 
     async def _open(self) -> _Forker:
-        if self._running is not None:
+        if self._running is not None and self._running.alive:
             return self._running
+        if self._running is not None:
+            forker, self._running = self._running, None
+            await forker.close()
         if self.refused is not None and time.monotonic() - self._tried < REOPEN_S:
             raise ToolError(self.refused[1])
         self._tried = time.monotonic()
@@ -79,11 +85,11 @@ class ObjectTemplate:
 class EpisodeObjects:
     """The objects of one episode."""
 
-    def __init__(self, process: ToolProcess) -> None:
-        self._process, self._broken = process, False
+    def __init__(self, process: ToolProcess, forker: _Forker) -> None:
+        self._process, self._forker, self._broken = process, forker, False
 
     async def ask(self, request: ToolRequest, limit_s: float) -> ToolReply:
-        """Carry out a call, or have the episode judged.
+        """Carry out a call, or have the episode judged. ``lost`` where it died with the process that forks.
 
         Raises:
             ToolError: it took too long, or the process died: the state is gone.
@@ -92,8 +98,10 @@ class EpisodeObjects:
             if request.purpose == "reward":
                 return await self._process.ask({"answer": request.arguments["answer"]}, "the reward", limit_s)
             return await self._process.call(request, limit_s)
-        except ToolError:
+        except ToolError as error:
             self._broken = True
+            if not self._forker.alive:
+                return ToolReply(status="lost", text=f"{error}: all episodes here are gone")
             raise
 
     async def close(self) -> None:
@@ -109,6 +117,21 @@ class _Forker:
 
     def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
         self._process, self._control = process, control
+        self._children: set[int] = set()
+        self._broken = False
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can go on. Its end of the channel is closed before its death kills its children."""
+        return not self._broken and self._is_there()
+
+    def _is_there(self) -> bool:
+        try:
+            return bool(self._control.recv(1, socket.MSG_PEEK))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
 
     @classmethod
     async def start(cls, tools: Sequence[MethodTool]) -> _Forker:
@@ -135,7 +158,7 @@ class _Forker:
         return self
 
     async def fork(self) -> ToolProcess:
-        """Raises ToolError where the process is gone."""
+        """Raises ToolError where there is no process to give, or this one is gone: then it is not ``alive``."""
         ours, theirs = socket.socketpair()
         with theirs, contextlib.ExitStack() as undo:
             undo.callback(ours.close)
@@ -143,16 +166,34 @@ class _Forker:
                 socket.send_fds(self._control, [b"fork"], [theirs.fileno()])
             except OSError as error:
                 raise ToolError(f"the process of the tools is gone: {error!r}") from None
-            pid = int(await self._hear(FORK_LIMIT_S, "a process for an episode"))
+            try:
+                answer = (await self._hear(FORK_LIMIT_S, "a process for an episode")).decode()
+            except ToolError:
+                self._broken = True  # an answer that comes later would be taken for that of another episode
+                raise
+            if not answer.isdecimal():
+                raise ToolError(f"a process for an episode: {answer}")
+            pid = int(answer)
+            self._children.add(pid)
             undo.pop_all()
         return await ToolProcess.over(ours, partial(self._end, pid))
 
     async def _end(self, pid: int) -> None:
         with contextlib.suppress(OSError):  # it is gone, and so are its children
             self._control.send(f"end {pid}".encode())
+            self._children.discard(pid)
 
     async def close(self) -> None:
-        """Kill it; its children die with it."""
+        """Kill it; its children die with it, and what they started is killed before."""
+        self._broken = True
+        if self._is_there():  # it waits for no child that was not ended, so these ids are theirs
+            for pid in self._children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+        with contextlib.suppress(OSError, TimeoutError):  # those that it was told to end, it ends before it leaves
+            self._control.shutdown(socket.SHUT_WR)
+            async with asyncio.timeout(CLOSE_LIMIT_S):
+                await self._process.wait()
         self._control.close()
         await kill_group(self._process)
 

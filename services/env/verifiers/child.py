@@ -8,6 +8,7 @@ it passes what is asked on to the env service, and answers with what the policy 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import json
 import os
@@ -17,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,14 @@ class Episode:
         """What the policy said."""
         self._known.append(comparable(message))
 
+    def give_up(self) -> None:
+        """Nobody waits for it any more: end all that waits in it."""
+        if self.task is not None:
+            self.task.cancel()
+        if self.turn is not None and not self.turn.done():
+            self.turn.cancel()
+        self.steps.put_nowait({"error": "given up"})
+
 
 def comparable(message: Message) -> Message:
     """What of a message must stay the same when it is sent again."""
@@ -126,8 +136,8 @@ class Host:
         name, purpose = message["episode"], message["purpose"]
         if purpose == "end":
             episode = self._episodes.pop(name, None)
-            if episode is not None and episode.task is not None:
-                episode.task.cancel()
+            if episode is not None:
+                episode.give_up()
             return
         if purpose == "begin":
             episode = self._episodes[name] = Episode()
@@ -148,14 +158,21 @@ class Host:
             playing.cancel()
             for id in [id for id, (owner, _) in self._by_trace.items() if owner is episode]:
                 del self._by_trace[id]
-        error = playing.exception()  # whatever an environment raises ends its episode only
-        step = playing.result() if error is None else {"error": f"{type(error).__name__}: {error}"}
+        if playing.cancelled():
+            step: Message = {"error": "the environment cancelled its episode"}
+        elif (error := playing.exception()) is not None:  # whatever an environment raises ends its episode only
+            step = {"error": f"{type(error).__name__}: {error}"}
+        else:
+            step = playing.result()
         episode.steps.put_nowait(step)
 
     async def _played(self, episode: Episode, number: int) -> Message:
-        task = await self._task(number)
-        result = await self._env.run_episode(task, self._context, on_trace=lambda trace: self._enter(episode, trace))
-        return outcome(result, episode)
+        try:
+            task = await self._task(number)
+            on_trace = partial(self._enter, episode)
+            return outcome(await self._env.run_episode(task, self._context, on_trace=on_trace), episode)
+        except SystemExit as error:  # out of a task it would end the loop, and all episodes with it
+            raise RuntimeError(f"SystemExit: {error}") from None
 
     def _enter(self, episode: Episode, trace: Any) -> None:
         self._by_trace[trace.id] = episode, trace
@@ -313,8 +330,9 @@ async def run(channel: Channel, vf: Any, env: Any) -> None:
         try:
             for message in channel.messages():
                 loop.call_soon_threadsafe(take, message)
-            loop.call_soon_threadsafe(closed.set)
-        finally:
+        finally:  # a channel that breaks is one that is closed
+            with contextlib.suppress(RuntimeError):  # the loop is over
+                loop.call_soon_threadsafe(closed.set)
             time.sleep(END_S)
             os._exit(1)
 

@@ -46,7 +46,7 @@ class RecordRedactor:
         prompt_ids, in_prompt = self._blanked(interaction.prompt_ids)
         token_ids, in_completion = self._blanked(interaction.token_ids)
         text = self._redactor.replace(interaction.text)
-        tags = self._redactor.replace_all(interaction.tags)
+        tags = {self._redactor.replace(name): self._redactor.replace(tag) for name, tag in interaction.tags.items()}
         calls = [replace(call, arguments=self._redactor.replace(call.arguments)) for call in interaction.calls]
         found = [Redacted("prompt", *place) for place in in_prompt]
         found += [Redacted("completion", *place) for place in in_completion]

@@ -59,7 +59,8 @@ def amend(
     wait_s: Annotated[float, typer.Option("--wait", min=0, help="Wait this long for the job to take it up.")] = 5,
     as_json: Json = False,
 ) -> None:
-    """Change a job while it runs: train.max_updates, checkpoint, limits, learning rate, KL coefficient, metadata."""
+    """Change a job while it runs: train.max_updates, checkpoint, limits, learning rate, KL coefficient, temperature,
+    metadata."""
     with Client() as client:
         record = client.find(job)
         changed = client.amend(record.id, with_overrides({}, overrides), revision=record.revision, wait_s=wait_s)

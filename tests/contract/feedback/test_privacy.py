@@ -12,7 +12,9 @@ from typer.testing import CliRunner
 
 from penstock.cli import app as cli
 from penstock.client import AsyncClient
-from penstock.shared.errors import NotFound
+from penstock.services.coordinator.feedback.desk import FeedbackDesk
+from penstock.services.coordinator.store import JobStore
+from penstock.shared.errors import NotFound, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
 from penstock.shared.protocol.events import Admission, Admitted, encode_events
@@ -125,6 +127,28 @@ async def test_consent_reaches_every_replica(open_desk: Any, tmp_path: Path) -> 
             await second.until(told, "consent")
         assert (await first.client.put(f"/v1/users/{USER}/consent", json={"train": 1})).status_code == 422
         assert (await first.client.get("/v1/users/nobody/data")).status_code == 404
+
+
+async def test_nobody_is_named_before_what_users_said_is_known(bus: Any, tmp_path: Path) -> None:
+    """A gateway would record those who consent as `no_consent`, for good."""
+    first, second = (FeedbackDesk(bus, JobStore(bus), tmp_path / name) for name in "ab")
+    await first._load()
+    pseudonym = first.pseudonyms.of(USER)
+    await first.consents.say(pseudonym, train=True)
+    held, read = asyncio.Event(), second.consents.read
+
+    async def slowly() -> None:
+        await held.wait()
+        await read()
+
+    second.consents.read = slowly  # type: ignore[method-assign]
+    loading = asyncio.create_task(second._load())
+    await asyncio.sleep(0.2)
+    with pytest.raises(Unavailable):
+        second.pseudonyms.of(USER)
+    held.set()
+    await asyncio.wait_for(loading, 10)
+    assert second.consents.of(second.pseudonyms.of(USER)) is True
 
 
 async def test_targets_and_retractions(desk: Any) -> None:

@@ -199,6 +199,11 @@ async def test_a_key_for_other_models_knows_nothing_of_this_one(agent: Any, fron
     messages = await agent.bus.read(subjects.FEEDBACK, subjects.feedback(agent.job))
     weights = {one.id: one.weight for m in messages for one in unpack(m.data, FeedbackBatch)[0].items}
     assert (weights[item], weights[less]) == (0.25, 0.125)
+    demonstration = {"metric_name": "demonstration", "value": "better"}
+    for body in ({"kind": "correction", "corrected": {"content": "better"}}, demonstration):
+        refused = await front.client.post("/v1/feedback", headers=light, json={"inference_id": answer, **body})
+        assert code(refused) == (403, "limited_weight"), refused.text
+        assert "max_weight" in refused.text
     names = [
         [row["id"] for row in (await front.client.get("/v1/models", headers=key)).json()["data"]]
         for key in (own, other)

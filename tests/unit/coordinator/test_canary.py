@@ -296,8 +296,8 @@ def said(about: str, value: float = 0.5, **changes: Any) -> Feedback:
 class Live:
     """A trial of version 1 against version 0, and what is said of live answers meanwhile."""
 
-    def __init__(self, config: OnlineJob) -> None:
-        self.matching = Matching(config)
+    def __init__(self, config: OnlineJob, *opted_out: str) -> None:
+        self.matching = Matching(config, opted_out=lambda user: user in opted_out)
         self.run = GATE.Lineage(config)
         self.run.train()
         assert self.run.state.canary is not None
@@ -335,6 +335,17 @@ def test_answers_of_both_arms_are_compared_and_only_those_of_the_old_one_are_tra
     assert list(live.matching.ready) == ["b"]
     assert live.drafted() == [], "once"
     assert [one.reason for one in live.matching.on_feedback(10, said("a", 1.0, key_id="late"), NOW)] == []
+
+
+def test_who_does_not_want_to_be_trained_on_and_what_was_taken_back_decides_nothing() -> None:
+    live = Live(job(), "out")
+    live.heard(answer("a", user="out"), answer("b", version=0, untrainable="", user="out"))
+    assert live.drafted() == []
+    live.heard(answer("c", version=0, untrainable=""))
+    taken = Feedback(id="r", job="j", kind="retraction", key_id="judge", received=NOW, body={"feedback": "f-c"})
+    live.matching.on_feedback(9, taken, NOW + 3)
+    live.heard(answer("d", version=0, untrainable=""))
+    assert [row.interactions for row in live.drafted()] == [["d"]]
 
 
 def test_the_old_version_is_compared_also_where_it_is_too_old_to_be_trained() -> None:
@@ -378,6 +389,28 @@ def test_silence_is_judged_where_it_has_a_worth_and_else_says_nothing() -> None:
     other.heard(answer("a"), value=None)
     other.matching.sweep(version=1, now=NOW + 50)
     assert [row.reward for row in other.drafted()] == [-0.5]
+
+
+@pytest.mark.parametrize(
+    "how", [{"untrainable": "sampling_not_replayable"}, {"sampling": Sampling(max_new_tokens=4, temperature=0.0)}]
+)
+def test_what_is_only_imitated_is_compared_in_neither_arm(how: dict[str, Any]) -> None:
+    live = Live(job(off_policy={"supervised": {}}))
+    trial = {"untrainable": CANARY} | how
+    if how.get("untrainable"):
+        trial["untrainable"] = NOT_COMPARED
+    live.heard(answer("a", **trial), answer("b", version=0, **{"untrainable": ""} | how))
+    assert live.drafted() == []
+    assert list(live.matching.ready) == ["b"], "it is imitated"
+
+
+def test_what_is_too_old_counts_with_the_worst_that_was_said_where_the_good_is_imitated() -> None:
+    worth = {"rating": {"type": "float", "default_after_s": 10.0, "default_value": -0.5}}
+    live = Live(job(metrics=worth, off_policy={"supervised": {}}))
+    old: dict[str, Any] = {"version": 0, "untrainable": ""}
+    live.heard(answer("broken", tool_calls_valid=False, **old), answer("silent", **old), value=None)
+    live.matching.sweep(version=9, now=NOW + 50)
+    assert {row.interactions[0]: row.reward for row in live.drafted()} == {"broken": -1.0, "silent": -0.5}
 
 
 def test_a_conversation_with_an_answer_of_the_trial_is_not_trained_at_all() -> None:

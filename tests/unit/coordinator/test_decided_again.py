@@ -105,6 +105,40 @@ def test_what_is_not_all_there_any_more_is_left_out() -> None:
     assert decided_again([replace(fair, interactions={})], Stored({}, {}), config) == (0, [])
 
 
+@pytest.mark.parametrize("gone", [0, 1])
+def test_what_feedback_on_a_turn_that_is_gone_had_a_part_in_is_left_out(gone: int) -> None:
+    config, records = job(gamma=0.5), turns()
+    records[gone] = replace(records[gone], untrainable="side_turn")
+    items = [said("f0", 0.25, inference="i1"), said("f1", 0.5, inference="i2", final=True)]
+    admissions = admitted(config, records, items, NOW + 9)
+    assert again(config, records, items, admissions) == (1, [])
+    kept = {seq: record for seq, record in enumerate(records, 1) if seq != gone + 1}
+    stored = Stored(kept, {1: [items[0]], 2: [items[1]]}, {EPISODE: list(kept)}, oldest=min(kept))
+    assert decided_again(admissions, stored, config) == (0, [])
+
+
+def test_a_beginning_and_numbers_of_turns_that_cannot_be_known_any_more_are_no_violation() -> None:
+    config, records = job(gamma=0.5, max_age_s=60.0, idle_ttl_s=600.0), turns()
+    records[0] = replace(records[0], untrainable="side_turn", started=NOW - 100)
+    items = [said("f1", 0.5, inference="i2")]
+    admissions = admitted(config, records, items, NOW + 9)
+    assert again(config, records, items, admissions) == (1, [])
+    stored = Stored({2: records[1]}, {1: items}, {EPISODE: [2]}, oldest=2)
+    assert decided_again(admissions, stored, config) == (0, [])
+    assert "would still wait" in decided_again(admissions, replace_oldest(stored), config)[1][0], "nothing is gone"
+    by_number = [said("f0", 0.25, key_id="k2", episode=EPISODE, turn=0), said("f1", 0.5, inference="i2", final=True)]
+    admissions = admitted(config, records, by_number, NOW + 9)
+    both = {seq: [item] for seq, item in enumerate(by_number, 1)}
+    stored = Stored({2: records[1]}, both, {EPISODE: [2]}, oldest=2)
+    assert decided_again(admissions, stored, config) == (0, [])
+    assert decided_again(admissions, replace_oldest(stored), config)[1]
+
+
+def replace_oldest(stored: Stored) -> Stored:
+    """The same, where nothing is gone."""
+    return Stored(stored.records, stored.items, stored.turns)
+
+
 # -- answers that were cut off ----------------------------------------------------------------------------------------
 
 

@@ -128,6 +128,46 @@ def test_somebody_must_be_believed() -> None:
 # -- in the ledger -----------------------------------------------------------------------------------------------------
 
 
+def answered(name: str, **changes: Any) -> Interaction:
+    fields: dict[str, Any] = {
+        "id": name, "request": name, "index": 0, "job": "j", "episode": f"e-{name}", "alone": True, "key_id": "asker",
+        "user": "u", "split": "train", "untrainable": "", "prompt_ids": [7], "token_ids": [1], "logprobs": [-0.5],
+        "spans": [Span(0, 0, 1)], "sampling": Sampling(max_new_tokens=4), "finish": "stop", "template": "t",
+        "body_digest": "b", "text": "x", "started": NOW, "first_token": NOW, "ended": NOW,
+    }  # fmt: skip
+    return Interaction(**fields | changes)
+
+
+@pytest.mark.parametrize(
+    ("gamma", "broken", "judged", "reasons"),
+    [
+        (0.5, "a", "b", ["credit", "feedback"]),  # its return holds half of what was said of b
+        (0.5, "b", "a", ["feedback", "invalid"]),
+        (0.5, "b", "", ["invalid"]),
+        (1.0, "a", "a", ["invalid", "credit"]),  # whatever is said of it
+    ],
+)
+def test_a_broken_turn_does_not_hide_who_has_a_part_in_its_return(
+    gamma: float, broken: str, judged: str, reasons: list[str]
+) -> None:
+    config = OnlineJob.parse(
+        {**(plain := job().model_dump(mode="json", exclude_unset=True)), "online": {**plain["online"], "gamma": gamma}}
+    )
+    matching = Matching(config)
+    for seq, name in enumerate("ab", 1):
+        valid = False if name == broken else None
+        matching.on_interaction(
+            seq, answered(name, episode="talk", alone=False, started=NOW + seq, tool_calls_valid=valid)
+        )
+    if judged:
+        matching.on_feedback(1, said(judged, False, final=True), NOW)
+    matching.sweep(version=0, now=NOW + 100_000)
+    ready = [one for found in matching.ready.values() for one in found]
+    assert [one.reason for one in ready] == reasons
+    weights = [weight_of(config, {}, one.owners.judges, one.reason) for one in ready]
+    assert weights == [1.0 if reason == "invalid" else 0.2 for reason in reasons]
+
+
 class Live:
     """A run that admits what is judged; each answer by the keys that the test wants."""
 
@@ -148,13 +188,7 @@ class Live:
         """An answer, and how it is admitted."""
         self.seq += 1
         name = f"i{self.seq}"
-        answer = Interaction(
-            id=name, request=name, index=0, job="j", episode=f"e-{name}", alone=True, key_id="asker", user="u",
-            split="train", untrainable="", prompt_ids=[7], token_ids=[1], logprobs=[-0.5], spans=[Span(0, 0, 1)],
-            sampling=Sampling(max_new_tokens=4), finish="stop", template="t", body_digest="b", text="x", started=NOW,
-            first_token=NOW, ended=NOW,
-        )  # fmt: skip
-        self.matching.on_interaction(self.seq, answer)
+        self.matching.on_interaction(self.seq, answered(name))
         for key, value in verdicts.items():
             self.matching.on_feedback(self.seq, said(name, value, key=key), NOW)
         self.matching.sweep(version=0, now=NOW)

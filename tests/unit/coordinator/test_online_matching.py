@@ -56,6 +56,26 @@ def test_a_revision_takes_its_item_away_from_the_turn_that_has_it() -> None:
     assert (holders, admitted) == (["i2"], {"f1": -1.0})
 
 
+def test_a_word_without_weight_is_none() -> None:
+    """It neither makes an answer trained by default, nor ends an episode, nor keeps credit from others."""
+    metrics = {"rating": {"type": "float"}, "solved": {"type": "float", "level": "episode"}}
+    found = matching(metrics=metrics)
+    found.on_interaction(1, served("i1", alone=False))
+    nothing: dict[str, Any] = {"key": "light", "weight": 0.0}
+    found.on_feedback(1, said("f1", "i1", **nothing), NOW)
+    found.on_feedback(2, replace(said("f2", "", episode=EPISODE, **nothing), metric="solved"), NOW)
+    assert found.sweep(version=0, now=NOW + 1) == []
+    assert (found.num_waiting, found.ready) == (1, {})
+    fates = found.sweep(version=0, now=NOW + 1 + found.job.online.idle_ttl_s)
+    assert {(one.status, one.reason) for one in fates} == {("rejected", "no_feedback")}
+    other = matching()
+    other.on_interaction(1, served("i1"))
+    for seq, item in enumerate((said("f1", "i1", value=-1.0, **nothing), said("f2", "i1", weight=0.1)), 1):
+        other.on_feedback(seq, item, NOW)
+    other.sweep(version=0, now=NOW)
+    assert [(one.reward, one.judges) for one in other.ready["i1"]] == [(0.5, ("asker",))], "relative to the others"
+
+
 def test_nobody_revises_what_another_key_said() -> None:
     found = matching()
     found.on_interaction(1, served("i1"))

@@ -5,14 +5,18 @@ from __future__ import annotations
 import importlib.util
 from itertools import permutations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.online.credit import Trajectory, Turn
 from penstock.services.coordinator.online.posted import facts_of
-from penstock.services.coordinator.online.values import flaws_of_values, siblings_of, values_of
-from penstock.shared.algorithms.baseline import mean_of_others
+from penstock.services.coordinator.online.source import _admission
+from penstock.services.coordinator.online.values import flaws_of_values, origin_of, siblings_of, values_of
+from penstock.shared.algorithms.baseline import mean_without
 from penstock.shared.protocol.events import Admission, Admitted, Drawn
 from penstock.shared.protocol.ids import Draw
 
@@ -29,13 +33,13 @@ def load(name: str) -> Any:
 tracked, learning = load("test_tracked_values"), load("test_online_learning")
 
 
-def book(*members: tuple[str, float], **baseline: Any) -> tuple[Any, list[Draw]]:
-    """A ledger in which answers of these groups, with these rewards, were admitted."""
+def book(*members: tuple[Any, ...], **baseline: Any) -> tuple[Any, list[Draw]]:
+    """A ledger in which answers of these groups, rewards and origins were admitted."""
     found = tracked.Book(tracked.job(siblings=True, **baseline))
     found.add(Drawn(writer_epoch=1, time=0, start=0, stop=len(members), min_version=0, deadline=0))
     admissions = [
-        Admission(n, {f"i{n}": n + 1}, {}, reward, 0, "k", "u", "feedback", 0, group=group)
-        for n, (group, reward) in enumerate(members)
+        Admission(n, {f"i{n}": n + 1}, {}, reward, 0, "k", "u", "feedback", 0, group=group, origin=list(origin))
+        for n, (group, reward, *origin) in enumerate(members)
     ]
     found.add(Admitted(writer_epoch=1, time=0, admissions=admissions, low_interactions=9, low_feedback=1))
     return found, [Draw(n) for n in range(len(members))]
@@ -43,14 +47,15 @@ def book(*members: tuple[str, float], **baseline: Any) -> tuple[Any, list[Draw]]
 
 @pytest.mark.parametrize(("rewards", "means"), [([1.0, 0.0], [0.0, 1.0]), ([1.0, 2.0, 6.0], [4.0, 3.5, 1.5])])
 def test_the_mean_of_the_others(rewards: list[float], means: list[float]) -> None:
-    assert mean_of_others(rewards) == means
+    assert [mean_without(rewards, [reward]) for reward in rewards] == means
+    assert mean_without(rewards, rewards) is None
 
 
 def test_it_does_not_depend_on_the_order() -> None:
     rewards = [0.1, 0.7, -0.3, 1e-9]
-    expected = dict(zip(rewards, mean_of_others(rewards), strict=True))
+    expected = {reward: mean_without(rewards, [reward]) for reward in rewards}
     for order in permutations(rewards):
-        assert dict(zip(order, mean_of_others(order), strict=True)) == expected
+        assert {reward: mean_without(order, [reward]) for reward in order} == expected
 
 
 def test_siblings_of_a_batch_are_compared_and_who_is_alone_has_the_tracked_value() -> None:
@@ -60,6 +65,28 @@ def test_siblings_of_a_batch_are_compared_and_who_is_alone_has_the_tracked_value
     assert tracking.rewards[""][1] == 6, "what is tracked is everything, as without siblings"
     part, _ = values_of(found.config, found.state, draws[:2])
     assert [part[draw] for draw in draws[:2]] == [0.125, 0.125], "the others are not in this batch"
+
+
+def test_turns_of_one_episode_are_compared_with_other_episodes_only() -> None:
+    split = [("g", 1.0, "e1", "r1"), ("g", 0.5, "e1", "r2")]
+    found, draws = book(*split, ("g", 0.0, "e2", "r3"), value=0.125)
+    baselines, _ = values_of(found.config, found.state, draws)
+    assert [baselines[draw] for draw in draws] == [0.0, 0.0, 0.75]
+    alone, _ = values_of(found.config, found.state, draws[:2])
+    assert [alone[draw] for draw in draws[:2]] == [0.125, 0.125], "its own turns say nothing of its worth"
+    choices, draws = book(*split, ("g", -1.0, "e1", "r2"), ("g", 0.25), value=0.125)
+    baselines, _ = values_of(choices.config, choices.state, draws)
+    assert [baselines[draw] for draw in draws] == [0.25, -0.375, 0.375, 0.5 / 3], "choices of one request are samples"
+
+
+def test_an_admission_says_of_which_episode_it_is() -> None:
+    turn = Turn(1, learning.interaction("i1", tags={"group_id": "g"}, request="r1", episode="talk", key_id="k1"))
+    trajectory = Trajectory((turn,), 0.5, "feedback", {})
+    draft: Any = SimpleNamespace(state=LedgerState(), now=0.0)
+    admission = _admission(tracked.job(siblings=True), draft, 0, trajectory, 5)
+    assert (admission.group, admission.origin) == ("k1 g", ["k1 talk", "r1"])
+    assert origin_of(turn.interaction) == admission.origin
+    assert _admission(tracked.job(), draft, 0, trajectory, 5).origin == []
 
 
 def test_an_audit_knows_the_baselines_of_siblings() -> None:

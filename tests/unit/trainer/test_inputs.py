@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
+import numpy as np
 import pytest
+import xxhash
 
-from penstock.services.trainer.inputs import BatchInputs, Untrainable
+from penstock.services.trainer.inputs import BatchInputs, Untrainable, fetch_shard
 from penstock.services.trainer.sharding import BatchShard
 from penstock.shared.errors import DeadlineError, Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.events import SealedGroup
+from penstock.shared.protocol.frame import decode_frame, encode_frame
+from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import BatchManifest
+from penstock.shared.protocol.trajectory import Group, encode_group, group_headers, parse_group_header
 from penstock.shared.transport.bus import Bus
 
 
@@ -18,7 +26,7 @@ async def test_a_bus_that_was_away_while_a_batch_was_prefetched_is_asked_again(b
     async def failed() -> BatchShard:
         raise error
 
-    inputs = BatchInputs(bus, "job_1", lambda manifest: [], max_lag=1, last_trained=0)
+    inputs = BatchInputs(bus, "job_1", lambda manifest: [], max_lag=1, temperature=1.0, last_trained=0)
     manifest = BatchManifest(number=1, revision=1, start_version=0, update_index=0, groups=[])
     inputs._fetching[1, 1] = asyncio.create_task(failed())
     if isinstance(error, Untrainable):
@@ -26,3 +34,31 @@ async def test_a_bus_that_was_away_while_a_batch_was_prefetched_is_asked_again(b
             await inputs.shard(manifest)
     else:
         assert (await inputs.shard(manifest)).groups == []
+
+
+async def test_groups_of_earlier_versions_are_trained_at_the_temperature_of_the_job(bus: Bus) -> None:
+    """They do not say theirs; neither do their headers, nor the ledger where they were sealed before."""
+    group = Group(
+        job="job_1", draw=Draw(0), attempt="a", epoch=1, prompt_ids=np.array([1], np.int32),
+        token_ids=np.array([2], np.int32), cu_seqlens=np.array([0, 1], np.int32), logprobs=np.zeros(1, np.float32),
+        mask=np.ones(1, np.uint8), rewards=np.ones(1, np.float32), failed=np.zeros(1, np.bool_),
+        finish=np.zeros(1, np.uint8), spans=np.array([[0, 0, 0, 1]], np.int32), temperature=0.2,
+    )  # fmt: skip
+    own, header = encode_group(group)
+    tree = decode_frame(own)
+    assert isinstance(tree, dict)
+    del tree["temperature"]
+    old = b"".join(encode_frame(tree))
+    sealed = []
+    for data, temperature in ((old, None), (old, 0.5), (own, None), (own, 0.2)):
+        seq = await bus.publish(subjects.experience("job_1"), data)
+        digest = xxhash.xxh3_128_hexdigest(data)
+        sealed.append(SealedGroup(Draw(0), "a", seq, digest, 0, 0, [1.0], 1, "w", temperature=temperature))
+    manifest = BatchManifest(number=1, revision=1, start_version=0, update_index=0, groups=sealed)
+    shard = await fetch_shard(bus, manifest, range(4), max_lag=1, temperature=0.7)
+    assert [found.temperature for found in shard.groups] == [0.7, 0.5, 0.2, 0.2]
+
+    [(name, text)] = group_headers(header).items()
+    fields = msgspec.json.decode(text)
+    assert parse_group_header({name: msgspec.json.encode(fields).decode()}).temperature == 0.2
+    assert parse_group_header({name: msgspec.json.encode(fields[:-1]).decode()}).temperature is None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.services.trainer.orders import Leave, Load, Orders, Publish, Train
-from penstock.services.trainer.process_group import Place, World, place_from_environment
+from penstock.services.trainer.process_group import Place, World, place_from_environment, store_of_this_start
 from penstock.services.trainer.row_shards import own_rows
 from penstock.shared.errors import ConfigError, RankLost
 from penstock.shared.protocol.messages import BatchManifest
@@ -98,24 +100,90 @@ def test_a_lost_rank_is_named(ranks: Any) -> None:
 
 def test_ranks_of_torchrun_meet_at_the_store_of_its_agent_however_often(nursery: Any, tmp_path: Path) -> None:
     """It keeps the store at MASTER_PORT itself, and the same one for every start: rank 0 cannot listen there, and what
-    the ranks of an earlier start left there must not be found."""
+    the ranks of an earlier start left there must not be found. Each agent counts restarts for itself: not those for a
+    membership change, which is what the failure of another agent's rank is to it."""
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     program = tmp_path / "rank.py"
     program.write_text(RANK_OF_TORCHRUN)
-    for start, failures in enumerate((0, 1, 1)):
+    for start, failures in enumerate([(0, 0), (1, 0), (1, 1)]):
         said = [tmp_path / f"start{start}rank{rank}" for rank in range(2)]
         processes = []
         for rank, path in enumerate(said):
             environment = {
                 **os.environ, "GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "TORCHELASTIC_RESTART_COUNT": str(failures),
+                "TORCHELASTIC_RESTART_COUNT": str(failures[rank]),
             }  # fmt: skip
             with path.open("wb") as output:
                 processes.append(nursery.run(str(program), environment=environment, output=output.fileno()))
         codes = [process.wait(60) for process in processes]
         assert [path.read_text().split()[-1:] for path in said] == [["2.0"]] * 2, [path.read_text() for path in said]
         assert codes == [0, 0]
+
+
+class Agent:
+    """torchrun's store, and ranks in threads that meet there, each over a connection of its own."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._pool = pool
+
+    def connect(self) -> dist.TCPStore:
+        return dist.TCPStore("127.0.0.1", self._store.port, is_master=False)
+
+    def start(self, rank: int, size: int, deadline_s: float = 20) -> Future[str]:
+        """What the rank finds under `word` of rank 0, once they have met."""
+
+        def run() -> str:
+            store = store_of_this_start(self.connect(), Place(rank, size), deadline_s=deadline_s)
+            if rank == 0:
+                assert not store.check(["word"]), "of an earlier start"
+                store.set("word", word)
+            return store.get("word").decode()
+
+        word = str(time.monotonic_ns())
+        return self._pool.submit(run)
+
+    def met(self, ranks: list[Future[str]]) -> None:
+        assert len({rank.result(30) for rank in ranks}) == 1
+
+
+@pytest.fixture
+def agent() -> Any:
+    with ThreadPoolExecutor(16) as pool:
+        yield Agent(pool)
+
+
+def test_ranks_that_come_before_rank_0_wait_for_its_new_start(agent: Agent) -> None:
+    agent.met([agent.start(rank, 3) for rank in range(3)])
+    early = [agent.start(rank, 3) for rank in (2, 1)]  # they find the start before, at which all three are signed up
+    time.sleep(0.3)
+    assert not any(rank.done() for rank in early)
+    agent.met([agent.start(0, 3), *early])
+    agent.met([agent.start(rank, 2) for rank in (1, 0)])  # fewer hosts than before
+
+
+def test_a_start_that_was_given_up_half_way_confuses_nobody(agent: Agent) -> None:
+    left_over = [agent.start(rank, 3, deadline_s=0.3) for rank in (0, 1)]
+    for rank in left_over:
+        with pytest.raises(TimeoutError, match="rank 2 of the newest start did not come"):
+            rank.result(30)
+    late = agent.start(2, 3)  # completes the list of those, which are gone
+    time.sleep(0.3)
+    assert not late.done()
+    agent.met([late, agent.start(1, 3), agent.start(0, 3)])
+
+
+def test_who_did_not_come_to_the_meeting_is_said(agent: Agent) -> None:
+    with pytest.raises(TimeoutError, match="rank 0 has not started"):
+        agent.start(1, 2, deadline_s=0.2).result(30)
+    with pytest.raises(TimeoutError, match="rank 1, 2 of the newest start did not come"):
+        agent.start(0, 3, deadline_s=0.2).result(30)
+    left_over = agent.start(0, 2)
+    time.sleep(0.3)
+    agent.met([agent.start(0, 1)])
+    with pytest.raises(ConnectionAbortedError, match="another rank 0"):
+        left_over.result(30)
 
 
 def test_the_place_comes_from_the_environment() -> None:

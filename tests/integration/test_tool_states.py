@@ -1,0 +1,265 @@
+"""States of episodes that an env worker holds: objects of a user's class, each in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from msgspec.structs import replace
+
+from penstock.services.env import episodes
+from penstock.services.env.episodes import EpisodeBook
+from penstock.services.env.tools.template import ObjectTemplate
+from penstock.shared.config.environment import EnvironmentConfig
+from penstock.shared.config.tools import MethodTool
+from penstock.shared.errors import Unavailable
+from penstock.shared.protocol.tools import EpisodeState, ToolReply, ToolRequest
+
+TOOLS_MODULE = """
+import os, subprocess, sys, time
+
+if "limit" in os.environ.get("FORKS", ""):
+    fork, left = os.fork, [1]
+    def fork_once():
+        if not left:
+            raise BlockingIOError(11, "no processes left")
+        left.pop()
+        return fork()
+    os.fork = fork_once
+
+class Counter:
+    def __init__(self, seed, row):
+        self.value, self.row = seed % 100 + row.get("start", 0), row
+
+    def add(self, by):
+        if by > 1000:
+            raise ValueError("too much")
+        self.value += by
+        return self.value
+
+    def look(self):
+        return f"{self.value}"
+
+    def start(self):
+        return str(subprocess.Popen(["sleep", "600"]).pid)
+
+    def break_(self):
+        raise RuntimeError("out of order")
+
+    def die(self):
+        os._exit(1)
+
+    def hang(self):
+        time.sleep(600)
+
+    def reward(self, answer):
+        return float(answer == str(self.value))
+
+    def close(self):
+        if "closed" in self.row:
+            open(self.row["closed"], "w").write(str(self.value))
+"""
+
+
+@pytest.fixture
+def user_tools(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "objects_of_a_user.py").write_text(TOOLS_MODULE)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+def method(name: str, **changes: Any) -> dict[str, Any]:
+    """One method of the counter above as a tool."""
+    schema = {"type": "object", "properties": {"by": {"type": "number"}}, "required": ["by"]} if name == "add" else {}
+    given = {"parameters": schema} if schema else {}
+    path = "objects_of_a_user:Counter"
+    return {"type": "method", "name": name, "path": path, "description": name, **given, **changes}
+
+
+class Asking:
+    """Asks a book for what an episode wants, in order."""
+
+    def __init__(self, book: EpisodeBook, episode: str, *, seed: int = 5, **row: Any) -> None:
+        self._book, self._state = book, EpisodeState(episode=episode, seed=seed, row=row)
+        self.number = 0
+
+    async def __call__(
+        self, name: str = "", *, purpose: Any = "call", limit_s: float = 30.0, again: bool = False, **arguments: Any
+    ) -> ToolReply:
+        self.number -= again
+        state = replace(self._state, number=self.number)
+        request = ToolRequest(name=name, arguments=arguments, purpose=purpose, state=state)
+        reply = await self._book.ask(f"{state.episode}#{self.number}", request, limit_s)
+        self.number += 1
+        return replace(reply, holder="")
+
+
+@asynccontextmanager
+async def book_of(*names: str, most: int = 8, idle_s: float = 600.0) -> AsyncIterator[EpisodeBook]:
+    config = EnvironmentConfig.parse({"tools": [method(name) for name in names]})
+    template = ObjectTemplate([tool for tool in config.tools if isinstance(tool, MethodTool)])
+    await template.start()
+    assert template.refused is None
+    book = EpisodeBook(template, most=most, idle_s=idle_s)
+    try:
+        yield book
+    finally:
+        await book.close()
+        await template.close()
+
+
+async def test_an_object_lives_as_long_as_its_episode(user_tools: None, tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    async with book_of("add", "look", "break_", most=3) as book:
+        one, two = Asking(book, "one", closed=str(closed)), Asking(book, "two", start=50)
+        assert (await one("add", by=1)).text == "6"
+        assert (await two("look")).text == "55", "from seed and row, whatever others did"
+        assert (await one("add", by=2, again=False)).text == "8"
+        assert (await one("add", by=2, again=True)).text == "8", "who asks again gets the same answer"
+        assert await one("add", by=2000) == ToolReply(status="error", text="too much")
+        assert (await one("add")).text == "argument 'by' is missing"
+        assert (await one("break_")).status == "failed"
+        assert (await one("look")).text == "8", "an exception of its own takes nothing away"
+        assert (await one(purpose="reward", answer="8")).text == "1.0"
+        assert (await Asking(book, "three")(purpose="reward", answer="9")).text == "0.0", "it is made to be judged"
+        with pytest.raises(Unavailable, match="has 3 episodes"):
+            await Asking(book, "four")("look")
+        assert not closed.exists()
+        await one(purpose="end")
+        assert closed.read_text() == "8"
+        assert len(book) == 2
+        assert (await Asking(book, "four")("look")).text == "5"
+        assert (await one("look")).status == "lost"
+
+
+async def test_a_state_that_is_gone_is_never_replaced(user_tools: None) -> None:
+    async with book_of("add", "look", "die", "hang") as book:
+        dies, hangs, lives = (Asking(book, name) for name in ("dies", "hangs", "lives"))
+        for asking in (dies, hangs, lives):
+            assert (await asking("add", by=1)).status == "ok"
+        broken = await asyncio.gather(dies("die"), hangs("hang", limit_s=0.5))
+        assert [reply.status for reply in broken] == ["failed"] * 2
+        assert [reply.text for reply in broken] == [
+            "the process of tool 'die' died",
+            "tool 'hang' took longer than 0.5 s and was killed",
+        ]
+        after = [await asking("look") for asking in (dies, hangs)]
+        assert [reply.text for reply in after] == [reply.text for reply in broken]
+        assert all(reply.gone for reply in (*broken, *after))
+        assert (await lives("look")).text == "6", "others are not affected"
+        late = Asking(book, "unknown")
+        late.number = 3
+        assert (await late("look")).status == "lost", "another worker had the first three requests"
+        dies.number += 1
+        lives.number += 1
+        assert (await lives("look")).status == "lost", "a request is missing"
+
+
+async def test_a_state_that_nobody_uses_is_given_up(user_tools: None) -> None:
+    async with book_of("look", idle_s=0.2) as book:
+        asking = Asking(book, "idle")
+        assert (await asking("look")).status == "ok"
+        giving_up = asyncio.create_task(book.give_up_idle())
+        async with asyncio.timeout(30):
+            while len(book):
+                await asyncio.sleep(0.02)
+        giving_up.cancel()
+        assert (await asking("look")).status == "lost"
+
+
+async def test_a_state_whose_first_answer_nobody_heard_is_given_up_soon(
+    user_tools: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episodes, "UNHEARD_S", -59.0)  # so that it is kept for 1 s
+    async with book_of("look") as book:
+        unheard, kept, used = (Asking(book, name) for name in ("unheard", "kept", "used"))
+        for asking in (unheard, kept, used):
+            assert (await asking("look")).status == "ok"
+        await kept(purpose="keep", again=True)
+        await used("look")
+        giving_up = asyncio.create_task(book.give_up_idle())
+        async with asyncio.timeout(30):
+            while len(book) == 3:
+                await asyncio.sleep(0.02)
+        await asyncio.sleep(1.1)
+        giving_up.cancel()
+        assert [(await asking("look")).status for asking in (unheard, kept, used)] == ["lost", "ok", "ok"]
+
+
+async def test_a_state_that_is_ready_too_late_is_given_up(user_tools: None) -> None:
+    async with book_of("look") as book:
+        world = book._world
+        begin = world.begin
+
+        async def begin_late(state: EpisodeState) -> Any:
+            handle = await begin(state)
+            await asyncio.sleep(0.3)
+            return handle
+
+        world.begin = begin_late  # type: ignore[method-assign]
+        request = ToolRequest(name="look", state=EpisodeState(episode="e", seed=5), start_by=time.time() + 0.2)
+        with pytest.raises(Unavailable, match="too late"):
+            await book.ask("e#0", request, 30.0)
+        assert len(book) == 0
+        assert (await Asking(book, "e")("look")).text == "5"
+
+
+async def test_a_fork_that_fails_takes_no_other_episode_with_it(
+    user_tools: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORKS", "limit")
+    async with book_of("look") as book:
+        lives = Asking(book, "lives")
+        assert (await lives("look")).text == "5"
+        refused = await Asking(book, "refused")("look")
+        assert (refused.status, "no processes left" in refused.text) == ("failed", True)
+        assert (await lives("look")).text == "5"
+
+
+async def test_episodes_whose_forking_process_died_are_lost(user_tools: None) -> None:
+    async with book_of("look") as book:
+        one, two = Asking(book, "one"), Asking(book, "two")
+        assert [(await asking("look")).status for asking in (one, two)] == ["ok", "ok"]
+        [forker] = [p for p in psutil.Process().children() if "penstock.services.env.tools.forks" in p.cmdline()]
+        forker.send_signal(signal.SIGKILL)
+        assert [(await asking("look")).status for asking in (one, two)] == ["lost", "lost"]
+        assert (await Asking(book, "three")("look")).text == "5"
+
+
+async def test_nothing_that_an_episode_started_outlives_its_job(user_tools: None) -> None:
+    config = EnvironmentConfig.parse({"tools": [method("start")]})
+    template = ObjectTemplate([tool for tool in config.tools if isinstance(tool, MethodTool)])
+    book = EpisodeBook(template, most=8, idle_s=600)
+    ended, held = [int((await Asking(book, name)("start")).text) for name in ("ended", "held")]
+    await Asking(book, "ended")(purpose="end")
+    await template.close()
+    await book.close()
+    async with asyncio.timeout(10):
+        while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in (ended, held)):
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"path": "nowhere:Counter"}, "cannot be imported"),
+        ({"method": "no"}, "no method 'no'"),
+        ({"path": "os:getcwd"}, "not a class"),
+    ],
+)
+async def test_objects_that_cannot_be_had(user_tools: None, changes: dict[str, Any], said: str) -> None:
+    config = EnvironmentConfig.parse({"tools": [method("look", **changes)]})
+    template = ObjectTemplate([tool for tool in config.tools if isinstance(tool, MethodTool)])
+    await template.start()
+    assert template.refused is not None
+    assert said in template.refused[1]
+    book = EpisodeBook(template, most=1, idle_s=60)
+    reply = await Asking(book, "e")("look")
+    assert (reply.status, said in reply.text) == ("failed", True)
