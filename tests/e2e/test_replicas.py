@@ -93,7 +93,7 @@ def hang_up_while_submitting(url: str, body: bytes, name: str) -> None:
 def test_a_client_that_hangs_up_leaves_no_orphan(stack: Any, replica: Replica, make_job: Any) -> None:
     """Either there is no job, or one that is led; the same submission again, elsewhere, is the same job."""
     urls = [stack.stack.url, replica.url]
-    body = json.dumps(make_job("train.max_updates=1", metadata={"test": "hung-up"})).encode()
+    body = json.dumps(make_job("train.max_updates=1000", metadata={"test": "hung-up"})).encode()
     names = [f"hung-up-{number}" for number in range(4)]
     for number, name in enumerate(names):
         hang_up_while_submitting(urls[number % 2], body, name)

@@ -256,7 +256,7 @@ async def test_what_an_env_worker_held_dies_with_it(
                 return (tmp_path / "second").exists()
 
             await until(held)
-        assert not await worker.groups()
+            assert not await worker.groups()
         (tmp_path / "open").touch()
         async with env_worker():
 
