@@ -7,11 +7,10 @@ epoch where it stopped. With one source an epoch is therefore exactly one pass.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -20,8 +19,9 @@ from numpy.typing import NDArray
 from penstock.shared.config.data import DataConfig
 from penstock.shared.data.rows import Rows
 from penstock.shared.errors import DataError
+from penstock.shared.runtime.user_code import import_named
 
-__all__ = ["DataOrder", "Place", "apportion", "load_function", "permutation"]
+__all__ = ["DataOrder", "Place", "apportion", "permutation"]
 
 _EPOCHS_KEPT = 3
 
@@ -50,7 +50,10 @@ class DataOrder:
         self._rows = rows
         self._seed = seed
         self._shuffle = config.shuffle
-        self._rank = load_function(config.curriculum, "data.curriculum") if config.curriculum else None
+        self._rank = None
+        if config.curriculum:
+            where = "rollout and trainer"
+            self._rank = import_named(config.curriculum, what="data.curriculum:", beside=where, error=DataError)
         self._counts = apportion([s.weight for s in config.train], sum(len(r) for r in rows))
         self._source_P, self._nth_P = _interleave(self._counts)
         self._epochs: OrderedDict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = OrderedDict()
@@ -124,22 +127,6 @@ def permutation(size: int, key: str) -> NDArray[np.int64]:
     """
     keys = np.random.PCG64(xxhash.xxh3_128_intdigest(key.encode())).random_raw(size)
     return np.argsort(keys, kind="stable").astype(np.int64)
-
-
-def load_function(path: str, where: str) -> Callable[..., Any]:
-    """Import ``package.module:function`` (or ``package.module.function``).
-
-    Raises:
-        DataError: it cannot be imported or is not callable; ``where`` names the configuration key.
-    """
-    module, _, name = path.rpartition(":" if ":" in path else ".")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise DataError(f"{where}: cannot import '{path}': {error}") from None
-    if not callable(function):
-        raise DataError(f"{where}: '{path}' is not a function")
-    return function  # type: ignore[no-any-return]
 
 
 def _interleave(counts: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["READY", "Job", "Mechanism", "Plan", "Verdict"]
+__all__ = ["READY", "START_LIMIT_S", "STOP", "Job", "Mechanism", "Plan", "Verdict"]
 
 Mechanism = Literal["namespaces", "landlock"]
 """`namespaces`: own mounts, network, process ids, scratch directory; `landlock`: one process, no file changes."""
 
 READY = b"ready\n"
 """A run writes this once it is contained, before it looks at the program."""
+
+START_LIMIT_S = 30.0
+"""For the warden to start, and for a run to be contained."""
+
+STOP = b"stop"
+"""The handle sends this where a run is to end at once."""
 
 
 class Plan(NamedTuple):
@@ -46,7 +52,7 @@ class Job(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """How a run ended, by the warden."""
+    """How a run ended: by itself, by a signal, or because its time was over."""
 
     ending: Literal["exit", "signal", "time"]
     status: int

@@ -7,26 +7,24 @@ import fcntl
 import json
 import math
 import os
-import selectors
 import site
 import socket
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import penstock
 from penstock.shared.errors import SandboxError
+from penstock.shared.sandbox.collect import Outcome, collect
 from penstock.shared.sandbox.confine import SCRATCH
 from penstock.shared.sandbox.landlock import landlock_version
-from penstock.shared.sandbox.plan import READY, Job, Mechanism, Plan, Verdict
+from penstock.shared.sandbox.plan import START_LIMIT_S, Job, Mechanism, Plan
 from penstock.shared.sandbox.probe import breaches
 
-__all__ = ["Limits", "Outcome", "Sandbox"]
+__all__ = ["Limits", "Sandbox"]
 
 _START = (
     "import sys; sys.path.insert(0, sys.argv[1]); from penstock.shared.sandbox.warden import main; "
@@ -41,11 +39,7 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
-_START_LIMIT_S = 30.0
-_PATIENCE_S = 10.0
-"""The warden ends a run at its limit; this much later it is taken for dead."""
-_CHUNK = 1 << 16
-_STOP = b"stop"
+_RUN = b"run"
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
@@ -88,23 +82,6 @@ class Limits(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """A run: how it ended, its standard output, and what it reported of its steps."""
-
-    verdict: Verdict
-    stdout: bytes
-    flooded: bool
-    """It wrote more than it may, and was ended for that."""
-    steps: dict[int, Any]
-    """Value by number of the step; a step that failed is not in it."""
-
-    @property
-    def ok(self) -> bool:
-        """It came to its end and said that all is well."""
-        return self.verdict == Verdict("exit", 0) and not self.flooded
-
-
 class Sandbox:
     """Runs programs one after another. Opening takes the first mechanism that holds on this machine."""
 
@@ -141,7 +118,7 @@ class Sandbox:
             self._process = None
 
     def run(self, job: Job, stdin: str, limit_s: float) -> Outcome:
-        """Execute a job within ``limit_s`` of wall-clock time.
+        """Execute a job within ``limit_s`` of wall-clock time, counted from the moment at which it is contained.
 
         Raises:
             SandboxError: the sandbox itself failed, or the job nests too deeply to be handed over; says nothing about
@@ -159,11 +136,18 @@ class Sandbox:
             try:
                 with _sealed(stdin) as stdin_file, _sealed(described) as job_file:
                     given = [stdin_file, write_out, write_results, job_file]
-                    socket.send_fds(self._channel, [str(limit_s).encode()], given)
+                    socket.send_fds(self._channel, [_RUN], given)
             finally:
                 os.close(write_out)
                 os.close(write_results)
-            return self._collect(out, results, job.nonce, time.monotonic() + limit_s + _PATIENCE_S)
+            return collect(
+                self._channel,
+                out,
+                results,
+                nonce=job.nonce,
+                limit_s=limit_s,
+                output_bytes=self._config.output_bytes,
+            )
         except OSError as error:
             self.close()
             raise SandboxError(f"the sandbox failed: {error}") from None
@@ -186,7 +170,7 @@ class Sandbox:
                 pass_fds=(theirs.fileno(),),
                 cwd="/",
             )
-        self._channel.settimeout(_START_LIMIT_S)
+        self._channel.settimeout(START_LIMIT_S)
         try:
             answer = self._channel.recv(4096)
         except OSError as error:
@@ -224,44 +208,8 @@ class Sandbox:
         Raises:
             SandboxError: something was possible.
         """
-        if found := breaches(lambda job: self.run(job, "", _START_LIMIT_S).steps):
+        if found := breaches(lambda job: self.run(job, "", START_LIMIT_S).steps):
             raise SandboxError(f"a program could {', '.join(found)}")
-
-    def _collect(self, out: int, results: int, nonce: str, deadline: float) -> Outcome:
-        written = {out: bytearray(), results: bytearray()}
-        verdict: Verdict | None = None
-        flooded = False
-        with selectors.DefaultSelector() as selector:
-            for source in (out, results, self._channel.fileno()):
-                selector.register(source, selectors.EVENT_READ)
-            while selector.get_map():
-                ready = selector.select(max(0.0, deadline - time.monotonic()))
-                if not ready:
-                    raise TimeoutError("the warden does not answer")
-                for key, _ in ready:
-                    if key.fd in written:
-                        data = os.read(key.fd, _CHUNK)
-                        if len(written[key.fd]) <= self._config.output_bytes:
-                            written[key.fd] += data
-                        elif not flooded:
-                            flooded = True
-                            self._channel.send(_STOP)
-                        ended = not data
-                    else:
-                        verdict, ended = self._verdict(), True
-                    if ended:
-                        selector.unregister(key.fd)
-        assert verdict is not None
-        reported = bytes(written[results])
-        if not reported.startswith(READY):
-            raise OSError(reported.decode(errors="replace")[:300] or f"a run ended before it began ({verdict})")
-        return Outcome(verdict, bytes(written[out]), flooded, _steps(reported[len(READY) :], nonce))
-
-    def _verdict(self) -> Verdict:
-        message = self._channel.recv(256)
-        if not message:
-            raise ConnectionError("the warden died")
-        return Verdict(*json.loads(message))
 
 
 def _environment() -> dict[str, str]:
@@ -288,14 +236,3 @@ def _outermost(paths: list[str]) -> list[str]:
     """Existing directories, without links and without what lies in another of them."""
     found = {path for path in paths if Path(path).is_dir() and not Path(path).is_symlink()}
     return sorted(path for path in found if not any(Path(path).is_relative_to(o) for o in found - {path}))
-
-
-def _steps(reported: bytes, nonce: str) -> dict[int, Any]:
-    """What the run reported; lines that the program wrote there itself lack the nonce and are passed over."""
-    values = {}
-    for line in reported.splitlines():
-        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-            found = json.loads(line)
-            if found["nonce"] == nonce:
-                values[int(found["step"])] = found["value"]
-    return values

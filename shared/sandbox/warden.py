@@ -19,7 +19,7 @@ import time
 
 from penstock.shared.sandbox import kernel
 from penstock.shared.sandbox.namespaces import enter_namespaces, fresh_scratch
-from penstock.shared.sandbox.plan import Plan, Verdict
+from penstock.shared.sandbox.plan import STOP, Plan, Verdict
 from penstock.shared.sandbox.runner import run
 
 __all__ = ["main"]
@@ -30,7 +30,6 @@ _OFTEN_IMPORTED = (
 )
 """Imported before the fork: programs find them ready."""
 _NUM_DESCRIPTORS = 4
-_STOP = b"stop"
 
 
 def main(descriptor: int, plan_json: str) -> None:
@@ -66,7 +65,7 @@ def _serve(channel: socket.socket, plan: Plan) -> None:
         message, descriptors, _, _ = socket.recv_fds(channel, 64, _NUM_DESCRIPTORS)
         if not message:
             return
-        if message == _STOP:  # the run had ended by itself
+        if message == STOP:  # the run had ended by itself
             continue
         if plan.mechanism == "namespaces":
             fresh_scratch(plan.scratch_bytes, replace=not first)
@@ -77,30 +76,26 @@ def _serve(channel: socket.socket, plan: Plan) -> None:
             run(plan, descriptors, warden)
         for descriptor in descriptors:
             os.close(descriptor)
-        verdict = _wait(child, time.monotonic() + float(message), channel)
+        verdict = _wait(child, channel)
         if plan.mechanism == "namespaces":
             _end_all()
         channel.send(json.dumps(verdict).encode())
 
 
-def _wait(child: int, deadline: float, channel: socket.socket) -> Verdict:
-    """Until the run ends, its time is over, or the handle wants it ended."""
+def _wait(child: int, channel: socket.socket) -> Verdict:
+    """Until the run ends, or the handle wants it ended."""
     poll = select.poll()
     ended = os.pidfd_open(child)
     try:
         poll.register(ended, select.POLLIN)
         poll.register(channel, select.POLLIN)
-        events = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        numbers = [number for number, _ in poll.poll()]
     finally:
         os.close(ended)
-    numbers = [number for number, _ in events]
     if ended not in numbers:
         os.kill(child, signal.SIGKILL)
-        if channel.fileno() in numbers:
-            channel.recv(len(_STOP))
+        channel.recv(len(STOP))
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if not numbers:
-        return Verdict("time", signal.SIGKILL)
     return Verdict("exit", code) if code >= 0 else Verdict("signal", -code)
 
 

@@ -122,4 +122,5 @@ def test_an_error_of_one_rank_fails_the_job(stack_without_trainer: Any) -> None:
         record = stack.finish(job, 120)
         stack.until(lambda: not ranks.running, "the ranks end, for there is no way out of the collective", 60)
     assert record.status.phase == "failed"
-    assert "rank 1: the warm start: data.curriculum: cannot import 'e2e_scorers:as_they_come'" in record.status.message
+    told = "rank 1: the warm start: data.curriculum: 'e2e_scorers:as_they_come' cannot be imported"
+    assert told in record.status.message

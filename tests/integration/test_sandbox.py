@@ -17,9 +17,10 @@ import pytest
 
 from penstock.shared.config.scorers import CodeScorer
 from penstock.shared.errors import SandboxError
+from penstock.shared.sandbox.collect import Outcome
 from penstock.shared.sandbox.landlock import landlock_version
 from penstock.shared.sandbox.plan import Job, Mechanism
-from penstock.shared.sandbox.sandbox import Outcome, Sandbox
+from penstock.shared.sandbox.sandbox import Sandbox
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="containment is made of Linux features")
 
@@ -214,6 +215,11 @@ def test_endless_loop_ends_at_the_limit(sandbox: Sandbox) -> None:
     outcome = script(sandbox, "while True: pass", limit_s=0.3)
     assert outcome.verdict.ending == "time"
     assert script(sandbox, IGNORE_SIGNALS, limit_s=0.3).verdict.ending == "time"
+
+
+def test_what_containing_takes_is_not_time_of_the_program(sandbox: Sandbox) -> None:
+    for _ in range(20):
+        assert script(sandbox, "import time\ntime.sleep(5)", limit_s=0.001).verdict.ending == "time"
 
 
 def test_output_flood_is_cut_off(sandbox: Sandbox) -> None:

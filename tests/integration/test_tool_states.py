@@ -228,7 +228,9 @@ async def test_episodes_whose_forking_process_died_are_lost(user_tools: None) ->
         one, two = Asking(book, "one"), Asking(book, "two")
         assert [(await asking("look")).status for asking in (one, two)] == ["ok", "ok"]
         [forker] = [p for p in psutil.Process().children() if "penstock.services.env.tools.forks" in p.cmdline()]
+        episodes = forker.children(recursive=True)
         forker.send_signal(signal.SIGKILL)
+        assert len(episodes) >= 2 and not psutil.wait_procs(episodes, timeout=10)[1]
         assert [(await asking("look")).status for asking in (one, two)] == ["lost", "lost"]
         assert (await Asking(book, "three")("look")).text == "5"
 

@@ -136,5 +136,5 @@ def test_curriculum_sorts_each_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (np.diff(rows) <= 0).all()
     with pytest.raises(DataError, match=r"line 4: data\.curriculum returned nan"):
         make_order([(10, 1.0)], seed=3, curriculum="curriculum_under_test.not_a_number")(0)
-    with pytest.raises(DataError, match=r"data\.curriculum: cannot import 'no\.such:rank'"):
+    with pytest.raises(DataError, match=r"data\.curriculum: 'no\.such:rank' cannot be imported"):
         make_order([(10, 1.0)], seed=3, curriculum="no.such:rank")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from penstock.services.env.tools.base import CallError
 from penstock.shared.config.tools import MethodTool
 from penstock.shared.errors import ToolError
+from penstock.shared.runtime.user_code import import_named
 
 __all__ = ["Method", "Objects", "load_classes"]
 
@@ -22,14 +22,8 @@ def load_classes(configs: Iterable[MethodTool]) -> dict[str, Any]:
     """
     classes: dict[str, Any] = {}
     for config in configs:
-        module, _, name = config.path.partition(":")
-        try:
-            found = classes[config.path] = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise ToolError(
-                f"the class '{config.path}' of a tool cannot be imported: {error}; it must be installed beside the env "
-                "service or lie on its PYTHONPATH"
-            ) from None
+        found = import_named(config.path, what="the class", beside="env", error=ToolError)
+        classes[config.path] = found
         if not isinstance(found, type):
             raise ToolError(f"'{config.path}' of tool '{config.name}' is a {type(found).__name__}, not a class")
         if not callable(getattr(found, config.method or config.name, None)):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from typing import Any
 
 from penstock.shared.config.scorers import FunctionScorer
 from penstock.shared.errors import ScoringError
+from penstock.shared.runtime.user_code import import_named
 
 __all__ = ["Function"]
 
@@ -17,17 +16,7 @@ class Function:
 
     def __init__(self, config: FunctionScorer) -> None:
         """Raises ScoringError where the path cannot be imported. The import itself runs code of the user."""
-        module, _, name = config.path.partition(":")
-        try:
-            function = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise ScoringError(
-                f"scorer function '{config.path}' cannot be imported: {error}; it must be installed beside the reward "
-                f"service or lie on its PYTHONPATH (searched: {', '.join(filter(None, sys.path[:3]))}, ...)"
-            ) from None
-        if not callable(function):
-            raise ScoringError(f"scorer function '{config.path}' is a {type(function).__name__}, not a function")
-        self._function = function
+        self._function = import_named(config.path, what="scorer function", beside="reward", error=ScoringError)
         self._args = config.args
 
     def score(self, prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> object:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 
@@ -10,9 +9,10 @@ from msgspec.structs import replace
 from transformers import PreTrainedTokenizerFast
 
 from penstock.shared.config.redaction import RedactionConfig
-from penstock.shared.data.redaction import Finder, Redactor
+from penstock.shared.data.redaction import Redactor
 from penstock.shared.errors import ConfigError, DataError
 from penstock.shared.protocol.interaction import Interaction, Redacted
+from penstock.shared.runtime.user_code import import_named
 
 __all__ = ["UNTRAINABLE", "RecordRedactor"]
 
@@ -32,7 +32,11 @@ class RecordRedactor:
     """
 
     def __init__(self, config: RedactionConfig, tokenizer: PreTrainedTokenizerFast, spell: Spell) -> None:
-        self._redactor = Redactor(config, None if config.function is None else _imported(config.function))
+        find = None
+        if config.function is not None:
+            what = "online.redaction.function:"
+            find = import_named(config.function, what=what, beside="rollout", error=ConfigError)
+        self._redactor = Redactor(config, find)
         self._spell = spell
         names = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.eos_token_id, 0)
         blanks = (token for token in names if token is not None)
@@ -88,18 +92,3 @@ class RecordRedactor:
         for start, stop, _ in places:
             blanked[start:stop] = [self._blank] * (stop - start)
         return blanked
-
-
-def _imported(path: str) -> Finder:
-    module, _, name = path.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"online.redaction.function: '{path}' cannot be imported: {error}; it must be installed beside the rollout "
-            "service or lie on its PYTHONPATH"
-        ) from None
-    if not callable(function):
-        raise ConfigError(f"online.redaction.function: '{path}' is a {type(function).__name__}, not a function")
-    finder: Finder = function
-    return finder

@@ -1,0 +1,35 @@
+"""What a job file names by a dotted path: functions and classes of the user."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+from penstock.shared.errors import PenstockError
+
+__all__ = ["import_named"]
+
+
+def import_named(path: str, *, what: str, beside: str, error: type[PenstockError]) -> Any:
+    """The callable at ``package.module:name`` (or ``package.module.name``). The import itself runs code of the user.
+
+    Args:
+        what: what it is for, in messages.
+        beside: the service that imports it.
+        error: what is raised where the path cannot be imported, whatever the import raised, or is not callable.
+    """
+    module, _, name = path.rpartition(":" if ":" in path else ".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as reason:
+        searched = ", ".join(filter(None, sys.path[:3]))
+        raise error(
+            f"{what} '{path}' cannot be imported: {reason}; it must be installed beside the {beside} service or lie on "
+            f"its PYTHONPATH (searched: {searched}, ...)"
+        ) from None
+    except Exception as reason:
+        raise error(f"{what} '{path}' cannot be imported: it raised {type(reason).__name__}: {reason}") from reason
+    if not callable(found):
+        raise error(f"{what} '{path}' is a {type(found).__name__}, not a function or class")
+    return found

@@ -1,0 +1,122 @@
+"""What one run comes to: reads what it writes, and stops it where its time is over or it writes too much."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.shared.sandbox.plan import READY, START_LIMIT_S, STOP, Verdict
+
+__all__ = ["Outcome", "collect"]
+
+_PATIENCE_S = 10.0
+"""A run that does not end this long after it was stopped means that the warden is dead."""
+_CHUNK = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A run: how it ended, its standard output, and what it reported of its steps."""
+
+    verdict: Verdict
+    stdout: bytes
+    flooded: bool
+    """It wrote more than it may, and was ended for that."""
+    steps: dict[int, Any]
+    """Value by number of the step; a step that failed is not in it."""
+
+    @property
+    def ok(self) -> bool:
+        """It came to its end and said that all is well."""
+        return self.verdict == Verdict("exit", 0) and not self.flooded
+
+
+def collect(
+    channel: socket.socket, out: int, results: int, *, nonce: str, limit_s: float, output_bytes: int
+) -> Outcome:
+    """Until the warden has said how the run ended. Its time counts from the moment at which it is contained.
+
+    Raises:
+        OSError: the run was not contained, the warden died, or it does not answer.
+    """
+    run = _Run(channel, out, results, limit_s=limit_s, output_bytes=output_bytes)
+    with selectors.DefaultSelector() as selector:
+        for source in (out, results, channel.fileno()):
+            selector.register(source, selectors.EVENT_READ)
+        while selector.get_map():
+            for key, _ in selector.select(run.left_s):
+                if run.read(key.fd):
+                    selector.unregister(key.fd)
+            run.look_at_clock()
+    return run.outcome(nonce)
+
+
+class _Run:
+    def __init__(self, channel: socket.socket, out: int, results: int, *, limit_s: float, output_bytes: int) -> None:
+        self._channel = channel
+        self._written = {out: bytearray(), results: bytearray()}
+        self._out, self._results = self._written.values()
+        self._limit_s = limit_s
+        self._output_bytes = output_bytes
+        self._verdict: Verdict | None = None
+        self._began = self._flooded = self._late = False
+        self._deadline = time.monotonic() + START_LIMIT_S
+
+    @property
+    def left_s(self) -> float:
+        """Until the clock has to be looked at."""
+        return max(0.0, self._deadline - time.monotonic())
+
+    def read(self, descriptor: int) -> bool:
+        """Whether nothing more comes from there."""
+        if descriptor not in self._written:
+            message = self._channel.recv(256)
+            if not message:
+                raise ConnectionError("the warden died")
+            self._verdict = Verdict(*json.loads(message))
+            return True
+        written, data = self._written[descriptor], os.read(descriptor, _CHUNK)
+        if len(written) <= self._output_bytes:
+            written += data
+        elif not self._flooded:
+            self._flooded = True
+            self._channel.send(STOP)
+        if not self._began and self._results.startswith(READY):
+            self._began, self._deadline = True, time.monotonic() + self._limit_s
+        return not data
+
+    def look_at_clock(self) -> None:
+        """Stop a run that has had its time. Raises TimeoutError where that has no effect, or it never begins."""
+        if time.monotonic() < self._deadline:
+            return
+        if self._late or not self._began:
+            raise TimeoutError("the warden does not answer")
+        self._late, self._deadline = True, time.monotonic() + _PATIENCE_S
+        self._channel.send(STOP)
+
+    def outcome(self, nonce: str) -> Outcome:
+        """Once the warden has said how the run ended."""
+        verdict = self._verdict
+        assert verdict is not None
+        if not self._began:
+            raise OSError(self._results.decode(errors="replace")[:300] or f"a run ended before it began ({verdict})")
+        if self._late and verdict.ending == "signal":
+            verdict = Verdict("time", verdict.status)
+        return Outcome(verdict, bytes(self._out), self._flooded, _steps(bytes(self._results[len(READY) :]), nonce))
+
+
+def _steps(reported: bytes, nonce: str) -> dict[int, Any]:
+    """What the run reported; lines that the program wrote there itself lack the nonce and are passed over."""
+    values = {}
+    for line in reported.splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+            found = json.loads(line)
+            if found["nonce"] == nonce:
+                values[int(found["step"])] = found["value"]
+    return values
