@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from penstock.shared.config.data import DataConfig
 from penstock.shared.data.rows import Rows
+from penstock.shared.data.user_code import import_named
 from penstock.shared.errors import DataError
-from penstock.shared.runtime.user_code import import_named
 
 __all__ = ["DataOrder", "Place", "apportion", "permutation"]
 

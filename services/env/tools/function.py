@@ -7,8 +7,8 @@ from typing import Any
 
 from penstock.services.env.tools.base import CallError
 from penstock.shared.config.tools import FunctionTool
+from penstock.shared.data.user_code import import_named
 from penstock.shared.errors import ToolError
-from penstock.shared.runtime.user_code import import_named
 
 __all__ = ["Function"]
 

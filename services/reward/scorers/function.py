@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.shared.config.scorers import FunctionScorer
+from penstock.shared.data.user_code import import_named
 from penstock.shared.errors import ScoringError
-from penstock.shared.runtime.user_code import import_named
 
 __all__ = ["Function"]
 

@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 from penstock.shared.config.redaction import RedactionConfig
 from penstock.shared.data.redaction import Redactor
+from penstock.shared.data.user_code import import_named
 from penstock.shared.errors import ConfigError, DataError
 from penstock.shared.protocol.interaction import Interaction, Redacted
-from penstock.shared.runtime.user_code import import_named
 
 __all__ = ["UNTRAINABLE", "RecordRedactor"]
 
