@@ -9,7 +9,7 @@ GSM8K ?= data/gsm8k
 CLIENTS ?= $(sort $(basename $(notdir $(wildcard tests/clients/requirements/*.txt))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format type imports check test e2e clients clients-venvs docs docs-serve reference compose-config compose-test up down \
+.PHONY: help setup lint format type imports check test test-long e2e clients clients-venvs docs docs-serve reference compose-config compose-test up down \
 	demo bench bench-bus bench-ledger bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-algorithms bench-ingest bench-online bench-length bench-rambling fresh package release clean
 
 help:  ## this list
@@ -43,10 +43,13 @@ imports: $(BIN)/pytest  ## the architecture, as import contracts
 	$(BIN)/lint-imports
 
 check: lint type imports  ## lint, types, architecture and the quick tests: what to run before each commit
-	$(BIN)/pytest -q -m "not slow and not e2e" tests/unit tests/property tests/golden tests/contract tests/repo
+	$(BIN)/pytest -q -m "not slow and not long and not e2e" tests/unit tests/property tests/golden tests/contract tests/repo
 
-test: $(BIN)/pytest  ## all tests
+test: $(BIN)/pytest  ## all tests but the long ones
 	$(BIN)/pytest
+
+test-long: $(BIN)/pytest  ## the long ones
+	$(BIN)/pytest -m long
 
 e2e: $(BIN)/pytest  ## only the tests that start the whole stack as processes
 	$(BIN)/pytest -m e2e

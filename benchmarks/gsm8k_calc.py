@@ -6,7 +6,8 @@ Each seed runs ``examples/gsm8k-calc.yaml`` through the services: supervised war
 same trainer then continues the supervised training from the checkpoint of version 0, once for each of ``--sft-rates``
 (times the rate of the warm start), for the wall time of the RL run; evaluation counts as time of the RL run, not of
 these arms. The score is greedy exact match on the expressions of the test file that the train file lacks.
-``--out STEM`` writes STEM.json and STEM.png.
+``--practice N`` shows the RL run N made-up expressions instead of those of the train file: a checker needs nobody to
+annotate what it judges. ``--out STEM`` writes STEM.json and STEM.png.
 """
 
 from __future__ import annotations
@@ -25,16 +26,18 @@ import yaml
 from calc.continued import continue_supervised
 from calc.curve import Curve, Seed, draw
 from calc.penstock_run import run_arm
+from calc.practice import write_practice
 from report import Report
 
 from penstock.shared.config.job import JobConfig
+from penstock.shared.data.calculator import find_annotations
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "gsm8k-calc.yaml"
 GOAL = 0.05
 
 
-def config_of(args: argparse.Namespace, seed: int) -> JobConfig:
-    """The example with the given files and seed."""
+def config_of(args: argparse.Namespace, seed: int, scratch: Path) -> JobConfig:
+    """The example with the given files and seed. What is made up to be practised is written to ``scratch``."""
     spec = yaml.safe_load(EXAMPLE.read_text())
     train, test = str(args.train.resolve()), str(args.test.resolve())
     spec["seed"] = seed
@@ -42,13 +45,22 @@ def config_of(args: argparse.Namespace, seed: int) -> JobConfig:
     spec["data"]["eval"] |= {"path": test, "exclude_path": train}
     for source in spec["warm_start"].get("data", []):
         source |= {"path": train}
+    if args.practice:
+        longest = spec["data"]["eval"]["max_chars"]
+        short, tested = (
+            {expression for expression, _ in find_annotations(file) if len(expression) <= longest}
+            for file in (args.train, args.test)
+        )
+        practice = scratch / "practice.jsonl"
+        write_practice(practice, sorted(short), frozenset(short | tested), count=args.practice, seed=seed)
+        spec["data"]["train"] = {"type": "file", "path": str(practice)}
     return JobConfig.parse(spec)
 
 
 def one_seed(args: argparse.Namespace, seed: int) -> Seed:
     """RL through the services, then every supervised arm from the same version 0."""
-    config = config_of(args, seed)
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
+        config = config_of(args, seed, Path(scratch))
         rl, checkpoint = run_arm(config, Path(scratch))
         _tell(seed, rl)
         arms = []
@@ -93,6 +105,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", type=Path, required=True, help="train.jsonl of GSM8K")
     parser.add_argument("--test", type=Path, required=True, help="test.jsonl of GSM8K")
+    parser.add_argument("--practice", type=int, default=0, help="made-up expressions to practise")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--sft-rates", type=float, nargs="+", default=[1.0, 0.1], help="times the warm start's rate")
     parser.add_argument("--parallel", type=int, default=1, help="seeds at once; they share the cores")

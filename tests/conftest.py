@@ -29,9 +29,15 @@ tests wait for processes of their own, few need a core all the time."""
 SLOW_UNTIL = 0.8
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """The whole suite is without its long tests, unless the command line says which tests it wants."""
+    if _whole_suite(config) and not config.option.markexpr and not config.option.keyword:
+        config.option.markexpr = "not long"
+
+
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """The whole suite is shared out; tests that somebody names run in this process, where `-s` and `--pdb` work."""
-    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+    if not _whole_suite(config):
         return 0
     return max(1, min(WORKERS, psutil.virtual_memory().available // WORKER_BYTES))
 
@@ -89,6 +95,10 @@ def ranks(nursery: Any) -> Iterator[Any]:
     pool = module_beside("rank_pool").RankPool(nursery)
     yield pool
     pool.close()
+
+
+def _whole_suite(config: pytest.Config) -> bool:
+    return config.args_source is pytest.Config.ArgsSource.TESTPATHS
 
 
 def module_beside(name: str) -> ModuleType:

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.shared.protocol.events import BatchTrained
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long]
 
 UPDATES = 5
 SIZES = {

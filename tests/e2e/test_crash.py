@@ -62,6 +62,7 @@ def test_every_process_is_killed(stack: Any) -> None:
     check_end(stack, job, end(stack, job), trainers=3)
 
 
+@pytest.mark.long
 def test_every_process_stalls(stack: Any) -> None:
     job = stack.submit("train.max_updates=100000", reward=PACED)
     for victim in VICTIMS:

@@ -14,7 +14,7 @@ from penstock.shared.protocol.events import BatchSealed
 from penstock.shared.protocol.parts import count_of, part_subject
 from penstock.shared.transport.bus import Bus, Message
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(240)]
 
 GROUP, TOKENS = 1024, 640
 SYMBOLS = "🐀🐁🐂🐃🐄🐅🐆🐇🐈🐉+="

@@ -73,6 +73,7 @@ def ranks_of(checkpoint: Checkpointed) -> str:
     return str(manifest["environment"]["ranks"])
 
 
+@pytest.mark.long
 def test_ranks_come_and_go(stack_without_trainer: Any) -> None:
     stack = stack_without_trainer
     seed = int(os.environ.get("PENSTOCK_TEST_SEED") or random.SystemRandom().randrange(1000))

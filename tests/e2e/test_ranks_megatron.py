@@ -19,7 +19,7 @@ from penstock.shared.protocol.events import BatchTrained, LineageForked
 from penstock.shared.protocol.messages import ReplayRow
 from penstock.shared.transport.bus import Bus
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(300)]
 
 TOTAL = 6
 

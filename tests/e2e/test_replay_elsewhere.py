@@ -16,7 +16,7 @@ from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.messages import ReplayRow
 from penstock.shared.transport.bus import Bus
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(180)]
 
 
 def test_other_instructions_give_near_weights(stack: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 from penstock.shared.config.base import load_yaml, with_overrides
 from penstock.shared.protocol.trajectory import Group
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(300)]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gsm8k-tool.yaml"
 TOTAL = 24

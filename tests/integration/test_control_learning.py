@@ -117,6 +117,7 @@ def success(pool: EnvPool, act: Act) -> float:
     return reached / (4 * NUM_ENVS)
 
 
+@pytest.mark.long
 def test_soft_actor_critic_learns(pool: EnvPool) -> None:
     optimizer = {"learning_rate": 3e-3, "max_grad_norm": 10.0}
     config = SoftActorCriticConfig.parse(
@@ -147,6 +148,7 @@ def test_soft_actor_critic_learns(pool: EnvPool) -> None:
     assert success(pool, greedy) >= 0.85
 
 
+@pytest.mark.long
 def test_gaussian_ppo_learns(pool: EnvPool) -> None:
     optimizer = {"learning_rate": 3e-3, "eps": 1e-5, "max_grad_norm": 0.5}
     config = GaussianPPOConfig.parse(

@@ -20,7 +20,7 @@ from penstock.shared.protocol.generation import GenRequest, Sampling
 EXPERTS = ["experts", "stages with experts", "experts dealt", "replayed"]
 FLOAT32 = ["tensor", "sequence", "biases", "critic", "context", "data", "stages", "critic in stages", *EXPERTS]
 BFLOAT16 = ["bfloat16", "bfloat16 in stages"]
-pytestmark = pytest.mark.timeout(300)  # the first test waits for the ranks
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]  # the first test waits for the ranks
 COPIES = ["initial bits", "loaded bits", "state bits"]
 
 

@@ -132,6 +132,7 @@ def differences(mine: Run, theirs: Run) -> dict[str, float]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_ranks_train_the_same_policy(ranks: Any, make_config: Config, batches: Batches) -> None:
     data = batches[:UPDATES]

@@ -257,6 +257,7 @@ def differences(mine: Run, theirs: Run) -> dict[str, float]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_ranks_train_the_same_adapters_and_experts(ranks: Any, job: Config, batches: Batches) -> None:
     data = {name: with_tables(batches) if name == "replayed" else batches for name in CASES}
@@ -277,6 +278,7 @@ def test_ranks_train_the_same_adapters_and_experts(ranks: Any, job: Config, batc
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_checkpoints_go_from_ranks_to_one_process_and_back(
     ranks: Any, job: Config, batches: Batches, on_disk: Path, tmp_path: Path

@@ -115,6 +115,7 @@ def refusal(world: World, config: JobConfig, groups: list[Group]) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_ranks_agree_on_every_algorithm(
     ranks: Any, configs: Callable[[str], dict[str, JobConfig]], batches: Batches

@@ -1,0 +1,69 @@
+"""Expressions to practise that nobody annotated: a checker can judge them all the same.
+
+Each is an expression of the train file with other digits, so that shapes and lengths are those of the file.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import operator
+import random
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from pathlib import Path
+
+__all__ = ["value_of", "write_practice"]
+
+_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+_NUMBER = re.compile(r"\d+")
+_MAX_DIGITS = 5
+"""With a point and the end of text an answer is within the seven tokens that may be sampled."""
+
+
+def write_practice(path: Path, patterns: Sequence[str], known: frozenset[str], *, count: int, seed: int) -> None:
+    """``count`` distinct rows ``{"prompt", "answer"}`` with the shapes of ``patterns``, none of them in ``known``."""
+    rng = random.Random(seed)
+    found: dict[str, str] = {}
+    while len(found) < count:
+        made = _NUMBER.sub(lambda match: _other_digits(match.group(), rng), rng.choice(patterns))
+        answer = None if made in known or made in found else value_of(made)
+        if answer is not None:
+            found[made] = answer
+    path.write_text("".join(json.dumps({"prompt": f"{e}=", "answer": a}) + "\n" for e, a in found.items()))
+
+
+def value_of(expression: str) -> str | None:
+    """Its value as GSM8K writes it; None where it is negative, no short decimal fraction, or not arithmetic."""
+    try:
+        value = _evaluate(ast.parse(expression, mode="eval").body)
+    except (SyntaxError, ValueError, KeyError, ZeroDivisionError):
+        return None
+    scaled = value * 10**_MAX_DIGITS
+    if value < 0 or scaled.denominator != 1:
+        return None
+    whole, fraction = divmod(int(scaled), 10**_MAX_DIGITS)
+    decimals = f"{fraction:0{_MAX_DIGITS}d}".rstrip("0")
+    if len(str(whole)) + len(decimals) > _MAX_DIGITS:
+        return None
+    return f"{whole}.{decimals}" if decimals else str(whole)
+
+
+def _evaluate(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.BinOp):
+        return _OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        return Fraction(str(node.value))
+    raise ValueError(f"{type(node).__name__} is no arithmetic")
+
+
+def _other_digits(number: str, rng: random.Random) -> str:
+    """As long, and without a zero in front."""
+    first = str(rng.randrange(1 if len(number) > 1 else 0, 10))
+    return first + "".join(str(rng.randrange(10)) for _ in number[1:])
