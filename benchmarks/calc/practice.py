@@ -1,6 +1,7 @@
 """Expressions to practise that nobody annotated: a checker can judge them all the same.
 
-Each is an expression of the train file with other digits, so that shapes and lengths are those of the file.
+Each is an expression of the train file whose numbers are replaced by other ones of the same length that occur there,
+frequent ones more often, so that shapes and numbers are those of the file.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import operator
 import random
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -22,7 +24,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
 }
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"\d*\.?\d+")
 _MAX_DIGITS = 5
 """With a point and the end of text an answer is within the seven tokens that may be sampled."""
 
@@ -30,9 +32,12 @@ _MAX_DIGITS = 5
 def write_practice(path: Path, patterns: Sequence[str], known: frozenset[str], *, count: int, seed: int) -> None:
     """``count`` distinct rows ``{"prompt", "answer"}`` with the shapes of ``patterns``, none of them in ``known``."""
     rng = random.Random(seed)
+    numbers: defaultdict[int, list[str]] = defaultdict(list)
+    for number in (number for pattern in patterns for number in _NUMBER.findall(pattern)):
+        numbers[len(number)].append(number)
     found: dict[str, str] = {}
     while len(found) < count:
-        made = _NUMBER.sub(lambda match: _other_digits(match.group(), rng), rng.choice(patterns))
+        made = _NUMBER.sub(lambda match: rng.choice(numbers[len(match.group())]), rng.choice(patterns))
         answer = None if made in known or made in found else value_of(made)
         if answer is not None:
             found[made] = answer
@@ -61,9 +66,3 @@ def _evaluate(node: ast.expr) -> Fraction:
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
         return Fraction(str(node.value))
     raise ValueError(f"{type(node).__name__} is no arithmetic")
-
-
-def _other_digits(number: str, rng: random.Random) -> str:
-    """As long, and without a zero in front."""
-    first = str(rng.randrange(1 if len(number) > 1 else 0, 10))
-    return first + "".join(str(rng.randrange(10)) for _ in number[1:])

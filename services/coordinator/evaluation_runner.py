@@ -16,6 +16,7 @@ from penstock.services.coordinator.carrier import Carrier
 from penstock.services.coordinator.evaluation import Scores, evaluation_tickets
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.outbox import Outbox
+from penstock.services.coordinator.pace import Pace
 from penstock.services.coordinator.store import JobStore
 from penstock.services.coordinator.why import wait_row, worker_waits
 from penstock.shared.config.evaluation_job import EvaluationJob
@@ -47,6 +48,7 @@ class EvaluationRunner:
         self.outbox = Outbox(bus, store, self.job)
         self.carrier = Carrier(bus, self.job, epoch)
         self.scores = Scores()
+        self._pace = Pace()
         self.expected: set[int] = set()
         self.ready = False
         self._num_prompts = 0
@@ -185,13 +187,14 @@ class EvaluationRunner:
     # -- what people see ---------------------------------------------------------------------------------------------
 
     def _report(self, phase: str, message: str) -> None:
-        over = phase != "running"
+        over, done = phase != "running", self._num_prompts - len(self.expected)
         rewards = [*self.scores.greedy.values(), *(r for found in self.scores.sampled.values() for r in found)]
         fields = {
             "phase": phase,
             "message": message,
-            "step": self._num_prompts - len(self.expected),
+            "step": done,
             "total_steps": self._num_prompts,
+            "expected_end": self._pace.end(done, self._num_prompts, time.time()),
             "reward": sum(rewards) / len(rewards) if rewards else None,
             "started_at": self.record.status.started_at or datetime.now(UTC),
             "finished_at": datetime.now(UTC) if over else None,

@@ -10,6 +10,7 @@ from penstock.services.coordinator.evaluation import EvaluationPlan
 from penstock.services.coordinator.goals import Goals
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.outbox import Outbox
+from penstock.services.coordinator.pace import Pace
 from penstock.services.coordinator.promotion import Evaluated, gate_of
 from penstock.services.coordinator.tally import Tally
 from penstock.shared.config.amendable import TEMPERATURE
@@ -31,6 +32,7 @@ class Measures:
         self.plan = EvaluationPlan(config.evaluation, 0)
         self.goals = Goals(config.early_stop, config.checkpoint.keep_best)
         self.tally = Tally(config.groups_per_batch)
+        self.pace = Pace()
         self.reward: float | None = None
         self.evaluated: Evaluated | None = None
         """The newest evaluation that misses no prompt."""

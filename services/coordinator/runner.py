@@ -363,6 +363,7 @@ class JobRunner:
             "observed_generation": self.wishes.followed,
             "applies_at_step": self.wishes.applies_at_step(state),
             "step": state.updates,
+            "expected_end": self.measures.pace.end(state.updates, self.record.status.total_steps, time.time()),
             "policy_version": state.version,
             "served_version": None if state.promoted is None else state.promoted.version,
             "promoted_at": None if state.promoted is None else datetime.fromtimestamp(state.promoted.time, UTC),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from penstock.services.coordinator.api.fine_tuning_models import Checkpoint, Event, FineTuningJob, JobError
-from penstock.shared.protocol.jobs import JobRecord, Phase
+from penstock.shared.protocol.jobs import JobRecord, JobStatus, Phase
 
 __all__ = ["shown_checkpoint", "shown_event", "shown_job"]
 
@@ -36,7 +35,7 @@ def shown_job(record: JobRecord) -> FineTuningJob:
         created_at=int(record.created_at.timestamp()),
         finished_at=int(status.finished_at.timestamp()) if status.finished_at is not None else None,
         model=origin["model"],
-        estimated_finish=_estimate(record, time.time()),
+        estimated_finish=_estimate(status),
         fine_tuned_model=f"job:{record.id}@final" if status.phase == "succeeded" else None,
         status=_STATUS[status.phase],
         error=JobError(code="job_failed", message=status.message or "failed") if failed else None,
@@ -50,13 +49,9 @@ def shown_job(record: JobRecord) -> FineTuningJob:
     )
 
 
-def _estimate(record: JobRecord, now: float) -> int | None:
-    """When the job ends if it goes on as fast as until now."""
-    status = record.status
-    if status.phase != "running" or not status.step or status.total_steps is None or status.started_at is None:
-        return None
-    elapsed_s = now - status.started_at.timestamp()
-    return int(now + elapsed_s * max(0, status.total_steps - status.step) / status.step)
+def _estimate(status: JobStatus) -> int | None:
+    end = status.expected_end
+    return int(end.timestamp()) if end is not None and status.phase == "running" else None
 
 
 def shown_event(seq: int, row: Row) -> Event:

@@ -23,6 +23,7 @@ __all__ = [
     "Json",
     "ago",
     "console",
+    "duration",
     "event_line",
     "note",
     "number",
@@ -102,9 +103,11 @@ def number(value: Any) -> str:
 
 def ago(moment: datetime | None) -> str:
     """``3m``: how long ago."""
-    if moment is None:
-        return ""
-    seconds = max(0.0, time.time() - moment.timestamp())
+    return duration(max(0.0, time.time() - moment.timestamp())) if moment is not None else ""
+
+
+def duration(seconds: float) -> str:
+    """``3m``: in the largest unit that fits."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
         if seconds >= size:
             return f"{seconds / size:.0f}{unit}"

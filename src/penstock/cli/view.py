@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.printing import number, sparkline, table
+from penstock.cli.printing import duration, number, sparkline, table
 from penstock.client import AsyncClient
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
 
@@ -45,6 +45,14 @@ class View:
     def running(self) -> int:
         """Sequences that are decoded at the moment."""
         return sum(int(row.get("running") or 0) for row in self.workers if row.get("service") == "rollout")
+
+    @property
+    def left_s(self) -> float | None:
+        """Until it is over, should it go on as fast as lately."""
+        status = self.record.status
+        if status.phase != "running" or status.expected_end is None:
+            return None
+        return max(0.0, status.expected_end.timestamp() - time.time())
 
     def stages(self) -> dict[str, float]:
         """Share of the trainer's time by stage."""
@@ -100,6 +108,8 @@ def progress_line(view: View) -> str:
     if view.tokens_per_s is not None:
         parts.append(f"{view.tokens_per_s:,.0f} tokens/s")
     parts.append(f"in flight {status.draws.get('in_flight', 0)}")
+    if view.left_s is not None:
+        parts.append(f"{duration(view.left_s)} left")
     if not status.step and view.waits:
         parts.append(f"waits for {view.waits[0]['waiting_for']}")
     return "  ".join(parts)
@@ -147,7 +157,8 @@ def _steps(view: View) -> RenderableType:
     if not status.total_steps:
         return str(status.step)
     row = Table.grid(padding=(0, 1))
-    row.add_row(f"{status.step}/{status.total_steps}", ProgressBar(status.total_steps, status.step, width=40))
+    left = f"{duration(view.left_s)} left" if view.left_s is not None else ""
+    row.add_row(f"{status.step}/{status.total_steps}", ProgressBar(status.total_steps, status.step, width=40), left)
     return row
 
 

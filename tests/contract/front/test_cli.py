@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -284,7 +285,8 @@ def test_a_terminal_gets_a_panel(served: Any, books: Any, job: Any) -> None:
 
     with Client(served.url) as client:
         id = client.submit(job).id
-    books.advance(id, "running", step=1, reward=0.5)
+    hours = datetime.now(UTC) + timedelta(hours=3)
+    books.advance(id, "running", step=1, reward=0.5, expected_end=hours)
     ours, theirs = pty.openpty()
     env = {**os.environ, "PENSTOCK_URL": served.url, "TERM": "xterm", "COLUMNS": "100"}
     process = subprocess.Popen(
@@ -303,5 +305,5 @@ def test_a_terminal_gets_a_panel(served: Any, books: Any, job: Any) -> None:
     os.close(ours)
     assert process.wait(20) == 0
     shown = text.decode()
-    for part in ("╭", "addition", "succeeded", "version 0", "rollout-0", "2 groups of 2 per batch"):
+    for part in ("╭", "addition", "succeeded", "version 0", "3h left", "rollout-0", "2 groups of 2 per batch"):
         assert part in shown, part

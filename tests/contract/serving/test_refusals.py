@@ -91,6 +91,9 @@ async def test_a_model_is_promoted_and_rolled_back_by_its_name(agent: Any) -> No
         writer_epoch=1, time=0.0, number=0, version=0, digest="w", path="/gone", trainer_epoch=1, low_seq=0
     )
     await journal.append([kept])
+    rows = (await agent.client.get("/v1/models/agent/versions")).json()["data"]
+    assert [(row["version"], row["served"], row["newest"]) for row in rows] == [(0, True, True)]
+    assert (await agent.client.get("/v1/models/other/versions")).status_code == 404
 
     async def ask(verb: str, version: int, model: str = "agent") -> Any:
         return await agent.client.post(f"/v1/models/{model}/{verb}", json={"version": version})
