@@ -5,7 +5,7 @@
 Each run is `penstock demo online`: a scripted agent asks a small policy over HTTP and posts what it thinks of the
 answers, some late, some twice, some corrected out of order. The hostile runs have a second key beside it that sends
 nine tenths of the traffic and says the opposite of the truth about its own answers; the agent's customers have a key
-each, and no key may have more than a fifth of a batch. A run ends once 0.8 of the agent's newest 200 answers are
+each, and no key may have more than 15 % of a batch. A run ends once 0.8 of the agent's newest 200 answers are
 accepted, or at its limit.
 
 The targets, for every seed: accepted at most 0.35 of the first 200 answers and at least 0.8 of the last 200, no request

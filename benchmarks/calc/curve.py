@@ -26,10 +26,10 @@ class Curve:
 
 @dataclass
 class Seed:
-    """Both sides of one seed; every curve starts at the same version 0."""
+    """All arms of one seed; every curve starts at the same version 0."""
 
     seed: int
-    rl: Curve
+    rl: list[Curve]
     supervised: list[Curve]
 
 
@@ -42,8 +42,8 @@ def draw(seeds: list[Seed], path: Path) -> None:
 
     figure, axes = pyplot.subplots(1, len(seeds), figsize=(4.2 * len(seeds), 3.4), sharey=True, squeeze=False)
     for axis, seed in zip(axes[0], seeds, strict=True):
-        for number, curve in enumerate([seed.rl, *seed.supervised]):
-            style = "-" if number == 0 else "--"
+        for curve in (*seed.rl, *seed.supervised):
+            style = "--" if curve in seed.supervised else "-"
             axis.plot(curve.seconds, [100 * value for value in curve.values], style, marker=".", label=curve.name)
         axis.set_title(f"seed {seed.seed}")
         axis.set_xlabel("wall seconds since the plateau")

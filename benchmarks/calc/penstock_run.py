@@ -12,7 +12,7 @@ from penstock.shared.config.job import JobConfig
 __all__ = ["run_arm"]
 
 
-def run_arm(config: JobConfig, data_dir: Path) -> tuple[Curve, Path]:
+def run_arm(name: str, config: JobConfig, data_dir: Path) -> tuple[Curve, Path]:
     """Run to the end; returns the held-out curve since version 0 and the checkpoint of version 0.
 
     Raises:
@@ -20,7 +20,7 @@ def run_arm(config: JobConfig, data_dir: Path) -> tuple[Curve, Path]:
     """
     finished = run_job(config, data_dir)
     began = next(event["time"] for event in finished.events if event["type"] == "checkpoint")
-    curve = Curve("RL (GRPO)")
+    curve = Curve(name)
     for step, wall, value in finished.series("eval/greedy"):
         curve.add(max(0.0, wall - began) if step else 0.0, step, value)
     first = next((data_dir / "checkpoints" / finished.job).glob("00000000-*"))

@@ -1,9 +1,10 @@
-"""A job whose policy calls a calculator: through all services it learns to, and its books hold."""
+"""Jobs whose policy calls tools, through all services: it learns to, an object keeps state, and the books hold."""
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,15 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long, pytest.mark.t
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gsm8k-tool.yaml"
 TOTAL = 24
+SMALL = (
+    "model.config.num_layers=2", "model.config.intermediate_size=128", "warm_start.steps=45",
+    "warm_start.learning_rate=0.004", "optimizer.learning_rate=0.0005", "optimizer.schedule=constant",
+    "train.minibatches=1", "evaluation.every=0", "limits.byte_budget=33554432", "environment.tool_timeout_s=2",
+)  # fmt: skip
+DESK = {
+    "type": "method", "name": "compute", "path": "e2e_environments:Desk", "description": "Computes.",
+    "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -33,17 +43,22 @@ def annotations(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_policy_learns_to_call_its_tool(stack: Any, annotations: Path) -> None:
-    changes = [
-        "model.config.num_layers=2", "model.config.intermediate_size=128",
-        "warm_start.steps=45", "warm_start.learning_rate=0.004", "optimizer.learning_rate=0.0005",
-        "optimizer.schedule=constant", "train.minibatches=1", f"train.max_updates={TOTAL}", "evaluation.every=0",
-        f"checkpoint.every={TOTAL // 2}", "limits.byte_budget=33554432", "environment.tool_timeout_s=2",
-    ]  # fmt: skip
-    spec = with_overrides(load_yaml(EXAMPLE), changes)
-    for source in (spec["data"]["train"], spec["data"]["eval"]):
-        source.pop("exclude_path", None)
-        source["path"] = str(annotations)
+@pytest.fixture
+def make_spec(annotations: Path) -> Callable[..., dict[str, Any]]:
+    """The example on a smaller model and another file, with changes."""
+
+    def make(*changes: str) -> dict[str, Any]:
+        spec = with_overrides(load_yaml(EXAMPLE), [*SMALL, *changes])
+        for source in (spec["data"]["train"], spec["data"]["eval"]):
+            source.pop("exclude_path", None)
+            source["path"] = str(annotations)
+        return spec
+
+    return make
+
+
+def test_a_policy_learns_to_call_its_tool(stack: Any, make_spec: Callable[..., dict[str, Any]]) -> None:
+    spec = make_spec(f"train.max_updates={TOTAL}", f"checkpoint.every={TOTAL // 2}")
     job = stack.client.submit(spec).id
     stack.reach(job, 8, seconds=200)
     stack.kill("env-0")  # with calls in hand: they are asked for again, and nothing fails
@@ -60,6 +75,22 @@ def test_a_policy_learns_to_call_its_tool(stack: Any, annotations: Path) -> None
         check_turns(group)
     stack.check_books(job)
     stack.check_replay(job, at_least=TOTAL // 2)
+
+
+def test_an_object_of_the_user_lives_as_an_episode_does(stack: Any, make_spec: Callable[..., dict[str, Any]]) -> None:
+    spec = make_spec("train.max_updates=6", "checkpoint.every=3", "environment.restarts=3")
+    spec["environment"]["tools"], spec["reward"]["scorers"] = [DESK], [{"type": "environment"}]
+    job = stack.client.submit(spec).id
+    stack.reach(job, 2, seconds=100)
+    stack.kill("env-0")  # with objects in hand: their episodes are begun again
+    record = stack.finish(job, seconds=100)
+    assert (record.status.phase, record.status.step) == ("succeeded", 6)
+    groups = stack.groups(job).values()
+    for group in groups:
+        check_turns(group)
+    assert {0.5, 1.0} <= {float(reward) for group in groups for reward in group.rewards} <= {0.0, 0.5, 1.0}
+    stack.check_books(job)
+    stack.check_replay(job, at_least=3)
 
 
 def check_turns(group: Group) -> None:

@@ -37,7 +37,7 @@ TALKERS = 48
 """Requests of the agent at once, where it is alone."""
 CUSTOMERS, HOSTILE_TALKERS = 8, 88
 """Beside a hostile key: customers of the agent, each with a key and one request at once, and requests of that key."""
-SHARE = 0.2
+SHARE = 0.15
 """What one key may have of a batch then."""
 SCOPES = ("inference:write", "feedback:write")
 ROW_S = 5.0
