@@ -25,22 +25,32 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
     ast.Div: operator.truediv,
 }
 _NUMBER = re.compile(r"\d*\.?\d+")
+_TRIES = 100
+"""For each expression."""
 _MAX_DIGITS = 5
 """With a point and the end of text an answer is within the seven tokens that may be sampled."""
 
 
 def write_practice(path: Path, patterns: Sequence[str], known: frozenset[str], *, count: int, seed: int) -> None:
-    """``count`` distinct rows ``{"prompt", "answer"}`` with the shapes of ``patterns``, none of them in ``known``."""
+    """``count`` distinct rows ``{"prompt", "answer"}`` with the shapes of ``patterns``, none of them in ``known``.
+
+    Raises:
+        ValueError: there are not so many.
+    """
     rng = random.Random(seed)
     numbers: defaultdict[int, list[str]] = defaultdict(list)
     for number in (number for pattern in patterns for number in _NUMBER.findall(pattern)):
         numbers[len(number)].append(number)
     found: dict[str, str] = {}
-    while len(found) < count:
+    for _ in range(_TRIES * count):
+        if len(found) == count:
+            break
         made = _NUMBER.sub(lambda match: rng.choice(numbers[len(match.group())]), rng.choice(patterns))
         answer = None if made in known or made in found else value_of(made)
         if answer is not None:
             found[made] = answer
+    if len(found) < count:
+        raise ValueError(f"only {len(found)} expressions were found")
     path.write_text("".join(json.dumps({"prompt": f"{e}=", "answer": a}) + "\n" for e, a in found.items()))
 
 

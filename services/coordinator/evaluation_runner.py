@@ -194,7 +194,7 @@ class EvaluationRunner:
             "message": message,
             "step": done,
             "total_steps": self._num_prompts,
-            "expected_end": self._pace.end(done, self._num_prompts, time.time()),
+            "expected_end": self._pace.end(done, self._num_prompts, time.time(), running=not over),
             "reward": sum(rewards) / len(rewards) if rewards else None,
             "started_at": self.record.status.started_at or datetime.now(UTC),
             "finished_at": datetime.now(UTC) if over else None,

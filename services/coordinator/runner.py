@@ -355,15 +355,17 @@ class JobRunner:
     # -- what people see ---------------------------------------------------------------------------------------------
 
     def _report_status(self, *, force: bool = False) -> None:
-        state = self.run.state
+        state, phase = self.run.state, summary.phase_of(self.run, self.wishes.desired)
         checkpoint = state.checkpoint
         fields = {
-            "phase": summary.phase_of(self.run, self.wishes.desired),
+            "phase": phase,
             "message": self.run.failure or self.run.halted or self.run.stop_early,
             "observed_generation": self.wishes.followed,
             "applies_at_step": self.wishes.applies_at_step(state),
             "step": state.updates,
-            "expected_end": self.measures.pace.end(state.updates, self.record.status.total_steps, time.time()),
+            "expected_end": self.measures.pace.end(
+                state.updates, self.run.max_batches, time.time(), running=phase == "running"
+            ),
             "policy_version": state.version,
             "served_version": None if state.promoted is None else state.promoted.version,
             "promoted_at": None if state.promoted is None else datetime.fromtimestamp(state.promoted.time, UTC),

@@ -17,9 +17,12 @@ def import_named(path: str, *, what: str, beside: str, error: type[PenstockError
     Args:
         what: what it is for, in messages.
         beside: the service that imports it.
-        error: what is raised where the path cannot be imported, whatever the import raised, or is not callable.
+        error: what is raised where there is nothing of that name to be imported, or it is not callable. Whatever else
+            the user's module raises is left as it is.
     """
     module, _, name = path.rpartition(":" if ":" in path else ".")
+    if not module:
+        raise error(f"{what} '{path}' names no module: write it like package.module:{name}")
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as reason:
@@ -28,8 +31,6 @@ def import_named(path: str, *, what: str, beside: str, error: type[PenstockError
             f"{what} '{path}' cannot be imported: {reason}; it must be installed beside the {beside} service or lie on "
             f"its PYTHONPATH (searched: {searched}, ...)"
         ) from None
-    except Exception as reason:
-        raise error(f"{what} '{path}' cannot be imported: it raised {type(reason).__name__}: {reason}") from reason
     if not callable(found):
         raise error(f"{what} '{path}' is a {type(found).__name__}, not a function or class")
     return found

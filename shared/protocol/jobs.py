@@ -77,7 +77,7 @@ class JobStatus(BaseModel):
     """The version on trial, the share of the conversations that it answers, and what was said of both arms so far."""
     total_steps: int | None = None
     expected_end: datetime | None = None
-    """Of a run with ``total_steps`` that is not over or paused: when it is, should it go on as fast as lately."""
+    """While it runs, of a run with ``total_steps``: when it is over, should it go on as fast as lately."""
     reward: float | None = None
     """Mean sampled reward of the newest batch."""
     draws: dict[str, Any] = Field(default_factory=dict)

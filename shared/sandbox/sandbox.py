@@ -151,6 +151,9 @@ class Sandbox:
         except OSError as error:
             self.close()
             raise SandboxError(f"the sandbox failed: {error}") from None
+        except BaseException:
+            self.close()  # the run may be going on
+            raise
         finally:
             os.close(out)
             os.close(results)
@@ -173,10 +176,11 @@ class Sandbox:
         self._channel.settimeout(START_LIMIT_S)
         try:
             answer = self._channel.recv(4096)
+            problem = json.loads(answer) if answer else "the warden died at its start; its log says why"
         except OSError as error:
-            raise SandboxError(f"the warden does not start: {error}") from None
-        problem = json.loads(answer) if answer else "the warden died at its start; its log says why"
+            problem = f"the warden does not start: {error}"
         if problem:
+            self.close()  # what it says later would be taken for the end of a run
             raise SandboxError(problem)
 
     def _plan(self) -> Plan:

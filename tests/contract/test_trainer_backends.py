@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributions import Categorical
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from penstock.services.rollout.engines import EmbeddedEngine
 from penstock.services.trainer.backends.base import Backend, Role, Scores
 from penstock.services.trainer.backends.local import LocalBackend
 from penstock.services.trainer.packing import Microbatch, columns_of_rows, microbatches
@@ -23,6 +30,7 @@ from penstock.shared.errors import CheckpointError
 from penstock.shared.models.critic import critic_of
 from penstock.shared.models.loading import build_model, build_tokenizer
 from penstock.shared.models.lora import add_adapter
+from penstock.shared.protocol.generation import GenRequest, Sample, Sampling
 
 ROWS = [([5, 6, 7], [8, 9, 2]), ([10], [11, 2]), ([12, 13, 14, 15], [16])]
 MODEL = ModelConfig(
@@ -209,6 +217,39 @@ def test_weights_have_a_fixed_order_and_no_duplicates(open_backend: Open) -> Non
     assert names == [name for name, _ in open_backend().weights()]
     assert len(names) == len(set(names))
     assert "lm_head.weight" not in names, "tied to the embedding"
+
+
+def test_what_is_exported_loads_anywhere_and_engines_serve_it(open_backend: Open) -> None:
+    backend = open_backend()
+    backend.accumulate(packed(ROWS), nll, entropy=False)
+    backend.step(1e-2)
+    exported, files = weights(backend), backend.state().files
+    if "adapter_config.json" in files:  # served over its model: see tests/contract/engines/test_engine_adapters.py
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        save_file(exported, Path(directory) / "model.safetensors", metadata={"format": "pt"})
+        for name, data in files.items():
+            (Path(directory) / name).write_bytes(data)
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    assert tokenizer.chat_template
+    assert tokenizer.decode(tokenizer("1+2").input_ids) == "1+2"
+    torch.testing.assert_close(model.get_input_embeddings().weight.detach(), exported["model.embed_tokens.weight"])
+    sample = asyncio.run(served(model, tokenizer, [5, 6, 7]))
+    row = [5, 6, 7], list(sample.token_ids)
+    assert len(row[1]) == 20
+    torch.testing.assert_close(backend.score(packed([row])).cpu(), torch.tensor(sample.logprobs), atol=1e-4, rtol=0)
+
+
+async def served(model: Any, tokenizer: Any, prompt: list[int]) -> Sample:
+    engine = EmbeddedEngine(model, max_running=1, stop_ids=[2], detokenize=tokenizer.decode)
+    await engine.start()
+    try:
+        sampling = Sampling(max_new_tokens=20, ignore_eos=True, seed=1)
+        found = await engine.generate(GenRequest(request_id="a", prompt_ids=prompt, n=1, sampling=sampling))
+    finally:
+        await engine.close()
+    return found.samples[0]
 
 
 def test_state_is_a_copy_that_restores_everything(open_backend: Open) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,9 +27,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(120)]
 def test_pause_resume_cancel(stack: Any) -> None:
     job = stack.submit("train.max_updates=1000", "checkpoint.every=1000")
     stack.reach(job, 5)
+    running = stack.status(job)
+    assert running.expected_end > datetime.now(UTC), "of a thousand updates"
     stack.client.pause(job)
     assert stack.client.wait(job, goal="paused", timeout_s=20).status.phase == "paused"
     paused = stack.status(job)
+    assert paused.expected_end is None
     events = stack.ledger(job)
     last = [newest(events, kind).number for kind in (BatchSealed, BatchTrained, Checkpointed)]
     assert last == [paused.step] * 3, "a step boundary, and durable"

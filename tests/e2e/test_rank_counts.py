@@ -24,7 +24,7 @@ from penstock.shared.protocol.events import BatchSealed, BatchTrained, Checkpoin
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
-TOTAL, EVERY = 16, 3
+TOTAL, EVERY = 20, 3
 """Updates of the job; updates between checkpoints."""
 GROUPS = 4
 """Of a batch."""
@@ -67,6 +67,11 @@ def lineage(events: list[Event]) -> tuple[dict[int, BatchSealed], list[BatchTrai
     return sealed, trained, checkpoints
 
 
+def has_checkpoint_of(stack: Any, job: str, size: int) -> bool:
+    """Whether one counts that so many ranks wrote: it is written while updates go on."""
+    return any(ranks_of(checkpoint) == str(size) for checkpoint in lineage(stack.ledger(job))[2])
+
+
 def ranks_of(checkpoint: Checkpointed) -> str:
     """How many ranks wrote it."""
     manifest = msgspec.json.decode((Path(checkpoint.path) / "manifest.json").read_bytes())
@@ -87,7 +92,9 @@ def test_ranks_come_and_go(stack_without_trainer: Any) -> None:
     )  # fmt: skip
     for size, step in zip((2, 1), kills, strict=True):
         with trainer(stack, size):
-            assert stack.reach(job, step, 120) < TOTAL, "the job was over before the trainer was killed"
+            stack.reach(job, step, 120)
+            stack.until(lambda size=size: has_checkpoint_of(stack, job, size), f"a checkpoint of {size} ranks", 60)
+            assert stack.status(job).step < TOTAL, "the job was over before the trainer was killed"
     with trainer(stack, 3):
         record = stack.finish(job, 120)
         rows = list(stack.client.replay(job))

@@ -230,7 +230,7 @@ async def test_function_sees_row_and_arguments(user_module: Path) -> None:
         ("no_such_module:score", "scorer function 'no_such_module:score' cannot be imported: No module named"),
         ("user_scorers:nothing", "has no attribute 'nothing'"),
         ("user_scorers:not_callable", "is a int, not a function"),
-        ("broken_scorers:score", "cannot be imported: it raised ValueError: broken at import"),
+        ("broken_scorers:score", "opening scorer 'function' raised ValueError: broken at import"),
     ],
 )
 async def test_scorer_that_cannot_be_opened_fails_every_request_and_says_why(

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Path, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from penstock.services.coordinator.api.access import BackendDep
+from penstock.services.coordinator.api.access import Backend, BackendDep
 from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.bodies import body_schema, read_model
 from penstock.services.coordinator.api.inference import served_of
@@ -34,16 +34,23 @@ class RollbackToVersion(BaseModel):
     version: int = Field(ge=0, lt=1 << 53, description="One that a checkpoint has")
 
 
+class Kept(BaseModel):
+    """The newest checkpoint of a version."""
+
+    number: int
+    time: float
+    """When it was taken, in Unix seconds."""
+    available: bool
+    """Whether its files are on the coordinator's host."""
+
+
 class ModelVersion(BaseModel):
-    """A version that is served, or that a checkpoint has, so that the model can go back to it."""
+    """The newest version, the one that is served, or one that a checkpoint has, so that the model can go back to it."""
 
     version: int
     served: bool
     newest: bool
-    checkpoint: int | None
-    """Number of its newest checkpoint."""
-    created: int | None
-    """When that was taken, in Unix seconds."""
+    checkpoint: Kept | None
 
 
 class ModelVersions(BaseModel):
@@ -60,15 +67,16 @@ async def list_versions(
     """List the versions of a model: the newest, the one that is served, and those of its checkpoints."""
     served = served_of(backend, model)
     check_model(caller, served.name, served.job)
-    newest = (await backend.control.get(served.job)).status.policy_version
-    kept = {row["version"]: row for row in await backend.control.checkpoints(served.job) if row["available"]}
+    trained = (await backend.control.get(served.job)).status.policy_version
+    kept = await _checkpoints_of(backend, served.job)
+    newest = max(trained, served.version, *kept)
+    versions = sorted({newest, served.version, *kept}, reverse=True)
     return Json(ModelVersions(data=[
         ModelVersion(
             version=version, served=version == served.version, newest=version == newest,
-            checkpoint=kept[version]["number"] if version in kept else None,
-            created=int(kept[version]["time"]) if version in kept else None,
+            checkpoint=kept.get(version),
         )
-        for version in sorted({newest, served.version, *kept}, reverse=True)
+        for version in versions
     ]))  # fmt: skip
 
 
@@ -89,9 +97,13 @@ async def promote_model(request: Request, model: ModelName, backend: BackendDep)
 async def roll_back_model(request: Request, model: ModelName, backend: BackendDep) -> Response:
     """Give up the updates after a version that a checkpoint has, and train on from it."""
     version, job = (await read_model(request, RollbackToVersion)).version, served_of(backend, model).job
-    rows = await backend.control.checkpoints(job)
-    numbers = [row["number"] for row in rows if row["version"] == version]
-    if not numbers:
-        known = ", ".join(str(row["version"]) for row in rows) or "none"
+    kept = await _checkpoints_of(backend, job)
+    if version not in kept:
+        known = ", ".join(map(str, kept)) or "none"
         raise NotFound(f"no checkpoint has version {version} of '{model}'; there are: {known}")
-    return await begin(backend, job, "rollback", {"checkpoint": numbers[-1]})
+    return await begin(backend, job, "rollback", {"checkpoint": kept[version].number})
+
+
+async def _checkpoints_of(backend: Backend, job: str) -> dict[int, Kept]:
+    """The newest checkpoint of each version."""
+    return {row["version"]: Kept.model_validate(row) for row in await backend.control.checkpoints(job)}

@@ -213,6 +213,7 @@ async def test_a_key_for_other_models_knows_nothing_of_this_one(agent: Any, fron
     for reply in (
         await agent.chat("hi", client=front.client, headers=other),
         await front.client.get("/v1/models/agent", headers=other),
+        await front.client.get("/v1/models/agent/versions", headers=other),
         await judge(front, other, inference_id=answer),
         await front.client.get(f"/v1/feedback/{item}", headers=other),
         await front.client.post("/v1/episodes", json={"model": "agent"}, headers=other),

@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
+import pytest
+
 from penstock.services.coordinator.pace import Pace
+
+
+def seconds(pace: Pace, step: int, total: int | None, now: float, *, running: bool = True) -> float | None:
+    end = pace.end(step, total, now, running=running)
+    return None if end is None else end.timestamp()
 
 
 def test_the_newest_steps_say_how_long_the_others_take() -> None:
     pace = Pace()
-    assert pace.end(0, 100, 1000.0) is None
-    ends = [pace.end(step, 100, 1000.0 + 2 * step) for step in range(1, 60)]
-    assert {end.timestamp() for end in ends if end is not None} == {1200.0}
-    faster = [pace.end(59 + step, 1000, 1118.0 + 0.5 * step) for step in range(1, 61)][-1]
-    assert faster is not None
-    assert faster.timestamp() == 1148.0 + (1000 - 119) * 0.5, "steps long ago do not count"
+    assert [seconds(pace, 0, 100, 0.0), seconds(pace, 1, 100, 1802.0)] == [None, None], "a warm start is no step"
+    assert {seconds(pace, step, 100, 1800.0 + 2 * step) for step in range(2, 60)} == {2000.0}
+    faster = [seconds(pace, 59 + step, 1000, 1918.0 + 0.5 * step) for step in range(1, 61)][-1]
+    assert faster == 1948.0 + (1000 - 119) * 0.5, "steps long ago do not count"
 
 
-def test_it_stays_while_no_step_is_done_and_begins_anew_after_a_rollback() -> None:
+def test_it_stays_while_no_step_is_done_and_follows_an_amended_total() -> None:
     pace = Pace()
-    pace.end(10, 20, 0.0)
-    end = pace.end(12, 20, 4.0)
-    assert end is not None
-    assert end.timestamp() == 20.0
-    assert pace.end(12, 20, 500.0) == end
-    assert pace.end(5, 20, 600.0) is None
-    again = pace.end(6, 20, 601.0)
-    assert again is not None
-    assert again.timestamp() == 615.0
+    for step in (10, 11, 12):
+        seconds(pace, step, 20, 2.0 * step)
+    assert seconds(pace, 12, 20, 25.0) == seconds(pace, 12, 20, 500.0) == 40.0
+    assert seconds(pace, 12, 120, 501.0) == 240.0
+    assert seconds(pace, 12, 12, 501.0) == 24.0
 
 
-def test_a_run_without_an_end_has_none() -> None:
+@pytest.mark.parametrize("break_", [(13, False), (5, True)], ids=["a pause", "a rollback"])
+def test_it_begins_anew_after(break_: tuple[int, bool]) -> None:
     pace = Pace()
-    pace.end(1, None, 0.0)
-    assert pace.end(2, None, 1.0) is None
+    for step in (10, 11, 12, 13):
+        seconds(pace, step, 20, 2.0 * step)
+    step, running = break_
+    assert seconds(pace, step, 20, 100.0, running=running) is None
+    found = [seconds(pace, step + more, 20, 50_000.0 + more) for more in range(4)]
+    assert found == [None, None, 50_000.0 + 20 - step, 50_000.0 + 20 - step]
+
+
+def test_what_has_no_end_has_none() -> None:
+    pace = Pace()
+    for step in range(4):
+        assert seconds(pace, step, None, float(step)) is None
+    assert seconds(pace, 4, 10**15, 4.0) is None, "no calendar goes so far"
