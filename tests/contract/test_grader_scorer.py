@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -75,12 +76,13 @@ def test_python_runs_in_the_sandbox() -> None:
     assert (found[0], found[-1]) == (0.5, 1.0)
     kinds = [str(text).partition(":")[0] for text in found[1:-1]]
     assert kinds == ["python_grader_runtime_error"] * 3 + ["unresponsive_reward_error"]
+    gc.collect()  # what other tests left open is not closed in between
     descriptors = len([*Path("/proc/self/fd").iterdir()])
     nested = "[" * 1000 + "]" * 1000
     *failed, good = graded(PYTHON, ["huge", nested, "abc"], {"most": 6})
     kinds = [str(text).partition(":")[0] for text in failed]
     assert (kinds, good) == (["python_grader_runtime_error", "python_grader_server_error"], 0.5)
-    assert len([*Path("/proc/self/fd").iterdir()]) == descriptors
+    assert len([*Path("/proc/self/fd").iterdir()]) <= descriptors, "a run that failed left something open"
     (raised,) = graded(PYTHON, ["abc"], {})
     assert raised == "python_grader_runtime_error: grade() raised KeyError: 'most'"
 
