@@ -78,6 +78,16 @@ class KeyValue:
         """Store a value whatever is there; returns its revision."""
         return await self._put(key, value, None, deadline_s)
 
+    async def send(self, key: str, value: bytes) -> None:
+        """Send a value without waiting until it is stored.
+
+        It is at the server before whatever this connection sends later; at most once, as no storage is proven.
+
+        Raises:
+            Unavailable: not connected.
+        """
+        await self._connection.send(self._prefix + self._checked(key), value)
+
     async def delete(self, key: str, *, revision: int | None = None, deadline_s: float = 5.0) -> None:
         """Leave a marker instead of the value (watchers see it).
 

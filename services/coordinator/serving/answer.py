@@ -38,6 +38,8 @@ class Answer:
         self.recoveries = 0
         self.key = ""
         """Where the client asks again by itself: what its tries have in common."""
+        self.noted = ""
+        """The id under which it is noted that this is read here."""
         self.given_up = False
         """Nobody waits for it any more."""
         self.end: asyncio.TimerHandle | None = None

@@ -30,6 +30,7 @@ from penstock.shared.protocol.episode import EpisodeRecord
 from penstock.shared.protocol.inference import SIGN_EVERY_S, Cancel, Chunks, Failure, InferenceReply, Present
 from penstock.shared.protocol.interaction import CANARY, Interaction, bare_id, new_marked_id
 from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.connection import NoResponders
 
 __all__ = ["Gateway"]
 
@@ -106,20 +107,14 @@ class Gateway:
         answer = await self._prepared(ask)
         if ask.retries is None:
             return await self._dispatched(answer)
-        answer.key, id = key, answer.id
+        answer.key = key
         self.retries.read(key)
-        self._notes.write(answer)
         try:
-            await self._dispatched(answer)
+            return await self._dispatched(answer)
         except BaseException:
             self.retries.left(key)
-            for noted in {id, answer.id}:
-                self._notes.drop(answer, noted)
+            self._notes.drop(key, answer.id)
             raise
-        if answer.id != id:
-            self._notes.drop(answer, id)
-            self._notes.write(answer)
-        return answer
 
     def leave(self, answer: Answer, *, begun: bool) -> None:
         """See ``Serving.leave``."""
@@ -128,7 +123,7 @@ class Gateway:
         if not begun and answer.key and answer.error is None:
             self.retries.keep(answer)
         elif answer.done:
-            self._notes.drop(answer)
+            self._notes.drop(answer.key, answer.id)
         else:
             self.give_up(answer)
 
@@ -192,12 +187,15 @@ class Gateway:
                 raise Unavailable("nobody waits for the answer")
             self.enter(answer)
             try:
+                await self._notes.write(answer)
                 data = await self._bus.request(subject, pack(answer.request, job=served.job), deadline_s=REPLY_S)
                 reply, _ = unpack(data, InferenceReply)
-            except Unavailable as error:  # a worker may have it all the same: its answer would be nobody's
+            except Unavailable as error:
                 self.withdraw(answer)
                 why, full = error, False
-                if not answer.prompt_ids:
+                if not (answer.prompt_ids or isinstance(error, NoResponders)):
+                    # A worker may have it all the same: its answer would be nobody's.
+                    self._notes.drop(answer.key, answer.id)
                     answer.request = replace(answer.request, ids=self._new_ids(served.job, len(answer.request.ids)))
             except BaseException:
                 self.withdraw(answer)
@@ -236,7 +234,7 @@ class Gateway:
     def give_up(self, answer: Answer) -> None:
         """Nobody waits for the answer: the worker records what there is."""
         self.retries.unkeep(answer)
-        self._notes.drop(answer)
+        self._notes.drop(answer.key, answer.id)
         answer.given_up = True
         if not answer.done and answer.worker:
             self._tell(answer.worker, Cancel(request=answer.id, gone=True))

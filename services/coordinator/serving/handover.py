@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+
+from msgspec.structs import replace
 
 from penstock.services.coordinator.serving.answer import Answer
 from penstock.shared import errors
@@ -35,7 +36,9 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "try"
 NOTE_S = 2.0
-"""Most time spent on a note; without one, a retry elsewhere is a request of its own."""
+"""Most time spent on forgetting a note, or on taking one over."""
+FIND_S = 5.0
+"""Most time spent on notes of other gateways; a retry for which none was found is a request of its own."""
 CLAIM_S = 3.0
 """A coordinator that does not say within this time whether it hands an answer over is gone."""
 ABSENT_S = 6 * SIGN_EVERY_S
@@ -51,26 +54,40 @@ class Notes:
     def __init__(self, bus: Bus, gateway: str) -> None:
         self._bus, self._gateway = bus, gateway
         self._kv = bus.kv(subjects.ANSWERS)
-        self._writing: dict[str, asyncio.Task[None]] = {}
+        self._mark = f"found.{gateway.encode().hex()}"
+        self._dropping: set[asyncio.Task[None]] = set()
 
-    def write(self, answer: Answer) -> None:
-        """Note that ``answer`` is read here; nobody waits for that."""
+    async def write(self, answer: Answer) -> None:
+        """Note that ``answer`` is read here, where its client may come back for it.
+
+        Nobody waits until that is stored; but before a request that is sent later is carried out, the note is at the
+        server, whatever happens to this process in between.
+        """
         request = answer.request
-        note = Whereabouts(gateway=self._gateway, ids=request.ids, episode=request.episode)
-        name, data = _name(answer), pack(note, job=answer.served.job)
-        self._after(answer.id, lambda: self._kv.put(name, data, deadline_s=NOTE_S))
+        if answer.key and answer.noted != answer.id:
+            note = Whereabouts(gateway=self._gateway, ids=request.ids, episode=request.episode)
+            with contextlib.suppress(Unavailable):
+                await self._kv.send(_name(answer.key, answer.id), pack(note, job=answer.served.job))
+                answer.noted = answer.id
 
-    def drop(self, answer: Answer, id: str = "") -> None:
-        """Nobody will come back for ``answer``, or not under ``id``, which it had before."""
-        if answer.key:
-            id = id or answer.id
-            name = f"{PREFIX}.{answer.key}.{id}"
-            self._after(id, lambda: self._kv.delete(name, deadline_s=NOTE_S))
+    def drop(self, key: str, id: str) -> None:
+        """Nobody will come back for the try ``id``; nobody waits until that is stored."""
+        if not key:
+            return
+
+        async def delete() -> None:
+            with contextlib.suppress(PenstockError):
+                await self._kv.delete(_name(key, id), deadline_s=NOTE_S)
+
+        task = asyncio.create_task(delete(), name=f"forget the note of {id}")
+        self._dropping.add(task)
+        task.add_done_callback(self._dropping.discard)
 
     async def find(self, key: str) -> list[tuple[Whereabouts, int]]:
         """Notes of other gateways about tries with this key, with their revisions, oldest first."""
         try:
-            async with asyncio.timeout(NOTE_S):
+            async with asyncio.timeout(FIND_S):
+                await self._kv.put(self._mark, b"", deadline_s=FIND_S)  # what was sent before it is stored by then
                 entries = await self._kv.entries(f"{PREFIX}.{key}")
         except (Unavailable, TimeoutError) as error:
             logger.info("earlier tries are not looked for: %s", error)
@@ -86,24 +103,12 @@ class Notes:
 
     async def inherit(self, key: str, note: Whereabouts, revision: int) -> bool:
         """Take over a note whose gateway is gone; False where somebody was faster."""
+        mine = pack(replace(note, gateway=self._gateway))
         try:
-            await self._kv.delete(f"{PREFIX}.{key}.{note.ids[0]}", revision=revision, deadline_s=NOTE_S)
+            await self._kv.update(_name(key, note.ids[0]), mine, revision, deadline_s=NOTE_S)
         except (Conflict, Unavailable):
             return False
         return True
-
-    def _after(self, id: str, work: Callable[[], Awaitable[object]]) -> None:
-        """Do ``work`` after what is under way for the same answer."""
-        before = self._writing.get(id)
-
-        async def do() -> None:
-            if before is not None:
-                await asyncio.wait({before})
-            with contextlib.suppress(PenstockError):
-                await work()
-
-        task = self._writing[id] = asyncio.create_task(do(), name=f"note {id}")
-        task.add_done_callback(lambda done: self._writing.pop(id) if self._writing.get(id) is done else None)
 
 
 class Relay:
@@ -178,8 +183,8 @@ def relay_name(gateway: str, request: str) -> str:
     return f"{gateway}.{request}"
 
 
-def _name(answer: Answer) -> str:
-    return f"{PREFIX}.{answer.key}.{answer.id}"
+def _name(key: str, id: str) -> str:
+    return f"{PREFIX}.{key}.{id}"
 
 
 def _read(data: bytes) -> Whereabouts | None:

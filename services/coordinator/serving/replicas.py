@@ -74,7 +74,9 @@ class Replicas:
             if answer is not None:
                 answer.key = key
                 self._retries.read(key)
-                self._notes.write(answer)
+                await self._notes.write(answer)
+                if answer.id != note.ids[0]:
+                    self._notes.drop(key, note.ids[0])
                 return answer
         return None
 
@@ -108,7 +110,12 @@ class Replicas:
         try:
             claimed = await self._notes.claim(key, note)
         except Unavailable:
-            return await self._notes.inherit(key, note, revision) and await self._inherited(answer, note)
+            if not await self._notes.inherit(key, note, revision):
+                return False
+            inherited = await self._inherited(answer, note)
+            if not inherited:
+                self._notes.drop(key, note.ids[0])
+            return inherited
         if claimed.given and not claimed.worker:  # what was relayed from here has ended meanwhile
             return await self._inherited(answer, note)
         if claimed.given:
@@ -166,7 +173,7 @@ class Replicas:
         return pack(Claimed(given=True, worker=relay.name, version=answer.version, prompt_ids=answer.prompt_ids))
 
     async def _relayed(self, relay: Relay, answer: Answer) -> None:
-        key, answer.key = answer.key, ""  # the note is the other gateway's now
+        key, answer.key, answer.noted = answer.key, "", ""  # the note is the other gateway's now
         taken_back = False
         try:
             with contextlib.suppress(Unavailable):

@@ -10,8 +10,11 @@ import pytest
 from penstock.services.coordinator.api.serving import Served
 from penstock.services.coordinator.serving import handover, retries
 from penstock.services.coordinator.serving.answer import Answer
+from penstock.shared.errors import Unavailable
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.inference import Claim, ClientSampling, InferenceRequest
+from penstock.shared.transport.bus import Bus
 
 FIRST, AGAIN = {"x-stainless-retry-count": "0"}, {"x-stainless-retry-count": "1"}
 LENGTH = 300
@@ -111,6 +114,45 @@ async def test_a_retry_outlives_the_coordinator_that_had_the_request(stack_of: A
         if finished:
             await until(stack.interactions)
         await check_one(stack, await stack.chat("again", headers=AGAIN, **BODY))
+
+
+async def test_a_request_is_noted_before_any_worker_has_it(stack_of: Any) -> None:
+    """A coordinator may die at any moment; what a worker writes then is found by its retry."""
+    noted: set[str] = set()
+    asked: list[bool] = []
+
+    def on_note(subject: str, data: bytes) -> None:
+        noted.add(subject.rpartition(".")[2])
+
+    def on_request(subject: str, data: bytes) -> None:
+        asked.append(unpack(data, InferenceRequest)[0].id in noted)
+
+    async with stack_of() as stack, await Bus.connect(stack.server.url, name="listens") as bus:
+        await stack.chat("again")  # from now on a worker listens, too
+        notes, requests = f"$KV.{subjects.ANSWERS}.try.>", subjects.inference(stack.job)
+        async with await bus.subscribe(notes, on_note), await bus.subscribe(requests, on_request):
+            replies = await asyncio.gather(*(stack.chat("again", headers=FIRST, user=str(n)) for n in range(20)))
+    assert all(reply.is_success for reply in replies)
+    assert len(asked) >= len(replies)
+    assert all(asked)
+
+
+async def test_a_note_that_is_not_stored_yet_is_found(stack_of: Any) -> None:
+    """It was sent, and then its coordinator died."""
+    async with stack_of() as stack, await Bus.connect(stack.server.url, name="dies") as bus:
+        served = stack.gateway.find("agent")
+        for n in range(200):
+            request = InferenceRequest(
+                ids=[f"i{n}"], gateway="dies", kind="chat", sampling=ClientSampling(seed=0), episode="e", key_id="k",
+                body_digest="d", started=0.0,
+            )  # fmt: skip
+            answer = Answer(served, request)
+            answer.key = f"k{n}"
+            await handover.Notes(bus, "dies").write(answer)
+        with pytest.raises(Unavailable):  # the server has read it all
+            await bus.request("nobody", b"", deadline_s=5)
+        ((note, _),) = await handover.Notes(stack.bus, "looks").find("k199")
+        assert (note.gateway, note.ids) == ("dies", ["i199"])
 
 
 async def test_what_another_client_waits_for_is_not_given_out(stack_of: Any) -> None:
