@@ -58,7 +58,7 @@ clients-venvs: $(BIN)/pytest  ## an environment for each client of others (CLIEN
 	$(BIN)/python tests/clients/venvs.py $(CLIENTS)
 
 clients: clients-venvs  ## clients of others, unmodified, against a running deployment (CLIENTS=... as above)
-	PENSTOCK_REQUIRE_CLIENTS="$(CLIENTS)" $(BIN)/pytest tests/clients
+	PENSTOCK_REQUIRE_CLIENTS="$(CLIENTS)" $(BIN)/pytest -m clients tests/clients tests/e2e/test_fine_tuning.py tests/e2e/test_verifiers.py
 
 docs: $(BIN)/mkdocs  ## the manual, as a site; warnings are errors
 	$(BIN)/python docs/reference.py --check

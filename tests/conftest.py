@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -97,15 +97,38 @@ def ranks(nursery: Any) -> Iterator[Any]:
     pool.close()
 
 
+@pytest.fixture(scope="session")
+def chain() -> ModuleType:
+    """``save_chain`` and ``running_stack`` of ``tests/contract/serving``: a policy whose words have one successor."""
+    return module_beside("contract/serving/conftest")
+
+
+@pytest.fixture(scope="session")
+def python_of() -> Callable[[str], Path]:
+    """The interpreter of a client; without one the test is skipped, or fails if PENSTOCK_REQUIRE_CLIENTS names it."""
+    venvs = module_beside("clients/venvs")
+
+    def find(name: str) -> Path:
+        python: Path | None = venvs.python_of(name)
+        if python is None:
+            told = f"{name} has no environment; make clients-venvs CLIENTS={name}"
+            if name in os.environ.get("PENSTOCK_REQUIRE_CLIENTS", "").split():
+                pytest.fail(told)
+            pytest.skip(told)
+        return python
+
+    return find
+
+
 def _whole_suite(config: pytest.Config) -> bool:
     return config.args_source is pytest.Config.ArgsSource.TESTPATHS
 
 
 def module_beside(name: str) -> ModuleType:
-    """The file of that name in this folder."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    """The file of that name in or below this folder."""
+    spec = importlib.util.spec_from_file_location(name.replace("/", "_"), Path(__file__).parent / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -60,9 +60,9 @@ class Checkpointing:
         """Whether one is due."""
         return self._reason is not None
 
-    async def take(self, progress: Progress) -> None:
+    async def take(self, progress: Progress, reason: str = "") -> None:
         """Copy the state and begin to write it. Waits for the one before, so that there is one copy at a time."""
-        reason, self._reason = self._reason or "", None
+        reason, self._reason = reason or self._reason or "", None
         if progress.batch == self._taken:
             return  # asked again while it is being written
         began = time.perf_counter()

@@ -19,6 +19,7 @@ from penstock.services.trainer.process_group import place_from_environment
 from penstock.services.trainer.ranks import Ranks, meet
 from penstock.services.trainer.session import TrainerSession
 from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import AnyJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import RankLost
 from penstock.shared.protocol import subjects
@@ -56,6 +57,8 @@ class TrainerService:
         self._ended = asyncio.Event()
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._replays: set[asyncio.Task[None]] = set()
+        self._moving: dict[str, JobConfig] = {}
+        """Job files of sessions that leave for another backend."""
 
     async def run(self) -> None:
         """Serve until drained or cancelled.
@@ -77,7 +80,7 @@ class TrainerService:
     async def _lead(self) -> None:
         await self.bus.serve(subjects.REPLAY, self._on_replay, queue="trainer")
         self.ready = True
-        jobs = watch_jobs(self.bus, self._run_session, on_end=self._cleanup)
+        jobs = watch_jobs(self.bus, self._run_sessions, amend=self._amend, on_end=self._cleanup)
         watching = asyncio.create_task(jobs, name="jobs")
         guarding = asyncio.create_task(self._guard(), name="liveness")
         try:
@@ -127,6 +130,20 @@ class TrainerService:
                     interval_s=settings.heartbeat_s,
                 )  # fmt: skip
         return self._ranks
+
+    def _amend(self, job: str, config: AnyJob) -> None:
+        """A job whose backend changed leaves the one that it has at the next step boundary."""
+        session = self.sessions.get(job)
+        if session is not None and isinstance(config, JobConfig) and config.backend != session.config.backend:
+            self._moving[job] = config
+            session.leave(f"to go on with backend '{config.backend.type}'")
+
+    async def _run_sessions(self, job: str, config: JobConfig) -> None:
+        """One after the other, where the backend changes."""
+        moved: JobConfig | None = config
+        while moved is not None:
+            await self._run_session(job, moved)
+            moved = self._moving.pop(job, None) if self.ready else None
 
     async def _run_session(self, job: str, config: JobConfig) -> None:
         torch.set_num_threads(config.placement.trainer_threads)

@@ -83,6 +83,7 @@ class TrainerSession:
         self._waiting: tuple[str, str, float] | None = None
         self._epoch = 0
         self._draining = False
+        self._leaving = ""
         self._going_back = ""
         """Why this trainer is to start over from an earlier batch."""
         self.progress = Progress()
@@ -124,7 +125,8 @@ class TrainerSession:
             logger.info("%s", error)
             return
         try:
-            await self._hold(lease)
+            if not self._draining:
+                await self._hold(lease)
         except* Fenced as group:
             logger.warning("starting over: %s", _first(group))
         finally:
@@ -161,6 +163,8 @@ class TrainerSession:
             try:
                 while not self._draining:
                     await self._step()
+                if self._leaving:
+                    await checkpointing.take(self.progress, self._leaving)
                 await self._reporter.settled()
                 await checkpointing.written()
             finally:
@@ -170,7 +174,15 @@ class TrainerSession:
 
     async def _begin(self, start: dict[str, Any]) -> None:
         self._wait("the model to be built", subjects.report(self.job))
-        await self._crew.open()
+        try:
+            await self._crew.open()
+        except ConfigError as error:
+            if start["checkpoint"] is None:
+                raise
+            # What was trained is worth more than this backend, or this machine: somebody may choose another one.
+            logger.error("job %s cannot be opened here: %s", self.job, error)
+            await self._paused(start["last_trained"] + 1, 0, str(error))
+            raise Fenced("the job is opened once more") from None
         try:
             await self._crew.remove_leftovers()
         except OSError as error:
@@ -185,6 +197,11 @@ class TrainerSession:
         await begin.begin()
         assert self._checkpointing is not None
         await self._checkpointing.take(self.progress)
+
+    def leave(self, reason: str) -> None:
+        """Stop at the next step boundary, with a checkpoint of all that is trained by then and the reason for it."""
+        self._leaving = reason
+        self.drain()
 
     def drain(self) -> None:
         """Stop at the next step boundary."""
@@ -280,17 +297,17 @@ class TrainerSession:
         """Have the job paused; once somebody resumes it, the batch is trained from where it began."""
         logger.error("batch %d is not trained: %s", manifest.number, error.reason)
         await self._reporter.settled()
-        await self._reporter.ask(
-            Report(
-                kind="halted", epoch=self._epoch, batch=manifest.number, revision=manifest.revision,
-                reason=error.reason,
-            )
-        )  # fmt: skip
-        self._wait(f"the job to be resumed: {error.reason}", subjects.JOBS)
-        while not (self._draining or self._going_back or await self._is_wanted()):
-            await asyncio.sleep(RESUMED_POLL_S)
+        await self._paused(manifest.number, manifest.revision, error.reason)
         if error.changed:
             raise Fenced(f"batch {manifest.number} was left half trained: back to the last checkpoint")
+
+    async def _paused(self, batch: int, revision: int, reason: str) -> None:
+        """Have the job paused before a batch, and wait until somebody resumes it."""
+        report = Report(kind="halted", epoch=self._epoch, batch=batch, revision=revision, reason=reason)
+        await self._reporter.ask(report)
+        self._wait(f"the job to be resumed: {reason}", subjects.JOBS)
+        while not (self._draining or self._going_back or await self._is_wanted()):
+            await asyncio.sleep(RESUMED_POLL_S)
 
     async def _is_wanted(self) -> bool:
         try:

@@ -11,6 +11,7 @@ from penstock.shared.config.job import JobConfig
 
 __all__ = [
     "AMENDABLE",
+    "BACKEND",
     "TEMPERATURE",
     "changed_keys",
     "is_amendable",
@@ -31,6 +32,8 @@ AMENDABLE = (
     "train.max_updates",
 )
 """What a run follows from one batch to the next, beside its free labels. Everything else is fixed when it begins."""
+BACKEND = "backend"
+"""Section that may change as a whole: the trainer goes on from a checkpoint that it takes for that."""
 TEMPERATURE = "sampling.temperature"
 """Holds for what is drawn from then on; what was drawn before is trained at the temperature that it was sampled at."""
 LABELS = "metadata"
@@ -46,7 +49,11 @@ def is_amendable(config: BaseModel, key: str) -> bool:
     """Whether ``key`` may change in a job that is ``config`` now."""
     if key == LABELS or key.startswith(f"{LABELS}."):
         return True
-    if not isinstance(config, JobConfig) or key not in AMENDABLE:
+    if not isinstance(config, JobConfig):
+        return False
+    if key == BACKEND or key.startswith(f"{BACKEND}."):
+        return True
+    if key not in AMENDABLE:
         return False
     kl = config.algorithm.kl
     return key != "algorithm.kl.coef" or (kl is not None and kl.adaptive is None)

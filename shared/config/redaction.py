@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from typing import Annotated
+from typing import Annotated, Any
 
+import re2
 from pydantic import Field, StringConstraints, model_validator
 
 from penstock.shared.config.base import StrictModel
 
-__all__ = ["RedactionConfig"]
+__all__ = ["RedactionConfig", "compile_pattern"]
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9_-]{1,32}$")]
 Pattern = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
@@ -19,7 +19,9 @@ class RedactionConfig(StrictModel):
     """What must not reach a disk; whatever is found stands there as `[NAME]`."""
 
     patterns: dict[Name, Pattern] = Field(default_factory=dict, max_length=32)
-    """Regular expressions of Python by name, for live requests and for the texts in feedback."""
+    """Regular expressions by name, for live requests and for the texts in feedback; as
+    [RE2](https://github.com/google/re2/wiki/Syntax) reads them: in a time that grows with the text and no faster,
+    without look-around and back-references."""
     function: str | None = Field(None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
     """`package.module:function`, importable by the rollout service: `f(text) -> [(start, end, name), ...]`; for live
     requests only."""
@@ -30,9 +32,20 @@ class RedactionConfig(StrictModel):
             raise ValueError("give patterns or function, or leave the section out")
         for name, pattern in self.patterns.items():
             try:
-                compiled = re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"patterns.{name}: not a regular expression: {error}") from None
+                compiled = compile_pattern(pattern)
+            except ValueError as error:
+                raise ValueError(f"patterns.{name}: {error}") from None
             if compiled.search(""):
                 raise ValueError(f"patterns.{name}: it matches an empty text, so it would match everywhere")
         return self
+
+
+def compile_pattern(pattern: str) -> Any:
+    """A pattern with the ``search`` and ``finditer`` of ``re``. Raises ValueError: RE2 cannot read it."""
+    options = re2.Options()
+    options.log_errors = False
+    try:
+        return re2.compile(pattern, options)
+    except re2.error as error:
+        why = error.args[0].decode() if error.args and isinstance(error.args[0], bytes) else str(error)
+        raise ValueError(f"not a regular expression of RE2: {why}") from None

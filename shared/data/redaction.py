@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.shared.config.redaction import RedactionConfig
+from penstock.shared.config.redaction import RedactionConfig, compile_pattern
 from penstock.shared.errors import DataError
 
 __all__ = ["Finder", "Found", "Redactor"]
@@ -29,7 +28,7 @@ class Redactor:
     """Applies the patterns of a config, and a function of the user where one is given."""
 
     def __init__(self, config: RedactionConfig, function: Finder | None = None) -> None:
-        self._patterns = [(name, re.compile(pattern)) for name, pattern in config.patterns.items()]
+        self._patterns = [(name, compile_pattern(pattern)) for name, pattern in config.patterns.items()]
         self._function = function
 
     def find(self, text: str) -> list[Found]:
@@ -38,7 +37,12 @@ class Redactor:
         Raises:
             DataError: the function raised something, or returned what is no place in the text.
         """
-        places = [Found(*m.span(), name) for name, pattern in self._patterns for m in pattern.finditer(text)]
+        legal = text.encode("utf-8", "replace").decode()  # as many characters, without lone surrogates
+        places = [
+            Found(match.start(), match.end(), name)
+            for name, pattern in self._patterns
+            for match in pattern.finditer(legal)
+        ]
         if self._function is not None:
             places += _places(self._function, text)
         found: list[Found] = []

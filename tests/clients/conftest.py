@@ -7,12 +7,10 @@ answers once it has the tool's result. Everything else is what users run: proces
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from asyncio.subprocess import PIPE, STDOUT, Process
@@ -64,24 +62,6 @@ JOB: dict[str, Any] = {
         },
     },
 }  # The rate of learning is so small that the policy stays the chain, while its versions go on.
-
-
-def _load(file: Path, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-venvs = _load(HERE / "venvs.py", "clients_venvs")
-
-
-@pytest.fixture(scope="session")
-def chain() -> ModuleType:
-    """``save_chain`` and ``running_stack`` of ``tests/contract/serving``."""
-    return _load(HERE.parent / "contract" / "serving" / "conftest.py", "clients_chain")
 
 
 class Deployment:
@@ -179,22 +159,6 @@ def deployment(chain: ModuleType) -> Iterator[Deployment]:
         Deployment(Path(directory), chain.save_chain) as deployment,
     ):
         yield deployment
-
-
-@pytest.fixture(scope="session")
-def python_of() -> Callable[[str], Path]:
-    """The interpreter of a client; without one the test is skipped, or fails if PENSTOCK_REQUIRE_CLIENTS names it."""
-
-    def find(name: str) -> Path:
-        python: Path | None = venvs.python_of(name)
-        if python is None:
-            told = f"{name} has no environment; make clients-venvs CLIENTS={name}"
-            if name in os.environ.get("PENSTOCK_REQUIRE_CLIENTS", "").split():
-                pytest.fail(told)
-            pytest.skip(told)
-        return python
-
-    return find
 
 
 @pytest.fixture(scope="session")

@@ -44,6 +44,7 @@ LEASE_S = 1.5
 RANK_SILENCE_S = 5.0
 SHM = Path("/dev/shm")
 USER_CODE = Path(__file__).with_name("user_code")
+TASKSETS = Path(__file__).parents[1] / "clients" / "environments"
 LOOK_S = 0.05
 EXPERIENCE_BYTES = 80 << 20
 """Small enough to be filled by a test."""
@@ -97,7 +98,7 @@ class Deployment:
             "PENSTOCK_RANK_SILENCE_S": str(RANK_SILENCE_S),
             "PENSTOCK_BASE_MODELS": str(USER_CODE / "base_models"),
             "PENSTOCK_WEBHOOK_PRIVATE": "true",
-            "PYTHONPATH": str(USER_CODE),
+            "PYTHONPATH": f"{USER_CODE}{os.pathsep}{TASKSETS}",
         }
         options = StackOptions(
             data_dir=directory / "data", environment=self.environment, trainer_ranks=trainer_ranks, drain_s=5,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -56,25 +55,11 @@ def test_a_job_trains_with_a_grader_on_an_uploaded_file(stack: Any) -> None:
 
 
 @pytest.mark.clients
-def test_the_stock_sdk(stack: Any, tmp_path: Path) -> None:
-    python = sdk_python()
-    if python is None:
-        pytest.skip("openai has no environment; make clients-venvs CLIENTS=openai")
+def test_the_stock_sdk(stack: Any, python_of: Any, tmp_path: Path) -> None:
+    python = python_of("openai")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (tmp_path / "grader.json").write_text(json.dumps(GRADER))
     environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "LANG": "C.UTF-8"}
-    command = [python, str(SCRIPT), stack.stack.url, KEY, str(tmp_path)]
+    command = [str(python), str(SCRIPT), stack.stack.url, KEY, str(tmp_path)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-
-
-def sdk_python() -> str | None:
-    """An interpreter that has the SDK."""
-    path = Path(__file__).parents[1] / "clients" / "venvs.py"
-    spec = importlib.util.spec_from_file_location("clients_venvs", path)
-    assert spec is not None
-    assert spec.loader is not None
-    venvs = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(venvs)
-    found = venvs.python_of("openai")
-    return None if found is None else str(found)

@@ -55,11 +55,23 @@ def test_a_function_finds_what_patterns_do_not() -> None:
             Redactor(config(function="a:b"), wrong).find("text")  # type: ignore[arg-type]
 
 
+def test_no_text_keeps_a_pattern_busy() -> None:
+    """On this one Python's own expressions try two ways for every character."""
+    redactor = Redactor(config(patterns={"x": "(a|aa)+$"}))
+    assert redactor.find("a" * 10_000 + "b") == []
+
+
+def test_places_count_characters_whatever_they_are() -> None:
+    redactor = Redactor(config(patterns={"digits": r"\d+"}))
+    assert redactor.find("ö😀\ud800 12 \udfff3") == [Found(4, 6, "digits"), Found(8, 9, "digits")]
+
+
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
         ({}, "give patterns or function"),
-        ({"patterns": {"x": "("}}, "not a regular expression"),
+        ({"patterns": {"x": "("}}, r"not a regular expression of RE2: missing \)"),
+        ({"patterns": {"x": "(?<=a)b"}}, "RE2: invalid perl operator"),
         ({"patterns": {"x": "a*"}}, "matches an empty text"),
         ({"patterns": {"Not A Name": "a"}}, "patterns"),
         ({"function": "no colon"}, "function"),

@@ -15,7 +15,15 @@ from penstock.services.coordinator.api.access import BackendDep, JobId, stopped_
 from penstock.services.coordinator.api.bodies import job_pointer, read_object
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem, Json
 from penstock.services.coordinator.api.scopes import require
-from penstock.shared.config.amendable import AMENDABLE, changed_keys, is_amendable, leaves, value_at, with_patch
+from penstock.shared.config.amendable import (
+    AMENDABLE,
+    BACKEND,
+    changed_keys,
+    is_amendable,
+    leaves,
+    value_at,
+    with_patch,
+)
 from penstock.shared.config.base import explain
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.kinds import AnyJob, job_model
@@ -51,6 +59,9 @@ class Patch(BaseModel):
     optimizer: dict[str, Any] = Field({}, description="learning_rate")
     algorithm: dict[str, Any] = Field({}, description="kl.coef, unless it is adaptive")
     sampling: dict[str, Any] = Field({}, description="temperature")
+    backend: dict[str, Any] = Field(
+        {}, description="any key; another `type` replaces the section. The trainer goes on from a checkpoint of its own"
+    )
     metadata: dict[str, str | None] = {}
 
 
@@ -79,7 +90,9 @@ async def amend(
     What may change: `train.max_updates`, `checkpoint.every`, `checkpoint.keep`, `limits.*`, `optimizer.learning_rate`,
     `algorithm.kl.coef`, `sampling.temperature` and `metadata`. It holds from the next batch on that is sealed; batches
     keep what they were sealed with, so that replays stay exact. A temperature holds for what is drawn from then on:
-    each completion is trained at the one that it was sampled at. `If-Match` fails where somebody changed the job since.
+    each completion is trained at the one that it was sampled at. `backend` holds from the end of the update that is
+    under way: the trainer takes a checkpoint and opens it with the other backend, optimizer included.
+    `If-Match` fails where somebody changed the job since.
     """
     patch = await read_object(request, patch_too=True)
 
@@ -116,7 +129,7 @@ def amended(record: JobRecord, patch: dict[str, Any]) -> AnyJob:
     ]
     if fixed:
         raise _immutable(fixed)
-    raw = with_patch(record.spec, patch)
+    raw = _without_old_backend(with_patch(record.spec, patch), patch, known)
     try:
         after = model.model_validate(raw)
     except ValidationError as error:
@@ -128,6 +141,14 @@ def amended(record: JobRecord, patch: dict[str, Any]) -> AnyJob:
         raise _immutable(fixed)
     _check_schedule(after)
     return after
+
+
+def _without_old_backend(raw: dict[str, Any], patch: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+    """The keys of one type of backend mean nothing to another one."""
+    section = patch.get(BACKEND)
+    if not isinstance(section, dict) or section.get("type") in (None, value_at(known, f"{BACKEND}.type")):
+        return raw
+    return {**raw, BACKEND: with_patch({}, section)}
 
 
 def _check_schedule(job: AnyJob) -> None:
@@ -143,7 +164,7 @@ def _check_schedule(job: AnyJob) -> None:
 
 def _immutable(keys: list[str]) -> HttpProblem:
     flaws = [Flaw(pointer="/" + key.replace(".", "/"), detail="cannot change while the job exists") for key in keys]
-    may = ", ".join((*AMENDABLE, "metadata"))
+    may = ", ".join((*AMENDABLE, BACKEND, "metadata"))
     detail = f"{', '.join(keys)} cannot change any more; what may: {may} (algorithm.kl.coef unless it is adaptive)"
     return HttpProblem(422, "immutable_field", detail, errors=flaws)
 

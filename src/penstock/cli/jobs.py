@@ -60,7 +60,7 @@ def amend(
     as_json: Json = False,
 ) -> None:
     """Change a job while it runs: train.max_updates, checkpoint, limits, learning rate, KL coefficient, temperature,
-    metadata."""
+    backend, metadata."""
     with Client() as client:
         record = client.find(job)
         changed = client.amend(record.id, with_overrides({}, overrides), revision=record.revision, wait_s=wait_s)
@@ -68,8 +68,9 @@ def amend(
         show_json(changed)
         return
     step = changed["applies_at_step"]
-    when = f"from update {step} on" if step is not None else "once its leader takes it up"
-    typer.echo(f"{record.id} changed {when}")
+    followed = changed["status"]["observed_generation"] >= changed["generation"]
+    when = f" from update {step} on" if step is not None else "" if followed else " once its leader takes it up"
+    typer.echo(f"{record.id} changed{when}")
 
 
 def ls(

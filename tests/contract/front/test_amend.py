@@ -75,6 +75,34 @@ async def test_what_cannot_change_is_named(
         assert same.status_code == 202  # values that are so already
 
 
+async def test_a_backend_is_replaced_by_another_type_and_amended_key_by_key(connect: Any, job: Any) -> None:
+    async with connect() as client:
+        path = await submitted(client, job)
+        steps: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            ({"type": "fsdp", "cpu_offload": True}, {"type": "fsdp", "cpu_offload": True}),
+            (
+                {"activation_checkpointing": True},
+                {"type": "fsdp", "cpu_offload": True, "activation_checkpointing": True},
+            ),
+            ({"cpu_offload": None}, {"type": "fsdp", "activation_checkpointing": True}),
+            ({"type": "megatron"}, {"type": "megatron"}),
+            (
+                {"type": "megatron", "activation_checkpointing": True},
+                {"type": "megatron", "activation_checkpointing": True},
+            ),
+            ({"type": "local"}, {"type": "local"}),
+        ]
+        for patch, backend in steps:
+            reply = await client.patch(path, json={"backend": patch}, params=NO_WAIT)
+            assert (reply.status_code, reply.json()["spec"]["backend"]) == (202, backend), reply.text
+        refused = await client.patch(path, json={"backend": {"type": "megatron", "tensor_parallel": 7}})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (422, "invalid_job")
+        unknown = await client.patch(path, json={"backend": {"type": "fsdp", "tensor_parallel": 2}})
+        assert unknown.json()["errors"][0]["pointer"] == "/backend/tensor_parallel", unknown.text
+        reply = await client.patch(path, json={"backend": None}, params=NO_WAIT)
+        assert "backend" not in reply.json()["spec"]
+
+
 async def test_a_schedule_keeps_its_end_and_an_adaptive_kl_its_coefficient(connect: Any, job: Any) -> None:
     job["train"]["data_epochs"] = 1
     job["optimizer"] = {"schedule": "linear"}

@@ -1,0 +1,78 @@
+"""A job moves between backends while it trains: one run, one optimizer, nothing trained twice or lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.shared.errors import ConfigError
+from penstock.shared.protocol.events import BatchSealed, BatchTrained, Checkpointed, LineageForked
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(300)]
+
+GROUPS = 4
+"""Of a batch."""
+PACED = {"scorers": [{"type": "function", "path": "e2e_scorers:paced"}], "processes": 1}
+MOVES: list[dict[str, Any]] = [
+    {"type": "fsdp", "activation_checkpointing": True},
+    {"type": "megatron", "tensor_parallel": 2, "sequence_parallel": True},
+    {"type": "local"},
+]
+CUT = ("tensor_parallel", "ranks")
+"""Pins by which a checkpoint tells the backend that wrote it."""
+
+
+def pins(checkpoint: Checkpointed) -> tuple[str | None, ...]:
+    manifest = msgspec.json.decode((Path(checkpoint.path) / "manifest.json").read_bytes())
+    return tuple(manifest["environment"].get(key) for key in CUT)
+
+
+def moved(stack: Any, job: str, reason: str, above: int) -> Checkpointed | None:
+    """The checkpoint that was taken for a move."""
+    found = [event for event in stack.ledger(job) if isinstance(event, Checkpointed) and event.reason == reason]
+    return next((event for event in found if event.number >= above), None)
+
+
+def test_backends_come_and_go(stack_of_ranks: Any) -> None:
+    stack = stack_of_ranks
+    job = stack.submit(
+        "train.max_updates=100000", "checkpoint.every=100000", "checkpoint.keep=20", "train.max_lag=0",
+        "train.staleness=in_order", "optimizer.learning_rate=1e-3", reward=PACED,
+    )  # fmt: skip
+    step, taken = 0, []
+    for backend in MOVES:
+        step = stack.reach(job, step + 2, 120)
+        stack.client.amend(job, {"backend": backend})
+        reason = f"to go on with backend '{backend['type']}'"
+        taken.append(stack.until(lambda reason=reason, step=step: moved(stack, job, reason, step), reason, 60))
+    step = stack.reach(job, step + 2, 120)
+
+    with pytest.raises(ConfigError, match="does not divide"):
+        stack.client.amend(job, {"backend": {"type": "megatron", "tensor_parallel": 3}})
+    stack.client.amend(job, {"backend": {"type": "megatron", "tensor_parallel": 2, "pipeline_parallel": 2}})
+    stack.until(lambda: stack.status(job).phase == "paused", "the pause of a job that two ranks cannot hold")
+    assert "4" in stack.status(job).message, stack.status(job)
+    stack.client.amend(job, {"backend": {"type": "fsdp"}})
+    stack.client.resume(job)
+    total = stack.reach(job, stack.status(job).step + 2, 120) + 5
+    stack.client.amend(job, {"train": {"max_updates": total}})
+    record = stack.finish(job, 120)
+    assert (record.status.phase, record.status.step) == ("succeeded", total), record.status
+    stack.check_books(job)
+
+    events = stack.ledger(job)
+    assert not any(isinstance(event, LineageForked) for event in events)
+    trained = [event.number for event in events if isinstance(event, BatchTrained)]
+    assert trained == list(range(1, total + 1))
+    sealed = {event.number: event for event in events if isinstance(event, BatchSealed)}
+    order = [group.draw.ordinal for number in trained for group in sealed[number].groups]
+    assert order == list(range(total * GROUPS)), "the data order has a gap or a repeat"
+    assert [pins(checkpoint) for checkpoint in taken] == [(None, None), (None, "2"), ("2", "2")]
+
+    *updates, done = stack.client.replay(job)
+    assert done["ok"], done
+    assert len(updates) == total
+    assert all(row["match"] or row["near"] for row in updates), "moments were lost on the way"
