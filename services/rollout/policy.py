@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from penstock.services.rollout.engines import Engine
+from penstock.services.rollout.held_weights import WeightRing
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import DeadlineError, Unavailable, WeightsError
 from penstock.shared.protocol import subjects
@@ -26,6 +27,7 @@ class PolicyFollower:
     """Watches the job's manifest, or that under ``key``, and brings each new version into the engine.
 
     Args:
+        held: keeps the versions that are left.
         leaving: called before the engine takes in another version.
     """
 
@@ -37,10 +39,11 @@ class PolicyFollower:
         engine: Engine,
         *,
         key: str = "",
+        held: WeightRing | None = None,
         leaving: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._bus, self._settings, self._job, self._engine = bus, settings, job, engine
-        self._key, self._leaving = key or job, leaving
+        self._key, self._held, self._leaving = key or job, held, leaving
         self._receiver = open_receiver(settings)
         self._serving: Staged | None = None
         self._changed = asyncio.Condition()
@@ -95,6 +98,8 @@ class PolicyFollower:
             return False
         before, self._serving = self._serving, staged
         if before is not None:
+            if self._held is not None:
+                await asyncio.to_thread(self._held.keep, before)
             before.release()
         async with self._changed:
             self.version, self.digest, self.epoch = manifest.version, manifest.digest, manifest.epoch

@@ -14,6 +14,7 @@ from penstock.services.rollout.env_requests import EnvRequests
 from penstock.services.rollout.episode import failed_group, skipped_group, with_scores
 from penstock.services.rollout.fixed import FixedPolicy
 from penstock.services.rollout.group_maker import GroupMaker
+from penstock.services.rollout.held_weights import WeightRing
 from penstock.services.rollout.policy import PolicyFollower
 from penstock.services.rollout.publisher import GroupPublisher
 from penstock.services.rollout.scoring import joined, score_requests
@@ -61,6 +62,7 @@ class RolloutSession:
         self._engine: Engine | None = None
         self._policy: PolicyFollower | FixedPolicy | None = None
         self._candidate: Candidate | None = None
+        self._held = WeightRing(config.online.posted.held_versions if isinstance(config, OnlineJob) else 0)
         self._serving: InferenceServer | None = None
         self._draining = False
         self.groups = 0
@@ -77,7 +79,7 @@ class RolloutSession:
         assert self._engine is not None
         await self._engine.start()
         if isinstance(self.config, JobConfig):
-            self._policy = PolicyFollower(self._bus, self._settings, self.job, self._engine)
+            self._policy = PolicyFollower(self._bus, self._settings, self.job, self._engine, held=self._held)
         else:
             self._policy = FixedPolicy(self._engine)
         slots = asyncio.Semaphore(max(1, self.config.placement.max_running // self.config.completions_per_group))
@@ -143,7 +145,7 @@ class RolloutSession:
             self._bus, self._settings.worker_id, self.job, self._engine, self._tokenizer, self.config.sampling,
             max_running=config.placement.max_running, version=lambda: policy.version, hold_s=online.hold_s,
             template_args=config.data.prompt.chat_template_args, forced_sampling=online.forced_sampling,
-            redaction=online.redaction, candidate=self._candidate,
+            redaction=online.redaction, candidate=self._candidate, held=self._held,
         )  # fmt: skip
         if self._candidate is not None:
             self._candidate.on_leave = self._serving.leave_candidate

@@ -10,6 +10,7 @@ import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from enum import Enum, EnumMeta
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +111,19 @@ class _Reader(FileSystemReader):
 
 class _TableUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if (module, name) in _KNOWN_NAMES or (module == "torch" and isinstance(vars(torch).get(name), torch.dtype)):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"'{module}.{name}' has no place in a table of tensors")
+
+
+def _member(kind: Any, name: Any) -> Enum:
+    """A member of an enumeration: some releases of Python 3.11 write it as an attribute of its class."""
+    if not (isinstance(kind, EnumMeta) and isinstance(name, str) and name in kind.__members__):
+        raise pickle.UnpicklingError("'builtins.getattr' has no place in a table of tensors but for enumerations")
+    member: Enum = kind.__members__[name]
+    return member
 
 
 @contextmanager

@@ -18,6 +18,9 @@ class PostedConfig(StrictModel):
     """Share of the posted interactions with log-probs that a rollout worker computes again."""
     max_logprob_gap: float = Field(0.1, gt=0)
     """Mean difference of posted and computed log-probs beyond which a key is not believed any more in this job."""
+    held_versions: int = Field(0, ge=0, le=16)
+    """Versions before the newest one whose weights each rollout worker keeps in host memory, to compute log-probs of
+    posted answers under them; each takes as much room as what is published (the model, or its adapters)."""
     assume_on_policy: bool = False
     """Take answers without log-probs as if the newest policy had written them; only for agents that serve it."""
     max_assumed_share: float = Field(0.25, gt=0, le=0.25)

@@ -1,4 +1,4 @@
-"""Text to token ids and token ids to log-probs, asked of a rollout worker: it has the tokenizer and the newest weights.
+"""Text to token ids and token ids to log-probs, asked of a rollout worker: it has the tokenizer and weights.
 
 Request/reply on ``subjects.reading(job)`` (core NATS); asking again is harmless.
 """
@@ -15,8 +15,9 @@ __all__ = ["ReadReply", "ReadRequest"]
 class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt, as ``messages`` or ``prompt_ids``, and an answer to it, as ``answer`` (a message) or ``token_ids``.
 
-    ``score``: log-probs of the answer's tokens are wanted, too. ``template``: digest of tokenizer and template that the
-    tokens were made with; '' where nobody says.
+    ``score``: log-probs of the answer's tokens are wanted, too, by the policy ``version`` if the worker holds it, else
+    by the one that it serves. ``template``: digest of tokenizer and template that the tokens were made with; '' where
+    nobody says.
     """
 
     messages: list[dict[str, Any]] = []
@@ -24,6 +25,7 @@ class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
     answer: dict[str, Any] | None = None
     token_ids: list[int] = []
     score: bool = False
+    version: int = -1
     template: str = ""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from penstock.shared.errors import ConfigError
+from penstock.shared.errors import ConfigError, NotFound
 from penstock.shared.protocol import subjects
 from penstock.shared.transport.connection import Connection
 from penstock.shared.transport.jetstream import ApiError, Code, call, retry_until
@@ -89,6 +89,14 @@ async def ensure(
             raise result
 
 
+async def _exists(connection: Connection, stream: str, deadline_s: float) -> bool:
+    try:
+        await call(connection, f"STREAM.INFO.{stream}", deadline_s=deadline_s, what=f"state of stream {stream}")
+    except NotFound:
+        return False
+    return True
+
+
 def _base(name: str, stream_subjects: list[str], max_bytes: int, replicas: int) -> dict[str, Any]:
     return {
         "name": name,
@@ -136,6 +144,8 @@ async def _ensure_one(connection: Connection, config: dict[str, Any], update: bo
             elif error.code == Code.STORE_BUSY:
                 attempts.why = error
             elif error.code in (Code.STORAGE_RESOURCES, Code.INSUFFICIENT_RESOURCES):
+                if not update and await _exists(connection, name, deadline_s):
+                    return  # the server looks for room before it looks for the stream
                 raise ConfigError(
                     f"{error}: NATS has no room for {config['max_bytes']} bytes; lower PENSTOCK_STREAM_BYTES or "
                     "PENSTOCK_EXPERIENCE_BYTES, or raise jetstream.max_file"

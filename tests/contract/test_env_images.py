@@ -89,7 +89,9 @@ async def test_images_arrive_as_the_environment_made_them(
     bus: Bus, hosts: str, action_shape: tuple[int, ...], tmp_path: Path
 ) -> None:
     """Whole episodes, byte for byte, each end with its final image and the first one of the next episode."""
-    theirs, ours = ({**one, "shm_dir": tmp_path} for one in HOSTS[hosts])
+    shm_dir = tmp_path / "shm"
+    shm_dir.mkdir()
+    theirs, ours = ({**one, "shm_dir": shm_dir} for one in HOSTS[hosts])
     settings = ServiceSettings(**ours)
     num_envs = NUM_ENVS if action_shape == (1,) else 2
     request = OpenEnv(env_id="Camera-v0", num_envs=num_envs, options={"action_shape": action_shape})
@@ -113,7 +115,7 @@ async def test_images_arrive_as_the_environment_made_them(
             assert np.array_equal(stepped.observations, fresh)
             assert service.status()[JOB]["episodes"] == num_envs
             await client.close()
-    assert no_files(tmp_path), "nothing stays in shared memory"
+    assert no_files(shm_dir), "nothing stays in shared memory"
 
 
 def no_files(directory: Path) -> bool:

@@ -15,13 +15,13 @@ LIVE: dict[str, Any] = {
     "name": "corrected",
     "sampling": {"max_new_tokens": 6},
     "optimizer": {"learning_rate": 0.003},
-    "train": {"batch_size": 4, "max_lag": 4, "max_updates": 5},
+    "train": {"batch_size": 4, "max_lag": 4, "max_updates": 9},
     "algorithm": {"type": "reinforce_pp", "baseline": {}},
     "online": {
-        "metrics": {"liked": {"type": "boolean"}},
+        "metrics": {"liked": {"type": "boolean"}, "score": {"type": "float", "default_after_s": 0.1}},
         "max_wait_s": 2,
         "off_policy": {"supervised": {"coef": 1.0}, "preference": {"coef": 1.0}, "max_share": 1.0},
-        "posted": {"trusted_keys": ["*"], "audit_share": 1.0},
+        "posted": {"trusted_keys": ["*"], "audit_share": 1.0, "held_versions": 3},
     },
 }
 
@@ -78,8 +78,30 @@ def test_what_may_not_be_used_on_policy_is_learnt_from_all_the_same(stack: Any, 
     )  # fmt: skip
     stack.until(lambda: agent.fate(posted)["status"] == "rejected", "a text without reward to be rejected")
     assert agent.fate(posted)["reason"] == "text_only"
+    check_rescored(stack, job, agent)
     stack.client.cancel(job)
     assert stack.finish(job).status.phase == "cancelled"
     stack.check_books(job)
     stack.check_replay(job, at_least=1)
     agent.http.close()
+
+
+def check_rescored(stack: Any, job: str, agent: Agent) -> None:
+    """An answer that comes back without log-probs, from a version that is not served any more: they are computed."""
+    early, _ = agent.ask(7)
+    record = agent.http.get(f"/v1/interactions/{early['id'].removeprefix('cmpl-')}").json()
+    (span,) = record["spans"]
+    step = stack.status(job).step
+    agent.post(inference_id=early["id"], metric_name="liked", value=True)
+    stack.reach(job, step + 1)
+    posted = agent.post(
+        kind="interaction", model=job, prompt_token_ids=record["prompt_ids"], token_ids=record["token_ids"],
+        policy_version=span[0], rewards={"score": -1.0},
+    )  # fmt: skip
+    stack.until(lambda: agent.fate(posted)["status"] == "trained", "an old answer to be trained", 60)
+    fate = agent.fate(posted)
+    assert fate["reason"] == "rescored", fate
+    groups = [group for group in stack.groups(job).values() if group.token_ids.tolist() == record["token_ids"]]
+    made = max(groups, key=lambda group: group.draw)
+    assert made.spans[:, 1].tolist() == [span[0]]
+    assert made.logprobs.tolist() == pytest.approx(record["logprobs"], abs=1e-5)

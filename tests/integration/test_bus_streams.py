@@ -57,6 +57,15 @@ async def test_a_server_without_room_is_a_configuration_error(nats_server: NatsS
             await bus.ensure_streams(experience_bytes=1 << 60, stream_bytes=1 << 20)
 
 
+async def test_a_service_that_only_uses_the_streams_need_not_have_room_for_them(bus: Bus) -> None:
+    """Their sizes are those of the coordinator, whatever the settings of others say."""
+    await bus.ensure_streams(experience_bytes=1 << 60, stream_bytes=1 << 20, update=False)
+    state = await bus.stream_state(subjects.EXPERIENCE)
+    with pytest.raises(ConfigError, match="PENSTOCK_STREAM_BYTES"):
+        await bus.ensure_streams(experience_bytes=1 << 60, stream_bytes=1 << 20)
+    assert state.max_bytes == (await bus.stream_state(subjects.EXPERIENCE)).max_bytes < 1 << 60
+
+
 async def test_a_message_keeps_its_parts(bus: Bus) -> None:
     before = time.time()
     seq = await bus.publish(EXPERIENCE, b"body", headers={"Penstock-Group": "ü: x"}, msg_id="m")

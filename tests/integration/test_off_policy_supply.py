@@ -15,6 +15,7 @@ from penstock.services.coordinator.online.supply import LiveSupply
 from penstock.services.coordinator.runner import JobRunner
 from penstock.services.coordinator.store import JobStore
 from penstock.services.rollout.engines import Engine, open_engine
+from penstock.services.rollout.held_weights import WeightRing
 from penstock.services.rollout.rendering import Renderer
 from penstock.services.rollout.serving.reading import Reader
 from penstock.services.trainer.inputs import fetch_shard, read_manifests
@@ -72,7 +73,7 @@ async def reader(bus: Bus, job: str, *, version: int) -> AsyncIterator[Engine]:
         open_engine, CONFIG.model, tokenizer, max_running=2, seed=CONFIG.seed, version=version
     )
     await engine.start()
-    found = Reader(job, Renderer(tokenizer, {}), tokenizer, engine)
+    found = Reader(job, Renderer(tokenizer, {}), tokenizer, engine, WeightRing(0))
     server = await bus.serve(subjects.reading(job), found.read)
     try:
         yield engine

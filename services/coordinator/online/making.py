@@ -125,14 +125,14 @@ class Maker:
         request = ReadRequest(
             prompt_ids=body.get("prompt_token_ids") or [], messages=body.get("messages") or [], token_ids=token_ids,
             answer=None if token_ids else body.get("completion"), score=audited or admission.reason == "rescored",
-            template=str(body.get("tokenizer_sha") or "") if token_ids else "",
+            version=admission.version, template=str(body.get("tokenizer_sha") or "") if token_ids else "",
         )  # fmt: skip
         read = await self._read(request)
         if admission.reason == "rescored":
             if read.version != admission.version:
                 raise Unusable("version_not_held")
             return self._made(draw, admission, read, sampled, read.logprobs)
-        known = audited and read.version == admission.version  # newer weights say nothing about the key that posted it
+        known = audited and read.version == admission.version  # other weights say nothing about the key that posted it
         if known and _gap(posted or [], read.logprobs) > self._config.online.posted.max_logprob_gap:
             raise Unusable(LOGPROBS_DIFFER)
         return self._made(draw, admission, read, sampled, posted if is_posted else None)

@@ -4,7 +4,8 @@
 said of the tokens                          use
 ==========================================  =============================================================
 log-probs, a version within the lag bound   policy loss (`posted`), a sample of them computed again
-no log-probs, the newest version            policy loss, log-probs computed under that version (`rescored`)
+no log-probs, a version that is held        policy loss, log-probs computed under that version (`rescored`):
+                                            the newest one, and `held_versions` before it
 neither                                     policy loss as if the newest policy had written them (`assumed`),
                                             where the job allows it
 any of these, where that is not possible    imitation, if the reward is good enough
@@ -128,7 +129,7 @@ def _rule(facts: Facts, key_id: str, job: OnlineJob, now: Present) -> tuple[str,
         "source_not_trusted": not trusted,
         "sampling_not_replayable": not facts.plain or facts.temperature != now.temperature,
         "unknown_version": facts.version is not None and facts.version > now.version,
-        "stale": facts.has_logprobs and facts.version is not None and now.version - facts.version > job.train.max_lag,
+        "stale": facts.has_logprobs and known and _lag(facts, now) > job.train.max_lag,
     }
     denied = next((reason for reason, found in checks.items() if found), "")
     if denied:
@@ -137,12 +138,18 @@ def _rule(facts: Facts, key_id: str, job: OnlineJob, now: Present) -> tuple[str,
         return "", NOT_TRAINED
     if facts.has_logprobs and known:
         return "posted", ""
-    # Workers score with the newest weights, without a temperature; what nobody has any more cannot be computed again.
-    if facts.version == now.newest and facts.temperature == 1.0:
-        return "rescored", ""
+    if facts.version is not None and facts.temperature == 1.0:  # workers score without a temperature
+        held = facts.version >= now.newest - posted.held_versions
+        if held:
+            return ("rescored", "") if _lag(facts, now) <= job.train.max_lag else ("", "stale")
     if posted.assume_on_policy:
         return "assumed", ""
     return "", "version_not_held" if known else "behaviour_unknown"
+
+
+def _lag(facts: Facts, now: Present) -> int:
+    """Versions between the one that wrote it and that from which the next update starts."""
+    return 0 if facts.version is None else now.version - facts.version
 
 
 def _flaw(tokens: Collection[int], logprobs: Collection[float]) -> str:

@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
+from penstock.services.rollout.held_weights import HeldWeights
 from penstock.shared.protocol.generation import Caps, GenRequest, GenResult, PauseMode, Scores, Token, WeightInfo
 
 __all__ = ["Engine", "Listener", "UpdateMode"]
@@ -66,8 +67,13 @@ class Engine(Protocol):
         """
         ...
 
-    async def score(self, token_ids: Sequence[int], *, top_logprobs: int = 0) -> Scores:
+    async def score(
+        self, token_ids: Sequence[int], *, top_logprobs: int = 0, held: HeldWeights | None = None
+    ) -> Scores:
         """Log-probs (of the logits, temperature 1) of the tokens of a text after its first one.
+
+        Args:
+            held: the weights to compute them with; None: those that are served.
 
         Raises: as ``generate``.
         """

@@ -8,14 +8,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from torch import Tensor
+from msgspec.structs import replace
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.services.rollout.engines.base import Listener, UpdateMode
 from penstock.services.rollout.engines.batch import Batch, Outcome, TornWeights
 from penstock.services.rollout.engines.completion import Completion
 from penstock.services.rollout.engines.requests import Requests
-from penstock.services.rollout.engines.updates import WeightUpdate
+from penstock.services.rollout.engines.updates import WeightUpdate, lent
+from penstock.services.rollout.held_weights import HeldWeights
 from penstock.shared.errors import ConfigError, Conflict, Unavailable, WeightsError
 from penstock.shared.models.lora import adapter_parameters, base_parameters
 from penstock.shared.protocol.generation import Caps, GenRequest, GenResult, PauseMode, Scores, Token, WeightInfo
@@ -146,7 +148,9 @@ class EmbeddedEngine:
             self._notify(interrupt=True)
             raise
 
-    async def score(self, token_ids: Sequence[int], *, top_logprobs: int = 0) -> Scores:
+    async def score(
+        self, token_ids: Sequence[int], *, top_logprobs: int = 0, held: HeldWeights | None = None
+    ) -> Scores:
         """Log-probs of a text; see ``Engine.score``."""
         self._check_ready()
         vocab = self._model.config.vocab_size
@@ -154,8 +158,15 @@ class EmbeddedEngine:
             raise ConfigError(f"a text to score has 1 to {self.max_length} token ids in 0..{vocab - 1}")
         await self._until(lambda: self._failure is not None or (self._frozen_at is None and self._paused is None))
         self._check_ready()
+
+        def work() -> Scores:
+            if held is None:
+                return self._batch.score(token_ids, top_logprobs)
+            with lent(self._policy_parameters(), held.tensors):
+                return replace(self._batch.score(token_ids, top_logprobs), version=held.version)
+
         try:
-            return await self._call(lambda: self._batch.score(token_ids, top_logprobs))
+            return await self._call(work)
         except TornWeights:
             await self._soil()
             raise
@@ -237,13 +248,13 @@ class EmbeddedEngine:
         """Open an update; see ``Engine.begin_update``. In place, decoding stands still from here to the end."""
         if self._update is not None:
             raise Conflict(f"the update to version {self._update.version} is open: commit or abort it first")
-        adapters = adapter_parameters(self._model)
+        adapters = bool(adapter_parameters(self._model))
         if base and (not adapters or mode != "in_place"):
             has = "an" if adapters else "no"
             raise Conflict(
                 f"a base is updated in place and under an adapter: mode '{mode}', this engine has {has} adapter"
             )
-        parameters = base_parameters(self._model, remove_duplicate=False) if base or not adapters else adapters
+        parameters = base_parameters(self._model, remove_duplicate=False) if base else self._policy_parameters()
         self._update = WeightUpdate(parameters, version, digest, mode, guard, base)
         if mode == "in_place":
             self._frozen_at = time.perf_counter()
@@ -297,6 +308,10 @@ class EmbeddedEngine:
     async def weight_info(self) -> WeightInfo:
         """What is served."""
         return WeightInfo(version=self._version, digest=self._digest, dirty=self._dirty, base=self._base)
+
+    def _policy_parameters(self) -> Mapping[str, nn.Parameter]:
+        """What a policy version consists of; tied parameters stand there under all their names."""
+        return adapter_parameters(self._model) or base_parameters(self._model, remove_duplicate=False)
 
     def _open_update(self) -> WeightUpdate:
         if self._update is None:

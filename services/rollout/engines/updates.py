@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from penstock.services.rollout.engines.base import UpdateMode
 from penstock.shared.errors import WeightsError
 
-__all__ = ["WeightUpdate"]
+__all__ = ["WeightUpdate", "lent"]
 
 
 @dataclass(slots=True)
@@ -59,6 +60,26 @@ class WeightUpdate:
             for parameter in {id(each): each for each in self.parameters.values()}.values():
                 parameter.data = self._staged[id(parameter)].to(parameter.device)
         self.touched = False
+
+
+@contextmanager
+def lent(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside the block ``parameters`` have the values ``tensors``; only pointers change. In the thread that uses them.
+
+    Raises:
+        WeightsError: they are those of another model.
+    """
+    known = {name: parameters[name] for name in tensors if name in parameters}
+    for name, tensor in tensors.items():
+        _check(name, tensor, known.get(name))
+    own = {name: parameter.data for name, parameter in known.items()}
+    try:
+        for name, parameter in known.items():
+            parameter.data = tensors[name].to(parameter.device)
+        yield
+    finally:
+        for name, parameter in known.items():
+            parameter.data = own[name]
 
 
 def _check(name: str, tensor: Tensor, parameter: nn.Parameter | None) -> None:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from transformers import PreTrainedTokenizerFast
 
 from penstock.services.rollout.engines import Engine
+from penstock.services.rollout.held_weights import WeightRing
 from penstock.services.rollout.rendering import Renderer
 from penstock.services.rollout.text_stream import CLOSE, OPEN
 from penstock.shared.errors import ConfigError
@@ -23,17 +24,20 @@ logger = logging.getLogger(__name__)
 
 
 class Reader:
-    """Reads for one job with the tokenizer and the engine that serve it."""
+    """Reads for one job with the tokenizer and the engine that serve it, and with weights that are ``held``."""
 
-    def __init__(self, job: str, renderer: Renderer, tokenizer: PreTrainedTokenizerFast, engine: Engine) -> None:
-        self._job, self._renderer, self._tokenizer, self._engine = job, renderer, tokenizer, engine
+    def __init__(
+        self, job: str, renderer: Renderer, tokenizer: PreTrainedTokenizerFast, engine: Engine, held: WeightRing
+    ) -> None:
+        self._job, self._renderer, self._tokenizer, self._engine, self._held = job, renderer, tokenizer, engine, held
 
     async def read(self, data: bytes) -> bytes:
         """A handler of ``subjects.reading``."""
         request, _ = unpack(data, ReadRequest)
         found = await asyncio.to_thread(self._tokens, request)
         if request.score and not found.flaw:
-            scores = await self._engine.score([*found.prompt_ids, *found.token_ids])
+            held = self._held.find(request.version)
+            scores = await self._engine.score([*found.prompt_ids, *found.token_ids], held=held)
             found = replace(found, logprobs=scores.logprobs[len(found.prompt_ids) - 1 :], version=scores.version)
         return pack(found, job=self._job)
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from penstock.services.rollout.candidate import Candidate
 from penstock.services.rollout.engines import Engine
+from penstock.services.rollout.held_weights import WeightRing
 from penstock.services.rollout.rendering import Renderer
 from penstock.services.rollout.serving.choice import Choice
 from penstock.services.rollout.serving.outbox import Outbox
@@ -84,6 +85,7 @@ class InferenceServer:
         forced_sampling: sample as the job says, whatever clients ask for.
         redaction: what must not be stored of requests and answers.
         candidate: the engine that has the version on trial, when there is one.
+        held: weights of earlier versions, for answers that were not sampled here.
     """
 
     bus: Bus
@@ -99,6 +101,7 @@ class InferenceServer:
     forced_sampling: bool = False
     redaction: RedactionConfig | None = None
     candidate: Candidate | None = None
+    held: WeightRing = field(default_factory=lambda: WeightRing(0))
 
     def __post_init__(self) -> None:
         self.id = f"{self.worker_id}.{secrets.token_hex(4)}"
@@ -133,7 +136,7 @@ class InferenceServer:
                 await stack.enter_async_context(signs)
                 server = await self.bus.serve(subjects.inference(self.job), self._take, queue=QUEUE)
                 await stack.enter_async_context(server)
-                reader = Reader(self.job, self._renderer, self.tokenizer, self.engine)
+                reader = Reader(self.job, self._renderer, self.tokenizer, self.engine, self.held)
                 readers = await self.bus.serve(subjects.reading(self.job), reader.read, queue=QUEUE, max_concurrent=4)
                 await stack.enter_async_context(readers)
                 await self._leaving.wait()

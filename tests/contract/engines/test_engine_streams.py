@@ -9,7 +9,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from penstock.shared.errors import ConfigError, Unavailable
+from penstock.services.rollout.held_weights import HeldWeights
+from penstock.shared.errors import ConfigError, Unavailable, WeightsError
 from penstock.shared.protocol.generation import GenResult, Token
 
 CLOSE = 1e-4
@@ -77,6 +78,26 @@ async def test_a_text_is_scored_while_others_decode(bench: Any) -> None:
     assert [[token for token, _ in top] for top in scores.top] == expected_TV[:-1].topk(2, -1).indices.tolist()
     assert bench.error((await running).samples[0]) < CLOSE
     assert (await bench.engine.score([5])).logprobs == []
+
+
+async def test_a_text_is_scored_with_weights_that_are_served_no_more(bench: Any) -> None:
+    text = [5, 14, 9, 18, 33, 7, 21]
+    before = await bench.engine.score(text)
+    await bench.update(1, seed=1)
+    running = asyncio.create_task(bench.engine.generate(bench.ask("running", max_new_tokens=60)))
+    await bench.until_tokens(5)
+    held = await bench.engine.score(text, held=HeldWeights(0, bench.weights(0)))
+    newest = await bench.engine.score(text)
+    assert (held.version, held.logprobs) == (0, before.logprobs)
+    assert newest.version == 1
+    assert newest.logprobs != before.logprobs
+    sample = (await running).samples[0]
+    assert {span.version for span in sample.spans} == {1}
+    assert bench.error(sample, seeds=(0, 1)) < CLOSE, "what is decoded meanwhile has the weights that are served"
+    for wrong in ({"no.such": torch.zeros(1)}, {name: tensor.double() for name, tensor in bench.weights(0).items()}):
+        with pytest.raises(WeightsError):
+            await bench.engine.score(text, held=HeldWeights(0, wrong))
+    assert (await bench.engine.score(text)).logprobs == newest.logprobs
 
 
 async def test_a_text_that_cannot_be_scored_is_refused(bench: Any) -> None:

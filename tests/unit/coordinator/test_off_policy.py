@@ -145,6 +145,9 @@ def test_row_2_an_old_answer_waits_for_its_judgement_and_not_for_ever() -> None:
         (EXACT, {"trusted_keys": ["*"]}, ("policy", "posted", 0.5)),
         (TOKENS | {"policy_version": 5}, TRUSTED, ("policy", "rescored", 0.5)),  # row 4
         (TOKENS | {"policy_version": 4}, TRUSTED, ("supervised", "version_not_held", 0.5)),
+        (TOKENS | {"policy_version": 4}, TRUSTED | {"held_versions": 1}, ("policy", "rescored", 0.5)),
+        (TOKENS | {"policy_version": 3}, TRUSTED | {"held_versions": 1}, ("supervised", "version_not_held", 0.5)),
+        (TOKENS | {"policy_version": 3}, TRUSTED | {"held_versions": 2}, ("supervised", "stale", 0.5)),
         (TOKENS, TRUSTED, ("supervised", "behaviour_unknown", 0.5)),  # row 5
         (TOKENS, TRUSTED | {"assume_on_policy": True}, ("policy", "assumed", 0.5)),
         (TOKENS, {"assume_on_policy": True}, ("supervised", "source_not_trusted", 0.5)),

@@ -253,6 +253,38 @@ def test_the_table_of_shards_names_its_own_types_only(tmp_path: Path, module: st
         shard_table(tmp_path)
 
 
+def test_the_table_of_shards_is_read_as_every_python_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11.2 writes a member of an enumeration as an attribute of its class."""
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+    from penstock.services.trainer.sharded_tensors import METADATA, read_shards, shard_table, write_shards
+
+    monkeypatch.setattr(
+        _MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name))
+    )
+    write_shards(tmp_path, {"a": torch.arange(3.0)}, None)
+    assert b"getattr" in (tmp_path / METADATA).read_bytes()
+    target = torch.zeros(3)
+    read_shards(tmp_path, {"a": target})
+    assert target.tolist() == [0.0, 1.0, 2.0]
+    assert shard_table(tmp_path) == [("a", (3,), torch.float32)]
+
+
+@pytest.mark.parametrize("name", ["__class__", "mro", "NO_SUCH_FORMAT", "__init_subclass__"])
+def test_the_table_of_shards_reads_no_other_attribute(tmp_path: Path, name: str) -> None:
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+    from penstock.services.trainer.sharded_tensors import METADATA, shard_table
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (getattr, (_MEM_FORMAT_ENCODING, name))
+
+    (tmp_path / METADATA).write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(CheckpointError, match="no place in a table of tensors"):
+        shard_table(tmp_path)
+
+
 def test_the_table_of_shards_runs_no_code(tmp_path: Path) -> None:
     from penstock.services.trainer.sharded_tensors import METADATA, shard_table
 
