@@ -32,6 +32,7 @@ from penstock.services.coordinator.runner import JobRunner
 from penstock.services.coordinator.serving import Gateway
 from penstock.services.coordinator.store import JobStore
 from penstock.services.coordinator.webhooks.delivery import Courier
+from penstock.services.coordinator.webserver import server_of
 from penstock.shared.config.kinds import parse_training, trains
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.service import ServiceSettings
@@ -111,12 +112,7 @@ class CoordinatorService:
 
     async def _serve_http(self) -> None:
         app = create_app(self.control, self.settings, stopping=self._stopping, desk=self.feedback, serving=self.gateway)
-        config = uvicorn.Config(
-            app, host=self.settings.http_host, port=self.settings.http_port, log_config=None, access_log=False,
-            timeout_graceful_shutdown=3, lifespan="on",
-        )  # fmt: skip
-        self._server = uvicorn.Server(config)
-        self._server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+        self._server = server_of(app, self.settings)
         await self._server._serve()
         if not self._server.should_exit:
             raise ConfigError(f"cannot serve HTTP on {self.settings.http_host}:{self.settings.http_port}")

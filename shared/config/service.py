@@ -51,6 +51,9 @@ class ServiceSettings(BaseSettings):
     """Port of the health endpoint of a worker service; 0 picks a free one."""
     api_keys: str = ""
     """Comma-separated bearer keys; mandatory when http_host is not a loopback address."""
+    forwarded_allow_ips: str = ""
+    """Addresses and networks of proxies, comma-separated, or `*`: who is believed when it names the client of a request
+    (`X-Forwarded-For`, `X-Forwarded-Proto`; coordinator). Empty: nobody."""
     lease_s: float = Field(3.0, gt=0.2)
     """A lease that was not renewed for this long may be taken over by another coordinator or trainer."""
     heartbeat_s: float = Field(1.0, gt=0.05)
@@ -90,6 +93,10 @@ class ServiceSettings(BaseSettings):
     """API requests of one key (`limits` notation); needs redis_url to be shared between replicas."""
     live_rate_limit: str = "60000/minute"
     """Requests of one key to models and feedback, counted apart; a key's own rate replaces both."""
+    user_rate_limit: str = ""
+    """Live requests and items of feedback of one key that name the same end user, like 60/minute. Empty: no limit."""
+    address_rate_limit: str = ""
+    """API requests of one client address (IPv6: one /64), with a valid key or without. Empty: no limit."""
     experience_bytes: int = Field(4 << 30, ge=1 << 20)
     """Size of the EXPERIENCE stream; a full stream refuses new messages."""
     stream_bytes: int = Field(1 << 30, ge=1 << 20)

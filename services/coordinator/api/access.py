@@ -12,6 +12,7 @@ from fastapi import Depends, Path, Request
 from penstock.services.coordinator.api.auth import KeyRing
 from penstock.services.coordinator.api.control import Control
 from penstock.services.coordinator.api.feedback_desk import FeedbackDesk
+from penstock.services.coordinator.api.ratelimit import RateLimiter
 from penstock.services.coordinator.api.serving import Serving
 from penstock.services.coordinator.api.volatile import Volatile
 from penstock.shared.config.service import ServiceSettings
@@ -31,6 +32,7 @@ class Backend:
     stopping: asyncio.Event
     volatile: Volatile
     ring: KeyRing
+    limiter: RateLimiter
     feedback: FeedbackDesk | None
     serving: Serving[Any] | None
 

@@ -98,7 +98,9 @@ def create_app(
         redirect_slashes=False,
         lifespan=lifespan,
     )
-    app.state.backend = Backend(control, settings, stopping or asyncio.Event(), volatile, ring, desk, serving)
+    app.state.backend = Backend(
+        control, settings, stopping or asyncio.Event(), volatile, ring, limiter, desk, serving
+    )  # fmt: skip
     app.openapi = lambda: openapi.describe(app, ROUTERS)  # type: ignore[method-assign]
     for router in ROUTERS:
         app.include_router(router)

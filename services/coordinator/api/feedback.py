@@ -30,11 +30,14 @@ from penstock.services.coordinator.api.idempotency import token_of
 from penstock.services.coordinator.api.own_episode import check_model, check_own_episode
 from penstock.services.coordinator.api.replies import HttpProblem, Json, problem_body
 from penstock.services.coordinator.api.scopes import require
+from penstock.services.coordinator.api.user_limits import check_user, over_limit
 
 __all__ = ["DIRECT", "router"]
 
 router = APIRouter(tags=["feedback"])
 ADMIN = [require("feedback:admin")]
+LATER = (429, 503)
+"""Refusals of what may be sent again as it is."""
 
 Sender = Annotated[Caller, require("feedback:write", in_episode=True)]
 Judge = Annotated[Caller, require("feedback:write", in_episode=True, by_token=True)]
@@ -61,8 +64,10 @@ async def post_feedback(request: Request, caller: Judge, backend: BackendDep) ->
     second effect.
     """
     post = bound_post(await read_post(request), caller)
-    await check_own_episode(caller, [post], _desk(backend))
-    found = once((await _desk(backend).post([post], caller=caller, key=_key(request)))[0], caller)
+    desk = _desk(backend)
+    await check_own_episode(caller, [post], desk)
+    await check_user(backend.limiter, caller, post.named_user, desk.pseudonym)
+    found = once((await desk.post([post], caller=caller, key=_key(request)))[0], caller)
     if isinstance(found, HttpProblem):
         raise found
     return Json(found, 202 if found["status"] == "accepted" else 200)
@@ -77,12 +82,14 @@ async def post_feedback_at_root(request: Request, caller: Judge, backend: Backen
 @router.post("/v1/feedback/batch", status_code=207, response_model=BatchReply, openapi_extra=_MANY)
 async def post_batch(request: Request, caller: Sender, backend: BackendDep) -> Response:
     """Post up to 256 items as a JSON array or as JSON lines. Each is judged alone; `data[].status` says how."""
-    read = await read_batch(request)
+    read, desk = await read_batch(request), _desk(backend)
     posts = [post for post in read if not isinstance(post, HttpProblem)]
-    await check_own_episode(caller, posts, _desk(backend))
-    answers = iter(await _desk(backend).post(posts, caller=caller, key=_key(request)))
+    await check_own_episode(caller, posts, desk)
+    refusals = await over_limit(backend.limiter, caller, [post.named_user for post in posts], desk.pseudonym)
+    admitted = [refusal or post for post, refusal in zip(posts, refusals, strict=True)]
+    answers = iter(await desk.post(admitted, caller=caller, key=_key(request)))
     found = [post if isinstance(post, HttpProblem) else next(answers) for post in read]
-    unstored = [answer for answer in found if isinstance(answer, HttpProblem) and answer.status == 503]
+    unstored = [answer for answer in found if isinstance(answer, HttpProblem) and answer.status in LATER]
     if len(unstored) == len(found):
         raise unstored[0]
     rows = [_row(place, answer, request.url.path) for place, answer in enumerate(found)]

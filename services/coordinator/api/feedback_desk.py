@@ -36,11 +36,16 @@ class FeedbackDesk(Protocol):
         """What is held back."""
         ...
 
+    def pseudonym(self, user: str) -> str:
+        """What stands for a user in what is stored; '' for nobody. Raises Unavailable while that cannot be told yet."""
+        ...
+
     async def post(self, posts: Sequence[Any], *, caller: Caller, key: str | None) -> list[Row | HttpProblem]:
         """Store validated posts (``FeedbackPost``); for each a ``FeedbackReply`` once it is on disk, or its refusal.
 
-        ``key`` is the request's Idempotency-Key: posts without an id of their own get one from it, so that the same
-        request again has no second effect, whenever it comes.
+        ``key`` is the request's Idempotency-Key: posts without an id of their own get one from it and their place, so
+        that the same request again has no second effect, whenever it comes. What was refused before is among them as
+        its problem, and answered with it, for the others keep their places.
         """
         ...
 

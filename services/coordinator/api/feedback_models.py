@@ -28,6 +28,7 @@ __all__ = [
     "MAX_TOKENS",
     "POST",
     "POSTS",
+    "USER_TAG",
     "BatchReply",
     "ConsentBody",
     "ConsentReply",
@@ -56,6 +57,8 @@ MAX_TOKENS = 131_072
 """Prompt and completion of one posted interaction together."""
 LOGPROB_SLACK = 1e-6
 """A log-probability may exceed 0 by rounding."""
+USER_TAG = "user_id"
+"""The tag by which TensorZero's clients name a user."""
 
 _UUID = r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}"
 InferenceId = Annotated[StrictStr, StringConstraints(pattern=rf"^(chatcmpl-|cmpl-)?{_UUID}$")]
@@ -85,6 +88,11 @@ class _Post(BaseModel):
     tags: dict[TagKey, TagValue] = Field(default_factory=dict, max_length=16)
     observed_at: AwareDatetime | None = Field(None, strict=True, description="When it happened (RFC 3339)")
     user: User | None = Field(None, description="Whose verdict; stored as a pseudonym only. Also: tags.user_id")
+
+    @property
+    def named_user(self) -> str:
+        """Whose verdict it is, as its sender says; '' where that is not said."""
+        return self.user or self.tags.get(USER_TAG, "")
 
 
 class Metric(_Post):

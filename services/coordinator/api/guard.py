@@ -34,7 +34,8 @@ SECONDS = metrics.histogram("http_request_duration_seconds", "Time to the start 
 
 
 class Guard:
-    """ASGI middleware: a key where keys exist, at most so many requests, at most so many bytes."""
+    """ASGI middleware: at most so many requests of an address, a key where keys exist, at most so many requests of that
+    key, at most so many bytes."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing, limiter: RateLimiter) -> None:
         self.app = app
@@ -58,18 +59,19 @@ class Guard:
             await problem_response(from_error(error), scope["path"])(scope, receive, reply)
 
     async def _admit(self, scope: Scope, reply: _Reply) -> None:
+        client = scope.get("client")
+        address = await self.limiter.hit_address(client[0] if client else "")
+        if address is not None:  # before the key is looked at: who guesses keys is counted, too
+            reply.extra = address.headers()
+            if not address.allowed:
+                raise address.refusal("address_rate_limited", "from this address")
         caller = await self.keys.caller(Headers(scope=scope))
         scope.setdefault("state", {})["caller"] = caller
-        client = scope.get("client")
         peer = f"{caller.id}@{client[0]}" if client and caller is ANONYMOUS else caller.sender
         allowance = await self.limiter.hit(peer, caller.rate_limit, live=is_live(scope["path"]))
         reply.extra = allowance.headers()
         if not allowance.allowed:
-            raise HttpProblem(
-                429,
-                "rate_limited",
-                f"more than {allowance.limit} requests in {allowance.window_s} s; wait {allowance.reset_s} s",
-            )
+            raise allowance.refusal("rate_limited", "of this caller")
 
 
 class _Reply:
@@ -84,7 +86,8 @@ class _Reply:
         if message["type"] == "http.response.start":
             self.started = True
             headers = MutableHeaders(scope=message)
-            headers.update(self.extra)
+            for name, value in self.extra.items():
+                headers.setdefault(name, value)  # a refusal speaks of the limit that it is about
         await self._send(message)
 
 

@@ -180,10 +180,10 @@ class _Recorder:
         await self._send(message)
 
     def reply(self, fingerprint: bytes) -> StoredReply | None:
-        """What to keep; None for failures of the server, streams, secrets and long replies, which run again."""
+        """What to keep; None for what may go otherwise the next time, for streams, secrets and long replies."""
         if not self._complete or self._streamed or self._secret:
             return None
-        if self._status >= 500 or len(self._body) > MAX_REPLY_BYTES:
+        if self._status == 429 or self._status >= 500 or len(self._body) > MAX_REPLY_BYTES:
             return None
         return StoredReply(fingerprint, self._status, self._headers, bytes(self._body))
 

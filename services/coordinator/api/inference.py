@@ -20,6 +20,7 @@ from penstock.services.coordinator.api.own_episode import check_model, own_episo
 from penstock.services.coordinator.api.replies import HttpProblem, Json
 from penstock.services.coordinator.api.scopes import require
 from penstock.services.coordinator.api.serving import Ask, Served, Serving
+from penstock.services.coordinator.api.user_limits import check_user
 from penstock.shared.errors import NotFound, PenstockError
 from penstock.shared.protocol.interaction import job_mark, marked_id
 
@@ -214,6 +215,7 @@ async def _answer(
         episode=own_episode(caller, episode_of(episode, request.headers, body), served.job),
         retries=int(retries) if retries.isdecimal() else None, only_opened=bool(caller.episode),
     )  # fmt: skip
+    await check_user(backend.limiter, caller, ask.user, serving.pseudonym)
     try:
         answer = await serving.open(ask)
     except PenstockError as error:

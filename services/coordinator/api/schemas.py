@@ -153,5 +153,7 @@ class Limits(BaseModel):
     max_wait_s: float
     rate_limit: str
     live_rate_limit: str = Field(description="Of models and feedback, counted apart")
+    user_rate_limit: str | None = Field(description="Of live requests and feedback of a key for one end user")
+    address_rate_limit: str | None = Field(description="Of one client address; IPv6: of a /64")
     idempotency_keep_s: int
     authentication: bool

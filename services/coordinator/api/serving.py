@@ -124,6 +124,10 @@ class Serving(Protocol[A]):
         """The episodes."""
         ...
 
+    def pseudonym(self, user: str) -> str:
+        """What stands for a user in records; '' for nobody. Raises Unavailable while that cannot be told yet."""
+        ...
+
     def models(self) -> list[Served]:
         """All models. Raises Unavailable while the jobs are not read yet."""
         ...

@@ -33,6 +33,8 @@ async def limits(backend: BackendDep) -> Response:
         max_wait_s=MAX_WAIT_S,
         rate_limit=backend.settings.rate_limit,
         live_rate_limit=backend.settings.live_rate_limit,
+        user_rate_limit=backend.settings.user_rate_limit or None,
+        address_rate_limit=backend.settings.address_rate_limit or None,
         idempotency_keep_s=KEEP_S,
         authentication=backend.ring.required,
     )

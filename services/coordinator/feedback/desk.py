@@ -88,6 +88,10 @@ class FeedbackDesk:
 
     # -- posts -------------------------------------------------------------------------------------------------------
 
+    def pseudonym(self, user: str) -> str:
+        """See ``api.feedback_desk.FeedbackDesk.pseudonym``."""
+        return self.pseudonyms.of(user)
+
     async def post(self, posts: Sequence[Any], *, caller: Caller, key: str | None) -> list[Row | HttpProblem]:
         """See ``api.feedback_desk.FeedbackDesk.post``."""
         prepared = [await self._prepare(post, caller, key, place) for place, post in enumerate(posts)]
@@ -110,9 +114,11 @@ class FeedbackDesk:
         return replies
 
     async def _prepare(
-        self, post: Posted, caller: Caller, key: str | None, place: int
+        self, post: Posted | HttpProblem, caller: Caller, key: str | None, place: int
     ) -> tuple[Feedback, bool] | HttpProblem:
         """``(item, whether its sender chose its id)``, or why there is none."""
+        if isinstance(post, HttpProblem):
+            return post
         try:
             if isinstance(post, PostedInteraction | PostedPreference):
                 job = await self.jobs.of_model(post.model)
@@ -268,7 +274,7 @@ def _identity(post: Posted, caller: Caller, key: str | None, place: int, digest:
     return Identity(str(uuid6.uuid7()), caller.id, False, caller.max_weight)
 
 
-def _is_dry(post: Posted) -> bool:
+def _is_dry(post: Posted | HttpProblem) -> bool:
     return isinstance(post, Metric) and bool(post.dryrun)
 
 

@@ -12,6 +12,7 @@ from uuid import UUID
 import msgspec
 
 from penstock.services.coordinator.api.feedback_models import (
+    USER_TAG,
     Correction,
     Metric,
     PostedInteraction,
@@ -31,8 +32,6 @@ VERSION_BITS, VERSION_8 = (0xF << 76) | (0x3 << 62), (0x8 << 76) | (0x2 << 62)
 """Version and variant of a UUID, and what they are in one with contents of its maker's own (RFC 9562 §5.8)."""
 TEXTS = ("comment", "corrected", "demonstration", "messages", "completion", "answers")
 """Parts of a body that people or models wrote."""
-USER_TAG = "user_id"
-"""The tag by which TensorZero's clients name a user."""
 UUID_CHARS = 36
 RANGE_FACTOR = 10.0
 """A weighted value further out than this many times the larger bound of `clip` is an error of its sender."""
@@ -84,7 +83,6 @@ def item_of(post: Posted, job: LiveJob, who: Identity, pseudonym: Callable[[str]
     """
     _refuse_weightless(post, who)
     tags = dict(post.tags)
-    user = post.user or tags.get(USER_TAG, "")
     fields = _fields(post, job)
     if job.redactor is not None:
         _refuse_tokens(post)
@@ -96,7 +94,7 @@ def item_of(post: Posted, job: LiveJob, who: Identity, pseudonym: Callable[[str]
     if post.observed_at is not None:
         fields["body"] = {**fields.get("body", {}), "observed_at": post.observed_at.timestamp()}
     item = Feedback(
-        id=who.id, job=job.id, key_id=who.key_id, received=time.time(), user=pseudonym(user),
+        id=who.id, job=job.id, key_id=who.key_id, received=time.time(), user=pseudonym(post.named_user),
         revision=post.revision, tags=tags, **fields,
     )  # fmt: skip
     if item.weight > who.max_weight:

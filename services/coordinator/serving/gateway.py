@@ -84,6 +84,10 @@ class Gateway:
 
     # -- api.serving.Serving -----------------------------------------------------------------------------------------
 
+    def pseudonym(self, user: str) -> str:
+        """See ``Serving.pseudonym``."""
+        return self._pseudonym(user)
+
     def models(self) -> list[Served]:
         """See ``Serving.models``."""
         if not self._table.current:
