@@ -6,10 +6,13 @@ import asyncio
 import contextlib
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from penstock.services.coordinator.api.control import Row
-from penstock.services.coordinator.samples import choose_samples, sample_detail, sample_rows
+from penstock.services.coordinator.samples import check_env, choose_samples, sample_detail, sample_rows
+from penstock.shared.config.kinds import trains
 from penstock.shared.errors import NotFound, ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import BatchSealed, BatchTrained, decode_events
@@ -23,24 +26,30 @@ _ROW_ID = re.compile(r"(\d{1,15})-(\d{1,15}\.\d{1,18})-(\d{1,6})", re.ASCII)
 
 
 class SampleBrowser:
-    """See ``Control.samples`` and ``Control.sample``. ``trains``: the job has batches; else it is an evaluation."""
+    """See ``Control.samples`` and ``Control.sample``."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
 
     async def page(
-        self, job: str, *, trains: bool, step: int | None, limit: int, sort: str | None, after: str | None,
-        min_reward: float | None,
+        self, job: str, spec: Mapping[str, Any], *, step: int | None, limit: int, sort: str | None, after: str | None,
+        min_reward: float | None, env: str | None,
     ) -> list[Row]:  # fmt: skip
-        """Rows of one page."""
-        if not trains:
-            rows = await self._evaluated(job, limit=limit, sort=sort, after=after, min_reward=min_reward)
+        """Rows of one page; ``spec`` is the job file. Raises NotFound: it has no source ``env``."""
+        if env is not None:
+            check_env(spec, env)
+        wanted = partial(_is_wanted, min_reward=min_reward, env=env)
+        if trains(spec):
+            rows = await self._trained(job, step=step, limit=limit, sort=sort, after=after, wanted=wanted)
         else:
-            rows = await self._trained(job, step=step, limit=limit, sort=sort, after=after, min_reward=min_reward)
+            headers = await self._headers(job)
+            chosen = choose_samples(headers, sort=sort, after=after, limit=limit, min_reward=min_reward, env=env)
+            rows = await self._evaluated(chosen)
         return [{**row, "href": f"/v1/samples/{job}-{row['id']}"} for row in rows]
 
     async def one(self, job: str, row_id: str, *, trains: bool) -> Row:
-        """One completion. Raises NotFound: there is none, or its group is not in the stream any more."""
+        """One completion; ``trains``: of a batch, not of an evaluation. Raises NotFound: there is none, or its group is
+        not in the stream any more."""
         found = _ROW_ID.fullmatch(row_id)
         if found is None:
             raise NotFound(f"'{row_id[:80]}' is no sample: STEP-DRAW-INDEX, as the list of samples shows it")
@@ -55,8 +64,9 @@ class SampleBrowser:
         return {**sample_detail(step, group, index), "href": f"/v1/samples/{job}-{row_id}"}
 
     async def _trained(
-        self, job: str, *, step: int | None, limit: int, sort: str | None, after: str | None, min_reward: float | None
-    ) -> list[Row]:
+        self, job: str, *, step: int | None, limit: int, sort: str | None, after: str | None,
+        wanted: Callable[[Row], bool],
+    ) -> list[Row]:  # fmt: skip
         batches = await self._batches(job)
         steps = [step] if step is not None else sorted(batches, reverse=True)
         place = _ROW_ID.fullmatch(after or "")
@@ -75,7 +85,7 @@ class SampleBrowser:
             read = await asyncio.to_thread(_rows_of, number, found)
             if sort is None and place is not None and number == int(place[1]):
                 read = _past(read, after)
-            rows += [row for row in read if _good(row, min_reward)]
+            rows += [row for row in read if wanted(row)]
             if len(rows) >= enough:
                 break
         if sort is not None:
@@ -83,11 +93,7 @@ class SampleBrowser:
             rows = rows if after is None else _past(rows, after)
         return rows[:limit]
 
-    async def _evaluated(
-        self, job: str, *, limit: int, sort: str | None, after: str | None, min_reward: float | None
-    ) -> list[Row]:
-        headers = await self._headers(job)
-        chosen = choose_samples(headers, sort=sort, after=after, limit=limit, min_reward=min_reward)
+    async def _evaluated(self, chosen: Sequence[tuple[int, str]]) -> list[Row]:
         messages = await self._bus.get_whole(subjects.EXPERIENCE, [seq for seq, _ in chosen])
         found = await asyncio.to_thread(_rows_of, 0, [message.data for message in messages.values()])
         rows = {row["id"]: row for row in found}
@@ -112,8 +118,9 @@ class SampleBrowser:
         return next((seq for seq, header in await self._headers(job) if header.draw == draw), None)
 
 
-def _good(row: Row, min_reward: float | None) -> bool:
-    return min_reward is None or (row["reward"] >= min_reward and not row["failed"])
+def _is_wanted(row: Row, *, min_reward: float | None, env: str | None) -> bool:
+    good = min_reward is None or (row["reward"] >= min_reward and not row["failed"])
+    return good and (env is None or row["env"] == env)
 
 
 def _past(rows: list[Row], after: str | None) -> list[Row]:

@@ -233,12 +233,13 @@ class CoordinatorControl:
         return await asyncio.to_thread(_timeline, [entry.data for entry in entries], step, limit)
 
     async def samples(
-        self, job: str, *, step: int | None, limit: int, sort: str | None, after: str | None, min_reward: float | None
-    ) -> list[Row]:
+        self, job: str, *, step: int | None, limit: int, sort: str | None, after: str | None,
+        min_reward: float | None, env: str | None,
+    ) -> list[Row]:  # fmt: skip
         """See ``Control.samples``."""
-        training = trains((await self.store.get(job)).spec)
+        spec = (await self.store.get(job)).spec
         return await self._browser.page(
-            job, trains=training, step=step, limit=limit, sort=sort, after=after, min_reward=min_reward
+            job, spec, step=step, limit=limit, sort=sort, after=after, min_reward=min_reward, env=env
         )
 
     async def sample(self, job: str, row_id: str) -> Row:

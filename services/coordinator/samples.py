@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from penstock.shared.config.data import source_names
+from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import parse_job
+from penstock.shared.errors import NotFound
 from penstock.shared.protocol.trajectory import FINISH_REASONS, Group, GroupHeader
 
-__all__ = ["choose_samples", "sample_detail", "sample_rows"]
+__all__ = ["check_env", "choose_samples", "sample_detail", "sample_rows"]
+
+
+def check_env(spec: Mapping[str, Any], env: str) -> None:
+    """Raise NotFound unless a source that this job draws its prompts from is called ``env``."""
+    config = parse_job(spec)
+    names = source_names(config.data.train if isinstance(config, JobConfig) else config.data.eval)
+    if env not in names:
+        known = f"they are called {', '.join(names)}" if names else "it has none, for live agents send its prompts"
+        raise NotFound(f"env: no source of this job is called '{env}'; {known}")
 
 
 def choose_samples(
@@ -19,15 +32,18 @@ def choose_samples(
     after: str | None,
     limit: int,
     min_reward: float | None = None,
+    env: str | None = None,
 ) -> list[tuple[int, str]]:
     """(sequence, row id) of one page of completions, chosen without reading a group; ids are those of step 0.
 
     ``sort``: ``reward``, ``-reward``, ``length``, ``-length``, or None for the order of the prompts; ``after``: the
-    last id of the page before; ``min_reward`` leaves out those below it and those that could not be scored.
+    last id of the page before; ``min_reward`` leaves out those below it and those that could not be scored; ``env``
+    those of other sources.
     """
     found = [
         (reward, length, seq, f"0-{header.draw}-{index}")
         for seq, header in sorted(headers, key=lambda one: one[1].draw)
+        if env is None or header.source == env
         for index, (reward, length) in enumerate(zip(header.rewards, header.lengths, strict=True))
         if min_reward is None or (reward >= min_reward and not header.failed[index])
     ]
@@ -60,6 +76,7 @@ def sample_rows(step: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
                     "step": step,
                     "draw": str(group.draw),
                     "index": index,
+                    "env": group.meta.get("source", ""),
                     "prompt": group.meta.get("prompt", ""),
                     "completion": completions[index],
                     "answer": group.meta.get("answer"),

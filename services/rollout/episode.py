@@ -115,6 +115,7 @@ def build_group(
             "completions": list(texts),
             "answer": prompt.answer,
             "row": plain(prompt.row),
+            "source": prompt.source,
             "worker": worker,
             "seconds": seconds,
         },
@@ -128,7 +129,7 @@ def plain(row: dict[str, Any]) -> dict[str, Any]:
 
 def skipped_group(*, job: str, draw: Draw, epoch: int, worker: str, reason: str, prompt: Prompt) -> Group:
     """A group without trajectories: the prompt cannot be used, the draw ends as dropped(reason)."""
-    meta = {"skipped": reason, "worker": worker, "prompt": prompt.text[:200]}
+    meta = {"skipped": reason, "worker": worker, "prompt": prompt.text[:200], "source": prompt.source}
     return _empty_group(job=job, draw=draw, epoch=epoch, meta=meta)
 
 

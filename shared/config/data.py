@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import string
+from collections import Counter
+from collections.abc import Sequence
+from itertools import count
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from penstock.shared.config.base import StrictModel
 
@@ -18,19 +21,23 @@ __all__ = [
     "PromptConfig",
     "SortingSource",
     "Source",
+    "Sources",
     "TasksSource",
+    "source_names",
 ]
 
 SORTING_SYMBOLS = "#" + string.digits + "@" + string.ascii_uppercase + string.ascii_lowercase
 """The 64 symbols of the sorting task, in their order."""
 
 
-class _Weighted(StrictModel):
+class _AnySource(StrictModel):
+    name: str | None = Field(None, pattern=r"^[a-z0-9_.-]{1,32}$")
+    """What metrics and samples call this source; default: its type, with `-2`, `-3` for further ones of that type."""
     weight: float = Field(1.0, gt=0)
     """Share of this source in a mixture, relative to the others."""
 
 
-class FileSource(_Weighted):
+class FileSource(_AnySource):
     """Rows from JSONL, Parquet, or a Hugging Face `datasets` directory on disk (told apart by the suffix)."""
 
     type: Literal["file"] = "file"
@@ -40,7 +47,7 @@ class FileSource(_Weighted):
     """Use only the first rows."""
 
 
-class CalculatorSource(_Weighted):
+class CalculatorSource(_AnySource):
     """The calculator annotations ``<<48/2=24>>`` inside GSM8K solutions: prompt ``48/2=``, answer ``24``."""
 
     type: Literal["gsm8k_calculator"] = "gsm8k_calculator"
@@ -56,7 +63,7 @@ class CalculatorSource(_Weighted):
     """Use only the first expressions after those."""
 
 
-class AdditionSource(_Weighted):
+class AdditionSource(_AnySource):
     """Endless addition problems ``a+b=``, a pure function of seed and ordinal."""
 
     type: Literal["addition"] = "addition"
@@ -66,7 +73,7 @@ class AdditionSource(_Weighted):
     """Rows in one epoch."""
 
 
-class SortingSource(_Weighted):
+class SortingSource(_AnySource):
     """Endless sorting problems: ``b7Ka=`` must be continued with ``7Kab``. Answers are as long as their prompts.
 
     No symbol occurs twice; the order is that of the character codes. The `char` tokenizer needs
@@ -100,7 +107,7 @@ class SortingSource(_Weighted):
         return self
 
 
-class TasksSource(_Weighted):
+class TasksSource(_AnySource):
     """Tasks that the job's `environment` brings, by their number: for `environment.type: verifiers`."""
 
     type: Literal["tasks"] = "tasks"
@@ -113,6 +120,26 @@ class TasksSource(_Weighted):
 Source = Annotated[
     FileSource | CalculatorSource | AdditionSource | SortingSource | TasksSource, Field(discriminator="type")
 ]
+
+
+def source_names(sources: Sequence[Source]) -> list[str]:
+    """What each source is called: its `name`, or else its type, numbered from the second one of that type on."""
+    names = [source.name or "" for source in sources]
+    for place, source in enumerate(sources):
+        numbered = (source.type if number == 1 else f"{source.type}-{number}" for number in count(1))
+        names[place] = names[place] or next(name for name in numbered if name not in names)
+    return names
+
+
+def _told_apart(sources: list[Source]) -> list[Source]:
+    shared = [name for name, times in Counter(source_names(sources)).items() if times > 1]
+    if shared:
+        raise ValueError(f"several sources have the name '{shared[0]}': give each a name of its own")
+    return sources
+
+
+Sources = Annotated[list[Source], AfterValidator(_told_apart)]
+"""Sources that are told apart by their names."""
 
 
 class PromptConfig(StrictModel):
@@ -147,9 +174,9 @@ class PromptConfig(StrictModel):
 class DataConfig(StrictModel):
     """Training and held-out prompts."""
 
-    train: list[Source] = Field(min_length=1)
+    train: Sources = Field(min_length=1)
     """One source, or a weighted mixture."""
-    eval: list[Source] = Field(default_factory=list)
+    eval: Sources = Field(default_factory=list)
     """Held-out sources; empty: no evaluation data."""
     prompt: PromptConfig = PromptConfig()
     """How rows become prompts."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from penstock.shared.config.base import StrictModel
-from penstock.shared.config.data import DataConfig, PromptConfig, Source
+from penstock.shared.config.data import DataConfig, PromptConfig, Sources
 from penstock.shared.config.environment import (
     AnyEnvironment,
     check_completions,
@@ -26,7 +26,7 @@ __all__ = ["EvaluationData", "EvaluationJob"]
 class EvaluationData(StrictModel):
     """Held-out prompts."""
 
-    eval: list[Source] = Field(min_length=1)
+    eval: Sources = Field(min_length=1)
     """One source, or several one after another."""
     prompt: PromptConfig = PromptConfig()
     """How rows become prompts."""

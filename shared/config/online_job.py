@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from penstock.shared.config.algorithm import PPOConfig, ReinforcePPConfig
-from penstock.shared.config.data import DataConfig, Source
+from penstock.shared.config.data import DataConfig, Sources
 from penstock.shared.config.job import JobConfig, TrainConfig, group_bytes
 from penstock.shared.config.off_policy import OffPolicyConfig
 from penstock.shared.config.online import OnlineConfig
@@ -25,7 +25,7 @@ MAX_LAG = 8
 class OnlineData(DataConfig):
     """Prompts come from agents; held-out prompts may be given to measure the policy on."""
 
-    train: list[Source] = Field(default_factory=list, max_length=0)
+    train: Sources = Field(default_factory=list, max_length=0)
     """Empty: live agents send the prompts."""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.shared.config.data import DataConfig, PromptConfig, Source
+from penstock.shared.config.data import DataConfig, PromptConfig, Source, source_names
 from penstock.shared.config.job import ROW_BYTES
 from penstock.shared.config.reward import RewardConfig
 from penstock.shared.data.prompts import check_messages
@@ -27,10 +27,11 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=str)
 
 @dataclass(frozen=True, slots=True)
 class SourceSummary:
-    """One opened source."""
+    """One opened source: its name among those of the job, and ``what`` it is, as a path or in words."""
 
     name: str
     rows: int
+    what: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,8 @@ def check_data(config: DataConfig, reward: RewardConfig | None = None) -> DataSu
     use = _renderer(config.prompt, reward)
     train, eval_ = _open(config.train, use), _open(config.eval, use)
     return DataSummary(
-        train=tuple(SourceSummary(rows.name, len(rows)) for rows in train),
-        eval=tuple(SourceSummary(rows.name, len(rows)) for rows in eval_),
+        train=_summaries(config.train, train),
+        eval=_summaries(config.eval, eval_),
         rows_per_epoch=sum(len(rows) for rows in train),
         num_eval=sum(len(rows) for rows in eval_),
         row_bytes=max(0, max(map(_largest_row, (*train, *eval_)), default=0) - ROW_BYTES),
@@ -72,6 +73,11 @@ def _open(sources: Sequence[Source], use: Callable[[dict[str, Any], str], object
     for rows in opened:
         check_rows(rows, use, first=_ROWS_RENDERED)
     return opened
+
+
+def _summaries(sources: Sequence[Source], opened: Sequence[Rows]) -> tuple[SourceSummary, ...]:
+    names = source_names(sources)
+    return tuple(SourceSummary(name, len(rows), rows.name) for name, rows in zip(names, opened, strict=True))
 
 
 def _largest_row(rows: Rows) -> int:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 
 import xxhash
 
-from penstock.shared.config.data import DataConfig, PromptConfig
-from penstock.shared.data.order import DataOrder
+from penstock.shared.config.data import DataConfig, PromptConfig, source_names
+from penstock.shared.data.order import DataOrder, Place
 from penstock.shared.data.rows import Rows, open_rows
 from penstock.shared.data.template import Template, missing_field
 from penstock.shared.errors import ConfigError, DataError
@@ -35,13 +35,17 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt: ``token_ids`` [P] encode ``text``; a ``too_long`` one must not be generated from."""
+    """A prompt: ``token_ids`` [P] encode ``text``; a ``too_long`` one must not be generated from.
+
+    ``source`` is the name of the source that its row is from.
+    """
 
     text: str
     token_ids: list[int]
     answer: str | None
     row: dict[str, Any]
     too_long: bool
+    source: str = ""
 
 
 class Demonstration(NamedTuple):
@@ -69,8 +73,8 @@ class PromptBuilder:
         if config.add_bos and tokenizer.bos_token_id is None:
             raise ConfigError("data.prompt.add_bos: the tokenizer has no beginning-of-sequence token")
 
-    def build(self, row: dict[str, Any], place: str = "row") -> Prompt:
-        """Render and tokenize one row; ``place`` names it in errors.
+    def build(self, row: dict[str, Any], place: str = "row", source: str = "") -> Prompt:
+        """Render and tokenize one row of ``source``; ``place`` names it in errors.
 
         Raises:
             DataError: a field is missing or of the wrong kind, or the chat template refuses the messages.
@@ -83,7 +87,8 @@ class PromptBuilder:
         if not token_ids:
             raise DataError(f"{place}: the prompt is empty")
         answer = None if self._answer is None else self._answer.render(row, place)
-        return Prompt(text, token_ids, answer, row, too_long=len(token_ids) > self._config.max_tokens)
+        too_long = len(token_ids) > self._config.max_tokens
+        return Prompt(text, token_ids, answer, row, too_long=too_long, source=source)
 
     def demonstrate(self, prompt: Prompt, place: str = "row") -> Demonstration:
         """The demonstration, or else the reference answer, with the end-of-sequence token.
@@ -153,6 +158,7 @@ class PromptSource:
         self._builder = PromptBuilder(config.prompt, tokenizer, demonstration)
         self._train = [open_rows(s, seed=source_seed(seed, "train", i)) for i, s in enumerate(config.train)]
         self._eval = [open_rows(s, seed=source_seed(seed, "eval", i)) for i, s in enumerate(config.eval)]
+        self._names, self._eval_names = source_names(config.train), source_names(config.eval)
         self._order = DataOrder(config, self._train, seed)
 
     @property
@@ -167,8 +173,7 @@ class PromptSource:
 
     def train(self, ordinal: int) -> Prompt:
         """The prompt of a place in the data order."""
-        place = self._order(ordinal)
-        return self._build(self._train[place.source], place.row)
+        return self._at(self._order(ordinal))
 
     def eval(self, index: int) -> Prompt:
         """Held-out prompt ``index``: the sources one after another, each in its own order.
@@ -177,9 +182,9 @@ class PromptSource:
             IndexError: at or above ``num_eval``.
         """
         offset = index
-        for rows in self._eval:
+        for name, rows in zip(self._eval_names, self._eval, strict=True):
             if 0 <= offset < len(rows):
-                return self._build(rows, offset)
+                return self._build(rows, offset, name)
             offset -= len(rows)
         raise IndexError(f"held-out prompt {index} of {self.num_eval}")
 
@@ -196,7 +201,7 @@ class PromptSource:
             batch: list[Demonstration] = []
             while len(batch) < batch_size:
                 place = order(ordinal)
-                prompt = self._build(self._train[place.source], place.row)
+                prompt = self._at(place)
                 ordinal, passed_over = ordinal + 1, passed_over + 1 if prompt.too_long else 0
                 if passed_over > self.rows_per_epoch:
                     raise DataError(
@@ -206,5 +211,8 @@ class PromptSource:
                     batch.append(self._builder.demonstrate(prompt, self._train[place.source].where(place.row)))
             yield batch
 
-    def _build(self, rows: Rows, row: int) -> Prompt:
-        return self._builder.build(rows[row], rows.where(row))
+    def _at(self, place: Place) -> Prompt:
+        return self._build(self._train[place.source], place.row, self._names[place.source])
+
+    def _build(self, rows: Rows, row: int, source: str) -> Prompt:
+        return self._builder.build(rows[row], rows.where(row), source)

@@ -48,7 +48,8 @@ class GroupHeader(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fa
     no trajectory at all (`prompt_too_long`); then the draw is dropped for that reason and its ordinal is not redrawn.
     ``error`` is the first scoring error, for people. ``greedy`` marks completions decoded at temperature 0; empty means
     that there are none. The gate's lag bound is one of ``objective`` `policy` alone. ``temperature`` is the group's;
-    earlier versions did not say it.
+    earlier versions did not say it. ``source`` is the name of the source of its prompt; empty: a live agent sent it, or
+    an earlier version wrote this.
     """
 
     draw: Draw
@@ -70,6 +71,7 @@ class GroupHeader(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fa
     greedy: list[bool] = msgspec.field(default_factory=list)
     objective: Objective = "policy"
     temperature: float | None = None
+    source: str = ""
 
     @property
     def num_messages(self) -> int:
@@ -119,7 +121,7 @@ class Group:
         assumed: nobody knows which policy sampled it; taken as if the newest one had. Its log-probs mean nothing.
         temperature: of its completions but the greedy one; the trainer's log-probs are of logits / temperature, too.
             0: all are greedy, which is never trained.
-        meta: small JSON-like facts for people: prompt text, completions, answer, worker, seconds.
+        meta: small JSON-like facts for people: prompt text, completions, answer, source, worker, seconds.
     """
 
     job: str
@@ -234,6 +236,7 @@ class Group:
             greedy=self.greedy.tolist() if self.greedy.any() else [],
             objective=self.objective,
             temperature=self.temperature,
+            source=str(self.meta.get("source", "")),
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.store import JobStore
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
-from penstock.shared.errors import ConfigError
+from penstock.shared.errors import ConfigError, NotFound
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import (
     BatchSealed,
@@ -127,7 +128,8 @@ async def test_pages_of_samples_go_through_every_batch(bus: Bus, tmp_path: Path)
     base, expected = {"writer_epoch": 1, "time": 0.0}, []
     for number in (1, 2, 3):
         draw = Draw(number, 10**12)  # of a replayed dead letter
-        data, header = encode_group(group(job, draw))
+        found = group(job, draw)
+        data, header = encode_group(replace(found, meta={"source": "addition" if number < 3 else "gone"}))
         seq = await bus.publish(subjects.experience(job), data, headers=group_headers(header))
         sealed = SealedGroup(draw, "a", seq, header.digest, 0, 0, header.rewards, 4, "w")
         trained = {"revision": 1, "version": number, "digest": "w", "trainer_epoch": 1}
@@ -139,16 +141,19 @@ async def test_pages_of_samples_go_through_every_batch(bus: Bus, tmp_path: Path)
         )
         expected = [f"{number}-{draw}-{index}" for index in range(4)] + expected
 
-    async def pages(min_reward: float | None) -> list[str]:
+    async def pages(min_reward: float | None, env: str | None = None) -> list[str]:
         seen: list[str] = []
         while rows := await control.samples(
-            job, step=None, limit=1, sort=None, after=seen[-1] if seen else None, min_reward=min_reward
+            job, step=None, limit=1, sort=None, after=seen[-1] if seen else None, min_reward=min_reward, env=env
         ):
             seen += [row["id"] for row in rows]
         return seen
 
     assert await pages(None) == expected
     assert await pages(0.5) == [id for id in expected if int(id[-1]) % 2]
+    assert await pages(None, "addition") == expected[4:], "the newest batch has a row of another source"
+    with pytest.raises(NotFound, match="they are called addition"):
+        await pages(None, "gone")
 
 
 async def test_a_budget_may_shrink_no_further_than_the_groups_allow(bus: Bus, tmp_path: Path) -> None:

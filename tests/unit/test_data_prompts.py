@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from penstock.shared.config.data import DataConfig, PromptConfig
+from penstock.shared.config.data import DataConfig, PromptConfig, source_names
 from penstock.shared.config.job import JobConfig
 from penstock.shared.data.check import check_data
 from penstock.shared.data.prompts import PromptBuilder, PromptSource
@@ -141,6 +141,34 @@ def test_prompt_source(tokenizer: Any, train_file: Path) -> None:
         source.eval(2)
     again = PromptSource(config, tokenizer, seed=1)
     assert [again.train(i).text for i in (23, 5, 0)] == [texts[23], texts[5], texts[0]]
+
+
+def test_sources_have_names(tokenizer: Any, train_file: Path) -> None:
+    file, addition = {"type": "file", "path": str(train_file), "limit": 3}, {"type": "addition"}
+    plain = [{**addition, "name": "addition-2"}, addition, file, addition, addition]
+    names = ["addition-2", "addition", "file", "addition-3", "addition-4"]
+    config = DataConfig.parse({"train": plain, "eval": [file, addition], "prompt": {"answer": None}})
+    assert source_names(config.train) == names
+    assert source_names(config.eval) == ["file", "addition"]
+    summary = check_data(DataConfig.parse({"train": plain, "prompt": {"template": "?", "answer": None}}))
+    assert [(source.name, source.rows) for source in summary.train[1:3]] == [("addition", 4096), ("file", 3)]
+    for key in ("train", "eval"):
+        twice = {"train": [addition], key: [{**file, "name": "hard"}, {**addition, "name": "hard"}]}
+        with pytest.raises(ConfigError, match=f"{key}: several sources have the name 'hard'"):
+            DataConfig.parse(twice)
+    for wrong in ("", "Hard", "a/b", "x" * 33):
+        with pytest.raises(ConfigError, match=r"train\.0\.addition\.name: String should match"):
+            DataConfig.parse({"train": {**addition, "name": wrong}})
+
+
+def test_a_prompt_says_which_source_it_is_from(tokenizer: Any) -> None:
+    easy, hard = {"type": "addition", "num_rows": 4}, {"type": "addition", "num_rows": 4, "digits": 3, "name": "hard"}
+    source = PromptSource(DataConfig.parse({"train": [easy, hard], "eval": [easy, hard]}), tokenizer, seed=1)
+    drawn = [source.train(ordinal) for ordinal in range(8)]
+    assert sorted(prompt.source for prompt in drawn) == ["addition"] * 4 + ["hard"] * 4
+    assert all(len(prompt.text) == 4 for prompt in drawn if prompt.source == "addition")
+    assert any(len(prompt.text) > 4 for prompt in drawn if prompt.source == "hard")
+    assert [source.eval(index).source for index in range(8)] == ["addition"] * 4 + ["hard"] * 4
 
 
 def test_warm_start_batches_are_seeded_and_end_with_eos(tokenizer: Any, train_file: Path) -> None:

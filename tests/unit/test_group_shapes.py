@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,14 @@ def test_a_malformed_field_is_a_protocol_error(field: str, value: Any) -> None:
     assert decode_group(b"".join(encode_frame(TREE))).draw == Draw(0)
     with pytest.raises(ProtocolError):
         decode_group(b"".join(encode_frame({**TREE, field: value})))
+
+
+def test_a_header_of_an_earlier_version_names_no_source() -> None:
+    header = GroupHeader(**HEADER, temperature=0.5, source="hard")
+    assert parse_group_header(group_headers(header)) == header
+    ((name, text),) = group_headers(header).items()
+    earlier = json.dumps(json.loads(text)[:-1])
+    assert parse_group_header({name: earlier}) == GroupHeader(**HEADER, temperature=0.5)
 
 
 @pytest.mark.parametrize("field", ["lengths", "rewards", "failed", "truncated", "greedy"])

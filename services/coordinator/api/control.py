@@ -225,13 +225,18 @@ class Control(Protocol):
         ...
 
     async def samples(
-        self, job: str, *, step: int | None, limit: int, sort: str | None, after: str | None, min_reward: float | None
-    ) -> list[Row]:
+        self, job: str, *, step: int | None, limit: int, sort: str | None, after: str | None,
+        min_reward: float | None, env: str | None,
+    ) -> list[Row]:  # fmt: skip
         """Groups and their completions, newest step first unless ``step`` is given; an evaluation job has step 0.
 
         ``sort``: ``reward``, ``-reward``, ``length``, ``-length`` or None (order in the batch). ``after``: id of the
-        last row of the page before. A row has ``id``, ``step``, ``draw``, ``index``, ``prompt``, ``completion``,
-        ``answer``, ``reward``, ``advantage``, ``tokens``, ``min_version``, ``max_version``, ``worker``.
+        last row of the page before. ``env``: only those whose prompts are from the source of that name. A row has
+        ``id``, ``step``, ``draw``, ``index``, ``env``, ``prompt``, ``completion``, ``answer``, ``reward``,
+        ``advantage``, ``tokens``, ``min_version``, ``max_version``, ``worker``.
+
+        Raises:
+            NotFound: there is no such job, or it has no source of that name.
         """
         ...
 

@@ -38,6 +38,9 @@ router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["observe"])
 READ = [require("jobs:read")]
 
 Sequence = Annotated[int | None, Query(ge=0, le=_SEQ_MAX, description="Only events past this id")]
+Env = Annotated[
+    str | None, Query(max_length=32, description="Name of the source of data.train (of an evaluation: of data.eval)")
+]
 
 
 @router.get(
@@ -153,10 +156,11 @@ async def samples(
     sort: Literal["reward", "-reward", "length", "-length"] | None = None,
     after: Annotated[str | None, Query(max_length=128)] = None,
     min_reward: Annotated[float | None, Query(allow_inf_nan=False)] = None,
+    env: Env = None,
 ) -> Response:
     """Completions with their rewards; newest update first. `href` of a row leads to its tokens."""
     found = await backend.control.samples(
-        job, step=step, limit=limit + 1, sort=sort, after=after, min_reward=min_reward
+        job, step=step, limit=limit + 1, sort=sort, after=after, min_reward=min_reward, env=env
     )
     return Json({"object": "list", "data": found[:limit], "has_more": len(found) > limit})
 

@@ -28,6 +28,7 @@ class Sample(BaseModel):
 
     id: str
     job: str
+    env: str = Field(description="Name of the source of its prompt; empty where a live agent sent it")
     prompt_token_ids: list[int]
     token_ids: list[int]
     logprobs: list[float] = Field(description="Of the sampler, natural logarithm of the distribution it sampled from")

@@ -122,20 +122,23 @@ def logs(
 
 def samples(
     job: Job,
+    *,
     step: Annotated[int | None, typer.Option(min=0, help="Of this update; default: the newest.")] = None,
     sort: Annotated[str | None, typer.Option(help="reward, -reward, length or -length.")] = None,
+    env: Annotated[str | None, typer.Option(help="Only of the source of that name.")] = None,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=100, help="At most so many.")] = 20,
     as_json: Json = False,
 ) -> None:
     """Show completions with their rewards."""
     with Client() as client:
-        rows = client.samples(client.find(job).id, step=step, sort=sort, limit=limit)
+        rows = client.samples(client.find(job).id, step=step, sort=sort, env=env, limit=limit)
     if as_json:
         show_json(rows)
         return
     shown = [
         (
             row.get("step"),
+            row.get("env"),
             number(row.get("reward")),
             number(row.get("advantage")),
             _oneline(row.get("prompt")),
@@ -144,7 +147,7 @@ def samples(
         )
         for row in rows
     ]
-    console().print(table(("STEP#", "REWARD#", "ADVANTAGE#", "PROMPT", "COMPLETION", "ANSWER"), shown))
+    console().print(table(("STEP#", "ENV", "REWARD#", "ADVANTAGE#", "PROMPT", "COMPLETION", "ANSWER"), shown))
 
 
 def workers(job: Job, as_json: Json = False) -> None:

@@ -177,10 +177,11 @@ class Client:
         return self._send(calls.view(job, "metrics", **params))
 
     def samples(
-        self, job: str, *, step: int | None = None, limit: int = 20, sort: str | None = None, after: str | None = None
-    ) -> Rows:
-        """Completions with rewards, newest update first."""
-        return self._send(calls.rows(job, "samples", step=step, limit=limit, sort=sort, after=after))
+        self, job: str, *, step: int | None = None, limit: int = 20, sort: str | None = None, after: str | None = None,
+        env: str | None = None,
+    ) -> Rows:  # fmt: skip
+        """Completions with rewards, newest update first; ``env``: only those of the source of that name."""
+        return self._send(calls.rows(job, "samples", step=step, limit=limit, sort=sort, after=after, env=env))
 
     def workers(self, job: str) -> Rows:
         """Who works for the job."""

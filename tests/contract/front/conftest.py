@@ -25,6 +25,8 @@ from penstock.services.coordinator.checkpoints import checkpoint_row, checkpoint
 from penstock.services.coordinator.files import FileStore
 from penstock.services.coordinator.finetuning.desk import FineTuningDesk
 from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.samples import check_env
+from penstock.shared.config.data import source_names
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, Conflict, NotFound, Unavailable
@@ -248,11 +250,15 @@ class Books:
         ]  # fmt: skip
 
     async def samples(self, job: str, **query: Any) -> list[dict[str, Any]]:
-        self._known(job)
+        spec = self._known(job).spec
+        if query["env"] is not None:
+            check_env(spec, query["env"])
+        names = source_names(JobConfig.parse(spec).data.train)
         rows = [
-            {"id": f"s{i}", "step": 4, "prompt": f"{i}+1=", "completion": str(i + 1), "answer": str(i + 1),
-             "reward": 1.0, "advantage": 0.0, "tokens": 2}
+            {"id": f"s{i}", "step": 4, "env": names[i % len(names)], "prompt": f"{i}+1=", "completion": str(i + 1),
+             "answer": str(i + 1), "reward": 1.0, "advantage": 0.0, "tokens": 2}
             for i in range(30)
+            if query["env"] in (None, names[i % len(names)])
         ]  # fmt: skip
         start = next((i + 1 for i, row in enumerate(rows) if row["id"] == query["after"]), 0)
         return rows[start : start + query["limit"]]
@@ -261,8 +267,9 @@ class Books:
         self._known(job)
         if row_id != "4-3.0-1":
             raise NotFound(f"no sample '{row_id}'")
-        return {"id": row_id, "job": job, "prompt_token_ids": [1], "token_ids": [2, 3], "logprobs": [-0.5, -1.0],
-                "mask": [1, 0], "versions": [3, 4], "parts": {"exact": 1.0}, "siblings": []}  # fmt: skip
+        return {"id": row_id, "job": job, "env": "addition", "prompt_token_ids": [1], "token_ids": [2, 3],
+                "logprobs": [-0.5, -1.0], "mask": [1, 0], "versions": [3, 4], "parts": {"exact": 1.0},
+                "siblings": []}  # fmt: skip
 
     async def timeline(self, job: str, *, step: int | None, limit: int) -> list[dict[str, Any]]:
         self._known(job)

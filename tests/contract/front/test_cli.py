@@ -246,7 +246,8 @@ def test_logs_samples_workers_and_why(run: Run, books: Any, file: str) -> None:
     books.advance(id, "succeeded")
     assert run("logs", id, "-f", "-n", "1").exit_code == 0
     assert "0+1=" in run("samples", id, "--limit", "3").stdout
-    assert len(json.loads(run("samples", id, "--limit", "3", "--json").stdout)) == 3
+    assert len(json.loads(run("samples", id, "--limit", "3", "--env", "addition", "--json").stdout)) == 3
+    assert "no source of this job is called 'hard'" in run("samples", id, "--env", "hard").stderr
     assert "rollout-0" in run("workers", id).stdout
     assert "2 groups of 2 per batch" in run("why", id).stdout
 

@@ -208,7 +208,9 @@ def test_views(client: Client, books: Any, job: Any) -> None:
     record = client.submit(job)
     assert client.metrics(record.id, names="loss")["series"] == {"loss": [5.0, 4.0, 3.0, 2.0, 1.0]}
     assert client.workers(record.id)[0]["worker"] == "rollout-0"
-    assert len(client.samples(record.id, limit=5)) == 5
+    assert len(client.samples(record.id, limit=5, env="addition")) == 5
+    with pytest.raises(NotFound, match="they are called addition"):
+        client.samples(record.id, env="hard")
     assert client.why(record.id)[0]["age_s"] == 1.5
     assert client.audit(record.id)["ok"]
     assert client.logs(record.id, tail=1)["next"] == "trainer:3"

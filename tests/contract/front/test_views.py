@@ -144,6 +144,19 @@ async def test_names_timeline_and_a_single_sample(connect: Any, job: Any) -> Non
         assert (await client.get(f"/v1/jobs/{id}/samples?min_reward=nan")).status_code == 422
 
 
+async def test_samples_of_one_source(connect: Any, job: Any) -> None:
+    mixed = {**job, "data": {"train": [{"type": "addition"}, {"type": "addition", "digits": 2, "name": "hard"}]}}
+    async with connect() as client:
+        url = f"/v1/jobs/{(await client.post('/v1/jobs', json=mixed)).json()['id']}/samples"
+        assert {row["env"] for row in (await client.get(url)).json()["data"]} == {"addition", "hard"}
+        first = (await client.get(f"{url}?env=hard&limit=2")).json()
+        assert ([row["id"] for row in first["data"]], first["has_more"]) == (["s1", "s3"], True)
+        assert {row["env"] for row in first["data"]} == {"hard"}
+        unknown = await client.get(f"{url}?env=harder")
+        assert unknown.status_code == 404
+        assert "no source of this job is called 'harder'; they are called addition, hard" in unknown.json()["detail"]
+
+
 async def test_logs_are_followed_to_the_end(connect: Any, books: Any, job: Any) -> None:
     async with connect() as client:
         id = (await client.post("/v1/jobs", json=job)).json()["id"]

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 from penstock.services.coordinator.online.groups import made_group
-from penstock.services.coordinator.samples import sample_rows
+from penstock.services.coordinator.samples import check_env, sample_rows
+from penstock.shared.errors import NotFound
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.trajectory import Group
+
+EXACT = {"type": "exact"}
 
 
 def group(*rewards: float, failed: tuple[int, ...] = ()) -> Group:
@@ -23,6 +26,16 @@ def group(*rewards: float, failed: tuple[int, ...] = ()) -> Group:
 
 def advantages(made: Group) -> list[float | None]:
     return [row["advantage"] for row in sample_rows(1, [made])]
+
+
+def test_a_source_that_a_job_does_not_have_is_refused_with_those_it_has() -> None:
+    base = {"name": "j", "model": {"config": {}, "tokenizer": "char"}}
+    evaluation = {**base, "kind": "evaluation", "data": {"eval": {"type": "addition"}}, "reward": {"scorers": [EXACT]}}
+    check_env(evaluation, "addition")
+    with pytest.raises(NotFound, match=r"'hard'; they are called addition$"):
+        check_env(evaluation, "hard")
+    with pytest.raises(NotFound, match="it has none, for live agents send its prompts"):
+        check_env({**base, "kind": "online_rl"}, "addition")
 
 
 def test_what_has_nothing_to_be_compared_with_has_no_advantage() -> None:
