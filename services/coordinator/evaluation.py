@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from math import comb
 
 from penstock.shared.config.evaluation import EvaluationConfig, MeasureConfig
+from penstock.shared.data.check import SourceSummary
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import EvalResult, Ticket
 
@@ -62,12 +63,26 @@ class Scores:
             else:
                 self.sampled[prompt].append(reward)
 
-    def values(self, config: MeasureConfig) -> dict[str, float]:
+    def values(self, config: MeasureConfig, held_out: Sequence[SourceSummary]) -> dict[str, float]:
         """`eval/greedy`, `eval/avg@k`, `eval/pass@k` over prompts; a completion is correct when its reward is >= 1.
 
-        pass@k is over the prompts that have at least k rewards.
+        pass@k is over the prompts that have at least k rewards. ``held_out`` are the sources of the prompts, one
+        after another; where there are several, `eval/greedy/NAME` and so on are over the prompts of one.
         """
-        values = {"eval/failed": float(self.failed)}
+        values = {"eval/failed": float(self.failed), **self._means(config)}
+        start = 0
+        for source in held_out if len(held_out) > 1 else ():
+            means = self._of(range(start, start + source.rows))._means(config)
+            values |= {f"{name}/{source.name}": value for name, value in means.items()}
+            start += source.rows
+        return values
+
+    def _of(self, prompts: range) -> Scores:
+        sampled = {prompt: rewards for prompt, rewards in self.sampled.items() if prompt in prompts}
+        return Scores(sampled, {prompt: reward for prompt, reward in self.greedy.items() if prompt in prompts})
+
+    def _means(self, config: MeasureConfig) -> dict[str, float]:
+        values = {}
         if self.greedy:
             values["eval/greedy"] = sum(self.greedy.values()) / len(self.greedy)
         flat = [reward for rewards in self.sampled.values() for reward in rewards]
@@ -105,11 +120,12 @@ class Evaluation:
 
 
 class EvaluationPlan:
-    """The points of one job and the evaluation in progress."""
+    """The points of one job and the evaluation in progress, on prompts of the sources ``held_out``."""
 
-    def __init__(self, config: EvaluationConfig, num_prompts: int) -> None:
+    def __init__(self, config: EvaluationConfig, held_out: Sequence[SourceSummary]) -> None:
         self.config = config
-        self.num_prompts = min(config.num_prompts, num_prompts)
+        self.num_prompts = min(config.num_prompts, sum(source.rows for source in held_out))
+        self._held_out = held_out
         self.done: set[int] = set()
         self.current: Evaluation | None = None
 
@@ -154,7 +170,7 @@ class EvaluationPlan:
         """Close the point in progress and return its values, with how long it took and how long it held a batch."""
         current = self.current
         assert current is not None, "no evaluation in progress"
-        values = current.scores.values(self.config) | {
+        values = current.scores.values(self.config, self._held_out) | {
             "eval/missing": float(len(current.expected)),
             "eval/seconds": now - current.started,
             "eval/held_seconds": now - current.held_since if current.held_since else 0.0,

@@ -20,7 +20,7 @@ from penstock.services.coordinator.pace import Pace
 from penstock.services.coordinator.store import JobStore
 from penstock.services.coordinator.why import wait_row, worker_waits
 from penstock.shared.config.evaluation_job import EvaluationJob
-from penstock.shared.data.check import check_data
+from penstock.shared.data.check import SourceSummary, check_data
 from penstock.shared.errors import DataError, NotFound, ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
@@ -52,6 +52,7 @@ class EvaluationRunner:
         self.expected: set[int] = set()
         self.ready = False
         self._num_prompts = 0
+        self._held_out: tuple[SourceSummary, ...] = ()
         self._next_seq = 1
         self._failure = ""
         self._error = ""
@@ -65,6 +66,7 @@ class EvaluationRunner:
             await self.outbox.fail(str(error))
             return
         self._num_prompts = min(self.config.evaluation.num_prompts, summary.num_eval)
+        self._held_out = summary.eval
         self.expected = set(range(self._num_prompts))
         for message in await self.bus.read(subjects.EXPERIENCE, subjects.experience(self.job), headers_only=True):
             await self._take(message.seq, message.headers)
@@ -91,7 +93,8 @@ class EvaluationRunner:
                 async with asyncio.timeout(TICK_S):
                     await self._changed.wait()
             self._changed.clear()
-        values = self.scores.values(self.config.evaluation) | {"eval/missing": float(len(self.expected))}
+        values = self.scores.values(self.config.evaluation, self._held_out)
+        values["eval/missing"] = float(len(self.expected))
         shown = ", ".join(f"{name} {values[name]:.4g}" for name in self.config.evaluation.metrics if name in values)
         if shown:
             self.outbox.metrics("eval", 0, 0, values, batch=0)

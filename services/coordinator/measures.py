@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock.services.coordinator.evaluation import EvaluationPlan
+from penstock.services.coordinator.gate import Candidate
 from penstock.services.coordinator.goals import Goals
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.outbox import Outbox
@@ -14,8 +15,11 @@ from penstock.services.coordinator.pace import Pace
 from penstock.services.coordinator.promotion import Evaluated, gate_of
 from penstock.services.coordinator.tally import Tally
 from penstock.shared.config.amendable import TEMPERATURE
+from penstock.shared.config.data import source_names
 from penstock.shared.config.job import JobConfig
-from penstock.shared.protocol.events import BatchSealed
+from penstock.shared.data.check import SourceSummary
+from penstock.shared.protocol.events import BatchSealed, BatchTrained, Event
+from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import Report, Ticket
 
 __all__ = ["Measures"]
@@ -29,9 +33,9 @@ class Measures:
 
     def __init__(self, config: JobConfig, outbox: Outbox) -> None:
         self.config, self.outbox = config, outbox
-        self.plan = EvaluationPlan(config.evaluation, 0)
+        self.plan = EvaluationPlan(config.evaluation, ())
         self.goals = Goals(config.early_stop, config.checkpoint.keep_best)
-        self.tally = Tally(config.groups_per_batch)
+        self.tally = Tally(config.groups_per_batch, source_names(config.data.train))
         self.pace = Pace()
         self.reward: float | None = None
         self.evaluated: Evaluated | None = None
@@ -40,9 +44,11 @@ class Measures:
         self._warned = False
         self._not_before = 0.0
 
-    def recall(self, rows: Iterable[dict[str, Any]], state: LedgerState, *, num_eval: int, now: float) -> None:
+    def recall(
+        self, rows: Iterable[dict[str, Any]], state: LedgerState, *, held_out: Sequence[SourceSummary], now: float
+    ) -> None:
         """Take up what earlier leaders measured: the job's rows of METRICS, oldest first."""
-        self.plan = EvaluationPlan(self.config.evaluation, num_eval)
+        self.plan = EvaluationPlan(self.config.evaluation, held_out)
         self.goals.begin(state.best)
         newest: dict[str, float] = {}
         for row in rows:
@@ -79,6 +85,13 @@ class Measures:
         return of_now and int(row["version"]) != state.version and not self._is_known(state)
 
     # -- updates -----------------------------------------------------------------------------------------------------
+
+    def on_events(self, events: Sequence[Event], state: LedgerState, candidates: Mapping[Draw, Candidate]) -> None:
+        """Decisions that are about to be committed; ``state`` and ``candidates`` are as they were before."""
+        self.tally.on_events(events, candidates)
+        for event in events:
+            if isinstance(event, BatchTrained):
+                self.tally.on_trained(state.sealed[event.number], candidates)
 
     def after_update(
         self, report: Report, batch: BatchSealed, state: LedgerState, now: float, live: Mapping[str, float]

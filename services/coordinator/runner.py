@@ -127,7 +127,7 @@ class JobRunner:
         )
         rows = await self.bus.read(subjects.METRICS, subjects.metrics(self.job))
         self.measures.recall(
-            (msgspec.json.decode(row.data) for row in rows), state, num_eval=found.num_eval, now=time.time()
+            (msgspec.json.decode(row.data) for row in rows), state, held_out=found.eval, now=time.time()
         )
         self._next_seq = 1
         for message in await self.bus.read(subjects.EXPERIENCE, subjects.experience(self.job), headers_only=True):
@@ -206,7 +206,7 @@ class JobRunner:
         if not events:
             return
         await self.journal.append(events)
-        self.measures.tally.on_events(events, self.run.candidates)
+        self.measures.on_events(events, self.run.state, self.run.candidates)
         effects = self.run.commit(events)
         if any(isinstance(event, LineageForked) for event in events):
             self.measures.roll_back(self.run.state)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +75,7 @@ async def plan_job(
     check_room(records, spec.limits.byte_budget, experience_bytes=experience_bytes)
     if isinstance(spec, OnlineJob):
         check_alias(spec, records)
-    data = await _open_data(spec)
+    data = _with_unmeasured(spec, await _open_data(spec))
     plan = await _plan_training(spec, data) if isinstance(spec, JobConfig) else _plan_evaluation(spec, data)
     check_groups(spec, data.row_bytes, stores_parts=stores_parts)
     return {
@@ -150,6 +152,23 @@ def check_alias(spec: OnlineJob, records: Sequence[JobRecord]) -> None:
                 f"name: '{spec.name}' is the model of job '{record.id}', which runs: clients address an online job "
                 "by its name; choose another one, or cancel that job"
             )
+
+
+def _with_unmeasured(spec: AnyJob, data: DataSummary) -> DataSummary:
+    """``data`` with a note on held-out sources that no evaluation reaches.
+
+    Raises:
+        ConfigError: what is measured on one of them is to decide something.
+    """
+    size, starts = spec.evaluation.num_prompts, accumulate((source.rows for source in data.eval), initial=0)
+    unmeasured = [source.name for source, start in zip(data.eval, starts, strict=False) if start >= size]
+    notes = [f"data.eval: evaluation.num_prompts ({size}) ends before source '{name}'" for name in unmeasured]
+    rules = (spec.early_stop, spec.checkpoint.keep_best) if isinstance(spec, JobConfig) else ()
+    for name, note in zip(unmeasured, notes, strict=True):
+        for rule in rules:
+            if rule is not None and rule.metric in [f"{metric}/{name}" for metric in spec.evaluation.metrics]:
+                raise ConfigError(f"{note}, so '{rule.metric}' is never measured: raise it, or put that source first")
+    return replace(data, notes=(*data.notes, *notes))
 
 
 def _plan_evaluation(spec: EvaluationJob, data: DataSummary) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from penstock.services.coordinator.gate import Candidate
 from penstock.services.coordinator.ledger import NO_SIGNAL
@@ -29,10 +29,15 @@ def length_bucket(tokens: int) -> str:
 
 
 class Tally:
-    """Counts since the last row, and totals of the run. ``tokens`` of dropped groups are those that had arrived."""
+    """Counts since the last row, and totals of the run. ``tokens`` of dropped groups are those that had arrived.
 
-    def __init__(self, groups_per_batch: int) -> None:
+    ``sources``: names of those that the prompts come from; where there are several, rows tell them apart.
+    """
+
+    def __init__(self, groups_per_batch: int, sources: Sequence[str]) -> None:
         self._groups_per_batch = groups_per_batch
+        self._sources = sources
+        self._trained: list[GroupHeader] = []
         self._since: Counter[str] = Counter()
         self._totals: Counter[str] = Counter()
         self._began = 0.0
@@ -58,6 +63,10 @@ class Tally:
                 gone = [candidates[draw].header for draw in event.draws if draw in candidates]
                 self._tokens("dropped", sum(sum(header.lengths) for header in gone))
 
+    def on_trained(self, batch: BatchSealed, candidates: Mapping[Draw, Candidate]) -> None:
+        """``batch`` is about to become a trained one."""
+        self._trained = [candidates[group.draw].header for group in batch.groups if group.draw in candidates]
+
     def row(self, batch: BatchSealed, trained_tokens: int, now: float) -> dict[str, float]:
         """Values of the update that trained ``batch``; counting starts again."""
         self._tokens("trained", trained_tokens)
@@ -74,8 +83,19 @@ class Tally:
             values[f"lag_groups/{lag}"] = float(count)
         for lag in lags:
             LAG.observe(lag)
+        values |= self._by_source()
         self._since.clear()
         self._began = now
+        return values
+
+    def _by_source(self) -> dict[str, float]:
+        values: dict[str, float] = {}
+        for name in self._sources if len(self._sources) > 1 else ():
+            headers = [header for header in self._trained if header.source == name]
+            rewards = [header.rewards[i] for header in headers for i in header.counted]
+            values[f"groups/count/{name}"] = float(len(headers))
+            if rewards:
+                values[f"reward/mean/{name}"] = sum(rewards) / len(rewards)
         return values
 
     def _tokens(self, kind: str, count: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pydantic import Field, model_validator
 
 from penstock.shared.config.base import StrictModel
@@ -14,7 +16,7 @@ class MeasureConfig(StrictModel):
     """What is measured on held-out prompts."""
 
     num_prompts: int = Field(128, ge=1)
-    """Held-out prompts, from the start of the evaluation data."""
+    """Held-out prompts, from the start of the evaluation data: of its sources one after another."""
     greedy: bool = True
     """One greedy completion of each prompt: `eval/greedy`."""
     samples: int = Field(0, ge=0, le=1024)
@@ -39,6 +41,12 @@ class MeasureConfig(StrictModel):
         greedy = ["eval/greedy"] if self.greedy else []
         sampled = [f"eval/avg@{self.samples}"] if self.samples else []
         return [*greedy, *sampled, *(f"eval/pass@{k}" for k in self.pass_k)]
+
+    def metrics_of(self, sources: Sequence[str]) -> list[str]:
+        """Names of the values over prompts of these sources: where there are several, also of each of them."""
+        several = sources if len(sources) > 1 else ()
+        metrics = self.metrics if sources else []
+        return metrics + [f"{metric}/{source}" for source in several for metric in metrics]
 
 
 class EvaluationConfig(MeasureConfig):

@@ -18,7 +18,8 @@ class EarlyStopConfig(StrictModel):
     """
 
     metric: str = "reward/mean"
-    """A metric of the updates, or one of the evaluations (`eval/greedy`, `eval/avg@k`, `eval/pass@k`)."""
+    """A metric of the updates, or one of the evaluations (`eval/greedy`, `eval/avg@k`, `eval/pass@k`; of one of
+    several sources `eval/greedy/NAME` and so on)."""
     mode: Literal["max", "min"] = "max"
     """Whether more or less is better."""
     window: int = Field(1, ge=1)
@@ -48,6 +49,7 @@ class KeepBestConfig(StrictModel):
     """
 
     metric: str
-    """A metric of the updates, or one of the evaluations (`eval/greedy`, `eval/avg@k`, `eval/pass@k`)."""
+    """A metric of the updates, or one of the evaluations (`eval/greedy`, `eval/avg@k`, `eval/pass@k`; of one of
+    several sources `eval/greedy/NAME` and so on)."""
     mode: Literal["max", "min"] = "max"
     """Whether more or less is better."""

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from penstock.shared.config.algorithm import AlgorithmConfig, DistillationConfig, GRPOConfig, ReinforcePPConfig
 from penstock.shared.config.backend import BackendConfig, LocalConfig, MegatronConfig
 from penstock.shared.config.base import StrictModel
-from penstock.shared.config.data import DataConfig, Source, TasksSource
+from penstock.shared.config.data import DataConfig, Source, TasksSource, source_names
 from penstock.shared.config.environment import (
     AnyEnvironment,
     check_completions,
@@ -239,7 +239,7 @@ class JobConfig(StrictModel):
     @model_validator(mode="after")
     def _evaluation_metrics_exist(self) -> JobConfig:
         followed = {"early_stop.metric": self.early_stop, "checkpoint.keep_best.metric": self.checkpoint.keep_best}
-        known = self.evaluation.metrics if self.data.eval else []
+        known = self.evaluation.metrics_of(source_names(self.data.eval))
         for key, rule in followed.items():
             if rule is not None and rule.metric.startswith("eval/") and rule.metric not in known:
                 names = ", ".join(known) or "nothing, for there is no evaluation or no data.eval"

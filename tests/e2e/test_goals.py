@@ -13,7 +13,8 @@ from penstock.shared.protocol.events import Checkpointed, Finished
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
-EVAL = {"type": "addition", "digits": 1, "num_rows": 6}
+EASY = {"type": "addition", "digits": 1, "num_rows": 4}
+HARD = {"type": "addition", "digits": 2, "num_rows": 2, "name": "hard"}
 
 
 def evaluation(model: str, job: dict[str, Any]) -> dict[str, Any]:
@@ -21,7 +22,7 @@ def evaluation(model: str, job: dict[str, Any]) -> dict[str, Any]:
         "kind": "evaluation",
         "name": "measure",
         "model": {"path": model},
-        "data": {"eval": EVAL, "prompt": {"max_tokens": 8}},
+        "data": {"eval": [EASY, HARD], "prompt": {"max_tokens": 8}},
         "reward": job["reward"],
         "sampling": {"max_new_tokens": 6},
         "evaluation": {"num_prompts": 6, "samples": 2, "pass_k": [2]},
@@ -31,6 +32,7 @@ def evaluation(model: str, job: dict[str, Any]) -> dict[str, Any]:
 
 def test_from_a_metric_to_a_measured_checkpoint(stack: Any, make_job: Any, tmp_path: Path) -> None:
     job = stack.submit(
+        data={"train": [{**EASY, "weight": 3}, HARD], "prompt": {"max_tokens": 8}},
         algorithm={"group_size": 2, "dynamic_sampling": {"max_resampled": 2.0}},
         train={"batch_size": 8, "max_updates": 60, "max_lag": 1, "draw_timeout_s": 30},
         early_stop={"metric": "reward/mean", "window": 6, "goal": -1.0},
@@ -50,6 +52,12 @@ def test_from_a_metric_to_a_measured_checkpoint(stack: Any, make_job: Any, tmp_p
     assert sum(value or 0 for value in series["dropped/no_signal"]) <= dropped
     assert max(value or 0 for value in series["resample_ratio"]) > 0
     assert 0 < series["goodput"][-1] <= 1
+
+    check_sources(series, groups_per_batch=4)
+    hard = stack.client.samples(job, env="hard", limit=100)
+    assert {(row["env"], len(row["prompt"]) > 4) for row in hard} <= {("hard", True), ("hard", False)}
+    assert any(len(row["prompt"]) > 4 for row in hard)
+    assert all(len(row["prompt"]) == 4 for row in stack.client.samples(job, env="addition", limit=100))
 
     best = status.best_checkpoint["number"]
     events = stack.ledger(job)
@@ -83,12 +91,29 @@ def test_from_a_metric_to_a_measured_checkpoint(stack: Any, make_job: Any, tmp_p
     assert values["eval/avg@2"] == [pytest.approx(sum(sampled) / len(sampled))]
     greedy = [row["reward"] for row in found if row["greedy"]]
     assert values["eval/greedy"] == [pytest.approx(sum(greedy) / len(greedy))]
+    hard = [row["reward"] for row in stack.client.samples(measured, env="hard", limit=100) if row["greedy"]]
+    assert values["eval/greedy/hard"] == [pytest.approx(sum(hard) / 2)]
     assert {row["prompt"] for row in found if row["greedy"]} == {row["prompt"] for row in found if not row["greedy"]}
     with pytest.raises(Conflict, match="no ledger"):
         stack.client.audit(measured)
 
     with pytest.raises(ConfigError, match="no checkpoint 99999"):
         stack.client.submit(evaluation(f"job:{job}@99999", make_job()))
+
+
+def check_sources(series: dict[str, list[float | None]], *, groups_per_batch: int) -> None:
+    """Each update tells what its two sources earned, and they add up to what all earned."""
+    names = "addition", "hard"
+    counts = [[value or 0 for value in series[f"groups/count/{name}"]] for name in names]
+    sums = [[(v or 0) for v in series[f"reward/mean/{name}"]] for name in names]
+    for place, mean in enumerate(series["reward/mean"]):
+        if mean is None:  # a row of something else
+            continue
+        groups = [count[place] for count in counts]
+        assert sum(groups) == groups_per_batch
+        earned = sum(count * reward[place] for count, reward in zip(groups, sums, strict=True))
+        assert earned / groups_per_batch == pytest.approx(mean), place
+    assert sum(counts[0]) > sum(counts[1]) > 0
 
 
 def test_an_evaluation_whose_model_does_not_load_says_so(stack: Any, make_job: Any, tmp_path: Path) -> None:

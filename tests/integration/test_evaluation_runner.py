@@ -28,7 +28,7 @@ SPEC: dict[str, Any] = {
     "kind": "evaluation",
     "name": "measure",
     "model": {"config": {}, "tokenizer": "char"},
-    "data": {"eval": {"type": "addition", "num_rows": 4}},
+    "data": {"eval": [{"type": "addition", "num_rows": 3}, {"type": "addition", "num_rows": 1, "name": "last"}]},
     "reward": {"scorers": [{"type": "exact"}]},
     "evaluation": {"samples": 1},
     "limits": {"timeout_s": 60},
@@ -107,8 +107,11 @@ async def test_another_leader_asks_only_for_what_is_missing(bus: Bus) -> None:
     assert (end.status.phase, end.status.step, end.status.total_steps) == ("succeeded", 4, 4)
     rows = [msgspec.json.decode(m.data) for m in await bus.read(subjects.METRICS, subjects.metrics(job))]
     assert [row["values"] for row in rows] == [
-        {"eval/failed": 0.0, "eval/greedy": 0.5, "eval/avg@1": 0.5, "eval/missing": 0.0}
-    ]
+        {
+            "eval/failed": 0.0, "eval/greedy": 0.5, "eval/avg@1": 0.5, "eval/missing": 0.0,
+            "eval/greedy/addition": 2 / 3, "eval/avg@1/addition": 0.5, "eval/greedy/last": 0.0, "eval/avg@1/last": 0.5,
+        }
+    ]  # fmt: skip
     assert len(await bus.read(subjects.EXPERIENCE, subjects.experience(job))) == 4
 
 

@@ -28,6 +28,7 @@ from penstock.services.rollout.session import RolloutSession
 from penstock.services.trainer.session import TrainerSession
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.service import ServiceSettings
+from penstock.shared.data.check import SourceSummary
 from penstock.shared.errors import NotFound
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
@@ -185,7 +186,7 @@ async def test_no_evaluation_begins_while_training_is_to_go_back(bus: Bus, tmp_p
     runner.run.state.checkpoint = Checkpointed(
         writer_epoch=1, time=0.0, number=0, version=0, digest="w0", path="c0", trainer_epoch=1, low_seq=0
     )
-    plan = runner.measures.plan = EvaluationPlan(CONFIG.evaluation, 2)
+    plan = runner.measures.plan = EvaluationPlan(CONFIG.evaluation, [SourceSummary("addition", 2, "sums")])
     for rollback, tickets in ((Rollback(0, "by request", "op"), 0), (None, 2)):
         runner.run.asked_rollback = rollback
         await runner._evaluate()

@@ -15,6 +15,7 @@ from penstock.shared.config.evaluation import EvaluationConfig, MeasureConfig
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.kinds import parse_job
 from penstock.shared.config.sampling import SamplingConfig
+from penstock.shared.data.check import SourceSummary
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import EvalResult, Ticket
@@ -49,16 +50,24 @@ def test_greedy_and_sampled_rewards_are_kept_apart_and_failures_have_none() -> N
     scores.take(0, [1.0, 0.0, 1.0], [False, False, False], [False, False, True])
     scores.take(1, [0.0, 0.9, 0.0], [False, False, True], [False, False, True])
     scores.take(2, [0.0, 0.0, 0.0], [True, False, False], [False, False, True])
-    values = scores.values(MeasureConfig(samples=2, pass_k=[1, 2]))
+    config = MeasureConfig(samples=2, pass_k=[1, 2])
+    values = scores.values(config, [SourceSummary("addition", 3, "sums")])
     assert values["eval/greedy"] == 0.5  # prompts 0 and 2
     assert values["eval/avg@2"] == pytest.approx((1.0 + 0.0 + 0.0 + 0.9 + 0.0) / 5)
     assert values["eval/pass@1"] == pytest.approx((0.5 + 0.0 + 0.0) / 3)
     assert values["eval/pass@2"] == pytest.approx((1.0 + 0.0) / 2)
     assert values["eval/failed"] == 2
+    assert list(values) == ["eval/failed", *config.metrics_of(["addition"])]
+    both = scores.values(config, [SourceSummary("easy", 1, "sums"), SourceSummary("hard", 9, "sums")])
+    assert set(both) == {"eval/failed", *config.metrics_of(["easy", "hard"])}
+    assert {name: both[name] for name in values} == values
+    assert (both["eval/greedy/easy"], both["eval/greedy/hard"]) == (1.0, 0.0)
+    assert (both["eval/avg@2/easy"], both["eval/avg@2/hard"]) == (0.5, pytest.approx(0.9 / 3))
+    assert (both["eval/pass@2/easy"], both["eval/pass@2/hard"]) == (1.0, 0.0)
 
 
 def test_a_point_ends_with_its_last_prompt_and_tells_how_long_a_batch_waited() -> None:
-    plan = EvaluationPlan(EvaluationConfig(num_prompts=2, samples=1), 10)
+    plan = EvaluationPlan(EvaluationConfig(num_prompts=2, samples=1), [SourceSummary("addition", 10, "sums")])
     assert plan.due(0)
     tickets = plan.start(0, 3, now=100.0, deadline=200.0, epoch=1)
     assert [(t.draw, t.purpose, t.version) for t in tickets] == [(Draw(0), "eval", 3), (Draw(1), "eval", 3)]
@@ -78,7 +87,7 @@ def test_a_point_ends_with_its_last_prompt_and_tells_how_long_a_batch_waited() -
 
 
 def test_a_point_ends_at_its_deadline_without_the_missing() -> None:
-    plan = EvaluationPlan(EvaluationConfig(num_prompts=2), 10)
+    plan = EvaluationPlan(EvaluationConfig(num_prompts=2), [SourceSummary("addition", 10, "sums")])
     plan.start(0, 3, now=100.0, deadline=200.0, epoch=1)
     assert plan.current is not None
     plan.current.take(result(0, [1.0], [False]))
@@ -120,7 +129,8 @@ def test_a_ticket_knows_the_temperature_of_its_draw_and_of_its_evaluation() -> N
     assert asked(remax, "train", 0.6) == [(0.6, 2), (0.0, 1)]
     assert asked({**JOB, "evaluation": {"samples": 3}}, "eval", 0.6) == [(0.6, 3), (0.0, 1)]
     for sampling, expected in ((None, 0.6), (SamplingConfig(temperature=0.5), None)):
-        plan = EvaluationPlan(EvaluationConfig(num_prompts=1, samples=1, sampling=sampling), 10)
+        config = EvaluationConfig(num_prompts=1, samples=1, sampling=sampling)
+        plan = EvaluationPlan(config, [SourceSummary("addition", 10, "sums")])
         (ticket,) = plan.start(0, 3, now=100.0, deadline=200.0, epoch=1, temperature=0.6)
         assert ticket.temperature == expected
 

@@ -9,6 +9,7 @@ import pytest
 
 from penstock.services.coordinator.goals import EarlyStop, Goals
 from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.submission import plan_job
 from penstock.services.coordinator.summary import summary_of
 from penstock.shared.config.goals import EarlyStopConfig, KeepBestConfig
 from penstock.shared.config.job import JobConfig
@@ -65,6 +66,30 @@ def test_a_metric_that_no_evaluation_measures_is_refused(section: dict[str, obje
     data = {"train": {"type": "addition"}, "eval": {"type": "addition"}}
     with pytest.raises(ConfigError, match="no evaluation of this job measures 'eval/"):
         JobConfig.parse({**JOB, "data": data, **section})
+
+
+def test_an_evaluation_of_several_sources_measures_each() -> None:
+    hard = {"type": "addition", "digits": 2, "name": "hard"}
+    job = {**JOB, "checkpoint": {"keep_best": {"metric": "eval/greedy/hard"}}}
+    JobConfig.parse({**job, "data": {"train": {"type": "addition"}, "eval": [{"type": "addition"}, hard]}})
+    with pytest.raises(ConfigError, match=r"measures 'eval/greedy/hard'; they measure eval/greedy$"):
+        JobConfig.parse({**job, "data": {"train": {"type": "addition"}, "eval": hard}})
+
+
+async def test_a_goal_on_a_source_that_no_evaluation_reaches_is_refused() -> None:
+    sources = [{"type": "addition", "num_rows": 128}, {"type": "addition", "num_rows": 8, "name": "greedy"}]
+    job = {**JOB, "data": {"train": {"type": "addition"}, "eval": sources}}
+
+    async def plan(metric: str, num_prompts: int) -> list[str]:
+        rules = {"checkpoint": {"keep_best": {"metric": metric}}, "evaluation": {"num_prompts": num_prompts}}
+        found = await plan_job(JobConfig.parse({**job, **rules}), [], experience_bytes=1 << 40, stores_parts=True)
+        return list(found["data"]["notes"])
+
+    note = "data.eval: evaluation.num_prompts (128) ends before source 'greedy'"
+    assert await plan("eval/greedy", 128) == [note]
+    assert await plan("eval/greedy/greedy", 129) == []
+    with pytest.raises(ConfigError, match="'eval/greedy/greedy' is never measured: raise it, or put that source first"):
+        await plan("eval/greedy/greedy", 128)
 
 
 def test_evaluations_without_prompts_are_refused() -> None:

@@ -6,12 +6,18 @@ from typing import Any, cast
 
 import msgspec
 
+from penstock.services.coordinator.gate import Candidate, Verdict
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.measures import Measures
 from penstock.services.coordinator.outbox import Outbox
 from penstock.shared.config.job import JobConfig
+from penstock.shared.data.check import SourceSummary
+from penstock.shared.protocol.events import BatchSealed, BatchTrained, SealedGroup
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.messages import Report
+from penstock.shared.protocol.trajectory import GroupHeader
 
-JOB = {
+JOB: dict[str, Any] = {
     "name": "measures",
     "model": {"config": {}, "tokenizer": "char"},
     "data": {"train": {"type": "addition"}, "eval": {"type": "addition"}},
@@ -21,6 +27,9 @@ JOB = {
     "checkpoint": {"keep_best": {"metric": "eval/greedy"}},
     "train": {"batch_size": 16, "max_updates": 50},
 }
+
+
+HELD_OUT = [SourceSummary("addition", 10, "sums")]
 
 
 def row(kind: str, step: int, *, batch: int | None = None, **values: float) -> dict[str, Any]:
@@ -40,13 +49,47 @@ def test_another_leader_knows_points_goals_and_totals_and_survives_what_was_not_
         row("eval", 2, eval_greedy=0.4),
         row("train", 3, reward_mean=0.7),
     ]
-    measures.recall(rows, LedgerState(last_trained=3), num_eval=10, now=0.0)
+    measures.recall(rows, LedgerState(last_trained=3), held_out=HELD_OUT, now=0.0)
     assert measures.plan.done == {0, 2}
     assert measures.reward == 0.7
     assert measures.goals.stop_reason == ""
     assert measures.goals.wanted(LedgerState(last_trained=3)) == "new best eval/greedy 0.4 after update 2"
-    measures.recall([*rows, row("train", 4, reward_mean=0.95)], LedgerState(last_trained=4), num_eval=10, now=0.0)
+    measures.recall([*rows, row("train", 4, reward_mean=0.95)], LedgerState(last_trained=4), held_out=HELD_OUT, now=0.0)
     assert "reached 0.95" in measures.goals.stop_reason
+
+
+def test_an_update_of_several_sources_tells_what_each_earned() -> None:
+    hard = {"type": "addition", "digits": 2, "name": "hard"}
+    spec = {**JOB, "data": {**JOB["data"], "train": [{"type": "addition"}, hard]}}
+    shown: list[dict[str, float]] = []
+
+    class Rows:
+        def metrics(self, kind: str, step: int, version: int, values: dict[str, float], *, batch: int) -> None:
+            shown.append(values)
+
+    measures = Measures(JobConfig.parse(spec), cast(Outbox, Rows()))
+    measures.recall([], LedgerState(), held_out=[], now=0.0)
+    headers = [header(0, "hard", [1.0, 0.0]), header(1, "hard", [1.0, 1.0]), header(2, "addition", [0.0, 0.25])]
+    candidates = {found.draw: Candidate(i, found, Verdict.ACCEPT) for i, found in enumerate(headers)}
+    groups = [SealedGroup(draw, "a", 1, "d", 0, 0, [], 2, "w") for draw in (Draw(0), Draw(1))]
+    base: dict[str, Any] = {"writer_epoch": 1, "time": 0.0, "number": 1, "revision": 1}
+    sealed = BatchSealed(**base, start_version=0, update_index=0, groups=groups)
+    trained = BatchTrained(**base, version=1, digest="d", trainer_epoch=1)
+    state = LedgerState(sealed={1: sealed})
+    measures.on_events([trained], state, candidates)
+    report = Report(kind="trained", epoch=1, batch=1, version=1, metrics={"reward/mean": 0.75})
+    measures.after_update(report, sealed, LedgerState(), 1.0, {})
+    (values,) = shown
+    assert (values["reward/mean/hard"], values["groups/count/hard"], values["groups/count/addition"]) == (0.75, 2, 0)
+    assert "reward/mean/addition" not in values
+
+
+def header(ordinal: int, source: str, rewards: list[float]) -> GroupHeader:
+    return GroupHeader(
+        draw=Draw(ordinal), attempt="a", epoch=1, digest="d", nbytes=1, prompt_tokens=2, lengths=[1] * len(rewards),
+        rewards=rewards, failed=[False] * len(rewards), truncated=[False] * len(rewards), finite=True, min_version=0,
+        max_version=0, worker="w", source=source,
+    )  # fmt: skip
 
 
 FORKED = LedgerState(last_trained=8, updates=6, version=9, rolled_back=((6, 7),))
@@ -58,9 +101,9 @@ def test_what_was_measured_of_rolled_back_batches_decides_nothing_on_any_leader(
     rows = [row("train", n, reward_mean=value) for n, value in ((5, 0.2), (6, 0.5), (7, 0.95))]
     rows += [row("eval", 6, eval_greedy=0.9), row("train", 8, reward_mean=0.3)]
     other = Measures(JobConfig.parse(spec), cast(Outbox, None))
-    other.recall(rows, FORKED, num_eval=10, now=0.0)
+    other.recall(rows, FORKED, held_out=HELD_OUT, now=0.0)
     live = Measures(JobConfig.parse(spec), cast(Outbox, None))
-    live.recall(rows[:4], LedgerState(last_trained=7, updates=7), num_eval=10, now=0.0)
+    live.recall(rows[:4], LedgerState(last_trained=7, updates=7), held_out=HELD_OUT, now=0.0)
     assert live.goals.stop_reason
     assert live.plan.done == {6}
     live.roll_back(LedgerState(last_trained=7, updates=5, version=8, rolled_back=((6, 7),)))
@@ -75,6 +118,6 @@ def test_an_evaluation_after_a_fork_is_of_the_newest_batch_of_the_lineage() -> N
     state = LedgerState(last_trained=7, updates=5, version=8, rolled_back=((6, 7),))
     assert state.newest_batch == 5
     measures = Measures(JobConfig.parse(JOB), cast(Outbox, None))
-    measures.recall([row("eval", 5, batch=5, eval_greedy=0.4)], state, num_eval=10, now=0.0)
+    measures.recall([row("eval", 5, batch=5, eval_greedy=0.4)], state, held_out=HELD_OUT, now=0.0)
     assert measures.goals.wanted(state) == "new best eval/greedy 0.4 after update 5"
     assert FORKED.newest_batch == 8

@@ -28,6 +28,7 @@ from penstock.services.coordinator.run import JobRun
 from penstock.services.coordinator.summary import start_of
 from penstock.services.coordinator.wishes import Wishes
 from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.data.check import SourceSummary
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.events import (
     Admission,
@@ -335,7 +336,7 @@ def test_a_fork_that_nobody_wanted_is_measured_before_it_is_served() -> None:
     run.train()
     assert decisions(run.fork(2)) == []
     measures = Measures(run.run.config, cast(Outbox, Silence()))
-    measures.plan = EvaluationPlan(measures.config.evaluation, 4)
+    measures.plan = EvaluationPlan(measures.config.evaluation, [SourceSummary("addition", 4, "sums")])
     measures.plan.done.add(run.state.updates)
     assert measures.holds(run.state, run.state.updates), "the plan knows that point, but not these weights"
     assert decisions(run.evaluate(0.5)) == [("Promoted", 3, "passed")]
@@ -537,7 +538,7 @@ def test_versions_that_are_compared_must_be_measured() -> None:
 def test_an_evaluation_that_misses_prompts_decides_nothing_and_is_begun_again() -> None:
     measures = Measures(job(max_drop=0.1), cast(Outbox, Silence()))
     state = LedgerState()
-    measures.plan = EvaluationPlan(measures.config.evaluation, 4)
+    measures.plan = EvaluationPlan(measures.config.evaluation, [SourceSummary("addition", 4, "sums")])
     for answered in (2, 4):
         assert len(measures.begin_evaluation(state, final=False, now=NOW, epoch=1)) == 4
         for ordinal in range(answered):
@@ -553,7 +554,7 @@ def test_an_evaluation_that_misses_prompts_decides_nothing_and_is_begun_again() 
 def test_an_evaluation_without_a_score_is_begun_again_after_a_while() -> None:
     measures = Measures(job(max_drop=0.1), cast(Outbox, Silence()))
     state = LedgerState()
-    measures.plan = EvaluationPlan(measures.config.evaluation, 1)
+    measures.plan = EvaluationPlan(measures.config.evaluation, [SourceSummary("addition", 1, "sums")])
     measures.begin_evaluation(state, final=False, now=NOW, epoch=1)
     assert measures.plan.current is not None
     measures.plan.current.take(EvalResult(version=0, ordinal=0, rewards=[0.0], failed=[True], greedy=[True]))
@@ -579,7 +580,7 @@ def test_what_a_rollback_serves_is_measured_whoever_leads() -> None:
     assert run.state.promoted is not None
     assert run.state.promoted.figures == {}
     other = Measures(run.run.config, cast(Outbox, Silence()))
-    other.recall(rows, run.state, num_eval=4, now=NOW)
+    other.recall(rows, run.state, held_out=[SourceSummary("addition", 4, "sums")], now=NOW)
     assert other.holds(run.state, run.state.updates)
     assert other.begin_evaluation(run.state, final=False, now=NOW, epoch=1)
 

@@ -15,13 +15,16 @@ from penstock.shared.protocol.events import BatchSealed, Dropped, SealedGroup
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.trajectory import GroupHeader
 
+SOURCES = enumerate(["easy", "hard", "easy", "hard"])
+"""Of draws by ordinal."""
 
-def header(ordinal: int, lengths: list[int], rewards: list[float] | None = None) -> GroupHeader:
+
+def header(ordinal: int, lengths: list[int], rewards: list[float] | None = None, source: str = "") -> GroupHeader:
     n = len(lengths)
     return GroupHeader(
         draw=Draw(ordinal), attempt="a", epoch=1, digest="d", nbytes=1, prompt_tokens=7, lengths=lengths,
         rewards=rewards or [0.0] * n, failed=[False] * n, truncated=[False] * n, finite=True, min_version=3,
-        max_version=3, worker="w",
+        max_version=3, worker="w", source=source,
     )  # fmt: skip
 
 
@@ -44,7 +47,7 @@ def batch(*min_versions: int) -> BatchSealed:
 
 
 def test_every_token_is_generated_once_and_trained_or_dropped() -> None:
-    tally = Tally(groups_per_batch=4)
+    tally = Tally(groups_per_batch=4, sources=["addition"])
     tally.begin(100.0, {"tokens_total/generated": 1000.0, "tokens_total/trained": 500.0})
     held = {Draw(i): Candidate(i, header(i, [10, 30]), Verdict.ACCEPT) for i in range(4)}
     for candidate in held.values():
@@ -77,6 +80,23 @@ def test_every_token_is_generated_once_and_trained_or_dropped() -> None:
     assert not any(name.startswith("dropped") for name in again)
 
 
+def test_what_was_trained_is_told_apart_by_source() -> None:
+    held = {Draw(i): Candidate(i, header(i, [4, 4], [0.0, i / 4], source), Verdict.ACCEPT) for i, source in SOURCES}
+    tally = Tally(groups_per_batch=3, sources=["easy", "hard", "rare"])
+    tally.on_trained(batch(5, 5, 5), held)
+    row = tally.row(batch(5, 5, 5), trained_tokens=0, now=1.0)
+    assert {name: value for name, value in row.items() if name.startswith(("reward", "groups"))} == {
+        "groups/count/easy": 2,
+        "reward/mean/easy": (0 + 0 / 4 + 0 + 2 / 4) / 4,
+        "groups/count/hard": 1,
+        "reward/mean/hard": (0 + 1 / 4) / 2,
+        "groups/count/rare": 0,
+    }, "draw 3 was not in the batch"
+    alone = Tally(groups_per_batch=3, sources=["easy"])
+    alone.on_trained(batch(5), held)
+    assert not any(name.startswith(("reward", "groups")) for name in alone.row(batch(5), trained_tokens=0, now=1.0))
+
+
 @pytest.mark.parametrize(("tokens", "bucket"), [(0, "0"), (1, "1"), (2, "2"), (3, "4"), (64, "64"), (65, "128")])
 def test_length_buckets_are_powers_of_two(tokens: int, bucket: str) -> None:
     assert length_bucket(tokens) == bucket
@@ -93,6 +113,8 @@ def test_a_page_of_evaluated_completions_is_chosen_from_headers() -> None:
     assert ids("length", limit=2) == [(12, "0-1.0-0"), (11, "0-0.0-0")]
     assert ids("length", after="0-0.0-0") == [(12, "0-1.0-1")]
     assert ids(None, after="gone") == []
+    headers.append((13, header(2, [4], [0.25], "hard")))
+    assert choose_samples(headers, sort=None, after=None, limit=9, env="hard") == [(13, "0-2.0-0")]
 
 
 def test_metrics_as_csv_and_parquet_keep_what_is_missing_missing() -> None:
