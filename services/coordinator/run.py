@@ -118,7 +118,7 @@ class JobRun:
     def want(self, desired: str) -> None:
         """What the user wants of the job; anything but a pause ends one that the trainer asked for."""
         self.desired = desired
-        self.halted = self.halted if desired == "paused" else ""
+        self.halted = self.halted if desired != "running" else ""
 
     def rollback_of(self, state: LedgerState) -> Rollback | None:
         """Where training is to go back to, given this ledger: by request, or for too many refused versions."""
@@ -272,9 +272,9 @@ class JobRun:
         return draft.events
 
     def _may_cancel(self, state: LedgerState) -> bool:
-        """A cancelled run trains what is sealed and checkpoints first, unless it must end now or wants no more."""
+        """A cancelled run trains what is sealed and checkpoints first, unless it must end now or its trainer cannot."""
         checkpoint = state.checkpoint
-        if self.cancel_now or checkpoint is None:
+        if self.cancel_now or self.halted or checkpoint is None:
             return True
         unsaved = self.last_checkpoint and checkpoint.number < state.last_trained
         return not (state.sealed or unsaved)

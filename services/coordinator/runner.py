@@ -301,7 +301,7 @@ class JobRunner:
         self.outbox.event("error", "halted", reason)
         with contextlib.suppress(Conflict):  # it is being cancelled or has ended
             self.want(await self.store.set_desired(self.job, "paused"))
-        self.run.halted = reason if self.wishes.desired == "paused" else ""
+        self.run.halted = reason if self.wishes.desired != "running" else ""
         return Ack(ok=True)
 
     async def _on_eval(self, data: bytes) -> bytes:

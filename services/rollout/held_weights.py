@@ -33,15 +33,14 @@ class WeightRing:
         return self._held.get(version)
 
     def keep(self, staged: Staged) -> bool:
-        """Copy a version that is not served any more; blocks for as long as that takes.
+        """Copy a version; blocks for as long as that takes.
 
         Returns:
             Whether it is held: not where its memory was written to meanwhile, or nothing is to be held.
         """
-        if not self._limit:
-            return False
         version = staged.manifest.version
-        self._held.pop(version, None)
+        if not self._limit or version in self._held:
+            return bool(self._limit)
         while len(self._held) >= self._limit:
             self._held.popitem(last=False)
         tensors = {name: tensor.clone() for name, tensor in staged.tensors().items()}

@@ -27,7 +27,7 @@ class PolicyFollower:
     """Watches the job's manifest, or that under ``key``, and brings each new version into the engine.
 
     Args:
-        held: keeps the versions that are left.
+        held: keeps each version before the next one is served.
         leaving: called before the engine takes in another version.
     """
 
@@ -90,6 +90,8 @@ class PolicyFollower:
             logger.warning("version %d not staged: %s", manifest.version, error)
             return False
         try:
+            if self._held is not None and self._serving is not None:
+                await asyncio.to_thread(self._held.keep, self._serving)
             if self._leaving is not None:
                 await self._leaving()
             self.pause_s = await self._load(manifest, staged, base=False)
@@ -98,8 +100,6 @@ class PolicyFollower:
             return False
         before, self._serving = self._serving, staged
         if before is not None:
-            if self._held is not None:
-                await asyncio.to_thread(self._held.keep, before)
             before.release()
         async with self._changed:
             self.version, self.digest, self.epoch = manifest.version, manifest.digest, manifest.epoch

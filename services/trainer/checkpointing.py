@@ -60,9 +60,9 @@ class Checkpointing:
         """Whether one is due."""
         return self._reason is not None
 
-    async def take(self, progress: Progress, reason: str = "") -> None:
+    async def take(self, progress: Progress) -> None:
         """Copy the state and begin to write it. Waits for the one before, so that there is one copy at a time."""
-        reason, self._reason = reason or self._reason or "", None
+        reason, self._reason = self._reason or "", None
         if progress.batch == self._taken:
             return  # asked again while it is being written
         began = time.perf_counter()
@@ -80,6 +80,13 @@ class Checkpointing:
         self._taken = progress.batch
         self.seconds += time.perf_counter() - began
         await self._queue.put((write, report))
+
+    async def secure(self, progress: Progress, reason: str, *, wanted: Callable[[], bool]) -> None:
+        """Take one and return once it is in the ledger, however often that must be tried, while it is ``wanted``."""
+        self._ask(reason)
+        while self.asked and wanted():
+            await self.take(progress)
+            await self.written()
 
     async def run(self) -> None:
         """Record what was written, until cancelled. Raises Fenced."""

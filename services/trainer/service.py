@@ -57,8 +57,8 @@ class TrainerService:
         self._ended = asyncio.Event()
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._replays: set[asyncio.Task[None]] = set()
-        self._moving: dict[str, JobConfig] = {}
-        """Job files of sessions that leave for another backend."""
+        self._files: dict[str, JobConfig] = {}
+        """Newest job files of the jobs that run here."""
 
     async def run(self) -> None:
         """Serve until drained or cancelled.
@@ -133,21 +133,29 @@ class TrainerService:
 
     def _amend(self, job: str, config: AnyJob) -> None:
         """A job whose backend changed leaves the one that it has at the next step boundary."""
+        if not isinstance(config, JobConfig):
+            return
+        self._files[job] = config
         session = self.sessions.get(job)
-        if session is not None and isinstance(config, JobConfig) and config.backend != session.config.backend:
-            self._moving[job] = config
+        if session is not None and config.backend != session.config.backend:
             session.leave(f"to go on with backend '{config.backend.type}'")
 
     async def _run_sessions(self, job: str, config: JobConfig) -> None:
         """One after the other, where the backend changes."""
-        moved: JobConfig | None = config
-        while moved is not None:
-            await self._run_session(job, moved)
-            moved = self._moving.pop(job, None) if self.ready else None
+        self._files[job] = config
+        try:
+            while await self._run_session(job) and self.ready:
+                pass
+        finally:
+            del self._files[job]
 
-    async def _run_session(self, job: str, config: JobConfig) -> None:
-        torch.set_num_threads(config.placement.trainer_threads)
-        ranks = await self._meet() if config.backend.type != "local" else None
+    async def _run_session(self, job: str) -> bool:
+        """Whether it ended because the job moves to another backend."""
+        torch.set_num_threads(self._files[job].placement.trainer_threads)
+        if self._files[job].backend.type != "local":
+            await self._meet()
+        config = self._files[job]  # it may have changed meanwhile
+        ranks = self._ranks if config.backend.type != "local" else None
         session = TrainerSession(self.bus, self.settings, job, config, ranks)
         self.sessions[job] = session
         try:
@@ -164,6 +172,7 @@ class TrainerService:
             await asyncio.Event().wait()  # the process ends
         if error is not None:
             raise error
+        return session.leaves
 
     async def drain(self) -> None:
         """Stop every session at its next step boundary, then the followers. A follower leaves when rank 0 says so."""

@@ -14,6 +14,8 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import torch
+
 from penstock.services.trainer.checkpointing import Checkpointing, pinned_in
 from penstock.services.trainer.crew import Crew
 from penstock.services.trainer.inputs import BatchInputs, Untrainable
@@ -84,6 +86,9 @@ class TrainerSession:
         self._epoch = 0
         self._draining = False
         self._leaving = ""
+        """Why this session ends with a checkpoint."""
+        self._unopened = ""
+        """Why the job cannot be opened here."""
         self._going_back = ""
         """Why this trainer is to start over from an earlier batch."""
         self.progress = Progress()
@@ -102,6 +107,9 @@ class TrainerSession:
                 async with contextlib.nullcontext() if self._ranks is None else self._turn(self._ranks):
                     await self._under_lease()
                 raise_if_cancelled()
+                if self._unopened:
+                    await self._until_resumed(self._unopened)
+                    await self._let_others_try()
                 await asyncio.sleep(0 if self._draining else RESTART_S)
         finally:
             self._publishing.close()
@@ -163,10 +171,10 @@ class TrainerSession:
             try:
                 while not self._draining:
                     await self._step()
-                if self._leaving:
-                    await checkpointing.take(self.progress, self._leaving)
                 await self._reporter.settled()
                 await checkpointing.written()
+                if self._leaving:
+                    await checkpointing.secure(self.progress, self._leaving, wanted=lambda: self.leaves)
             finally:
                 await server.close(0.5)
                 for task in background:
@@ -174,15 +182,16 @@ class TrainerSession:
 
     async def _begin(self, start: dict[str, Any]) -> None:
         self._wait("the model to be built", subjects.report(self.job))
+        self._unopened = ""
         try:
             await self._crew.open()
-        except ConfigError as error:
+        except (ConfigError, CheckpointError, torch.OutOfMemoryError) as error:  # the second: that of another rank
             if start["checkpoint"] is None:
                 raise
             # What was trained is worth more than this backend, or this machine: somebody may choose another one.
-            logger.error("job %s cannot be opened here: %s", self.job, error)
-            await self._paused(start["last_trained"] + 1, 0, str(error))
-            raise Fenced("the job is opened once more") from None
+            self._unopened = str(error)
+            await self._ask_for_a_pause(start["last_trained"] + 1, 0, self._unopened)
+            raise Fenced(f"the job cannot be opened here: {error}") from None
         try:
             await self._crew.remove_leftovers()
         except OSError as error:
@@ -198,13 +207,19 @@ class TrainerSession:
         assert self._checkpointing is not None
         await self._checkpointing.take(self.progress)
 
+    @property
+    def leaves(self) -> bool:
+        """Whether it ends because of ``leave``."""
+        return bool(self._leaving)
+
     def leave(self, reason: str) -> None:
         """Stop at the next step boundary, with a checkpoint of all that is trained by then and the reason for it."""
-        self._leaving = reason
         self.drain()
+        self._leaving = reason
 
     def drain(self) -> None:
         """Stop at the next step boundary."""
+        self._leaving = ""
         self._draining = True
         self._wake()
 
@@ -297,17 +312,27 @@ class TrainerSession:
         """Have the job paused; once somebody resumes it, the batch is trained from where it began."""
         logger.error("batch %d is not trained: %s", manifest.number, error.reason)
         await self._reporter.settled()
-        await self._paused(manifest.number, manifest.revision, error.reason)
+        await self._ask_for_a_pause(manifest.number, manifest.revision, error.reason)
+        await self._until_resumed(error.reason)
         if error.changed:
             raise Fenced(f"batch {manifest.number} was left half trained: back to the last checkpoint")
 
-    async def _paused(self, batch: int, revision: int, reason: str) -> None:
-        """Have the job paused before a batch, and wait until somebody resumes it."""
+    async def _ask_for_a_pause(self, batch: int, revision: int, reason: str) -> None:
+        """Have the job paused before a batch."""
         report = Report(kind="halted", epoch=self._epoch, batch=batch, revision=revision, reason=reason)
         await self._reporter.ask(report)
+
+    async def _until_resumed(self, reason: str) -> None:
+        """Wait until somebody resumes the job, or this session is over."""
         self._wait(f"the job to be resumed: {reason}", subjects.JOBS)
         while not (self._draining or self._going_back or await self._is_wanted()):
             await asyncio.sleep(RESUMED_POLL_S)
+
+    async def _let_others_try(self) -> None:
+        """Another trainer may be able to open the job: it gets the lease first."""
+        end = time.monotonic() + TURN_LEASES * self._settings.lease_s
+        while not self._draining and time.monotonic() < end:
+            await asyncio.sleep(min(RESTART_S, self._settings.lease_s))
 
     async def _is_wanted(self) -> bool:
         try:
@@ -317,7 +342,7 @@ class TrainerSession:
         return (
             entry is not None
             and entry.value is not None
-            and JobRecord.model_validate_json(entry.value).desired_state == "running"
+            and JobRecord.model_validate_json(entry.value).desired_state != "paused"
         )
 
     async def _on_command(self, data: bytes) -> bytes:

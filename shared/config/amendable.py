@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from penstock.shared.config.job import JobConfig
+from penstock.shared.config.online_job import OnlineJob
 
 __all__ = [
     "AMENDABLE",
@@ -33,7 +34,8 @@ AMENDABLE = (
 )
 """What a run follows from one batch to the next, beside its free labels. Everything else is fixed when it begins."""
 BACKEND = "backend"
-"""Section that may change as a whole: the trainer goes on from a checkpoint that it takes for that."""
+"""Section that may change as a whole: the trainer goes on from a checkpoint that it takes for that. Not where a gate
+decides over versions: one that is served is made again to the bit from an earlier checkpoint, and needs its backend."""
 TEMPERATURE = "sampling.temperature"
 """Holds for what is drawn from then on; what was drawn before is trained at the temperature that it was sampled at."""
 LABELS = "metadata"
@@ -52,7 +54,7 @@ def is_amendable(config: BaseModel, key: str) -> bool:
     if not isinstance(config, JobConfig):
         return False
     if key == BACKEND or key.startswith(f"{BACKEND}."):
-        return True
+        return not (isinstance(config, OnlineJob) and config.online.promotion is not None)
     if key not in AMENDABLE:
         return False
     kl = config.algorithm.kl

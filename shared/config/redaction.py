@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
-import re2
 from pydantic import Field, StringConstraints, model_validator
 
 from penstock.shared.config.base import StrictModel
+from penstock.shared.config.patterns import compile_pattern
 
-__all__ = ["RedactionConfig", "compile_pattern"]
+__all__ = ["RedactionConfig"]
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9_-]{1,32}$")]
 Pattern = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
@@ -21,7 +21,7 @@ class RedactionConfig(StrictModel):
     patterns: dict[Name, Pattern] = Field(default_factory=dict, max_length=32)
     """Regular expressions by name, for live requests and for the texts in feedback; as
     [RE2](https://github.com/google/re2/wiki/Syntax) reads them: in a time that grows with the text and no faster,
-    without look-around and back-references."""
+    without look-around, back-references and `\\b`. `\\w`, `\\d` and `\\s` stand for the characters of all languages."""
     function: str | None = Field(None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
     """`package.module:function`, importable by the rollout service: `f(text) -> [(start, end, name), ...]`; for live
     requests only."""
@@ -38,14 +38,3 @@ class RedactionConfig(StrictModel):
             if compiled.search(""):
                 raise ValueError(f"patterns.{name}: it matches an empty text, so it would match everywhere")
         return self
-
-
-def compile_pattern(pattern: str) -> Any:
-    """A pattern with the ``search`` and ``finditer`` of ``re``. Raises ValueError: RE2 cannot read it."""
-    options = re2.Options()
-    options.log_errors = False
-    try:
-        return re2.compile(pattern, options)
-    except re2.error as error:
-        why = error.args[0].decode() if error.args and isinstance(error.args[0], bytes) else str(error)
-        raise ValueError(f"not a regular expression of RE2: {why}") from None

@@ -21,8 +21,20 @@ MOVES: list[dict[str, Any]] = [
     {"type": "megatron", "tensor_parallel": 2, "sequence_parallel": True},
     {"type": "local"},
 ]
+TOO_LARGE = {"type": "megatron", "tensor_parallel": 2, "pipeline_parallel": 2}
+"""Needs four ranks."""
 CUT = ("tensor_parallel", "ranks")
 """Pins by which a checkpoint tells the backend that wrote it."""
+
+
+def submitted(stack: Any) -> str:
+    """A job that runs until somebody ends it."""
+    return str(
+        stack.submit(
+            "train.max_updates=100000", "checkpoint.every=100000", "checkpoint.keep=20", "train.max_lag=0",
+            "train.staleness=in_order", "optimizer.learning_rate=1e-3", reward=PACED,
+        )
+    )  # fmt: skip
 
 
 def pins(checkpoint: Checkpointed) -> tuple[str | None, ...]:
@@ -38,10 +50,7 @@ def moved(stack: Any, job: str, reason: str, above: int) -> Checkpointed | None:
 
 def test_backends_come_and_go(stack_of_ranks: Any) -> None:
     stack = stack_of_ranks
-    job = stack.submit(
-        "train.max_updates=100000", "checkpoint.every=100000", "checkpoint.keep=20", "train.max_lag=0",
-        "train.staleness=in_order", "optimizer.learning_rate=1e-3", reward=PACED,
-    )  # fmt: skip
+    job = submitted(stack)
     step, taken = 0, []
     for backend in MOVES:
         step = stack.reach(job, step + 2, 120)
@@ -52,7 +61,7 @@ def test_backends_come_and_go(stack_of_ranks: Any) -> None:
 
     with pytest.raises(ConfigError, match="does not divide"):
         stack.client.amend(job, {"backend": {"type": "megatron", "tensor_parallel": 3}})
-    stack.client.amend(job, {"backend": {"type": "megatron", "tensor_parallel": 2, "pipeline_parallel": 2}})
+    stack.client.amend(job, {"backend": TOO_LARGE})
     stack.until(lambda: stack.status(job).phase == "paused", "the pause of a job that two ranks cannot hold")
     assert "4" in stack.status(job).message, stack.status(job)
     stack.client.amend(job, {"backend": {"type": "fsdp"}})
@@ -76,3 +85,24 @@ def test_backends_come_and_go(stack_of_ranks: Any) -> None:
     assert done["ok"], done
     assert len(updates) == total
     assert all(row["match"] or row["near"] for row in updates), "moments were lost on the way"
+
+
+def test_a_change_of_mind_and_the_end_of_a_job_that_cannot_be_opened(stack_of_ranks: Any) -> None:
+    stack = stack_of_ranks
+    job = submitted(stack)
+    step = stack.reach(job, 2, 120)
+    for backend in ("fsdp", "local"):  # both within one update, or nearly
+        stack.client.amend(job, {"backend": {"type": backend}}, wait_s=0)
+    stack.reach(job, step + 4, 120)
+    stack.client.checkpoint_now(job)
+    newest = [event for event in stack.ledger(job) if isinstance(event, Checkpointed)][-1]
+    assert pins(newest) == (None, None), "the job file says local"
+
+    stack.client.amend(job, {"backend": TOO_LARGE})
+    stack.until(lambda: stack.status(job).phase == "paused", "the pause of a job that two ranks cannot hold")
+    stack.client.resume(job)
+    stack.until(lambda: stack.status(job).phase == "running", "another attempt")
+    stack.until(lambda: stack.status(job).phase == "paused", "the next pause, for nothing has changed")
+    stack.client.cancel(job)
+    assert stack.finish(job).status.phase == "cancelled"
+    stack.check_books(job)

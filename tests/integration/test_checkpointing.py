@@ -158,6 +158,32 @@ async def test_a_checkpoint_that_cannot_be_written_is_tried_again(
     assert [stored.manifest.number for stored in list_checkpoints(stage.root, JOB)] == [1]
 
 
+async def test_a_checkpoint_that_somebody_relies_on_is_tried_until_it_is_there(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RETRY_S", 0.05)
+    stage.coordinator.open.set()
+    stage.root.write_text("in the way")
+    progress, wanted = Progress(version=1, batch=1, digest="d"), True
+    securing = asyncio.create_task(stage.checkpointing.secure(progress, "to leave", wanted=lambda: wanted))
+    for _ in range(2):
+        stage.woken.clear()
+        await wait_for(stage.woken.wait(), 30, "another try")
+    assert not securing.done()
+    stage.root.unlink()
+    await wait_for(securing, 30, "the checkpoint")
+    assert {(r.batch, r.reason) for r in stage.coordinator.heard} == {(1, "to leave")}
+    stage.root.rename(stage.root.with_name("elsewhere"))
+    stage.root.write_text("in the way")
+    later = Progress(version=2, batch=2, digest="d")
+    securing = asyncio.create_task(stage.checkpointing.secure(later, "to leave", wanted=lambda: wanted))
+    stage.woken.clear()
+    await wait_for(stage.woken.wait(), 30, "another try")
+    wanted = False
+    await wait_for(securing, 30, "its end")
+    assert {r.batch for r in stage.coordinator.heard} == {1}
+
+
 async def _exists(root: Path, number: int) -> None:
     while not any(stored.manifest.number == number for stored in list_checkpoints(root, JOB)):
         await asyncio.sleep(0.02)

@@ -55,6 +55,10 @@ run_service(Toy)
 """
 
 
+SMALL = {"PENSTOCK_EXPERIENCE_BYTES": str(8 << 20), "PENSTOCK_STREAM_BYTES": str(4 << 20)}
+"""The first service makes the streams, and the servers of the tests may have little room."""
+
+
 class Toy:
     """The program above as a process."""
 
@@ -66,7 +70,7 @@ class Toy:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, str(program), mode],
-                env={**os.environ, "PENSTOCK_WORKER_ID": "toy-0", "PENSTOCK_HEARTBEAT_S": "0.1", **settings},
+                env={**os.environ, "PENSTOCK_WORKER_ID": "toy-0", "PENSTOCK_HEARTBEAT_S": "0.1", **SMALL, **settings},
                 stdout=log,
                 stderr=log,
             )

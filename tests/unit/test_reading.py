@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from penstock.services.rollout.held_weights import WeightRing
 from penstock.services.rollout.rendering import Renderer
 from penstock.services.rollout.serving.reading import Reader
 from penstock.shared.config.model import ModelConfig
@@ -32,5 +33,7 @@ RENDERER = Renderer(TOKENIZER, {})
 async def test_tokens_that_this_model_cannot_have_made(fields: dict[str, Any], flaw: str) -> None:
     engine: Any = SimpleNamespace(max_length=16)
     request = ReadRequest(**{"prompt_ids": [4, 5], "token_ids": [6, 7], **fields})
-    reply, _ = unpack(await Reader("j", RENDERER, TOKENIZER, engine).read(pack(request, job="j")), ReadReply)
+    reply, _ = unpack(
+        await Reader("j", RENDERER, TOKENIZER, engine, WeightRing(0)).read(pack(request, job="j")), ReadReply
+    )
     assert reply.flaw == flaw

@@ -67,11 +67,37 @@ def test_places_count_characters_whatever_they_are() -> None:
 
 
 @pytest.mark.parametrize(
+    ("pattern", "text", "found"),
+    [
+        (r"[\w.]+@[\w-]+\.\w+", "an jürgen@müller.de!", "jürgen@müller.de"),
+        (r"Konto\s\d+", "Konto\u00a0\u0661\u0662", "Konto\u00a0\u0661\u0662"),
+        (r"[^\s@]+@", "x ö\u3000é@", "é@"),
+        (r"\D+", "12 ab\u0663", " ab"),
+        (r"\S+\W", " ab, c", "ab, "),
+        (r"[\s\S]+", " é\n", " é\n"),
+        (r"[]\d]+", "a]2]b", "]2]"),
+        (r"[^]a]+", "]xy]", "xy"),
+        (r"[a[]b", "x[b", "[b"),
+        (r"\[\w\]", "x[ö]", "[ö]"),
+        (r"(?i)özdemir", "ÖZDEMIR", "ÖZDEMIR"),
+        (r"\\w", r"a\w", r"\w"),
+        (r"\p{Lu}\d{2}", "aÖ12", "Ö12"),
+    ],
+)
+def test_classes_hold_the_characters_of_all_languages(pattern: str, text: str, found: str) -> None:
+    (place,) = Redactor(config(patterns={"x": pattern})).find(text)[:1]
+    assert text[place.start : place.end] == found
+
+
+@pytest.mark.parametrize(
     ("fields", "text"),
     [
         ({}, "give patterns or function"),
         ({"patterns": {"x": "("}}, r"not a regular expression of RE2: missing \)"),
         ({"patterns": {"x": "(?<=a)b"}}, "RE2: invalid perl operator"),
+        ({"patterns": {"x": r"\bann\b"}}, "knows ASCII letters alone"),
+        ({"patterns": {"x": r"[^\W_]+"}}, "in brackets"),
+        ({"patterns": {"x": "a\\"}}, "not a regular expression of RE2: trailing"),
         ({"patterns": {"x": "a*"}}, "matches an empty text"),
         ({"patterns": {"Not A Name": "a"}}, "patterns"),
         ({"function": "no colon"}, "function"),

@@ -165,7 +165,8 @@ def _check_schedule(job: AnyJob) -> None:
 def _immutable(keys: list[str]) -> HttpProblem:
     flaws = [Flaw(pointer="/" + key.replace(".", "/"), detail="cannot change while the job exists") for key in keys]
     may = ", ".join((*AMENDABLE, BACKEND, "metadata"))
-    detail = f"{', '.join(keys)} cannot change any more; what may: {may} (algorithm.kl.coef unless it is adaptive)"
+    unless = "algorithm.kl.coef unless it is adaptive, backend unless there is online.promotion"
+    detail = f"{', '.join(keys)} cannot change any more; what may: {may} ({unless})"
     return HttpProblem(422, "immutable_field", detail, errors=flaws)
 
 

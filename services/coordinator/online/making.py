@@ -129,6 +129,8 @@ class Maker:
         )  # fmt: skip
         read = await self._read(request)
         if admission.reason == "rescored":
+            if read.version < admission.version:
+                raise Unavailable(f"the worker that was asked does not have version {admission.version} yet")
             if read.version != admission.version:
                 raise Unusable("version_not_held")
             return self._made(draw, admission, read, sampled, read.logprobs)

@@ -67,13 +67,18 @@ class Replicas:
         ``prepare`` makes an answer to the same request, with ids of its own.
         """
         for note, revision in await self._notes.find(key):
-            if note.ids[0] in self._relays:
-                answer = await self._taken_back(key, note, revision)
-            else:
-                answer = await self._taken_over(await prepare(), key, note, revision)
+            answer = None
+            self._retries.read(key)  # a claim of another gateway waits for what becomes of this one
+            try:
+                if note.ids[0] in self._relays:
+                    answer = await self._taken_back(key, note, revision)
+                else:
+                    answer = await self._taken_over(await prepare(), key, note, revision)
+            finally:
+                if answer is None:
+                    self._retries.left(key)
             if answer is not None:
                 answer.key = key
-                self._retries.read(key)
                 await self._notes.write(answer)
                 if answer.id != note.ids[0]:
                     self._notes.drop(key, note.ids[0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from penstock.services.coordinator.gate import MAX_REDRAWS
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.run import Effects, JobRun
@@ -124,6 +126,21 @@ def test_a_cancelled_job_checkpoints_the_update_that_was_under_way() -> None:
     assert not any(isinstance(event, Finished) for event in events), "update 1 would be undone"
     events, _ = scene.report("checkpointed", batch=1, version=1, digest="w1", path="c1")
     assert isinstance(events[-1], Finished)
+
+
+@pytest.mark.parametrize("first", ["paused", "cancelled"])
+def test_a_cancelled_job_does_not_wait_for_a_trainer_that_cannot_train(first: str) -> None:
+    """It asked for a pause before the batch, and whoever is asked cancels; or the job was being cancelled by then."""
+    scene = Scene()
+    for draw in scene.waiting:
+        scene.answer(draw)
+    scene.decide()
+    assert scene.run.state.sealed
+    scene.run.want(first)
+    scene.run.halted = "a loss that is not finite"
+    scene.run.want("cancelled")
+    assert isinstance(scene.decide()[-1], Finished)
+    assert scene.run.state.balanced()
 
 
 def test_a_cancelled_job_may_go_without_a_last_checkpoint() -> None:
