@@ -26,6 +26,7 @@ class _Channel(asyncio.Protocol):
     def __init__(self) -> None:
         self.messages: deque[Opened | Result] = deque()
         self.closed = False
+        self.lost = asyncio.Event()
         self._decoder = Decoder(FromProcess)
         self._waiter: asyncio.Future[None] | None = None
 
@@ -38,6 +39,7 @@ class _Channel(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
+        self.lost.set()
         self._wake()
 
     def _wake(self) -> None:
@@ -150,6 +152,7 @@ class ScorerProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._transport.abort()
         await self._exit_code()
+        await self._channel.lost.wait()
 
     async def _exit_code(self) -> int | None:
         try:

@@ -97,9 +97,11 @@ class ToolProcess:
             raise ToolError(f"{what} broke: {error!r}") from None
 
     async def kill(self) -> None:
-        """SIGKILL the process and everything it started; returns when it is gone."""
-        self._writer.close()
+        """SIGKILL the process and everything it started; returns when it is gone, and its channel closed."""
+        self._writer.transport.abort()
         await self._end()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
 
     async def _receive(self, limit_s: float, what: str) -> dict[str, Any]:
         try:

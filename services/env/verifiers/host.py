@@ -190,6 +190,9 @@ class _Process:
             async with asyncio.timeout(CLOSE_LIMIT_S):
                 await self._process.wait()
         await kill_group(self._process)
+        self._writer.transport.abort()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
 
     async def _listen(self) -> None:
         try:
