@@ -162,6 +162,21 @@ def test_characters_of_several_tokens_are_blanked_whole() -> None:
     assert spell(found.token_ids) == "ab " + "<pad>" * 8 + " cd"
 
 
+def test_what_begins_in_the_prompt_and_ends_in_the_completion_is_blanked_in_both() -> None:
+    redactor = RecordRedactor(config(patterns={"email": EMAIL, "phone": PHONE}), TOKENIZER, spell)
+    found = redactor.redact(record("a@b.c write to ann", "@x.org or 555-1234"))
+    assert spell(found.prompt_ids) == "<pad>" * 5 + " write to <pad><pad><pad>"
+    assert spell(found.token_ids) == "<pad>" * 6 + " or " + "<pad>" * 8
+    assert found.text == "[email] or [phone]"
+    assert found.redacted == [
+        Redacted("prompt", 0, 5, "email"), Redacted("prompt", 15, 18, "email"),
+        Redacted("completion", 0, 6, "email"), Redacted("completion", 10, 18, "phone"),
+    ]  # fmt: skip
+    assert found.untrainable == UNTRAINABLE
+    shown_otherwise = redactor.redact(record("write to ann", "@x.org", text=" @x.org"))
+    assert shown_otherwise.text == "[email]", "what was shown is not how the tokens spell it"
+
+
 def test_a_prompt_alone_makes_it_untrainable_and_tags_do_not() -> None:
     redactor = RecordRedactor(config(patterns={"email": EMAIL}), TOKENIZER, spell)
     assert redactor.redact(record("a@b.c", "yes", untrainable="sampling_not_replayable")).untrainable == UNTRAINABLE

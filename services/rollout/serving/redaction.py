@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 from transformers import PreTrainedTokenizerFast
@@ -22,6 +23,18 @@ PART = "\ufffd"
 """What a decoder writes for bytes that are no character yet."""
 
 Spell = Callable[[list[int]], str]
+Place = tuple[int, int, str]
+"""Tokens [start, end), and what they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Across:
+    """Tokens of what lies across the border, and the text of the completion: what is ``shown`` for it, and the rest."""
+
+    in_prompt: list[Place]
+    in_completion: list[Place]
+    shown: str
+    rest: str
 
 
 class RecordRedactor:
@@ -47,9 +60,10 @@ class RecordRedactor:
 
     def redact(self, interaction: Interaction) -> Interaction:
         """The record as it may be stored: itself where nothing is found. Raises DataError: nothing may be stored."""
-        prompt_ids, in_prompt = self._blanked(interaction.prompt_ids)
-        token_ids, in_completion = self._blanked(interaction.token_ids)
-        text = self._redactor.replace(interaction.text)
+        across = self._across(interaction)
+        prompt_ids, in_prompt = self._blanked(interaction.prompt_ids, across.in_prompt)
+        token_ids, in_completion = self._blanked(interaction.token_ids, across.in_completion)
+        text = across.shown + self._redactor.replace(across.rest)
         tags = {self._redactor.replace(name): self._redactor.replace(tag) for name, tag in interaction.tags.items()}
         calls = [replace(call, arguments=self._redactor.replace(call.arguments)) for call in interaction.calls]
         found = [Redacted("prompt", *place) for place in in_prompt]
@@ -60,12 +74,27 @@ class RecordRedactor:
             untrainable=UNTRAINABLE if changed else interaction.untrainable,
         )  # fmt: skip
 
-    def _blanked(self, ids: list[int]) -> tuple[list[int], list[tuple[int, int, str]]]:
-        """The tokens with blanks, and the places of the blanks."""
+    def _across(self, interaction: Interaction) -> _Across:
+        """What begins in the prompt and ends in the completion: neither shows it alone."""
+        prompt_ids, text = interaction.prompt_ids, interaction.text
+        whole = [*prompt_ids, *interaction.token_ids]
+        spelt, border = self._spell(whole), len(self._spell(prompt_ids))
+        place = next((one for one in self._redactor.find(spelt) if one.start < border < one.end), None)
+        if place is None:
+            return _Across([], [], "", text)
+        first, last = self._tokens_of(whole, place.start, place.end)
+        there, here = [(first, len(prompt_ids), place.name)], [(0, last - len(prompt_ids), place.name)]
+        begins = spelt[border : place.end]
+        return _Across(there, here, f"[{place.name}]", text.removeprefix(begins) if text.startswith(begins) else "")
+
+    def _blanked(self, ids: list[int], known: list[Place]) -> tuple[list[int], list[Place]]:
+        """The tokens with blanks, and the places of the blanks; some are ``known``."""
+        ids = self._with_blanks(ids, known)
         found = self._redactor.find(self._spell(ids))
         if not found:
-            return ids, []
-        places = [(*self._tokens_of(ids, place.start, place.end), place.name) for place in found]
+            return ids, known
+        places = known + [(*self._tokens_of(ids, place.start, place.end), place.name) for place in found]
+        places.sort()
         blanked = self._with_blanks(ids, places)
         if self._redactor.find(self._spell(blanked)):  # tokens whose text depends on others: no place is safe
             places = [(0, len(ids), found[0].name)]
@@ -87,7 +116,7 @@ class RecordRedactor:
             last += 1
         return first, last
 
-    def _with_blanks(self, ids: Sequence[int], places: Sequence[tuple[int, int, str]]) -> list[int]:
+    def _with_blanks(self, ids: Sequence[int], places: Sequence[Place]) -> list[int]:
         blanked = list(ids)
         for start, stop, _ in places:
             blanked[start:stop] = [self._blank] * (stop - start)
