@@ -110,7 +110,7 @@ def test_an_evaluation_is_of_its_version(stack: Any, user_code: Any) -> None:
     """Train the log again here, and at each point let the weights of that very version write."""
     every, total = 4, 12
     job = stack.submit(
-        f"train.max_updates={total}", "checkpoint.every=1000", "optimizer.learning_rate=1e-2",
+        f"train.max_updates={total}", "checkpoint.every=1000", "optimizer.learning_rate=5e-2",
         "data.eval={type: addition, digits: 1}", f"evaluation={{every: {every}, num_prompts: 16}}",
         reward={"scorers": [{"type": "function", "path": "e2e_scorers:fingerprint"}]},
     )  # fmt: skip

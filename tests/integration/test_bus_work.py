@@ -51,7 +51,8 @@ async def test_fetch_takes_what_is_there_and_no_more(bus: Bus) -> None:
         assert [d.deliveries for d in found] == [1, 1, 1]
         await put(bus, 2)
         assert len(await puller.fetch(1, 1.0)) == 1
-        assert (await bus.consumer_state(subjects.TICKETS, "workers")).pending == 1, "more was leased than asked for"
+        state = await bus.consumer_state(subjects.TICKETS, "workers")
+        assert (state.ack_pending, state.delivered_seq) == (4, 4), "more was leased than asked for"
 
 
 async def test_small_fetches_do_not_pause(bus: Bus) -> None:
