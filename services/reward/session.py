@@ -86,6 +86,9 @@ class RewardSession:
             finally:
                 await server.close(self._settings.drain_s if self._draining.is_set() else CLOSE_S)
         finally:
+            for task in self._asked.values():  # nobody waits for them any more; each holds a process
+                task.cancel()
+            await asyncio.gather(*self._asked.values(), return_exceptions=True)
             await self._pool.close()
 
     def drain(self) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from penstock.services.reward import session
@@ -136,6 +137,34 @@ async def test_requests_are_scored_for_as_long_as_the_job_runs(bus: Bus) -> None
         await eventually(gone)
         with pytest.raises(Unavailable, match="nobody serves"):
             await bus.request(subjects.score(JOB), b"", deadline_s=5)
+
+
+def scorer_processes() -> list[psutil.Process]:
+    """Of services in this process; one that has ended and was not waited for does not count."""
+    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in children if "penstock.services.reward.worker" in child.cmdline()]
+
+
+async def test_a_job_that_ends_while_it_is_scored_leaves_no_process(bus: Bus, user_module: None) -> None:
+    reward = {"scorers": [{"type": "function", "path": "service_scorers:score"}], "processes": 2, "timeout_s": 600}
+    async with run_reward(bus) as service:
+        await put_job(bus, reward)
+        await ask(bus, "4")
+        assert len(scorer_processes()) == 2
+        asking = asyncio.create_task(ask(bus, "4", within_s=60, seconds=300))
+
+        async def scoring() -> bool:
+            return service.status()[JOB]["running"] == 1
+
+        await eventually(scoring)
+        await put_job(bus, reward, phase="cancelled")
+
+        async def gone() -> bool:
+            return not service.sessions and not scorer_processes()
+
+        await eventually(gone, 30)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
 
 
 async def test_scorer_that_cannot_be_opened_is_visible_everywhere(bus: Bus) -> None:
