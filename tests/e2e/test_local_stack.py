@@ -78,7 +78,7 @@ def test_a_deployment_from_up_to_down(directory: Path) -> None:
     state = running(directory)
     os.kill(state.pid, signal.SIGKILL)
     wait_until(lambda: all(gone(pid) for pid in state.processes.values()), "death of the children", 10)
-    assert read_state(directory) is None
+    wait_until(lambda: read_state(directory) is None, "the end of the lock that the supervisor held", 10)
     state = up(directory)
     check_end(state, job)
 

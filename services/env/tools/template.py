@@ -105,11 +105,13 @@ class EpisodeObjects:
             raise
 
     async def close(self) -> None:
-        """Let the objects close, where they still can, and kill the process."""
-        if not self._broken:
-            with contextlib.suppress(ToolError):
-                await self._process.ask({"close": True}, "closing", CLOSE_LIMIT_S)
-        await self._process.kill()
+        """Let the objects close, where they still can, and kill the process; that, too, where this is cancelled."""
+        try:
+            if not self._broken:
+                with contextlib.suppress(ToolError):
+                    await self._process.ask({"close": True}, "closing", CLOSE_LIMIT_S)
+        finally:
+            await self._process.kill()
 
 
 class _Forker:
