@@ -31,7 +31,7 @@ class Tracking:
     """The trackers of one job; ``follow`` runs until cancelled, ``finish`` waits until every row is written."""
 
     def __init__(self, bus: Bus, outbox: Outbox, configs: Sequence[TrackerConfig], run: Run) -> None:
-        self._bus, self._run = bus, run
+        self._bus, self._outbox, self._run = bus, outbox, run
         self._sinks = [_Sink(outbox, config, run) for config in configs]
         self._last_seq = 0
         self._moved = asyncio.Event()
@@ -55,7 +55,10 @@ class Tracking:
                 sink.abandon()
 
     async def finish(self) -> None:
-        """The run is over: write the newest row and close the trackers; gives up after FINISH_S."""
+        """The run is over: write the newest row and close the trackers; gives up after FINISH_S.
+
+        What is said meanwhile of a tracker that fails is sent too.
+        """
         if not self._sinks:
             return
         newest = await self._bus.last(subjects.METRICS, subjects.metrics(self._run.id))
@@ -65,6 +68,7 @@ class Tracking:
                     self._moved.clear()
                     await self._moved.wait()
                 await asyncio.gather(*(sink.close() for sink in self._sinks))
+        await self._outbox.flush()
 
 
 class _Sink:

@@ -45,6 +45,11 @@ class Agent:
         assert reply.status_code == 202, reply.text
         return str(reply.json()["feedback_id"])
 
+    def judge(self, first: dict[str, Any], second: dict[str, Any]) -> None:
+        """One is liked and one is not: a single answer would wait for another to be compared with."""
+        self.post(inference_id=first["id"], metric_name="liked", value=True)
+        self.post(inference_id=second["id"], metric_name="liked", value=False)
+
     def fate(self, feedback: str) -> dict[str, Any]:
         return dict(self.http.get(f"/v1/feedback/{feedback}").json())
 
@@ -88,16 +93,17 @@ def test_what_may_not_be_used_on_policy_is_learnt_from_all_the_same(stack: Any, 
 
 def check_rescored(stack: Any, job: str, agent: Agent) -> None:
     """An answer that comes back without log-probs, from a version that is not served any more: they are computed."""
-    early, _ = agent.ask(7)
+    early, other = agent.ask(7)
     record = agent.http.get(f"/v1/interactions/{early['id'].removeprefix('cmpl-')}").json()
     (span,) = record["spans"]
     step = stack.status(job).step
-    agent.post(inference_id=early["id"], metric_name="liked", value=True)
+    agent.judge(early, other)
     stack.reach(job, step + 1)
     posted = agent.post(
         kind="interaction", model=job, prompt_token_ids=record["prompt_ids"], token_ids=record["token_ids"],
         policy_version=span[0], rewards={"score": -1.0},
     )  # fmt: skip
+    agent.judge(*agent.ask(8))
     stack.until(lambda: agent.fate(posted)["status"] == "trained", "an old answer to be trained", 60)
     fate = agent.fate(posted)
     assert fate["reason"] == "rescored", fate

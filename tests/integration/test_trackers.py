@@ -67,14 +67,14 @@ async def test_tensorboard_shows_every_row_once_whoever_led(bus: Bus, tmp_path: 
 class Recorder:
     """Stands for a package that is not installed here: takes what the adapter calls."""
 
-    def __init__(self, fail: bool = False) -> None:
+    def __init__(self, failing: str = "") -> None:
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-        self.fail = fail
+        self.failing = failing
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Recorder:
             self.calls.append((name, args, kwargs))
-            if self.fail and name == "log":
+            if name == self.failing:
                 raise OSError("no network")
             return self
 
@@ -91,16 +91,17 @@ def install(monkeypatch: pytest.MonkeyPatch, package: str, recorder: Recorder) -
     monkeypatch.setitem(sys.modules, package, module)
 
 
+@pytest.mark.parametrize(("failing", "logged"), [("log", 1), ("finish", 3)])
 async def test_a_tracker_that_fails_is_left_out_and_told(
-    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, logged: int
 ) -> None:
     pytest.importorskip("tensorboard")
-    broken = Recorder(fail=True)
+    broken = Recorder(failing)
     install(monkeypatch, "wandb", broken)
     async with led(bus, tmp_path / "t", WandbTracker(project="p"), TensorBoardTracker()) as outbox:
         for step in range(1, 4):
             outbox.metrics("train", step, step, {"reward/mean": 0.5}, batch=step)
-    assert len(broken.named("log")) == 1
+    assert len(broken.named("log")) == logged
     assert len(scalars(tmp_path / "t", "reward/mean")) == 3
     events = await bus.read(subjects.EVENTS, subjects.events(JOB))
     assert any(b"wandb is left out from here on" in event.data and b"no network" in event.data for event in events)
