@@ -127,6 +127,7 @@ class Valkey:
         while True:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
                 return
+            assert self.process.poll() is None, f"valkey ended: {self.process.returncode}"
             assert time.monotonic() < deadline, "valkey did not start in 10 s"
             time.sleep(0.01)
 

@@ -58,10 +58,8 @@ async def readyz(backend: BackendDep) -> Response:
     """The process can do its work: 503 with the failed checks where it cannot. Redis being away is no failure."""
     ok, checks = await backend.control.health()
     if backend.volatile.configured:
-        checks = {
-            **checks,
-            "redis": {"ok": True, "detail": "away, using memory" if backend.volatile.away else "in use"},
-        }
+        detail = "in use" if await backend.volatile.answers() else "away, using memory"
+        checks = {**checks, "redis": {"ok": True, "detail": detail}}
     return Json({"ok": ok, "checks": checks}, 200 if ok else 503)
 
 

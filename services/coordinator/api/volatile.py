@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -39,10 +40,11 @@ class Volatile:
         """A URL was given."""
         return self.client is not None
 
-    @property
-    def away(self) -> bool:
-        """The last call failed."""
-        return self._away
+    async def answers(self) -> bool:
+        """Ask it, where calls are allowed at the moment: nobody else may need it for a long time."""
+        with contextlib.suppress(Unavailable):
+            await self.call(lambda client: client.ping())
+        return not self._away
 
     async def call(self, work: Callable[[redis.asyncio.Redis], Awaitable[T]]) -> T:
         """Run ``work`` on the client within CALL_TIMEOUT_S.

@@ -138,9 +138,22 @@ async def test_kill_valkey_under_load(connect: Any, books: Any, job: Any, valkey
         assert not failures
         assert books.submitted == sent > 20
         assert slowest < 2.0
-        async with asyncio.timeout(30):
-            while (await client.get("/readyz")).json()["checks"]["redis"]["detail"] != "in use":
-                await asyncio.sleep(0.1)
+        await until_redis_is(client, "in use")
+
+
+async def test_readiness_tells_of_valkey_though_nobody_needs_it(connect: Any, valkey: Any) -> None:
+    async with connect(redis_url=valkey.url) as client:
+        await until_redis_is(client, "in use")
+        valkey.kill()
+        await until_redis_is(client, "away, using memory")
+        valkey.start()
+        await until_redis_is(client, "in use")
+
+
+async def until_redis_is(client: Any, detail: str) -> None:
+    async with asyncio.timeout(30):
+        while (await client.get("/readyz")).json()["checks"]["redis"]["detail"] != detail:
+            await asyncio.sleep(0.1)
 
 
 async def test_a_valkey_that_hangs_costs_little(connect: Any, job: Any, valkey: Any) -> None:
