@@ -58,7 +58,7 @@ def answer(process: subprocess.Popen[str]) -> dict[str, float]:
     output, _ = process.communicate(timeout=TIMEOUT_S)
     rows = [line for line in output.splitlines() if line.startswith("{")]
     if not rows:
-        raise RuntimeError(f"{process.args} printed no result (BENCH_DEBUG=1 shows why)")
+        raise RuntimeError(f"{process.args!r} printed no result (BENCH_DEBUG=1 shows why)")
     found: dict[str, float] = json.loads(rows[-1])
     return found
 

@@ -61,7 +61,7 @@ async def serve_naively(nats_url: str, port: int, data_dir: Path) -> None:
                 stored.append(Stored(item.id, await self._bus.publish(subjects.feedback(item.job), data)))
             return stored
 
-    desks.Ingest = Naive  # type: ignore[misc]
+    desks.Ingest = Naive  # type: ignore[attr-defined]
     async with await Bus.connect(nats_url, name="naive") as bus:
         settings = ServiceSettings(
             data_dir=data_dir,

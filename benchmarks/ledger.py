@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import uvloop
 from report import Report
@@ -43,8 +44,8 @@ REPEATS = 3
 
 def history(updates: int, groups: int, kept: int) -> Iterator[list[Event]]:
     """Decisions of a job, in order."""
-    base = {"writer_epoch": 1, "time": 0.0}
-    drawn = {"min_version": 0, "deadline": 9.0}
+    base: dict[str, Any] = {"writer_epoch": 1, "time": 0.0}
+    drawn: dict[str, Any] = {"min_version": 0, "deadline": 9.0}
     first = Checkpointed(**base, number=0, version=0, digest="d" * 32, path="/ckpt/0", trainer_epoch=1, low_seq=0)
     yield [JobStarted(**base, config_digest="c"), first, Drawn(**base, start=0, stop=groups, **drawn)]
     for number in range(1, updates + 1):

@@ -61,7 +61,7 @@ def tcp_consumer(size: int, count: int, _: str) -> None:
     ready(str(listener.getsockname()[1]))
     peer, _address = listener.accept()
     meter, buffer = Meter(count), memoryview(bytearray(size))
-    stream = peer.makefile("rb", 1 << 18) if size < PAGE else None
+    stream: Any = peer.makefile("rb", 1 << 18) if size < PAGE else None
     while True:
         if stream is not None:
             struct.unpack("<I", stream.read(4))
@@ -278,7 +278,7 @@ def zmq_producer(size: int, count: int, address: str) -> None:
 # Ray: calls of an actor; large arguments through the object store. One process drives both ends.
 
 
-def ray_driver(size: int, count: int, _: str) -> None:
+def ray_driver(size: int, count: int, __: str) -> None:
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     import ray
 
@@ -290,10 +290,10 @@ def ray_driver(size: int, count: int, _: str) -> None:
             def take(self, data: Any) -> None:
                 int(np.frombuffer(data, np.uint8)[::PAGE].sum())
 
-        consumer, data = Consumer.remote(), payload(size)
+        consumer, data = Consumer.remote(), payload(size)  # type: ignore[attr-defined]
         message = data.tobytes() if size < PAGE else data
         ray.get([consumer.take.remote(message) for _ in range(3)])
-        start, flying = time.perf_counter(), []
+        start, flying = time.perf_counter(), list[Any]()
         for _ in range(count):
             flying.append(consumer.take.remote(message if size < PAGE else ray.put(message)))
             if len(flying) >= (256 if size < PAGE else 4):

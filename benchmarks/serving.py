@@ -58,7 +58,7 @@ def train(stop: Event, ready: Event) -> None:
         logprobs, _ = selected_logprobs(
             model, tokens, select, tokens.token_ids_T[1:], temperature=1.0, entropy=False
         )  # fmt: skip
-        (-logprobs.mean()).backward()
+        (-logprobs.mean()).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         ready.set()

@@ -4,8 +4,9 @@
 
 Workloads and reward: grpo/task.py. Rounds are paired by seed, the systems take turns within each round and the order
 rotates, because the machine may be shared; ratios are medians over the pairs. TRL and the plain loop use torch's
-default threads (all cores). Penstock's rollout and trainer share the cores where they overlap (lag 1) and each use all
-of them where they take turns (lag 0). ``--out STEM`` writes STEM.json and STEM.md.
+default threads (all cores); a second plain loop samples one version ahead, to show what lag alone does to learning.
+Penstock's rollout and trainer share the cores where they overlap (lag 1) and each use all of them where they take turns
+(lag 0). ``--out STEM`` writes STEM.json and STEM.md.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from grpo.summary import account_table, learning_table, ratio, speed, speed_table
+from grpo.summary import account_table, learning_table, ratio, samples_to, speed, speed_table
 from grpo.task import BATCH, WORKLOADS, Run, read_run, write_rows
 from report import machine
 
 HERE = Path(__file__).resolve().parent
-REFERENCE, BARE = "trl", "bare"
+REFERENCE = "trl"
+BARE = {"bare": 0, "bare lag 1": 1}
 LAGS = {"penstock lag 1": 1, "penstock lag 0": 0}
 TARGETS = {("long", 1): 1.25, ("short", 1): 1.1, ("long", 0): 1.0, ("short", 0): 0.85}
 GOAL = 0.9
+EQUAL_LEARNING = 0.15
+"""How far the samples until the goal may be from TRL's, either way."""
 TIMEOUT_S = 3600.0
 
 
@@ -36,7 +40,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self._args, self._work = args, args.work.resolve()
         self._work.mkdir(parents=True, exist_ok=True)
-        self.systems = [name for name in (REFERENCE, BARE, *LAGS) if name in args.systems]
+        self.systems = [name for name in (REFERENCE, *BARE, *LAGS) if name in args.systems]
 
     def workload(self, name: str) -> dict[str, list[Run]]:
         """All rounds of all systems."""
@@ -63,8 +67,9 @@ class Bench:
             options += ["--goal", str(GOAL)]
         if system == REFERENCE:
             self._python(args.trl_python, "grpo.trl_run", [*options, "--threads", str(args.threads)])
-        elif system == BARE:
-            self._python(sys.executable, "grpo.bare_run", [*options, "--threads", str(args.threads)])
+        elif system in BARE:
+            options += ["--threads", str(args.threads), f"--max-lag={BARE[system]}"]
+            self._python(sys.executable, "grpo.bare_run", options)
         else:
             lag = LAGS[system]
             rollout, trainer = args.threads_lag1 if lag else args.threads_lag0
@@ -106,6 +111,10 @@ def _checks(name: str, found: dict[str, list[Run]]) -> dict[str, bool]:
         if system in found and REFERENCE in found:
             text, beside = f"{name}, {system}: {TARGETS[name, lag]:g} x TRL", ratio(found[REFERENCE], found[system])
             checks[f"{text} ({beside:.2f})"] = beside >= TARGETS[name, lag]
+        if name == "short" and system in found and REFERENCE in found:
+            samples = samples_to(found[system], GOAL) / samples_to(found[REFERENCE], GOAL)
+            text = f"{name}, {system}: samples to {GOAL:g} within {EQUAL_LEARNING:.0%} of TRL's ({samples:.2f})"
+            checks[text] = abs(samples - 1) <= EQUAL_LEARNING
         for run in found.get(system, []):
             text = f"{name}, {system}: lag within {lag}, books add up"
             checks[text] = checks.get(text, True) and run.facts["audit"]["ok"] and run.facts["lag"] <= lag
@@ -134,7 +143,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", help="interpreter of an environment with trl (needed for its rows)")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--systems", nargs="+", default=[REFERENCE, BARE, *LAGS])
+    parser.add_argument("--systems", nargs="+", default=[REFERENCE, *BARE, *LAGS])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps-short", type=int, default=1200)
     parser.add_argument("--steps-long", type=int, default=40)

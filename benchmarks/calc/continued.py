@@ -15,7 +15,7 @@ from penstock.services.rollout.episode import completion_texts
 from penstock.services.trainer.checkpoint import load_checkpoint
 from penstock.services.trainer.learner import Learner
 from penstock.shared.config.job import JobConfig
-from penstock.shared.data.prompts import PromptSource
+from penstock.shared.data.prompts import Demonstration, PromptSource
 from penstock.shared.protocol.generation import Sampling
 from penstock.shared.protocol.ids import derive_seed
 
@@ -100,9 +100,7 @@ class _Clock:
     def go(self) -> None:
         self._since = time.perf_counter()
 
-    def limit(
-        self, batches: Iterator[list[tuple[list[int], list[int]]]]
-    ) -> Iterator[list[tuple[list[int], list[int]]]]:
+    def limit(self, batches: Iterator[list[Demonstration]]) -> Iterator[list[Demonstration]]:
         """Batches until the time is over."""
         for batch in batches:
             if self.over:

@@ -1,8 +1,9 @@
 """The task in one plain process: Penstock's decoder and update rule in turn, without services, bus or overlap.
 
-    python -m grpo.bare_run WORKLOAD MODEL ROWS RESULT --steps 100 [--goal 0.9] [--seed 0] [--threads 2]
+    python -m grpo.bare_run WORKLOAD MODEL ROWS RESULT --steps 100 [--goal 0.9] [--seed 0] [--threads 2] [--max-lag 1]
 
-Beside TRL it shows what the kernels give, beside Penstock what the services cost and what overlap gives.
+Beside TRL it shows what the kernels give, beside Penstock what the services cost and what overlap gives. With
+``--max-lag 1`` each batch is sampled one update ahead: what staleness does to learning, without services.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,9 +35,11 @@ START = time.time()
 
 
 class Loop:
-    """Generate 16 groups, score them, update; again."""
+    """Generate 16 groups, score them, update; again. With ``lag`` 1 each batch is one version old."""
 
-    def __init__(self, config: JobConfig, workload: task.Workload, rows: list[dict[str, str]], seed: int) -> None:
+    def __init__(
+        self, config: JobConfig, workload: task.Workload, rows: list[dict[str, str]], *, seed: int, lag: int
+    ) -> None:
         self._learner = Learner(config)
         self._tokenizer = self._learner.tokenizer
         self._stop = (int(self._tokenizer.eos_token_id),)
@@ -44,29 +48,38 @@ class Loop:
         )
         self._sampling = Sampling(max_new_tokens=workload.max_new_tokens, min_new_tokens=workload.min_new_tokens)
         self._reward = getattr(task, workload.reward)
-        self._rows, self._seed, self._updates = rows, seed, 0
+        self._rows, self._seed, self._lag = rows, seed, lag
+        self._updates, self._drawn = 0, 0
+        self._ahead: deque[list[Group]] = deque()
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def step(self) -> tuple[float, float]:
         """One update; returns mean reward and number of tokens."""
-        start = self._updates * task.PROMPTS
-        rows = [self._rows[(start + i) % len(self._rows)] for i in range(task.PROMPTS)]
-        prompts = [self._prompt(row) for row in rows]
-        groups = list(self._groups(prompts, self._generate(prompts)))
+        while len(self._ahead) <= self._lag:
+            self._ahead.append(self._draw())
+        groups = self._ahead.popleft()
         self._learner.update(BatchShard.whole(groups), update_index=self._updates)
         self._updates += 1
         self._batch.adopt(self._updates)
         rewards = [float(group.rewards.mean()) for group in groups]
         return sum(rewards) / len(rewards), float(sum(len(group.token_ids) for group in groups))
 
+    def _draw(self) -> list[Group]:
+        start = self._drawn * task.PROMPTS
+        rows = [self._rows[(start + i) % len(self._rows)] for i in range(task.PROMPTS)]
+        prompts = [self._prompt(row) for row in rows]
+        groups = list(self._groups(prompts, self._generate(prompts)))
+        self._drawn += 1
+        return groups
+
     def _prompt(self, row: dict[str, str]) -> Prompt:
         ids = self._tokenizer.encode(row["prompt"], add_special_tokens=False)
         return Prompt(row["prompt"], ids, row["answer"], dict(row), too_long=False)
 
     def _generate(self, prompts: list[Prompt]) -> list[Finished]:
-        seed = (self._seed << 32) + self._updates * task.BATCH
+        seed = (self._seed << 32) + self._drawn * task.BATCH
         places = [divmod(i, task.GROUP) for i in range(task.BATCH)]
         self._batch.admit(
             [
@@ -124,7 +137,7 @@ def main() -> None:
     workload = task.WORKLOADS[args.workload]
     config = JobConfig.parse(job(workload, args.model, args.rows, seed=args.seed, updates=args.steps))
     rows = [json.loads(line) for line in args.rows.read_text().splitlines()]
-    loop, steps, began = Loop(config, workload, rows, args.seed), [], time.time()
+    loop, steps, began = Loop(config, workload, rows, seed=args.seed, lag=args.max_lag), [], time.time()
     for _ in range(args.steps):
         reward, tokens = loop.step()
         steps.append(task.Step(time.time(), reward, tokens, time.process_time()))
@@ -143,6 +156,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--goal", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=0, help="0: torch's default")
+    parser.add_argument("--max-lag", type=int, default=0, choices=(0, 1))
     return parser.parse_args()
 
 

@@ -18,14 +18,13 @@ import torch
 from grpo.task import WORKLOADS
 from penstock.services.trainer.learner import Learner
 from penstock.shared.config.job import JobConfig
+from penstock.shared.data.prompts import Demonstration
 
 __all__ = ["create"]
 
 LETTERS = "0123456789+-*/=?,.: abcdefghijklmnopqrstuvwxyz()%$"
 VOCABULARY = 512
 BATCH, CHECK_EVERY, MOST_STEPS, CHECKED = 64, 10, 1000, 256
-
-Row = tuple[list[int], list[int]]
 
 
 def _config(seed: int) -> JobConfig:
@@ -60,15 +59,17 @@ def create(directory: Path, *, target: float, seed: int) -> float:
     return _accuracy(learner, rng)
 
 
-def _batches(learner: Learner, rng: random.Random, target: float) -> Iterator[list[Row]]:
-    encode = learner.tokenizer.encode
+def _batches(learner: Learner, rng: random.Random, target: float) -> Iterator[list[Demonstration]]:
     for step in range(MOST_STEPS):
         if step % CHECK_EVERY == 0 and _accuracy(learner, rng) >= target:
             return
-        yield [
-            (encode(p, add_special_tokens=False), encode(a, add_special_tokens=False)) for p, a in _problems(rng, BATCH)
-        ]
+        yield [_demonstration(learner, *problem) for problem in _problems(rng, BATCH)]
     raise SystemExit(f"accuracy did not reach {target} in {MOST_STEPS} steps")
+
+
+def _demonstration(learner: Learner, prompt: str, answer: str) -> Demonstration:
+    prompt_ids, answer_ids = (learner.tokenizer.encode(text, add_special_tokens=False) for text in (prompt, answer))
+    return Demonstration(prompt_ids, answer_ids, [1] * len(answer_ids))
 
 
 def _problems(rng: random.Random, number: int) -> list[tuple[str, str]]:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from statistics import median
+from math import inf
+from statistics import fmean, median
 
 from grpo.task import BATCH, Run, reached
 
-__all__ = ["Speed", "account_table", "cpu_ratio", "learning_table", "markdown", "ratio", "speed", "speed_table"]
+__all__ = [
+    "Speed",
+    "account_table",
+    "cpu_ratio",
+    "learning_table",
+    "markdown",
+    "ratio",
+    "samples_to",
+    "speed",
+    "speed_table",
+]
 
 WARM_UP, WINDOW = 10, 10
 
@@ -75,19 +86,29 @@ def learning_table(found: dict[str, list[Run]], goal: float) -> str:
         ends = [reached([step.reward for step in run.steps], goal) for run in runs]
         seconds = [run.steps[end - 1].time - run.start for run, end in zip(runs, ends, strict=True) if end]
         updates = [end for end in ends if end]
+        samples = samples_to(runs, goal)
         last = [sum(step.reward for step in run.steps[-10:]) / 10 for run in runs]
         rows.append(
             [
                 system, _list(seconds, ".0f", len(runs)), f"{median(seconds):.0f}" if seconds else "-",
-                _list(updates, "d", len(runs)), f"{median(updates) * BATCH:.0f}" if updates else "-",
+                _list(updates, "d", len(runs)), f"{samples:.0f}" if samples < inf else "-",
                 _list(last, ".3f", len(runs)),
             ]
         )  # fmt: skip
     return markdown(columns, rows)
 
 
+def samples_to(runs: Sequence[Run], goal: float) -> float:
+    """Median number of samples until the goal; infinite where a run of them did not get there."""
+    ends = [reached([step.reward for step in run.steps], goal) for run in runs]
+    return median(BATCH * end if end else inf for end in ends)
+
+
 def account_table(found: dict[str, list[Run]]) -> str:
-    """Where a step of Penstock goes: trainer by stage (adds up to the wall time), and CPU by process. Milliseconds."""
+    """Where a step of Penstock goes: trainer by stage (adds up to the wall time), and CPU by process.
+
+    Milliseconds, means over the runs: medians of parts would not add up.
+    """
     accounts = {
         system: [run.facts["account"] for run in runs if run.facts.get("account")] for system, runs in found.items()
     }
@@ -97,7 +118,7 @@ def account_table(found: dict[str, list[Run]]) -> str:
         for one in kept:
             names.update(dict.fromkeys((part, name) for part, values in one.items() for name in values))
     rows = [
-        [part if part == name else f"{part}: {name}", *(_median_ms(kept, part, name) for kept in accounts.values())]
+        [part if part == name else f"{part}: {name}", *(_mean_ms(kept, part, name) for kept in accounts.values())]
         for part, name in names
     ]
     return markdown(["ms per step", *accounts], rows)
@@ -115,8 +136,8 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], rule, *lines[1:]])
 
 
-def _median_ms(kept: list[dict[str, dict[str, float]]], part: str, name: str) -> str:
-    return f"{1000 * median(one[part].get(name, 0.0) for one in kept):.1f}"
+def _mean_ms(kept: list[dict[str, dict[str, float]]], part: str, name: str) -> str:
+    return f"{1000 * fmean(one[part].get(name, 0.0) for one in kept):.1f}"
 
 
 def _list(values: Sequence[float], form: str, number: int) -> str:

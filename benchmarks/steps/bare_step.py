@@ -61,7 +61,7 @@ class Loop:
             ratio_M = (logprobs_M - one.behaviour_M).exp()
             clipped_M = ratio_M.clamp(1 - CLIP, 1 + CLIP)
             loss = -torch.minimum(ratio_M * one.advantages_M, clipped_M * one.advantages_M).sum() / self._trained
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), MAX_GRAD_NORM)
         self._adam.step()

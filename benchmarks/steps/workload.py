@@ -128,7 +128,8 @@ class Batch:
         """``(r - mean) / std`` with the unbiased deviation of the group, float32 [B]."""
         rewards = self.rewards_B.astype(np.float64).reshape(len(self.prompts), -1)
         centred = rewards - rewards.mean(1, keepdims=True)
-        return (centred / rewards.std(1, ddof=1, keepdims=True)).ravel().astype(np.float32)
+        advantages: NDArray[np.float32] = (centred / rewards.std(1, ddof=1, keepdims=True)).ravel().astype(np.float32)
+        return advantages
 
     def padded(self) -> dict[str, NDArray[Any]]:
         """As TRL has them: prompts padded at the left [B, P], completions and log-probs at the right [B, C], masks."""
@@ -144,8 +145,10 @@ class Batch:
     def write(self, path: Path) -> None:
         """Save as .npz."""
         sizes = {"prompt_lengths": [len(i) for i in self.prompts], "lengths": [len(i) for i in self.completions]}
-        flat = {name: np.concatenate(getattr(self, name)) for name in ("prompts", "completions", "logprobs")}
-        np.savez(path, **flat, **{name: np.array(v) for name, v in sizes.items()}, rewards=self.rewards_B)
+        arrays: dict[str, Any] = {name: np.array(values) for name, values in sizes.items()}
+        for name in ("prompts", "completions", "logprobs"):
+            arrays[name] = np.concatenate(getattr(self, name))
+        np.savez(path, **arrays, rewards=self.rewards_B)
 
     @classmethod
     def read(cls, path: Path) -> Batch:

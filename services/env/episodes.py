@@ -159,9 +159,10 @@ class EpisodeBook:
         return now - held.used > limit_s and not held.lock.locked()
 
     async def close(self) -> None:
-        """Give up all states."""
-        for episode in list(self._held):
-            await self._forget(episode)
+        """Give up all states at once: closing one may take a while, and an end that is cancelled reaches every one."""
+        async with asyncio.TaskGroup() as tasks:
+            for episode in list(self._held):
+                tasks.create_task(self._forget(episode))
 
     async def _forget(self, episode: str) -> None:
         held = self._held.pop(episode, None)

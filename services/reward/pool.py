@@ -77,10 +77,11 @@ class ScorerPool:
 
     async def close(self) -> None:
         """Kill all processes. Call it when no group is being scored."""
-        while not self._slots.empty():
-            process = self._slots.get_nowait()
-            if process is not None:
-                await process.kill()
+        async with asyncio.TaskGroup() as tasks:
+            while not self._slots.empty():
+                process = self._slots.get_nowait()
+                if process is not None:
+                    tasks.create_task(process.kill())
 
     async def score(self, request: ScoreRequest) -> ScoreReply:
         """Score a group. Never raises for what a scorer does: a failed completion says so in the reply.

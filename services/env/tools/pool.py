@@ -71,8 +71,9 @@ class ToolPool:
 
     async def close(self) -> None:
         """Kill every process that is idle; those with a call in hand are killed where that call is cancelled."""
-        while self._idle:
-            await self._idle.pop().kill()
+        async with asyncio.TaskGroup() as tasks:
+            while self._idle:
+                tasks.create_task(self._idle.pop().kill())
 
     async def _open(self) -> ToolProcess:
         """A new process. Raises ToolError, for a while without trying again."""
