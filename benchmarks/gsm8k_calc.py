@@ -2,7 +2,7 @@
 
     python benchmarks/gsm8k_calc.py --train train.jsonl --test test.jsonl [--seeds 3] [--out docs/results/gsm8k_calc]
 
-Each seed runs ``examples/gsm8k-calc.yaml`` through the services: supervised warm start to a plateau, then GRPO. A
+Each seed runs ``examples/gsm8k-calc.yaml`` through the services: supervised warm start (version 0), then GRPO. A
 second run begins in the same way and practises ``--practice`` made-up expressions instead of those of the train file:
 a checker needs nobody to annotate what it judges. The same trainer then continues the supervised training from the
 checkpoint of version 0, once for each of ``--sft-rates`` (times the rate of the warm start), for the wall time of the
@@ -124,7 +124,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     arms = [FILE, MADE_UP] if args.practice else [FILE]
-    columns = ["seed", "plateau", *(f"supervised x{rate:g}" for rate in args.sft_rates)]
+    columns = ["seed", "version 0", *(f"supervised x{rate:g}" for rate in args.sft_rates)]
     columns += [column for arm in arms for column in (arm, "- best")] + ["wall s"]
     report = Report("GSM8K calculator: greedy exact match in % on held-out expressions", columns)
     with ProcessPoolExecutor(args.parallel, mp_context=multiprocessing.get_context("spawn")) as pool:

@@ -46,7 +46,7 @@ def draw(seeds: list[Seed], path: Path) -> None:
             style = "--" if curve in seed.supervised else "-"
             axis.plot(curve.seconds, [100 * value for value in curve.values], style, marker=".", label=curve.name)
         axis.set_title(f"seed {seed.seed}")
-        axis.set_xlabel("wall seconds since the plateau")
+        axis.set_xlabel("wall seconds since version 0")
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("held-out greedy exact match, %")
     axes[0][-1].legend(fontsize=8)
