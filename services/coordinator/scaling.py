@@ -16,7 +16,7 @@ from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.jobs import Operation
 from penstock.shared.protocol.scaling import Pool, ScaleReply, ScaleRequest
-from penstock.shared.runtime.tasks import unexpected
+from penstock.shared.runtime.tasks import end_tasks, unexpected
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["Scaler"]
@@ -49,9 +49,7 @@ class Scaler:
                     if operation.kind == "scale" and operation.state == "pending":
                         await self._begin(record.id, operation)
         finally:
-            for _, _, task in self._under_way.values():
-                task.cancel()
-            await asyncio.gather(*(task for _, _, task in self._under_way.values()), return_exceptions=True)
+            await end_tasks([task for _, _, task in self._under_way.values()])
             self._under_way.clear()
 
     async def _begin(self, job: str, operation: Operation) -> None:
@@ -65,8 +63,7 @@ class Scaler:
             if other.id > operation.id and not task.done():
                 await self._superseded(job, operation)
                 return
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await end_tasks([task])
             await self._superseded(other_job, other)
         self._under_way[pool] = (job, operation, asyncio.create_task(self._carry_out(job, operation)))
 

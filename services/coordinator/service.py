@@ -42,7 +42,7 @@ from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
 from penstock.shared.protocol.messages import Heartbeat
 from penstock.shared.runtime.lease import Lease
-from penstock.shared.runtime.tasks import unexpected
+from penstock.shared.runtime.tasks import end_tasks, unexpected
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["CoordinatorService"]
@@ -229,10 +229,7 @@ class CoordinatorService:
         await self.bus.delete_consumer(subjects.RAW, f"reward-{job}")
 
     async def _stop_all(self) -> None:
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(list(self._tasks.values()))
         self._tasks.clear()
         self.runners.clear()
 

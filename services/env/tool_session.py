@@ -19,6 +19,7 @@ from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.tools import ToolReply, ToolRequest
 from penstock.shared.runtime import metrics
+from penstock.shared.runtime.tasks import end_tasks
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.serve import Server
 
@@ -105,10 +106,7 @@ class ToolSession:
             await asyncio.sleep(DRAIN_CHECK_S)
 
     async def _end_calls(self) -> None:
-        tasks = list(self._asked.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(list(self._asked.values()))
 
     def drain(self) -> None:
         """Take no more calls and episodes; ``run`` ends once those in hand are done."""

@@ -23,6 +23,7 @@ from penstock.shared.protocol.messages import ScoreReply, ScoreRequest
 from penstock.shared.protocol.parts import count_of
 from penstock.shared.protocol.trajectory import Group, decode_group, encode_group, group_headers
 from penstock.shared.runtime import metrics
+from penstock.shared.runtime.tasks import end_tasks
 from penstock.shared.transport.bus import Bus, Delivery, Outgoing
 
 __all__ = ["RewardSession", "num_processes", "request_of", "with_reply"]
@@ -86,9 +87,7 @@ class RewardSession:
             finally:
                 await server.close(self._settings.drain_s if self._draining.is_set() else CLOSE_S)
         finally:
-            for task in self._asked.values():  # nobody waits for them any more; each holds a process
-                task.cancel()
-            await asyncio.gather(*self._asked.values(), return_exceptions=True)
+            await end_tasks(list(self._asked.values()))  # nobody waits for them any more; each holds a process
             await self._pool.close()
 
     def drain(self) -> None:

@@ -27,7 +27,7 @@ from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.messages import Ack, ReplayRequest
 from penstock.shared.runtime.jobs import watch_jobs
 from penstock.shared.runtime.service import EXIT_FAILED
-from penstock.shared.runtime.tasks import Background, unexpected
+from penstock.shared.runtime.tasks import Background, end_tasks, unexpected
 from penstock.shared.transport.bus import Bus
 from penstock.shared.weights import cleanup
 
@@ -89,9 +89,7 @@ class TrainerService:
                 self._lost.result()
             await watching
         finally:
-            watching.cancel()
-            guarding.cancel()
-            await asyncio.gather(watching, guarding, return_exceptions=True)
+            await end_tasks([watching, guarding])
 
     async def _guard(self) -> None:
         """Notice a rank that falls silent."""

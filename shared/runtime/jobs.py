@@ -13,7 +13,7 @@ from penstock.shared.config.kinds import AnyJob, parse_job
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
-from penstock.shared.runtime.tasks import unexpected
+from penstock.shared.runtime.tasks import end_tasks, unexpected
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["watch_jobs"]
@@ -83,17 +83,16 @@ class _Sessions:
 
     async def end(self, job: str) -> None:
         """The job is over."""
-        task = self._tasks.pop(job, None)
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        if job in self._tasks:
+            await end_tasks(
+                [self._tasks[job]]
+            )  # stays there until it is over: `close` waits for it where this is cancelled
+            del self._tasks[job]
         self._configs.pop(job, None)
 
     async def close(self) -> None:
         """End all sessions."""
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await end_tasks(self._tasks.values())
 
     async def _open(self, job: str) -> None:
         config = self._configs[job]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from penstock.shared.errors import DeadlineError
 
-__all__ = ["Background", "Deadline", "raise_if_cancelled", "retry", "together", "unexpected", "wait_for"]
+__all__ = ["Background", "Deadline", "end_tasks", "raise_if_cancelled", "retry", "together", "unexpected", "wait_for"]
 
 T = TypeVar("T")
 
@@ -62,9 +62,22 @@ async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     try:
         return await asyncio.gather(*running)
     finally:
-        for task in running:
+        await end_tasks(running)
+
+
+async def end_tasks(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until they are over, however they end.
+
+    Each is cancelled once: where this wait is cancelled itself, or a second one begins, what they clean up goes on.
+    """
+    for task in tasks:
+        if not task.cancelling():
             task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+    if tasks:
+        done, _ = await asyncio.wait(tasks)
+        for task in done:
+            if not task.cancelled():
+                task.exception()  # retrieved, so that nobody complains of it later
 
 
 async def wait_for(awaitable: Awaitable[T], deadline_s: float, what: str) -> T:

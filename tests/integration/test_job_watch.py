@@ -199,3 +199,27 @@ async def test_evaluations_go_to_the_services_that_have_a_part_in_them(bus: Bus)
     for task in watching:
         task.cancel()
     await asyncio.gather(*watching, return_exceptions=True)
+
+
+async def test_a_session_that_ends_with_its_job_is_waited_for_and_not_cancelled_twice(bus: Bus) -> None:
+    running, ending, cleaned = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def session(job: str, config: JobConfig) -> None:
+        try:
+            running.set()
+            await asyncio.Event().wait()
+        finally:
+            ending.set()
+            await asyncio.sleep(0.2)
+            cleaned.set()
+
+    await store(bus, "job_runs")
+    watching = asyncio.create_task(watch_jobs(bus, session))
+    async with asyncio.timeout(30):
+        await running.wait()
+        await store(bus, "job_runs", phase="succeeded")
+        await ending.wait()
+        watching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await watching
+    assert cleaned.is_set()

@@ -28,6 +28,7 @@ from penstock.shared.protocol.inference import (
     Present,
     Whereabouts,
 )
+from penstock.shared.runtime.tasks import end_tasks
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["Notes", "Relay", "relay_name"]
@@ -128,9 +129,7 @@ class Relay:
             try:
                 await asyncio.wait({sending, unwanted}, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for task in (sending, unwanted):
-                    task.cancel()
-                await asyncio.gather(sending, unwanted, return_exceptions=True)
+                await end_tasks([sending, unwanted])
 
     async def _until_unwanted(self) -> None:
         """Wait until the other gateway gives the answer up, or gives no sign any more."""

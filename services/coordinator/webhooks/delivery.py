@@ -17,7 +17,7 @@ from penstock.shared.errors import NotFound, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.webhooks import DeliveryState, StoredWebhook
 from penstock.shared.runtime import metrics
-from penstock.shared.runtime.tasks import unexpected
+from penstock.shared.runtime.tasks import end_tasks, unexpected
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["Courier"]
@@ -56,8 +56,7 @@ class Courier:
     async def _stop(self, id: str) -> None:
         task = self._tasks.pop(id, None)
         if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await end_tasks([task])
 
     async def _serve(self, hook: StoredWebhook) -> None:
         """Deliver until cancelled, switched off or deleted; the bus may go away meanwhile."""

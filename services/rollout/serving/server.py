@@ -40,7 +40,7 @@ from penstock.shared.protocol.inference import (
 )
 from penstock.shared.protocol.interaction import CANARY, NOT_COMPARED
 from penstock.shared.runtime import metrics
-from penstock.shared.runtime.tasks import unexpected
+from penstock.shared.runtime.tasks import end_tasks, unexpected
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["InferenceServer"]
@@ -146,9 +146,7 @@ class InferenceServer:
         finally:
             left = list(self._live.values())
             tasks = [live.task for live in left if live.task is not None] + background + list(self._aborts)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(tasks)
             for live in left:
                 stops = Failure(live.request.id, "Unavailable", "the rollout worker stops")
                 self._outbox.close(live.request.gateway, live.request.id, stops)
@@ -251,9 +249,7 @@ class InferenceServer:
             for task in done:
                 task.result()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(tasks)
 
     async def _answer_choice(self, live: _Live, choice: Choice) -> None:
         request = live.request

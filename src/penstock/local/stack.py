@@ -30,6 +30,7 @@ from penstock.local.state import Claim, UpState
 from penstock.local.supervisor import Supervisor
 from penstock.shared.errors import ConfigError, DeadlineError
 from penstock.shared.protocol.scaling import ScaleReply
+from penstock.shared.runtime.tasks import end_tasks
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["Stack", "StackOptions"]
@@ -187,9 +188,7 @@ class Stack:
             OSError: somebody could not be stopped; the others were, all the same.
         """
         others = [self._supervisor] if self._supervisor is not None else []
-        for task in (*others, *self._keepers.values()):
-            task.cancel()
-        await asyncio.gather(*others, *self._keepers.values(), return_exceptions=True)
+        await end_tasks([*others, *self._keepers.values()])
         self._keepers = {}
         async with self._scaling:  # a start that was under way has ended
             await asyncio.gather(*self._leaving.values(), return_exceptions=True)
@@ -285,8 +284,7 @@ class Stack:
         try:
             keeper = self._keepers.pop(kept, None)
             if keeper is not None:
-                keeper.cancel()
-                await asyncio.gather(keeper, return_exceptions=True)
+                await end_tasks([keeper])
             self._health.pop(kept.child.name, None)
             await kept.stop(self.options.drain_s + 2)
             self._children.remove(kept)
