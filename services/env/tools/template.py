@@ -170,7 +170,7 @@ class _Forker:
                 raise ToolError(f"the process of the tools is gone: {error!r}") from None
             try:
                 answer = (await self._hear(FORK_LIMIT_S, "a process for an episode")).decode()
-            except ToolError:
+            except (ToolError, asyncio.CancelledError):
                 self._broken = True  # an answer that comes later would be taken for that of another episode
                 raise
             if not answer.isdecimal():
