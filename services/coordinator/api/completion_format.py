@@ -87,7 +87,7 @@ class Format:
         tells = bool(chunk.text or chunk.calls or chunk.finish)
         if not (tells or first or ((self.token_ids or chunk.pieces) and chunk.token_ids)):
             return
-        choice: Json = {"index": chunk.choice, **self.delta(chunk), "logprobs": self.logprobs([chunk])}
+        choice: Json = {**self._named(chunk.choice), **self.delta(chunk), "logprobs": self.logprobs([chunk])}
         self._begun.add(chunk.choice)
         choice["finish_reason"] = chunk.finish or None
         if self.token_ids:
@@ -97,12 +97,17 @@ class Format:
         yield {**head, "choices": [choice], **more}
 
     def _choice(self, index: int, chunks: Sequence[Chunk]) -> Json:
-        choice: Json = {"index": index, **self.content(chunks), "logprobs": self.logprobs(chunks)}
+        choice: Json = {**self._named(index), **self.content(chunks), "logprobs": self.logprobs(chunks)}
         choice["finish_reason"] = chunks[-1].finish
         if self.token_ids:
             choice["token_ids"] = [token for chunk in chunks if chunk.start >= 0 for token in chunk.token_ids]
             choice["prompt_token_ids"] = self._prompt(index)
         return choice
+
+    def _named(self, choice: int) -> Json:
+        """Which choice, and the interaction that feedback on it names; None where the client wants no record."""
+        request = self.answer.request
+        return {"index": choice, "interaction_id": request.ids[choice] if request.store else None}
 
     def _prompt(self, choice: int) -> list[int]:
         return self.answer.prompt_ids[choice // self.answer.request.n]

@@ -61,6 +61,7 @@ def texts(client: openai.OpenAI) -> int:
     """Completions of texts and of token ids."""
     text = client.completions.create(model=MODEL, prompt=[4], max_tokens=2, n=2, echo=True, logprobs=1)
     assert [choice.text for choice in text.choices] == ["hihello wor"] * 2
+    assert len({(choice.model_extra or {})["interaction_id"] for choice in text.choices}) == 2
     both = client.completions.create(model=MODEL, prompt=["hi", "again"], max_tokens=3, stop=[" and"])
     assert [choice.text for choice in both.choices] == ["hello world", "lalala"]
     scores = client.completions.create(model=MODEL, prompt="hihello", max_tokens=0, echo=True, logprobs=1).choices[0]
