@@ -29,6 +29,7 @@ __all__ = [
     "read_stored",
 ]
 
+WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 MANIFEST, COMMIT = "manifest.json", "COMMIT"
 MAX_DIGITS = 18
 """Digits of the largest number that a checkpoint can have."""
@@ -79,6 +80,7 @@ def checkpoint_row(state: LedgerState, number: int) -> dict[str, Any]:
         "final": bool(state.finished) and number == max(state.checkpoints),
         "best": state.best is not None and state.best.number == number,
         "available": stored is not None,
+        "format": "lora" if ADAPTER in files else "hf" if WEIGHTS in files else None,
         "nbytes": sum(file.nbytes for file in files.values()),
         "files": [{"name": name, "nbytes": f.nbytes, "sha256": f.sha256} for name, f in sorted(files.items())],
     }

@@ -59,8 +59,9 @@ log = logging.getLogger(__name__)
 ROUTERS = (
     jobs.router, amend.router, observe.router, checkpoints.router, checkpoints.artifacts,
     samples.router, deadletters.router, keys.router, inference.router, episodes.router,
-    feedback.router, feedback_tokens.router, versions.router, model_versions.router, quarantine.router, files.router,
-    fine_tuning.router, graders.router, webhooks.router, scaling.router, system.router,
+    feedback.router, feedback_tokens.router, versions.router, model_versions.router, quarantine.router,
+    quarantine.all_jobs, files.router, fine_tuning.router, graders.router, webhooks.router, scaling.router,
+    system.router,
 )  # fmt: skip
 
 

@@ -163,7 +163,7 @@ def _key(request: Request) -> str | None:
 
 def _row(index: int, answer: dict[str, Any] | HttpProblem, path: str) -> dict[str, Any]:
     if isinstance(answer, HttpProblem):
-        problem = problem_body(answer, path).model_dump(mode="json")
+        problem = problem_body(answer, path).document()
         return {"index": index, "id": None, "status": answer.status, "duplicate": False, "problem": problem}
     status = 202 if answer["status"] == "accepted" else 200
     id, duplicate = answer["feedback_id"], answer["duplicate"]

@@ -87,7 +87,7 @@ def _parse(body: bytes) -> Read:
         return HttpProblem(400, "malformed_json", f"the body is not valid JSON: {error}")
     if len(body) > MAX_BODY_BYTES and not isinstance(post, PostedInteraction):
         detail = f"an item that is no interaction has at most {MAX_BODY_BYTES} bytes"
-        return HttpProblem(413, "too_large", detail)
+        return HttpProblem(413, "too_large", detail, max_bytes=MAX_BODY_BYTES)
     return post
 
 
@@ -98,7 +98,7 @@ def _parse_lines(body: bytes) -> list[Read]:
 
 def _parse_array(body: bytes) -> list[Read]:
     try:
-        if _small(body):
+        if _small(body) and len(body) <= MAX_BODY_BYTES:  # no item is longer than it may be
             return list(_bounded(POSTS.validate_json(body)))
     except ValidationError:
         pass  # at least one item has a flaw: each is looked at alone

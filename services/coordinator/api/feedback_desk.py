@@ -16,7 +16,7 @@ class HeldFeedback(Protocol):
     """Feedback that is held back. ``show`` and ``decide`` raise NotFound, or Conflict: it is not held any more."""
 
     async def page(self, job: str, *, after: str, limit: int) -> list[Row]:
-        """``feedback_id``, ``metric``, ``source``, ``reason``, ``received``, ``time`` of each, in the order of ids."""
+        """``HeldRow`` of each item of a job ('': of all), in the order of ids."""
         ...
 
     async def show(self, job: str, item: str) -> Row:

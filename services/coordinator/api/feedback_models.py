@@ -24,7 +24,12 @@ from pydantic import (
 
 __all__ = [
     "KIND_TAGS",
+    "MAX_COMMENT",
     "MAX_ITEMS",
+    "MAX_TAGS",
+    "MAX_TAG_KEY",
+    "MAX_TAG_VALUE",
+    "MAX_TEXT",
     "MAX_TOKENS",
     "POST",
     "POSTS",
@@ -55,6 +60,10 @@ MAX_ITEMS = 256
 """Items of one batch."""
 MAX_TOKENS = 131_072
 """Prompt and completion of one posted interaction together."""
+MAX_COMMENT, MAX_TEXT = 8192, 1 << 17
+"""Characters of a comment, and of a demonstration or an answer as text."""
+MAX_TAGS, MAX_TAG_KEY, MAX_TAG_VALUE = 16, 64, 512
+"""Tags of an item; characters of their keys and values."""
 LOGPROB_SLACK = 1e-6
 """A log-probability may exceed 0 by rounding."""
 USER_TAG = "user_id"
@@ -65,16 +74,16 @@ InferenceId = Annotated[StrictStr, StringConstraints(pattern=rf"^(chatcmpl-|cmpl
 EpisodeId = Annotated[StrictStr, StringConstraints(pattern=rf"^(ep_)?{_UUID}$")]
 FeedbackId = Annotated[StrictStr, StringConstraints(pattern=rf"^(fb_)?{_UUID}$")]
 MetricName = Annotated[StrictStr, StringConstraints(min_length=1, max_length=64)]
-Text = Annotated[StrictStr, StringConstraints(max_length=8192)]
-TagKey = Annotated[StrictStr, StringConstraints(min_length=1, max_length=64)]
-TagValue = Annotated[StrictStr, StringConstraints(max_length=512)]
+Text = Annotated[StrictStr, StringConstraints(max_length=MAX_COMMENT)]
+TagKey = Annotated[StrictStr, StringConstraints(min_length=1, max_length=MAX_TAG_KEY)]
+TagValue = Annotated[StrictStr, StringConstraints(max_length=MAX_TAG_VALUE)]
 User = Annotated[StrictStr, StringConstraints(min_length=1, max_length=256)]
 Finite = Annotated[StrictFloat, Field(allow_inf_nan=False)]
 Token = Annotated[StrictInt, Field(ge=0, lt=1 << 31)]
 Message = dict[str, Any]
 Messages = Annotated[list[Message], Field(fail_fast=True)]
 Tokens = Annotated[list[Token], Field(fail_fast=True)]
-Answer = Annotated[StrictStr, StringConstraints(min_length=1, max_length=1 << 17)] | Message
+Answer = Annotated[StrictStr, StringConstraints(min_length=1, max_length=MAX_TEXT)] | Message
 ModelName = Annotated[StrictStr, StringConstraints(min_length=1, max_length=128)]
 
 
@@ -85,7 +94,7 @@ class _Post(BaseModel):
 
     feedback_id: FeedbackId | None = Field(None, description="Chosen by the sender: the same id has one effect")
     revision: StrictInt = Field(0, ge=0, lt=1 << 31, description="A higher one replaces what the id said before")
-    tags: dict[TagKey, TagValue] = Field(default_factory=dict, max_length=16)
+    tags: dict[TagKey, TagValue] = Field(default_factory=dict, max_length=MAX_TAGS)
     observed_at: AwareDatetime | None = Field(None, strict=True, description="When it happened (RFC 3339)")
     user: User | None = Field(None, description="Whose verdict; stored as a pseudonym only. Also: tags.user_id")
 
@@ -99,7 +108,7 @@ class Metric(_Post):
     """A value of a declared metric, or text."""
 
     metric_name: MetricName = Field(description="A metric that the job declares, reward, comment or demonstration")
-    value: StrictBool | Finite | Annotated[StrictStr, StringConstraints(max_length=1 << 17)] | Message | Messages
+    value: StrictBool | Finite | Annotated[StrictStr, StringConstraints(max_length=MAX_TEXT)] | Message | Messages
     weight: Finite = Field(1.0, ge=0, le=1)
     final: StrictBool = False
     turn: StrictInt = Field(-1, ge=-1, lt=1 << 31, description="Which interaction of an episode; -1: its last")

@@ -21,10 +21,11 @@ from penstock.services.coordinator.api.scopes import require
 from penstock.shared.protocol.feedback_tokens import TOKENS, FeedbackGrant
 from penstock.shared.protocol.interaction import bare_id
 
-__all__ = ["bound_post", "once", "router"]
+__all__ = ["DEFAULT_S", "LONGEST_S", "SHORTEST_S", "bound_post", "once", "router"]
 
 router = APIRouter(tags=["feedback"])
-LONGEST_S = 30 * 86400
+SHORTEST_S, DEFAULT_S, LONGEST_S = 1.0, 86400.0, 30 * 86400.0
+"""How long a token can be used."""
 
 
 class FeedbackTokenRequest(BaseModel):
@@ -35,7 +36,7 @@ class FeedbackTokenRequest(BaseModel):
     metric_name: MetricName
     inference_id: InferenceId | None = None
     episode_id: EpisodeId | None = None
-    expires_in_s: float = Field(86400.0, ge=1, le=LONGEST_S)
+    expires_in_s: float = Field(DEFAULT_S, ge=SHORTEST_S, le=LONGEST_S)
 
     @model_validator(mode="after")
     def _one_target(self) -> FeedbackTokenRequest:

@@ -121,7 +121,8 @@ def _limited(headers: Headers, receive: Receive, limit: int) -> Receive:
 
 
 def _too_large(limit: int) -> HttpProblem:
-    return HttpProblem(413, "too_large", f"the body is longer than {limit} bytes", headers={"Connection": "close"})
+    detail = f"the body is longer than {limit} bytes"
+    return HttpProblem(413, "too_large", detail, max_bytes=limit, headers={"Connection": "close"})
 
 
 class Measured:

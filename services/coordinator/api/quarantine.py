@@ -14,12 +14,15 @@ from penstock.services.coordinator.api.feedback_desk import HeldFeedback
 from penstock.services.coordinator.api.replies import HttpProblem, Json
 from penstock.services.coordinator.api.scopes import require
 
-__all__ = ["router"]
+__all__ = ["all_jobs", "router"]
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/quarantine", tags=["feedback"])
+all_jobs = APIRouter(tags=["feedback"])
 
 Item = Annotated[str, Path(max_length=64, description="Id of the feedback: a UUID, with or without fb_")]
 Admin = Annotated[Caller, require("feedback:admin")]
+After = Annotated[str, Query(max_length=64, description="last_id of the page before")]
+Limit = Annotated[int, Query(ge=1, le=100)]
 _NOT_HELD: dict[int | str, dict[str, Any]] = {409: {"description": "It is not held back, or no longer."}}
 
 
@@ -27,6 +30,7 @@ class HeldRow(BaseModel):
     """An item that is held: when it came, since when it is held (``time``, Unix seconds) and why."""
 
     feedback_id: str
+    job: str
     metric: str
     source: str
     reason: str
@@ -63,19 +67,22 @@ class Verdict(BaseModel):
     duplicate: bool
 
 
-@router.get("", response_model=HeldList)
-async def list_held(
-    job: JobId,
+@all_jobs.get("/v1/quarantine", response_model=HeldList)
+async def list_all_held(
     caller: Admin,
     backend: BackendDep,
-    after: Annotated[str, Query(max_length=64, description="last_id of the page before")] = "",
-    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    job: Annotated[str, Query(max_length=64, description="Id of a job: only what is held back there")] = "",
+    after: After = "",
+    limit: Limit = 20,
 ) -> Response:
+    """List the feedback of all jobs that is held back."""
+    return await _page(await _held(backend, job) if job else _desk(backend), job, after, limit)
+
+
+@router.get("", response_model=HeldList)
+async def list_held(job: JobId, caller: Admin, backend: BackendDep, after: After = "", limit: Limit = 20) -> Response:
     """List the feedback of a job that is held back."""
-    found = await (await _held(backend, job)).page(job, after=after, limit=limit + 1)
-    page = [HeldRow(**row) for row in found[:limit]]
-    first, last = (page[0].feedback_id, page[-1].feedback_id) if page else (None, None)
-    return Json(HeldList(data=page, has_more=len(found) > limit, first_id=first, last_id=last))
+    return await _page(await _held(backend, job), job, after, limit)
 
 
 @router.get("/{item}", response_model=HeldItem, responses=_NOT_HELD)
@@ -96,8 +103,19 @@ async def drop(job: JobId, item: Item, caller: Admin, backend: BackendDep) -> Re
     return Json(await (await _held(backend, job)).decide(job, item, "drop", caller=caller), 202)
 
 
+async def _page(held: HeldFeedback, job: str, after: str, limit: int) -> Response:
+    found = await held.page(job, after=after, limit=limit + 1)
+    page = [HeldRow(**row) for row in found[:limit]]
+    first, last = (page[0].feedback_id, page[-1].feedback_id) if page else (None, None)
+    return Json(HeldList(data=page, has_more=len(found) > limit, first_id=first, last_id=last))
+
+
 async def _held(backend: Backend, job: str) -> HeldFeedback:
     await backend.control.get(job)
+    return _desk(backend)
+
+
+def _desk(backend: Backend) -> HeldFeedback:
     if backend.feedback is None:
         raise HttpProblem(503, "no_feedback", "this process takes no feedback", headers={"Retry-After": "1"})
     return backend.feedback.held

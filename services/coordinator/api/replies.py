@@ -50,7 +50,12 @@ class Problem(BaseModel):
     detail: str
     instance: str
     errors: list[Flaw] = []
+    max_bytes: int | None = Field(None, description="With 413 of something too long: how long it may be")
     error: ErrorObject
+
+    def document(self) -> dict[str, Any]:
+        """As JSON, without ``max_bytes`` where nothing is too long."""
+        return self.model_dump(mode="json", exclude={"max_bytes"} if self.max_bytes is None else None)
 
 
 class HttpProblem(PenstockError):  # noqa: N818
@@ -63,11 +68,13 @@ class HttpProblem(PenstockError):  # noqa: N818
         detail: str,
         *,
         errors: list[Flaw] | None = None,
+        max_bytes: int | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(status, code, detail)
         self.status, self.code, self.detail = status, code, detail
         self.errors = errors or []
+        self.max_bytes = max_bytes
         self.headers = dict(headers or {})
 
 
@@ -115,6 +122,7 @@ def problem_body(problem: HttpProblem, instance: str) -> Problem:
         detail=problem.detail,
         instance=instance,
         errors=problem.errors,
+        max_bytes=problem.max_bytes,
         error=ErrorObject(
             message=problem.detail,
             type=_openai_type(problem.status),
@@ -130,7 +138,7 @@ def problem_response(problem: HttpProblem, instance: str) -> Response:
     headers = dict(problem.headers)
     if status == 409:  # stock SDKs retry a 409 unless told otherwise
         headers.setdefault("x-should-retry", "false")
-    return Response(body.model_dump_json(), status, headers, "application/problem+json")
+    return Response(orjson.dumps(body.document()), status, headers, "application/problem+json")
 
 
 def _openai_type(status: int) -> str:

@@ -16,6 +16,7 @@ __all__ = [
     "Columns",
     "DryRun",
     "EventList",
+    "FeedbackLimits",
     "Health",
     "JobList",
     "Limits",
@@ -81,6 +82,9 @@ class CheckpointRow(BaseModel):
     newest: bool
     final: bool
     available: bool
+    format: Literal["hf", "lora"] | None = Field(
+        description="hf: whole weights for from_pretrained; lora: an adapter, for peft; null where no files are here"
+    )
     nbytes: int
     files: list[CheckpointFile]
 
@@ -140,6 +144,24 @@ class Version(BaseModel):
     schema_number: int
 
 
+class FeedbackLimits(BaseModel):
+    """Limits of feedback; texts and tags in characters."""
+
+    max_item_bytes: int = Field(description="Of an item that is no whole interaction")
+    max_interaction_bytes: int
+    max_interaction_tokens: int = Field(description="Prompt and completion together")
+    max_batch_bytes: int
+    max_batch_items: int
+    max_tags: int
+    max_tag_key: int
+    max_tag_value: int
+    max_comment: int = Field(description="Of `comment` beside a value, and of the metric `comment`")
+    max_text: int = Field(description="Of a demonstration, and of an answer that is preferred to another, as text")
+    token_min_s: float = Field(description="Shortest life of a token for one verdict")
+    token_default_s: float
+    token_max_s: float
+
+
 class Limits(BaseModel):
     """What the API allows, and what this deployment guarantees."""
 
@@ -149,6 +171,7 @@ class Limits(BaseModel):
     max_large_body_bytes: int = Field(description="Where conversations, whole interactions and batches are posted")
     max_file_bytes: int = Field(description="Of an upload to /v1/files")
     max_batch_items: int
+    feedback: FeedbackLimits
     max_page: int
     max_wait_s: float
     rate_limit: str

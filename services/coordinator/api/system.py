@@ -7,18 +7,43 @@ from starlette.responses import Response
 
 from penstock import __version__
 from penstock.services.coordinator.api.access import BackendDep
-from penstock.services.coordinator.api.feedback_models import MAX_ITEMS
+from penstock.services.coordinator.api.feedback_models import (
+    MAX_COMMENT,
+    MAX_ITEMS,
+    MAX_TAG_KEY,
+    MAX_TAG_VALUE,
+    MAX_TAGS,
+    MAX_TEXT,
+    MAX_TOKENS,
+)
+from penstock.services.coordinator.api.feedback_tokens import DEFAULT_S, LONGEST_S, SHORTEST_S
 from penstock.services.coordinator.api.guard import MAX_BODY_BYTES, MAX_FILE_BYTES, MAX_LARGE_BYTES
 from penstock.services.coordinator.api.idempotency import KEEP_S
 from penstock.services.coordinator.api.jobs import MAX_PAGE, MAX_WAIT_S
 from penstock.services.coordinator.api.replies import Json
-from penstock.services.coordinator.api.schemas import Health, Limits, Version
+from penstock.services.coordinator.api.schemas import FeedbackLimits, Health, Limits, Version
 from penstock.shared.protocol.codec import SCHEMA
 from penstock.shared.runtime import metrics
 
 __all__ = ["router"]
 
 router = APIRouter(tags=["system"])
+
+FEEDBACK = FeedbackLimits(
+    max_item_bytes=MAX_BODY_BYTES,
+    max_interaction_bytes=MAX_LARGE_BYTES,
+    max_interaction_tokens=MAX_TOKENS,
+    max_batch_bytes=MAX_LARGE_BYTES,
+    max_batch_items=MAX_ITEMS,
+    max_tags=MAX_TAGS,
+    max_tag_key=MAX_TAG_KEY,
+    max_tag_value=MAX_TAG_VALUE,
+    max_comment=MAX_COMMENT,
+    max_text=MAX_TEXT,
+    token_min_s=SHORTEST_S,
+    token_default_s=DEFAULT_S,
+    token_max_s=LONGEST_S,
+)
 
 
 @router.get("/v1/limits", response_model=Limits)
@@ -29,6 +54,7 @@ async def limits(backend: BackendDep) -> Response:
         max_large_body_bytes=MAX_LARGE_BYTES,
         max_file_bytes=MAX_FILE_BYTES,
         max_batch_items=MAX_ITEMS,
+        feedback=FEEDBACK,
         max_page=MAX_PAGE,
         max_wait_s=MAX_WAIT_S,
         rate_limit=backend.settings.rate_limit,

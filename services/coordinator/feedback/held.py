@@ -1,4 +1,4 @@
-"""The quarantine of a job as HTTP sees it: listed from the index, decided by an item of feedback like any other."""
+"""The quarantine as HTTP sees it: listed from the index, decided by an item of feedback like any other."""
 
 from __future__ import annotations
 
@@ -79,5 +79,5 @@ class HeldFeedback:
 
 
 def _row(row: Row) -> Row:
-    names = ("metric", "source", "reason", "received", "time")
+    names = ("job", "metric", "source", "reason", "received", "time")
     return {"feedback_id": row["id"], **{name: row[name] for name in names}}

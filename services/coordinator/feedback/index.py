@@ -213,7 +213,7 @@ class FeedbackIndex:
         return await self._read(projection.fate, id)
 
     async def held(self, job: str, after: str, limit: int) -> list[dict[str, Any]]:
-        """Items of a job that are held back."""
+        """Items of a job ('': of all) that are held back."""
         projection = await self._ready()
         return await self._read(projection.held, job, after, limit)
 

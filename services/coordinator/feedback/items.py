@@ -12,6 +12,7 @@ from uuid import UUID
 import msgspec
 
 from penstock.services.coordinator.api.feedback_models import (
+    MAX_COMMENT,
     USER_TAG,
     Correction,
     Metric,
@@ -170,8 +171,8 @@ def _value(post: Metric, job: LiveJob, *, by_episode: bool) -> tuple[bool | floa
             raise _invalid("/episode_id", f"'{name}' judges an episode: post it with episode_id, not inference_id")
         return _number(name, value, declared), {}
     if name == "comment":
-        if not isinstance(value, str) or len(value) > 8192:
-            raise _invalid("/value", "a comment is a string of at most 8192 characters")
+        if not isinstance(value, str) or len(value) > MAX_COMMENT:
+            raise _invalid("/value", f"a comment is a string of at most {MAX_COMMENT} characters")
         return value, {}
     if name == "demonstration":
         if by_episode:

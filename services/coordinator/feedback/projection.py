@@ -45,6 +45,7 @@ CREATE TABLE IF NOT EXISTS feedback (
   version INTEGER NOT NULL DEFAULT 0, time REAL NOT NULL DEFAULT 0
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS funnel ON feedback (job, metric, source, status);
+CREATE INDEX IF NOT EXISTS held ON feedback (id) WHERE status = 'quarantined';
 CREATE TABLE IF NOT EXISTS target (
   id TEXT PRIMARY KEY, episode TEXT NOT NULL DEFAULT '', seq INTEGER NOT NULL DEFAULT 0
 ) WITHOUT ROWID;
@@ -192,11 +193,11 @@ class Projection:
         return {**found, "interactions": found["interactions"].split()}
 
     def held(self, job: str, after: str, limit: int) -> list[dict[str, Any]]:
-        """Items of a job that are held back, past the one ``after``, in the order of ids."""
-        names = ("id", "metric", "source", "reason", "received", "time")
+        """Items of a job ('': of all) that are held back, past the one ``after``, in the order of ids."""
+        names = ("id", "job", "metric", "source", "reason", "received", "time")
         query = """
-        SELECT id, metric, source, reason, received, time FROM feedback
-        WHERE job = ? AND status = 'quarantined' AND fingerprint != '' AND id > ? ORDER BY id LIMIT ?
+        SELECT id, job, metric, source, reason, received, time FROM feedback INDEXED BY held
+        WHERE ?1 IN ('', job) AND status = 'quarantined' AND fingerprint != '' AND id > ?2 ORDER BY id LIMIT ?3
         """
         return [dict(zip(names, row, strict=True)) for row in self._reader.execute(query, (job, after, limit))]
 

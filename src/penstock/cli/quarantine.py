@@ -22,21 +22,28 @@ Item = Annotated[str, typer.Argument(metavar="ID", help="As 'penstock quarantine
 
 @app.command()
 def ls(
-    job: Job,
+    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Default: all jobs.")] = None,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="At most so many.")] = 100,
     as_json: Json = False,
 ) -> None:
-    """List the feedback of a job that is held back."""
+    """List the feedback that is held back, of one job or of all."""
     with Client() as client:
-        rows = client.quarantine.list(client.find(job).id, limit=limit)
+        rows = client.quarantine.list(client.find(job).id if job is not None else None, limit=limit)
     if as_json:
         show_json(rows)
         return
     shown = [
-        (r["feedback_id"], r["metric"], r["source"], ago(datetime.fromtimestamp(r["received"], UTC)), r["reason"])
+        (
+            r["feedback_id"],
+            r["job"],
+            r["metric"],
+            r["source"],
+            ago(datetime.fromtimestamp(r["received"], UTC)),
+            r["reason"],
+        )
         for r in rows
     ]
-    console().print(table(("ID", "METRIC", "SOURCE", "AGE#", "REASON"), shown))
+    console().print(table(("ID", "JOB", "METRIC", "SOURCE", "AGE#", "REASON"), shown))
 
 
 @app.command()

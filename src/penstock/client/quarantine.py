@@ -9,9 +9,10 @@ from penstock.client.sending import AsyncSend, Send, Steps, awaits, awaits_all, 
 __all__ = ["AsyncQuarantine", "Quarantine"]
 
 
-def _list(job: str, *, limit: int = 100) -> Steps[Rows]:
-    """Up to ``limit`` items, in the order of their ids."""
-    return (yield from rows(f"/v1/jobs/{job}/quarantine", "feedback_id", limit))
+def _list(job: str | None = None, *, limit: int = 100) -> Steps[Rows]:
+    """Up to ``limit`` items of a job (None: of all), in the order of their ids."""
+    path = "/v1/quarantine" if job is None else f"/v1/jobs/{job}/quarantine"
+    return (yield from rows(path, "feedback_id", limit))
 
 
 def _show(job: str, item: str) -> Call[Row]:
@@ -34,7 +35,7 @@ def _path(job: str, item: str) -> str:
 
 
 class Quarantine:
-    """Of a job: ``list``, ``show``, ``release`` and ``drop`` feedback that is held back."""
+    """``list``, ``show``, ``release`` and ``drop`` feedback that is held back."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -46,7 +47,7 @@ class Quarantine:
 
 
 class AsyncQuarantine:
-    """Of a job: ``list``, ``show``, ``release`` and ``drop`` feedback that is held back."""
+    """``list``, ``show``, ``release`` and ``drop`` feedback that is held back."""
 
     def __init__(self, send: AsyncSend) -> None:
         self._send = send

@@ -83,12 +83,16 @@ async def test_clients_and_commands_decide_on_what_is_held(desk: Any, url: str) 
     def blocking() -> None:
         with Client(url) as client:
             assert [row["feedback_id"] for row in client.quarantine.list(desk.job)] == sorted(ids)
+            assert client.quarantine.list() == client.quarantine.list(desk.job)
             assert client.quarantine.show(desk.job, ids[0])["value"] is True
             assert client.quarantine.release(desk.job, ids[0])["verdict"] == "release"
             with pytest.raises(NotFound):
                 client.quarantine.drop(desk.job, str(uuid.uuid4()))
         listed = command("ls", desk.job)
         assert (listed.exit_code, "drift: far" in listed.stdout) == (0, True), listed.output
+        of_all = json.loads(command("ls", "--json").stdout)
+        assert [(row["feedback_id"], row["job"]) for row in of_all] == [(id, desk.job) for id in sorted(ids)]
+        assert desk.job in command("ls").stdout
         assert json.loads(command("show", desk.job, ids[1]).stdout)["feedback_id"] == ids[1]
         assert command("drop", desk.job, ids[1]).exit_code == 0
         assert command("release", desk.job, "nonsense").exit_code == 1

@@ -256,9 +256,14 @@ async def test_large_bodies(desk: Any) -> None:
 
     reply = await desk.client.post("/v1/feedback", content=endless(), headers={"content-type": "application/json"})
     refused(reply, 413, "too_large")
+    assert reply.json()["max_bytes"] == MAX_LARGE_BYTES
     assert sent <= MAX_LARGE_BYTES + (1 << 17)
     long = {"inference_id": desk.new_id(), "metric_name": "demonstration", "value": {"content": "x" * (1 << 20)}}
     refused(await desk.post(long), 413, "too_large")
+    for beside in ([], [{**long, "value": 3}]):  # which has a flaw of its own
+        batch = await desk.client.post("/v1/feedback/batch", json=[long, *beside])
+        row = batch.json()["data"][0]
+        assert (row["status"], row["problem"]["max_bytes"]) == (413, 1 << 20), "in a batch, too"
     whole = {"kind": "interaction", "model": "policy", "completion": {"content": "y" * (3 << 20)}}
     reply = await desk.post(whole)
     assert reply.status_code == 202, reply.text

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from penstock.shared.protocol.interaction import Fate
+from penstock.shared.config.kinds import parse_job
+from penstock.shared.protocol.interaction import Fate, new_marked_id
 
 
 async def held(desk: Any, **body: Any) -> str:
@@ -31,6 +32,40 @@ async def test_what_is_held_is_listed_and_shown(desk: Any) -> None:
     assert (shown["metric"], shown["value"], shown["target"], shown["weight"]) == ("score", 0.75, target, 0.5)
     assert shown["reason"] == "outlier: 1 is far"
     assert (await desk.fate(first))["status"] == "quarantined"
+
+
+async def test_what_is_held_in_all_jobs_is_one_list(desk: Any) -> None:
+    other = await desk.store.create(parse_job({**(await desk.store.get(desk.job)).spec, "name": "other"}))
+    desk.desk.jobs.know(other)
+    here = sorted([await held(desk), await held(desk)])
+    there = await held(desk, inference_id=new_marked_id(other.id))
+    await desk.accept()
+    rows = (await desk.client.get("/v1/quarantine")).json()["data"]
+    assert [(row["feedback_id"], row["job"]) for row in rows] == sorted(
+        [(here[0], desk.job), (here[1], desk.job), (there, other.id)]
+    )
+    paged, after = [], ""
+    for more in (True, True, False):
+        page = (await desk.client.get(f"/v1/quarantine?limit=1&after={after}")).json()
+        assert (page["has_more"], page["first_id"]) == (more, page["last_id"])
+        paged, after = paged + page["data"], page["last_id"]
+    assert paged == rows
+    for job, ids in ((desk.job, here), (other.id, [there])):
+        page = (await desk.client.get(f"/v1/quarantine?job={job}")).json()
+        assert [row["feedback_id"] for row in page["data"]] == ids
+        assert page == (await desk.client.get(f"/v1/jobs/{job}/quarantine")).json()
+    assert (await desk.client.get(f"/v1/quarantine?job=job_{'0' * 32}")).status_code == 404
+    assert (await desk.client.get("/v1/quarantine?limit=0")).status_code == 422
+
+
+async def test_the_list_of_all_jobs_needs_its_scope(open_desk: Any) -> None:
+    root = {"authorization": "Bearer root"}
+    async with open_desk(api_keys="root") as desk:
+        for scope, status in (("feedback:write", 403), ("jobs:read", 403), ("feedback:admin", 200)):
+            made = await desk.client.post("/v1/keys", json={"name": "k", "scopes": [scope]}, headers=root)
+            key = {"authorization": f"Bearer {made.json()['key']}"}
+            assert (await desk.client.get("/v1/quarantine", headers=key)).status_code == status, scope
+        assert (await desk.client.get("/v1/quarantine")).status_code == 401
 
 
 @pytest.mark.parametrize("verdict", ["release", "drop"])

@@ -117,6 +117,7 @@ async def test_a_body_is_cut_off_while_it_streams_in(connect: Any) -> None:
     async with connect() as client:
         reply = await client.post("/v1/jobs", content=endless(), headers={"content-type": "application/json"})
         assert_problem(reply, 413, "too_large")
+        assert reply.json()["max_bytes"] == MAX_BODY_BYTES
         assert sent <= MAX_BODY_BYTES + (1 << 17)
         reply = await client.post("/v1/jobs", content=b" " * (MAX_BODY_BYTES + 1))
         assert_problem(reply, 413, "too_large")
@@ -304,6 +305,7 @@ async def test_limits_version_and_prometheus(connect: Any) -> None:
         limits = (await client.get("/v1/limits")).json()
         assert limits["durability"] == "fsync"
         assert limits["max_body_bytes"] == MAX_BODY_BYTES
+        assert "max_bytes" not in (await client.get("/v1/jobs/none")).json()
         assert (await client.get("/v1/version")).json()["api"] == "v1"
         text = (await client.get("/metrics")).text
         assert 'penstock_http_requests_total{code="200",method="GET",route="/v1/limits"}' in text

@@ -15,7 +15,7 @@ from penstock.cli import app
 from penstock.client import AsyncClient, Client
 from penstock.services.coordinator.api.open_file import byte_range, open_file, reply_of
 from penstock.services.coordinator.api.replies import HttpProblem
-from penstock.services.coordinator.checkpoints import choose_checkpoint
+from penstock.services.coordinator.checkpoints import checkpoint_row, choose_checkpoint
 from penstock.services.coordinator.submission import resolve_model
 from penstock.shared.config.job import JobConfig
 from penstock.shared.errors import CheckpointError, ConfigError, Conflict, NotFound
@@ -70,6 +70,7 @@ def test_the_list_says_what_each_checkpoint_is(submitted: tuple[Client, str], bo
     rows = client.checkpoints(job)
     assert [row["number"] for row in rows] == [0, 4, 8, 9]
     assert [row["number"] for row in rows if row["available"]] == [0, 4]
+    assert [row["format"] for row in rows] == [None, "hf", None, None], "which files are here says it"
     assert [[flag for flag in ("initial", "best", "newest", "final") if row[flag]] for row in rows] == [
         ["initial"],
         ["best"],
@@ -86,6 +87,13 @@ def test_the_list_says_what_each_checkpoint_is(submitted: tuple[Client, str], bo
     assert client.checkpoint(job, 9)["final"]
     with pytest.raises(NotFound, match="no checkpoint 5; there are: 0, 4, 8, 9"):
         client.checkpoint(job, 5)
+
+
+def test_an_adapter_is_told_from_whole_weights(tmp_path: Path, books: Any) -> None:
+    """The base lies beside it where another job cannot find it otherwise."""
+    write(tmp_path, {"adapter_model.safetensors": b"a", "model.safetensors": b"base"})
+    record(books, 4, tmp_path)
+    assert checkpoint_row(books.ledger, 4)["format"] == "lora"
 
 
 async def test_ranges_resume_only_what_is_unchanged(connect: Any, books: Any, job: Any, tmp_path: Path) -> None:
