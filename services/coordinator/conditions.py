@@ -48,7 +48,8 @@ def _facts(run: JobRun, job: str, members: Members, clock: float) -> dict[Type, 
         checkpoint = ("True", "Committed", f"after update {state.checkpoint.number}")
     succeeded: Fact = ("Unknown", "Running", "")
     if state.finished:
-        succeeded = ("True" if state.finished == "succeeded" else "False", state.finished.capitalize(), run.failure)
+        why = run.failure.message if run.failure is not None else ""
+        succeeded = ("True" if state.finished == "succeeded" else "False", state.finished.capitalize(), why)
     promotion: dict[Type, Fact] = {}
     if run.promotion is not None:
         promotion["PromotionAllowed"] = run.promotion.fact(state)

@@ -24,6 +24,7 @@ from penstock.shared.protocol.events import (
     Tracking,
 )
 from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.jobs import JobFailure
 
 __all__ = ["Draft", "DrawSource", "Progress", "RunFacts", "TicketSource", "copy_state", "plan_draw"]
 
@@ -121,7 +122,9 @@ class Draft:
             reason = "by request"
             self.add(PhaseChanged(writer_epoch=self.run.writer_epoch, time=self.now, phase=target, reason=reason))
 
-    def end(self, phase: str, reason: str, summary: dict[str, object] | None = None) -> None:
+    def end(
+        self, phase: str, reason: str, summary: dict[str, object] | None = None, *, error: JobFailure | None = None
+    ) -> None:
         if self.state.sealed:  # nobody will train them any more: refuse, then drop with the rest
             for number in sorted(self.state.sealed, reverse=True):
                 sealed = self.state.sealed[number]
@@ -133,7 +136,13 @@ class Draft:
                 )  # fmt: skip
         self.drop_draws(sorted(self.state.open), phase if phase != "succeeded" else "run_ended", redraw=False)
         if self.state.phase != phase:
-            self.add(PhaseChanged(writer_epoch=self.run.writer_epoch, time=self.now, phase=phase, reason=reason))
+            code, service = ("", None) if error is None else (error.code, error.service)
+            self.add(
+                PhaseChanged(
+                    writer_epoch=self.run.writer_epoch, time=self.now, phase=phase, reason=reason, code=code,
+                    service=service or "",
+                )
+            )  # fmt: skip
         self.add(Finished(writer_epoch=self.run.writer_epoch, time=self.now, reason=phase, summary=summary or {}))
 
     def promote(self) -> None:

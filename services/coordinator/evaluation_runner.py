@@ -25,7 +25,7 @@ from penstock.shared.errors import DataError, NotFound, ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.jobs import JobRecord
+from penstock.shared.protocol.jobs import JobFailure, JobRecord
 from penstock.shared.protocol.messages import Ack, Report, Ticket
 from penstock.shared.protocol.parts import count_of
 from penstock.shared.protocol.trajectory import GroupHeader, parse_group_header
@@ -45,7 +45,7 @@ class EvaluationRunner:
         self.bus, self.members = bus, members
         self.job, self.record, self.epoch = record.id, record, epoch
         self.config = EvaluationJob.parse(record.spec)
-        self.outbox = Outbox(bus, store, self.job)
+        self.outbox = Outbox(bus, store, self.job, attempt=record.status.attempt + 1)
         self.carrier = Carrier(bus, self.job, epoch)
         self.scores = Scores()
         self._pace = Pace()
@@ -54,7 +54,7 @@ class EvaluationRunner:
         self._num_prompts = 0
         self._held_out: tuple[SourceSummary, ...] = ()
         self._next_seq = 1
-        self._failure = ""
+        self._failure: JobFailure | None = None
         self._error = ""
         self._changed = asyncio.Event()
 
@@ -63,7 +63,7 @@ class EvaluationRunner:
         try:
             summary = await asyncio.to_thread(check_data, self.config.data_config)
         except DataError as error:
-            await self.outbox.fail(str(error))
+            await self.outbox.fail(JobFailure(code="invalid_data", message=str(error)))
             return
         self._num_prompts = min(self.config.evaluation.num_prompts, summary.num_eval)
         self._held_out = summary.eval
@@ -99,7 +99,7 @@ class EvaluationRunner:
         if shown:
             self.outbox.metrics("eval", 0, 0, values, batch=0)
             self.outbox.event("info", "evaluation", shown)
-        self._report(phase, self._failure or shown)
+        self._report(phase, shown if self._failure is None else self._failure.message)
 
     def _end(self, deadline: float) -> str:
         """The terminal phase, or '' while there is something to wait for."""
@@ -108,9 +108,11 @@ class EvaluationRunner:
         if not self._failure and self.expected and time.time() > deadline:
             unanswered = f"{len(self.expected)} of {self._num_prompts} prompts were not answered"
             longest = f"the {LONGEST_S / 86400:g} days that an evaluation may take without limits.timeout_s are over"
-            self._failure = f"{'limits.timeout_s' if self.config.limits.timeout_s else longest}: {unanswered}"
+            text = f"{'limits.timeout_s' if self.config.limits.timeout_s else longest}: {unanswered}"
+            self._failure = JobFailure(code="timeout", message=text)
         if not self._failure and not self.expected and not (self.scores.greedy or any(self.scores.sampled.values())):
-            self._failure = f"nothing could be scored: {self._error or 'every prompt was left out'}"
+            text = f"nothing could be scored: {self._error or 'every prompt was left out'}"
+            self._failure = JobFailure(code="not_scored", message=text)
         if self._failure:
             return "failed"
         return "" if self.expected else "succeeded"
@@ -177,7 +179,8 @@ class EvaluationRunner:
         async def on_report(data: bytes) -> bytes:
             report, _ = unpack(data, Report)
             if report.kind == "failed":
-                self._failure = self._failure or report.reason
+                error = JobFailure(code="rollout_failed", message=report.reason, service="rollout")
+                self._failure = self._failure or error
                 self._changed.set()
             return pack(Ack(ok=True), job=self.job, epoch=self.epoch)
 
@@ -195,6 +198,7 @@ class EvaluationRunner:
         fields = {
             "phase": phase,
             "message": message,
+            "error": self._failure if phase == "failed" else None,
             "step": done,
             "total_steps": self._num_prompts,
             "expected_end": self._pace.end(done, self._num_prompts, time.time(), running=not over),

@@ -11,7 +11,8 @@ from penstock.services.coordinator.ledger import LedgerState, fold
 from penstock.services.coordinator.snapshot import Snapshot, decode_snapshot, digest_of, encode_snapshot
 from penstock.shared.errors import ConfigError, Conflict, Fenced, ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.events import Event, decode_events, encode_events
+from penstock.shared.protocol.events import Event, PhaseChanged, decode_events, encode_events
+from penstock.shared.protocol.jobs import JobFailure
 from penstock.shared.transport.bus import Bus, Message, Outgoing
 
 __all__ = ["Journal", "read_snapshots"]
@@ -65,6 +66,15 @@ class Journal:
         if last is not None:
             self._last_seq, self._last_data = last.seq, last.data
         return state
+
+    def failure(self) -> JobFailure | None:
+        """Why the job failed, if the newest entry ended it; a leader that died may not have told."""
+        events = decode_events(self._last_data) if self._last_data else []
+        for event in events:
+            if isinstance(event, PhaseChanged) and event.phase == "failed" and event.code:
+                told = {"code": event.code, "message": event.reason, "service": event.service or None}
+                return JobFailure.model_validate(told)
+        return None
 
     async def append(self, events: Sequence[Event]) -> int:
         """Commit one decision; returns its sequence. Retries for as long as the bus is away (the caller is cancelled

@@ -15,6 +15,7 @@ from penstock.services.coordinator.gauges import JobGauges
 from penstock.services.coordinator.store import JobStore
 from penstock.shared.errors import Conflict, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.jobs import JobFailure
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["Outbox"]
@@ -22,23 +23,25 @@ __all__ = ["Outbox"]
 logger = logging.getLogger(__name__)
 
 STATUS_EVERY_S = 0.5
+HEARTBEAT_S = 10.0
+"""A status that does not change is written this often all the same: that it was says that somebody leads the job."""
 RETRY_S = 0.5
 
 
 class Outbox:
     """Sends in order, retries while the bus is away, never blocks a decision. The newest status and clock win.
 
-    Rows that a full stream refuses are given up, with a line in the log.
+    Rows that a full stream refuses are given up, with a line in the log. ``attempt``: see ``JobStatus``.
     """
 
-    def __init__(self, bus: Bus, store: JobStore, job: str) -> None:
-        self._bus, self._store, self._job = bus, store, job
+    def __init__(self, bus: Bus, store: JobStore, job: str, *, attempt: int = 1) -> None:
+        self._bus, self._store, self._job, self._attempt = bus, store, job, attempt
         self._gauges = JobGauges(job)
         self._queue: asyncio.Queue[tuple[Callable[[], Awaitable[None]], bool]] = asyncio.Queue(maxsize=10_000)
         self._status: dict[str, Any] = {}
         self._sent_status: dict[str, Any] = {}
         self._clock: bytes | None = None
-        self._last_status = 0.0
+        self._last_status = self._written = 0.0
         self._changed = asyncio.Event()
         self._sending = asyncio.Lock()
 
@@ -76,7 +79,7 @@ class Outbox:
         self._changed.set()
 
     def status(self, fields: dict[str, Any], *, force: bool = False) -> None:
-        """The observed status; written when the phase changed, else at most every STATUS_EVERY_S."""
+        """The observed status; written when its phase changed, STATUS_EVERY_S if it changes, else HEARTBEAT_S."""
         phase, before = fields["phase"], self._status.get("phase")
         if phase != before:
             self.event("error" if phase == "failed" else "info", "phase", f"{phase}: {fields['message']}".rstrip(": "))
@@ -85,10 +88,10 @@ class Outbox:
             self._last_status = 0.0
         self._changed.set()
 
-    async def fail(self, message: str) -> None:
+    async def fail(self, error: JobFailure) -> None:
         """Mark the job failed before it ever ran."""
-        self.event("error", "phase", f"failed: {message}")
-        await self._store.set_status(self._job, phase="failed", message=message)
+        self.event("error", "phase", f"failed: {error.message}")
+        await self._put_status({"phase": "failed", "message": error.message, "error": error})
         await self.flush()
 
     async def run(self) -> None:
@@ -121,8 +124,9 @@ class Outbox:
         if self._clock is not None:
             clock, self._clock = self._clock, None
             await self._try(lambda: self._put_clock(clock))
-        due = time.monotonic() - self._last_status >= STATUS_EVERY_S
-        if due and self._status != self._sent_status:
+        now = time.monotonic()
+        due = now - self._last_status >= STATUS_EVERY_S
+        if due and self._status and (self._status != self._sent_status or now - self._written >= HEARTBEAT_S):
             self._last_status, fields = time.monotonic(), dict(self._status)
             await self._try(lambda: self._put_status(fields))
 
@@ -130,8 +134,8 @@ class Outbox:
         await self._bus.kv(subjects.POLICY).put(self._job, clock)
 
     async def _put_status(self, fields: dict[str, Any]) -> None:
-        await self._store.set_status(self._job, **fields)
-        self._sent_status = fields
+        await self._store.set_status(self._job, **fields, attempt=self._attempt)
+        self._sent_status, self._written = fields, time.monotonic()
 
     async def _try(self, work: Callable[[], Awaitable[None]]) -> bool:
         try:

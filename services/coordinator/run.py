@@ -34,6 +34,7 @@ from penstock.shared.protocol.events import (
     SettingsChanged,
 )
 from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.jobs import JobFailure
 from penstock.shared.protocol.messages import Report
 from penstock.shared.protocol.parts import num_parts
 from penstock.shared.protocol.trajectory import GroupHeader
@@ -104,7 +105,7 @@ class JobRun:
         self.last_checkpoint = True
         """A cancelled run checkpoints before it ends."""
         self.failed_streak = 0
-        self.failure = ""
+        self.failure: JobFailure | None = None
         self.halted = ""
         """Why the trainer had the job paused, until somebody resumes it."""
         self.stop_early = ""
@@ -173,7 +174,8 @@ class JobRun:
             self.failed_streak += 1
             if self.failed_streak >= FAILED_STREAK * self.config.groups_per_batch:
                 reason = header.error or "scorers failed on every completion"
-                self.failure = f"{self.failed_streak} groups in a row could not be scored: {reason}"
+                text = f"{self.failed_streak} groups in a row could not be scored: {reason}"
+                self.failure = self.failure or JobFailure(code="not_scored", message=text)
         elif verdict is Verdict.ACCEPT:
             self.failed_streak = 0
         return verdict
@@ -258,8 +260,11 @@ class JobRun:
                     settings=settings_of(self.config),
                 )
             ]  # fmt: skip
-        if self.failure or (self.desired == "cancelled" and self._may_cancel(state)):
-            draft.end("failed" if self.failure else "cancelled", self.failure or "cancelled by request")
+        if self.failure is not None:
+            draft.end("failed", self.failure.message, error=self.failure)
+            return draft.events
+        if self.desired == "cancelled" and self._may_cancel(state):
+            draft.end("cancelled", "cancelled by request")
             return draft.events
         if state.checkpoint is None:  # the initial policy does not exist yet
             return []

@@ -45,7 +45,7 @@ from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.events import Event, LineageForked
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.jobs import Condition, JobRecord
+from penstock.shared.protocol.jobs import Condition, JobFailure, JobRecord
 from penstock.shared.protocol.messages import Ack, EvalResult, Report
 from penstock.shared.protocol.parts import count_of
 from penstock.shared.protocol.trajectory import parse_group_header
@@ -70,7 +70,7 @@ class JobRunner:
         self.job, self.record, self.epoch = record.id, record, epoch
         self.config, self.supply = parse_training(record.spec), supply
         self.journal = Journal(bus, self.job)
-        self.outbox = Outbox(bus, store, self.job)
+        self.outbox = Outbox(bus, store, self.job, attempt=record.status.attempt + 1)
         self.carrier = Carrier(bus, self.job, epoch)
         self.commands = TrainerCommands(bus, self.outbox, self.job, epoch)
         self.run: JobRun
@@ -90,7 +90,7 @@ class JobRunner:
         try:
             await self._recover()
         except DataError as error:
-            await self.outbox.fail(str(error))
+            await self.outbox.fail(JobFailure(code="invalid_data", message=str(error)))
             return
         async with asyncio.TaskGroup() as tasks:
             running = [
@@ -125,6 +125,7 @@ class JobRunner:
             source=None if self.supply is None else self.supply.source,
             promotion=self.measures.gate,
         )
+        self.run.failure = self.journal.failure()
         rows = await self.bus.read(subjects.METRICS, subjects.metrics(self.job))
         self.measures.recall(
             (msgspec.json.decode(row.data) for row in rows), state, held_out=found.eval, now=time.time()
@@ -177,7 +178,8 @@ class JobRunner:
     def _check_limits(self) -> None:
         limit, started = self.run.config.limits.timeout_s, self.record.created_at.timestamp()
         if limit is not None and time.time() - started > limit:
-            self.run.failure = self.run.failure or f"limits.timeout_s: {limit:g} s are over"
+            text = f"limits.timeout_s: {limit:g} s are over"
+            self.run.failure = self.run.failure or JobFailure(code="timeout", message=text)
         self.run.stop_early = self.measures.goals.stop_reason
 
     def _may_finish(self) -> bool:
@@ -279,7 +281,8 @@ class JobRunner:
         except Refusal as refusal:
             return Ack(ok=False, reason=str(refusal))
         if report.kind == "failed":
-            self.run.failure = self.run.failure or f"trainer: {report.reason}"
+            error = JobFailure(code="trainer_failed", message=f"trainer: {report.reason}", service="trainer")
+            self.run.failure = self.run.failure or error
             return Ack(ok=True)
         if report.kind == "not_rolled_back":
             self.run.give_up_rollback(report.reason)
@@ -355,25 +358,15 @@ class JobRunner:
     # -- what people see ---------------------------------------------------------------------------------------------
 
     def _report_status(self, *, force: bool = False) -> None:
-        state, phase = self.run.state, summary.phase_of(self.run, self.wishes.desired)
-        checkpoint = state.checkpoint
+        state, seen = self.run.state, summary.status_of(self.run, self.wishes.desired)
         fields = {
-            "phase": phase,
-            "message": self.run.failure or self.run.halted or self.run.stop_early,
+            **seen,
             "observed_generation": self.wishes.followed,
             "applies_at_step": self.wishes.applies_at_step(state),
-            "step": state.updates,
             "expected_end": self.measures.pace.end(
-                state.updates, self.run.max_batches, time.time(), running=phase == "running"
+                state.updates, self.run.max_batches, time.time(), running=seen["phase"] == "running"
             ),
-            "policy_version": state.version,
-            "served_version": None if state.promoted is None else state.promoted.version,
-            "promoted_at": None if state.promoted is None else datetime.fromtimestamp(state.promoted.time, UTC),
-            "canary": summary.canary_of(self.run),
             "reward": self.measures.reward if self.measures.reward is not None else self.record.status.reward,
-            "draws": summary.draws_of(state),
-            "checkpoint": checkpoint.path if checkpoint else None,
-            "best_checkpoint": summary.best_of(state),
             "conditions": self._conditions(),
             "started_at": self.record.status.started_at or self.record.created_at,
             "finished_at": datetime.now(UTC) if state.finished else None,

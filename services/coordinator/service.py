@@ -39,7 +39,7 @@ from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, Fenced, ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
-from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
+from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobFailure, JobRecord
 from penstock.shared.protocol.messages import Heartbeat
 from penstock.shared.runtime.lease import Lease
 from penstock.shared.runtime.tasks import end_tasks, unexpected
@@ -200,7 +200,8 @@ class CoordinatorService:
             self.runners.pop(job, None)
 
     async def _fail(self, job: str, reason: str) -> None:
-        await self.store.set_status(job, phase="failed", message=reason)
+        error = JobFailure(code="internal", message=reason, service="coordinator")
+        await self.store.set_status(job, phase="failed", message=reason, error=error)
 
     def _leader(self, record: JobRecord, epoch: int) -> Leader:
         if not trains(record.spec):

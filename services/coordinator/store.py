@@ -38,7 +38,7 @@ class JobStore:
             fine_tuning=fine_tuning,
         )
         try:
-            revision = await self._kv.create(record.id, record.model_dump_json().encode())
+            revision = await self._kv.create(record.id, record.stored())
         except Conflict:
             return await self.get(record.id)
         return record.model_copy(update={"revision": revision})
@@ -68,7 +68,7 @@ class JobStore:
             if changed == record:
                 return record
             try:
-                revision = await self._kv.update(job, changed.model_dump_json().encode(), record.revision)
+                revision = await self._kv.update(job, changed.stored(), record.revision)
             except Conflict:
                 continue
             return changed.model_copy(update={"revision": revision})
@@ -140,10 +140,11 @@ class JobStore:
         await self.change(job, edit)
 
     async def set_status(self, job: str, **fields: Any) -> JobRecord:
-        """Merge fields into the observed status."""
+        """Merge fields into the observed status, which its leader writes and nobody else."""
 
         def edit(record: JobRecord) -> JobRecord:
-            return record.model_copy(update={"status": record.status.model_copy(update=fields)})
+            seen = {**fields, "heartbeat_at": datetime.now(UTC)}
+            return record.model_copy(update={"status": record.status.model_copy(update=seen)})
 
         return await self.change(job, edit)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Any
 
 from penstock.services.coordinator.canary import row_of
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.run import JobRun
 
-__all__ = ["best_of", "canary_of", "draws_of", "phase_of", "retention_of", "start_of", "summary_of"]
+__all__ = ["best_of", "canary_of", "draws_of", "phase_of", "retention_of", "start_of", "status_of", "summary_of"]
 
 
 def draws_of(state: LedgerState) -> dict[str, Any]:
@@ -50,6 +51,25 @@ def phase_of(run: JobRun, desired: str) -> str:
         settled = run.halted or not (state.sealed or run.wants_checkpoint)
         return "paused" if settled else "pausing"
     return "running" if state.checkpoint is not None or state.started else "pending"
+
+
+def status_of(run: JobRun, desired: str) -> dict[str, Any]:
+    """The part of a job's status that its run tells."""
+    state, phase = run.state, phase_of(run, desired)
+    failure, promoted = run.failure.message if run.failure is not None else "", state.promoted
+    return {
+        "phase": phase,
+        "message": failure or run.halted or run.stop_early,
+        "error": run.failure if phase == "failed" else None,
+        "step": state.updates,
+        "policy_version": state.version,
+        "served_version": None if promoted is None else promoted.version,
+        "promoted_at": None if promoted is None else datetime.fromtimestamp(promoted.time, UTC),
+        "canary": canary_of(run),
+        "draws": draws_of(state),
+        "checkpoint": state.checkpoint.path if state.checkpoint is not None else None,
+        "best_checkpoint": best_of(state),
+    }
 
 
 def retention_of(run: JobRun) -> dict[str, Any]:

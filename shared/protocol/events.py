@@ -358,10 +358,12 @@ class LineageForked(Event, frozen=True, kw_only=True, tag=True):
 
 
 class PhaseChanged(Event, frozen=True, kw_only=True, tag=True):
-    """running | paused | cancelled | failed, and why."""
+    """running | paused | cancelled | failed, and why; ``code`` and ``service`` as in ``JobFailure``, of what failed."""
 
     phase: str
     reason: str
+    code: str = ""
+    service: str = ""
 
 
 class Finished(Event, frozen=True, kw_only=True, tag=True):

@@ -5,9 +5,21 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, computed_field
 
-__all__ = ["PHASES", "TERMINAL_PHASES", "Condition", "DesiredState", "JobRecord", "JobStatus", "Operation", "Phase"]
+__all__ = [
+    "PHASES",
+    "TERMINAL_PHASES",
+    "Condition",
+    "DesiredState",
+    "ErrorCode",
+    "JobFailure",
+    "JobLinks",
+    "JobRecord",
+    "JobStatus",
+    "Operation",
+    "Phase",
+]
 
 Phase = Literal["pending", "running", "pausing", "paused", "cancelling", "succeeded", "failed", "cancelled"]
 PHASES: tuple[Phase, ...] = (
@@ -22,6 +34,7 @@ PHASES: tuple[Phase, ...] = (
 )
 TERMINAL_PHASES: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
 DesiredState = Literal["running", "paused", "cancelled"]
+ErrorCode = Literal["timeout", "invalid_data", "not_scored", "trainer_failed", "rollout_failed", "internal"]
 
 
 class Condition(BaseModel):
@@ -53,6 +66,32 @@ class Operation(BaseModel):
     finished_at: datetime | None = None
 
 
+class JobFailure(BaseModel):
+    """Why a job failed."""
+
+    model_config = ConfigDict(frozen=True)
+
+    code: ErrorCode
+    """``timeout``: `limits.timeout_s` is over; ``invalid_data``: a data set cannot be used; ``not_scored``: no scorer
+    could score what was sampled; ``trainer_failed``, ``rollout_failed``: a worker cannot go on with the job;
+    ``internal``: a defect."""
+    message: str
+    service: Literal["coordinator", "rollout", "trainer"] | None = None
+    """Which service could not go on; None where none is at fault."""
+
+
+class JobLinks(BaseModel):
+    """Where the rest of a job is."""
+
+    model_config = ConfigDict(frozen=True)
+
+    self: str
+    events: str
+    metrics: str
+    checkpoints: str
+    logs: str
+
+
 class JobStatus(BaseModel):
     """What the coordinator last observed."""
 
@@ -66,6 +105,13 @@ class JobStatus(BaseModel):
 
     phase: Phase = "pending"
     message: str = ""
+    error: JobFailure | None = None
+    """Of a job that failed."""
+    attempt: int = 0
+    """Control loops that led the job in turn: 1, and one more each time that another coordinator, or the same one after
+    a fault of its own, took it up. 0: none yet."""
+    heartbeat_at: datetime | None = None
+    """When the coordinator that leads the job last wrote this, at least every 10 s while it leads."""
     step: int = 0
     """Policy updates completed."""
     policy_version: int = 0
@@ -117,3 +163,15 @@ class JobRecord(BaseModel):
     fine_tuning: dict[str, Any] | None = None
     """What `POST /v1/fine_tuning/jobs` was given, where the job came from there."""
     status: JobStatus = JobStatus()
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def links(self) -> JobLinks:
+        """Paths of the API."""
+        own = f"/v1/jobs/{self.id}"
+        parts = {name: f"{own}/{name}" for name in ("events", "metrics", "checkpoints", "logs")}
+        return JobLinks(**{"self": own, **parts})
+
+    def stored(self) -> bytes:
+        """As the store keeps it: without what follows from the rest."""
+        return self.model_dump_json(exclude={"links"}).encode()

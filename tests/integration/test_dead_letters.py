@@ -25,7 +25,7 @@ from penstock.shared.protocol.codec import SCHEMA, pack, unpack
 from penstock.shared.protocol.events import Dropped, decode_events
 from penstock.shared.protocol.frame import encode_frame
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.jobs import JobRecord, Operation
+from penstock.shared.protocol.jobs import JobFailure, JobRecord, Operation
 from penstock.shared.protocol.messages import DRAW_HEADER, Ack, Heartbeat, Report, Ticket
 from penstock.shared.protocol.trajectory import Group, encode_group, group_headers
 from penstock.shared.transport.bus import Bus, Message, Outgoing, Puller
@@ -293,9 +293,11 @@ async def test_a_fenced_trainer_has_no_say(bus: Bus) -> None:
             report = pack(Report(kind=kind, epoch=2, reason="mine is broken"), job=JOB)  # type: ignore[arg-type]
             reply = unpack(await bus.request(subjects.report(JOB), report, deadline_s=10), Ack)[0]
             assert (reply.ok, reply.reason) == (False, "fenced: trainer epoch 2 < 3")
-        assert (job.runner.run.failure, job.runner.run.halted) == ("", "")
+        assert (job.runner.run.failure, job.runner.run.halted) == (None, "")
         await job.report(Report(kind="failed", epoch=3, reason="no room"))
-        assert job.runner.run.failure == "trainer: no room"
+        assert job.runner.run.failure == JobFailure(
+            code="trainer_failed", message="trainer: no room", service="trainer"
+        )
 
 
 async def test_a_batch_refused_while_the_job_fails(bus: Bus) -> None:
@@ -307,7 +309,7 @@ async def test_a_batch_refused_while_the_job_fails(bus: Bus) -> None:
         async with asyncio.timeout(30):
             while not job.runner.run.state.sealed:
                 await asyncio.sleep(0.02)
-        job.runner.run.failure = "elsewhere"
+        job.runner.run.failure = JobFailure(code="timeout", message="elsewhere")
         await job.report(Report(kind="refused", epoch=1, batch=1, revision=1, bad=[Draw(0)], reason="it is torn"))
         assert job.runner.run.state.finished == "failed"
         assert not job.runner.run.state.open

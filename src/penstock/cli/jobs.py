@@ -117,6 +117,7 @@ def get(job: Job, as_json: Json = False) -> None:
         ("id", record.id),
         ("name", record.name),
         ("phase", f"{status.phase} {status.message}".strip()),
+        *([("error", " of ".join(filter(None, (status.error.code, status.error.service))))] if status.error else []),
         ("wanted", record.desired_state),
         ("step", _progress(record)),
         ("policy version", status.policy_version),

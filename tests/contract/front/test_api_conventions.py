@@ -13,7 +13,7 @@ from penstock.services.coordinator.api import create_app
 from penstock.services.coordinator.api.guard import MAX_BODY_BYTES
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError
-from penstock.shared.protocol.jobs import JobRecord
+from penstock.shared.protocol.jobs import JobFailure, JobRecord
 
 YAML = {"content-type": "application/yaml"}
 
@@ -38,6 +38,29 @@ async def test_submit_list_get(connect: Any, books: Any, job: Any) -> None:
         assert (await client.get(f"/v1/jobs/{record.id}")).json() == created.json()
         assert (await client.get("/v1/jobs")).json()["data"] == [created.json()]
     assert books.jobs[record.id].spec == job
+
+
+async def test_a_job_says_where_the_rest_of_it_is_and_why_it_failed(connect: Any, books: Any, job: Any) -> None:
+    async with connect() as client:
+        record = JobRecord.model_validate((await client.post("/v1/jobs", json=job)).json())
+        error = JobFailure(code="trainer_failed", message="trainer: no room", service="trainer")
+        books.advance(
+            record.id, "failed", message=error.message, error=error, attempt=3, heartbeat_at=record.created_at
+        )
+        shown = (await client.get(f"/v1/jobs/{record.id}")).json()
+        assert set(shown["links"]) == {"self", "events", "metrics", "checkpoints", "logs"}
+        for name, path in shown["links"].items():
+            assert (await client.get(path)).status_code == 200, name
+        assert (await client.get(shown["links"]["self"])).json() == shown
+        status = shown["status"]
+        assert status["error"] == {"code": "trainer_failed", "message": "trainer: no room", "service": "trainer"}
+        assert (status["attempt"], status["heartbeat_at"]) == (3, shown["created_at"])
+        assert (read := JobRecord.model_validate(shown)).status.error == error, "as the client in Python has it"
+        assert read.links.logs == shown["links"]["logs"]
+        schemas = (await client.get("/openapi.json")).json()["components"]["schemas"]
+    assert set(schemas["JobLinks"]["properties"]) == set(shown["links"])
+    assert "links" in schemas["JobRecord"]["required"]
+    assert set(schemas["JobFailure"]["properties"]) == set(status["error"])
 
 
 async def test_yaml_and_json_give_the_same_job(connect: Any, books: Any, job: Any) -> None:

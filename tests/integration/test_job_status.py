@@ -1,0 +1,140 @@
+"""What a job's record says of who leads it and why it failed, on a real bus."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from penstock.services.coordinator import outbox as outbox_module
+from penstock.services.coordinator.journal import Journal
+from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.outbox import Outbox
+from penstock.services.coordinator.run import JobRun
+from penstock.services.coordinator.runner import JobRunner
+from penstock.services.coordinator.store import JobStore
+from penstock.shared.config.job import JobConfig
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack
+from penstock.shared.protocol.jobs import JobFailure, JobRecord
+from penstock.shared.protocol.messages import Report
+from penstock.shared.transport.bus import Bus
+
+JOB = JobConfig.parse(
+    {
+        "name": "job_s", "model": {"config": {}, "tokenizer": "char"}, "data": {"train": {"type": "addition"}},
+        "reward": {"scorers": [{"type": "exact"}]}, "algorithm": {"group_size": 2}, "train": {"max_updates": 3},
+    }
+)  # fmt: skip
+NO_ROOM = JobFailure(code="trainer_failed", message="trainer: no room", service="trainer")
+
+
+@asynccontextmanager
+async def led(bus: Bus, record: JobRecord, epoch: int) -> AsyncIterator[asyncio.Task[None]]:
+    """Led until it is over, or until the end of the block kills its leader."""
+    runner = JobRunner(bus, JobStore(bus), Members(), record, epoch=epoch, data_dir=Path("/nonexistent"))
+    leading = asyncio.create_task(runner.lead())
+    try:
+        async with asyncio.timeout(30):
+            while not runner.ready and not leading.done():
+                await asyncio.sleep(0.02)
+            while (await JobStore(bus).get(record.id)).status.heartbeat_at is None:
+                await asyncio.sleep(0.02)
+        yield leading
+    finally:
+        leading.cancel()
+        await asyncio.gather(leading, return_exceptions=True)
+
+
+async def fail(bus: Bus, job: str) -> None:
+    """As a trainer that cannot go on."""
+    await bus.request(
+        subjects.report(job), pack(Report(kind="failed", epoch=1, reason="no room"), job=job), deadline_s=10
+    )
+
+
+async def test_each_control_loop_counts_and_the_last_one_tells_why(bus: Bus) -> None:
+    store = JobStore(bus)
+    record = await store.create(JOB)
+    assert (record.status.attempt, record.status.heartbeat_at, record.status.error) == (0, None, None)
+    async with led(bus, record, 1):
+        first = (await store.get(record.id)).status
+        assert (first.attempt, first.error) == (1, None)
+    async with led(bus, await store.get(record.id), 2) as leading:
+        await fail(bus, record.id)
+        await asyncio.wait_for(leading, 30)
+    status = (await store.get(record.id)).status
+    assert (status.phase, status.message, status.attempt) == ("failed", NO_ROOM.message, 2)
+    assert status.error == NO_ROOM
+    assert first.heartbeat_at is not None
+    assert status.heartbeat_at is not None
+    assert status.heartbeat_at > first.heartbeat_at
+
+
+async def test_the_next_leader_tells_why_where_the_last_one_died_before_it_could(bus: Bus) -> None:
+    """What is known lies in the ledger: the record knew nothing of it."""
+    store = JobStore(bus)
+    record = await store.create(JOB)
+    journal = Journal(bus, record.id)
+    run = JobRun(JOB, await journal.load(), num_ordinals=None, row_bytes=1, writer_epoch=1)
+    for failure in (None, NO_ROOM):
+        run.failure = failure
+        events = run.decide(0.0)
+        await journal.append(events)
+        run.commit(events)
+    assert run.state.finished == "failed"
+    async with led(bus, record, 2) as leading:
+        await asyncio.wait_for(leading, 30)
+    status = (await store.get(record.id)).status
+    assert (status.phase, status.message, status.error) == ("failed", NO_ROOM.message, NO_ROOM)
+
+
+async def test_bad_data_is_told_from_a_defect(bus: Bus, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    data = {"train": {"type": "file", "path": str(tmp_path / "rows.jsonl")}}
+    record = await JobStore(bus).create(JobConfig.parse({**JOB.model_dump(exclude_unset=True), "data": data}))
+    async with led(bus, record, 1) as leading:
+        await asyncio.wait_for(leading, 30)
+    status = (await JobStore(bus).get(record.id)).status
+    assert status.error is not None
+    assert (status.phase, status.error.code, status.error.service) == ("failed", "invalid_data", None)
+    assert status.error.message == status.message
+
+
+async def test_a_leader_gives_signs_of_life_where_nothing_changes(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = JobStore(bus)
+    record = await store.create(JOB)
+
+    async def beats(number: int, within_s: float) -> int:
+        """Writes of the record that are seen in that time, at most ``number``."""
+        seen = {(await store.get(record.id)).status.heartbeat_at}
+        end = asyncio.get_running_loop().time() + within_s
+        while len(seen) <= number and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(0.02)
+            seen.add((await store.get(record.id)).status.heartbeat_at)
+        return len(seen) - 1
+
+    outbox = Outbox(bus, store, record.id, attempt=1)
+    monkeypatch.setattr(outbox_module, "STATUS_EVERY_S", 0.05)
+    sending = asyncio.create_task(outbox.run())
+    try:
+        outbox.status({"phase": "running", "message": ""})
+        assert await beats(1, 10) == 1
+        assert await beats(1, 0.5) == 0, "nothing changed, and it is not due yet"
+        monkeypatch.setattr(outbox_module, "HEARTBEAT_S", 0.1)
+        assert await beats(2, 10) == 2
+    finally:
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+
+
+async def test_what_follows_from_the_rest_is_not_stored(bus: Bus) -> None:
+    record = await JobStore(bus).create(JOB)
+    assert record.links.events == f"/v1/jobs/{record.id}/events"
+    entry = await bus.kv(subjects.JOBS).get(record.id)
+    assert entry is not None
+    assert b"links" not in (entry.value or b"")
+    assert await JobStore(bus).get(record.id) == record
