@@ -7,10 +7,21 @@ from datetime import UTC, datetime
 from typing import Any
 
 from penstock.services.coordinator.canary import row_of
+from penstock.services.coordinator.gate import Verdict
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.run import JobRun
 
-__all__ = ["best_of", "canary_of", "draws_of", "phase_of", "retention_of", "start_of", "status_of", "summary_of"]
+__all__ = [
+    "best_of",
+    "canary_of",
+    "draws_of",
+    "phase_of",
+    "queues_of",
+    "retention_of",
+    "start_of",
+    "status_of",
+    "summary_of",
+]
 
 
 def draws_of(state: LedgerState) -> dict[str, Any]:
@@ -67,9 +78,18 @@ def status_of(run: JobRun, desired: str) -> dict[str, Any]:
         "promoted_at": None if promoted is None else datetime.fromtimestamp(promoted.time, UTC),
         "canary": canary_of(run),
         "draws": draws_of(state),
+        "queues": queues_of(run),
         "checkpoint": state.checkpoint.path if state.checkpoint is not None else None,
         "best_checkpoint": best_of(state),
     }
+
+
+def queues_of(run: JobRun) -> dict[str, int]:
+    """What waits at each stage: tickets without a group, groups without a batch, batches that are not trained."""
+    waiting = [draw for draw, info in run.state.open.items() if not info.batch]
+    groups = [draw for draw in waiting if draw in run.candidates]
+    usable = sum(run.candidates[draw].verdict is Verdict.ACCEPT for draw in groups)
+    return {"tickets": len(waiting) - len(groups), "groups": usable, "batches": len(run.state.sealed)}
 
 
 def retention_of(run: JobRun) -> dict[str, Any]:

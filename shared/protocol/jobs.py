@@ -128,6 +128,8 @@ class JobStatus(BaseModel):
     """Mean sampled reward of the newest batch."""
     draws: dict[str, Any] = Field(default_factory=dict)
     """drawn, trained, in_flight and dropped by reason: the ledger equation."""
+    queues: dict[str, int] = Field(default_factory=dict)
+    """What waits at each stage: tickets without a group, groups without a batch, batches that are not trained."""
     checkpoint: str | None = None
     best_checkpoint: dict[str, Any] | None = None
     """number, path, and by which metric, value and update: where `checkpoint.keep_best` is set."""

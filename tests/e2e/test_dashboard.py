@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +17,13 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.browser, pytest.mar
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 WAIT_MS = 60_000
+LIVE = {
+    "kind": "online_rl",
+    "sampling": {"max_new_tokens": 6},
+    "train": {"batch_size": 8, "max_lag": 4},
+    "algorithm": {"type": "reinforce_pp"},
+    "online": {"metrics": {"liked": {"type": "boolean"}}, "max_wait_s": 1},
+}
 
 
 @pytest.fixture
@@ -55,6 +64,10 @@ def test_a_job_can_be_watched_and_cancelled(stack: Any, page: Page) -> None:
     assert page.inner_text("h1") == "watched"
     services = page.locator("section:has(h2:text('Services')) tbody tr")
     assert {"coordinator", "rollout", "reward", "trainer"} <= set(services.locator("td:first-child").all_inner_texts())
+    assert not page.locator("section:has(h2:text('Feedback'))").is_visible(), "it has none"
+    for queue in ("tickets", "groups", "batches"):
+        assert page.locator(f".figures div:has(dt:text-is('{queue} queued')) dd").inner_text().isdigit()
+    expect(page.locator(".figures div:has(dt:text-is('tickets queued')) dd")).to_have_text(re.compile("[1-9]"))
     step = page.locator(".figures dd").first
     before = step.inner_text()
     expect(step).not_to_have_text(before, timeout=WAIT_MS)
@@ -69,6 +82,34 @@ def test_a_wrong_key_is_asked_for_again(stack: Any, page: Page) -> None:
     enter(page, stack, "wrong")
     page.wait_for_selector("#ask-key[open]")
     assert page.locator("table").count() == 0
+
+
+def test_the_fate_of_feedback_is_shown(stack: Any, page: Page, make_job: Any) -> None:
+    """Three verdicts, one of them taken back: as many bars as fates, as long as their shares."""
+    spec = {**make_job(name="judged"), **LIVE}
+    job = stack.client.submit({name: part for name, part in spec.items() if name not in ("data", "reward")}).id
+    stack.until(lambda: stack.status(job).phase == "running", "the job runs")
+    enter(page, stack, "e2e-key")
+    page.goto(f"{stack.stack.url}/#/jobs/{job}")
+    feedback = page.locator("section:has(h2:text('Feedback'))")
+    feedback.get_by_text("None yet: POST /feedback.").wait_for()
+
+    unknown = [str(uuid.uuid4()) for _ in range(3)]
+    said = [stack.client.feedback("liked", True, inference=inference)["feedback_id"] for inference in unknown]
+    feedback.get_by_text("3 items").wait_for()
+    assert feedback.locator("tbody tr").all_inner_texts() == ["received\t3\t"], "nobody asked that: they wait"
+    stack.client.retract_feedback(said[0])
+    expect(feedback.locator("tbody tr")).to_have_count(2, timeout=WAIT_MS)
+    rows = {row.split("\t")[0]: row.split("\t")[1] for row in feedback.locator("tbody tr").all_inner_texts()}
+    assert rows == {"received": "2", "retracted": "1"}
+    room, *bars = [
+        feedback.locator(where).bounding_box()["width"]  # type: ignore[index]
+        for where in ("td.wide >> nth=0", ".bar >> nth=0", ".bar >> nth=1")
+    ]
+    assert bars[0] == pytest.approx(2 * bars[1], abs=2)
+    assert 0 < bars[0] < room
+    stack.client.cancel(job, force=True)
+    stack.finish(job)
 
 
 def test_what_others_wrote_is_text(stack: Any, page: Page) -> None:

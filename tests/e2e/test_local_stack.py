@@ -55,10 +55,11 @@ def gone(pid: int) -> bool:
 
 
 def up(directory: Path) -> UpState:
-    result = penstock("up", "--detach", "--port", "0", "--data-dir", str(directory))
+    result = penstock("up", "--detach", "--port", "0", "--data-dir", str(directory), "--json")
     assert result.returncode == 0, result.stderr
-    state = running(directory)
-    assert result.stdout.strip() == state.url
+    state, told = running(directory), json.loads(result.stdout)
+    assert (told["url"], told["pid"], told["data_dir"]) == (state.url, state.pid, str(directory))
+    assert told["processes"].keys() == state.processes.keys()
     return state
 
 

@@ -75,6 +75,7 @@ function figuresOf(job) {
     ...(Number.isInteger(status.served_version) ? [["served version", number(status.served_version)]] : []),
     ["reward", number(status.reward)], ["in flight", number(status.draws?.in_flight)],
     ["drawn", number(status.draws?.drawn)], ["trained", number(status.draws?.trained)],
+    ...Object.entries(status.queues ?? {}).map(([name, count]) => [`${name} queued`, number(count)]),
   ];
   return make("dl", { class: "figures" }, rows.map(([name, text]) => make("div", {}, make("dt", {}, name), make("dd", {}, text))));
 }

@@ -14,12 +14,12 @@ import typer
 from rich.console import Console
 
 import penstock
-from penstock.cli.books import equation
-from penstock.cli.exits import INTERRUPTED, result_code
+from penstock.cli.exits import INTERRUPTED
 from penstock.cli.jobs import Overrides, load_job
 from penstock.cli.machine import DataDir, ready_with_progress
-from penstock.cli.online import load_online_job, run_online, summary
-from penstock.cli.printing import console, note
+from penstock.cli.online import load_online_job, run_online, tell_online
+from penstock.cli.outcome import GOAL, Outcome, scores_of
+from penstock.cli.printing import Json, console, note, show_json
 from penstock.cli.view import REWARD, View
 from penstock.cli.watching import watch
 from penstock.client import AsyncClient
@@ -32,8 +32,6 @@ __all__ = ["demo", "demo_options", "example"]
 DEMO, ONLINE_DEMO = "addition.yaml", "online.yaml"
 RATE = {"PENSTOCK_RATE_LIMIT": "1000000/minute"}
 """One agent stands for many users."""
-_ENDS = 5
-"""Updates that are averaged at the start and at the end of the run."""
 
 
 class Show(StrEnum):
@@ -58,19 +56,23 @@ def demo(
     hostile: Annotated[
         bool, typer.Option("--hostile", help="online: beside a key with 90 % of the traffic that judges inversely.")
     ] = False,
+    as_json: Json = False,
 ) -> None:
-    """Start everything, train a small model, show what happened. Needs no GPU and no network."""
+    """Start everything, train a small model, show what happened. Exits 1 if it did not learn. Needs no GPU."""
     directory = data_dir.expanduser().resolve() if data_dir else Path(tempfile.mkdtemp(prefix="penstock-demo-"))
     options = demo_options(directory, rollouts=rollouts)
+    screen = console(stderr=as_json)
     try:
         if show is Show.ONLINE:
             live = load_online_job(file or example(ONLINE_DEMO), overrides or [], directory, hostile=hostile)
-            shown = asyncio.run(run_online(live, options, hostile=hostile, limit_s=limit_s))
-            for line in summary(shown, directory):
-                console().print(line, soft_wrap=True)
+            shown = asyncio.run(run_online(live, options, hostile=hostile, limit_s=limit_s, screen=screen))
+            tell_online(shown, directory, as_json=as_json)
             code = shown.code
         else:
-            code = asyncio.run(_run(load_job(file or example(DEMO), overrides or []), options))
+            job, goal = load_job(file or example(DEMO), overrides or []), GOAL if file is None else None
+            outcome = asyncio.run(_run(job, options, screen, goal))
+            _tell(outcome, screen, as_json=as_json)
+            code = outcome.code
     except asyncio.CancelledError:  # SIGTERM
         code = INTERRUPTED
     raise typer.Exit(code)
@@ -91,12 +93,11 @@ def example(name: str) -> Path:
     raise ConfigError(f"the example {name} is not installed; give a job file with --file")
 
 
-async def _run(job: AnyJob, options: StackOptions) -> int:
+async def _run(job: AnyJob, options: StackOptions, screen: Console, goal: float | None) -> Outcome:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     began = time.monotonic()
-    screen = console()
     note(f"starting NATS, Valkey and the services in {options.data_dir}")
     async with Stack(options, note) as stack:
         await ready_with_progress(stack)
@@ -105,13 +106,14 @@ async def _run(job: AnyJob, options: StackOptions) -> int:
             record = await client.submit(job)
             note(f"submitted {record.id}")
             view = await _watch(client, record.id, stack, screen)
+            metrics = await client.metrics(record.id, max_points=10_000)
             report = await client.audit(record.id)
         note("stopping the services")
         seconds = time.monotonic() - began
-    ok = view.record.status.phase == "succeeded" and report["ok"]
-    for line in _summary(view, report["equation"], report["ok"], seconds, options.data_dir):
-        screen.print(line, soft_wrap=True)
-    return 0 if ok else result_code(view.record) or 1
+    series = metrics["series"]
+    rewards = [value for value in series.get(REWARD, []) if value is not None]
+    evaluations = scores_of(series)
+    return Outcome(view.record, rewards, report, seconds, options.data_dir, goal=goal, evaluations=evaluations)
 
 
 async def _watch(client: AsyncClient, job: str, stack: Stack, screen: Console) -> View:
@@ -129,30 +131,20 @@ async def _watch(client: AsyncClient, job: str, stack: Stack, screen: Console) -
         await asyncio.gather(watching, broken, return_exceptions=True)
 
 
-def _summary(view: View, draws: dict[str, object], books_hold: bool, seconds: float, data_dir: Path) -> list[str]:
-    status = view.record.status
-    rewards = [value for value in view.series.get(REWARD, []) if value is not None]
-    lines = ["", f"{view.record.name}: {status.phase} after {status.step} updates, {seconds:.0f} s in all"]
-    if status.message:
-        lines.append(f"  {status.message}")
-    if rewards:
-        first, last = rewards[:_ENDS], rewards[-_ENDS:]
-        lines.append(f"  sampled reward  {sum(first) / len(first):.3f} -> {sum(last) / len(last):.3f}")
-    for name, values in view.series.items():
-        known = [value for value in values if value is not None]
-        if name.startswith("eval/") and any(known):
-            lines.append(f"  {name:<15} {known[0]:.3f} -> {known[-1]:.3f}   (held-out prompts)")
-    lines.append(f"  groups          {equation(draws)}")
-    lines.append(f"  books           {'hold' if books_hold else 'DO NOT HOLD, see: penstock audit'}")
-    lines.append(f"  checkpoint      {status.checkpoint or 'none'}")
-    lines.append(f"  logs            {data_dir / 'logs'}")
-    return [*lines, "", "Next:", *_next(view, data_dir)]
+def _tell(outcome: Outcome, screen: Console, *, as_json: bool) -> None:
+    if as_json:
+        show_json(outcome.plain())
+    else:
+        for line in [*outcome.lines(), "", "Next:", *_next(outcome)]:
+            screen.print(line, soft_wrap=True)
+    for flaw in outcome.flaws():
+        note(f"error: {flaw}")
 
 
-def _next(view: View, data_dir: Path) -> list[str]:
-    name = view.record.name
+def _next(outcome: Outcome) -> list[str]:
+    name = outcome.record.name
     commands = {
-        f"penstock up --detach --data-dir {data_dir}": "the same deployment again",
+        f"penstock up --detach --data-dir {outcome.data_dir}": "the same deployment again",
         f"penstock samples {name} --sort=-reward": "what the model wrote",
         f"penstock replay {name}": "train it again and compare, bit by bit",
         f"penstock submit {example(DEMO)} --set train.max_lag=0 --follow": "strictly on-policy",

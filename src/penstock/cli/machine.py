@@ -9,14 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import httpx
 import psutil
 import typer
 
 from penstock.cli.exits import FAILED
-from penstock.cli.printing import Json, note, show_json
+from penstock.cli.printing import Json, note, show_json, show_line
 from penstock.local import Stack, StackOptions, UpState, read_state
 from penstock.shared.config.service import load_settings
 from penstock.shared.errors import DeadlineError, Unavailable
@@ -30,6 +30,7 @@ DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Folder of the 
 
 
 def up(
+    *,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Go on in the background.")] = False,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port of the API; 0 takes a free one.")] = None,
     data_dir: DataDir = None,
@@ -37,6 +38,7 @@ def up(
     trainer_ranks: Annotated[
         int | None, typer.Option(min=1, max=64, help="Processes of the trainer, for models cut over ranks.")
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Run the bus and all services here; processes that die are started again. Ctrl-C stops everything."""
     settings = load_settings()
@@ -51,9 +53,9 @@ def up(
         drain_s=settings.drain_s,
     )
     if detach:
-        _detached(options, rollouts)
+        _detached(options, rollouts, as_json=as_json)
     else:
-        asyncio.run(_serve(options))
+        asyncio.run(_serve(options, as_json=as_json))
 
 
 def down(data_dir: DataDir = None, as_json: Json = False) -> None:
@@ -93,7 +95,7 @@ async def ready_with_progress(stack: Stack) -> None:
     await stack.ready(deadline_s=READY_S, waiting=tell)
 
 
-async def _serve(options: StackOptions) -> None:
+async def _serve(options: StackOptions, *, as_json: bool) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -102,6 +104,8 @@ async def _serve(options: StackOptions) -> None:
     async with Stack(options, note) as stack:
         await _first(stop, ready_with_progress(stack))
         if not stop.is_set():
+            if as_json:
+                show_line(_facts(stack.url, os.getpid(), options.data_dir, stack.processes))
             note(f"ready at {stack.url}; submit with: penstock submit FILE   (Ctrl-C stops everything)")
             await _first(stop, stack.broken())
         note("stopping; services finish what they have in hand (Ctrl-C again: at once)")
@@ -126,7 +130,7 @@ async def _first(stop: asyncio.Event, work: object) -> None:
         raise results[0]
 
 
-def _detached(options: StackOptions, rollouts: int) -> None:
+def _detached(options: StackOptions, rollouts: int, *, as_json: bool) -> None:
     log = options.data_dir / "logs" / "up.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "penstock.cli", "up", "--data-dir", str(options.data_dir)]
@@ -147,10 +151,17 @@ def _detached(options: StackOptions, rollouts: int) -> None:
         state = read_state(options.data_dir)
         if state is not None and state.pid == process.pid and _is_ready(state.url):
             note(f"runs in the background (process {process.pid}); stop it with: penstock down")
-            typer.echo(state.url)
+            if as_json:
+                show_line(_facts(state.url, state.pid, options.data_dir, state.processes))
+            else:
+                typer.echo(state.url)
             return
         time.sleep(0.2)
     raise DeadlineError(f"not ready after {READY_S:g} s; see {log}, and 'penstock down' to stop it")
+
+
+def _facts(url: str, pid: int, data_dir: Path, processes: dict[str, int]) -> dict[str, Any]:
+    return {"url": url, "pid": pid, "data_dir": str(data_dir), "processes": processes}
 
 
 def _copy_new_lines(log: Path, start: int) -> int:

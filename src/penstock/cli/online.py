@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from rich.console import Console
 
 from penstock.cli.agent import REQUEST_S, WINDOW, Agent, demonstrations, voices
 from penstock.cli.books import equation
 from penstock.cli.machine import ready_with_progress
-from penstock.cli.printing import console, note
+from penstock.cli.printing import console, note, show_json
 from penstock.client import AsyncClient
 from penstock.local import Stack, StackOptions
 from penstock.shared.config.base import load_yaml, with_overrides
@@ -28,7 +29,7 @@ from penstock.shared.config.kinds import parse_job
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.errors import ConfigError
 
-__all__ = ["GOAL", "LIMIT_S", "START", "Shown", "load_online_job", "run_online", "summary"]
+__all__ = ["GOAL", "LIMIT_S", "START", "Shown", "load_online_job", "run_online", "summary", "tell_online"]
 
 GOAL, START = 0.8, 0.35
 LIMIT_S = {False: 240.0, True: 900.0}
@@ -108,9 +109,13 @@ def load_online_job(file: Path, overrides: Sequence[str], directory: Path, *, ho
 
 
 async def run_online(
-    job: OnlineJob, options: StackOptions, *, hostile: bool = False, limit_s: float | None = None
-) -> Shown:
-    """Start everything, let the agents talk until the policy has learnt or time is up, end the job, audit it."""
+    job: OnlineJob, options: StackOptions, *, hostile: bool = False, limit_s: float | None = None,
+    screen: Console | None = None,
+) -> Shown:  # fmt: skip
+    """Start everything, let the agents talk until the policy has learnt or time is up, end the job, audit it.
+
+    The table of how they fare is printed to ``screen``; default: standard output.
+    """
     began, limit_s = time.monotonic(), LIMIT_S[hostile] if limit_s is None else limit_s
     note(f"starting NATS, Valkey and the services in {options.data_dir}")
     async with Stack(options, note) as stack:
@@ -123,7 +128,7 @@ async def run_online(
             async with _agents(client, stack.url, job, hostile=hostile) as (agent, other, enemy):
                 by = type(agent.voices[0].talk).__name__
                 note(f"{time.monotonic() - began:6.1f} s  version 0 is served; asked by {by}")
-                rate = await _watch(agent, other, stack, began, limit_s)
+                rate = await _watch(agent, other, stack, began=began, limit_s=limit_s, screen=screen or console())
             await client.cancel(record.id)
             await client.wait(record.id, timeout_s=60.0)  # until it has checkpointed what it trained: the books close
             report = await client.audit(record.id)
@@ -162,9 +167,11 @@ async def _served(client: AsyncClient, job: str, *, deadline: float) -> None:
     raise ConfigError("no version was served in time; see: penstock why")
 
 
-async def _watch(agent: Agent, hostile: Agent | None, stack: Stack, began: float, limit_s: float) -> float:
+async def _watch(
+    agent: Agent, hostile: Agent | None, stack: Stack, *, began: float, limit_s: float, screen: Console
+) -> float:
     """A row of the table now and then, until the goal is reached, time is up, or a service is broken; the last rate."""
-    both, screen = [agent] if hostile is None else [agent, hostile], console()
+    both = [agent] if hostile is None else [agent, hostile]
     tasks = [asyncio.create_task(one.run()) for one in both]
     broken = asyncio.create_task(stack.broken())
     columns = COLUMNS if hostile is None else {**COLUMNS, HOSTILE_COLUMN: 9}
@@ -234,3 +241,40 @@ def summary(shown: Shown, data_dir: Path) -> list[str]:
         f"  logs            {data_dir / 'logs'}",
     ]
     return lines + [f"  failure         {text}" for text in shown.failures[:3]]
+
+
+def tell_online(shown: Shown, data_dir: Path, *, as_json: bool) -> None:
+    """The summary on standard output, and on stderr why the run is no success."""
+    if as_json:
+        show_json(_plain(shown, data_dir))
+    else:
+        for line in summary(shown, data_dir):
+            console().print(line, soft_wrap=True)
+    if not shown.learnt:
+        wanted = f"at most {START:g} of the first {WINDOW} answers accepted, at least {GOAL:g} of the last {WINDOW}"
+        note(f"error: the goal was missed: {wanted}; it was {shown.agent.start:.2f} and {shown.rate:.2f}")
+    if shown.failures:
+        note(f"error: {len(shown.failures)} requests failed, the first one: {shown.failures[0]}")
+
+
+def _plain(shown: Shown, data_dir: Path) -> dict[str, Any]:
+    agent, report = shown.agent, shown.report
+    counts = {"posted": agent.posted, "late": agent.late, "twice": agent.twice, "corrected": agent.corrected}
+    found = {
+        "ok": shown.code == 0,
+        "accepted": {
+            "first": agent.start, "last": shown.rate, "answers": WINDOW, "start": START, "goal": GOAL,
+            "reached": shown.learnt,
+        },
+        "answers": len(agent.answers),
+        "version": agent.version,
+        "feedback": counts,
+        "failures": shown.failures,
+        "seconds": round(shown.seconds, 1),
+        "equation": report["equation"],
+        "books": report["ok"],
+        "data_dir": str(data_dir),
+    }  # fmt: skip
+    if shown.hostile is not None:
+        found["hostile"] = {"traffic": shown.traffic, "influence": shown.influence}
+    return found

@@ -45,10 +45,12 @@ _AGE = re.compile(r"(\d{1,6})([smhd])")
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-def console() -> Console:
-    """Standard output; wide where it is no terminal, so that nothing is cut."""
-    plain = Console(highlight=False, emoji=False, markup=False)
-    return plain if plain.is_terminal else Console(highlight=False, emoji=False, markup=False, width=_PIPE_WIDTH)
+def console(*, stderr: bool = False) -> Console:
+    """Standard output, or error; wide where it is no terminal, so that nothing is cut."""
+    plain = Console(highlight=False, emoji=False, markup=False, stderr=stderr)
+    if plain.is_terminal:
+        return plain
+    return Console(highlight=False, emoji=False, markup=False, stderr=stderr, width=_PIPE_WIDTH)
 
 
 def note(text: str) -> None:

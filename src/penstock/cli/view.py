@@ -98,7 +98,7 @@ def progress_line(view: View) -> str:
     """The view in one line, for logs and pipes."""
     status = view.record.status
     total = f"/{status.total_steps}" if status.total_steps else ""
-    parts = [f"{view.elapsed_s:6.1f} s  {status.phase:<9} update {status.step}{total}"]
+    parts = [f"{view.elapsed_s:6.1f} s  {status.phase:<9} update {status.step}{total}  version {status.policy_version}"]
     reward = _reward(view)
     if reward is not None:
         parts.append(f"reward {reward:.3f} {sparkline(view.series.get(REWARD, []), 20)}".rstrip())
@@ -108,6 +108,8 @@ def progress_line(view: View) -> str:
     if view.tokens_per_s is not None:
         parts.append(f"{view.tokens_per_s:,.0f} tokens/s")
     parts.append(f"in flight {status.draws.get('in_flight', 0)}")
+    if status.queues:
+        parts.append(f"queues: {_queues(view, ', ')}")
     if view.left_s is not None:
         parts.append(f"{duration(view.left_s)} left")
     if not status.step and view.waits:
@@ -129,6 +131,8 @@ def panel(view: View) -> RenderableType:
     grid.add_row("policy", f"version {status.policy_version}   lag {number(lag) or '-'}")
     rate = f"{view.tokens_per_s:,.0f} tokens/s" if view.tokens_per_s is not None else "-"
     grid.add_row("rollout", f"{rate}   {view.running} sequences   {status.draws.get('in_flight', 0)} draws in flight")
+    if status.queues:
+        grid.add_row("queues", _queues(view, "   "))
     stages = view.stages()
     if stages:
         grid.add_row("trainer", "   ".join(f"{name} {share:.0%}" for name, share in stages.items() if share >= 0.005))
@@ -160,6 +164,10 @@ def _steps(view: View) -> RenderableType:
     left = f"{duration(view.left_s)} left" if view.left_s is not None else ""
     row.add_row(f"{status.step}/{status.total_steps}", ProgressBar(status.total_steps, status.step, width=40), left)
     return row
+
+
+def _queues(view: View, between: str) -> str:
+    return between.join(f"{number(count)} {name}" for name, count in view.record.status.queues.items())
 
 
 def _reward(view: View) -> float | None:

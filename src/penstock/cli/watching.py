@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -23,8 +24,8 @@ from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
 __all__ = ["follow", "top", "watch"]
 
 LOOK_S = 0.5
-LINE_S = 3.0
-"""Seconds between progress lines where there is no terminal."""
+LINE_S, QUIET_S = 3.0, 15.0
+"""Seconds between progress lines where there is no terminal: after an update, and while there is none."""
 PATIENCE_S = 60.0
 _LAST_EVENTS_S = 2.0
 
@@ -61,7 +62,8 @@ async def watch(
 ) -> View:
     """Show a job until it is terminal; the last view of it.
 
-    On a terminal a panel is kept up to date below the events; elsewhere a line every LINE_S says how far it is.
+    On a terminal a panel is kept up to date below the events; elsewhere a line says how far it is: one for each update,
+    but none within LINE_S of the one before, and one every QUIET_S while there is no update.
 
     Raises:
         Unavailable: the API was away for longer than PATIENCE_S.
@@ -127,11 +129,11 @@ class _Panel:
 
 
 class _Lines:
-    """A line every few seconds, where nothing can be redrawn."""
+    """A line for an update now and then, where nothing can be redrawn."""
 
-    def __init__(self, screen: Console) -> None:
-        self._screen = screen
-        self._due = 0.0
+    def __init__(self, screen: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._screen, self._clock = screen, clock
+        self._told_at, self._told_step = -math.inf, -1
 
     def __enter__(self) -> None:
         return
@@ -141,9 +143,10 @@ class _Lines:
 
     def update(self, view: View, *, last: bool) -> None:
         """Show a newer view if it is time."""
-        if last or time.monotonic() >= self._due:
+        now, step = self._clock(), view.record.status.step
+        if last or now - self._told_at >= (LINE_S if step != self._told_step else QUIET_S):
             self._screen.print(progress_line(view), soft_wrap=True)
-            self._due = time.monotonic() + LINE_S
+            self._told_at, self._told_step = now, step
 
     def warn(self, text: str) -> None:
         """Say something."""

@@ -210,12 +210,16 @@ def test_interrupts_detach(run: Run, books: Any, file: str, served: Any, words: 
 
 def test_top_plays_to_the_end(run: Run, books: Any, file: str) -> None:
     id = submit(run, file)
-    books.advance(id, "running")
+    books.advance(id, "running", queues={"tickets": 5, "groups": 3, "batches": 1})
     snapshot = json.loads(run("top", "--json").stdout)
     assert snapshot["metrics"]["loss"] == 1.0
     assert snapshot["why"][0]["holder"] == "rollout-0"
     threading.Timer(0.2, books.advance, (id, "succeeded")).start()
-    assert "succeeded" in run("top").stdout
+    shown = run("top").stdout
+    assert "succeeded" in shown
+    assert "version 0" in shown
+    assert "queues: 5 tickets, 3 groups, 1 batches" in shown
+    assert snapshot["job"]["status"]["queues"] == {"tickets": 5, "groups": 3, "batches": 1}
 
 
 def test_events(run: Run, books: Any, file: str) -> None:
@@ -287,7 +291,8 @@ def test_a_terminal_gets_a_panel(served: Any, books: Any, job: Any) -> None:
     with Client(served.url) as client:
         id = client.submit(job).id
     hours = datetime.now(UTC) + timedelta(hours=3)
-    books.advance(id, "running", step=1, reward=0.5, expected_end=hours)
+    queues = {"tickets": 5, "groups": 3, "batches": 1}
+    books.advance(id, "running", step=1, reward=0.5, expected_end=hours, queues=queues)
     ours, theirs = pty.openpty()
     env = {**os.environ, "PENSTOCK_URL": served.url, "TERM": "xterm", "COLUMNS": "100"}
     process = subprocess.Popen(
@@ -306,5 +311,14 @@ def test_a_terminal_gets_a_panel(served: Any, books: Any, job: Any) -> None:
     os.close(ours)
     assert process.wait(20) == 0
     shown = text.decode()
-    for part in ("╭", "addition", "succeeded", "version 0", "3h left", "rollout-0", "2 groups of 2 per batch"):
+    for part in (
+        "╭",
+        "addition",
+        "succeeded",
+        "version 0",
+        "3h left",
+        "5 tickets   3 groups",
+        "rollout-0",
+        "2 groups of 2 per batch",
+    ):
         assert part in shown, part

@@ -7,6 +7,7 @@ import pytest
 from penstock.services.coordinator.gate import MAX_REDRAWS
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.run import Effects, JobRun
+from penstock.services.coordinator.summary import queues_of
 from penstock.shared.config.job import JobConfig
 from penstock.shared.protocol.events import Drawn, Dropped, Event, Finished
 from penstock.shared.protocol.ids import Draw
@@ -69,6 +70,20 @@ def test_with_oversampling_what_replaces_a_group_is_for_the_batch_that_lacks_it(
     scene.answer(scene.waiting[0])
     scene.decide()
     assert 1 in scene.run.state.sealed
+
+
+def test_a_draw_waits_in_one_queue_at_a_time() -> None:
+    scene = Scene(max_lag=1)
+    assert queues_of(scene.run) == {"tickets": 4, "groups": 0, "batches": 0}
+    first, second, third, _ = scene.waiting
+    scene.answer(first)
+    assert queues_of(scene.run) == {"tickets": 3, "groups": 1, "batches": 0}
+    scene.answer(second)
+    scene.answer(third)
+    scene.decide()
+    assert queues_of(scene.run) == {"tickets": 1, "groups": 1, "batches": 1}
+    scene.report("trained", batch=1, revision=1, version=1, digest="w1")
+    assert queues_of(scene.run) == {"tickets": 3, "groups": 1, "batches": 0}, "two draws more"
 
 
 def test_what_replaces_a_refused_group_is_for_the_same_batch() -> None:

@@ -1,0 +1,112 @@
+"""What a run of ``penstock demo`` came to: did the reward rise to its goal, do the books hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.cli.books import equation
+from penstock.cli.exits import FAILED, OK, result_code
+from penstock.shared.protocol.jobs import JobRecord
+
+__all__ = ["FIRST", "GOAL", "LAST", "Outcome", "scores_of"]
+
+GOAL = 0.9
+"""Mean sampled reward that the demo promises for its own job file."""
+FIRST, LAST = 5, 10
+"""Updates that are averaged at the start and at the end of the run: a policy learns most in the beginning."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished run.
+
+    ``rewards`` is the mean sampled reward of each update, ``evaluations`` the first and last value of each metric over
+    held-out prompts, ``report`` the audit; ``goal`` None: the job file promises nothing.
+    """
+
+    record: JobRecord
+    rewards: Sequence[float]
+    report: dict[str, Any]
+    seconds: float
+    data_dir: Path
+    goal: float | None = GOAL
+    evaluations: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """Mean reward of the FIRST and of the LAST updates; None before the first update."""
+        if not self.rewards:
+            return None
+        first, last = self.rewards[:FIRST], self.rewards[-LAST:]
+        return sum(first) / len(first), sum(last) / len(last)
+
+    @property
+    def reached(self) -> bool:
+        """Whether the goal, where there is one, was reached."""
+        return self.goal is None or (self.ends is not None and self.ends[1] >= self.goal)
+
+    @property
+    def code(self) -> int:
+        """Exit code."""
+        ended = result_code(self.record)
+        return ended or (OK if self.report["ok"] and self.reached else FAILED)
+
+    def flaws(self) -> list[str]:
+        """Why the run is no success, for stderr."""
+        flaws = []
+        if self.record.status.phase != "succeeded":
+            flaws.append(f"the job {self.record.status.phase}: {self.record.status.message}".rstrip(": "))
+        if not self.reached:
+            found = "no update was made" if self.ends is None else f"it was {self.ends[1]:.3f}"
+            wanted = f"a mean sampled reward of at least {self.goal:g} over the last {LAST} updates"
+            flaws.append(f"the goal was missed: {wanted}; {found}")
+        if not self.report["ok"]:
+            flaws.append("the books do not hold: " + "; ".join(self.report["violations"][:3]))
+        return flaws
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON."""
+        status, (first, last) = self.record.status, self.ends or (None, None)
+        return {
+            "ok": self.code == OK,
+            "job": self.record.id,
+            "name": self.record.name,
+            "phase": status.phase,
+            "message": status.message,
+            "updates": status.step,
+            "version": status.policy_version,
+            "seconds": round(self.seconds, 1),
+            "reward": {"first": first, "last": last, "goal": self.goal, "reached": self.reached},
+            "evaluation": {name: {"first": a, "last": b} for name, (a, b) in self.evaluations.items()},
+            "equation": self.report["equation"],
+            "books": self.report["ok"],
+            "checkpoint": status.checkpoint,
+            "data_dir": str(self.data_dir),
+        }
+
+    def lines(self) -> list[str]:
+        """For people."""
+        status = self.record.status
+        lines = ["", f"{self.record.name}: {status.phase} after {status.step} updates, {self.seconds:.0f} s in all"]
+        if status.message:
+            lines.append(f"  {status.message}")
+        if self.ends is not None:
+            goal = "" if self.goal is None else f"   (goal {self.goal:g}: {'reached' if self.reached else 'MISSED'})"
+            lines.append(f"  sampled reward  {self.ends[0]:.3f} -> {self.ends[1]:.3f}{goal}")
+        for name, (first, last) in self.evaluations.items():
+            lines.append(f"  {name:<15} {first:.3f} -> {last:.3f}   (held-out prompts)")
+        lines.append(f"  groups          {equation(self.report['equation'])}")
+        lines.append(f"  books           {'hold' if self.report['ok'] else 'DO NOT HOLD, see: penstock audit'}")
+        lines.append(f"  checkpoint      {status.checkpoint or 'none'}")
+        lines.append(f"  logs            {self.data_dir / 'logs'}")
+        return lines
+
+
+def scores_of(series: dict[str, list[float | None]]) -> dict[str, tuple[float, float]]:
+    """First and last value of each metric over held-out prompts that has any but 0; how long it took is none."""
+    names = [name for name in series if name.startswith("eval/") and not name.endswith("seconds")]
+    known = {name: [value for value in series[name] if value is not None] for name in names}
+    return {name: (values[0], values[-1]) for name, values in known.items() if any(values)}
