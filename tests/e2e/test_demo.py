@@ -1,0 +1,70 @@
+"""The demos as a user runs them, to their ends: what they promise is what happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
+
+LIMIT_S = 480
+"""They take about a minute where nothing else runs."""
+LINE = re.compile(
+    r" running +update (\d+)/600 +version (\d+) .*reward .*lag \d.* tokens/s .*queues: \d+ tickets, \d+ groups"
+)
+
+
+def demo(*words: str, directory: Path) -> tuple[dict[str, Any], str]:
+    """The summary of ``penstock demo``, and what it said meanwhile; it succeeded."""
+    command = [sys.executable, "-m", "penstock.cli", "demo", *words, "--json", "--data-dir", str(directory)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env={**os.environ})
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr[-4000:]}"
+    assert "error:" not in result.stderr
+    found = json.loads(result.stdout)
+    assert found["ok"] is True
+    assert found["books"] is True
+    assert found["data_dir"] == str(directory)
+    return found, result.stderr
+
+
+def test_a_small_model_learns_to_add(tmp_path: Path) -> None:
+    found, told = demo(directory=tmp_path)
+    reward, equation = found["reward"], found["equation"]
+    assert (found["phase"], found["name"]) == ("succeeded", "addition")
+    assert reward["first"] <= 0.5
+    assert reward["last"] >= reward["goal"] == 0.9
+    assert reward["reached"] is True
+    assert found["evaluation"]["eval/greedy"]["last"] >= 0.95
+    assert 0 < found["updates"] == found["version"] <= 600
+    assert equation["trained"] == 32 * found["updates"]
+    assert equation["drawn"] == equation["trained"] + sum(equation["dropped"].values()) + equation["in_flight"]
+    assert equation["in_flight"] == 0
+    assert (Path(found["checkpoint"]) / "COMMIT").is_file()
+    lines = [(int(step), int(version)) for step, version in LINE.findall(told)]
+    assert len(lines) >= 3
+    assert len({step for step, _ in lines}) == len(lines), "no update twice"
+    assert all(version == step for step, version in lines)
+
+
+def test_a_served_policy_learns_from_its_users(tmp_path: Path) -> None:
+    found, told = demo("online", "--set", "seed=0", directory=tmp_path)
+    accepted = found["accepted"]
+    assert accepted["first"] <= accepted["start"] == 0.35
+    assert accepted["last"] >= accepted["goal"] == 0.8
+    assert found["failures"] == []
+    assert found["answers"] >= 2 * accepted["answers"]
+    assert found["version"] > 0
+    counts = found["feedback"]
+    assert counts["posted"] >= found["answers"]
+    assert min(counts["late"], counts["twice"], counts["corrected"]) > 0
+    assert found["equation"]["trained"] > 0
+    rates = [float(row.split()[3]) for row in told.splitlines() if re.fullmatch(r" +[\d.]+( +[\d.]+){7}", row)]
+    assert rates[0] <= accepted["start"], "it begins as badly as it was shown"
+    assert rates[-1] >= accepted["goal"]
