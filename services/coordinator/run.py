@@ -155,7 +155,7 @@ class JobRun:
 
     def on_group(self, seq: int, header: GroupHeader) -> Verdict:
         """A group arrived in EXPERIENCE. DUPLICATE: the caller deletes it, nothing will ever need it."""
-        if seq in self.stored:  # delivered again
+        if seq in self.stored or header.epoch > self.writer_epoch:  # again, or another leader's: that one judges it
             return Verdict.ACCEPT
         self.stored[seq] = header.nbytes
         self.stored_bytes += header.nbytes

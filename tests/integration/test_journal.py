@@ -13,7 +13,7 @@ from penstock.services.coordinator.snapshot import encode_snapshot
 from penstock.shared.errors import Fenced
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import MAX_INLINE_BYTES
-from penstock.shared.protocol.events import Checkpointed, Drawn, Event, JobStarted, decode_events
+from penstock.shared.protocol.events import Checkpointed, Drawn, Event, JobStarted, decode_events, encode_events
 from penstock.shared.protocol.parts import count_of
 from penstock.shared.transport.bus import Bus
 
@@ -73,6 +73,50 @@ async def test_a_new_leader_starts_from_the_newest_snapshot(bus: Bus, caplog: py
     assert not caplog.records, "nothing was wrong with any snapshot"
     with pytest.raises(Fenced):
         await Journal(bus, JOB).append(entry(95, epoch=2))  # it has not read the ledger
+
+
+async def ledger_of(bus: Bus) -> list[bytes]:
+    return [message.data for message in await bus.read(subjects.LEDGER, subjects.ledger(JOB))]
+
+
+async def test_an_append_whose_answer_was_lost_is_one_entry(bus: Bus) -> None:
+    """It stands in the ledger, its leader lives and does not know it: the append again finds its own entry."""
+    journal = Journal(bus, JOB)
+    await journal.load()
+    first = await journal.append(entry(0))
+    lost = await bus.publish(subjects.ledger(JOB), encode_events(entry(1)), expect_last_subject_seq=first)
+    assert await journal.append(entry(1)) == lost
+    assert await journal.append(entry(2)) == lost + 1, "it leads on"
+    assert await ledger_of(bus) == [encode_events(entry(number)) for number in range(3)]
+
+
+async def test_a_leader_that_was_replaced_is_fenced_whatever_it_writes(bus: Bus) -> None:
+    old, new = Journal(bus, JOB), Journal(bus, JOB)
+    await old.load()
+    await old.append(entry(0))
+    await new.load()
+    await new.append(entry(1, epoch=2))
+    written = await ledger_of(bus)
+    for late in (entry(1), entry(2)):  # the same decision, of another epoch, and another one
+        with pytest.raises(Fenced, match="somebody else"):
+            await old.append(late)
+    assert await ledger_of(bus) == written
+
+
+async def test_who_leads_and_has_not_written_yet_reads_what_the_old_leader_wrote(bus: Bus) -> None:
+    """Nothing is lost: what the old one wrote last counts, and the new one is told before it writes."""
+    old, new = Journal(bus, JOB), Journal(bus, JOB)
+    await old.load()
+    await old.append(entry(0))
+    await new.load()
+    await old.append(entry(1))
+    with pytest.raises(Fenced):
+        await new.append(entry(1, epoch=2))
+    again = Journal(bus, JOB)
+    assert (await again.load()).next_ordinal == 1
+    await again.append(entry(2, epoch=2))
+    with pytest.raises(Fenced):
+        await old.append(entry(2))
 
 
 @pytest.mark.usefixtures("often")

@@ -68,6 +68,13 @@ class World:
     temperatures: dict[Draw, float] = field(default_factory=dict)
     engine_version: int = 0
 
+    def append(self, entry: list[Event], expected: int) -> bool:
+        """As the stream does it: whoever does not know the last entry is refused."""
+        if expected != len(self.entries):
+            return False
+        self.entries.append(entry)
+        return True
+
 
 class CoordinatorMachine(RuleBasedStateMachine):
     @initialize(
@@ -93,6 +100,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.epoch = 1
         self.trainer_epoch = 1
         self.letters = 0
+        self.known, self.answer = 0, "arrives"
+        self.paused: tuple[JobRun, int, int] | None = None
         self.run = self.new_leader()
         self.decide()
         self.report(Report(kind="checkpointed", epoch=1, batch=0, version=0, digest="w0", path="ckpt-0"))
@@ -104,6 +113,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         covered, state = self.newest_snapshot()
         fold((event for entry in self.world.entries[covered:] for event in entry), state)
         run = JobRun(self.config, state, num_ordinals=self.num_ordinals, writer_epoch=self.epoch)
+        self.known = len(self.world.entries)
         for seq, header in sorted(self.world.stored.items()):
             if run.on_group(seq, header) is Verdict.DUPLICATE:
                 run.forget_stored([seq])
@@ -112,6 +122,13 @@ class CoordinatorMachine(RuleBasedStateMachine):
             if draw not in run.candidates:
                 self.ask(draw, state)
         return run
+
+    def lead_again(self) -> None:
+        """From the ledger, knowing what the user wants."""
+        desired = self.run.desired
+        self.run = self.new_leader()
+        self.run.desired = desired
+        self.decide()
 
     def ask(self, draw: Draw, state: LedgerState) -> None:
         """Publish a ticket: whoever leads asks for the same temperature."""
@@ -131,13 +148,23 @@ class CoordinatorMachine(RuleBasedStateMachine):
         return 0, LedgerState()
 
     def append(self, events: list[Event]) -> None:
-        if events:
-            self.world.entries.append(events)
-            self.carry_out(self.run.commit(events))
+        if not events:
+            return
+        assert self.world.append(events, self.known)
+        answer, self.answer = self.answer, "arrives"
+        if answer == "lost in a crash":
+            self.epoch += 1
+            self.lead_again()
+            return
+        if answer == "lost":  # refused, and resolved by what stands there: nothing is decided twice
+            assert not self.world.append(events, self.known)
+            assert self.world.entries[self.known :] == [events]
+        self.known += 1
+        self.carry_out(self.run, self.run.commit(events))
 
-    def carry_out(self, effects: Effects) -> None:
+    def carry_out(self, run: JobRun, effects: Effects) -> None:
         for draw in effects.tickets:
-            self.ask(draw, self.run.state)
+            self.ask(draw, run.state)
         self.delete(effects.delete)
         if effects.purge_below is not None:
             self.world.stored = {s: h for s, h in self.world.stored.items() if s >= effects.purge_below}
@@ -359,15 +386,48 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.run = self.new_leader()
         self.decide()
 
+    @rule(crash=st.booleans())
+    def lose_the_answer_to_the_next_append(self, crash: bool) -> None:
+        """With a crash the next leader carries on from the entry; without one its own leader has to find it."""
+        self.answer = "lost in a crash" if crash else "lost"
+
     @rule()
-    def crash_after_append(self) -> None:
-        """The append reached the ledger, its acknowledgement did not reach the leader: the next one carries on."""
-        events = self.run.decide(self.now)
-        if events:
-            self.world.entries.append(events)
+    def leader_is_replaced_while_it_lives(self) -> None:
+        """It is stopped for longer than its lease; who leads now writes something, or finds nothing to decide yet."""
+        first: dict[Draw, int] = {}
+        for seq, header in sorted(self.world.stored.items()):
+            first.setdefault(header.draw, seq)
+        in_order = all(first.get(draw) == found.seq for draw, found in self.run.candidates.items())
+        if not in_order:  # the stream delivers in order; the rules above do not
+            return
+        self.paused = self.run, self.known, max(self.world.stored, default=0)
         self.epoch += 1
-        self.run = self.new_leader()
-        self.decide()
+        self.lead_again()
+
+    @precondition(lambda self: getattr(self, "paused", None) is not None)
+    @rule(late_s=st.sampled_from([0.0, 150.0]))
+    def the_old_leader_goes_on(self, late_s: float) -> None:
+        """It hears what was stored meanwhile, decides, writes: refused once another one has written. What it takes for
+        a duplicate and deletes is one for all."""
+        assert self.paused is not None
+        old, known, heard = self.paused
+        for seq, header in sorted(self.world.stored.items()):
+            if seq > heard and old.on_group(seq, header) is Verdict.DUPLICATE:
+                self.delete(range(seq, seq + header.num_messages))
+        self.paused = old, known, max(self.world.stored, default=heard)
+        events, before = old.decide(self.now + late_s), list(self.world.entries)
+        if not events:
+            return
+        if not self.world.append(events, known):
+            assert known < len(before), "nobody else had written"
+            assert self.world.entries == before
+            self.paused = None  # fenced: it steps down
+            return
+        assert known == len(before), "it was not fenced"
+        self.carry_out(old, old.commit(events))
+        self.paused = old, known + 1, heard
+        assert not self.world.append(events, self.known), "who leads now is told at its next append, and reads again"
+        self.lead_again()
 
     @rule()
     def time_passes(self) -> None:

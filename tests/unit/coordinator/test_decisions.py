@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.services.coordinator.gate import MAX_REDRAWS
+from penstock.services.coordinator.gate import MAX_REDRAWS, Verdict
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.run import Effects, JobRun
 from penstock.services.coordinator.summary import queues_of
@@ -45,15 +45,15 @@ class Scene:
         events += self.run.decide(self.now, after=events)
         return events, self.run.commit(events)
 
-    def answer(self, draw: Draw, *, skipped: bool = False) -> None:
+    def answer(self, draw: Draw, *, skipped: bool = False, epoch: int = 1) -> Verdict:
         self.seq += 1
         size = 0 if skipped else 2
         header = GroupHeader(
-            draw=draw, attempt=f"a{self.seq}", epoch=1, digest="d", nbytes=100, prompt_tokens=2, lengths=[2] * size,
+            draw=draw, attempt=f"a{self.seq}", epoch=epoch, digest="d", nbytes=100, prompt_tokens=2, lengths=[2] * size,
             rewards=[1.0, 0.0][:size], failed=[False] * size, truncated=[False] * size, finite=True,
             min_version=0, max_version=0, worker="w", skipped="prompt_too_long" if skipped else "",
         )  # fmt: skip
-        self.run.on_group(self.seq, header)
+        return self.run.on_group(self.seq, header)
 
     @property
     def waiting(self) -> list[Draw]:
@@ -84,6 +84,17 @@ def test_a_draw_waits_in_one_queue_at_a_time() -> None:
     assert queues_of(scene.run) == {"tickets": 1, "groups": 1, "batches": 1}
     scene.report("trained", batch=1, revision=1, version=1, digest="w1")
     assert queues_of(scene.run) == {"tickets": 3, "groups": 1, "batches": 0}, "two draws more"
+
+
+def test_a_leader_that_was_replaced_deletes_nothing_of_its_successor() -> None:
+    """It knows no draw of the one that leads now: to it their groups would be duplicates."""
+    scene = Scene()
+    assert scene.answer(Draw(9)) is Verdict.DUPLICATE
+    assert scene.answer(Draw(9), epoch=2) is Verdict.ACCEPT
+    assert Draw(9) not in scene.run.candidates
+    assert scene.seq not in scene.run.stored
+    assert scene.answer(scene.waiting[0], epoch=0) is Verdict.ACCEPT, "an older leader asked for it"
+    assert len(scene.run.candidates) == 1
 
 
 def test_what_replaces_a_refused_group_is_for_the_same_batch() -> None:
