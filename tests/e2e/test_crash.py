@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.shared.protocol.events import BatchSealed, BatchTrained, LineageForked
+from penstock.shared.protocol.events import BatchSealed, BatchTrained, Checkpointed, Event, LineageForked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -17,6 +17,8 @@ STALL_S = 2.0
 STALL_OF_ROLLOUT_S = 5.5
 """Longer than the lease of a ticket."""
 WARMER = 1.5
+EVERY = 7
+"""Updates between checkpoints."""
 FURTHER = 15
 """Updates after all that; the status may be half a second old."""
 
@@ -41,6 +43,33 @@ def check_end(stack: Any, job: str, total: int, *, trainers: int) -> None:
     stack.until(lambda: not list(stack.shm.glob(f"*{job}*")), "no weights of a finished job in shared memory", 10)
 
 
+def repeated(events: list[Event]) -> list[int]:
+    """Batches that each restarted trainer trained again: those after the newest checkpoint that it found."""
+    found, epoch, trained, saved = [], 0, 0, 0
+    for event in events:
+        if not isinstance(event, BatchTrained | Checkpointed):
+            continue
+        if event.trainer_epoch > epoch > 0:
+            found.append(trained - saved)
+        epoch = event.trainer_epoch
+        if isinstance(event, BatchTrained):
+            trained = event.number
+        else:
+            saved = event.number
+    return found
+
+
+def between_checkpoints(stack: Any, job: str) -> None:
+    """Wait until a trainer that dies now has batches to train again."""
+
+    def behind() -> int:
+        events = stack.ledger(job)
+        numbers = {kind: [e.number for e in events if isinstance(e, kind)][-1] for kind in (BatchTrained, Checkpointed)}
+        return int(numbers[BatchTrained] - numbers[Checkpointed])
+
+    stack.until(lambda: 2 <= behind() <= EVERY - 3, "updates after a checkpoint")
+
+
 def end(stack: Any, job: str) -> int:
     """Let a job that would go on for long end in a few updates, which are sampled at another temperature.
 
@@ -52,14 +81,20 @@ def end(stack: Any, job: str) -> int:
 
 
 def test_every_process_is_killed(stack: Any) -> None:
-    job = stack.submit("train.max_updates=100000", reward=PACED)
+    job = stack.submit("train.max_updates=100000", f"checkpoint.every={EVERY}", reward=PACED)
     for victim in VICTIMS:
         stack.reach(job, stack.status(job).step + 3)
+        if victim == "trainer-0":
+            between_checkpoints(stack, job)
         stack.kill(victim)
     stack.reach(job, stack.status(job).step + 3)
+    between_checkpoints(stack, job)
     stack.kill(*VICTIMS)
     stack.reach(job, stack.status(job).step + 3)
     check_end(stack, job, end(stack, job), trainers=3)
+    again = repeated(stack.ledger(job))
+    assert len(again) >= 2
+    assert sum(count >= 1 for count in again) >= 2, f"bit by bit the same, {again} batches: too few to say so"
 
 
 @pytest.mark.long
