@@ -7,7 +7,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["EpisodeRecord"]
+__all__ = ["KEEP_S", "EpisodeRecord"]
+
+KEEP_S = 7 * 86400.0
+"""An episode that is over is remembered for so long."""
 
 
 class EpisodeRecord(BaseModel):
@@ -25,6 +28,7 @@ class EpisodeRecord(BaseModel):
     ended_at: datetime | None = None
     split: Literal["train", "val"] = "train"
     group_id: str | None = None
+    user: str = Field("", description="Pseudonym of the user who speaks where a request names nobody")
     tags: dict[str, str] = {}
 
     @property

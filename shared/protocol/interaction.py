@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -15,6 +16,7 @@ __all__ = [
     "CANARY",
     "EPISODE_HEADER",
     "NOT_COMPARED",
+    "USER_TAG",
     "Erasure",
     "Fate",
     "FateBatch",
@@ -27,6 +29,8 @@ __all__ = [
     "bare_id",
     "job_mark",
     "marked_id",
+    "named_tags",
+    "named_users",
     "new_marked_id",
 ]
 
@@ -36,6 +40,8 @@ CANARY = "canary"
 """Why an answer to a conversation is not trained on that a version on trial answers."""
 NOT_COMPARED = "canary_not_compared"
 """As ``CANARY``, of an answer that could not be trained on anyway: its reward says nothing of the trial either."""
+USER_TAG = "user_id"
+"""The tag that names a user; stored as an HMAC, wherever it comes from."""
 EPISODE_HEADER = "Penstock-Episode"
 """Header of an interaction's message: what an index of episodes needs without reading the interaction."""
 
@@ -165,6 +171,17 @@ class FateBatch(msgspec.Struct, frozen=True, kw_only=True):
     """One message of DECISIONS: what one decision made of how many items soever, in order."""
 
     items: list[Fate]
+
+
+def named_tags(tags: Mapping[str, str], pseudonym: Callable[[str], str]) -> dict[str, str]:
+    """Tags as they may be stored: the user whom they name is a pseudonym."""
+    return {name: pseudonym(value) if name == USER_TAG else value for name, value in tags.items()}
+
+
+def named_users(user: str, tags: Mapping[str, str], pseudonym: Callable[[str], str]) -> set[str]:
+    """Pseudonyms of all whom a stored record names. Earlier versions stored the tag as it was sent."""
+    tag = tags.get(USER_TAG, "")
+    return {user, tag, pseudonym(tag)} - {""}
 
 
 def job_mark(job: str) -> int:

@@ -6,10 +6,10 @@ import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from penstock.shared.errors import Conflict, ProtocolError
+from penstock.shared.errors import Conflict, NotFound, ProtocolError
 from penstock.shared.transport.connection import Connection
 from penstock.shared.transport.follow import Reader
-from penstock.shared.transport.jetstream import call
+from penstock.shared.transport.jetstream import ApiError, call
 from penstock.shared.transport.message import Message
 from penstock.shared.transport.publish import Publisher
 from penstock.shared.transport.read import last
@@ -73,6 +73,28 @@ class KeyValue:
             Conflict: the key is at another revision.
         """
         return await self._put(key, value, revision, deadline_s, _kept(keep_s))
+
+    async def overwrite(self, key: str, value: bytes, revision: int, *, keep_s: float | None = None) -> int:
+        """As ``update``, and the replaced bytes are overwritten in the server's files, in buckets that allow it.
+
+        Raises:
+            Conflict: the key is at another revision.
+            Unavailable: as ever; the key may be without a value then.
+        """
+        info = await call(self._connection, f"STREAM.INFO.{self._stream}", deadline_s=5.0, what=f"of {self.bucket}")
+        if info["config"].get("deny_delete"):
+            return await self.update(key, value, revision, keep_s=keep_s)
+        what = f"delete revision {revision} of '{key}'"
+        try:
+            await call(
+                self._connection, f"STREAM.MSG.DELETE.{self._stream}", {"seq": revision}, deadline_s=5.0, what=what
+            )  # fmt: skip
+        except (NotFound, ApiError) as error:
+            entry = await self._last(key, 5.0)
+            if entry is not None and entry.revision == revision:
+                raise
+            raise Conflict(str(error)) from None
+        return await self.create(key, value, keep_s=keep_s)
 
     async def put(self, key: str, value: bytes, *, deadline_s: float = 5.0) -> int:
         """Store a value whatever is there; returns its revision."""

@@ -37,6 +37,8 @@ SHORT_LIVED_S = {subjects.ANSWERS: 1800}
 """Buckets that are no more than a memory of what was a moment ago: entries expire, and old ones make room."""
 EXPIRING = frozenset({subjects.EPISODES})
 """Buckets whose entries say how long they are kept, and no longer than this."""
+ERASABLE = frozenset({subjects.EPISODES})
+"""Buckets that hold what people sent: their entries can be overwritten in the files of the server."""
 EXPIRING_S = 38 * 86400
 """Longer than any entry says; the only bound where the server knows no time to live of a message."""
 EXPIRING_SINCE = (2, 11, 0)
@@ -79,7 +81,8 @@ async def ensure(
     for bucket in BUCKETS:
         configs.append(
             _base(f"KV_{bucket}", [f"$KV.{bucket}.>"], min(BUCKET_BYTES, stream_bytes), replicas)
-            | {"retention": "limits", "max_msgs_per_subject": 1, "allow_rollup_hdrs": True, "deny_delete": True}
+            | {"retention": "limits", "max_msgs_per_subject": 1, "allow_rollup_hdrs": True}
+            | {"deny_delete": bucket not in ERASABLE}
             | _short_lived(bucket)
             | _expiring(bucket, connection.server_version)
         )
@@ -95,6 +98,12 @@ async def _exists(connection: Connection, stream: str, deadline_s: float) -> boo
     except NotFound:
         return False
     return True
+
+
+async def _for_good(connection: Connection, stream: str, deadline_s: float) -> dict[str, Any]:
+    """What an existing stream was made with and the server never takes back."""
+    info = await call(connection, f"STREAM.INFO.{stream}", deadline_s=deadline_s, what=f"state of stream {stream}")
+    return {"deny_delete": True} if info["config"].get("deny_delete") else {}
 
 
 def _base(name: str, stream_subjects: list[str], max_bytes: int, replicas: int) -> dict[str, Any]:
@@ -140,7 +149,7 @@ async def _ensure_one(connection: Connection, config: dict[str, Any], update: bo
             if error.code == Code.STREAM_EXISTS and not update:
                 return
             if error.code == Code.STREAM_EXISTS and verb == "CREATE":
-                verb = "UPDATE"
+                verb, config = "UPDATE", config | await _for_good(connection, name, deadline_s)
             elif error.code == Code.STORE_BUSY:
                 attempts.why = error
             elif error.code in (Code.STORAGE_RESOURCES, Code.INSUFFICIENT_RESOURCES):

@@ -9,6 +9,7 @@ import pytest
 
 from penstock.shared.errors import Conflict, NotFound, ProtocolError
 from penstock.shared.protocol import subjects
+from penstock.shared.transport import streams
 from penstock.shared.transport.bus import Bus, Entry
 from penstock.shared.transport.server import NatsServer
 
@@ -26,6 +27,40 @@ async def test_values_are_compared_and_set(bus: Bus) -> None:
     assert entry is not None
     assert (entry.key, entry.value, entry.revision) == ("job_1", b"1", second)
     assert await kv.put("job_1", b"3") > second
+
+
+async def test_what_is_overwritten_is_gone_from_the_disk(bus: Bus, nats_server: NatsServer) -> None:
+    def on_disk(text: bytes) -> bool:
+        return any(text in path.read_bytes() for path in nats_server.directory.rglob("*.blk"))
+
+    kv = bus.kv(subjects.EPISODES)
+    first = await kv.create("a", b"what-somebody-said", keep_s=60)
+    with pytest.raises(Conflict):
+        await kv.overwrite("a", b"x", first + 1)
+    assert on_disk(b"what-somebody-said")
+    second = await kv.overwrite("a", b"nothing", first, keep_s=60)
+    assert not on_disk(b"what-somebody-said")
+    entry = await kv.get("a")
+    assert entry is not None
+    assert (entry.value, entry.revision) == (b"nothing", second)
+    with pytest.raises(Conflict):
+        await kv.overwrite("a", b"x", first)
+
+
+async def test_a_bucket_of_an_earlier_version_is_kept_and_replaced_in(
+    nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"experience_bytes": 8 << 20, "stream_bytes": 8 << 20}
+    async with await Bus.connect(nats_server.url, name="old") as bus:
+        monkeypatch.setattr(streams, "ERASABLE", frozenset())
+        await bus.ensure_streams(**sizes)
+        revision = await bus.kv(subjects.EPISODES).create("a", b"1")
+        monkeypatch.undo()
+        await bus.ensure_streams(**sizes)
+        await bus.kv(subjects.EPISODES).overwrite("a", b"2", revision)
+        entry = await bus.kv(subjects.EPISODES).get("a")
+        assert entry is not None
+        assert entry.value == b"2"
 
 
 async def test_a_deleted_key_can_be_created_again(bus: Bus) -> None:

@@ -182,6 +182,9 @@ def test_a_prompt_alone_makes_it_untrainable_and_tags_do_not() -> None:
     assert redactor.redact(record("a@b.c", "yes", untrainable="sampling_not_replayable")).untrainable == UNTRAINABLE
     tagged = redactor.redact(record("hello", "yes", tags={"who": "a@b.c", "task": "t"}))
     assert (tagged.tags, tagged.untrainable) == ({"who": "[email]", "task": "t"}, "")
+    redactor = RecordRedactor(config(patterns={"phone": PHONE}), TOKENIZER, spell)
+    tagged = redactor.redact(record("hello", "yes", tags={"user_id": "555-1234", "who": "555-1234"}))
+    assert tagged.tags == {"user_id": "555-1234", "who": "[phone]"}, "a pseudonym names its user for good"
 
 
 def test_names_of_tags_are_blanked_and_names_that_feedback_is_told_apart_by_are_refused() -> None:

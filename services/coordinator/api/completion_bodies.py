@@ -13,8 +13,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem
 from penstock.shared.protocol.inference import ClientSampling, InferenceRequest
+from penstock.shared.protocol.interaction import USER_TAG
 
-__all__ = ["EPISODE", "ChatBody", "CompletionBody", "draft_of", "episode_of"]
+__all__ = ["EPISODE", "MAX_USER", "ChatBody", "CompletionBody", "draft_of", "episode_of"]
 
 EPISODE = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
 MAX_CHOICES = 256
@@ -22,6 +23,7 @@ MAX_CHOICES = 256
 MIN_TEMPERATURE = 1e-3
 """Lower ones overflow what logits are divided in; 0 is greedy."""
 MAX_TAGS, MAX_TAG_KEY, MAX_TAG_VALUE = 16, 64, 512
+MAX_USER = 512
 _OWN_METADATA = frozenset({"episode_id", "train", "split"})
 
 
@@ -62,8 +64,10 @@ class _Body(BaseModel):
     stop_token_ids: list[TokenId] | None = Field(None, max_length=64)
     ignore_eos: bool | None = False
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    user: str | None = Field(None, max_length=512)
-    metadata: dict[str, Any] | None = Field(None, description="`episode_id`, `train: false`, `split`, and tags")
+    user: str | None = Field(None, max_length=MAX_USER, description="Stored as a pseudonym. Also: metadata.user_id")
+    metadata: dict[str, Any] | None = Field(
+        None, description="`episode_id`, `train: false`, `split`, `user_id`, and tags"
+    )
     store: bool | None = Field(None, description="false: the request is not recorded")
     return_token_ids: bool | None = False
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -78,6 +82,17 @@ class _Body(BaseModel):
         """Stop strings."""
         found = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [stop for stop in found if stop]
+
+    @property
+    def named_user(self) -> str:
+        """Whose request it is, as its sender says; '' where that is not said."""
+        return self.user or _user_tag(self.metadata or {})
+
+    @model_validator(mode="after")
+    def _user_fits(self) -> _Body:
+        if len(_user_tag(self.metadata or {})) > MAX_USER:
+            raise ValueError(f"metadata.{USER_TAG}: at most {MAX_USER} characters")
+        return self
 
     def unsupported(self) -> str | None:
         """The name of a field that asks for what no engine here can do."""
@@ -238,6 +253,12 @@ def _sampling(body: ChatBody | CompletionBody) -> ClientSampling:
         stop_token_ids=body.stop_token_ids or [],
         ignore_eos=bool(body.ignore_eos),
     )
+
+
+def _user_tag(metadata: Mapping[str, Any]) -> str:
+    """The user whom the metadata names; databases number theirs."""
+    named = metadata.get(USER_TAG)
+    return str(named) if isinstance(named, str | int) and not isinstance(named, bool) else ""
 
 
 def _tags(metadata: Mapping[str, Any]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
@@ -13,6 +14,7 @@ from starlette.responses import Response
 from penstock.services.coordinator.api.access import Backend, BackendDep
 from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.bodies import body_schema, read_model
+from penstock.services.coordinator.api.completion_bodies import MAX_USER
 from penstock.services.coordinator.api.inference import InteractionRow, served_of, serving_of
 from penstock.services.coordinator.api.own_episode import check_model
 from penstock.services.coordinator.api.replies import HttpProblem, Json
@@ -21,7 +23,7 @@ from penstock.services.coordinator.api.serving import EpisodeBook, Served
 from penstock.shared.errors import NotFound
 from penstock.shared.protocol.episode import EpisodeRecord
 from penstock.shared.protocol.episode_keys import EPISODE_SCOPES, EpisodeGrant, EpisodeScope, episode_key
-from penstock.shared.protocol.interaction import bare_id, job_mark, marked_id
+from penstock.shared.protocol.interaction import USER_TAG, bare_id, job_mark, marked_id, named_tags
 
 __all__ = ["router"]
 
@@ -41,6 +43,9 @@ class EpisodeBody(BaseModel):
     ttl_s: float = Field(DAY_S, gt=0, le=30 * DAY_S, description="Seconds for which requests are taken")
     split: Literal["train", "val"] = Field("train", description="`val`: recorded, never trained on")
     group_id: str | None = Field(None, min_length=1, max_length=128)
+    user: str | None = Field(
+        None, max_length=MAX_USER, description="Whose requests these are where they name nobody. Also: tags.user_id"
+    )
     tags: dict[str, Annotated[str, Field(max_length=512)]] = Field(default_factory=dict, max_length=16)
 
 
@@ -99,8 +104,7 @@ async def create(request: Request, caller: Opener, backend: BackendDep) -> Respo
     body = await read_model(request, EpisodeBody)
     served = served_of(backend, body.model)
     check_model(caller, served.name, served.job)
-    about = body.model_dump(include={"split", "group_id", "tags"})
-    record = await _book(backend).create(served, caller.id, body.ttl_s, about)
+    record = await _book(backend).create(served, caller.id, body.ttl_s, _about(body, serving_of(backend).pseudonym))
     return Json(_shown(record, request), 201, {"Location": f"/v1/episodes/{record.id}"})
 
 
@@ -184,6 +188,13 @@ async def make_key(
         expires_at=datetime.fromtimestamp(expires, UTC),
     )  # fmt: skip
     return Json(key, 201, {"Cache-Control": "no-store"})
+
+
+def _about(body: EpisodeBody, pseudonym: Callable[[str], str]) -> dict[str, object]:
+    """What is stored of a body; users as pseudonyms."""
+    user = pseudonym(body.user or body.tags.get(USER_TAG, ""))
+    tags = named_tags(body.tags, pseudonym)
+    return {"split": body.split, "group_id": body.group_id, "user": user, "tags": tags}
 
 
 def _book(backend: Backend) -> EpisodeBook:

@@ -42,7 +42,7 @@ LATER = (429, 503)
 Sender = Annotated[Caller, require("feedback:write", in_episode=True)]
 Judge = Annotated[Caller, require("feedback:write", in_episode=True, by_token=True)]
 FeedbackId = Annotated[str, Path(max_length=64, description="A UUID, with or without fb_")]
-User = Annotated[str, Path(min_length=1, max_length=256, description="As feedback and requests name the user")]
+User = Annotated[str, Path(min_length=1, max_length=512, description="As feedback and requests name the user")]
 
 _ONE: dict[str, Any] = {
     "status_code": 202,

@@ -22,6 +22,8 @@ from pydantic import (
     model_validator,
 )
 
+from penstock.shared.protocol.interaction import USER_TAG
+
 __all__ = [
     "KIND_TAGS",
     "MAX_COMMENT",
@@ -33,7 +35,6 @@ __all__ = [
     "MAX_TOKENS",
     "POST",
     "POSTS",
-    "USER_TAG",
     "BatchReply",
     "ConsentBody",
     "ConsentReply",
@@ -66,8 +67,6 @@ MAX_TAGS, MAX_TAG_KEY, MAX_TAG_VALUE = 16, 64, 512
 """Tags of an item; characters of their keys and values."""
 LOGPROB_SLACK = 1e-6
 """A log-probability may exceed 0 by rounding."""
-USER_TAG = "user_id"
-"""The tag by which TensorZero's clients name a user."""
 
 _UUID = r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}"
 InferenceId = Annotated[StrictStr, StringConstraints(pattern=rf"^(chatcmpl-|cmpl-)?{_UUID}$")]
@@ -371,6 +370,7 @@ class ErasureReply(BaseModel):
     interactions: int
     feedback: int
     groups: int
+    episodes: int = Field(0, description="Opened for the user; they take no more requests")
     trained_versions: dict[str, list[int]] = Field(description="By job: versions that were trained on it; they stay")
     requested: float
     finished: float | None = None

@@ -211,7 +211,7 @@ async def _answer(
     served = served_of(backend, body.model)
     check_model(caller, served.name, served.job)
     ask = Ask(
-        served=served, draft=draft, num_prompts=num_prompts, user=body.user or "",
+        served=served, draft=draft, num_prompts=num_prompts, user=body.named_user,
         episode=own_episode(caller, episode_of(episode, request.headers, body), served.job),
         retries=int(retries) if retries.isdecimal() else None, only_opened=bool(caller.episode),
     )  # fmt: skip

@@ -93,7 +93,7 @@ class EpisodeBook(Protocol):
     """Episodes that were opened by request. Every method may raise Unavailable."""
 
     async def create(self, served: Served, key_id: str, ttl_s: float, about: dict[str, object]) -> EpisodeRecord:
-        """Open one; ``about``: split, group_id and tags."""
+        """Open one; ``about``: split, group_id, user (a pseudonym) and tags."""
         ...
 
     async def get(self, served: Served, id: str) -> EpisodeRecord:

@@ -64,7 +64,7 @@ class FeedbackDesk:
         self.ingest = Ingest(bus, self.index)
         self.index.on_projected = self.ingest.projected
         self.held = HeldFeedback(bus, self.index, self.ingest, self.pseudonyms)
-        self._bus, self._eraser = bus, Eraser(bus)
+        self._bus, self._eraser = bus, Eraser(bus, self.pseudonyms.of)
         self._erasing: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:

@@ -1,4 +1,5 @@
-"""Deleting a user's data: what was recorded of them, what was said about that, and what was made of it to train on.
+"""Deleting a user's data: what was recorded of them, what was said about that, what was made of it to train on, and the
+episodes that were opened for them.
 
 First the deletion is written down, then the ids (a tombstone that every replica reads, and that refuses them for good),
 then the messages are overwritten in the streams; a deletion that was interrupted is gone through again. Streams are
@@ -7,19 +8,31 @@ searched from end to end: an index that forgot something would break the promise
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from itertools import chain
 from typing import TypeVar
 
 import msgspec
 
-from penstock.shared.errors import ProtocolError
+from penstock.shared.errors import Conflict, ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.episode import KEEP_S, EpisodeRecord
 from penstock.shared.protocol.events import Admitted, decode_events
-from penstock.shared.protocol.interaction import Erasure, FateBatch, Feedback, FeedbackBatch, Interaction, bare_id
+from penstock.shared.protocol.interaction import (
+    Erasure,
+    FateBatch,
+    Feedback,
+    FeedbackBatch,
+    Interaction,
+    bare_id,
+    named_users,
+)
 from penstock.shared.protocol.parts import PART, count_of
 from penstock.shared.protocol.trajectory import parse_group_header
 from penstock.shared.transport.bus import Bus, Message, Outgoing
@@ -43,6 +56,7 @@ class Report(msgspec.Struct, kw_only=True):
     interactions: int = 0
     feedback: int = 0
     groups: int = 0
+    episodes: int = 0
     trained_versions: dict[str, list[int]] = {}
 
 
@@ -57,18 +71,18 @@ class _Found:
     mixed: list[tuple[Message, list[Feedback]]] = field(default_factory=list)
     """Messages that hold some of it, and what they hold of others."""
 
-    def covers(self, item: Feedback, user: str) -> bool:
-        """Whether an item was posted for the user, or is about one of these interactions."""
+    def covers(self, item: Feedback) -> bool:
+        """Whether an item is about one of these interactions or episodes."""
         targets = (item.inference, item.body.get("rejected"))
-        return item.user == user or item.episode in self.episodes or any(id in self.interactions for id in targets)
+        return item.episode in self.episodes or any(id in self.interactions for id in targets)
 
 
 class Eraser:
     """Deletes what the streams hold of a user."""
 
-    def __init__(self, bus: Bus) -> None:
-        self._bus = bus
-        self._kv = bus.kv(subjects.PRIVACY)
+    def __init__(self, bus: Bus, pseudonym: Callable[[str], str]) -> None:
+        self._bus, self._pseudonym = bus, pseudonym
+        self._kv, self._opened = bus.kv(subjects.PRIVACY), bus.kv(subjects.EPISODES)
 
     async def begin(self, user: str) -> Report:
         """Write down that a user (a pseudonym) wants to be forgotten. Raises Unavailable."""
@@ -93,8 +107,9 @@ class Eraser:
         Raises:
             Unavailable: the bus went away; what is left is deleted by the next run.
         """
-        last = 0
-        for job, mine in (await self._search(report.user)).items():
+        last, found = 0, await self._search(report.user)
+        report.episodes += await self._end_episodes(report.user, found)
+        for job, mine in found.items():
             erasure = Erasure(
                 user=report.user, interactions=sorted(mine.interactions), feedback=sorted(mine.feedback),
                 time=time.time(),
@@ -126,7 +141,7 @@ class Eraser:
             if PART in message.headers:
                 continue
             record = _decoded(await self._whole(subjects.INTERACTIONS, message), Interaction)
-            if record is not None and record.user == user:
+            if record is not None and self._names(record, user):
                 mine = found[record.job]
                 mine.interactions[bare_id(record.id) or record.id].append(message)
                 mine.episodes.add(bare_id(record.episode) or record.episode)
@@ -135,11 +150,14 @@ class Eraser:
             job = message.subject.rpartition(".")[2]
             mine = found.get(job, _Found())
             items = batch.items if batch is not None else []
-            gone = {item.id for item in items if mine.covers(item, user)}
+            gone = {item.id for item in items if self._names(item, user) or mine.covers(item)}
             if gone:
                 found[job].feedback |= gone
                 found[job].mixed.append((message, [item for item in items if item.id not in gone]))
         return found
+
+    def _names(self, said: Interaction | Feedback | EpisodeRecord, user: str) -> bool:
+        return user in named_users(said.user, said.tags, self._pseudonym)
 
     async def _whole(self, stream: str, message: Message) -> bytes:
         if count_of(message.headers) == 1:
@@ -161,6 +179,26 @@ class Eraser:
         return sorted(versions), {name for name, status in newest.items() if status not in UNDECIDED}
 
     # -- deletion ----------------------------------------------------------------------------------------------------
+
+    async def _end_episodes(self, user: str, found: Mapping[str, _Found]) -> int:
+        """Blank what was opened for the user, or for nobody and they spoke in it; how many. It takes no more requests.
+
+        What is left keeps a later request from being recorded as a turn of an episode that nobody set apart.
+        """
+        ended = 0
+        for key in await self._opened.keys():
+            while (entry := await self._opened.get(key)) is not None:
+                record = EpisodeRecord.model_validate_json(entry.value or b"")
+                names = named_users(record.user, record.tags, self._pseudonym)
+                spoke = not names and record.job in found and bare_id(record.id) in found[record.job].episodes
+                over = record.ended_at or datetime.now(UTC)
+                blank = record.model_copy(update={"user": "", "tags": {}, "group_id": None, "ended_at": over})
+                if blank == record or not (spoke or user in names):
+                    break
+                with contextlib.suppress(Conflict):  # somebody ended it meanwhile
+                    await self._opened.overwrite(key, blank.model_dump_json().encode(), entry.revision, keep_s=KEEP_S)
+                    ended += 1
+        return ended
 
     async def _rewrite(self, job: str, message: Message, rest: list[Feedback]) -> None:
         """Store what the message holds of others and is undecided once more, then delete it."""

@@ -13,7 +13,6 @@ import msgspec
 
 from penstock.services.coordinator.api.feedback_models import (
     MAX_COMMENT,
-    USER_TAG,
     Correction,
     Metric,
     PostedInteraction,
@@ -25,7 +24,7 @@ from penstock.services.coordinator.api.replies import Flaw, HttpProblem
 from penstock.services.coordinator.feedback.jobs import LiveJob
 from penstock.shared.config.online import MetricConfig
 from penstock.shared.data.redaction import Redactor
-from penstock.shared.protocol.interaction import Feedback
+from penstock.shared.protocol.interaction import USER_TAG, Feedback
 
 __all__ = ["Identity", "derived_id", "item_of", "retraction_of", "target_of", "verdict_of"]
 
@@ -91,7 +90,7 @@ def item_of(post: Posted, job: LiveJob, who: Identity, pseudonym: Callable[[str]
         tags = job.redactor.replace_all(tags)
         fields |= _redacted(fields, job.redactor)
     if USER_TAG in tags:
-        tags[USER_TAG] = pseudonym(post.tags[USER_TAG])
+        tags[USER_TAG] = pseudonym(post.tags[USER_TAG])  # of the name as it was sent, whatever is blanked in it
     if post.observed_at is not None:
         fields["body"] = {**fields.get("body", {}), "observed_at": post.observed_at.timestamp()}
     item = Feedback(

@@ -11,7 +11,7 @@ from penstock.services.coordinator.api.serving import Served
 from penstock.shared.errors import Conflict, NotFound
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
-from penstock.shared.protocol.episode import EpisodeRecord
+from penstock.shared.protocol.episode import KEEP_S, EpisodeRecord
 from penstock.shared.protocol.interaction import Feedback, FeedbackBatch, bare_id, job_mark, marked_id, new_marked_id
 from penstock.shared.transport.bus import Bus
 
@@ -20,8 +20,6 @@ __all__ = ["Episodes"]
 TRUST_S = 1.0
 """An episode that was looked up is trusted for so long."""
 MAX_KNOWN = 16384
-KEEP_S = 7 * 86400.0
-"""An episode that is over is remembered for so long."""
 
 
 class Episodes:

@@ -13,7 +13,7 @@ from penstock.shared.config.redaction import RedactionConfig
 from penstock.shared.data.redaction import Redactor
 from penstock.shared.data.user_code import import_named
 from penstock.shared.errors import ConfigError, DataError
-from penstock.shared.protocol.interaction import Interaction, Redacted
+from penstock.shared.protocol.interaction import USER_TAG, Interaction, Redacted
 
 __all__ = ["UNTRAINABLE", "RecordRedactor"]
 
@@ -64,7 +64,10 @@ class RecordRedactor:
         prompt_ids, in_prompt = self._blanked(interaction.prompt_ids, across.in_prompt)
         token_ids, in_completion = self._blanked(interaction.token_ids, across.in_completion)
         text = across.shown + self._redactor.replace(across.rest)
-        tags = {self._redactor.replace(name): self._redactor.replace(tag) for name, tag in interaction.tags.items()}
+        tags = {
+            self._redactor.replace(name): tag if name == USER_TAG else self._redactor.replace(tag)  # a pseudonym
+            for name, tag in interaction.tags.items()
+        }
         calls = [replace(call, arguments=self._redactor.replace(call.arguments)) for call in interaction.calls]
         found = [Redacted("prompt", *place) for place in in_prompt]
         found += [Redacted("completion", *place) for place in in_completion]

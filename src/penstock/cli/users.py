@@ -62,6 +62,7 @@ def _show(report: dict[str, Any], as_json: bool) -> None:
         ("interactions", number(report["interactions"])),
         ("feedback", number(report["feedback"])),
         ("trajectories", number(report["groups"])),
+        ("episodes", number(report["episodes"])),
         ("trained versions", "; ".join(trained) or "none"),
     ]
     console().print(table(("FIELD", "VALUE"), rows))

@@ -17,6 +17,7 @@ from penstock.services.coordinator.api import create_app
 from penstock.services.coordinator.control import CoordinatorControl
 from penstock.services.coordinator.feedback.desk import FeedbackDesk
 from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.serving import Gateway
 from penstock.services.coordinator.store import JobStore
 from penstock.shared.config.kinds import parse_job
 from penstock.shared.config.service import ServiceSettings
@@ -97,13 +98,14 @@ class Desk:
         """Say what became of items, as the leader would."""
         await self.bus.publish(subjects.decisions(self.job), pack(FateBatch(items=list(fates)), job=self.job))
 
-    async def record(self, user: str = "", text: str = "an answer", id: str = "") -> Interaction:
-        """An interaction, as a worker would record it."""
+    async def record(self, user: str = "", text: str = "an answer", id: str = "", **more: Any) -> Interaction:
+        """An interaction, as a worker would record it; ``more``: other fields of it."""
         found = Interaction(
-            id=id or self.new_id(), request="r", index=0, job=self.job, episode=self.new_id(), key_id="local",
+            id=id or self.new_id(), request="r", index=0, job=self.job, key_id="local",
             user=self.desk.pseudonyms.of(user), split="train", untrainable="", prompt_ids=[1, 2], token_ids=[3, 4],
             logprobs=[-0.5, -0.25], spans=[Span(3, 0, 2)], sampling=Sampling(max_new_tokens=8), finish="stop",
             template="t", body_digest="d", text=text, started=0.0, first_token=0.0, ended=0.0,
+            **{"episode": self.new_id(), **more},
         )  # fmt: skip
         subject = subjects.interaction(self.job, found.id)
         headers = {EPISODE_HEADER: found.episode}
@@ -124,8 +126,9 @@ def open_desk(bus: Bus, tmp_path: Path) -> Open:
         store = JobStore(bus)
         desk = FeedbackDesk(bus, store, settings.data_dir)
         control = CoordinatorControl(bus, store, Members(), {}, settings)
-        app = create_app(control, settings, desk=desk)
-        running = asyncio.gather(desk.run(), desk.finish_deletions())
+        gateway = Gateway(bus, "api-0", pseudonym=desk.pseudonyms.of, consent_of=desk.consents.of)
+        app = create_app(control, settings, desk=desk, serving=gateway)
+        running = asyncio.gather(desk.run(), desk.finish_deletions(), gateway.run())
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         jobs = await store.list_all() or [await store.create(parse_job(online_job()))]
         await desk.pseudonyms.load()

@@ -17,9 +17,10 @@ from penstock.services.coordinator.store import JobStore
 from penstock.shared.errors import NotFound, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
+from penstock.shared.protocol.episode import EpisodeRecord
 from penstock.shared.protocol.events import Admission, Admitted, encode_events
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import Fate, Feedback, FeedbackBatch
+from penstock.shared.protocol.interaction import Fate, Feedback, FeedbackBatch, bare_id
 from penstock.shared.protocol.trajectory import GroupHeader, group_headers
 
 MARKER = "the-marker-nobody-else-writes-7351"
@@ -43,6 +44,13 @@ async def test_no_byte_of_a_deleted_user_is_left(desk: Any, nats_server: Any, tm
     await desk.bus.publish(twice, pack(mine, job=desk.job), msg_id=f"{mine.id}/cut")
     large = await desk.record(USER, text=MARKER + "x" * 2000)
     other = await desk.record("somebody else", text="kept")
+    await desk.record(text=MARKER, tags={"user_id": mine.user})
+    theirs, spoken, kept = [
+        await opened(desk, **body)
+        for body in ({"tags": {"user_id": USER, "note": MARKER}}, {"tags": {"note": MARKER}}, {"user": "somebody else"})
+    ]
+    await desk.record(USER, text=MARKER, episode=bare_id(spoken))
+    await desk.record(USER, text=MARKER, episode=bare_id(kept))
     about = {"metric_name": "comment", "tags": {"user_id": USER}}
     posts = [
         {"inference_id": mine.id, **about, "value": MARKER},
@@ -51,10 +59,11 @@ async def test_no_byte_of_a_deleted_user_is_left(desk: Any, nats_server: Any, tm
         {"kind": "interaction", "model": "policy", "completion": {"content": MARKER * 60_000}, "user": USER},
         {"kind": "preference", "model": "policy", "messages": [{"role": "user", "content": MARKER}], "user": USER,
          "chosen": MARKER, "rejected": "kept"},
+        {"inference_id": other.id, "metric_name": "comment", "value": MARKER, "user": "x", "tags": {"user_id": USER}},
     ]  # fmt: skip
     reply = await desk.client.post("/v1/feedback/batch", json=posts)
     ids = [row["id"] for row in reply.json()["data"]]
-    assert reply.json()["accepted"] == 5
+    assert reply.json()["accepted"] == 6
     fate = Fate(feedback=ids[0], status="trained", interactions=[mine.id], batch=1, version=2, time=1.0)
     await desk.decide(fate)
     await desk.until(lambda: is_trained(desk, ids[0]), "fate")
@@ -78,12 +87,14 @@ async def test_no_byte_of_a_deleted_user_is_left(desk: Any, nats_server: Any, tm
         return report if report["status"] == "done" else None
 
     report = await desk.until(done, "end of the deletion")
-    assert (report["interactions"], report["feedback"], report["groups"]) == (2, 4, 1)
+    assert (report["interactions"], report["feedback"], report["groups"], report["episodes"]) == (5, 5, 1, 2)
     assert report["trained_versions"] == {desk.job: [2]}
     assert report["user"] == mine.user
     assert files_with(nats_server.directory, MARKER, USER) == {}
     assert files_with(tmp_path, MARKER, USER) == {}
     assert [item.value for item in await desk.items()] == ["kept, too"]
+    left = [(await desk.client.get(f"/v1/episodes/{id}")).json() for id in (theirs, spoken, kept)]
+    assert [(row["tags"], row["ended_at"] is None) for row in left] == [({}, False), ({}, False), ({}, True)]
     assert len(await desk.bus.read(subjects.INTERACTIONS, "interactions.>")) == 1
 
     async def forgotten() -> bool:
@@ -95,6 +106,27 @@ async def test_no_byte_of_a_deleted_user_is_left(desk: Any, nats_server: Any, tm
     assert (again.status_code, again.json()["error"]["code"]) == (410, "erased")
     again = await desk.post({"inference_id": other.id, "feedback_id": ids[0], "metric_name": "accepted", "value": True})
     assert again.status_code == 410
+
+
+async def opened(desk: Any, **body: Any) -> str:
+    """The id of an episode that somebody opens."""
+    reply = await desk.client.post("/v1/episodes", json={"model": "policy", **body})
+    assert reply.status_code == 201, reply.text
+    return str(reply.json()["id"])
+
+
+async def test_what_earlier_versions_stored_under_a_name_is_deleted(desk: Any, nats_server: Any) -> None:
+    await desk.record(text=MARKER, tags={"user_id": USER})
+    id = await opened(desk)
+    kv = desk.bus.kv(subjects.EPISODES)
+    (entry,) = await kv.entries()
+    record = EpisodeRecord.model_validate_json(entry.value).model_copy(update={"tags": {"user_id": USER}})
+    await kv.update(entry.key, record.model_dump_json().encode(), entry.revision, keep_s=60)
+    assert files_with(nats_server.directory, USER), "the test would find it"
+    report = (await desk.client.delete(f"/v1/users/{USER}/data")).json()
+    assert (report["status"], report["interactions"], report["episodes"]) == ("done", 1, 1)
+    assert files_with(nats_server.directory, MARKER, USER) == {}
+    assert (await desk.client.get(f"/v1/episodes/{id}")).json()["ended_at"] is not None
 
 
 async def is_trained(desk: Any, id: str) -> bool:

@@ -1,0 +1,66 @@
+"""Whose request it is: named by `user`, by `metadata.user_id`, or by the episode; stored as a pseudonym alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.shared.protocol.interaction import Interaction
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def answered(agent: Any, **more: Any) -> Interaction:
+    """The record of a chat."""
+    response = await agent.chat("hi", **more)
+    assert response.status_code == 200, response.text
+    record: Interaction = await agent.recorded(response.headers["x-interaction-id"])
+    return record
+
+
+@pytest.mark.parametrize(
+    ("more", "user", "tags"),
+    [
+        ({"metadata": {"user_id": "eve", "task": "t"}}, "p-eve", {"user_id": "p-eve", "task": "t"}),
+        ({"metadata": {"user_id": 42}}, "p-42", {}),
+        ({"metadata": {f"k{n:02}": "v" for n in range(16)} | {"user_id": "eve"}}, "p-eve", None),
+        ({"user": "ann", "metadata": {"user_id": "eve"}}, "p-ann", {"user_id": "p-eve"}),
+        ({"metadata": {"user_id": True}}, "", {}),
+    ],
+)
+async def test_the_metadata_names_the_user(agent: Any, more: Any, user: str, tags: dict[str, str] | None) -> None:
+    record = await answered(agent, **more)
+    assert record.user == user
+    assert tags is None or record.tags == tags
+    assert "eve" not in record.tags.values()
+
+
+async def test_what_a_user_said_counts_for_the_metadata_too(agent: Any) -> None:
+    assert (await answered(agent, metadata={"user_id": "no-eve"})).untrainable == "opted_out"
+
+
+async def test_an_episode_has_a_user(agent: Any) -> None:
+    for body, user in (
+        ({"tags": {"user_id": "eve", "task": "t"}}, "p-eve"),
+        ({"user": "ann", "tags": {"user_id": "eve"}}, "p-ann"),
+    ):
+        episode = (await agent.client.post("/v1/episodes", json={"model": "agent", **body})).json()
+        assert (episode["user"], episode["tags"]["user_id"]) == (user, "p-eve")
+        path = f"/e/{episode['id']}/v1/chat/completions"
+        turn = await answered(agent, path=path)
+        assert (turn.user, turn.tags["user_id"]) == (user, "p-eve")
+        assert (await answered(agent, path=path, metadata={"user_id": "ben"})).user == "p-ben"
+
+
+async def test_a_name_that_is_too_long_could_not_be_deleted(agent: Any) -> None:
+    for more in ({"metadata": {"user_id": "x" * 513}}, {"user": "x" * 513}):
+        assert (await agent.chat("hi", **more)).status_code == 422
+    assert (await answered(agent, metadata={"user_id": "x" * 512})).user == f"p-{'x' * 512}"
+
+
+async def test_the_metadata_is_counted_as_the_user(agent: Any) -> None:
+    async with agent.replica(user_rate_limit="1/hour") as front:
+        assert (await agent.chat("hi", client=front.client, user="ann")).status_code == 200
+        refused = await agent.chat("hi", client=front.client, metadata={"user_id": "ann"})
+        assert refused.json()["error"]["code"] == "user_rate_limited"
