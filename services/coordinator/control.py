@@ -36,7 +36,7 @@ from penstock.services.coordinator.retention import check_room
 from penstock.services.coordinator.scaling import Scaler
 from penstock.services.coordinator.series import columns, metric_names
 from penstock.services.coordinator.store import JobStore
-from penstock.services.coordinator.submission import check_budget, plan_job, resolve_model
+from penstock.services.coordinator.submission import check_budget, plan_job, resolve_model, tell
 from penstock.services.coordinator.timeline import timeline
 from penstock.services.coordinator.webhooks.store import WebhookStore
 from penstock.shared.config.job import JobConfig, group_bytes
@@ -93,21 +93,22 @@ class CoordinatorControl:
             return known
         spec = await resolve_model(spec, self._state)
         try:
-            await self._plan(spec)
+            plan = await self._plan(spec)
         except ConfigError:
             if id and (known := await self.store.find(id)) is not None:  # what it collides with is itself
                 return known
             raise
-        return await self.store.create(spec, id, fine_tuning=fine_tuning)
+        record = await self.store.create(spec, id, fine_tuning=fine_tuning)
+        await tell(self.bus, record.id, plan["warnings"])
+        return record
 
     async def dry_run(self, spec: AnyJob) -> Row:
         """See ``Control.dry_run``."""
         return await self._plan(await resolve_model(spec, self._state))
 
     async def _plan(self, spec: AnyJob) -> Row:
-        records, room = await self.store.list_all(), self.settings.experience_bytes
         stores_parts = (await self.bus.stream_state(subjects.EXPERIENCE)).atomic
-        return await plan_job(spec, records, experience_bytes=room, stores_parts=stores_parts)
+        return await plan_job(spec, await self.store.list_all(), self.settings, stores_parts=stores_parts)
 
     async def _state(self, job: str) -> LedgerState:
         """The fold of the job's ledger, to read only. A finished job has one for good and no snapshots any more."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -12,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.services.coordinator.api.auth import is_loopback
 from penstock.services.coordinator.checkpoints import choose_checkpoint
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.retention import check_room
@@ -23,12 +26,15 @@ from penstock.shared.config.job import MAX_GROUP_BYTES, ROW_BYTES, JobConfig
 from penstock.shared.config.kinds import AnyJob
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.reward import RewardConfig
+from penstock.shared.config.service import ServiceSettings
 from penstock.shared.data.check import DataSummary, check_data
-from penstock.shared.errors import ConfigError, DataError, NotFound
+from penstock.shared.errors import ConfigError, DataError, NotFound, StreamFull, Unavailable
+from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import MAX_INLINE_BYTES
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
+from penstock.shared.transport.bus import Bus
 
-__all__ = ["check_budget", "check_groups", "plan_job", "resolve_model"]
+__all__ = ["check_budget", "check_groups", "plan_job", "resolve_model", "tell"]
 
 REFERENCE = re.compile(r"job:(job_[0-9a-f]{32})@(\w+)", re.ASCII)
 """A checkpoint of another job as a model path."""
@@ -60,7 +66,7 @@ async def resolve_model(spec: AnyJob, ledger: Callable[[str], Awaitable[LedgerSt
 
 
 async def plan_job(
-    spec: AnyJob, records: Sequence[JobRecord], *, experience_bytes: int, stores_parts: bool
+    spec: AnyJob, records: Sequence[JobRecord], settings: ServiceSettings, *, stores_parts: bool
 ) -> dict[str, Any]:
     """What a job would do here.
 
@@ -72,7 +78,7 @@ async def plan_job(
             (``records``).
     """
     _check_model(spec)
-    check_room(records, spec.limits.byte_budget, experience_bytes=experience_bytes)
+    check_room(records, spec.limits.byte_budget, experience_bytes=settings.experience_bytes)
     if isinstance(spec, OnlineJob):
         check_alias(spec, records)
     data = _with_unmeasured(spec, await _open_data(spec))
@@ -83,7 +89,16 @@ async def plan_job(
         **plan,
         "data": msgspec.to_builtins(data),
         "bytes": {"group_max": spec.max_group_bytes + data.row_bytes, "budget": spec.limits.byte_budget},
+        "warnings": _warnings(spec, settings.http_host),
     }
+
+
+async def tell(bus: Bus, job: str, warnings: Sequence[str]) -> None:
+    """Put warnings among the events of a job, which is submitted by now whatever becomes of them."""
+    for text in warnings:
+        row = {"time": time.time(), "level": "warning", "type": "submitted", "message": text, "data": {}}
+        with contextlib.suppress(Unavailable, StreamFull):
+            await bus.publish(subjects.events(job), msgspec.json.encode(row))
 
 
 async def check_budget(spec: AnyJob, *, stores_parts: bool) -> None:
@@ -119,6 +134,16 @@ def check_groups(spec: AnyJob, row_bytes: int, *, stores_parts: bool) -> None:
         what = f"{spec.evaluation.num_prompts} prompts with groups of {parts} must fit"
     if need > spec.limits.byte_budget:
         raise ConfigError(f"limits.byte_budget: {what}: raise it from {spec.limits.byte_budget} to at least {need}")
+
+
+def _warnings(spec: AnyJob, http_host: str) -> list[str]:
+    """What is allowed and likely a mistake, of a deployment whose API listens on ``http_host``."""
+    if is_loopback(http_host) or not isinstance(spec, OnlineJob) or spec.online.is_defended:
+        return []
+    return [
+        f"online: the API listens on {http_host}, and nothing bounds what one sender of feedback can do to the policy; "
+        "set online.defences: standard, or shares, raters, quarantine or promotion of your own"
+    ]
 
 
 async def _plan_training(spec: JobConfig, data: DataSummary) -> dict[str, Any]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from penstock.shared.config.base import StrictModel
 from penstock.shared.config.canary import CanaryConfig
+from penstock.shared.config.defences import Defences, with_defences
 from penstock.shared.config.new_sources import NewSourcesConfig
 from penstock.shared.config.off_policy import OffPolicyConfig
 from penstock.shared.config.posted import PostedConfig
@@ -63,6 +64,8 @@ class OnlineConfig(StrictModel):
     """Discount of later rewards over the turns of an episode."""
     invalid_reward: float | None = None
     """Reward of a completion whose tool calls cannot be parsed; null: the lowest bound of the metrics."""
+    defences: Defences = "none"
+    """`standard`: what is not written here has the values of [Defences](online.md#defences) instead of the defaults."""
     max_share_per_key: float = Field(1.0, gt=0, le=1)
     """Largest share of a batch that one key judged; an answer that nobody judged counts for the key that asked."""
     max_share_per_asker: float = Field(1.0, gt=0, le=1)
@@ -97,6 +100,18 @@ class OnlineConfig(StrictModel):
     """An episode is over this long after its first request, even if requests go on: later turns are `episode_over`."""
     redaction: RedactionConfig | None = None
     """What is blanked in requests, answers and feedback before they are stored; null: nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_defences(cls, data: Any) -> Any:
+        return with_defences(data)
+
+    @property
+    def is_defended(self) -> bool:
+        """Whether anything bounds what one sender of feedback, or one update, can do."""
+        shares = (self.max_share_per_key, self.max_share_per_asker, self.max_share_per_user)
+        sections = (self.new_sources, self.quarantine, self.promotion)
+        return min(shares) < 1 or self.raters != "any" or any(section is not None for section in sections)
 
     @property
     def without_consent(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -109,7 +110,7 @@ class OnlineJob(JobConfig):
             if share * self.train.batch_size < 1:
                 raise ValueError(
                     f"online.{key}: {share:g} of a batch of {self.train.batch_size} is less than one trajectory; "
-                    "raise it, or train.batch_size"
+                    f"raise it, or train.batch_size to {math.ceil(1 / share)}"
                 )
         return self
 

@@ -21,6 +21,7 @@ from penstock.services.coordinator.leaderline import LeaderLine
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.store import JobStore
 from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import parse_job
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, NotFound
 from penstock.shared.protocol import subjects
@@ -198,3 +199,19 @@ async def test_who_cannot_write_is_not_ready(bus: Bus, tmp_path: Path, monkeypat
     assert not ready
     assert checks["ledger"]["ok"], "it can still be read"
     assert not checks["write"]["ok"]
+
+
+async def test_an_open_deployment_tells_of_a_job_without_defences(bus: Bus, tmp_path: Path) -> None:
+    settings = ServiceSettings(data_dir=tmp_path, http_host="0.0.0.0", api_keys="k")
+    control = CoordinatorControl(bus, JobStore(bus), Members(), {}, settings)
+    model = {"config": {"hidden_size": 64}, "tokenizer": "char"}
+    for name, online, told in (("bare", {}, 1), ("guarded", {"defences": "standard"}, 0)):
+        file = {"kind": "online_rl", "name": name, "model": model, "online": online}
+        spec = parse_job(file)
+        plan = await control.dry_run(spec)
+        record = await control.submit(spec, file)
+        events = [row for _, row in await control.events(record.id, after=0, limit=9)]
+        assert [(row["level"], row["type"], row["message"]) for row in events] == [
+            ("warning", "submitted", text) for text in plan["warnings"]
+        ]
+        assert len(events) == told

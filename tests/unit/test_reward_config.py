@@ -14,6 +14,7 @@ from penstock.services.reward.session import num_processes
 from penstock.shared.config.data import DataConfig
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.reward import RewardConfig
+from penstock.shared.config.service import ServiceSettings
 from penstock.shared.data.check import check_data
 from penstock.shared.data.code_tests import CallTest, StatementTest, StreamTest, parse_tests
 from penstock.shared.errors import ConfigError, DataError
@@ -149,7 +150,7 @@ async def test_submitting_a_job_checks_what_its_scorers_need(tmp_path: Path) -> 
         "train": {"max_updates": 1, "batch_size": 8},
     }
     with pytest.raises(ConfigError, match=r"train\.jsonl, line 3: the row has no field 'tests'"):
-        await plan_job(JobConfig.parse(job), [], experience_bytes=1 << 30, stores_parts=True)
+        await plan_job(JobConfig.parse(job), [], ServiceSettings(experience_bytes=1 << 30), stores_parts=True)
 
 
 # -- programs --------------------------------------------------------------------------------------------------------

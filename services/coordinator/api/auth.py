@@ -21,7 +21,7 @@ from penstock.shared.protocol.feedback_tokens import PREFIX as TOKEN_PREFIX
 from penstock.shared.protocol.feedback_tokens import TOKENS, FeedbackGrant
 from penstock.shared.protocol.keys import Scope, StoredKey, key_id
 
-__all__ = ["ANONYMOUS", "Caller", "KeyRing", "needs_key"]
+__all__ = ["ANONYMOUS", "Caller", "KeyRing", "is_loopback", "needs_key"]
 
 TRUST_S = 1.0
 """A key that was looked up is trusted for so long: a revoked one may work this much longer on other replicas."""
@@ -79,7 +79,7 @@ class KeyRing:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
         self._store = store
         self._known: dict[str, tuple[float, StoredKey | None]] = {}
-        if not keys and not _is_loopback(settings.http_host):
+        if not keys and not is_loopback(settings.http_host):
             raise ConfigError(
                 f"the API would listen on {settings.http_host} without a key: set PENSTOCK_API_KEYS "
                 "(comma-separated), or PENSTOCK_HTTP_HOST=127.0.0.1"
@@ -203,7 +203,7 @@ def _refuse_foreign_pages(headers: Headers) -> None:
     host = _host_name(headers.get("host", "localhost"))
     origin = headers.get("origin")
     origin_host = _host_name(origin.partition("://")[2]) if origin else "localhost"
-    if not (_is_loopback(host) and _is_loopback(origin_host)):
+    if not (is_loopback(host) and is_loopback(origin_host)):
         raise HttpProblem(
             403,
             "not_local",
@@ -218,7 +218,8 @@ def _host_name(netloc: str) -> str:
 
 
 @lru_cache(maxsize=256)
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what listens on ``host``."""
     if host == "localhost":
         return True
     try:

@@ -13,6 +13,7 @@ from penstock.services.coordinator.submission import plan_job
 from penstock.services.coordinator.summary import summary_of
 from penstock.shared.config.goals import EarlyStopConfig, KeepBestConfig
 from penstock.shared.config.job import JobConfig
+from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.events import Checkpointed, LineageForked
 
@@ -82,7 +83,9 @@ async def test_a_goal_on_a_source_that_no_evaluation_reaches_is_refused() -> Non
 
     async def plan(metric: str, num_prompts: int) -> list[str]:
         rules = {"checkpoint": {"keep_best": {"metric": metric}}, "evaluation": {"num_prompts": num_prompts}}
-        found = await plan_job(JobConfig.parse({**job, **rules}), [], experience_bytes=1 << 40, stores_parts=True)
+        found = await plan_job(
+            JobConfig.parse({**job, **rules}), [], ServiceSettings(experience_bytes=1 << 40), stores_parts=True
+        )
         return list(found["data"]["notes"])
 
     note = "data.eval: evaluation.num_prompts (128) ends before source 'greedy'"
