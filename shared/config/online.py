@@ -28,7 +28,7 @@ class MetricConfig(StrictModel):
     type: Literal["boolean", "float"]
     """What its values are."""
     level: Literal["interaction", "episode"] = "interaction"
-    """What it judges; an episode's metric goes to its last interaction."""
+    """What it judges; an episode's metric goes to the last interaction of each of its branches."""
     when_true: float = 1.0
     """Reward of `true` (boolean metrics)."""
     when_false: float = -1.0
@@ -61,7 +61,10 @@ class OnlineConfig(StrictModel):
     idle_ttl_s: float = Field(1800.0, gt=0)
     """An episode without a request for this long is over."""
     gamma: float = Field(1.0, ge=0, le=1)
-    """Discount of later rewards over the turns of an episode."""
+    """Discount of later rewards along the branches of an episode."""
+    balance: Literal["episodes", "trajectories"] = "episodes"
+    """What weighs the same in the policy loss: episodes, whose branches share the weight of one, or every trajectory:
+    an episode with three branches then weighs as much as three."""
     invalid_reward: float | None = None
     """Reward of a completion whose tool calls cannot be parsed; null: the lowest bound of the metrics."""
     defences: Defences = "none"

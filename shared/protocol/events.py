@@ -100,7 +100,8 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     kind of prompt, where values are tracked. ``group``: what answers have in common that are compared with each other;
     ``origin``: episode and request of such an answer, for turns of one episode are not.
 
-    ``weight`` scales its advantages: below 1 where a source that is not known yet judged. ``compared`` is what sources
+    ``weight`` scales its advantages: ``share``, what it weighs beside the rest of its episode (0: of an earlier build,
+    as 1), times less than 1 where a source that is not known yet judged. ``compared`` is what sources
     said and what the reference keys said of the same: ``(key, reward, reward)``.
 
     ``judges`` are all keys whose feedback the reward comes from, ``askers`` those that the answers were served to,
@@ -127,6 +128,7 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     compared: list[tuple[str, float, float]] = []
     group: str = ""
     origin: list[str] = []
+    share: float = 0.0
 
 
 class Admitted(Event, frozen=True, kw_only=True, tag=True):

@@ -136,18 +136,26 @@ class OnlineMachine(RuleBasedStateMachine):
 
     # -- what may happen ---------------------------------------------------------------------------------------------
 
-    @rule(episode=st.sampled_from(["", "", *EPISODES[1:]]), old=st.integers(0, 2), broken=st.integers(0, 7))
-    def serve(self, episode: str, old: int, broken: int) -> None:
+    @rule(
+        episode=st.sampled_from(["", "", *EPISODES[1:]]),
+        old=st.integers(0, 2),
+        broken=st.integers(0, 7),
+        back=st.integers(0, 3),
+    )
+    def serve(self, episode: str, old: int, broken: int, back: int = 0) -> None:
+        """An answer to a new prompt, or to one that goes on from one of the newest turns of the episode."""
         if self.served == len(NAMES):
             return
         name = NAMES[self.served]
         self.served += 1
         version = max(0, self.world.engine_version - old)
+        before = [one for one in self.world.interactions.values() if one.episode == episode][-back:] if back else []
+        prompt = [*before[0].prompt_ids, *before[0].token_ids, 3] if before else [1]
         self.world.interactions[len(self.world.interactions) + 1] = Interaction(
             id=name, request=name, index=0, job="j", episode=episode or f"own-{name}", alone=not episode,
             key_id="asker", user="u", split="train", untrainable="client_disconnected" if broken == 1 else "",
-            prompt_ids=[1], token_ids=[2], logprobs=[-0.1], spans=[Span(version, 0, 1)],
-            sampling=Sampling(max_new_tokens=2),
+            prompt_ids=prompt, token_ids=[2], logprobs=[-0.1],
+            spans=[Span(version, 0, 1)], sampling=Sampling(max_new_tokens=2),
             finish="stop", template="", body_digest="", text="", tool_calls_valid=False if broken == 2 else None,
             started=self.now, first_token=self.now, ended=self.now,
         )  # fmt: skip

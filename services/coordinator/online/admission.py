@@ -12,7 +12,18 @@ from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.interaction import CANARY, Feedback, Interaction
 from penstock.shared.protocol.objective import Objective
 
-__all__ = ["Decision", "admit", "counted", "lag_of", "out_of_range", "refusal_of", "reward_of", "worth_of"]
+__all__ = [
+    "Decision",
+    "admit",
+    "counted",
+    "is_invalid",
+    "lag_of",
+    "out_of_range",
+    "refusal_of",
+    "reward_of",
+    "reward_of_whole",
+    "worth_of",
+]
 
 FARTHEST = 10.0
 """A float beyond this many times its metric's bounds is an error of its sender, not an opinion."""
@@ -67,7 +78,8 @@ def admit(
         now: Unix seconds.
         last: whether metrics of the episode are its own.
         closed: whether nothing more is waited for: what is missing counts as its default.
-        rated: whether something was said of another turn of its episode, for which this one gets its share.
+        rated: whether something was said of another turn of its conversation, or of the whole episode, for which this
+            one gets its share.
         refusal: what ``refusal_of`` says of it, where that is known already.
     """
     reward, said = reward_of(interaction, items, job, now=now, last=last, closed=closed), bool(counted(items))
@@ -80,7 +92,7 @@ def admit(
         return _refused(interaction, reward, reason, job, said=said or rated)
     if max(span.version for span in interaction.spans) > version:
         return Decision("wait", "newer_than_the_clock")
-    if _is_invalid(interaction, job):
+    if is_invalid(interaction, job):
         return Decision("train", "invalid", invalid_reward(job))
     if reward is None:
         return Decision("wait", "feedback")
@@ -93,7 +105,7 @@ def _imitated(interaction: Interaction, reward: float | None, denied: str, job: 
     """What the policy loss may not use is imitated where somebody said what it is worth."""
     if reward is None:
         return Decision("wait", "feedback")
-    if not source or _is_invalid(interaction, job):
+    if not source or is_invalid(interaction, job):
         return _refused(interaction, reward, denied, job, said=bool(source))
     return Decision("train", source, reward, "supervised", denied)
 
@@ -105,7 +117,7 @@ def _refused(interaction: Interaction, reward: float | None, reason: str, job: O
     if reward is None:
         return Decision("wait", "feedback")
     defaults = any(metric.default_after_s is not None for metric in job.online.metrics.values())
-    return Decision("reject", reason, reward, compared=said or defaults or _is_invalid(interaction, job))
+    return Decision("reject", reason, reward, compared=said or defaults or is_invalid(interaction, job))
 
 
 def refusal_of(interaction: Interaction, job: OnlineJob) -> str:
@@ -137,7 +149,7 @@ def reward_of(
     interaction: Interaction, items: Iterable[Feedback], job: OnlineJob, *, now: float, last: bool, closed: bool
 ) -> float | None:
     """Sum over the declared metrics; None while one is missing that is still waited for."""
-    if _is_invalid(interaction, job):
+    if is_invalid(interaction, job):
         return invalid_reward(job)
     total, items = 0.0, list(items)
     for name, metric in job.online.metrics.items():
@@ -153,7 +165,17 @@ def reward_of(
     return total
 
 
-def _is_invalid(interaction: Interaction, job: OnlineJob) -> bool:
+def reward_of_whole(items: Iterable[Feedback], job: OnlineJob) -> float:
+    """Sum over the metrics of level `episode` of an episode that is over; a missing one counts as its default."""
+    total, items = 0.0, list(items)
+    for name, metric in job.online.metrics.items():
+        if metric.level == "episode":
+            value = _mean([item for item in items if item.metric == name], metric)
+            total += worth_of(metric.default_value, metric) if value is None else value
+    return total
+
+
+def is_invalid(interaction: Interaction, job: OnlineJob) -> bool:
     """Whether an answer is bad whatever is said of it."""
     cut_short = interaction.finish == "length" and job.online.truncated == "penalise"
     return interaction.tool_calls_valid is False or cut_short

@@ -37,8 +37,9 @@ class Stored:
 def decided_again(admissions: Sequence[Admission], stored: Stored, job: OnlineJob) -> tuple[int, list[str]]:
     """``(how many were decided again, what came out otherwise)`` of the admissions of one decision.
 
-    Left out is what has no interactions of its own, what is not all there any more, and what comes out otherwise in a
-    way that a turn before the oldest record would explain: by when its episode began, or by the numbers of its turns.
+    Left out is what has no interactions of its own, what is not all there any more, what comes out otherwise in a way
+    that a turn before the oldest record would explain (by when its episode began, by the numbers of its turns, or by
+    its branches), and episodes with branches that an earlier build decided, for which they had none.
     """
     episodes: defaultdict[str, list[Admission]] = defaultdict(list)
     for admission in admissions:
@@ -51,8 +52,11 @@ def decided_again(admissions: Sequence[Admission], stored: Stored, job: OnlineJo
         if items is None or any(seq not in stored.records for one in group for seq in one.interactions.values()):
             continue
         found = [_difference(group, turns, items, stored, job) for turns in _turns(group, items, stored)]
-        is_same, in_doubt = "" in found, None in found or _is_numbered(items)
+        is_same, has_branches = "" in found, _has_branches(group, items, stored, job)
+        in_doubt = None in found or has_branches or _is_numbered(items)
         if not found or (in_doubt and not is_same and _may_lack(group, stored, job)):
+            continue
+        if has_branches and not is_same and not any(one.share for one in group):
             continue
         checked += len(group)
         if not is_same:
@@ -69,6 +73,12 @@ def _may_lack(group: Sequence[Admission], stored: Stored, job: OnlineJob) -> boo
     """Whether its episode may have had turns of which nothing is left."""
     first = stored.records[next(iter(group[0].interactions.values()))]
     return stored.oldest > 1 and not _is_single(first, job)
+
+
+def _has_branches(group: Sequence[Admission], items: Mapping[str, Item], stored: Stored, job: OnlineJob) -> bool:
+    """Whether some turn of its episode does not go on from the one before it."""
+    trees = (_episode_of(seqs, items, stored, job).tree for seqs in _turns(group, items, stored))
+    return any(tree.parents != tuple(range(-1, len(tree.parents) - 1)) for tree in trees)
 
 
 def _key(record: Interaction, job: OnlineJob) -> str:
@@ -119,10 +129,8 @@ def _turns(group: Sequence[Admission], items: Mapping[str, Item], stored: Stored
         yield list(own.values())
 
 
-def _difference(
-    group: Sequence[Admission], seqs: Sequence[int], items: Mapping[str, Item], stored: Stored, job: OnlineJob
-) -> str | None:
-    """What an admission says otherwise than its records and feedback; '' for nothing, None: it would still wait."""
+def _episode_of(seqs: Sequence[int], items: Mapping[str, Item], stored: Stored, job: OnlineJob) -> Episode:
+    """The episode as the leader had it that decided on these."""
     first = stored.records[seqs[0]]
     episode = Episode(_is_single(first, job))
     turns = {canonical(stored.records[seq].id): Turn(seq, stored.records[seq]) for seq in seqs}
@@ -131,6 +139,14 @@ def _difference(
     for name, item in items.items():
         target = turns.get(canonical(item.feedback.inference))
         (target.items if target is not None else episode.items)[name] = item
+    return episode
+
+
+def _difference(
+    group: Sequence[Admission], seqs: Sequence[int], items: Mapping[str, Item], stored: Stored, job: OnlineJob
+) -> str | None:
+    """What an admission says otherwise than its records and feedback; '' for nothing, None: it would still wait."""
+    episode = _episode_of(seqs, items, stored, job)
     admission = group[0]
     spans = [span for seq in admission.interactions.values() for span in stored.records[seq].spans]
     outcome = episode.settle(
@@ -147,4 +163,6 @@ def _difference(
             return f"ordinal {one.ordinal}: decided again its reward would be {again.reward:g}, not {one.reward:g}"
         if (again.reason, again.objective) != (one.reason, one.objective):
             return f"ordinal {one.ordinal}: decided again it would be {again.objective} by {again.reason}"
+        if one.share and not math.isclose(again.share, one.share, rel_tol=CLOSE):
+            return f"ordinal {one.ordinal}: decided again its share of the episode would be {again.share:g}"
     return ""

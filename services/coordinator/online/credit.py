@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from penstock.services.coordinator.online.branches import ROOT, Tree
 from penstock.services.coordinator.online.shares import Owners
 from penstock.shared.protocol.interaction import Feedback, Interaction
 from penstock.shared.protocol.objective import Objective
 
-__all__ = ["Held", "Item", "Trajectory", "Turn", "joined", "returns"]
+__all__ = ["Held", "Item", "Trajectory", "Turn", "joined", "nearest", "returns"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class Trajectory:
     """Turns that are trained as one: each prompt but the first begins with all tokens before it.
 
     ``feedback`` is everything whose fate is that of the trajectory; ``judges`` are the keys that its reward comes from,
-    also by what they said of later turns.
+    also by what they said of later turns. ``share``: how much it weighs beside the others of its episode.
     """
 
     turns: tuple[Turn, ...]
@@ -56,6 +58,7 @@ class Trajectory:
     feedback: dict[str, Item]
     judges: tuple[str, ...] = ()
     objective: Objective = "policy"
+    share: float = 1.0
 
     @cached_property
     def first(self) -> int:
@@ -90,35 +93,63 @@ class Trajectory:
         return Owners(self.judges or askers, askers, (self.user,))
 
 
-def returns(rewards: Sequence[float], gamma: float) -> list[float]:
-    """``G_t = r_t + gamma * G_{t+1}`` of each turn."""
-    found: list[float] = []
-    later = 0.0
-    for reward in reversed(rewards):
-        later = reward + gamma * later
-        found.append(later)
-    return found[::-1]
+def returns(
+    rewards: Sequence[float], gamma: float, tree: Tree | None = None, counts: Sequence[bool] = ()
+) -> list[float]:
+    """``G_t = r_t + gamma * (mean of G_c over the turns c that go on from t)``; of one: ``r_t + gamma * G_{t+1}``.
 
-
-def joined(turns: Sequence[Turn], values: Sequence[float]) -> list[list[int]]:
-    """Places of turns that make one trajectory each, in order.
-
-    A turn continues the one before it where its prompt begins with that turn's prompt and completion, token by token,
-    and both have the same return and temperature: then one pass over the tokens serves both, and one reward says it
-    all. A prompt that was rendered anew, another return or temperature, begins a new trajectory.
+    Args:
+        tree: None: each turn goes on from the one before it.
+        counts: whether each turn is trained, or something was said of it. Where several go on from one, those of which
+            that holds neither for themselves nor for what follows do not dilute the others.
     """
-    found: list[list[int]] = []
-    for place, turn in enumerate(turns):
-        if place and _continues(turns[place - 1], turn) and math.isclose(values[place - 1], values[place]):
-            found[-1].append(place)
-        else:
-            found.append([place])
+    found, matters = list(rewards), [*counts] or [True] * len(rewards)
+    children = tree.children if tree is not None else [[place] for place in range(1, len(rewards))] + [[]]
+    for place in range(len(found) - 1, -1, -1):
+        after = children[place]
+        matters[place] = matters[place] or any(matters[child] for child in after)
+        after = [child for child in after if matters[child]] or after
+        if after:
+            found[place] = rewards[place] + gamma * (sum(found[child] for child in after) / len(after))
     return found
 
 
-def _continues(before: Turn, turn: Turn) -> bool:
-    so_far = [*before.interaction.prompt_ids, *before.interaction.token_ids]
-    prompt = turn.interaction.prompt_ids
-    if before.interaction.sampling.temperature != turn.interaction.sampling.temperature:
-        return False
-    return len(prompt) >= len(so_far) and prompt[: len(so_far)] == so_far
+def nearest(tree: Tree, place: int, among: Container[int]) -> tuple[int, bool]:
+    """``(the nearest turn before one among these, whether it extends that by all its tokens)``; (-1, False): none."""
+    extends = tree.extends[place]
+    above = tree.parents[place]
+    while above != ROOT and above not in among:
+        extends = extends and tree.extends[above]
+        above = tree.parents[above]
+    return above, extends and above != ROOT
+
+
+def joined(
+    turns: Sequence[Turn], tree: Tree, kinds: Mapping[int, Objective], values: Sequence[float]
+) -> list[list[int]]:
+    """Places of turns that make one trajectory each, in order; ``kinds`` of those that are trained.
+
+    A turn continues the nearest one before it that is trained where its prompt begins with that turn's prompt and
+    completion, token by token, nothing else goes on from there, and both are for the same loss and have the same return
+    and temperature: then one pass over the tokens serves both, and one reward says it all.
+    """
+    before = {place: nearest(tree, place, kinds) for place in kinds}
+    following = Counter(above for above, _ in before.values())
+    found: dict[int, list[int]] = {}
+    for place in sorted(kinds):
+        above, extends = before[place]
+        same = extends and following[above] == 1 and kinds[above] == kinds[place]
+        if (
+            same
+            and math.isclose(values[above], values[place])
+            and _temperature(turns[above]) == _temperature(turns[place])
+        ):
+            found[place] = found[above]
+            found[place].append(place)
+        else:
+            found[place] = [place]
+    return [places for place, places in found.items() if places[0] == place]
+
+
+def _temperature(turn: Turn) -> float:
+    return turn.interaction.sampling.temperature

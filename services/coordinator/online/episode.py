@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
-from penstock.services.coordinator.online.admission import Decision, admit, counted, refusal_of
+from penstock.services.coordinator.online.admission import (
+    Decision,
+    admit,
+    counted,
+    is_invalid,
+    refusal_of,
+    reward_of_whole,
+)
+from penstock.services.coordinator.online.branches import ROOT, Said, Tree, shares_of, tree_of
 from penstock.services.coordinator.online.canary import Earned, earned_by
-from penstock.services.coordinator.online.credit import Item, Trajectory, Turn, joined, returns
+from penstock.services.coordinator.online.credit import Item, Trajectory, Turn, joined, nearest, returns
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.interaction import CANARY, NOT_COMPARED, Feedback, Interaction
+from penstock.shared.protocol.objective import Objective
 
 __all__ = ["CUT", "UNKNOWN", "Episode", "Outcome"]
 
@@ -44,6 +52,8 @@ class Episode:
     single: bool
     turns: list[Turn] = field(default_factory=list)
     items: dict[str, Item] = field(default_factory=dict)
+    _tree: tuple[tuple[int, ...], Tree] = ((), Tree((), ()))
+    """The sequences of the turns that it is of, and their tree."""
 
     @property
     def asker(self) -> str:
@@ -93,20 +103,36 @@ class Episode:
         if not (self.single or closed or idle):
             return None
         said = [self._said_of(place) for place in range(len(self.turns))]
-        rated = any(counted(items) for items in said)
+        rated = self._rated(said, job)
         for turn in self.turns:
             if turn.refusal is None:  # facts alone decide it: once, however often the episode is looked at
                 turn.refusal = refusal_of(turn.interaction, job)
         decisions = [
             admit(
                 turn.interaction, said[place], job, version=version, now=now,
-                last=place == len(self.turns) - 1, closed=closed or idle, rated=rated, refusal=turn.refusal,
+                last=place == len(self.turns) - 1, closed=closed or idle, rated=rated[place], refusal=turn.refusal,
             )
             for place, turn in enumerate(self.turns)
         ]  # fmt: skip
         if any(decision.verdict == "wait" for decision in decisions):
             return None
-        return self._outcome(job, decisions)
+        return self._outcome(job, said, decisions)
+
+    @property
+    def tree(self) -> Tree:
+        """Which of its turns goes on from which: looked for once, however often the episode is looked at."""
+        seqs = tuple(turn.seq for turn in self.turns)
+        if self._tree[0] != seqs:
+            found = (turn.interaction for turn in self.turns)
+            self._tree = seqs, tree_of([Said.of(one.prompt_ids, one.token_ids) for one in found])
+        return self._tree[1]
+
+    def _rated(self, said: Sequence[Sequence[Feedback]], job: OnlineJob) -> list[bool]:
+        """Whether something was said of the conversation that each turn is of, or of the whole episode."""
+        roots, words = self.tree.roots, [counted(items) for items in said]
+        rated = {root for root, items in zip(roots, words, strict=True) if items}
+        whole = any(_is_of_whole(item, job) for items in words for item in items)
+        return [whole or root in rated for root in roots]
 
     def _closed(self, job: OnlineJob) -> bool:
         """Whether somebody said that it is over: by `final`, or by every metric that judges the whole."""
@@ -121,45 +147,88 @@ class Episode:
     def _said_of(self, place: int) -> list[Feedback]:
         """Feedback on one turn; what was said of the whole, or of a turn by number, goes to that turn or the last."""
         said = [item.feedback for item in self.turns[place].items.values()]
-        for item in self.items.values():
-            target = item.feedback.turn if 0 <= item.feedback.turn < len(self.turns) else len(self.turns) - 1
-            if target == place and item.feedback.metric:
-                said.append(item.feedback)
-        return said
+        return said + [
+            item.feedback
+            for item in self.items.values()
+            if self._target(item.feedback) == place and item.feedback.metric
+        ]
 
-    def _outcome(self, job: OnlineJob, decisions: list[Decision]) -> Outcome:
-        earned = earned_by(job, self.turns, decisions, self._judges(0))
+    def _target(self, feedback: Feedback) -> int:
+        """The turn that something is about which names the episode."""
+        return feedback.turn if 0 <= feedback.turn < len(self.turns) else len(self.turns) - 1
+
+    def _outcome(self, job: OnlineJob, said: Sequence[Sequence[Feedback]], decisions: list[Decision]) -> Outcome:
+        earned = earned_by(job, self.turns, decisions, _judges(self._said()))
         if any(turn.refusal in (CANARY, NOT_COMPARED) for turn in self.turns):  # no turn learns from what followed it
             return Outcome([], [(turn, CANARY) for turn in self.turns], earned)
-        values = returns([decision.reward for decision in decisions], job.online.gamma)
+        tree = self.tree
+        counts = [
+            decision.verdict == "train" or bool(counted(items))
+            for decision, items in zip(decisions, said, strict=True)
+        ]  # fmt: skip
+        values = returns(self._rewards(job, said, decisions), job.online.gamma, tree, counts)
         decisions = [_worth_it(decision, value, job) for decision, value in zip(decisions, values, strict=True)]
-        good = [place for place, decision in enumerate(decisions) if decision.verdict == "train"]
-        refused = [(self.turns[p], decisions[p].reason) for p in range(len(decisions)) if p not in good]
+        kinds = {place: one.objective for place, one in enumerate(decisions) if one.verdict == "train"}
+        refused = [(self.turns[p], decisions[p].reason) for p in range(len(decisions)) if p not in kinds]
+        parts = joined(self.turns, tree, kinds, values)
+        shares = self._shares(job, parts, kinds)
         trajectories = []
-        for places in self._runs(good, decisions, values):
+        for places in parts:
             feedback = {name: item for place in places for name, item in self.turns[place].items.items()}
-            if places[-1] == good[-1]:  # what was said of refused turns counts by credit
+            if places[-1] == max(kinds):  # what was said of refused turns counts by credit
                 feedback |= self.items | {name: item for turn, _ in refused for name, item in turn.items.items()}
-            judges = self._judges(places[0])
+            judges = _judges(self._concerning(places[0], job))
             reason = _reason([decisions[place] for place in places], [values[place] for place in places], judges)
-            turns = tuple(self.turns[place] for place in places)
-            trajectories.append(
-                Trajectory(turns, values[places[-1]], reason, feedback, judges, decisions[places[0]].objective)
-            )
+            turns, objective = tuple(self.turns[place] for place in places), kinds[places[0]]
+            share = shares.get(places[0], 1.0)
+            trajectories.append(Trajectory(turns, values[places[-1]], reason, feedback, judges, objective, share))
         return Outcome(trajectories, refused, earned)
 
-    def _runs(self, good: list[int], decisions: list[Decision], values: list[float]) -> Iterator[list[int]]:
-        """Places of turns that make one trajectory each; those of different objectives never share one."""
-        for _, group in groupby(good, key=lambda place: decisions[place].objective):
-            places = list(group)
-            for run in joined([self.turns[place] for place in places], [values[place] for place in places]):
-                yield [places[index] for index in run]
+    def _rewards(
+        self, job: OnlineJob, said: Sequence[Sequence[Feedback]], decisions: Sequence[Decision]
+    ) -> list[float]:
+        """What each turn earned by itself; the last one of every branch has what the whole episode earned, too."""
+        rewards, whole = [decision.reward for decision in decisions], reward_of_whole(said[-1], job)
+        last = len(rewards) - 1  # has it already
+        for place in set(range(last)) - set(self.tree.parents):
+            if not is_invalid(self.turns[place].interaction, job):
+                rewards[place] += whole
+        return rewards
 
-    def _judges(self, place: int) -> tuple[str, ...]:
-        """Keys whose feedback decides over a turn: what later ones earned comes back to it."""
-        said = [*self.items.values(), *(item for turn in self.turns[place:] for item in turn.items.values())]
-        counting = (item.feedback for item in said if item.feedback.metric and item.feedback.weight > 0)
-        return tuple(sorted({item.key_id for item in counting}))
+    def _shares(
+        self, job: OnlineJob, parts: Sequence[Sequence[int]], kinds: Mapping[int, Objective]
+    ) -> dict[int, float]:
+        """How much the trajectories for the policy loss weigh, by their first turn."""
+        if job.online.balance == "trajectories":
+            return {}
+        own = [places for places in parts if kinds[places[0]] == "policy"]
+        part_of = {place: part for part, places in enumerate(own) for place in places}
+        above = (nearest(self.tree, places[0], part_of)[0] for places in own)
+        parents = [part_of.get(place, ROOT) for place in above]
+        lengths = [sum(len(self.turns[place].interaction.token_ids) for place in places) for places in own]
+        by_length = lengths if job.algorithm.aggregation == "sequence_mean" else None
+        return dict(zip((places[0] for places in own), shares_of(parents, by_length), strict=True))
+
+    def _concerning(self, place: int, job: OnlineJob) -> list[Item]:
+        """What was said of a turn and of those that go on from it, of the whole, or by number of its conversation."""
+        roots = self.tree.roots
+        of_episode = [
+            item
+            for item in self.items.values()
+            if _is_of_whole(item.feedback, job) or roots[self._target(item.feedback)] == roots[place]
+        ]
+        return of_episode + [item for later in self.tree.below(place) for item in self.turns[later].items.values()]
+
+
+def _is_of_whole(feedback: Feedback, job: OnlineJob) -> bool:
+    metric = job.online.metrics.get(feedback.metric)
+    return metric is not None and metric.level == "episode"
+
+
+def _judges(said: Iterable[Item]) -> tuple[str, ...]:
+    """Keys whose feedback decides over what it concerns: what later turns earned comes back to earlier ones."""
+    counting = (item.feedback for item in said if item.feedback.metric and item.feedback.weight > 0)
+    return tuple(sorted({item.key_id for item in counting}))
 
 
 def _reason(decisions: Sequence[Decision], values: Sequence[float], judges: Collection[str]) -> str:

@@ -231,7 +231,11 @@ class LiveSource:
 
 def _admission(job: OnlineJob, draft: Draft, ordinal: int, trajectory: Trajectory, start: int) -> Admission:
     agreements = draft.state.agreements
-    judges, said = trajectory.owners.judges, (item.feedback for item in trajectory.feedback.values())
+    judges, share, said = (
+        trajectory.owners.judges,
+        trajectory.share,
+        (item.feedback for item in trajectory.feedback.values()),
+    )
     return Admission(
         ordinal=ordinal,
         interactions={bare_id(t.interaction.id) or t.interaction.id: t.seq for t in trajectory.turns},
@@ -246,8 +250,9 @@ def _admission(job: OnlineJob, draft: Draft, ordinal: int, trajectory: Trajector
         bucket=bucket_of(job, trajectory.turns[0].interaction.tags),
         judges=list(judges),
         askers=list(trajectory.owners.askers),
-        weight=weight_of(job, agreements, judges, trajectory.reason) if trajectory.is_policy else 1.0,
+        weight=weight_of(job, agreements, judges, trajectory.reason) * share if trajectory.is_policy else 1.0,
         compared=comparisons(job, said),
         group=(group := siblings_of(job, trajectory.turns[0].interaction)),
         origin=origin_of(trajectory.turns[0].interaction) if group else [],
+        share=share,
     )

@@ -1,0 +1,148 @@
+"""Laws of credit over branches: returns against their closed form, trees against a search, weights against the mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from penstock.services.coordinator.online.branches import ROOT, Said, Tree, shares_of, tree_of
+from penstock.services.coordinator.online.credit import returns
+
+LAWS = settings(max_examples=40, deadline=None)
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> tuple[int, ...]:
+    size = draw(st.integers(1, 12))
+    return tuple(draw(st.integers(ROOT, place - 1)) for place in range(size))
+
+
+TOKENS = st.lists(st.integers(0, 2), max_size=5)
+EPISODES = st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=9)
+WORTH = st.integers(-4, 4).map(float)
+
+
+def path(parents: Sequence[int], place: int) -> list[int]:
+    """From a turn to the first one of its branch."""
+    found = [place]
+    while parents[found[-1]] != ROOT:
+        found.append(parents[found[-1]])
+    return found
+
+
+@LAWS
+@given(forests(), st.data(), st.sampled_from([0.0, 0.5, 0.9, 1.0]))
+def test_a_return_is_the_discounted_mean_over_all_ways_on(
+    parents: tuple[int, ...], data: st.DataObject, gamma: float
+) -> None:
+    """``G_t = Σ_d r_d · gamma^(steps to d) · Π (1 / turns that go on from each turn on the way)``."""
+    rewards = data.draw(st.lists(WORTH, min_size=len(parents), max_size=len(parents)))
+    found = returns(rewards, gamma, Tree(parents, (True,) * len(parents)))
+    for place in range(len(parents)):
+        expected = 0.0
+        for later in range(place, len(parents)):
+            way = path(parents, later)
+            if place in way:
+                on_the_way = way[1 : way.index(place) + 1]
+                chance = 1.0
+                for turn in on_the_way:
+                    chance /= parents.count(turn)
+                expected += rewards[later] * gamma ** len(on_the_way) * chance
+        assert found[place] == pytest.approx(expected)
+
+
+@LAWS
+@given(st.lists(WORTH, min_size=1, max_size=12), st.sampled_from([0.0, 0.5, 1.0]))
+def test_one_branch_has_exactly_the_returns_of_turns_in_time(rewards: list[float], gamma: float) -> None:
+    tree = Tree(tuple(range(-1, len(rewards) - 1)), (False,) * len(rewards))
+    expected, later = list[float](), 0.0
+    for reward in reversed(rewards):
+        later = reward + gamma * later
+        expected.append(later)
+    assert returns(rewards, gamma, tree, [False] * len(rewards)) == returns(rewards, gamma) == expected[::-1]
+
+
+@LAWS
+@given(forests(), st.data())
+def test_what_nobody_spoke_of_and_nobody_trains_dilutes_nothing(parents: tuple[int, ...], data: st.DataObject) -> None:
+    rewards = data.draw(st.lists(WORTH, min_size=len(parents), max_size=len(parents)))
+    place = data.draw(st.integers(0, len(parents) - 1))
+    tree = Tree(parents, (True,) * len(parents))
+    before = returns(rewards, 0.5, tree)
+    mute = Tree((*parents, place), (*tree.extends, True))
+    after = returns([*rewards, 3.0], 0.5, mute, [True] * len(parents) + [False])
+    if place in parents:
+        assert after[:-1] == before
+    else:
+        assert after[place] == rewards[place] + 1.5, "the only one that goes on"
+
+
+@LAWS
+@given(EPISODES)
+def test_a_tree_is_what_a_search_finds(turns: list[tuple[list[int], list[int]]]) -> None:
+    """The longest earlier prompt and answer that a prompt begins with; the newest of the same."""
+    tree = tree_of([Said.of(*one) for one in turns])
+    wholes = [prompt + answer for prompt, answer in turns]
+    for place, (prompt, _) in enumerate(turns):
+        fits = [n for n in range(place) if wholes[n] and prompt[: len(wholes[n])] == wholes[n]]
+        assert tree.extends[place] == bool(fits)
+        if fits:
+            assert tree.parents[place] == max(fits, key=lambda n: (len(wholes[n]), n))
+        assert ROOT <= tree.parents[place] < place
+    assert [place in tree.below(root) for place, root in enumerate(tree.roots)] == [True] * len(turns)
+
+
+@LAWS
+@given(EPISODES)
+def test_a_branch_begins_only_while_another_conversation_goes_on(turns: list[tuple[list[int], list[int]]]) -> None:
+    tree = tree_of([Said.of(*one) for one in turns])
+    for place in range(1, len(turns)):
+        if tree.parents[place] == ROOT:
+            assert any(tree.parents[later] in range(place) for later in range(place + 1, len(turns)))
+
+
+@LAWS
+@given(st.lists(TOKENS.filter(bool), min_size=1, max_size=6), st.booleans())
+def test_a_conversation_that_goes_on_is_one_branch(said: list[list[int]], again: bool) -> None:
+    """However often the same tokens come."""
+    turns, so_far = list[Said](), [9]
+    for answer in said:
+        turns.append(Said.of(so_far, answer))
+        so_far = [*so_far, *answer, *([9] if again else [])]
+    assert tree_of(turns).parents == tuple(range(-1, len(said) - 1))
+
+
+@LAWS
+@given(forests(), st.data())
+def test_the_weighted_sum_over_parts_is_the_mean_over_branches(parents: tuple[int, ...], data: st.DataObject) -> None:
+    """With losses of parts that are sums over tokens: ``Σ_p share_p · L_p = 1/B · Σ_b Σ_{p in b} L_p``."""
+    size = len(parents)
+    losses = data.draw(st.lists(WORTH, min_size=size, max_size=size))
+    ends = sorted(set(range(size)) - set(parents))
+    mean = sum(losses[part] for end in ends for part in path(parents, end)) / len(ends)
+    shares = shares_of(parents)
+    assert sum(share * loss for share, loss in zip(shares, losses, strict=True)) == pytest.approx(mean)
+    assert sum(shares[place] for place in range(size) if parents[place] == ROOT) >= 1 - 1e-9
+    if len(ends) == 1:
+        assert shares == [1.0] * size, "exactly"
+
+
+@LAWS
+@given(forests(), st.data())
+def test_with_lengths_each_branch_is_one_sequence(parents: tuple[int, ...], data: st.DataObject) -> None:
+    """With losses of parts that are means over tokens, a branch is the mean over all of its tokens."""
+    size = len(parents)
+    losses = data.draw(st.lists(st.integers(-4, 4).map(Fraction), min_size=size, max_size=size))
+    lengths = data.draw(st.lists(st.integers(1, 9), min_size=size, max_size=size))
+    ends = sorted(set(range(size)) - set(parents))
+    branches = [path(parents, end) for end in ends]
+    means = [sum(losses[p] * lengths[p] for p in one) / sum(lengths[p] for p in one) for one in branches]
+    shares = shares_of(parents, lengths)
+    found = sum(share * float(loss) for share, loss in zip(shares, losses, strict=True))
+    assert found == pytest.approx(float(sum(means) / len(ends)))
+    assert sum(shares) == pytest.approx(1.0), "an episode weighs as much as one trajectory"
+    assert all(0 < share <= 1 for share in shares)

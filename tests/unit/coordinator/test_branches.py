@@ -1,0 +1,263 @@
+"""Episodes with branches: which turn goes on from which, whose reward comes back to whom, what each branch weighs."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from penstock.services.coordinator.decision import Draft, copy_state
+from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.online.again import Stored, decided_again
+from penstock.services.coordinator.online.branches import Said, Tree, shares_of, tree_of
+from penstock.services.coordinator.online.credit import Trajectory, returns
+from penstock.services.coordinator.online.groups import group_of
+from penstock.services.coordinator.online.matching import Matching
+from penstock.services.coordinator.online.source import LiveSource
+from penstock.services.coordinator.online.sources import flaws_of_weights
+from penstock.services.coordinator.run import JobRun
+from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.protocol.events import Admission, Admitted, Checkpointed, JobStarted
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.interaction import Feedback, Interaction
+
+spec = importlib.util.spec_from_file_location("online_learning", Path(__file__).with_name("test_online_learning.py"))
+assert spec is not None
+assert spec.loader is not None
+learning: Any = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(learning)
+NOW, EPISODE, SOLVED = learning.NOW, learning.EPISODE, learning.SOLVED
+job, said = learning.job, learning.said
+EPOCH: dict[str, Any] = {"writer_epoch": 1, "time": NOW}
+HEADER = [90, 91]
+"""What a template puts before each answer."""
+
+
+def turn(name: str, prompt: list[int], answer: list[int], at: float, **changes: Any) -> Interaction:
+    found: Interaction = learning.interaction(
+        name, prompt_ids=prompt, token_ids=answer, at=NOW + at, episode=EPISODE, alone=False, **changes
+    )
+    return found
+
+
+def agents() -> list[Interaction]:
+    """An agent (a) and one that it asks meanwhile (s): two conversations of two turns each, interleaved."""
+    return [
+        turn("a1", [1, 2], [3], 1),
+        turn("s1", [7], [8], 2),
+        turn("a2", [1, 2, 3, 4], [5], 3),
+        turn("s2", [7, 8, 9], [10], 4),
+    ]
+
+
+def settled(
+    turns: list[Interaction], *items: Feedback, now: float = NOW + 99_999, **online: Any
+) -> dict[str, Trajectory]:
+    """Trajectories by the names of their turns, once the episode is over."""
+    matching = Matching(job(**online))
+    for seq, one in enumerate(turns, 1):
+        matching.on_interaction(seq, one)
+    for seq, item in enumerate(items, 1):
+        matching.on_feedback(seq, item, NOW)
+    matching.sweep(version=5, now=now)
+    return {"".join(t.interaction.id for t in one.turns): one for found in matching.ready.values() for one in found}
+
+
+def rewards(turns: list[Interaction], *items: Feedback, **online: Any) -> dict[str, float]:
+    return {name: one.reward for name, one in settled(turns, *items, **online).items()}
+
+
+# -- the tree ---------------------------------------------------------------------------------------------------------
+
+
+def parents(*turns: tuple[list[int], list[int]]) -> tuple[int, ...]:
+    return tree_of([Said.of(prompt, answer) for prompt, answer in turns]).parents
+
+
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        pytest.param([([1], [2]), ([1, 2, 3], [4]), ([1, 2, 3, 4, 5], [6])], (-1, 0, 1), id="the longest beginning"),
+        pytest.param([([1], [2]), ([1, 2, 3], [4]), ([1, 2, 5], [6])], (-1, 0, 0), id="two go on from one"),
+        pytest.param([([1], [2]), ([7], [8]), ([1, 2, 3], [4]), ([7, 8], [9])], (-1, -1, 0, 1), id="interleaved"),
+        pytest.param([([1], [2]), ([1], [2]), ([1, 2, 3], [4])], (-1, 0, 1), id="the newest of the same"),
+        pytest.param([([1], [2]), ([1], [3]), ([1, 2, 4], [4])], (-1, -1, 0), id="the same prompt asked again"),
+        pytest.param([([1], [2]), ([9], [3]), ([8], [4])], (-1, 0, 1), id="nothing is known to go on"),
+        pytest.param([([1, 2], [3]), ([1], [2])], (-1, 0), id="one that comes first only as tokens do"),
+        pytest.param([([], [3]), ([], []), ([5], [2])], (-1, 0, 1), id="without tokens"),
+        pytest.param([([257], [2]), ([257, 2, 1], [2]), ([1], [9])], (-1, 0, 1), id="tokens, not bytes"),
+    ],
+)
+def test_a_turn_goes_on_from_the_longest_beginning_of_its_prompt(
+    turns: list[tuple[list[int], list[int]]], expected: tuple[int, ...]
+) -> None:
+    assert parents(*turns) == expected
+
+
+def test_what_was_rendered_anew_goes_on_from_the_newest_turn_of_its_conversation() -> None:
+    """As a template does that leaves out earlier thoughts: 50 is a thought, 51 its answer, 60 what people say."""
+    first = ([1, 60, *HEADER], [50, 51])
+    tool = ([1, 60, *HEADER, 50, 51, 61, *HEADER], [50, 52])
+    other = ([7, 60, *HEADER], [50])
+    anew = ([1, 60, *HEADER, 51, 61, *HEADER, 52, 62, *HEADER], [53])
+    assert parents(first, tool, other, anew) == (-1, 0, -1, 1)
+    thinking = [*HEADER, 92]  # begins a thought, which is gone once the answer is part of the conversation
+    assert parents(
+        ([1, 60, *thinking], [50]), ([7, 60, *thinking], [50]), ([1, 60, *HEADER, 51, 62, *thinking], [50])
+    ) == (-1, -1, 0)  # fmt: skip
+    asked = [([1, task, *HEADER, *HEADER, *HEADER], [50]) for task in (60, 61, 62)]
+    assert parents(*asked) == (-1, 0, 1), "others by their tokens, none by what their prompts end in"
+    assert parents(asked[0], asked[1], ([1, 60, *HEADER * 3, 50, 3], [4])) == (-1, -1, 0)
+
+
+# -- credit -----------------------------------------------------------------------------------------------------------
+
+
+def test_interleaved_agents_have_no_part_in_what_each_other_earned() -> None:
+    found = settled(agents(), said("f1", 0.5, inference="a2"), said("f2", -0.25, inference="s2", key_id="k2"), gamma=1)
+    assert {name: one.reward for name, one in found.items()} == {"a1a2": 0.5, "s1s2": -0.25}
+    assert {name: one.judges for name, one in found.items()} == {"a1a2": ("k1",), "s1s2": ("k2",)}
+
+
+def test_turns_that_are_not_adjacent_are_one_trajectory() -> None:
+    found = settled(agents(), said("f1", 0.5, inference="a2"), said("f2", -0.25, inference="s2"))
+    a, s = (group_of("j", Draw(n), [t.interaction for t in one.turns], reward=one.reward, epoch=1)
+            for n, one in enumerate(found.values()))  # fmt: skip
+    assert (a.prompt_ids.tolist(), a.token_ids.tolist(), a.mask.tolist()) == ([1, 2], [3, 4, 5], [1, 0, 1])
+    assert (s.prompt_ids.tolist(), s.token_ids.tolist(), s.mask.tolist()) == ([7], [8, 9, 10], [1, 0, 1])
+
+
+def test_a_conversation_of_which_nobody_said_anything_is_not_trained_for_another_one() -> None:
+    only = said("f1", 0.5, inference="a2")
+    assert rewards(agents(), only) == {"a1a2": 0.5}
+    timed = {"rating": {"type": "float", "default_after_s": 5.0, "default_value": -0.5}}
+    found = settled(agents(), only, metrics=timed)
+    assert {name: (one.reward, one.reason) for name, one in found.items()} == {
+        "a1": (0.0, "credit"), "a2": (0.5, "feedback"), "s1": (-1.0, "default"), "s2": (-0.5, "default"),
+    }  # fmt: skip
+
+
+def test_what_the_whole_episode_earned_comes_to_the_end_of_each_branch() -> None:
+    solved = said("f1", True, episode=EPISODE, metric="solved")
+    found = settled(agents(), solved, metrics=SOLVED, gamma=0.5)
+    assert {name: one.reward for name, one in found.items()} == {"a1": 0.5, "s1": 0.5, "a2": 1.0, "s2": 1.0}
+    assert {one.judges for one in found.values()} == {("k1",)}
+    broken = [*agents()[:2], replace(agents()[2], tool_calls_valid=False), agents()[3]]
+    assert rewards(broken, solved, metrics=SOLVED, gamma=0.5) == {"a1": -0.5, "s1": 0.5, "a2": -1.0, "s2": 1.0}
+
+
+def test_where_several_turns_go_on_from_one_it_has_their_mean() -> None:
+    fork = [turn("r", [1], [2], 1), turn("x", [1, 2, 3], [4], 2), turn("y", [1, 2, 5], [6], 3)]
+    words = [said("f0", 0.25, inference="r"), said("f1", 1.0, inference="x"), said("f2", 0.5, inference="y")]
+    assert rewards(fork, *words, gamma=0.5) == {"r": 0.25 + 0.5 * (1.0 + 0.5) / 2, "x": 1.0, "y": 0.5}
+    title = [fork[0], fork[1], replace(fork[2], untrainable="side_turn")]
+    assert rewards(title, *words[:2], gamma=0.5) == {"r": 0.25 + 0.5 * 1.0, "x": 1.0}, "a side turn dilutes nothing"
+    assert rewards(title, *words, gamma=0.5)["r"] == 0.25 + 0.5 * (1.0 + 0.5) / 2, "unless somebody judges it"
+
+
+def test_returns_of_a_chain_are_those_of_turns_in_time() -> None:
+    chain = Tree((-1, 0, 1), (False, True, False))
+    assert returns([1.0, 0.0, 4.0], 0.5, chain) == returns([1.0, 0.0, 4.0], 0.5) == [2.0, 2.0, 4.0]
+    forest = Tree((-1, 0, 0, -1, 2), (False, True, True, False, True))
+    assert returns([1.0, 2.0, 4.0, 8.0, 16.0], 0.5, forest) == [1 + 0.5 * (2 + 12) / 2, 2.0, 4 + 8.0, 8.0, 16.0]
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_branches_of_an_episode_weigh_as_much_as_one_conversation() -> None:
+    words = [said("f1", 0.5, inference="a2"), said("f2", 0.5, inference="s2")]
+    assert {name: one.share for name, one in settled(agents(), *words).items()} == {"a1a2": 0.5, "s1s2": 0.5}
+    assert {one.share for one in settled(agents(), *words, balance="trajectories").values()} == {1.0}
+    chain = learning.turns()
+    for one in settled(chain, said("f0", 0.25), said("f1", 0.5, inference="i2")).values():
+        assert one.share == 1.0, "parts of one branch have its tokens between them"
+    side = [*agents()[:1], replace(agents()[1], untrainable="side_turn"), agents()[2]]
+    assert {name: one.share for name, one in settled(side, words[0]).items()} == {"a1a2": 1.0}
+
+
+def test_what_branches_have_in_common_weighs_as_much_as_both() -> None:
+    assert shares_of([-1, 0, 0, -1]) == [pytest.approx(2 / 3), *[pytest.approx(1 / 3)] * 3]
+    assert shares_of([-1, 0, 1]) == [1.0, 1.0, 1.0]
+    assert shares_of([-1, 0, 0], [2, 2, 6]) == [(2 / 4 + 2 / 8) / 2, 2 / 4 / 2, 6 / 8 / 2]
+    assert shares_of([-1, 0], [0, 0]) == [1.0, 1.0]
+
+
+def test_a_branch_is_one_sequence_where_the_loss_is_a_mean_over_sequences() -> None:
+    config = OnlineJob.parse(
+        job().model_dump(mode="json", exclude_unset=True) | {"algorithm": {"aggregation": "sequence_mean"}}
+    )
+    matching = Matching(config)
+    for seq, one in enumerate(learning.turns(), 1):
+        matching.on_interaction(seq, one)
+    for seq, item in enumerate([said("f0", 0.25), said("f1", 0.5, inference="i2", final=True)], 1):
+        matching.on_feedback(seq, item, NOW)
+    matching.sweep(version=6, now=NOW + 9)
+    assert [one.share for one in matching.ready[EPISODE]] == [2 / 3, 1 / 3], "by tokens that the policy chose"
+
+
+def decided(config: OnlineJob, turns: list[Interaction], items: list[Feedback]) -> tuple[Admitted, Stored]:
+    """What a leader admits of these, and what the streams hold."""
+    matching = Matching(config)
+    source = LiveSource(config, matching)
+    run = JobRun(config, LedgerState(), num_ordinals=None, writer_epoch=1, source=source)
+    run.commit([JobStarted(**EPOCH, config_digest="c")])
+    run.commit([Checkpointed(**EPOCH, number=0, version=5, digest="w", path="p", trainer_epoch=1, low_seq=1)])
+    for seq, one in enumerate(turns, 1):
+        matching.on_interaction(seq, one)
+    for seq, item in enumerate(items, 1):
+        matching.on_feedback(seq, item, NOW)
+    matching.sweep(version=5, now=NOW + 99_999)
+    draft = Draft(run, copy_state(run.state), NOW + 99_999)
+    source.draw(draft)
+    (event,) = [one for one in draft.events if isinstance(one, Admitted)]
+    stored = Stored(
+        dict(enumerate(turns, 1)), {seq: [item] for seq, item in enumerate(items, 1)},
+        {EPISODE: list(range(1, len(turns) + 1))},
+    )  # fmt: skip
+    return event, stored
+
+
+def test_an_audit_finds_weights_and_shares_that_do_not_follow() -> None:
+    new = {"reference_keys": ["key_judge"], "weight": 0.25}
+    config = job(new_sources=new)
+    words = [said("f1", 0.5, inference="a2"), said("f2", 0.25, inference="s2", key_id="key_judge")]
+    event, stored = decided(config, agents(), words)
+    assert [(one.reward, one.share, one.weight) for one in event.admissions] == [(0.5, 0.5, 0.125), (0.25, 0.5, 0.5)]
+    assert flaws_of_weights([[event]], {}, config) == []
+    assert decided_again(event.admissions, stored, config) == (2, [])
+    greedy = [replace(event.admissions[0], share=1.0, weight=0.25), event.admissions[1]]
+    assert decided_again(greedy, stored, config)[1] == [
+        "ordinal 0: decided again its share of the episode would be 0.5"
+    ]
+    heavier = replace(event, admissions=[replace(event.admissions[0], weight=0.25), event.admissions[1]])
+    assert flaws_of_weights([[heavier]], {}, config) == ["ordinal 0: admitted with weight 0.25, not 0.125"]
+
+
+def test_what_an_earlier_build_decided_of_branches_is_left_out() -> None:
+    words = [said("f1", 0.5, inference="a2"), said("f2", 0.25, inference="s2")]
+    event, stored = decided(job(), agents(), words)
+    earlier: list[Admission] = [replace(one, share=0.0, reward=0.75) for one in event.admissions]
+    assert decided_again(earlier, stored, job()) == (0, [])
+    assert flaws_of_weights([[replace(event, admissions=[replace(earlier[0], weight=1.0)])]], {}, job()) == []
+
+
+def test_the_order_in_which_records_arrive_decides_nothing() -> None:
+    words = [said("f1", 0.5, inference="a2"), said("f2", -0.25, inference="s2")]
+    expected = rewards(agents(), *words)
+    assert rewards(agents()[::-1], *words[::-1]) == expected
+    late = agents()
+    matching = Matching(job())
+    for seq, one in enumerate([late[1], late[3], late[2]], 1):
+        matching.on_interaction(seq, one)
+    for seq, item in enumerate(words, 1):
+        matching.on_feedback(seq, item, NOW)
+    matching.sweep(version=5, now=NOW + 99_999)
+    assert len(matching.ready[EPISODE]) == 2
+    matching.on_interaction(4, late[0])
+    matching.sweep(version=5, now=NOW + 99_999)
+    names = ["".join(turn.interaction.id for turn in one.turns) for one in matching.ready[EPISODE]]
+    assert dict(zip(names, [one.reward for one in matching.ready[EPISODE]], strict=True)) == expected
