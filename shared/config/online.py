@@ -117,6 +117,11 @@ class OnlineConfig(StrictModel):
         return min(shares) < 1 or self.raters != "any" or any(section is not None for section in sections)
 
     @property
+    def has_credit(self) -> bool:
+        """Whether what is said of one turn, or of the whole, concerns other turns of an episode."""
+        return self.gamma > 0 or any(metric.level == "episode" for metric in self.metrics.values())
+
+    @property
     def without_consent(self) -> str:
         """Why the conversations of a user are not trained on who does not allow it."""
         return "opted_out" if self.consent == "opt_out" else "no_consent"

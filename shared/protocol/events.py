@@ -98,7 +98,8 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     or two that are compared; each may be admitted for itself, too. Without ``interactions`` the material is in the
     feedback; ``version`` is the policy version that it is taken to be from, -1: any. ``bucket``: the
     kind of prompt, where values are tracked. ``group``: what answers have in common that are compared with each other;
-    ``origin``: episode and request of such an answer, for turns of one episode are not.
+    ``origin``: episode and request of such an answer, for turns of one episode are not; of posted turns, their episode
+    and their items.
 
     ``weight`` scales its advantages: ``share``, what it weighs beside the rest of its episode (0: of an earlier build,
     as 1), times less than 1 where a source that is not known yet judged. ``compared`` is what sources

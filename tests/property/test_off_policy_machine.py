@@ -13,8 +13,9 @@ from hypothesis import settings
 from hypothesis.stateful import initialize, invariant, rule
 
 from penstock.services.coordinator.online.groups import group_of, made_group
+from penstock.services.coordinator.online.posted_again import posted_again
 from penstock.shared.config.online_job import OnlineJob
-from penstock.shared.protocol.events import BatchSealed
+from penstock.shared.protocol.events import Admitted, BatchSealed
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.interaction import Feedback
 from penstock.shared.protocol.messages import Report
@@ -80,8 +81,11 @@ class OffPolicyMachine(machine.OnlineMachine):  # type: ignore[misc, name-define
         kind=st.sampled_from(["correction", "preference", "interaction"]),
         age=st.integers(-1, 3),
         complete=st.booleans(),
+        turn=st.integers(-2, 3),
     )
-    def offer(self, *, number: int, back: int, key: str, revision: int, kind: Any, age: int, complete: bool) -> None:
+    def offer(
+        self, *, number: int, back: int, key: str, revision: int, kind: Any, age: int, complete: bool, turn: int
+    ) -> None:
         """Material, also about answers that are not there yet, revised, and by keys that nobody trusts."""
         last = len(machine.NAMES) - 1
         one, other = (machine.NAMES[max(0, min(last, self.served - back - n))] for n in (0, 1))
@@ -94,9 +98,13 @@ class OffPolicyMachine(machine.OnlineMachine):  # type: ignore[misc, name-define
             bodies[kind] |= {"policy_version": max(0, self.world.engine_version - age)}
         if kind == "interaction" and complete:
             bodies[kind] |= {"logprobs": [-0.5]}
+        episode: dict[str, Any] = {}
+        if kind == "interaction" and turn >= -1:
+            episode = {"episode": machine.EPISODES[number % 2], "turn": turn, "final": turn >= 2}
+            bodies[kind] |= {"prompt_token_ids": [1, *[2, 3] * max(0, turn - number % 2)]}
         item = Feedback(
             id=f"m{number}", job="j", kind=kind, key_id=key, received=self.now, revision=revision,
-            inference="" if kind == "interaction" else one, body=bodies[kind],
+            inference="" if kind == "interaction" else one, body=bodies[kind], **episode,
         )  # fmt: skip
         self.world.feedback[len(self.world.feedback) + 1] = [item]
 
@@ -116,6 +124,12 @@ class OffPolicyMachine(machine.OnlineMachine):  # type: ignore[misc, name-define
             for seq, record in self.world.interactions.items():
                 if record.id == name:
                     offers.know(name, seq, record)
+
+    @invariant()
+    def turns_of_posted_episodes_are_decided_the_same_again(self) -> None:
+        for entry in self.world.entries:
+            for event in (event for event in entry if isinstance(event, Admitted)):
+                assert not posted_again(event.admissions, self.world.feedback, self.config)[1]
 
     @invariant()
     def only_the_policy_loss_knows_a_lag_and_others_have_their_share(self) -> None:

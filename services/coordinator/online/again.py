@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from penstock.services.coordinator.online.credit import Item, Turn
 from penstock.services.coordinator.online.episode import Episode
 from penstock.services.coordinator.online.names import canonical, episode_of
+from penstock.services.coordinator.online.posted_again import posted_again
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission
 from penstock.shared.protocol.interaction import Feedback, Interaction
@@ -37,16 +38,17 @@ class Stored:
 def decided_again(admissions: Sequence[Admission], stored: Stored, job: OnlineJob) -> tuple[int, list[str]]:
     """``(how many were decided again, what came out otherwise)`` of the admissions of one decision.
 
-    Left out is what has no interactions of its own, what is not all there any more, what comes out otherwise in a way
-    that a turn before the oldest record would explain (by when its episode began, by the numbers of its turns, or by
-    its branches), and episodes with branches that an earlier build decided, for which they had none.
+    Left out is what has no interactions of its own and is of no posted episode, what is not all there any more, what
+    comes out otherwise in a way that a turn before the oldest record would explain (by when its episode began, by the
+    numbers of its turns, or by its branches), and episodes with branches that an earlier build decided, for which they
+    had none.
     """
     episodes: defaultdict[str, list[Admission]] = defaultdict(list)
     for admission in admissions:
         records = [stored.records.get(seq) for seq in admission.interactions.values()]
         if records and records[0] is not None:
             episodes[_key(records[0], job)].append(admission)
-    checked, flaws = 0, list[str]()
+    checked, flaws = posted_again(admissions, stored.items, job)
     for group in episodes.values():
         items = _items_of(group, stored)
         if items is None or any(seq not in stored.records for one in group for seq in one.interactions.values()):
@@ -87,9 +89,7 @@ def _key(record: Interaction, job: OnlineJob) -> str:
 
 def _is_single(record: Interaction, job: OnlineJob) -> bool:
     """Whether it was decided by itself."""
-    online = job.online
-    has_credit = online.gamma > 0 or any(metric.level == "episode" for metric in online.metrics.values())
-    return record.alone or record.index > 0 or not has_credit
+    return record.alone or record.index > 0 or not job.online.has_credit
 
 
 def _items_of(group: Sequence[Admission], stored: Stored) -> dict[str, Item] | None:

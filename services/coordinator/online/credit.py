@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from penstock.services.coordinator.online.branches import ROOT, Tree
+from penstock.services.coordinator.online.branches import ROOT, Tree, shares_of
 from penstock.services.coordinator.online.shares import Owners
+from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.interaction import Feedback, Interaction
 from penstock.shared.protocol.objective import Objective
 
-__all__ = ["Held", "Item", "Trajectory", "Turn", "joined", "nearest", "returns"]
+__all__ = ["Held", "Item", "Trajectory", "Turn", "joined", "returns", "weights_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +125,26 @@ def nearest(tree: Tree, place: int, among: Container[int]) -> tuple[int, bool]:
     return above, extends and above != ROOT
 
 
+def weights_of(job: OnlineJob, tree: Tree, parts: Sequence[Sequence[int]], lengths: Sequence[int]) -> dict[int, float]:
+    """How much each trajectory for the policy loss weighs, by its first turn; ``lengths``: tokens that turns chose."""
+    if job.online.balance == "trajectories":
+        return {}
+    part_of = {place: part for part, places in enumerate(parts) for place in places}
+    above = (nearest(tree, places[0], part_of)[0] for places in parts)
+    parents = [part_of.get(place, ROOT) for place in above]
+    sizes = [sum(lengths[place] for place in places) for places in parts]
+    by_length = sizes if job.algorithm.aggregation == "sequence_mean" else None
+    return dict(zip((places[0] for places in parts), shares_of(parents, by_length), strict=True))
+
+
 def joined(
-    turns: Sequence[Turn], tree: Tree, kinds: Mapping[int, Objective], values: Sequence[float]
+    tree: Tree, kinds: Mapping[int, Hashable], values: Sequence[float], temperatures: Sequence[float]
 ) -> list[list[int]]:
-    """Places of turns that make one trajectory each, in order; ``kinds`` of those that are trained.
+    """Places of turns that make one trajectory each, in order; ``kinds`` of those that are trained, by their use.
 
     A turn continues the nearest one before it that is trained where its prompt begins with that turn's prompt and
-    completion, token by token, nothing else goes on from there, and both are for the same loss and have the same return
-    and temperature: then one pass over the tokens serves both, and one reward says it all.
+    completion, token by token, nothing else goes on from there, and both are of one kind and have the same return and
+    temperature: then one pass over the tokens serves both, and one reward says it all.
     """
     before = {place: nearest(tree, place, kinds) for place in kinds}
     following = Counter(above for above, _ in before.values())
@@ -139,17 +152,9 @@ def joined(
     for place in sorted(kinds):
         above, extends = before[place]
         same = extends and following[above] == 1 and kinds[above] == kinds[place]
-        if (
-            same
-            and math.isclose(values[above], values[place])
-            and _temperature(turns[above]) == _temperature(turns[place])
-        ):
+        if same and math.isclose(values[above], values[place]) and temperatures[above] == temperatures[place]:
             found[place] = found[above]
             found[place].append(place)
         else:
             found[place] = [place]
     return [places for place, places in found.items() if places[0] == place]
-
-
-def _temperature(turn: Turn) -> float:
-    return turn.interaction.sampling.temperature

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.services.coordinator.online.admission import (
@@ -13,12 +13,11 @@ from penstock.services.coordinator.online.admission import (
     refusal_of,
     reward_of_whole,
 )
-from penstock.services.coordinator.online.branches import ROOT, Said, Tree, shares_of, tree_of
+from penstock.services.coordinator.online.branches import Said, Tree, tree_of
 from penstock.services.coordinator.online.canary import Earned, earned_by
-from penstock.services.coordinator.online.credit import Item, Trajectory, Turn, joined, nearest, returns
+from penstock.services.coordinator.online.credit import Item, Trajectory, Turn, joined, returns, weights_of
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.interaction import CANARY, NOT_COMPARED, Feedback, Interaction
-from penstock.shared.protocol.objective import Objective
 
 __all__ = ["CUT", "UNKNOWN", "Episode", "Outcome"]
 
@@ -170,8 +169,9 @@ class Episode:
         decisions = [_worth_it(decision, value, job) for decision, value in zip(decisions, values, strict=True)]
         kinds = {place: one.objective for place, one in enumerate(decisions) if one.verdict == "train"}
         refused = [(self.turns[p], decisions[p].reason) for p in range(len(decisions)) if p not in kinds]
-        parts = joined(self.turns, tree, kinds, values)
-        shares = self._shares(job, parts, kinds)
+        parts = joined(tree, kinds, values, [turn.interaction.sampling.temperature for turn in self.turns])
+        own = [places for places in parts if kinds[places[0]] == "policy"]
+        shares = weights_of(job, tree, own, [len(turn.interaction.token_ids) for turn in self.turns])
         trajectories = []
         for places in parts:
             feedback = {name: item for place in places for name, item in self.turns[place].items.items()}
@@ -194,20 +194,6 @@ class Episode:
             if not is_invalid(self.turns[place].interaction, job):
                 rewards[place] += whole
         return rewards
-
-    def _shares(
-        self, job: OnlineJob, parts: Sequence[Sequence[int]], kinds: Mapping[int, Objective]
-    ) -> dict[int, float]:
-        """How much the trajectories for the policy loss weigh, by their first turn."""
-        if job.online.balance == "trajectories":
-            return {}
-        own = [places for places in parts if kinds[places[0]] == "policy"]
-        part_of = {place: part for part, places in enumerate(own) for place in places}
-        above = (nearest(self.tree, places[0], part_of)[0] for places in own)
-        parents = [part_of.get(place, ROOT) for place in above]
-        lengths = [sum(len(self.turns[place].interaction.token_ids) for place in places) for places in own]
-        by_length = lengths if job.algorithm.aggregation == "sequence_mean" else None
-        return dict(zip((places[0] for places in own), shares_of(parents, by_length), strict=True))
 
     def _concerning(self, place: int, job: OnlineJob) -> list[Item]:
         """What was said of a turn and of those that go on from it, of the whole, or by number of its conversation."""

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import Interaction
+from penstock.shared.protocol.interaction import Feedback, Interaction
 from penstock.shared.protocol.objective import Objective
+from penstock.shared.protocol.reading import ReadReply
 from penstock.shared.protocol.trajectory import FINISH_REASONS, Group
 
-__all__ = ["gone_group", "group_of", "made_group"]
+__all__ = ["gone_group", "group_of", "made_group", "turn_of"]
 
 WORKER = "online"
 """Stands where the name of a worker does."""
@@ -114,6 +116,19 @@ def made_group(
         assumed=assumed,
         temperature=temperature,
         meta={"worker": WORKER, "completions": list(texts)} if texts else {"worker": WORKER},
+    )  # fmt: skip
+
+
+def turn_of(
+    item: Feedback, read: ReadReply, logprobs: Sequence[float], *, version: int, temperature: float
+) -> Interaction:
+    """A posted answer as if it had been served here; ``read``: its tokens."""
+    return Interaction(
+        id=item.id, request=item.id, index=0, job=item.job, episode=item.episode, key_id=item.key_id, user=item.user,
+        split="train", untrainable="", prompt_ids=read.prompt_ids, token_ids=read.token_ids, logprobs=list(logprobs),
+        spans=[Span(version, 0, len(read.token_ids))], finish="stop", template="", body_digest="", text="",
+        sampling=Sampling(max_new_tokens=len(read.token_ids), temperature=temperature),
+        started=item.received, first_token=item.received, ended=item.received,
     )  # fmt: skip
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import xxhash
 
 from penstock.services.coordinator.ledger import LOGPROBS_DIFFER
-from penstock.services.coordinator.online.groups import gone_group, made_group
+from penstock.services.coordinator.online.groups import gone_group, group_of, made_group, turn_of
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.errors import PenstockError, Unavailable
 from penstock.shared.protocol import subjects
@@ -80,7 +80,8 @@ class Maker:
             await asyncio.sleep(RETRY_S)
 
     async def _group(self, draw: Draw, admission: Admission, temperature: float) -> Group:
-        item = await self._item(admission)
+        items = await self._items(admission)
+        item = items[0]
         records = await self._records(admission)
         match item.kind:
             case "preference" if not records:
@@ -93,7 +94,7 @@ class Maker:
                     texts=[chosen.text, rejected.text], temperature=temperature,
                 )  # fmt: skip
             case "interaction":
-                return await self._posted(draw, admission, item.body, temperature)
+                return await self._posted(draw, admission, items, temperature)
             case _:
                 read = await self._read(ReadRequest(prompt_ids=records[0].prompt_ids, answer=_answer(item)))
                 return self._made(draw, admission, read, temperature)
@@ -116,28 +117,45 @@ class Maker:
             reward=admission.reward, epoch=self._epoch, temperature=temperature,
         )  # fmt: skip
 
-    async def _posted(self, draw: Draw, admission: Admission, body: dict[str, Any], temperature: float) -> Group:
+    async def _posted(self, draw: Draw, admission: Admission, items: Sequence[Feedback], temperature: float) -> Group:
+        """One posted answer, or turns of an episode that extend one another, each with log-probs of its own."""
+        read = [await self._read_posted(admission, item, temperature) for item in items]
+        if len(items) == 1:
+            return self._made(draw, admission, *read[0])
+        turns = []
+        for item, (reply, sampled, logprobs) in zip(items, read, strict=True):
+            self._check_lengths(reply)
+            turns.append(turn_of(item, reply, logprobs or [], version=_version(item, admission), temperature=sampled))
+        return group_of(
+            self._job, draw, turns, reward=admission.reward, epoch=self._epoch, objective=admission.objective
+        )  # fmt: skip
+
+    async def _read_posted(
+        self, admission: Admission, item: Feedback, temperature: float
+    ) -> tuple[ReadReply, float, list[float] | None]:
+        """``(its tokens, the temperature at which it is trained, its log-probs; None: there are none)``."""
+        body, version = item.body, _version(item, admission)
         token_ids, posted = body.get("token_ids") or [], body.get("logprobs")
         is_posted = admission.reason == "posted"
         said = body.get("sampling") or {}
         sampled = float(said.get("temperature", 1.0)) if admission.objective == "policy" else temperature
-        audited = is_posted and sampled == 1.0 and self._is_audited(next(iter(admission.feedback)))
+        audited = is_posted and sampled == 1.0 and self._is_audited(item.id)
         request = ReadRequest(
             prompt_ids=body.get("prompt_token_ids") or [], messages=body.get("messages") or [], token_ids=token_ids,
             answer=None if token_ids else body.get("completion"), score=audited or admission.reason == "rescored",
-            version=admission.version, template=str(body.get("tokenizer_sha") or "") if token_ids else "",
+            version=version, template=str(body.get("tokenizer_sha") or "") if token_ids else "",
         )  # fmt: skip
         read = await self._read(request)
         if admission.reason == "rescored":
-            if read.version < admission.version:
-                raise Unavailable(f"the worker that was asked does not have version {admission.version} yet")
-            if read.version != admission.version:
+            if read.version < version:
+                raise Unavailable(f"the worker that was asked does not have version {version} yet")
+            if read.version != version:
                 raise Unusable("version_not_held")
-            return self._made(draw, admission, read, sampled, read.logprobs)
-        known = audited and read.version == admission.version  # other weights say nothing about the key that posted it
+            return read, sampled, read.logprobs
+        known = audited and read.version == version  # other weights say nothing about the key that posted it
         if known and _gap(posted or [], read.logprobs) > self._config.online.posted.max_logprob_gap:
             raise Unusable(LOGPROBS_DIFFER)
-        return self._made(draw, admission, read, sampled, posted if is_posted else None)
+        return read, sampled, posted if is_posted else None
 
     def _made(
         self,
@@ -174,14 +192,18 @@ class Maker:
             raise Unusable(reply.flaw)
         return reply
 
-    async def _item(self, admission: Admission) -> Feedback:
-        ((name, seq),) = admission.feedback.items()
-        found = await self._bus.get_whole(subjects.FEEDBACK, [seq])
-        items = unpack(found[seq].data, FeedbackBatch)[0].items if seq in found else []
-        mine = [item for item in items if item.id == name]
-        if not mine:
-            raise Unusable("feedback_gone")
-        return max(mine, key=lambda item: item.revision)
+    async def _items(self, admission: Admission) -> list[Feedback]:
+        """What it is made of: one item, or the turns that the admission names of an episode."""
+        seqs = {name: admission.feedback[name] for name in admission.origin[1:]} or admission.feedback
+        found = await self._bus.get_whole(subjects.FEEDBACK, sorted(set(seqs.values())))
+        items = []
+        for name, seq in seqs.items():
+            batch = unpack(found[seq].data, FeedbackBatch)[0].items if seq in found else []
+            mine = [item for item in batch if item.id == name]
+            if not mine:
+                raise Unusable("feedback_gone")
+            items.append(max(mine, key=lambda item: item.revision))
+        return items
 
     async def _records(self, admission: Admission) -> list[Interaction]:
         seqs = list(admission.context.values())
@@ -203,6 +225,12 @@ def _answer(item: Feedback) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise Unusable("not_readable")
     return message
+
+
+def _version(item: Feedback, admission: Admission) -> int:
+    """The policy version that a posted answer is from: of several in one admission each has its own."""
+    own = item.body.get("policy_version")
+    return int(own) if own is not None and len(admission.origin) > 2 else admission.version
 
 
 def _gap(posted: list[float], computed: list[float]) -> float:

@@ -67,6 +67,7 @@ class Matching:
             self._closed.update(dict.fromkeys(admission.feedback))
         self._decided.update(dict.fromkeys(state.consumed, CONSUMED))
         self._closed.update(dict.fromkeys(state.used))
+        self.offers.recall(state)
 
     # -- what others ask ---------------------------------------------------------------------------------------------
 
@@ -116,7 +117,7 @@ class Matching:
             if self._decided[name] == CONSUMED and interaction.index == 0 and episode_id not in self._places:
                 self._decide(episode_id, CONSUMED)
             return []
-        single = interaction.alone or interaction.index > 0 or not self._has_credit
+        single = interaction.alone or interaction.index > 0 or not self.job.online.has_credit
         key = name if single else episode_id
         if key in self._decided:  # its episode was over
             self._decide(name, "episode_over")
@@ -136,6 +137,7 @@ class Matching:
         """An item was read."""
         self._next = (self._next[0], max(self._next[1], seq))  # a message holds several items
         if item.id in self._closed:
+            self.offers.reread(item)
             return []
         if item.kind == "retraction":
             return self._retract(seq, item, now)
@@ -201,10 +203,9 @@ class Matching:
         self._touched.clear()
         for name in names:
             fates += self._settle(name, version, now)
-        for name in offered:
-            known = version if newest is None else newest
-            if reason := self.offers.settle(name, version=version, newest=known, opted_out=self._opted_out):
-                fates += self._close(name, fate(name, "rejected", reason, now))
+        known = version if newest is None else newest
+        settled = self.offers.settle(offered, version=version, newest=known, now=now, opted_out=self._opted_out)
+        fates += [one for name, reason in settled for one in self._close(name, fate(name, "rejected", reason, now))]
         return fates + (self._expire(now) + self._relieve(now) if everything else [])
 
     def take(self, admissions: Iterable[Admission]) -> None:
@@ -213,6 +214,7 @@ class Matching:
             keys = {self._places[name] for name in admission.interactions if name in self._places}
             for name in admission.interactions:
                 self._decide(name, CONSUMED)
+            self.offers.taken(admission)
             for name in admission.feedback:
                 self._shut(name)
             for key in keys:
@@ -225,12 +227,6 @@ class Matching:
         ]
 
     # -- inside ------------------------------------------------------------------------------------------------------
-
-    @property
-    def _has_credit(self) -> bool:
-        """Whether what is said of one turn, or of the whole, concerns other turns."""
-        online = self.job.online
-        return online.gamma > 0 or any(metric.level == "episode" for metric in online.metrics.values())
 
     def _offer(self, seq: int, item: Feedback, now: float) -> list[Fate]:
         """Take in an item that is material itself."""

@@ -5,92 +5,43 @@ It waits until the interactions that it is about are found among the records, an
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable
 
 import msgspec
-import xxhash
 
+from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.credit import Item
 from penstock.services.coordinator.online.episode import UNKNOWN
+from penstock.services.coordinator.online.material import (
+    Offer,
+    Record,
+    between_texts,
+    offer_of_part,
+    targets_of,
+    version_of,
+)
 from penstock.services.coordinator.online.names import canonical
 from penstock.services.coordinator.online.posted import Facts, Present, facts_of, use_of
-from penstock.services.coordinator.online.shares import Owners
+from penstock.services.coordinator.online.posted_episodes import (
+    PostedEpisode,
+    PostedPart,
+    PostedTurn,
+    episode_of_item,
+    said_of,
+)
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission
 from penstock.shared.protocol.interaction import Feedback, Interaction
-from penstock.shared.protocol.objective import Objective
 
-__all__ = ["Offer", "Offers", "Record", "targets_of"]
+__all__ = ["Offers"]
 
-DEMONSTRATION, TEXTS = "demonstration", "texts"
+DEMONSTRATION = "demonstration"
+EPISODE_OVER = "episode_over"
+MAX_OVER = 100_000
+"""Posted episodes whose late turns are told apart from new episodes."""
 MAX_PER_KEY = 10_000
 """Undecided items of one API key; beyond that its oldest ones go."""
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """What an offer has to know of an interaction that it is about; ``seq`` of its message."""
-
-    seq: int
-    key_id: str
-    user: str
-    prompt: str
-    """Digest of the prompt's tokens."""
-    num_prompt: int
-    num_tokens: int
-    untrainable: str
-    split: str
-
-    @classmethod
-    def of(cls, seq: int, interaction: Interaction) -> Record:
-        """Of an interaction."""
-        return cls(
-            seq=seq, key_id=interaction.key_id, user=interaction.user,
-            prompt=xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(interaction.prompt_ids)),
-            num_prompt=len(interaction.prompt_ids), num_tokens=len(interaction.token_ids),
-            untrainable=interaction.untrainable, split=interaction.split,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """Material that can be admitted: one draw. ``reward`` of a preference is its strength, of a correction 1.
-
-    What is for the policy loss may be admitted while ``settled_at`` holds: the version from which the next update
-    starts, and the newest one that exists.
-    """
-
-    item: Item
-    objective: Objective
-    reason: str
-    reward: float
-    users: tuple[str, ...]
-    """All whose conversations it is from, the preferred one first."""
-    context: Mapping[str, int] = field(default_factory=dict)
-    askers: tuple[str, ...] = ()
-    version: int | None = None
-    settled_at: tuple[int, int] = (0, 0)
-    group: str = ""
-    """What it has in common with others that answer the same task."""
-
-    @property
-    def owners(self) -> Owners:
-        """Who has a share of the batch by it."""
-        judge = self.item.feedback.key_id
-        return Owners((judge,), self.askers or (judge,), tuple(sorted(set(self.users))))
-
-    def admission(self, ordinal: int, start: int, now: float) -> Admission:
-        """Its entry in the ledger; ``start`` is the version from which the next update starts."""
-        feedback, owners = self.item.feedback, self.owners
-        return Admission(
-            ordinal=ordinal, interactions={}, feedback={feedback.id: self.item.seq}, reward=self.reward,
-            lag=0 if self.version is None else start - self.version, key_id=feedback.key_id, user=self.users[0],
-            reason=self.reason, time=now, objective=self.objective, context=dict(self.context),
-            judges=list(owners.judges), askers=list(owners.askers), users=list(owners.users),
-            version=-1 if self.version is None else self.version, group=self.group,
-        )  # fmt: skip
 
 
 class Offers:
@@ -113,6 +64,13 @@ class Offers:
         self._wanted: set[str] = set()
         self._keys: defaultdict[str, dict[str, None]] = defaultdict(dict)
         self._facts: dict[str, Facts] = {}
+        self._episodes: dict[str, PostedEpisode] = {}
+        self._places: dict[str, str] = {}
+        """Item -> the episode that it is a turn of."""
+        self._over: OrderedDict[str, None] = OrderedDict()
+        """Episodes that are decided."""
+        self._used: frozenset[str] = frozenset()
+        """Items that were admitted before this leader."""
 
     def takes(self, item: Feedback) -> bool:
         """Whether an item is material of a kind that this job uses."""
@@ -142,6 +100,12 @@ class Offers:
             self._facts[item.id] = facts_of(item)
         held = Item(seq, msgspec.structs.replace(item, body=kept, value=None, tags={}, fingerprint=""))
         self.items[item.id] = held
+        self._leave(item.id)
+        if key := self.episode_of(item):
+            self._places[item.id] = key
+            turn = PostedTurn(held, self._facts[item.id], said_of(item))
+            self._episodes.setdefault(key, PostedEpisode()).turns[item.id] = turn
+            self._unready(key)
         self._keys[item.key_id][item.id] = None
         self._wanted.update(set(targets_of(held.feedback)) - self.records.keys())
         return held
@@ -170,6 +134,48 @@ class Offers:
         self.items.pop(name, None)
         self.ready.pop(name, None)
         self._facts.pop(name, None)
+        self._leave(name)
+
+    def episode_of(self, item: Feedback) -> str:
+        """The posted episode that an item is a turn of; '' where it is decided by itself."""
+        return episode_of_item(item, self._job)
+
+    def recall(self, state: LedgerState) -> None:
+        """What the ledger has admitted, as far as it still names it."""
+        self._used = frozenset(state.used)
+        for admission in state.admissions.values():
+            self.taken(admission)
+
+    def reread(self, item: Feedback) -> None:
+        """An item was read that is decided already."""
+        if item.id in self._used:
+            self._close(self.episode_of(item))
+
+    def taken(self, admission: Admission) -> None:
+        """This stands in the ledger: a turn that comes now is too late."""
+        if admission.origin and not admission.interactions:
+            self._close(admission.origin[0])
+
+    def _close(self, episode: str) -> None:
+        """A posted episode is decided; '' is none."""
+        if episode:
+            self._over[episode] = None
+            if len(self._over) > MAX_OVER:
+                self._over.popitem(last=False)
+
+    def _leave(self, name: str) -> None:
+        """An item is not a turn of its episode any more."""
+        key = self._places.pop(name, "")
+        if key:
+            del self._episodes[key].turns[name]
+            self._unready(key)
+            if not self._episodes[key].turns:
+                del self._episodes[key]
+
+    def _unready(self, key: str) -> None:
+        """Something changed about an episode: it is settled anew."""
+        for name in self._episodes[key].turns:
+            self.ready.pop(name, None)
 
     def excess(self, key_id: str) -> str:
         """The oldest item of a key that has too many; '' where it has not."""
@@ -181,19 +187,65 @@ class Offers:
         gone = set(interactions)
         return [name for name, item in self.items.items() if gone.intersection(targets_of(item.feedback))]
 
-    def settle(self, name: str, *, version: int, newest: int, opted_out: Callable[[str], bool]) -> str:
-        """Make an item ready, or say why it is rejected; '' where it is ready or waits for a record or a version.
+    def settle(
+        self, names: Iterable[str], *, version: int, newest: int, now: float, opted_out: Callable[[str], bool]
+    ) -> list[tuple[str, str]]:
+        """Make items ready, and the turns of their episodes; those that are rejected, each with the reason.
+
+        Others wait for a record, for a version, or for more turns.
 
         Args:
             version: from which the next update starts; the batches before it may not be trained yet.
             newest: version that exists.
+            now: Unix seconds.
         """
+        names, refused = list(names), list[tuple[str, str]]()
+        for name in names:
+            reason = "" if name in self._places else self._settle(name, version, newest, opted_out)
+            refused += [(name, reason)] if reason else []
+        for key in dict.fromkeys(self._places[name] for name in names if name in self._places):
+            present = Present(version, newest, self.temperature, self.distrusted)
+            refused += self._settle_episode(key, present, now, opted_out).items()
+        return refused
+
+    def _settle_episode(
+        self, key: str, present: Present, now: float, opted_out: Callable[[str], bool]
+    ) -> dict[str, str]:
+        """Offer the turns of an episode that is over together; why not, by item, where nothing of it is used."""
+        episode = self._episodes[key]
+        self._unready(key)
+        if key in self._over:
+            return dict.fromkeys(episode.turns, EPISODE_OVER)
+        if not episode.is_over(self._job, now):
+            return {}
+        if any(opted_out(turn.item.feedback.user) for turn in episode.turns.values()):
+            found: list[PostedPart] | dict[str, str] | None = dict.fromkeys(
+                episode.turns, self._job.online.without_consent
+            )
+        else:
+            found = episode.settle(self._job, present)
+        if isinstance(found, dict):
+            self._close(key)
+            return found
+        for part in found or []:
+            self.ready[part.turns[0].item.feedback.id] = offer_of_part(key, part, present)
+        return {}
+
+    def together(self) -> list[list[Offer]]:
+        """What is ready, in the order of the stream; of an episode everything at once."""
+        found: dict[str, list[Offer]] = {}
+        for name, offer in sorted(self.ready.items(), key=lambda one: one[1].item.seq):
+            found.setdefault(offer.episode or name, []).append(offer)
+        return list(found.values())
+
+    def _settle(self, name: str, version: int, newest: int, opted_out: Callable[[str], bool]) -> str:
+        """Make an item ready that is decided by itself, or say why it is rejected."""
         item = self.items[name]
         self.ready.pop(name, None)
         if item.feedback.kind == "interaction":
             found = self._posted(item, version, newest)
         else:
-            found = self._about(item) if targets_of(item.feedback) else _between_texts(item)
+            found = self._about(item) if targets_of(item.feedback) else between_texts(item)
         if isinstance(found, str):
             return found
         if found is not None:
@@ -223,9 +275,9 @@ class Offers:
         use = use_of(facts, feedback.key_id, self._job, now)
         if use.verdict != "take":
             return use.reason if use.verdict == "reject" else None
-        known = facts.version if use.reason in ("posted", "rescored") else newest if use.reason == "assumed" else None
         return Offer(
-            item, use.objective, use.reason, use.reward, (feedback.user,), version=known, settled_at=(version, newest),
+            item, use.objective, use.reason, use.reward, (feedback.user,), version=version_of(facts, use, now),
+            settled_at=(version, newest),
             group=facts.group if use.objective == "policy" else "",
         )  # fmt: skip
 
@@ -265,17 +317,3 @@ class Offers:
                 f"split_{record.split}": record.split != "train",
             }
         return next((reason for reason, found in checks.items() if found), "")
-
-
-def _between_texts(item: Item) -> Offer:
-    """A worker makes tokens of the texts, and says what cannot be used."""
-    feedback = item.feedback
-    return Offer(item, "preference", TEXTS, float(feedback.body.get("strength", 1.0)), (feedback.user,))
-
-
-def targets_of(item: Feedback) -> list[str]:
-    """Interactions that an item is about, the preferred one first; none for what was not served here."""
-    if item.kind == "interaction" or (item.kind == "preference" and not item.inference):
-        return []
-    names = [item.body["chosen"], item.body["rejected"]] if item.kind == "preference" else [item.inference]
-    return [canonical(str(name)) for name in names]

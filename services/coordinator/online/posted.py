@@ -28,7 +28,7 @@ from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.interaction import Feedback
 from penstock.shared.protocol.objective import Objective
 
-__all__ = ["Facts", "Present", "Use", "facts_of", "use_of"]
+__all__ = ["Facts", "Present", "Use", "facts_of", "refusal_of_tokens", "reward_of_posted", "use_for", "use_of"]
 
 EVERY_KEY = "*"
 NOT_TRAINED = "not_trained"
@@ -102,11 +102,17 @@ class Present:
 
 
 def use_of(facts: Facts, key_id: str, job: OnlineJob, now: Present) -> Use:
-    """Decide; ``key_id`` is who posted it."""
-    refusal = facts.flaw or _too_long(facts, job)
+    """Decide by the rewards that were posted with it; ``key_id`` is who posted it."""
+    metrics = job.online.metrics
+    said = bool(facts.rewards.keys() & metrics.keys())
+    return use_for(facts, key_id, job, now, reward_of_posted(facts.rewards, metrics) if said else None)
+
+
+def use_for(facts: Facts, key_id: str, job: OnlineJob, now: Present, reward: float | None) -> Use:
+    """Decide by this reward; None: nobody said anything of it."""
+    refusal = refusal_of_tokens(facts, job)
     if refusal:
         return Use("reject", refusal)
-    reward = _reward(facts.rewards, job.online.metrics)
     rule, denied = _rule(facts, key_id, job, now)
     if denied == NOT_TRAINED:
         return Use("wait", denied)
@@ -158,7 +164,10 @@ def _flaw(tokens: Collection[int], logprobs: Collection[float]) -> str:
     return "" if all(math.isfinite(value) and value <= HIGHEST_LOGPROB for value in logprobs) else "not_finite"
 
 
-def _too_long(facts: Facts, job: OnlineJob) -> str:
+def refusal_of_tokens(facts: Facts, job: OnlineJob) -> str:
+    """Why nothing can be learnt from what was posted, whatever it earned; '' where nothing speaks against it."""
+    if facts.flaw:
+        return facts.flaw
     if facts.num_tokens and not facts.num_prompt:
         return "no_tokens"
     if facts.num_prompt > job.data.prompt.max_tokens:
@@ -166,10 +175,8 @@ def _too_long(facts: Facts, job: OnlineJob) -> str:
     return "completion_too_long" if facts.num_tokens > job.sampling.max_new_tokens else ""
 
 
-def _reward(rewards: Mapping[str, float], metrics: Mapping[str, MetricConfig]) -> float | None:
-    """Sum of the clipped values of declared metrics, missing ones at their default; None where none was posted."""
-    if not rewards.keys() & metrics.keys():
-        return None
+def reward_of_posted(rewards: Mapping[str, float], metrics: Mapping[str, MetricConfig]) -> float:
+    """Sum of the clipped values of these metrics, missing ones at their default."""
     return sum(_worth(rewards.get(name, metric.default_value), metric) for name, metric in metrics.items())
 
 

@@ -10,7 +10,7 @@ from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.batches import batch_of, others_per_batch
 from penstock.services.coordinator.online.credit import Trajectory
 from penstock.services.coordinator.online.matching import Matching
-from penstock.services.coordinator.online.offers import Offer
+from penstock.services.coordinator.online.material import Offer
 from penstock.services.coordinator.online.quarantine import Quarantine
 from penstock.services.coordinator.online.shares import Owners, Shares, owners_of
 from penstock.services.coordinator.online.sources import comparisons, weight_of
@@ -104,7 +104,7 @@ class LiveSource:
         room = self._room(draft)
         bounds = Bounds(
             Shares(job.online, job.max_draws),
-            Shares(job.online, (job.train.max_lag + 1) * others_per_batch(job), least=1),
+            Shares(job.online, self._most_others, least=1),
         )
         for draw, info in state.open.items():
             if not info.batch:
@@ -119,7 +119,7 @@ class LiveSource:
         admissions = [_admission(job, draft, first + n, one, start) for n, one in enumerate(ready)]
         first += len(ready)
         admissions += [offer.admission(first + place, start, draft.now) for place, offer in enumerate(offers)]
-        chosen = [*episodes, *(offer.item.feedback.id for offer in offers)]
+        chosen = [*episodes, *(name for offer in offers for name in offer.names)]
         low_interactions, low_feedback = self._matching.lowest(without=chosen)
         epoch = draft.run.writer_epoch
         draft.add(
@@ -136,12 +136,17 @@ class LiveSource:
             )
         )  # fmt: skip
 
+    @property
+    def _most_others(self) -> int:
+        """Draws that may be in flight for other losses than that of the policy."""
+        return (self._job.train.max_lag + 1) * others_per_batch(self._job)
+
     def _room(self, draft: Draft) -> Room:
         """Draws that may be opened: as many as the lag bound lets be in flight, and as the run still needs."""
         state, job, remaining = draft.state, self._job, draft.remaining_batches()
         limit = others_per_batch(job)
         policy = {draw for draw in state.open if state.admissions[draw.ordinal].objective == "policy"}
-        room = Room(job.max_draws - len(policy), (job.train.max_lag + 1) * limit - (len(state.open) - len(policy)))
+        room = Room(job.max_draws - len(policy), self._most_others - (len(state.open) - len(policy)))
         if remaining is not None:
             unsealed = {draw for draw, info in state.open.items() if not info.batch}
             room.policy = min(room.policy, max(0, remaining) * job.groups_per_batch - len(unsealed & policy))
@@ -173,15 +178,17 @@ class LiveSource:
     def _offers(self, state: LedgerState, room: Room, bounds: Bounds) -> list[Offer]:
         """Material to admit, what was posted first."""
         chosen: list[Offer] = []
-        start = state.start_version(state.next_number)
-        for offer in sorted(self._matching.offers.ready.values(), key=lambda offer: offer.item.seq):
-            if offer.objective == "policy" and offer.settled_at != (start, state.version):
+        start, most = state.start_version(state.next_number), Room(self._job.max_draws, self._most_others)
+        for offers in self._matching.offers.together():
+            policy = [offer for offer in offers if offer.objective == "policy"]
+            if any(offer.settled_at != (start, state.version) for offer in policy):
                 continue  # the next sweep settles it anew
-            if offer.version is not None and start - offer.version > self._job.train.max_lag:
+            if any(start - offer.version > self._job.train.max_lag for offer in offers if offer.version is not None):
                 continue  # all batches that the lag bound allows are sealed: it waits until one is trained
-            need = (1, 0) if offer.objective == "policy" else (0, 1)
-            if room.holds(*need) and bounds.take([(offer.owners, offer.objective)]):
-                chosen.append(offer)
+            need = len(policy), len(offers) - len(policy)
+            fits = room.holds(min(need[0], most.policy), min(need[1], most.others))  # nothing has more room than that
+            if fits and bounds.take([(offer.owners, offer.objective) for offer in offers]):
+                chosen += offers
                 room.take(*need)
         return chosen
 

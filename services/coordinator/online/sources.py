@@ -65,7 +65,8 @@ def flaws_of_weights(
     for event in (event for entry in entries for event in entry if isinstance(event, Admitted)):
         for one in event.admissions:
             policy = one.objective == "policy" and bool(one.interactions)
-            expected = weight_of(job, agreements, one.judges, one.reason) * (one.share or 1.0) if policy else 1.0
+            expected = weight_of(job, agreements, one.judges, one.reason) if policy else 1.0
+            expected *= one.share or 1.0
             if one.weight != expected:
                 flaws.append(f"ordinal {one.ordinal}: admitted with weight {one.weight:g}, not {expected:g}")
             admissions[one.ordinal] = one

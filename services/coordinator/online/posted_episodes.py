@@ -1,0 +1,163 @@
+"""Episodes that were not served here: their turns in order, with what later ones earned, once all are there. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.services.coordinator.online.branches import Said, Tree, tree_of
+from penstock.services.coordinator.online.credit import Item, joined, returns, weights_of
+from penstock.services.coordinator.online.posted import (
+    Facts,
+    Present,
+    Use,
+    refusal_of_tokens,
+    reward_of_posted,
+    use_for,
+)
+from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.protocol.interaction import Feedback
+from penstock.shared.protocol.objective import Objective
+
+__all__ = ["PostedEpisode", "PostedPart", "PostedTurn", "episode_of_item", "said_of"]
+
+UNNUMBERED = 1 << 62
+"""Behind every number."""
+AS_SAMPLED = frozenset({"posted", "rescored"})
+"""Rules by which each turn has log-probs of its own: several can be one trajectory."""
+
+
+def episode_of_item(item: Feedback, job: OnlineJob) -> str:
+    """The episode of a posted interaction, one of its key; '' where it is none, or each turn counts by itself."""
+    if item.kind != "interaction" or not item.episode or not job.online.has_credit:
+        return ""
+    return f"{item.key_id} {item.episode}"
+
+
+def said_of(item: Feedback) -> Said:
+    """The tokens of a posted interaction; none of one that was posted as text."""
+    tokens = item.body.get("token_ids") or []
+    return Said.of(item.body.get("prompt_token_ids") or [] if tokens else [], tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PostedTurn:
+    """One posted interaction; its item is without its body."""
+
+    item: Item
+    facts: Facts
+    said: Said
+
+    @property
+    def order(self) -> tuple[int, float, int]:
+        """By number; those without one behind the others, as they came."""
+        feedback = self.item.feedback
+        return feedback.turn if feedback.turn >= 0 else UNNUMBERED, feedback.received, self.item.seq
+
+
+@dataclass(frozen=True, slots=True)
+class PostedPart:
+    """Turns that are trained as one. ``riders``: turns that are not trained, and count by credit."""
+
+    turns: tuple[PostedTurn, ...]
+    use: Use
+    share: float
+    riders: tuple[PostedTurn, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Credit:
+    """What follows from the turns alone."""
+
+    tree: Tree
+    values: list[float]
+    rated: list[bool]
+    """Whether somebody said something of the conversation that a turn is of, or of the whole."""
+
+
+@dataclass(slots=True)
+class PostedEpisode:
+    """Turns that are not decided yet, by the ids of their items."""
+
+    turns: dict[str, PostedTurn] = field(default_factory=dict)
+    _credit: tuple[tuple[tuple[int, float, int], ...], _Credit | None] = ((), None)
+
+    @property
+    def ordered(self) -> list[PostedTurn]:
+        """In the order of the episode, however late they came."""
+        return sorted(self.turns.values(), key=lambda turn: turn.order)
+
+    def is_over(self, job: OnlineJob, now: float) -> bool:
+        """Whether one turn said so and all before it are there, or no other one came for too long."""
+        said = [turn.item.feedback for turn in self.turns.values()]
+        last = max((one.turn for one in said if one.final), default=None)
+        if last is not None and len({one.turn for one in said if 0 <= one.turn < last}) >= last:
+            return True
+        idle = now - max(one.received for one in said) >= job.online.idle_ttl_s
+        return idle or now - min(one.received for one in said) >= job.online.max_age_s
+
+    def credit(self, job: OnlineJob) -> _Credit:
+        """Which turn goes on from which and what each is worth: looked for once, however often it is looked at."""
+        turns = self.ordered
+        orders = tuple(turn.order for turn in turns)
+        if self._credit[1] is None or self._credit[0] != orders:
+            self._credit = orders, _credit_of(turns, job)
+        assert self._credit[1] is not None
+        return self._credit[1]
+
+    def settle(self, job: OnlineJob, now: Present) -> list[PostedPart] | dict[str, str] | None:
+        """What is trained of it; why not, by item, where nothing is; None while a version is waited for."""
+        turns, credit = self.ordered, self.credit(job)
+        key = turns[0].item.feedback.key_id
+        if any(use_for(turn.facts, key, job, now, math.inf).verdict == "wait" for turn in turns):
+            return None
+        uses = [
+            use_for(turn.facts, key, job, now, value if rated else None)
+            for turn, value, rated in zip(turns, credit.values, credit.rated, strict=True)
+        ]
+        good = {place: use for place, use in enumerate(uses) if use.verdict == "take"}
+        if not good:
+            return {turn.item.feedback.id: use.reason for turn, use in zip(turns, uses, strict=True)}
+        parts = self.parts(job, {place: (use.objective, use.reason) for place, use in good.items()})
+        shares = self.shares(job, [places for places in parts if good[places[0]].objective == "policy"])
+        riders = tuple(turn for place, turn in enumerate(turns) if place not in good)
+        return [
+            PostedPart(
+                tuple(turns[place] for place in places), good[places[0]], shares.get(places[0], 1.0),
+                riders if places[-1] == max(good) else (),
+            )
+            for places in parts
+        ]  # fmt: skip
+
+    def parts(self, job: OnlineJob, rules: Mapping[int, tuple[Objective, str]]) -> list[list[int]]:
+        """Places of turns that make one trajectory each; ``rules``: loss and rule of those that are trained."""
+        turns, credit = self.ordered, self.credit(job)
+        kinds = {
+            place: (*rule, turns[place].item.feedback.user, -1 if rule[1] in AS_SAMPLED else place)
+            for place, rule in rules.items()
+        }
+        return joined(credit.tree, kinds, credit.values, [turn.facts.temperature for turn in turns])
+
+    def shares(self, job: OnlineJob, own: Sequence[Sequence[int]]) -> dict[int, float]:
+        """How much the trajectories for the policy loss weigh, by their first turn."""
+        lengths = [turn.facts.num_tokens for turn in self.ordered]
+        return weights_of(job, self.credit(job).tree, own, lengths)
+
+
+def _credit_of(turns: Sequence[PostedTurn], job: OnlineJob) -> _Credit:
+    """Rewards of turns come back along the branches; what was said of the whole, last, to the end of each of them."""
+    tree, metrics = tree_of([turn.said for turn in turns]), job.online.metrics
+    of_turn = {name: metric for name, metric in metrics.items() if metric.level == "interaction"}
+    of_whole = {name: metric for name, metric in metrics.items() if metric.level == "episode"}
+    said_of_whole = {name: value for turn in turns for name, value in turn.facts.rewards.items() if name in of_whole}
+    rewards = [reward_of_posted(turn.facts.rewards, of_turn) for turn in turns]
+    whole = reward_of_posted(said_of_whole, of_whole)
+    for place in set(range(len(turns))) - set(tree.parents):
+        rewards[place] += whole
+    spoken = [bool(turn.facts.rewards.keys() & metrics.keys()) for turn in turns]
+    usable = [not refusal_of_tokens(turn.facts, job) for turn in turns]
+    counts = [one or other for one, other in zip(spoken, usable, strict=True)]
+    rated = {root for root, one in zip(tree.roots, spoken, strict=True) if one}
+    values = returns(rewards, job.online.gamma, tree, counts)
+    return _Credit(tree, values, [bool(said_of_whole) or root in rated for root in tree.roots])

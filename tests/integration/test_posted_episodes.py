@@ -1,0 +1,64 @@
+"""Turns that were posted out of order on a real bus, under two leaders, become one trajectory that is audited."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from penstock.services.coordinator.audit import audit_ledger
+from penstock.services.coordinator.online.rereading import decide_again
+from penstock.services.coordinator.store import JobStore
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.events import decode_events
+from penstock.shared.transport.bus import Bus
+
+spec = importlib.util.spec_from_file_location(
+    "off_policy_supply", Path(__file__).with_name("test_off_policy_supply.py")
+)
+assert spec is not None
+assert spec.loader is not None
+supply: Any = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(supply)
+EPISODE = "0192f0c1-0000-7000-8000-00000000000e"
+TURNS: list[dict[str, Any]] = [
+    {"prompt_token_ids": [10, 11], "token_ids": [20, 21]},
+    {"prompt_token_ids": [7, 8], "token_ids": [9], "reward": 0.25},
+    {"prompt_token_ids": [10, 11, 20, 21, 30], "token_ids": [22], "reward": 1.0},
+]
+
+
+async def test_turns_that_come_out_of_order_are_one_trajectory_whoever_leads(bus: Bus, tmp_path: Path) -> None:
+    record = await JobStore(bus).create(supply.CONFIG)
+    job = record.id
+
+    async def post(place: int, *, done: bool) -> None:
+        await supply.say(
+            bus, job, f"t{place}", "interaction", key="trusted", episode=EPISODE, turn=place, final=done,
+            body=TURNS[place] | {"policy_version": 0},
+        )  # fmt: skip
+
+    async with supply.leader(bus, record, 1, tmp_path):
+        await supply.report(bus, job, kind="checkpointed", batch=0, version=0, digest="w0", path="ckpt-0")
+        await post(2, done=True)
+        await post(1, done=False)
+        await supply.until_fates(bus, job, t1="matched", t2="matched")
+    async with supply.leader(bus, record, 2, tmp_path), supply.reader(bus, job, version=0) as engine:
+        await post(0, done=False)
+        manifest = await supply.until_manifest(bus, job, 1)
+        await supply.until_fates(bus, job, t0="admitted", t1="admitted", t2="admitted")
+        main, other = sorted(await supply.every_group_of(bus, manifest), key=lambda group: -len(group.token_ids))
+        assert (main.prompt_ids.tolist(), main.token_ids.tolist()) == ([10, 11], [20, 21, 30, 22])
+        assert (main.mask.tolist(), main.rewards.tolist()) == ([1, 1, 0, 1], [1.0])
+        assert (other.token_ids.tolist(), other.rewards.tolist()) == ([9], [0.25])
+        exact = await engine.score([10, 11, 20, 21, 30, 22])
+        scored = [exact.logprobs[place] for place in (1, 2, 4)]
+        assert [abs(a - b) < 1e-5 for a, b in zip(main.logprobs[main.mask != 0], scored, strict=True)] == [True] * 3
+        assert [group.weight for group in manifest.groups] == [0.5, 0.5]
+        late = {"prompt_token_ids": [5], "token_ids": [6], "reward": 1.0}
+        await supply.say(bus, job, "late", "interaction", key="trusted", episode=EPISODE, turn=3, final=True, body=late)
+        fates = await supply.until_fates(bus, job, late="rejected")
+        assert fates["late"].reason == "episode_over"
+    entries = [decode_events(m.data) for m in await bus.read(subjects.LEDGER, subjects.ledger(job))]
+    assert not audit_ledger(entries, supply.CONFIG).violations
+    assert await decide_again(bus, job, supply.CONFIG, entries) == (2, [])

@@ -1,0 +1,293 @@
+"""Episodes that were not served here: turns in any order, ended by `done` or by time, credited along their branches."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from penstock.services.coordinator.decision import Draft, copy_state
+from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.online.again import Stored, decided_again
+from penstock.services.coordinator.online.matching import Matching
+from penstock.services.coordinator.online.source import LiveSource
+from penstock.services.coordinator.online.sources import flaws_of_weights
+from penstock.services.coordinator.run import JobRun
+from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.protocol.events import Admission, Admitted, Checkpointed, JobStarted
+from penstock.shared.protocol.interaction import Erasure, Feedback
+
+spec = importlib.util.spec_from_file_location("off_policy", Path(__file__).with_name("test_off_policy.py"))
+assert spec is not None
+assert spec.loader is not None
+off_policy: Any = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(off_policy)
+NOW, TRUSTED = off_policy.NOW, {"posted": off_policy.TRUSTED}
+EPISODE = "0192f0c1-0000-7000-8000-00000000000e"
+EPOCH: dict[str, Any] = {"writer_epoch": 1, "time": NOW}
+BOTH_LEVELS = {"reward": {"type": "float"}, "solved": {"type": "float", "level": "episode"}}
+
+
+def job(**online: Any) -> OnlineJob:
+    found: OnlineJob = off_policy.job(**TRUSTED | online)
+    return found
+
+
+def turn(number: int, prompt: list[int], answer: list[int], *, done: bool = False, **body: Any) -> Feedback:
+    changes = {name: body.pop(name) for name in ("received", "user", "revision", "key_id") if name in body}
+    body = {
+        "prompt_token_ids": prompt,
+        "token_ids": answer,
+        "policy_version": 5,
+        "logprobs": [-0.5] * len(answer),
+    } | body
+    found: Feedback = off_policy.item(
+        "interaction", body.pop("name", f"t{number}"), episode=EPISODE, turn=number, final=done, body=body, **changes
+    )
+    return found
+
+
+def talk() -> list[Feedback]:
+    """Three turns of one conversation, of which the last is rewarded."""
+    return [
+        turn(0, [1], [2]), turn(1, [1, 2, 3], [4]), turn(2, [1, 2, 3, 4, 5], [6], done=True, reward=0.5),
+    ]  # fmt: skip
+
+
+class Leader:
+    """Reads feedback, decides and admits; another one goes on from what is durable."""
+
+    def __init__(self, config: OnlineJob, items: list[Feedback], before: Leader | None = None) -> None:
+        self.config, self.items = config, items
+        self.entries: list[list[Any]] = [] if before is None else list(before.entries)
+        self.matching = Matching(config)
+        self.source = LiveSource(config, self.matching)
+        self.run = JobRun(config, LedgerState(), num_ordinals=None, writer_epoch=1, source=self.source)
+        for entry in self.entries:
+            self.run.commit(entry)
+        if before is None:
+            self.commit([JobStarted(**EPOCH, config_digest="c")])
+            self.commit([Checkpointed(**EPOCH, number=0, version=5, digest="w", path="p", trainer_epoch=1, low_seq=1)])
+        self.matching.recall(self.run.state)
+        self.fates: dict[str, tuple[str, str]] = {}
+        self.read(self.run.state.read_from[1])
+
+    def commit(self, events: list[Any]) -> None:
+        self.entries.append(events)
+        self.run.commit(events)
+
+    def read(self, start: int) -> None:
+        for seq, item in enumerate(self.items, 1):
+            if seq >= start:
+                self.tell(self.matching.on_feedback(seq, item, NOW))
+
+    def tell(self, fates: list[Any]) -> None:
+        self.fates |= {one.feedback: (one.status, one.reason) for one in fates}
+
+    def hear(self, *items: Feedback) -> None:
+        self.items = [*self.items, *items]
+        self.read(len(self.items) - len(items) + 1)
+
+    def decide(self, at: float = 1.0) -> list[Admission]:
+        self.tell(self.matching.sweep(version=5, now=NOW + at))
+        draft = Draft(self.run, copy_state(self.run.state), NOW + at)
+        self.source.draw(draft)
+        if not draft.events:
+            return []
+        self.commit(draft.events)
+        found = [one for event in draft.events if isinstance(event, Admitted) for one in event.admissions]
+        self.matching.take(found)
+        return found
+
+
+def rewards(admissions: list[Admission]) -> dict[str, float]:
+    return {" ".join(one.origin[1:]): one.reward for one in admissions}
+
+
+def again(leader: Leader, admissions: list[Admission]) -> tuple[int, list[str]]:
+    items = {seq: [item] for seq, item in enumerate(leader.items, 1)}
+    return decided_again(admissions, Stored({}, items), leader.config)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1)])
+@pytest.mark.parametrize("gamma", [0.5, 1.0])
+def test_turns_in_any_order_are_credited_as_served_ones_once_all_are_there(
+    order: tuple[int, ...], gamma: float
+) -> None:
+    leader = Leader(job(gamma=gamma), [])
+    for place in order:
+        assert leader.decide() == [], "turns are missing"
+        assert leader.matching.lowest()[1] == 1, "a new leader must read all of them"
+        leader.hear(talk()[place])
+    admissions = leader.decide()
+    expected = {"t0 t1 t2": 0.5} if gamma == 1 else {"t0": 0.125, "t1": 0.25, "t2": 0.5}
+    assert rewards(admissions) == expected
+    assert {one.weight for one in admissions} == {1.0}
+    assert again(leader, admissions) == (len(admissions), [])
+    assert leader.matching.lowest()[1] == 3, "nothing is undecided"
+
+
+def test_an_episode_without_an_end_is_over_when_it_rests() -> None:
+    leader = Leader(job(idle_ttl_s=60.0), [replace(one, final=False) for one in talk()])
+    assert leader.decide(59.0) == []
+    assert rewards(leader.decide(61.0)) == {"t0 t1 t2": 0.5}
+    gap = Leader(job(idle_ttl_s=60.0), [talk()[0], talk()[2]])
+    assert gap.decide(59.0) == [], "turn 1 may come yet"
+    found = gap.decide(61.0)
+    assert rewards(found) == {"t0 t2": 0.5}, "its tokens are in the next prompt"
+    far = Leader(job(idle_ttl_s=60.0), [turn((1 << 31) - 1, [1], [2], done=True, reward=0.5)])
+    assert far.decide(59.0) == []
+    assert rewards(far.decide(61.0)) == {f"t{(1 << 31) - 1}": 0.5}
+    busy = [replace(one, final=False, received=NOW + 50.0 * one.turn) for one in talk()]
+    aged = Leader(job(idle_ttl_s=60.0, max_age_s=90.0), busy)
+    assert aged.decide(89.0) == []
+    assert rewards(aged.decide(101.0)) == {"t0 t1 t2": 0.5}
+
+
+def test_turns_without_a_number_are_in_the_order_in_which_they_came() -> None:
+    items = [replace(one, turn=-1, received=NOW + place) for place, one in enumerate(talk())]
+    leader = Leader(job(gamma=0.5), items[:2])
+    assert leader.decide() == []
+    leader.hear(items[2])
+    assert rewards(leader.decide()) == {"t0": 0.125, "t1": 0.25, "t2": 0.5}
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_a_turn_after_the_end_is_refused_whoever_leads(another: bool) -> None:
+    leader = Leader(job(), talk())
+    assert leader.decide()
+    late = turn(3, [1, 2, 3, 4, 5, 6, 7], [8], done=True, reward=1.0)
+    if another:
+        leader = Leader(job(), [*leader.items, late], leader)
+    else:
+        leader.hear(late)
+    assert leader.decide() == []
+    assert leader.fates["t3"] == ("rejected", "episode_over")
+    other = turn(0, [1], [2], done=True, reward=1.0, name="other", key_id="k2")
+    leader.hear(other)
+    assert rewards(leader.decide()) == {"other": 1.0}, "each key has its own of a name"
+
+
+def test_another_leader_decides_the_same() -> None:
+    items = [talk()[2], talk()[0]]
+    first = Leader(job(gamma=0.5), items)
+    assert first.decide() == []
+    second = Leader(job(gamma=0.5), [*items, talk()[1]], first)
+    unbroken = Leader(job(gamma=0.5), [*items, talk()[1]])
+    assert second.decide() == unbroken.decide()
+
+
+def test_what_is_not_trained_counts_by_credit_and_is_decided_with_the_rest() -> None:
+    items = talk()
+    items[1] = replace(items[1], body=items[1].body | {"policy_version": 1, "reward": 0.25})  # stale
+    leader = Leader(job(gamma=0.5, off_policy=None), items)
+    admissions = leader.decide()
+    assert rewards(admissions) == {"t0": 0.25, "t2": 0.5}
+    assert [list(one.feedback) for one in admissions] == [["t0"], ["t2", "t1"]]
+    assert again(leader, admissions) == (2, [])
+    refused = Leader(job(posted={}, off_policy=None), talk())
+    assert refused.decide() == []
+    assert set(refused.fates.values()) == {("rejected", "source_not_trusted")}
+    refused.hear(turn(3, [9], [9], reward=1.0))
+    refused.decide()
+    assert refused.fates["t3"] == ("rejected", "episode_over")
+
+
+def test_interleaved_agents_have_no_part_in_what_each_other_earned_and_weigh_as_one() -> None:
+    agents = [
+        turn(0, [1], [2]), turn(1, [7], [8]), turn(2, [1, 2, 3], [4], reward=1.0),
+        turn(3, [7, 8, 9], [10], reward=-1.0, done=True),
+    ]  # fmt: skip
+    leader = Leader(job(), agents)
+    admissions = leader.decide()
+    assert rewards(admissions) == {"t0 t2": 1.0, "t1 t3": -1.0}
+    assert [(one.share, one.weight) for one in admissions] == [(0.5, 0.5)] * 2
+    assert again(leader, admissions) == (2, [])
+    assert flaws_of_weights(leader.entries, {}, leader.config) == []
+    greedy = [replace(admissions[0], share=1.0, weight=1.0), admissions[1]]
+    assert again(leader, greedy) == (2, ["ordinal 0: decided again its share of the episode would be 0.5"])
+    shared = [replace(admissions[0], reward=0.0), admissions[1]]
+    assert again(leader, shared) == (2, ["ordinal 0: decided again its reward would be 1, not 0"])
+    apart = [replace(admissions[0], origin=[*admissions[0].origin[:2], "t9"]), admissions[1]]
+    assert again(leader, apart)[1] == ["ordinal 0: decided again its turns would not be trained so"]
+    assert again(Leader(job(), agents[:3]), admissions) == (0, []), "not all of it is there any more"
+
+
+def test_what_the_whole_earned_comes_to_the_end_of_each_branch() -> None:
+    agents = [
+        turn(0, [1], [2]),
+        turn(1, [7], [8], reward=0.25),
+        turn(2, [1, 2], [4], done=True, rewards={"solved": 1.0}),
+    ]
+    leader = Leader(job(metrics=BOTH_LEVELS, gamma=0.5), agents)
+    assert rewards(leader.decide()) == {"t0": 0.5, "t1": 1.25, "t2": 1.0}
+
+
+def test_turns_of_text_are_credited_and_imitated() -> None:
+    text: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "completion": {"content": "y"}}
+    items = [
+        replace(turn(0, [], []), body=text), replace(turn(1, [], [], done=True), body=text | {"reward": 0.5}),
+    ]  # fmt: skip
+    leader = Leader(job(gamma=0.5, off_policy={"supervised": {"min_reward": 0.2}}), items)
+    (one,) = (leader.decide(),)
+    assert [(admission.objective, admission.reason, admission.reward) for admission in one] == [
+        ("supervised", "text_only", 0.25), ("supervised", "text_only", 0.5),
+    ]  # fmt: skip
+    assert again(leader, one) == (2, [])
+
+
+def test_a_single_turn_is_decided_as_it_was_without_an_episode() -> None:
+    one = turn(0, [7, 8], [1, 2], done=True, reward=0.5)
+    found = Leader(job(), [one]).decide()
+    plain = Leader(job(), [replace(one, episode="", turn=-1)]).decide()
+    assert [replace(admission, origin=[]) for admission in found] == plain
+    apart = Leader(job(gamma=0.0), talk())
+    assert [admission.reward for admission in apart.decide()] == [0.5], "where each turn counts by itself"
+    assert apart.fates["t0"] == ("rejected", "no_reward")
+
+
+def test_what_is_revised_retracted_or_erased_is_settled_anew() -> None:
+    leader = Leader(job(), talk())
+    leader.tell(leader.matching.sweep(version=5, now=NOW + 1))
+    assert leader.matching.offers.ready
+    leader.hear(replace(talk()[2], revision=1, body=talk()[2].body | {"reward": -0.5}))
+    assert not leader.matching.offers.ready
+    assert rewards(leader.decide()) == {"t0 t1 t2": -0.5}
+    taken_back = Leader(job(idle_ttl_s=60.0), talk())
+    taken_back.hear(off_policy.item("retraction", "r", inference="", body={"feedback": "t1"}))
+    assert taken_back.decide() == [], "as if it had never come"
+    assert rewards(taken_back.decide(61.0)) == {"t0 t2": 0.5}
+    erased = Leader(job(), talk()[:2])
+    erased.matching.on_erasure(Erasure(user="u", interactions=[], feedback=["t0", "t1"], time=NOW), NOW)
+    assert erased.decide(99_999.0) == []
+    assert erased.matching.lowest()[1] == 2
+
+
+def test_an_episode_of_which_somebody_does_not_want_to_be_trained_on_is_refused() -> None:
+    items = [replace(talk()[0], user="private"), *talk()[1:]]
+    leader = Leader(job(), items)
+    leader.matching._opted_out = lambda user: user == "private"
+    assert leader.decide() == []
+    assert {leader.fates[name] for name in ("t0", "t1", "t2")} == {("rejected", "opted_out")}
+
+
+def test_turns_of_one_posted_episode_are_not_compared_with_each_other() -> None:
+    algorithm = {"type": "reinforce_pp", "baseline": {"siblings": True}}
+    config = OnlineJob.parse(job(gamma=0.5).model_dump(mode="json", exclude_unset=True) | {"algorithm": algorithm})
+    leader = Leader(config, [replace(one, body=one.body | {"group_id": "g"}) for one in talk()])
+    admissions = leader.decide()
+    draws = list(leader.run.state.open)
+    baselines, _ = leader.source.values(Draft(leader.run, leader.run.state, NOW), draws)
+    assert len(admissions) == 3
+    assert set(baselines.values()) == {0.0}, "the tracked value: nothing to compare with"
+
+
+def test_an_episode_is_admitted_whole_or_waits() -> None:
+    config = job(gamma=0.5, max_share_per_key=0.25)
+    leader = Leader(config, talk())
+    assert leader.config.max_draws * 0.25 < 3
+    assert leader.decide() == []
+    assert len(leader.matching.offers.ready) == 3
