@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from penstock.services.coordinator.batch_log import batch_id
 from penstock.services.coordinator.run import Effects, JobRun
+from penstock.services.coordinator.supply import Unreadable
 from penstock.shared.errors import NotFound, ProtocolError, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
@@ -27,6 +28,8 @@ Order = Callable[[JobRun, Sequence[Draw]], Awaitable[None]]
 
 RETRY_S = 0.2
 MAX_REASON = 500
+STREAM, SEQUENCE = "Penstock-Stream", "Penstock-Sequence"
+"""Where a dead letter was."""
 
 
 class Carrier:
@@ -134,6 +137,26 @@ class Carrier:
                 await asyncio.sleep(RETRY_S)
         return count
 
+    async def keep_unreadable(self, messages: Sequence[Unreadable]) -> list[Unreadable]:
+        """Copy messages to DEAD and leave them where they are: a coordinator of another version may read them.
+
+        Returns those that were not there yet: another leader reads them again. Waits while the bus is away.
+        """
+        known = await self._dead_origins() if messages else set()
+        new = [one for one in messages if (one.stream, str(one.seq)) not in known]
+        for one in new:
+            await self.keep_dead(one.stream, one.seq, reason=one.reason, attempts=1)
+        return new
+
+    async def _dead_origins(self) -> set[tuple[str, str]]:
+        while True:
+            try:
+                letters = await self.bus.read(subjects.DEAD, subjects.dead(self.job), headers_only=True)
+                return {(one.headers.get(STREAM, ""), one.headers.get(SEQUENCE, "")) for one in letters}
+            except Unavailable as error:
+                logger.warning("a dead letter of %s waits: %s", self.job, error)
+                await asyncio.sleep(RETRY_S)
+
     async def keep_refused(self, run: JobRun, events: Sequence[Event]) -> None:
         """Copy the groups that the trainer could not train to DEAD, before the decision that deletes them."""
         reason = next((event.reason for event in events if isinstance(event, BatchRefused)), "")
@@ -146,8 +169,8 @@ class Carrier:
     async def _copy_dead(self, message: Message, stream: str, reason: str, attempts: int) -> None:
         headers = {
             **{name: value for name, value in message.headers.items() if name != MSG_ID},
-            "Penstock-Stream": stream,
-            "Penstock-Sequence": str(message.seq),
+            STREAM: stream,
+            SEQUENCE: str(message.seq),
             "Penstock-Attempts": str(attempts),
             "Penstock-Reason": " ".join(reason.split())[:MAX_REASON],
         }

@@ -205,6 +205,8 @@ class JobRunner:
         """Append a decision, take it into the core, and do what follows."""
         if self.supply is not None:
             await self.supply.flush()
+            for one in await self.carrier.keep_unreadable(self.supply.unreadable()):
+                self.outbox.event("warning", "dead_letter", f"message {one.seq} of {one.stream}: {one.reason}")
         if not events:
             return
         await self.journal.append(events)

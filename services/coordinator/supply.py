@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from penstock.services.coordinator.decision import DrawSource
 from penstock.services.coordinator.ledger import LedgerState
@@ -11,10 +11,18 @@ from penstock.services.coordinator.run import JobRun
 from penstock.shared.protocol.events import Event
 from penstock.shared.protocol.ids import Draw
 
-__all__ = ["Fact", "Supply"]
+__all__ = ["Fact", "Supply", "Unreadable"]
 
 Fact = Callable[[], Awaitable[None]]
 """Runs in turn with the decisions of its job."""
+
+
+class Unreadable(NamedTuple):
+    """A message that does not decode."""
+
+    stream: str
+    seq: int
+    reason: str
 
 
 class Supply(Protocol):
@@ -39,6 +47,10 @@ class Supply(Protocol):
 
     async def flush(self) -> None:
         """Make durable what facts brought: a decision follows that may rest on it."""
+        ...
+
+    def unreadable(self) -> list[Unreadable]:
+        """What facts brought since the last call and nobody can read: it is kept before a decision passes it by."""
         ...
 
     async def committed(self, run: JobRun, events: Sequence[Event]) -> None:

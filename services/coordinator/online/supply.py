@@ -23,11 +23,11 @@ from penstock.services.coordinator.online.quarantine import Quarantine
 from penstock.services.coordinator.online.source import LiveSource
 from penstock.services.coordinator.restart import earliest_start
 from penstock.services.coordinator.run import JobRun
-from penstock.services.coordinator.supply import Fact
+from penstock.services.coordinator.supply import Fact, Unreadable
 from penstock.services.coordinator.why import wait_row
 from penstock.shared.config.amendable import TEMPERATURE
 from penstock.shared.config.online_job import OnlineJob
-from penstock.shared.errors import ProtocolError, StreamFull, Unavailable
+from penstock.shared.errors import NotFound, ProtocolError, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.events import (
@@ -82,6 +82,7 @@ class LiveSupply:
         self._funnel = Funnel(config)
         self._state = LedgerState()
         self._untold: list[Fate] = []
+        self._unreadable: list[Unreadable] = []
         self._next = {subjects.interactions(job): 1, subjects.feedback(job): 1, subjects.erasures(job): 1}
         """Sequence from which each subject is read on; each for itself, for they are not read in one go."""
 
@@ -117,7 +118,7 @@ class LiveSupply:
         subject = subjects.feedback(self.job)
         for message in await self.bus.read(subjects.FEEDBACK, subject, start_seq=first, end_seq=seq - 1):
             await asyncio.sleep(0)  # the lease is renewed meanwhile
-            with contextlib.suppress(ProtocolError):  # said when it was read first
+            with contextlib.suppress(ProtocolError, NotFound):  # said when it was read first
                 for item in (await self._whole(subjects.FEEDBACK, message, FeedbackBatch)).items:
                     self.quarantine.learn(item)
 
@@ -152,7 +153,7 @@ class LiveSupply:
                 await post(fact)
 
     async def _take(self, subject: str, message: Message) -> None:
-        """One message of one of the subjects; what cannot be read is passed over, and the log says so."""
+        """One message of one of the subjects; what cannot be read is passed over, and is a dead letter."""
         self._next[subject] = max(self._next[subject], message.seq + 1)
         now, stream = time.time(), self._stream(subject)
         try:
@@ -169,15 +170,24 @@ class LiveSupply:
                     self._funnel.on_feedback(item)
                     await self._find_records(item)
                     self._untold += self.quarantine.on_feedback(message.seq, item, now)
+        except NotFound as error:  # its user wanted to be forgotten, or it made room
+            logger.info("%s: message %d of %s is gone: %s", self.job, message.seq, stream, error)
         except ProtocolError as error:
             logger.error("%s: message %d of %s is passed over: %s", self.job, message.seq, stream, error)
+            self._unreadable.append(Unreadable(stream, message.seq, f"undecodable: {error}"))
+
+    def unreadable(self) -> list[Unreadable]:
+        """See ``Supply.unreadable``."""
+        found, self._unreadable = self._unreadable, []
+        return found
 
     async def _whole(self, stream: str, message: Message, kind: type[T]) -> T:
+        """What a message and its parts hold. Raises ProtocolError, NotFound: a part of it was deleted."""
         data = message.data
         if count_of(message.headers) > 1:
             found = await self.bus.get_whole(stream, [message.seq])
             if message.seq not in found:
-                raise ProtocolError("a part of it is missing")
+                raise NotFound("a part of it is missing")
             data = found[message.seq].data
         return unpack(data, kind)[0]
 
@@ -279,7 +289,9 @@ class LiveSupply:
             message = await self._persistently(
                 lambda name=name: self.bus.last(subjects.INTERACTIONS, subjects.interaction(self.job, name))  # type: ignore[misc]
             )
-            if message is not None:
+            if message is None:
+                continue
+            with contextlib.suppress(ProtocolError, NotFound):  # then the item waits for it in vain
                 offers.know(name, message.seq, await self._whole(subjects.INTERACTIONS, message, Interaction))
 
     async def _persistently(self, ask: Callable[[], Awaitable[R]]) -> R:
