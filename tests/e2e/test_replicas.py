@@ -168,6 +168,7 @@ def test_the_lease_moves_and_the_job_goes_on(stack: Any, replica: Replica, make_
     stack.client.amend(job, {"train": {"max_updates": total}})
     record = stack.finish(job)
     assert (record.status.phase, record.status.step) == ("succeeded", total)
+    assert record.status.attempt >= 3, "led by one, by the other, and by the one again"
     stack.check_books(job)
     assert [event.number for event in trained(stack, job)] == list(range(1, total + 1)), "each update once"
 
