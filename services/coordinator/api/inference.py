@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Path, Request
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from penstock.services.coordinator.api.access import Backend, BackendDep
@@ -59,6 +59,16 @@ class ModelList(BaseModel):
     data: list[Model]
 
 
+class Choice(BaseModel):
+    """One answer; see OpenAI's reference for the rest of it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    index: int
+    interaction_id: str | None = Field(description="What feedback on it names; null where nothing is recorded")
+    finish_reason: str | None
+
+
 class Completion(BaseModel):
     """A completion; see OpenAI's reference. ``model`` names the policy version: `name@version`."""
 
@@ -66,6 +76,7 @@ class Completion(BaseModel):
     object: str
     created: int
     model: str
+    choices: list[Choice]
 
 
 class InteractionRow(BaseModel):
