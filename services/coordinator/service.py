@@ -41,7 +41,9 @@ from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobFailure, JobRecord
 from penstock.shared.protocol.messages import Heartbeat
+from penstock.shared.protocol.trace import tracing
 from penstock.shared.runtime.lease import Lease
+from penstock.shared.runtime.logs import bound
 from penstock.shared.runtime.tasks import end_tasks, unexpected
 from penstock.shared.transport.bus import Bus
 
@@ -193,11 +195,14 @@ class CoordinatorService:
 
     async def _lead_job(self, job: str, epoch: int) -> None:
         """Lead a job as its record says now, until it is over."""
-        runner = self.runners[job] = self._leader(await self.store.get(job), epoch)
-        try:
-            await runner.lead()
-        finally:
-            self.runners.pop(job, None)
+        record = await self.store.get(job)
+        with bound(job=job), tracing(record.trace):
+            logger.info("leading job %s", job)
+            runner = self.runners[job] = self._leader(record, epoch)
+            try:
+                await runner.lead()
+            finally:
+                self.runners.pop(job, None)
 
     async def _fail(self, job: str, reason: str) -> None:
         error = JobFailure(code="internal", message=reason, service="coordinator")

@@ -12,6 +12,7 @@ from penstock.shared.errors import Conflict, NotFound, ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.ids import new_job_id
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, DesiredState, JobRecord, JobStatus, Operation
+from penstock.shared.protocol.trace import current_trace
 from penstock.shared.transport.bus import Bus, Entry
 
 __all__ = ["JobStore"]
@@ -36,6 +37,7 @@ class JobStore:
             spec=config.model_dump(mode="json", exclude_unset=True),
             status=JobStatus(total_steps=_total_steps(config)),
             fine_tuning=fine_tuning,
+            trace=current_trace(),
         )
         try:
             revision = await self._kv.create(record.id, record.stored())

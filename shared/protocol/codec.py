@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from penstock.shared.errors import ProtocolError
+from penstock.shared.protocol.trace import current_trace
 
 __all__ = ["MAX_INLINE_BYTES", "SCHEMA", "Envelope", "pack", "unpack"]
 
@@ -36,9 +37,9 @@ _decoders: dict[type, Any] = {}
 
 
 def pack(body: msgspec.Struct, *, job: str = "", id: str = "", epoch: int = 0, trace: str = "") -> bytes:
-    """Wrap ``body`` into an envelope; its kind is the name of its class."""
+    """Wrap ``body`` into an envelope; its kind is the name of its class, its trace that of the task by default."""
     raw = msgspec.Raw(_encoder.encode(body))
-    return _encoder.encode(Envelope(SCHEMA, job, type(body).__name__, id, epoch, trace, raw))
+    return _encoder.encode(Envelope(SCHEMA, job, type(body).__name__, id, epoch, trace or current_trace(), raw))
 
 
 def unpack(data: bytes | memoryview, kind: type[T]) -> tuple[T, Envelope]:

@@ -164,6 +164,8 @@ class JobRecord(BaseModel):
     """The newest ones, oldest first."""
     fine_tuning: dict[str, Any] | None = None
     """What `POST /v1/fine_tuning/jobs` was given, where the job came from there."""
+    trace: str = ""
+    """Trace id of the request that submitted it: in everything that is sent and logged for the job."""
     status: JobStatus = JobStatus()
 
     @computed_field  # type: ignore[prop-decorator]

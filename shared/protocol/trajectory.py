@@ -23,6 +23,7 @@ from penstock.shared.protocol.frame import decode_frame, encode_frame
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.objective import OBJECTIVES, Objective
 from penstock.shared.protocol.parts import num_parts
+from penstock.shared.protocol.trace import TRACE_HEADER, current_trace
 
 __all__ = [
     "FINISH_REASONS",
@@ -331,8 +332,9 @@ _header_decoder = msgspec.json.Decoder(GroupHeader)
 
 
 def group_headers(header: GroupHeader) -> dict[str, str]:
-    """Message headers of a published group."""
-    return {GROUP_HEADER: msgspec.json.encode(header).decode()}
+    """Message headers of a published group, with the trace of the task that publishes it."""
+    headers = {GROUP_HEADER: msgspec.json.encode(header).decode()}
+    return {**headers, TRACE_HEADER: trace} if (trace := current_trace()) else headers
 
 
 def parse_group_header(headers: Mapping[str, str]) -> GroupHeader:

@@ -13,6 +13,8 @@ from penstock.shared.config.kinds import AnyJob, parse_job
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
+from penstock.shared.protocol.trace import tracing
+from penstock.shared.runtime.logs import bound
 from penstock.shared.runtime.tasks import end_tasks, unexpected
 from penstock.shared.transport.bus import Bus
 
@@ -57,7 +59,8 @@ async def watch_jobs(
                 await sessions.end(record.id)
                 on_end(record.id)
             else:
-                sessions.follow(record.id, config)
+                with bound(job=record.id), tracing(record.trace):
+                    sessions.follow(record.id, config)
     finally:
         await sessions.close()
 
@@ -103,6 +106,7 @@ class _Sessions:
 
 
 async def _keep_open(job: str, open_session: Callable[[], Awaitable[None]]) -> None:
+    logger.info("working for job %s", job)
     while True:
         error = await unexpected(open_session())
         if error is None:

@@ -19,6 +19,7 @@ from typing import Any
 import orjson
 
 from penstock.shared.errors import ConfigError
+from penstock.shared.protocol.trace import current_trace
 
 __all__ = ["JsonFormatter", "bound", "setup_logging"]
 
@@ -31,7 +32,7 @@ _STANDARD = frozenset(vars(logging.LogRecord("", 0, "", 0, "", None, None))) | {
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: time (UTC), level, logger, message, the bound fields, ``extra`` fields, the error."""
+    """One JSON object per line: time (UTC), level, logger, message, bound fields, trace, ``extra`` fields, error."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line, without a newline."""
@@ -41,6 +42,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
             **(_context.get() or {}),
+            **({"trace": trace} if (trace := current_trace()) else {}),
         }
         line.update((key, value) for key, value in vars(record).items() if key not in _STANDARD)
         if record.exc_info:

@@ -48,6 +48,7 @@ from penstock.services.coordinator.api.idempotency import Idempotency, ReplyStor
 from penstock.services.coordinator.api.ratelimit import RateLimiter
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem, from_error, problem_response
 from penstock.services.coordinator.api.serving import Serving
+from penstock.services.coordinator.api.tracing import Traced
 from penstock.services.coordinator.api.volatile import Volatile
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import PenstockError
@@ -111,6 +112,7 @@ def create_app(
     app.add_middleware(Idempotency, store=ReplyStore(volatile))
     app.add_middleware(Guard, keys=ring, limiter=limiter)
     app.add_middleware(Measured)
+    app.add_middleware(Traced)
     return app
 
 
