@@ -41,8 +41,8 @@ def test_what_is_no_age() -> None:
         seconds_of("soon")
 
 
-SHOWS = {"demo", "up", "chat"}
-"""Commands whose output is a show, a log or a conversation."""
+SHOWS = {"chat"}
+"""Commands whose output is a conversation."""
 DOCUMENTS = "show"
 """Commands of this name print JSON anyway."""
 
