@@ -106,7 +106,8 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     said and what the reference keys said of the same: ``(key, reward, reward)``.
 
     ``judges`` are all keys whose feedback the reward comes from, ``askers`` those that the answers were served to,
-    ``users`` whose conversations they are from where there may be several; empty: ``user``.
+    ``users`` whose conversations they are from where there may be several; empty: ``user``. ``refused`` are turns of
+    the same episode that are never trained on, by id, and why.
     """
 
     ordinal: int
@@ -130,6 +131,7 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     group: str = ""
     origin: list[str] = []
     share: float = 0.0
+    refused: dict[str, str] = {}
 
 
 class Admitted(Event, frozen=True, kw_only=True, tag=True):

@@ -25,6 +25,7 @@ __all__ = [
     "FeedbackBatch",
     "FinishReason",
     "Interaction",
+    "InteractionFate",
     "Redacted",
     "bare_id",
     "job_mark",
@@ -167,10 +168,27 @@ class Fate(msgspec.Struct, frozen=True, kw_only=True):
     time: float
 
 
+class InteractionFate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What became of one interaction. One with an ``ordinal`` follows from the ledger, and the newest of these counts;
+    else the first one does.
+    """
+
+    interaction: str
+    status: Literal["admitted", "rejected", "trained"]
+    reason: str = ""
+    ordinal: int = -1
+    """Place in the job's data order, once admitted."""
+    batch: int = 0
+    version: int = 0
+    """Version that the batch made, once trained."""
+    time: float
+
+
 class FateBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """One message of DECISIONS: what one decision made of how many items soever, in order."""
+    """One message of DECISIONS: what one decision made of how many items soever, in order, and of interactions."""
 
     items: list[Fate]
+    interactions: list[InteractionFate] = []
 
 
 def named_tags(tags: Mapping[str, str], pseudonym: Callable[[str], str]) -> dict[str, str]:

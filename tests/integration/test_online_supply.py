@@ -175,6 +175,13 @@ async def test_feedback_becomes_batches_across_the_crash_of_a_leader(
         found = await until_fates(bus, job, c="admitted", d="admitted", late="rejected")
         assert found["late"].reason == "late_after_training"
         assert "lost" not in found, "its interaction may still come"
+        messages = await bus.read(subjects.DECISIONS, subjects.decisions(job))
+        told = [one for message in messages for one in unpack(message.data, FateBatch)[0].interactions]
+        ends = {one.interaction: (one.status, one.batch, one.version) for one in told}
+        assert ends == {
+            first: ("trained", 1, 1), second: ("trained", 1, 1),
+            third: ("admitted", 0, 0), fourth: ("admitted", 0, 0),
+        }  # fmt: skip
         await report(bus, job, kind="checkpointed", batch=1, version=1, digest="w1", path="ckpt-1")
         monkeypatch.setattr(supply_module, "FULL_SHARE", -1.0)
         monkeypatch.setattr(supply_module, "ROOM_EVERY_S", 0.0)
@@ -315,7 +322,7 @@ async def test_what_arrives_while_a_leader_recovers_is_read_on(bus: Bus, monkeyp
     following = asyncio.create_task(supply.follow(facts.put))
     try:
         async with asyncio.timeout(DEADLINE_S):
-            while supply.matching.num_parked < 2:
+            while len(supply.matching.parked) < 2:
                 await (await facts.get())()
     finally:
         following.cancel()

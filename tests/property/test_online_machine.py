@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from penstock.services.coordinator.audit import audit_ledger
 from penstock.services.coordinator.ledger import LedgerState, fold
-from penstock.services.coordinator.online.fates import fates_of
+from penstock.services.coordinator.online.fates import fates_of, interaction_fates_of
 from penstock.services.coordinator.online.groups import group_of
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.source import LiveSource
@@ -25,7 +25,7 @@ from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission, Admitted, BatchSealed, Event, Finished
 from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import Fate, Feedback, Interaction
+from penstock.shared.protocol.interaction import Fate, Feedback, Interaction, InteractionFate
 from penstock.shared.protocol.messages import Report
 from penstock.shared.protocol.trajectory import GroupHeader, encode_group
 
@@ -57,8 +57,16 @@ class World:
     feedback: dict[int, list[Feedback]] = field(default_factory=dict)
     stored: dict[int, GroupHeader] = field(default_factory=dict)
     fates: list[Fate] = field(default_factory=list)
+    decided: dict[str, InteractionFate] = field(default_factory=dict)
+    """Interactions, by the rule of ``InteractionFate``."""
     num_groups: int = 0
+
     engine_version: int = 0
+
+    def take(self, fates: list[InteractionFate]) -> None:
+        for one in fates:
+            if one.ordinal >= 0 or one.interaction not in self.decided:
+                self.decided[one.interaction] = one
 
 
 class OnlineMachine(RuleBasedStateMachine):
@@ -86,7 +94,9 @@ class OnlineMachine(RuleBasedStateMachine):
         for seq, header in sorted(self.world.stored.items()):
             self.run.on_group(seq, header)
         self.matching.recall(state)
-        self.world.fates += fates_of(self.world.entries[-1] if self.world.entries else [], state)
+        last = self.world.entries[-1] if self.world.entries else []
+        self.world.fates += fates_of(last, state)
+        self.world.take(interaction_fates_of(last, state))
         self.cursor = list(state.read_from)
         self.decide()
         self.publish([draw for draw in state.in_flight if draw not in self.run.candidates])
@@ -104,16 +114,19 @@ class OnlineMachine(RuleBasedStateMachine):
     def append(self, events: list[Event], *, crash: bool = False) -> None:
         if not events:
             return
+        self.world.take(self.matching.refusals.drain())  # told before a decision moves the mark
         self.world.entries.append(events)
         if crash:
             return
         effects = self.run.commit(events)
         self.world.fates += fates_of(events, self.run.state)
+        self.world.take(interaction_fates_of(events, self.run.state))
         for event in events:
             if isinstance(event, Admitted):
                 self.matching.take(event.admissions)
             if isinstance(event, Finished):
                 self.world.fates += self.matching.end(self.now)
+                self.world.take(self.matching.refusals.drain())
         self.publish(effects.tickets)
         for seq in effects.delete:
             self.world.stored.pop(seq, None)
@@ -325,6 +338,12 @@ class OnlineMachine(RuleBasedStateMachine):
         ordinals = {name: one.ordinal for one in self.admissions() for name in one.feedback}
         lineage = audit_ledger(self.world.entries, self.config).trained
         trained = {group.draw.ordinal for batch in lineage.values() for group in batch.groups}
+        drawn = {name: one.ordinal for one in self.admissions() for name in one.interactions}
+        for record in self.world.interactions.values():  # never silently dropped
+            end = self.world.decided[record.id]
+            assert end.status != "admitted", "the job has ended"
+            assert (end.status == "trained") == (drawn.get(record.id, -1) in trained), end
+            assert end.status == "trained" or end.reason
         items = [item for items in self.world.feedback.values() for item in items]
         revised = {item.id: any(one.id == item.id and one.revision for one in items) for item in items}
         for item in items:

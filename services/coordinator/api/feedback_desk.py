@@ -77,6 +77,10 @@ class FeedbackDesk(Protocol):
         """The episode of each interaction (canonical UUIDs, both) that is recorded in one with a UUID."""
         ...
 
+    async def decisions(self, interactions: Sequence[str]) -> dict[str, Row]:
+        """What became of those interactions (canonical UUIDs) that are decided (``InteractionDecision``)."""
+        ...
+
     async def turns(self, episode: str, *, after: str | None, limit: int) -> list[Row]:
         """The recorded interactions of an episode (canonical UUID) past the one ``after``, oldest first."""
         ...

@@ -337,14 +337,26 @@ class FunnelRow(BaseModel):
     items: int
 
 
+class OutcomeRow(BaseModel):
+    """So many interactions were decided like this; those that wait are not among them."""
+
+    status: str
+    reason: str
+    interactions: int
+
+
 class Funnel(BaseModel):
-    """The feedback of a job, counted by metric (or kind), source (the key that posted it) and status."""
+    """The feedback of a job, counted by metric (or kind), source (the key that posted it) and status.
+
+    ``interactions``: what became of the answers themselves, those without feedback too.
+    """
 
     object: Literal["feedback.funnel"] = "feedback.funnel"
     job: str
     items: int
     by_status: dict[str, int]
     data: list[FunnelRow]
+    interactions: list[OutcomeRow] = []
 
 
 class ConsentBody(BaseModel):

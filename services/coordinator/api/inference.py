@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Path, Request
@@ -79,8 +79,28 @@ class Completion(BaseModel):
     choices: list[Choice]
 
 
+class Trained(BaseModel):
+    """The update (``step``) that an interaction was trained in, and the version that it made."""
+
+    step: int
+    version: int
+
+
+class InteractionDecision(BaseModel):
+    """What became of an interaction: `admitted`, `trained`, or `rejected` for ``reason``.
+
+    ``ordinal`` is its place in the job's data order, once admitted.
+    """
+
+    status: Literal["admitted", "rejected", "trained"]
+    reason: str
+    ordinal: int | None
+    trained: Trained | None
+    time: float
+
+
 class InteractionRow(BaseModel):
-    """The record of one choice of a request."""
+    """The record of one choice of a request. ``decision`` is null while nothing is decided about it."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -95,6 +115,7 @@ class InteractionRow(BaseModel):
     spans: list[tuple[int, int, int]]
     finish: str
     text: str
+    decision: InteractionDecision | None = None
 
 
 @router.get("/v1/models", response_model=ModelList)
@@ -180,7 +201,7 @@ async def get_interaction(
     interaction: Annotated[str, Path(max_length=64, description="Id of a response: a UUID, or chatcmpl- and a UUID")],
     backend: BackendDep,
 ) -> Response:
-    """Show what is recorded of a choice: tokens, log-probs, versions, sampling."""
+    """Show what is recorded of a choice: tokens, log-probs, versions, sampling; and what became of it."""
     marked = marked_id(interaction)
     if marked is not None:
         jobs = await backend.control.list_jobs(
@@ -190,7 +211,9 @@ async def get_interaction(
             if job_mark(record.id) == marked[1]:
                 found = await serving_of(backend).interaction(record.id, marked[0])
                 if found is not None:
-                    return Json(msgspec.to_builtins(found))
+                    desk = backend.feedback
+                    decisions = await desk.decisions([marked[0]]) if desk is not None else {}
+                    return Json({**msgspec.to_builtins(found), "decision": decisions.get(marked[0])})
     raise NotFound(f"no interaction '{interaction}' is recorded")
 
 

@@ -197,7 +197,17 @@ class FeedbackDesk:
         ids = await self.index.turns(marked[0], bare_id(after or "") or "", limit)
         found = [await self._bus.last(subjects.INTERACTIONS, subjects.interaction(job, id)) for id in ids]
         records = [_record(message.data) for message in found if message is not None]
-        return [dict(msgspec.to_builtins(record)) for record in records if record is not None]
+        decisions = await self.decisions(ids)
+        return [
+            {**msgspec.to_builtins(record), "decision": decisions.get(bare_id(record.id) or "")}
+            for record in records
+            if record is not None
+        ]
+
+    async def decisions(self, interactions: Sequence[str]) -> dict[str, Row]:
+        """See ``api.feedback_desk.FeedbackDesk.decisions``."""
+        await self.index.catch_up(subjects.DECISIONS)
+        return {name: _decision(row) for name, row in (await self.index.decided(interactions)).items()}
 
     async def funnel(self, job: str) -> Row:
         """See ``api.feedback_desk.FeedbackDesk.funnel``."""
@@ -206,9 +216,11 @@ class FeedbackDesk:
         for _, _, status, count in rows:
             by_status[status] += count
         data = [dict(zip(("metric", "source", "status", "items"), row, strict=True)) for row in rows]
+        decided = await self.index.outcomes(job)
         return {
             "object": "feedback.funnel", "job": job, "items": by_status.total(), "by_status": dict(by_status),
             "data": data,
+            "interactions": [dict(zip(("status", "reason", "interactions"), row, strict=True)) for row in decided],
         }  # fmt: skip
 
     # -- users -------------------------------------------------------------------------------------------------------
@@ -305,6 +317,15 @@ def _fresh(item: Feedback) -> Row:
         "object": "feedback", "feedback_id": item.id, "job": item.job, "kind": item.kind, "metric": item.metric,
         "status": "received", "reason": "", "interactions": [], "ordinal": None, "trained": None,
         "revision": item.revision, "retraction_requested": False, "received": item.received, "time": item.received,
+    }  # fmt: skip
+
+
+def _decision(row: Row) -> Row:
+    """What became of an interaction, as the API shows it."""
+    trained = {"step": row["batch"], "version": row["version"]} if row["status"] == "trained" else None
+    ordinal = row["ordinal"] if row["ordinal"] >= 0 else None
+    return {
+        "status": row["status"], "reason": row["reason"], "ordinal": ordinal, "trained": trained, "time": row["time"],
     }  # fmt: skip
 
 

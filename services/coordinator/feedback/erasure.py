@@ -176,6 +176,9 @@ class Eraser:
                 if fate.status == "trained" and about:
                     versions.add(fate.version)
                 newest[fate.feedback] = fate.status
+            for turn in batch.interactions if batch is not None else ():
+                if turn.status == "trained" and (bare_id(turn.interaction) or turn.interaction) in mine.interactions:
+                    versions.add(turn.version)
         return sorted(versions), {name for name, status in newest.items() if status not in UNDECIDED}
 
     # -- deletion ----------------------------------------------------------------------------------------------------

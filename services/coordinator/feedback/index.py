@@ -25,6 +25,7 @@ from penstock.shared.protocol.interaction import (
     FateBatch,
     Feedback,
     FeedbackBatch,
+    InteractionFate,
     bare_id,
 )
 from penstock.shared.protocol.parts import PART, count_of
@@ -54,6 +55,8 @@ class _Read:
 
     posts: list[tuple[int, Feedback]] = field(default_factory=list)
     fates: list[Fate] = field(default_factory=list)
+    decided: list[tuple[str, InteractionFate]] = field(default_factory=list)
+    """Interactions, with their job."""
     erasures: list[Erasure] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
 
@@ -212,6 +215,16 @@ class FeedbackIndex:
         projection = await self._ready()
         return await self._read(projection.fate, id)
 
+    async def decided(self, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """What became of interactions, see ``Projection.decided``."""
+        projection = await self._ready()
+        return await self._read(projection.decided, ids)
+
+    async def outcomes(self, job: str) -> list[tuple[str, str, int]]:
+        """Decided interactions of a job, see ``Projection.outcomes``."""
+        projection = await self._ready()
+        return await self._read(projection.outcomes, job)
+
     async def held(self, job: str, after: str, limit: int) -> list[dict[str, Any]]:
         """Items of a job ('': of all) that are held back."""
         projection = await self._ready()
@@ -266,7 +279,7 @@ def _apply(projection: Projection, some: list[tuple[str, Message]], places: list
             _take(read, stream, message)
         except ProtocolError as error:
             log.error("message %d of %s is left out of the feedback index: %s", message.seq, stream, error)
-    projection.apply(read.posts, read.fates, read.erasures, read.targets, places)
+    projection.apply(read.posts, read.fates, read.erasures, read.targets, places, decided=read.decided)
     return read
 
 
@@ -278,7 +291,9 @@ def _take(read: _Read, stream: str, message: Message) -> None:
         read.targets += [(id, episode or "", message.seq)] if id is not None else []
         read.targets += [(episode, "", 0)] if episode is not None else []
     elif stream == subjects.DECISIONS:
-        read.fates += unpack(message.data, FateBatch)[0].items
+        batch = unpack(message.data, FateBatch)[0]
+        read.fates += batch.items
+        read.decided += [(message.subject.rpartition(".")[2], fate) for fate in batch.interactions]
     elif message.subject.endswith(".erased"):
         read.erasures.append(unpack(message.data, Erasure)[0])
     else:

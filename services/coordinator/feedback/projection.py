@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from penstock.services.coordinator.feedback.ingest import Known
-from penstock.shared.protocol.interaction import Erasure, Fate, Feedback
+from penstock.shared.protocol.interaction import Erasure, Fate, Feedback, InteractionFate
 
 __all__ = ["Place", "Projection", "Target", "open_projection"]
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 2
+SCHEMA = 3
 """Files of another one are built anew."""
 MAX_FILES = 64
 CHUNK = 256
@@ -50,6 +50,11 @@ CREATE TABLE IF NOT EXISTS target (
   id TEXT PRIMARY KEY, episode TEXT NOT NULL DEFAULT '', seq INTEGER NOT NULL DEFAULT 0
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS turns ON target (episode, seq) WHERE episode != '';
+CREATE TABLE IF NOT EXISTS decided (
+  id TEXT PRIMARY KEY, job TEXT NOT NULL, status TEXT NOT NULL, reason TEXT NOT NULL, ordinal INTEGER NOT NULL,
+  batch INTEGER NOT NULL, version INTEGER NOT NULL, time REAL NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS outcomes ON decided (job, status, reason);
 CREATE TABLE IF NOT EXISTS erased (id TEXT PRIMARY KEY) WITHOUT ROWID;
 """
 _POST = """
@@ -67,6 +72,11 @@ ON CONFLICT (id) DO UPDATE SET status = excluded.status, reason = excluded.reaso
 _TARGET = """
 INSERT INTO target (id, episode, seq) VALUES (?1, ?2, ?3)
 ON CONFLICT (id) DO UPDATE SET episode = ?2, seq = ?3 WHERE episode = '' AND ?2 != ''
+"""
+_DECIDED = """
+INSERT INTO decided (id, job, status, reason, ordinal, batch, version, time) VALUES (?, ?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT (id) DO UPDATE SET status = excluded.status, reason = excluded.reason, ordinal = excluded.ordinal,
+  batch = excluded.batch, version = excluded.version, time = excluded.time WHERE excluded.ordinal >= 0
 """
 _PLACE = "INSERT OR REPLACE INTO place (stream, created, seq) VALUES (?, ?, ?)"
 _RETRACT = """
@@ -125,7 +135,7 @@ class Projection:
     def clear(self) -> None:
         """Forget everything: the streams are others than those that were read."""
         with self._writer:
-            for table in ("place", "feedback", "target", "erased"):
+            for table in ("place", "feedback", "target", "decided", "erased"):
                 self._writer.execute(f"DELETE FROM {table}")
 
     def apply(
@@ -135,6 +145,8 @@ class Projection:
         erasures: Sequence[Erasure],
         targets: Iterable[Target],
         places: Iterable[Place],
+        *,
+        decided: Iterable[tuple[str, InteractionFate]] = (),
     ) -> None:
         """Take what the streams said up to ``places``, all or nothing."""
         posts = list(posts)
@@ -143,12 +155,15 @@ class Projection:
             retracted = [(item.body.get("feedback", ""),) for _, item in posts if item.kind == "retraction"]
             self._writer.executemany(_RETRACT, retracted)
             self._writer.executemany(_FATE, map(_fate_row, fates))
+            self._writer.executemany(_DECIDED, (_decided_row(job, fate) for job, fate in decided))
             self._writer.executemany(_TARGET, targets)
             for erasure in erasures:
                 ids = [(id,) for id in (*erasure.interactions, *erasure.feedback)]
                 self._writer.executemany("INSERT OR IGNORE INTO erased (id) VALUES (?)", ids)
                 self._writer.executemany("DELETE FROM feedback WHERE id = ?", ((id,) for id in erasure.feedback))
-                self._writer.executemany("DELETE FROM target WHERE id = ?", ((id,) for id in erasure.interactions))
+                for table in ("target", "decided"):
+                    gone = ((id,) for id in erasure.interactions)
+                    self._writer.executemany(f"DELETE FROM {table} WHERE id = ?", gone)
             self._writer.executemany(_PLACE, places)
         if erasures:  # the log still holds what was deleted
             self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -192,6 +207,17 @@ class Projection:
         found = dict(zip((column[0] for column in cursor.description), row, strict=True))
         return {**found, "interactions": found["interactions"].split()}
 
+    def decided(self, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """What became of those interactions of ``ids`` that are decided."""
+        query = "SELECT id, status, reason, ordinal, batch, version, time FROM decided WHERE id IN ({})"
+        names = ("status", "reason", "ordinal", "batch", "version", "time")
+        return {row[0]: dict(zip(names, row[1:], strict=True)) for row in self._in(query, ids)}
+
+    def outcomes(self, job: str) -> list[tuple[str, str, int]]:
+        """``(status, reason, interactions)`` of a job, of those that are decided."""
+        query = "SELECT status, reason, count(*) FROM decided WHERE job = ? GROUP BY 1, 2 ORDER BY 1, 2"
+        return list(self._reader.execute(query, (job,)))
+
     def held(self, job: str, after: str, limit: int) -> list[dict[str, Any]]:
         """Items of a job ('': of all) that are held back, past the one ``after``, in the order of ids."""
         names = ("id", "job", "metric", "source", "reason", "received", "time")
@@ -227,6 +253,10 @@ def _post_row(seq: int, item: Feedback) -> tuple[Any, ...]:
         item.id, item.job, item.kind, item.metric, item.key_id, item.user, item.revision, item.fingerprint, seq,
         item.received,
     )  # fmt: skip
+
+
+def _decided_row(job: str, fate: InteractionFate) -> tuple[Any, ...]:
+    return fate.interaction, job, fate.status, fate.reason, fate.ordinal, fate.batch, fate.version, fate.time
 
 
 def _fate_row(fate: Fate) -> tuple[Any, ...]:

@@ -60,6 +60,8 @@ class Trajectory:
     judges: tuple[str, ...] = ()
     objective: Objective = "policy"
     share: float = 1.0
+    refused: dict[str, str] = field(default_factory=dict)
+    """Other turns of its episode that are never trained on, by canonical id, and why; with one of its trajectories."""
 
     @cached_property
     def first(self) -> int:

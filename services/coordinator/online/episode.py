@@ -16,6 +16,7 @@ from penstock.services.coordinator.online.admission import (
 from penstock.services.coordinator.online.branches import Said, Tree, tree_of
 from penstock.services.coordinator.online.canary import Earned, earned_by
 from penstock.services.coordinator.online.credit import Item, Trajectory, Turn, joined, returns, weights_of
+from penstock.services.coordinator.online.names import canonical
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.interaction import CANARY, NOT_COMPARED, Feedback, Interaction
 
@@ -39,6 +40,11 @@ class Outcome:
     trajectories: list[Trajectory]
     refused: list[tuple[Turn, str]]
     earned: Earned | None = None
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Why each of these turns, by canonical id, is never trained on."""
+        return {canonical(turn.interaction.id): reason for turn, reason in self.refused}
 
 
 @dataclass(slots=True)

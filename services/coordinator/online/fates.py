@@ -1,15 +1,17 @@
-"""What a decision means for the feedback behind it. Pure."""
+"""What a decision means for the feedback and the interactions behind it. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple
 
 from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.online.refusals import refused
 from penstock.shared.protocol.events import Admission, Admitted, BatchTrained, Dropped, Event, LineageForked
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import Fate, FateStatus
+from penstock.shared.protocol.interaction import Fate, FateStatus, InteractionFate
 
-__all__ = ["fate", "fates_of"]
+__all__ = ["fate", "fates_of", "interaction_fates_of"]
 
 
 def fate(
@@ -25,46 +27,70 @@ def fate(
 
 def fates_of(events: Iterable[Event], state: LedgerState) -> list[Fate]:
     """What committed events mean for feedback; ``state`` is the ledger after them."""
-    found: list[Fate] = []
+    return [
+        fate(
+            name, end.status, end.reason or _rule(admission), end.time,
+            [*admission.interactions, *admission.context],
+            ordinal=admission.ordinal, batch=end.batch, version=end.version,
+        )
+        for admission, end in _ends_of(events, state)
+        for name in admission.feedback
+    ]  # fmt: skip
+
+
+def interaction_fates_of(events: Iterable[Event], state: LedgerState) -> list[InteractionFate]:
+    """What committed events mean for interactions."""
+    admissions = (one for event in events if isinstance(event, Admitted) for one in event.admissions)
+    left = [fate for one in admissions for fate in refused(one.refused, one.time)]
+    return left + [
+        InteractionFate(
+            interaction=name, status=end.status, reason=end.reason or _rule(admission), ordinal=admission.ordinal,
+            batch=end.batch, version=end.version, time=end.time,
+        )
+        for admission, end in _ends_of(events, state)
+        for name in admission.interactions
+    ]  # fmt: skip
+
+
+class _End(NamedTuple):
+    """What an event means for draws."""
+
+    ordinals: Sequence[int]
+    status: Literal["admitted", "rejected", "trained"]
+    reason: str
+    time: float
+    batch: int = 0
+    version: int = 0
+
+
+def _ends_of(events: Iterable[Event], state: LedgerState) -> Iterator[tuple[Admission, _End]]:
     for event in events:
-        match event:
-            case Admitted():
-                ordinals = [admission.ordinal for admission in event.admissions]
-                found += _of(ordinals, state, "admitted", "", event.time)
-            case Dropped() if not event.redraw:
-                found += _of(_ordinals(event.draws), state, "rejected", event.reason, event.time)
-            case BatchTrained():
-                draws = state.batches[event.number].draws if event.number in state.batches else ()
-                found += _of(
-                    _ordinals(draws), state, "trained", "", event.time, batch=event.number, version=event.version
-                )
-            case LineageForked() if not event.redraw:
-                found += _of(_ordinals(event.draws), state, "rejected", "rolled_back", event.time)
-            case LineageForked():
-                again = sorted(draw.ordinal for draw in state.open if draw.n)
-                found += _of(again, state, "admitted", "rolled_back", event.time)
-            case _:
-                pass
-    return found
+        end = _end_of(event, state)
+        for ordinal in end.ordinals if end is not None else ():
+            if end is not None and (admission := state.admissions.get(ordinal)) is not None:
+                yield admission, end
+
+
+def _end_of(event: Event, state: LedgerState) -> _End | None:
+    match event:
+        case Admitted():
+            return _End([admission.ordinal for admission in event.admissions], "admitted", "", event.time)
+        case Dropped() if not event.redraw:
+            return _End(_ordinals(event.draws), "rejected", event.reason, event.time)
+        case BatchTrained():
+            draws = state.batches[event.number].draws if event.number in state.batches else ()
+            return _End(_ordinals(draws), "trained", "", event.time, event.number, event.version)
+        case LineageForked() if not event.redraw:
+            return _End(_ordinals(event.draws), "rejected", "rolled_back", event.time)
+        case LineageForked():
+            again = sorted(draw.ordinal for draw in state.open if draw.n)
+            return _End(again, "admitted", "rolled_back", event.time)
+        case _:
+            return None
 
 
 def _ordinals(draws: Iterable[Draw]) -> list[int]:
     return [draw.ordinal for draw in draws]
-
-
-def _of(
-    ordinals: Iterable[int], state: LedgerState, status: FateStatus, reason: str, time: float, *, batch: int = 0,
-    version: int = 0,
-) -> list[Fate]:  # fmt: skip
-    return [
-        fate(
-            name, status, reason or _rule(admission), time, [*admission.interactions, *admission.context],
-            ordinal=ordinal, batch=batch, version=version,
-        )
-        for ordinal in ordinals
-        if (admission := state.admissions.get(ordinal)) is not None
-        for name in admission.feedback
-    ]  # fmt: skip
 
 
 def _rule(admission: Admission) -> str:

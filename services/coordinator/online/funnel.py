@@ -8,13 +8,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from penstock.services.coordinator.online.admission import out_of_range
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission
-from penstock.shared.protocol.interaction import Fate, Feedback
+from penstock.shared.protocol.interaction import Fate, Feedback, InteractionFate
 from penstock.shared.runtime import metrics
 
 __all__ = ["Funnel"]
 
 INTERACTIONS = metrics.counter("interactions_read", "Live interactions that leaders read.")
 FEEDBACK = metrics.counter("feedback_decided", "Items of feedback, by what became of them.", ["status"])
+DECIDED = metrics.counter(
+    "interactions_decided", "Live interactions, by what became of them, and why they are not trained on.",
+    ["status", "reason"],
+)  # fmt: skip
+REASONS = frozenset(
+    {
+        "stale", "no_feedback", "opted_out", "no_consent", "sampling_not_replayable", "other_temperature", "side_turn",
+        "train_false", "split_val", "canary", "canary_not_compared", "redacted", "client_disconnected", "truncated",
+        "episode_over", "too_many_waiting", "job_ended", "no_tokens", "prompt_too_long", "completion_too_long",
+        "lengths_differ", "not_finite", "rolled_back",
+    }
+)  # fmt: skip
+"""Values of the label; others are `other`, for each value is a series for good."""
 
 
 class Funnel:
@@ -47,6 +60,15 @@ class Funnel:
             self._counts[fate.status] += 1
             if fate.status == "rejected":
                 self._counts[f"rejected/{fate.reason}"] += 1
+
+    def on_interactions(self, fates: Iterable[InteractionFate]) -> None:
+        """These were decided; of those that are never trained on, the reason is told."""
+        for fate in fates:
+            refused = fate.status == "rejected"
+            DECIDED.labels(fate.status, (fate.reason if fate.reason in REASONS else "other") if refused else "").inc()
+            if refused:
+                self._counts["refused"] += 1
+                self._counts[f"refused/{fate.reason}"] += 1
 
     def on_admissions(self, admissions: Sequence[Admission], ended: Sequence[float]) -> None:
         """These were admitted; ``ended`` is when their last answers were."""

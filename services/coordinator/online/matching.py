@@ -6,8 +6,8 @@ What is undecided lives here; what is decided stands in the ledger (admitted) or
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 import msgspec
 
@@ -21,14 +21,14 @@ from penstock.services.coordinator.online.fates import fate
 from penstock.services.coordinator.online.names import canonical, episode_of
 from penstock.services.coordinator.online.offers import Offers
 from penstock.services.coordinator.online.parked import Parked
+from penstock.services.coordinator.online.refusals import Refusals, reasons_of
+from penstock.services.coordinator.online.remembered import Remembered
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission
 from penstock.shared.protocol.interaction import Erasure, Fate, Feedback, Interaction
 
 __all__ = ["Matching"]
 
-REMEMBERED = 100_000
-"""Decided interactions and episodes whose late feedback is told apart from feedback on unknown ones."""
 CONSUMED = "late_after_training"
 CROWDED = "too_many_waiting"
 
@@ -46,15 +46,16 @@ class Matching:
         self.ready: dict[str, list[Trajectory]] = {}
         """Trajectories of episodes that are settled and not admitted yet, by episode."""
         self.offers, self.trials = Offers(job), Trials(job)
-        self._parked = Parked()
+        self.parked, self.refusals = Parked(), Refusals()
+        """Feedback whose target is not known yet; interactions that are never trained on."""
         self._places: dict[str, str] = {}
         """Undecided interaction, or another name of an episode -> its episode."""
         self._items: dict[str, Held] = {}
         """Undecided feedback, by id."""
         self._retracted: dict[str, tuple[int, Feedback]] = {}
         """Feedback whose retraction overtook it, by id."""
-        self._decided: OrderedDict[str, str] = OrderedDict()
-        self._closed: OrderedDict[str, None] = OrderedDict()
+        self._decided, self._closed = Remembered(), Remembered()
+        """Decided interactions and episodes (why), and feedback that has its last fate."""
         self._touched: set[str] = set()
         self._swept = -1
         """Version at the newest sweep of all."""
@@ -63,10 +64,10 @@ class Matching:
     def recall(self, state: LedgerState) -> None:
         """What the ledger has admitted, as far as it still names it."""
         for admission in state.admissions.values():
-            self._decided.update(dict.fromkeys(admission.interactions, CONSUMED))
-            self._closed.update(dict.fromkeys(admission.feedback))
+            self._decided.update(dict.fromkeys(admission.interactions, CONSUMED) | admission.refused)
+            self._closed.update(dict.fromkeys(admission.feedback, ""))
         self._decided.update(dict.fromkeys(state.consumed, CONSUMED))
-        self._closed.update(dict.fromkeys(state.used))
+        self._closed.update(dict.fromkeys(state.used, ""))
         self.offers.recall(state)
 
     # -- what others ask ---------------------------------------------------------------------------------------------
@@ -76,18 +77,13 @@ class Matching:
         """Interactions without a decision."""
         return sum(len(episode.turns) for episode in self.episodes.values())
 
-    @property
-    def num_parked(self) -> int:
-        """Items of feedback whose target is not known yet."""
-        return len(self._parked)
-
     def lowest(self, without: Iterable[str] = ()) -> tuple[int, int]:
         """Sequences below which everything is decided once the episodes ``without`` are, too."""
         gone = set(without)
         left = [episode.lowest for name, episode in self.episodes.items() if name not in gone]
         interactions = min((low for low, _ in left), default=UNKNOWN)
         feedback = min((low for _, low in left), default=UNKNOWN)
-        parked = min((item.seq for item in self._parked), default=UNKNOWN)
+        parked = min((item.seq for item in self.parked), default=UNKNOWN)
         offered = [item.seq for name, item in self.offers.items.items() if name not in gone]
         parked = min([parked, *offered, *(seq for seq, _ in self._retracted.values())])
         return min(interactions, self._next[0]), min(feedback, parked, self._next[1])
@@ -121,6 +117,7 @@ class Matching:
         key = name if single else episode_id
         if key in self._decided:  # its episode was over
             self._decide(name, "episode_over")
+            self.refusals.add({name: "episode_over"}, interaction.ended)
             return self._late(name, interaction.ended)
         episode = self.episodes.setdefault(key, Episode(single))
         turn = Turn(seq, interaction)
@@ -219,9 +216,12 @@ class Matching:
                 self._shut(name)
             for key in keys:
                 self._forget(key, CONSUMED)
+            self._decided.update(admission.refused)
 
     def end(self, now: float) -> list[Fate]:
         """The job is over: nothing is admitted any more."""
+        for episode in self.episodes.values():
+            self.refusals.add(reasons_of(episode.turns, "job_ended"), now)
         return [
             one for name in list(self._items) for one in self._close(name, fate(name, "rejected", "job_ended", now))
         ]
@@ -243,7 +243,7 @@ class Matching:
         held = self._items[feedback.id] = Held(item, target)
         key = self._places.get(target)
         if key is None:
-            oldest = self._parked.put(target, item)
+            oldest = self.parked.put(target, item)
             return [] if oldest is None else self._expired(oldest, now, "too_many_parked")
         holder, asker = self._holder(target, key)
         return self._hold(held, key, holder, asker, now)
@@ -273,7 +273,7 @@ class Matching:
         if held is None:
             return
         if held.holder is None:
-            self._parked.remove(held.target, name)
+            self.parked.remove(held.target, name)
             return
         held.holder.pop(name, None)
         self._unready(held.key)
@@ -281,7 +281,7 @@ class Matching:
     def _unpark(self, target: str, key: str, holder: dict[str, Item], interaction: Interaction) -> list[Fate]:
         """Hand over what waited for a target; what had expired before the target was there stays expired."""
         fates: list[Fate] = []
-        for name, item in self._parked.pop(target).items():
+        for name, item in self.parked.pop(target).items():
             if interaction.ended > item.feedback.received + self.job.online.match_ttl_s:
                 fates += self._expired(item, interaction.ended)
                 continue
@@ -292,7 +292,7 @@ class Matching:
     def _late(self, target: str, now: float) -> list[Fate]:
         return [
             one
-            for name in self._parked.pop(target)
+            for name in self.parked.pop(target)
             for one in self._close(name, fate(name, "rejected", self._decided[target], now))
         ]
 
@@ -323,14 +323,17 @@ class Matching:
             return []
         out = [t for t in outcome.trajectories if any(self._opted_out(turn.interaction.user) for turn in t.turns)]
         good = [trajectory for trajectory in outcome.trajectories if trajectory not in out]
+        objected = self.job.online.without_consent
+        reasons = outcome.reasons | reasons_of((turn for one in out for turn in one.turns), objected)
         if good:
-            self.ready[key] = good
+            self.ready[key] = [replace(good[0], refused=reasons), *good[1:]]
             return []
-        return self._refuse(key, self.job.online.without_consent if out else outcome.refused[-1][1], now)
+        return self._refuse(key, objected if out else outcome.refused[-1][1], now, reasons)
 
-    def _refuse(self, key: str, reason: str, now: float) -> list[Fate]:
-        """An episode is never trained on."""
+    def _refuse(self, key: str, reason: str, now: float, reasons: Mapping[str, str] | None = None) -> list[Fate]:
+        """An episode is never trained on; ``reasons``: of its turns, where they have their own."""
         episode = self.episodes[key]
+        self.refusals.add(reasons_of(episode.turns, reason) | dict(reasons or {}), now)
         names = [*episode.items, *(name for turn in episode.turns for name in turn.items)]
         fates = [one for name in names for one in self._close(name, fate(name, "rejected", reason, now))]
         self._forget(key, reason)
@@ -350,7 +353,7 @@ class Matching:
     def _expire(self, now: float) -> list[Fate]:
         limit = now - self.job.online.match_ttl_s
         self._retracted = {name: one for name, one in self._retracted.items() if one[1].received >= limit}
-        items = [item for item in (*self._parked, *self.offers.lonely()) if item.feedback.received < limit]
+        items = [item for item in (*self.parked, *self.offers.lonely()) if item.feedback.received < limit]
         return [one for item in items for one in self._expired(item, now)]
 
     def _expired(self, item: Item, now: float, reason: str = "unknown_target") -> list[Fate]:
@@ -364,11 +367,9 @@ class Matching:
     def _shut(self, name: str) -> None:
         held = self._items.pop(name, None)
         if held is not None and held.holder is None:
-            self._parked.remove(held.target, name)
+            self.parked.remove(held.target, name)
         self.offers.remove(name)
-        self._closed[name] = None
-        if len(self._closed) > REMEMBERED:
-            self._closed.popitem(last=False)
+        self._closed[name] = ""
 
     def _unready(self, key: str) -> None:
         """Something changed about an episode: it is settled anew."""
@@ -391,5 +392,3 @@ class Matching:
     def _decide(self, name: str, reason: str) -> None:
         self._places.pop(name, None)
         self._decided[name] = reason
-        if len(self._decided) > REMEMBERED:
-            self._decided.popitem(last=False)

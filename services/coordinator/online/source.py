@@ -229,7 +229,7 @@ class LiveSource:
         matching = self._matching
         text = (
             f"{unsealed} of {self._job.groups_per_batch} trajectories are admitted; {matching.num_waiting} interactions"
-            f" wait for feedback, {matching.num_parked} items of feedback for their interaction"
+            f" wait for feedback, {len(matching.parked)} items of feedback for their interaction"
         )
         if unsealed < self._job.groups_per_batch:
             return text
@@ -262,4 +262,5 @@ def _admission(job: OnlineJob, draft: Draft, ordinal: int, trajectory: Trajector
         group=(group := siblings_of(job, trajectory.turns[0].interaction)),
         origin=origin_of(trajectory.turns[0].interaction) if group else [],
         share=share,
+        refused=trajectory.refused,
     )

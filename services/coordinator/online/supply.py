@@ -14,7 +14,7 @@ import xxhash
 
 from penstock.services.coordinator.feedback.privacy import Consents, objection
 from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.online.fates import fates_of
+from penstock.services.coordinator.online.fates import fates_of, interaction_fates_of
 from penstock.services.coordinator.online.funnel import Funnel
 from penstock.services.coordinator.online.groups import gone_group, group_of
 from penstock.services.coordinator.online.making import Maker
@@ -40,7 +40,15 @@ from penstock.shared.protocol.events import (
     decode_events,
 )
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import Erasure, Fate, FateBatch, Feedback, FeedbackBatch, Interaction
+from penstock.shared.protocol.interaction import (
+    Erasure,
+    Fate,
+    FateBatch,
+    Feedback,
+    FeedbackBatch,
+    Interaction,
+    InteractionFate,
+)
 from penstock.shared.protocol.parts import count_of
 from penstock.shared.protocol.trajectory import Group, encode_group, group_headers
 from penstock.shared.transport.bus import Bus, Message, Outgoing
@@ -98,7 +106,9 @@ class LiveSupply:
         self.matching.recall(state)
         self.quarantine.recall(state)
         last = await self.bus.last(subjects.LEDGER, subjects.ledger(self.job))
-        await self._tell(fates_of(decode_events(last.data), state) if last is not None else [])
+        if last is not None:
+            events = decode_events(last.data)
+            await self._tell(fates_of(events, state), interaction_fates_of(events, state))
         await self._consents.read()
         starts = dict(zip((subjects.INTERACTIONS, subjects.FEEDBACK), state.read_from, strict=True))
         await self._learn_before(starts[subjects.FEEDBACK])
@@ -206,12 +216,12 @@ class LiveSupply:
     async def flush(self) -> None:
         """Fates that follow from facts alone: told before a decision moves the mark from which they would follow."""
         fates, self._untold = self._untold, []
-        await self._tell(fates)
+        await self._tell(fates, self.matching.refusals.drain())
 
     async def committed(self, run: JobRun, events: Sequence[Event]) -> None:
         """Tell what a decision means for feedback; forget what is decided."""
         self._state = run.state
-        await self._tell(fates_of(events, run.state))
+        await self._tell(fates_of(events, run.state), interaction_fates_of(events, run.state))
         for event in events:
             match event:
                 case Admitted():
@@ -222,7 +232,8 @@ class LiveSupply:
                 case BatchTrained():
                     self.source.learnt(event.number, run.state)
                 case Finished():
-                    await self._tell([*self.matching.end(event.time), *self.quarantine.end(event.time)])
+                    fates = [*self.matching.end(event.time), *self.quarantine.end(event.time)]
+                    await self._tell(fates, self.matching.refusals.drain())
                 case _:
                     pass
 
@@ -317,17 +328,20 @@ class LiveSupply:
                 ]
             )
 
-    async def _tell(self, fates: Sequence[Fate]) -> None:
+    async def _tell(self, fates: Sequence[Fate], interactions: Sequence[InteractionFate]) -> None:
         """Append fates to DECISIONS before anything else is decided."""
         self._funnel.on_fates(fates)
-        for start in range(0, len(fates), MAX_FATES):
-            batch = FateBatch(items=list(fates[start : start + MAX_FATES]))
+        self._funnel.on_interactions(interactions)
+        for start in range(0, max(len(fates), len(interactions)), MAX_FATES):
+            some = slice(start, start + MAX_FATES)
+            batch = FateBatch(items=list(fates[some]), interactions=list(interactions[some]))
             data = pack(batch, job=self.job, epoch=self.epoch)
             msg_id = f"fates:{self.job}:{xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(batch))}"
             try:
                 await self._send([Outgoing(subjects.decisions(self.job), data, {}, msg_id)])
             except StreamFull as error:  # what people are told; what is trained does not depend on it
-                logger.error("%s: fates of %d items are lost: %s", self.job, len(batch.items), error)
+                lost = len(batch.items) + len(batch.interactions)
+                logger.error("%s: %d fates are lost: %s", self.job, lost, error)
 
     async def _send(self, messages: list[Outgoing]) -> None:
         while True:
@@ -346,7 +360,7 @@ class LiveSupply:
         """The funnel since the last update."""
         waiting = {
             "online/waiting": float(self.matching.num_waiting),
-            "online/parked": float(self.matching.num_parked),
+            "online/parked": float(len(self.matching.parked)),
             "online/quarantined": float(self.quarantine.num_held),
             "online/material": float(len(self.matching.offers.items) + self._maker.num_waiting),
         }

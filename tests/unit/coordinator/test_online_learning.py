@@ -8,15 +8,19 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.admission import admit
 from penstock.services.coordinator.online.batches import within_shares
 from penstock.services.coordinator.online.credit import returns
+from penstock.services.coordinator.online.fates import interaction_fates_of
+from penstock.services.coordinator.online.funnel import DECIDED, Funnel
 from penstock.services.coordinator.online.groups import group_of
 from penstock.services.coordinator.online.matching import Matching
+from penstock.services.coordinator.online.refusals import refused
 from penstock.shared.config.kinds import parse_job
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.errors import ConfigError
-from penstock.shared.protocol.events import Admission
+from penstock.shared.protocol.events import Admission, Admitted
 from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.interaction import Erasure, Fate, Feedback, Interaction
@@ -319,6 +323,69 @@ def turns(*, rendered_anew: bool = False) -> list[Interaction]:
         first,
         interaction("i2", at=NOW + 5, episode=EPISODE, alone=False, prompt_ids=prompt, token_ids=[3], version=6),
     ]
+
+
+@pytest.mark.parametrize(
+    ("record", "items", "reason"),
+    [
+        (interaction(version=0), [], "stale"),
+        (interaction(version=0), [said()], "stale"),
+        (interaction(at=NOW - 1800.0, alone=False, episode=EPISODE), [], "no_feedback"),
+        (interaction(untrainable="opted_out"), [], "opted_out"),
+        (interaction(split="val"), [said()], "split_val"),
+    ],
+)
+def test_an_interaction_that_is_never_trained_on_says_why(
+    record: Interaction, items: list[Feedback], reason: str
+) -> None:
+    matching, _ = settled([record], items)
+    (found,) = matching.refusals.drain()
+    assert (found.interaction, found.status, found.reason) == (record.id, "rejected", reason)
+    assert matching.refusals.drain() == []
+
+
+def test_turns_beside_those_that_are_admitted_stand_in_the_admission() -> None:
+    """Whoever leads next knows of them from the ledger alone."""
+    first, second = turns()
+    matching, _ = settled([first, replace(second, untrainable="train_false")], [said("f1", 0.5, inference="i2")])
+    matching.on_feedback(2, said("end", None, episode=EPISODE, metric="", final=True), NOW)
+    matching.sweep(version=6, now=NOW + 6)
+    (trajectory,) = matching.ready[EPISODE]
+    assert trajectory.refused == {"i2": "train_false"}
+    assert matching.refusals.drain() == [], "not before it is admitted"
+    admission = Admission(
+        0, {"i1": 1}, {"f1": 1, "end": 2}, 0.5, 0, "k1", "u", "credit", NOW, refused=trajectory.refused
+    )  # fmt: skip
+    event = Admitted(writer_epoch=1, time=NOW, admissions=[admission], low_interactions=3, low_feedback=3)
+    state = LedgerState(admissions={0: admission})
+    told = interaction_fates_of([event], state)
+    assert {one.interaction: (one.status, one.reason) for one in told} == {
+        "i1": ("admitted", "credit"), "i2": ("rejected", "train_false"),
+    }  # fmt: skip
+    successor = Matching(job())
+    successor.recall(state)
+    assert successor.on_interaction(2, replace(second, untrainable="train_false")) == []
+    assert successor.num_waiting == 0
+    matching.take([admission])
+    for one in (matching, successor):
+        (late,) = one.on_feedback(9, said("late", inference="i2"), NOW)
+        assert (late.status, late.reason) == ("rejected", "train_false")
+
+
+def test_what_waits_at_the_end_of_the_job_says_so() -> None:
+    matching, _ = settled([interaction()], [])
+    matching.end(NOW)
+    assert [one.reason for one in matching.refusals.drain()] == ["job_ended"]
+
+
+def test_reasons_are_counted_and_few_are_labels() -> None:
+    funnel = Funnel(job())
+    counter = DECIDED.labels("rejected", "other")
+    before = counter._value.get()
+    funnel.on_interactions(refused({"i1": "stale", "i2": "stale", "i3": "made up by a worker"}, NOW))
+    row = funnel.row()
+    assert (row["online/refused"], row["online/refused/stale"]) == (3.0, 2.0)
+    assert counter._value.get() == before + 1
 
 
 def test_returns_run_backwards() -> None:

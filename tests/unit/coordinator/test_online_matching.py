@@ -106,16 +106,16 @@ def test_what_waits_for_its_target_is_bounded_for_each_key(monkeypatch: pytest.M
     fates = [one for seq, item in enumerate(items) for one in found.on_feedback(seq, item, NOW)]
     assert [(one.feedback, one.status, one.reason) for one in fates] == [("f1", "expired", "too_many_parked")]
     assert found.on_feedback(4, said("f4", "i4", key="quiet"), NOW) == []
-    assert found.num_parked == 3
+    assert len(found.parked) == 3
     assert found.on_interaction(1, served("i1")) == []
     assert [one.feedback for one in found.on_interaction(2, served("i2", episode="other"))] == ["f2"]
-    assert found.num_parked == 2
+    assert len(found.parked) == 2
 
 
 def test_only_what_decides_a_reward_is_kept_of_an_item() -> None:
     found = matching()
     found.on_feedback(1, said("f1", "i1", body={"comment": "x" * 9999}, tags={"a": "b"}), NOW)
-    (item,) = found._parked
+    (item,) = found.parked
     assert (item.feedback.body, item.feedback.tags) == ({}, {})
 
 
