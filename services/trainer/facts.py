@@ -35,7 +35,7 @@ class BatchFacts:
         rewards_B, scored_B, length_B, truncated_B, assumed_B, parts, baseline_G: as in ``Columns``, of the whole batch.
         own_B: rows of this rank's columns, in their order.
         counted: places of this rank's scored tokens in its flat arrays [L], in the order of its rows.
-        weight_G: float32, factors of the advantages of each group of the batch.
+        weight_G: float32, factors of the advantages of each group of the batch; 0: it is in no loss.
     """
 
     group_B: Ints

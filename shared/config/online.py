@@ -96,9 +96,12 @@ class OnlineConfig(StrictModel):
     choose length, stop strings and seed."""
     strict_recording: bool = False
     """An answer that could not be recorded is refused with 503 instead of served with `x-recorded: false`."""
-    truncated: Literal["judge", "penalise", "leave_out"] = "judge"
-    """An answer that hit the length limit: earns what is said of it, earns `invalid_reward`, or is never trained on
-    (what it earned still counts for the turns before it)."""
+    truncated: Literal["judge", "mask", "penalise", "leave_out"] = "judge"
+    """An answer that hit the length limit: earns what is said of it; so, but is masked: its reward counts in the
+    baseline, its tokens in no loss; earns `invalid_reward`; or is never trained on (what it earned still counts for the
+    turns before it)."""
+    unfinished: Literal["judge", "mask"] = "judge"
+    """An episode that nobody ended, which was idle or too old: trained like others, or masked, all its turns."""
     max_age_s: float = Field(86400.0, gt=0)
     """An episode is over this long after its first request, even if requests go on: later turns are `episode_over`."""
     redaction: RedactionConfig | None = None

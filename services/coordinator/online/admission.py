@@ -13,6 +13,8 @@ from penstock.shared.protocol.interaction import CANARY, Feedback, Interaction
 from penstock.shared.protocol.objective import Objective
 
 __all__ = [
+    "MASKED",
+    "UNFINISHED",
     "Decision",
     "admit",
     "counted",
@@ -27,7 +29,9 @@ __all__ = [
 
 FARTHEST = 10.0
 """A float beyond this many times its metric's bounds is an error of its sender, not an opinion."""
-STALE, TRUNCATED = "stale", "truncated"
+STALE, TRUNCATED, UNFINISHED = "stale", "truncated", "unfinished"
+MASKED = frozenset({TRUNCATED, UNFINISHED})
+"""Why the tokens of what is admitted are in no loss, while its reward is in the baseline."""
 NOT_REPLAYABLE = "sampling_not_replayable"
 IMITABLE = frozenset({STALE, NOT_REPLAYABLE, "other_temperature"})
 """Why the policy loss may not use an answer that can be imitated all the same."""
@@ -41,8 +45,9 @@ class Decision:
 
     ``wait``: what was said of it is not complete. ``reject``: it is never trained on, for ``reason``; its ``reward``
     still counts for the turns before it. ``train``: ``reason`` says what the reward comes from: `feedback`, `credit`
-    (only what was said of other turns), `default` or `invalid`; ``objective`` which loss may use it, and ``denied`` why
-    the policy loss may not. ``compared``: it is not trained on, but its reward says what its version is worth.
+    (only what was said of other turns), `default` or `invalid`, or why it is masked; ``objective`` which loss may use
+    it, and ``denied`` why the policy loss may not. ``compared``: it is not trained on, but its reward says what its
+    version is worth.
     """
 
     verdict: Literal["wait", "train", "reject"]
@@ -85,20 +90,21 @@ def admit(
     reward, said = reward_of(interaction, items, job, now=now, last=last, closed=closed), bool(counted(items))
     refusal = refusal_of(interaction, job) if refusal is None else refusal
     reason = refusal or _stale(interaction, version, job.train.max_lag)
-    off_policy = job.online.off_policy
-    if reason in IMITABLE and off_policy is not None and off_policy.supervised is not None:
+    off_policy, masked = job.online.off_policy, _is_cut(interaction) and job.online.truncated == "mask"
+    if reason in IMITABLE and not masked and off_policy is not None and off_policy.supervised is not None:
         return _imitated(interaction, reward, reason, job, source="feedback" if said else "credit" if rated else "")
     if reason:
         return _refused(interaction, reward, reason, job, said=said or rated)
     if max(span.version for span in interaction.spans) > version:
         return Decision("wait", "newer_than_the_clock")
     if is_invalid(interaction, job):
-        return Decision("train", "invalid", invalid_reward(job))
+        return Decision("train", TRUNCATED if masked else "invalid", invalid_reward(job))
     if reward is None:
         return Decision("wait", "feedback")
     defaults = any(metric.default_after_s is not None for metric in job.online.metrics.values())
     source = "feedback" if said else "credit" if rated else "default" if defaults else ""
-    return Decision("train", source, reward) if source else Decision("reject", "no_feedback", reward)
+    kind = TRUNCATED if masked else source
+    return Decision("train", kind, reward) if source else Decision("reject", "no_feedback", reward)
 
 
 def _imitated(interaction: Interaction, reward: float | None, denied: str, job: OnlineJob, *, source: str) -> Decision:
@@ -135,7 +141,7 @@ def refusal_of(interaction: Interaction, job: OnlineJob) -> str:
         "not_finite": not finite,
         NOT_REPLAYABLE: interaction.untrainable == NOT_REPLAYABLE,
         "other_temperature": interaction.sampling.temperature <= 0,  # any other one is trained at
-        TRUNCATED: interaction.finish == "length" and job.online.truncated == "leave_out",
+        TRUNCATED: _is_cut(interaction) and job.online.truncated == "leave_out",
     }
     return next((reason for reason, found in checks.items() if found), "")
 
@@ -177,8 +183,12 @@ def reward_of_whole(items: Iterable[Feedback], job: OnlineJob) -> float:
 
 def is_invalid(interaction: Interaction, job: OnlineJob) -> bool:
     """Whether an answer is bad whatever is said of it."""
-    cut_short = interaction.finish == "length" and job.online.truncated == "penalise"
+    cut_short = _is_cut(interaction) and job.online.truncated == "penalise"
     return interaction.tool_calls_valid is False or cut_short
+
+
+def _is_cut(interaction: Interaction) -> bool:
+    return interaction.finish == "length"
 
 
 def invalid_reward(job: OnlineJob) -> float:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.services.coordinator.online.admission import (
+    MASKED,
+    UNFINISHED,
     Decision,
     admit,
     counted,
@@ -26,7 +28,7 @@ UNKNOWN = 1 << 62
 """Above every sequence."""
 CUT = "client_disconnected"
 """How an answer ends that was broken off: nobody seemed to wait for it."""
-REASONS = ("invalid", "feedback", "default", "credit")
+REASONS = (*sorted(MASKED), "invalid", "feedback", "default", "credit")
 """What stands for a trajectory of several turns, the strongest first."""
 
 
@@ -121,6 +123,8 @@ class Episode:
         ]  # fmt: skip
         if any(decision.verdict == "wait" for decision in decisions):
             return None
+        if job.online.unfinished == "mask" and not (self.single or self._closed(job)):
+            decisions = [_unfinished(decision) for decision in decisions]
         return self._outcome(job, said, decisions)
 
     @property
@@ -173,10 +177,14 @@ class Episode:
         ]  # fmt: skip
         values = returns(self._rewards(job, said, decisions), job.online.gamma, tree, counts)
         decisions = [_worth_it(decision, value, job) for decision, value in zip(decisions, values, strict=True)]
-        kinds = {place: one.objective for place, one in enumerate(decisions) if one.verdict == "train"}
+        kinds = {
+            place: (one.objective, one.reason in MASKED)
+            for place, one in enumerate(decisions)
+            if one.verdict == "train"
+        }
         refused = [(self.turns[p], decisions[p].reason) for p in range(len(decisions)) if p not in kinds]
         parts = joined(tree, kinds, values, [turn.interaction.sampling.temperature for turn in self.turns])
-        own = [places for places in parts if kinds[places[0]] == "policy"]
+        own = [places for places in parts if kinds[places[0]] == ("policy", False)]
         shares = weights_of(job, tree, own, [len(turn.interaction.token_ids) for turn in self.turns])
         trajectories = []
         for places in parts:
@@ -185,7 +193,7 @@ class Episode:
                 feedback |= self.items | {name: item for turn, _ in refused for name, item in turn.items.items()}
             judges = _judges(self._concerning(places[0], job))
             reason = _reason([decisions[place] for place in places], [values[place] for place in places], judges)
-            turns, objective = tuple(self.turns[place] for place in places), kinds[places[0]]
+            turns, (objective, _) = tuple(self.turns[place] for place in places), kinds[places[0]]
             share = shares.get(places[0], 1.0)
             trajectories.append(Trajectory(turns, values[places[-1]], reason, feedback, judges, objective, share))
         return Outcome(trajectories, refused, earned)
@@ -237,6 +245,15 @@ def _reason(decisions: Sequence[Decision], values: Sequence[float], judges: Coll
     if judges and not alone:
         reasons = [reason for reason in reasons if reason != "invalid"]
     return next((name for name in REASONS if name in reasons), "credit")
+
+
+def _unfinished(decision: Decision) -> Decision:
+    """The decision on a turn of an episode that nobody ended: nothing learns from its tokens."""
+    if decision.verdict != "train":
+        return decision
+    if decision.objective == "policy":
+        return replace(decision, reason=UNFINISHED)
+    return replace(decision, verdict="reject", reason=decision.denied)
 
 
 def _worth_it(decision: Decision, value: float, job: OnlineJob) -> Decision:

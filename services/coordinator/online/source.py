@@ -198,6 +198,9 @@ class LiveSource:
         draws = batch.draws if batch is not None else ()
         found = [state.admissions[draw.ordinal] for draw in draws if draw.ordinal in state.admissions]
         rewards = {admission.reward for admission in found if admission.objective == "policy"}
+        if found and not any(admission.weight for admission in found):
+            self.no_signal = f"all {len(draws)} trajectories of batch {number} were masked"
+            return
         same = f"all {len(draws)} rewards of batch {number} were {next(iter(rewards)):g}" if len(rewards) == 1 else ""
         self.no_signal = same
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from penstock.services.coordinator.online.admission import worth_of
+from penstock.services.coordinator.online.admission import MASKED, worth_of
 from penstock.shared.algorithms.agreement import Paired, add_pairs, concordance
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission, Admitted, BatchSealed, Event
@@ -40,11 +40,13 @@ def comparisons(job: OnlineJob, items: Iterable[Feedback]) -> list[tuple[str, fl
 
 
 def weight_of(job: OnlineJob, agreements: Mapping[str, Paired], judges: Sequence[str], reason: str) -> float:
-    """Factor of the advantages of a trajectory: that of a new source where one of its judges is new.
+    """Factor of the advantages of a trajectory: that of a new source where one of its judges is new; 0: it is masked.
 
     Any new one, for each of them has its part of the reward.
     """
     config = job.online.new_sources
+    if reason in MASKED:
+        return 0.0
     if config is None or reason in RULED:
         return 1.0
     for judge in judges:

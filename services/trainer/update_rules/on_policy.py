@@ -159,7 +159,9 @@ class OnPolicyRule:
     # -- before the first step ---------------------------------------------------------------------------------------
 
     def _minibatches(self, batch: PreparedBatch, credit: Credit) -> list[Minibatch]:
-        excluded_B = batch.facts.truncated_B if self._algorithm.overlong_filter else None
+        excluded_B = batch.facts.weight_G[batch.facts.group_B] == 0  # masked; rewards stay in the statistics
+        if self._algorithm.overlong_filter:
+            excluded_B = excluded_B | batch.facts.truncated_B
         return self._cut(batch, skip_B=self._without_gradient(batch, credit), excluded_B=excluded_B)
 
     def _cut(

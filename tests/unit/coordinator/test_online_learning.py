@@ -17,6 +17,7 @@ from penstock.services.coordinator.online.funnel import DECIDED, Funnel
 from penstock.services.coordinator.online.groups import group_of
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.refusals import refused
+from penstock.services.coordinator.online.sources import weight_of
 from penstock.shared.config.kinds import parse_job
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.errors import ConfigError
@@ -386,6 +387,40 @@ def test_reasons_are_counted_and_few_are_labels() -> None:
     row = funnel.row()
     assert (row["online/refused"], row["online/refused/stale"]) == (3.0, 2.0)
     assert counter._value.get() == before + 1
+
+
+def test_row_9_an_unfinished_episode_is_masked_and_its_reward_kept() -> None:
+    idle = NOW + 5 + 1800.0
+    for mode, end, expected in (
+        ("mask", None, ("unfinished", 0.0)),
+        ("mask", True, ("feedback", 1.0)),
+        ("judge", None, ("feedback", 1.0)),
+    ):
+        matching, _ = settled(turns(), [said("f1", 0.5, inference="i2")], unfinished=mode)
+        if end:
+            matching.on_feedback(2, said("end", None, episode=EPISODE, metric="", final=True), NOW)
+        matching.sweep(version=6, now=idle)
+        (trajectory,) = matching.ready[EPISODE]
+        assert trajectory.reward == 0.5, "the baseline counts it"
+        weight = weight_of(job(), {}, trajectory.judges, trajectory.reason)
+        assert (trajectory.reason, weight) == expected
+
+
+def test_row_10_a_truncated_answer_is_masked_where_the_job_says_so() -> None:
+    cut = interaction(finish="length")
+    assert table(interaction=cut, job=job(truncated="mask")) == ("train", "truncated", 0.5)
+    assert table(interaction=cut, job=job()) == ("train", "feedback", 0.5)
+    assert table(interaction=cut, items=[], job=job(truncated="mask"))[0] == "wait", "there is no reward to keep yet"
+    broken = interaction(finish="length", tool_calls_valid=False)
+    assert table(interaction=broken, job=job(truncated="mask")) == ("train", "truncated", -1.0)
+    first, second = turns()
+    matching, _ = settled(
+        [replace(first, finish="length"), second], [said("f1", 0.5, inference="i2")], truncated="mask"
+    )
+    matching.on_feedback(2, said("end", None, episode=EPISODE, metric="", final=True), NOW)
+    matching.sweep(version=6, now=NOW + 6)
+    found = [([t.interaction.id for t in one.turns], one.reason) for one in matching.ready[EPISODE]]
+    assert found == [(["i1"], "truncated"), (["i2"], "feedback")], "the rest of the episode is trained"
 
 
 def test_returns_run_backwards() -> None:

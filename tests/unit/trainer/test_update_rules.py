@@ -193,6 +193,23 @@ def test_filtered_completions_leave_the_loss_and_its_denominators(make_config: C
     assert metrics["length/truncated"] == pytest.approx(4 / 15)
 
 
+def test_masked_groups_leave_the_loss_and_stay_in_the_baseline(make_config: Config, make_group: Make) -> None:
+    """Weight 0, as of an online trajectory that nobody finished, is a filter of the loss and not of the statistics."""
+    config = make_config(algorithm={"type": "reinforce_pp", "group_size": 1}, train={"batch_size": 4})
+    groups = [make_group(i, [reward], lengths=[4]) for i, reward in enumerate((1.0, 0.0, 0.0, 1.0))]
+    whole = Learner(config).update(weighted(groups, (1.0,) * 4), update_index=0)
+    masked = Learner(config).update(weighted(groups, (1.0, 0.0, 1.0, 0.0)), update_index=0)
+    assert masked["reward/mean"] == whole["reward/mean"] == 0.5
+    assert (masked["advantage/max"], masked["advantage/min"]) == (whole["advantage/max"], whole["advantage/min"])
+    assert (whole["tokens/forward"], masked["tokens/forward"]) == (16, 8)
+    nothing = Learner(config).update(weighted(groups, (0.0,) * 4), update_index=0)
+    assert (nothing["tokens/forward"], nothing["loss/policy"], nothing["optimizer/grad_norm"]) == (0, 0, 0)
+
+
+def weighted(groups: list[Group], weights: tuple[float, ...]) -> BatchShard:
+    return replace(BatchShard.whole(groups), weights=weights)
+
+
 def test_long_completions_are_punished_and_rewards_shaped(make_config: Config, make_group: Make) -> None:
     groups = [make_group(i, [1, 1, 1, 1], lengths=[2, 8, 12, 16]) for i in range(4)]
     plain = update(Learner(make_config()), groups)
