@@ -35,7 +35,9 @@ EPISODES = [f"0192f0c1-0000-7000-8000-00000000000{n}" for n in range(3)]
 KEYS = ["a", "b", "hostile"]
 
 
-def job(*, max_lag: int, batch: int, gamma: float, share: float, default_after_s: float | None) -> OnlineJob:
+def job(
+    *, max_lag: int, batch: int, gamma: float, share: float, default_after_s: float | None, unfinished: str = "judge"
+) -> OnlineJob:
     return OnlineJob.parse(
         {
             "kind": "online_rl", "name": "machine", "model": {"config": {}, "tokenizer": "char"},
@@ -43,6 +45,7 @@ def job(*, max_lag: int, batch: int, gamma: float, share: float, default_after_s
             "online": {
                 "metrics": {"rating": {"type": "float", "default_after_s": default_after_s}}, "gamma": gamma,
                 "max_wait_s": 20.0, "match_ttl_s": 50.0, "idle_ttl_s": 40.0, "max_share_per_key": share,
+                "unfinished": unfinished,
             },
         }
     )  # fmt: skip
@@ -76,6 +79,7 @@ class OnlineMachine(RuleBasedStateMachine):
         gamma=st.sampled_from([0.0, 1.0]),
         share=st.sampled_from([0.5, 1.0]),
         default_after_s=st.sampled_from([None, 15.0]),
+        unfinished=st.sampled_from(["judge", "mask"]),
     )
     def begin(self, **choices: Any) -> None:
         self.config, self.world = job(**choices), World()

@@ -57,6 +57,13 @@ def again(
 
 
 CASES: dict[str, tuple[dict[str, Any], list[Interaction], list[Feedback], float]] = {
+    "an episode that nobody ended": (
+        {"unfinished": "mask"}, turns(), [said("f1", 0.5, inference="i2")], NOW + 5 + 1800.0,
+    ),
+    "a turn that was cut off": (
+        {"truncated": "mask"}, [replace(turns()[0], finish="length"), turns()[1]],
+        [said("f1", 0.5, inference="i2"), said("end", None, episode=EPISODE, metric="", final=True)], NOW + 6,
+    ),
     "an answer that two sources judged": (
         {}, [interaction()], [said("f1", 0.25), said("f2", -0.5, key_id="k2", weight=0.5), said("f3", 1.0)], NOW + 2,
     ),
