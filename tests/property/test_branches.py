@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from penstock.services.coordinator.online.branches import ROOT, Said, Tree, shares_of, tree_of
+from penstock.services.coordinator.online.branches import HEADER_TOKENS, ROOT, Said, Tree, shares_of, tree_of
 from penstock.services.coordinator.online.credit import returns
 
 LAWS = settings(max_examples=40, deadline=None)
@@ -94,6 +94,30 @@ def test_a_tree_is_what_a_search_finds(turns: list[tuple[list[int], list[int]]])
             assert tree.parents[place] == max(fits, key=lambda n: (len(wholes[n]), n))
         assert ROOT <= tree.parents[place] < place
     assert [place in tree.below(root) for place, root in enumerate(tree.roots)] == [True] * len(turns)
+
+
+def goes_on(before: list[int], prompt: list[int]) -> bool:
+    """Whether a prompt begins with another one but for up to four tokens that both end in."""
+    cuts = [cut for cut in range(HEADER_TOKENS + 1) if cut < len(before) < len(prompt)]
+    return any(prompt[: len(before) - cut] + prompt[len(prompt) - cut :] == before for cut in cuts)
+
+
+@LAWS
+@given(st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=9), TOKENS), min_size=1, max_size=9))
+def test_what_was_rendered_anew_goes_on_from_the_newest_turn_of_its_conversation(
+    turns: list[tuple[list[int], list[int]]],
+) -> None:
+    tree, parents = tree_of([Said.of(*one) for one in turns]), list[int]()
+    for place, (prompt, _) in enumerate(turns):
+        begun = [n for n in range(place) if goes_on(turns[n][0], prompt)]
+        parent = tree.parents[place] if tree.extends[place] else ROOT
+        if begun and not tree.extends[place]:
+            first = max(begun, key=lambda n: (max(0, len(turns[n][0]) - HEADER_TOKENS), n))
+            parent = max(n for n in range(place) if first in path(parents, n))
+        parents.append(parent)
+    for place, parent in enumerate(parents):
+        is_open = any(earlier < place for earlier in parents[place + 1 :] if earlier != ROOT)
+        assert tree.parents[place] == (place - 1 if parent == ROOT and not is_open else parent)
 
 
 @LAWS

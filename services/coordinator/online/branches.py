@@ -19,7 +19,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["ROOT", "Said", "Tree", "shares_of", "tree_of"]
+__all__ = ["HEADER_TOKENS", "ROOT", "Said", "Tree", "shares_of", "tree_of"]
 
 ROOT = -1
 """Where the parent of a turn stands that begins a branch."""
@@ -120,43 +120,47 @@ def _begun(turns: Sequence[Said]) -> list[int]:
     """The newest of the earlier turns whose prompts are the longest beginning of each prompt, up to the answer."""
     entries = [(one.prompt[: -HEADER_TOKENS * TOKEN_BYTES], 0, one.prompt, place) for place, one in enumerate(turns)]
     entries += [(one.prompt, 1, one.prompt, place) for place, one in enumerate(turns)]
-    found, stack = [ROOT] * len(turns), list[tuple[bytes, dict[bytes, list[int]]]]()
+    found, stack = [ROOT] * len(turns), list[tuple[bytes, _Headers]]()
     for tokens, is_whole, prompt, place in sorted(entries):
         while stack and not tokens.startswith(stack[-1][0]):
             stack.pop()
         if is_whole:
-            found[place] = _newest(stack, prompt, place)
-        elif stack and stack[-1][0] == tokens:
-            stack[-1][1].setdefault(prompt, []).append(place)
-        else:
-            stack.append((tokens, {prompt: [place]}))
+            earlier = (headers.newest(prompt, place) for _, headers in reversed(stack))
+            found[place] = next((one for one in earlier if one != ROOT), ROOT)
+            continue
+        if not (stack and stack[-1][0] == tokens):
+            stack.append((tokens, _Headers(len(tokens))))
+        stack[-1][1].add(prompt, place)
     return found
 
 
-def _newest(stack: Sequence[tuple[bytes, dict[bytes, list[int]]]], prompt: bytes, place: int) -> int:
-    for _, prompts in reversed(stack):
-        earlier = [
-            places[bisect_left(places, place) - 1]
-            for before, places in prompts.items()
-            if places[0] < place and _goes_on(before, prompt)
-        ]
-        if earlier:
-            return max(earlier)
-    return ROOT
+class _Headers:
+    """Prompts that begin with the same ``start`` bytes and end at most ``HEADER_TOKENS`` after these.
 
-
-def _goes_on(before: bytes, prompt: bytes) -> bool:
-    """Whether a prompt is longer than another and begins with it, but for what the template puts before an answer.
-
-    That is at the end of both.
+    Another prompt goes on from one of them that is longer and begins with it, but for the last tokens of it, which a
+    template puts before an answer: those are at the end of both.
     """
-    if len(before) >= len(prompt):
-        return False
-    for cut in range(0, min(HEADER_TOKENS * TOKEN_BYTES, len(before) - 1) + 1, TOKEN_BYTES):
-        end = len(before) - cut
-        if prompt.startswith(before[:end]) and prompt.endswith(before[end:]):
-            return True
-    return False
+
+    def __init__(self, start: int) -> None:
+        self._start = start
+        self._places: dict[tuple[bytes, bytes], list[int]] = {}
+        """By what follows the common beginning, and what is only put before the answer."""
+
+    def add(self, prompt: bytes, place: int) -> None:
+        for end in range(len(prompt), max(self._start, TOKEN_BYTES) - 1, -TOKEN_BYTES):
+            self._places.setdefault((prompt[self._start : end], prompt[end:]), []).append(place)
+
+    def newest(self, prompt: bytes, place: int) -> int:
+        """The newest turn before ``place`` from which this prompt goes on."""
+        found = ROOT
+        for tokens in range(HEADER_TOKENS + 1):
+            middle = self._start + tokens * TOKEN_BYTES
+            for header in range(HEADER_TOKENS - tokens + 1):
+                end = len(prompt) - header * TOKEN_BYTES
+                if end > middle:
+                    places = self._places.get((prompt[self._start : middle], prompt[end:]), [])
+                    found = max(found, places[bisect_left(places, place) - 1] if places and places[0] < place else ROOT)
+        return found
 
 
 def shares_of(parents: Sequence[int], lengths: Sequence[int] | None = None) -> list[float]:

@@ -15,7 +15,7 @@ from penstock.services.coordinator.online.admission import (
     refusal_of,
     reward_of_whole,
 )
-from penstock.services.coordinator.online.branches import Said, Tree, tree_of
+from penstock.services.coordinator.online.branches import ROOT, Said, Tree, tree_of
 from penstock.services.coordinator.online.canary import Earned, earned_by
 from penstock.services.coordinator.online.credit import Item, Trajectory, Turn, joined, returns, weights_of
 from penstock.services.coordinator.online.names import canonical
@@ -28,6 +28,8 @@ UNKNOWN = 1 << 62
 """Above every sequence."""
 CUT = "client_disconnected"
 """How an answer ends that was broken off: nobody seemed to wait for it."""
+ALONE = Tree((ROOT,), (False,))
+"""Of one turn: nothing to look for."""
 REASONS = (*sorted(MASKED), "invalid", "feedback", "default", "credit")
 """What stands for a trajectory of several turns, the strongest first."""
 
@@ -59,7 +61,7 @@ class Episode:
     single: bool
     turns: list[Turn] = field(default_factory=list)
     items: dict[str, Item] = field(default_factory=dict)
-    _tree: tuple[tuple[int, ...], Tree] = ((), Tree((), ()))
+    _tree: tuple[tuple[int, ...], Tree] = field(default=((), Tree((), ())), init=False, repr=False)
     """The sequences of the turns that it is of, and their tree."""
 
     @property
@@ -130,6 +132,8 @@ class Episode:
     @property
     def tree(self) -> Tree:
         """Which of its turns goes on from which: looked for once, however often the episode is looked at."""
+        if len(self.turns) == 1:
+            return ALONE
         seqs = tuple(turn.seq for turn in self.turns)
         if self._tree[0] != seqs:
             found = (turn.interaction for turn in self.turns)
