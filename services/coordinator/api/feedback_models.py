@@ -154,11 +154,11 @@ class PostedInteraction(_Post):
     sampling: PostedSampling = PostedSampling()
     tokenizer_sha: Annotated[StrictStr, StringConstraints(max_length=128)] | None = None
     group_id: Annotated[StrictStr, StringConstraints(min_length=1, max_length=128)] | None = None
-    episode_id: EpisodeId | None = None
-    turn: StrictInt = Field(-1, ge=-1, lt=1 << 31)
+    episode_id: EpisodeId | None = Field(None, description="The episode that it is a turn of, one of its key")
+    turn: StrictInt = Field(-1, ge=-1, lt=1 << 31, description="Its place there, from 0; -1: behind what came before")
     reward: Finite | None = None
     rewards: dict[MetricName, Finite] = Field(default_factory=dict, max_length=64)
-    done: StrictBool = True
+    done: StrictBool = Field(default=True, description="Whether it is the last turn of its episode")
 
     @model_validator(mode="after")
     def _tokens_fit(self) -> PostedInteraction:

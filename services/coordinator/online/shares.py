@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -41,10 +42,14 @@ class Shares:
 
     Args:
         least: what everybody may have, however small their share is.
+        strict: whether whoever may have all of it has no more than ``size`` either.
     """
 
-    def __init__(self, online: OnlineConfig, size: int, *, least: int = 0) -> None:
-        self._bounds = [(max(least, share * size), Counter[str]()) for share in shares_of(online)]
+    def __init__(self, online: OnlineConfig, size: int, *, least: int = 0, strict: bool = True) -> None:
+        self._bounds = [
+            (max(least, share * size) if strict or share < 1 else math.inf, Counter[str]())
+            for share in shares_of(online)
+        ]  # fmt: skip
 
     def count(self, owners: Owners) -> None:
         """Somebody has one more, bounds or not."""

@@ -103,8 +103,8 @@ class LiveSource:
         start = state.start_version(state.next_number)
         room = self._room(draft)
         bounds = Bounds(
-            Shares(job.online, job.max_draws),
-            Shares(job.online, self._most_others, least=1),
+            Shares(job.online, job.max_draws, strict=False),
+            Shares(job.online, self._most_others, least=1, strict=False),
         )
         for draw, info in state.open.items():
             if not info.batch:

@@ -237,6 +237,16 @@ def test_an_audit_finds_weights_and_shares_that_do_not_follow() -> None:
     assert flaws_of_weights([[heavier]], {}, config) == ["ordinal 0: admitted with weight 0.25, not 0.125"]
 
 
+def test_an_episode_of_more_trajectories_than_may_be_in_flight_is_admitted_by_itself() -> None:
+    """Half of an episode would be decided without the rest."""
+    config = OnlineJob.parse(
+        job(gamma=0.5).model_dump(mode="json", exclude_unset=True) | {"train": {"batch_size": 2, "max_lag": 0}}
+    )
+    assert config.max_draws == 2
+    event, _ = decided(config, agents(), [said("f1", 0.5, inference="a2"), said("f2", -0.25, inference="s2")])
+    assert [one.reward for one in event.admissions] == [0.25, -0.125, 0.5, -0.25]
+
+
 def test_what_an_earlier_build_decided_of_branches_is_left_out() -> None:
     words = [said("f1", 0.5, inference="a2"), said("f2", 0.25, inference="s2")]
     event, stored = decided(job(), agents(), words)

@@ -38,6 +38,7 @@ def job(**online: Any) -> OnlineJob:
 
 def turn(number: int, prompt: list[int], answer: list[int], *, done: bool = False, **body: Any) -> Feedback:
     changes = {name: body.pop(name) for name in ("received", "user", "revision", "key_id") if name in body}
+    changes["episode"] = body.pop("episode", EPISODE)
     body = {
         "prompt_token_ids": prompt,
         "token_ids": answer,
@@ -45,7 +46,7 @@ def turn(number: int, prompt: list[int], answer: list[int], *, done: bool = Fals
         "logprobs": [-0.5] * len(answer),
     } | body
     found: Feedback = off_policy.item(
-        "interaction", body.pop("name", f"t{number}"), episode=EPISODE, turn=number, final=done, body=body, **changes
+        "interaction", body.pop("name", f"t{number}"), turn=number, final=done, body=body, **changes
     )
     return found
 
@@ -283,6 +284,16 @@ def test_turns_of_one_posted_episode_are_not_compared_with_each_other() -> None:
     baselines, _ = leader.source.values(Draft(leader.run, leader.run.state, NOW), draws)
     assert len(admissions) == 3
     assert set(baselines.values()) == {0.0}, "the tracked value: nothing to compare with"
+
+
+def test_an_episode_that_is_larger_than_all_that_may_be_in_flight_is_admitted_by_itself() -> None:
+    small = job(gamma=0.5).model_dump(mode="json", exclude_unset=True) | {"train": {"batch_size": 2, "max_lag": 0}}
+    leader = Leader(OnlineJob.parse(small), [turn(0, [9], [9], done=True, reward=0.5, name="other", episode="e2")])
+    assert leader.config.max_draws == 2
+    leader.hear(*talk())
+    assert rewards(leader.decide()) == {"other": 0.5}, "there is no room beside another one"
+    alone = Leader(leader.config, talk())
+    assert rewards(alone.decide()) == {"t0": 0.125, "t1": 0.25, "t2": 0.5}
 
 
 def test_an_episode_is_admitted_whole_or_waits() -> None:
