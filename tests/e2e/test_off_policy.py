@@ -84,6 +84,7 @@ def test_what_may_not_be_used_on_policy_is_learnt_from_all_the_same(stack: Any, 
     stack.until(lambda: agent.fate(posted)["status"] == "rejected", "a text without reward to be rejected")
     assert agent.fate(posted)["reason"] == "text_only"
     check_rescored(stack, job, agent)
+    check_episode(stack, job, agent)
     stack.client.cancel(job)
     assert stack.finish(job).status.phase == "cancelled"
     stack.check_books(job)
@@ -111,3 +112,24 @@ def check_rescored(stack: Any, job: str, agent: Agent) -> None:
     made = max(groups, key=lambda group: group.draw)
     assert made.spans[:, 1].tolist() == [span[0]]
     assert made.logprobs.tolist() == pytest.approx(record["logprobs"], abs=1e-5)
+
+
+def check_episode(stack: Any, job: str, agent: Agent) -> None:
+    """Two turns of an agent that is not served here, the last one first: one trajectory, and the reward of both."""
+    answer, other = agent.ask(5)
+    record = agent.http.get(f"/v1/interactions/{answer['id'].removeprefix('cmpl-')}").json()
+    prompt, tokens, version = record["prompt_ids"], record["token_ids"], record["spans"][0][0]
+    turn = {
+        "kind": "interaction", "model": job, "episode_id": record["episode"], "token_ids": tokens,
+        "policy_version": version, "prompt_token_ids": prompt,
+    }  # fmt: skip
+    last = agent.post(**turn | {"turn": 1, "prompt_token_ids": [*prompt, *tokens, prompt[0]]}, rewards={"score": 0.5})
+    first = agent.post(**turn, turn=0, done=False)
+    agent.judge(answer, other)
+    names = [first, last]
+    stack.until(lambda: all(agent.fate(name)["status"] == "trained" for name in names), "turns to be trained", 60)
+    assert [agent.fate(name)["reason"] for name in names] == ["rescored"] * 2
+    whole = [*tokens, prompt[0], *tokens]
+    (made,) = [group for group in stack.groups(job).values() if group.token_ids.tolist() == whole]
+    assert (made.mask == 0).sum() == 1
+    assert made.rewards.tolist() == [0.5]
