@@ -1,0 +1,107 @@
+"""Episodes with branches are decided the same in whatever order their records and feedback arrive, and by an audit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+
+from penstock.services.coordinator.online.again import Stored, decided_again
+from penstock.services.coordinator.online.credit import Trajectory
+from penstock.services.coordinator.online.matching import Matching
+from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.protocol.events import Admission
+from penstock.shared.protocol.generation import Sampling, Span
+from penstock.shared.protocol.interaction import Feedback, Interaction
+
+EPISODE = "0192f0c1-0000-7000-8000-00000000000e"
+NOW, LATER = 1000.0, 99_999.0
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=6)
+REFUSALS = ["", "", "", "side_turn", "client_disconnected"]
+METRICS = {"rating": {"type": "float"}, "solved": {"type": "float", "level": "episode", "default_value": 0.25}}
+
+
+def job(gamma: float, aggregation: str) -> OnlineJob:
+    return OnlineJob.parse(
+        {
+            "kind": "online_rl", "name": "live", "model": {"config": {}, "tokenizer": "char"},
+            "algorithm": {"type": "reinforce_pp", "aggregation": aggregation},
+            "online": {"metrics": METRICS, "gamma": gamma, "max_age_s": 1e6},
+        }
+    )  # fmt: skip
+
+
+@st.composite
+def episodes(draw: st.DrawFn) -> tuple[list[Interaction], list[Feedback]]:
+    """Turns whose prompts are new, or go on from some earlier turn, and what was said of some of them."""
+    turns: list[Interaction] = []
+    for place in range(draw(st.integers(1, 7))):
+        before = draw(st.sampled_from([None, *turns]))
+        told = draw(TOKENS)
+        prompt = told if before is None else [*before.prompt_ids, *before.token_ids, *told]
+        answer = draw(TOKENS)
+        turns.append(
+            Interaction(
+                id=f"i{place}", request=f"i{place}", index=0, job="j", episode=EPISODE, key_id="asker", user="u",
+                split="train", untrainable=draw(st.sampled_from(REFUSALS)), prompt_ids=prompt, token_ids=answer,
+                logprobs=[-0.5] * len(answer), spans=[Span(3, 0, len(answer))], sampling=Sampling(max_new_tokens=9),
+                finish="stop", template="", body_digest="", text="", started=NOW + place, first_token=NOW + place,
+                ended=NOW + place,
+            )
+        )  # fmt: skip
+    items: list[Feedback] = []
+    for count in range(draw(st.integers(1, 4))):
+        value, key = draw(st.sampled_from([-1.0, 0.5, 1.0])), draw(st.sampled_from(["k1", "k2"]))
+        about = draw(st.sampled_from(["", "solved", *[one.id for one in turns]]))
+        place: dict[str, Any] = {"inference": about} if about not in ("", "solved") else {"episode": EPISODE}
+        items.append(
+            Feedback(id=f"f{count}", job="j", kind="metric", key_id=key, received=NOW + count, value=value,
+                     metric="solved" if about == "solved" else "rating", **place)
+        )  # fmt: skip
+    return turns, items
+
+
+def decided(config: OnlineJob, facts: list[tuple[int, Interaction | Feedback]]) -> list[Trajectory]:
+    matching = Matching(config)
+    for seq, fact in facts:
+        if isinstance(fact, Interaction):
+            matching.on_interaction(seq, fact)
+        else:
+            matching.on_feedback(seq, fact, NOW)
+    matching.sweep(version=3, now=LATER)
+    return [trajectory for found in matching.ready.values() for trajectory in found]
+
+
+def told(trajectories: list[Trajectory]) -> list[tuple[Any, ...]]:
+    return [
+        ([turn.interaction.id for turn in one.turns], one.reward, one.reason, one.share, one.judges, {*one.feedback})
+        for one in trajectories
+    ]
+
+
+@settings(max_examples=25, deadline=None)
+@given(episodes(), st.sampled_from([0.5, 1.0]), st.sampled_from(["token_mean", "sequence_mean"]), st.data())
+def test_an_episode_is_decided_the_same_whoever_reads_it_and_by_an_audit(
+    episode: tuple[list[Interaction], list[Feedback]], gamma: float, aggregation: str, data: st.DataObject
+) -> None:
+    config, (turns, items) = job(gamma, aggregation), episode
+    facts: list[tuple[int, Interaction | Feedback]] = [*enumerate(turns, 1), *enumerate(items, 1)]
+    found = decided(config, facts)
+    assert told(decided(config, data.draw(st.permutations(facts)))) == told(found)
+    assert len({turn.interaction.id for one in found for turn in one.turns}) == sum(len(one.turns) for one in found)
+    assert len({name for one in found for name in one.feedback}) == sum(len(one.feedback) for one in found)
+    assert all(0 < one.share <= 1 for one in found)
+    admissions = [
+        Admission(
+            n, {turn.interaction.id: turn.seq for turn in one.turns},
+            {name: item.seq for name, item in one.feedback.items()}, one.reward, 0, one.key_id, one.user, one.reason,
+            LATER, share=one.share,
+        )
+        for n, one in enumerate(found)
+    ]  # fmt: skip
+    stored = Stored(
+        dict(enumerate(turns, 1)), {seq: [item] for seq, item in enumerate(items, 1)},
+        {EPISODE: list(range(1, len(turns) + 1))},
+    )  # fmt: skip
+    assert decided_again(admissions, stored, config) == (len(found), [])
