@@ -6,6 +6,7 @@ import math
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     AwareDatetime,
     BaseModel,
     ConfigDict,
@@ -79,7 +80,21 @@ TagValue = Annotated[StrictStr, StringConstraints(max_length=MAX_TAG_VALUE)]
 User = Annotated[StrictStr, StringConstraints(min_length=1, max_length=256)]
 Finite = Annotated[StrictFloat, Field(allow_inf_nan=False)]
 Token = Annotated[StrictInt, Field(ge=0, lt=1 << 31)]
-Message = dict[str, Any]
+
+
+def _storable(message: dict[str, Any]) -> dict[str, Any]:
+    """Python reads integers of any length; what is stored knows those of 64 bits."""
+    open_ones: list[Any] = [message]
+    while open_ones:
+        value = open_ones.pop()
+        if isinstance(value, dict | list):
+            open_ones.extend(value.values() if isinstance(value, dict) else value)
+        elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+            raise ValueError("an integer in it does not fit in 64 bits")
+    return message
+
+
+Message = Annotated[dict[str, Any], AfterValidator(_storable)]
 Messages = Annotated[list[Message], Field(fail_fast=True)]
 Tokens = Annotated[list[Token], Field(fail_fast=True)]
 Answer = Annotated[StrictStr, StringConstraints(min_length=1, max_length=MAX_TEXT)] | Message

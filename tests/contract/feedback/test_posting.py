@@ -186,6 +186,16 @@ async def test_numbers_that_are_none_are_refused(desk: Any) -> None:
     assert await desk.items() == []
 
 
+@pytest.mark.parametrize(("integer", "status"), [(1 << 64, 422), (-(1 << 63) - 1, 422), ((1 << 64) - 1, 202)])
+async def test_integers_that_cannot_be_stored_are_refused(desk: Any, integer: int, status: int) -> None:
+    message = {"role": "assistant", "tool_calls": [{"arguments": {"a": [integer]}}]}
+    correction = {"kind": "correction", "inference_id": desk.new_id(), "corrected": message}
+    assert (await desk.post(correction)).status_code == status
+    verdict = {"inference_id": desk.new_id(), "metric_name": "accepted", "value": True}
+    reply = await desk.client.post("/v1/feedback/batch", json=[correction, verdict])
+    assert [row["status"] for row in reply.json()["data"]] == [status, 202], "each item is judged alone"
+
+
 MISFITS: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": [-1.0]}, "1 values for 2 token_ids"),
     ({"logprobs": [-1.0, 0.1]}, "above 0"),
