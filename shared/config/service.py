@@ -46,9 +46,9 @@ class ServiceSettings(BaseSettings):
     http_port: int = 8000
     """Port of the API (coordinator); 0 picks a free one."""
     health_host: str = "127.0.0.1"
-    """Bind address of /healthz, /readyz and /metrics of a worker service."""
+    """Bind address of /healthz, /readyz and /metrics of every process; nobody is asked for a key there."""
     health_port: int = 0
-    """Port of the health endpoint of a worker service; 0 picks a free one."""
+    """Port of these; 0 picks a free one."""
     api_keys: str = ""
     """Comma-separated bearer keys; mandatory when http_host is not a loopback address."""
     forwarded_allow_ips: str = ""

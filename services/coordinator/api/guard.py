@@ -25,7 +25,7 @@ MAX_FILE_BYTES = 64 << 20
 """Longest body of an uploaded data set. Larger ones are put where the services see them and named in a job file."""
 LIVE_PATHS = frozenset({"/feedback", "/v1/feedback", "/v1/feedback/batch"})
 LIVE_ENDS = ("/chat/completions", "/v1/completions")
-OPEN_PATHS = frozenset({"/healthz", "/readyz", "/v1/version", "/openapi.json", "/metrics"})
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/v1/version", "/openapi.json"})
 """Served without a key and without counting."""
 
 

@@ -22,6 +22,7 @@ from penstock.services.coordinator.api.idempotency import KEEP_S
 from penstock.services.coordinator.api.jobs import MAX_PAGE, MAX_WAIT_S
 from penstock.services.coordinator.api.replies import Json
 from penstock.services.coordinator.api.schemas import FeedbackLimits, Health, Limits, Version
+from penstock.services.coordinator.api.scopes import require
 from penstock.shared.protocol.codec import SCHEMA
 from penstock.shared.runtime import metrics
 
@@ -89,7 +90,12 @@ async def readyz(backend: BackendDep) -> Response:
     return Json({"ok": ok, "checks": checks}, 200 if ok else 503)
 
 
-@router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+@router.get(
+    "/metrics",
+    response_class=Response,
+    dependencies=[require("metrics:read")],
+    responses={200: {"content": {"text/plain": {}}}},
+)
 async def prometheus() -> Response:
-    """Metrics of this process for Prometheus."""
+    """Metrics of this process for Prometheus; the health port of the process serves the same without a key."""
     return Response(metrics.render(), headers={"Content-Type": metrics.CONTENT_TYPE})

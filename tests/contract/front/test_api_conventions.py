@@ -202,8 +202,10 @@ async def test_keys(connect: Any, job: Any) -> None:
             ({"authorization": "Bearer "}, 401),
         ):
             assert (await client.get("/v1/jobs", headers=headers)).status_code == status, headers
-        for path in ("/healthz", "/readyz", "/v1/version", "/openapi.json", "/metrics"):
+        for path in ("/healthz", "/readyz", "/v1/version", "/openapi.json"):
             assert (await client.get(path)).status_code == 200
+        assert (await client.get("/metrics")).status_code == 401, "it names jobs; the health port asks for no key"
+        assert (await client.get("/metrics", headers={"authorization": "Bearer alpha"})).status_code == 200
 
 
 async def test_open_to_the_network_without_keys_is_refused(books: Any) -> None:
