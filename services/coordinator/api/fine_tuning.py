@@ -30,6 +30,12 @@ READ, WRITE = [require("jobs:read")], [require("jobs:write")]
 _LABEL = re.compile(r"metadata\[(.{1,64})\]")
 
 After = Annotated[str | None, Query(max_length=64, description="Id of the last entry of the page before")]
+AfterEvent = Annotated[
+    str | None, Query(pattern="^ftevent-[0-9]{1,15}$", description="Id of the last event of the page before")
+]
+AfterCheckpoint = Annotated[
+    str | None, Query(pattern="^ftckpt-[0-9]{1,15}$", description="Id of the last checkpoint of the page before")
+]
 Limit = Annotated[int, Query(ge=1, le=100)]
 
 
@@ -83,14 +89,16 @@ async def resume_fine_tuning_job(job: JobId, backend: BackendDep) -> Response:
 
 
 @router.get("/{job_id}/events", response_model=EventPage, dependencies=READ)
-async def list_fine_tuning_events(job: JobId, backend: BackendDep, after: After = None, limit: Limit = 20) -> Response:
+async def list_fine_tuning_events(
+    job: JobId, backend: BackendDep, after: AfterEvent = None, limit: Limit = 20
+) -> Response:
     """What happened, newest first."""
     return Json(await backend.control.fine_tuning.events(job, after=after, limit=limit))
 
 
 @router.get("/{job_id}/checkpoints", response_model=CheckpointPage, dependencies=READ)
 async def list_fine_tuning_checkpoints(
-    job: JobId, backend: BackendDep, after: After = None, limit: Limit = 10
+    job: JobId, backend: BackendDep, after: AfterCheckpoint = None, limit: Limit = 10
 ) -> Response:
     """The checkpoints, newest first; each can be the `model` of another job."""
     return Json(await backend.control.fine_tuning.checkpoints(job, after=after, limit=limit))

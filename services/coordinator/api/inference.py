@@ -20,6 +20,7 @@ from penstock.services.coordinator.api.own_episode import check_model, own_episo
 from penstock.services.coordinator.api.replies import HttpProblem, Json
 from penstock.services.coordinator.api.scopes import require
 from penstock.services.coordinator.api.serving import Ask, Served, Serving
+from penstock.services.coordinator.api.sse import CONTENT
 from penstock.services.coordinator.api.user_limits import check_user
 from penstock.shared.errors import NotFound, PenstockError
 from penstock.shared.protocol.interaction import job_mark, marked_id
@@ -30,12 +31,16 @@ router = APIRouter(tags=["inference"])
 Reader = Annotated[Caller, require("models:read")]
 MAX_JOBS = 100_000
 _RESPONSES: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}},
+    200: {"content": CONTENT},
     410: {"description": "The episode is over."},
 }
 
 Writer = Annotated[Caller, require("inference:write", in_episode=True)]
 EpisodeId = Annotated[str, Path(max_length=128, pattern="^[A-Za-z0-9._:-]+$", description="Id of an episode")]
+
+
+Span = Annotated[list[int], Field(min_length=3, max_length=3)]
+"""Policy version, and where its tokens begin and end."""
 
 
 class Model(BaseModel):
@@ -112,7 +117,7 @@ class InteractionRow(BaseModel):
     prompt_ids: list[int]
     token_ids: list[int]
     logprobs: list[float]
-    spans: list[tuple[int, int, int]]
+    spans: list[Span]
     finish: str
     text: str
     decision: InteractionDecision | None = None

@@ -25,7 +25,7 @@ from penstock.services.coordinator.api.schemas import (
     RowList,
 )
 from penstock.services.coordinator.api.scopes import require
-from penstock.services.coordinator.api.sse import HEADERS, event_stream
+from penstock.services.coordinator.api.sse import CONTENT, HEADERS, event_stream
 from penstock.services.coordinator.api.tables import CSV, PARQUET, as_csv, as_parquet
 from penstock.shared.errors import PenstockError
 
@@ -47,7 +47,7 @@ Env = Annotated[
     "/events",
     response_model=EventList,
     dependencies=READ,
-    responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+    responses={200: {"content": CONTENT}},
 )
 async def events(
     *,
@@ -181,7 +181,7 @@ async def audit(job: JobId, backend: BackendDep) -> Response:
     "/logs",
     response_model=LogLines,
     dependencies=READ,
-    responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+    responses={200: {"content": CONTENT}},
 )
 async def logs(
     *,

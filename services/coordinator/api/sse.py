@@ -12,7 +12,7 @@ import orjson
 from penstock.services.coordinator.api.replies import from_error
 from penstock.shared.errors import PenstockError
 
-__all__ = ["HEADERS", "PING_S", "RETRY_MS", "event_stream"]
+__all__ = ["CONTENT", "HEADERS", "PING_S", "RETRY_MS", "event_stream"]
 
 PING_S = 15.0
 """Silence after which a comment keeps proxies and half-open connections honest."""
@@ -20,6 +20,22 @@ RETRY_MS = 1000
 """How long a client waits before it connects again."""
 EventId = int | str
 """What ``Last-Event-ID`` sends back: a sequence, or a cursor on one line."""
+CONTENT: dict[str, Any] = {
+    "text/event-stream": {
+        "schema": {
+            "type": "object",
+            "description": "One event of the stream.",
+            "required": ["data"],
+            "properties": {
+                "data": {"type": "string", "description": "JSON; of completions the last one is `[DONE]`"},
+                "event": {"type": "string"},
+                "id": {"type": "string", "description": "What `Last-Event-ID` resumes after"},
+                "retry": {"type": "integer", "description": "Milliseconds"},
+            },
+        }
+    }
+}
+"""A stream in the OpenAPI document: before version 3.2 the schema of a stream is that of one event."""
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
