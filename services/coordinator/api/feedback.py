@@ -14,13 +14,15 @@ from penstock.services.coordinator.api.direct import posts_of
 from penstock.services.coordinator.api.feedback_bodies import NDJSON, read_batch, read_post
 from penstock.services.coordinator.api.feedback_desk import FeedbackDesk
 from penstock.services.coordinator.api.feedback_models import (
-    BatchReply,
     ConsentBody,
+    FeedbackBodies,
+    FeedbackBody,
+)
+from penstock.services.coordinator.api.feedback_replies import (
+    BatchReply,
     ConsentReply,
     ErasureReply,
     FateReply,
-    FeedbackBodies,
-    FeedbackBody,
     FeedbackReply,
     Funnel,
     RetractReply,

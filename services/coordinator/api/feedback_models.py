@@ -1,4 +1,4 @@
-"""What may be posted as feedback, and what the API says about it."""
+"""What may be posted as feedback."""
 
 from __future__ import annotations
 
@@ -36,25 +36,17 @@ __all__ = [
     "MAX_TOKENS",
     "POST",
     "POSTS",
-    "BatchReply",
     "ConsentBody",
-    "ConsentReply",
     "Correction",
-    "ErasureReply",
-    "FateReply",
     "FeedbackBodies",
     "FeedbackBody",
     "FeedbackPost",
-    "FeedbackReply",
-    "Funnel",
-    "ItemReply",
     "Metric",
     "MetricByEpisode",
     "MetricByInference",
     "PostedInteraction",
     "PostedPreference",
     "Preference",
-    "RetractReply",
     "is_number",
 ]
 
@@ -276,131 +268,12 @@ KIND_TAGS = frozenset({"inference", "episode", "interaction", "preference", "pos
 """Names of the union's members in the places of flaws."""
 
 
-class FeedbackReply(BaseModel):
-    """An accepted item: it is on disk. ``stream_seq`` is null where the item takes several messages."""
-
-    feedback_id: str
-    status: Literal["accepted", "valid"]
-    duplicate: bool
-    target: Literal["known", "unknown_yet", "none"]
-    job: str
-    stream_seq: int | None
-    href: str
-
-
-class RetractReply(BaseModel):
-    """An accepted retraction. ``too_late``: the item was trained on already; only the record says so now."""
-
-    feedback_id: str
-    retraction_id: str
-    status: Literal["accepted"] = "accepted"
-    duplicate: bool
-    too_late: bool
-
-
-class ItemReply(BaseModel):
-    """One item of a batch: 202 or 200 (dry run), or what a request of its own would have been refused with."""
-
-    index: int
-    id: str | None
-    status: int
-    duplicate: bool = False
-    problem: dict[str, Any] | None = None
-
-
-class BatchReply(BaseModel):
-    """Every item of a batch, in order."""
-
-    object: Literal["list"] = "list"
-    data: list[ItemReply]
-    accepted: int
-    refused: int
-
-
-class Trained(BaseModel):
-    """The batch that an item trained, and the version that it made."""
-
-    step: int
-    version: int
-
-
-class FateReply(BaseModel):
-    """What became of an item of feedback."""
-
-    object: Literal["feedback"] = "feedback"
-    feedback_id: str
-    job: str
-    kind: str
-    metric: str
-    status: str
-    reason: str = ""
-    interactions: list[str] = []
-    ordinal: int | None = None
-    trained: Trained | None = None
-    revision: int = 0
-    retraction_requested: bool = False
-    received: float
-    time: float
-
-
-class FunnelRow(BaseModel):
-    """So many items of one metric from one source have one status."""
-
-    metric: str
-    source: str
-    status: str
-    items: int
-
-
-class OutcomeRow(BaseModel):
-    """So many interactions were decided like this; those that wait are not among them."""
-
-    status: str
-    reason: str
-    interactions: int
-
-
-class Funnel(BaseModel):
-    """The feedback of a job, counted by metric (or kind), source (the key that posted it) and status.
-
-    ``interactions``: what became of the answers themselves, those without feedback too.
-    """
-
-    object: Literal["feedback.funnel"] = "feedback.funnel"
-    job: str
-    items: int
-    by_status: dict[str, int]
-    data: list[FunnelRow]
-    interactions: list[OutcomeRow] = []
-
-
 class ConsentBody(BaseModel):
     """What a user allows."""
 
     model_config = ConfigDict(extra="forbid")
 
     train: StrictBool = Field(description="False: interactions are served and never trained on")
-
-
-class ConsentReply(BaseModel):
-    """What a user allows, as stored."""
-
-    user: str = Field(description="The pseudonym under which everything is stored")
-    train: bool
-
-
-class ErasureReply(BaseModel):
-    """The deletion of a user's data: how far it is and what is left."""
-
-    user: str = Field(description="The pseudonym under which everything was stored")
-    status: Literal["running", "done"]
-    interactions: int
-    feedback: int
-    groups: int
-    episodes: int = Field(0, description="Opened for the user; they take no more requests")
-    trained_versions: dict[str, list[int]] = Field(description="By job: versions that were trained on it; they stay")
-    requested: float
-    finished: float | None = None
 
 
 def is_number(value: Any) -> bool:

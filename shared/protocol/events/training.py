@@ -1,55 +1,33 @@
-"""Ledger events: the decisions of a job, in the order in which they were made. The ledger is the only commit point.
-
-An event is per decision (a range, a batch), never per group. Folding the events from the start gives the state.
-"""
+"""Decisions of every job that trains: draws, batches, checkpoints, the lineage, its end."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from penstock.shared.errors import ProtocolError
+from penstock.shared.protocol.events.base import Event
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.objective import Objective
 
 __all__ = [
-    "Admission",
-    "Admitted",
     "BatchRefused",
     "BatchSealed",
     "BatchTrained",
     "BestCheckpoint",
-    "CanaryBegun",
-    "CanaryJudged",
     "Checkpointed",
     "Drawn",
     "Dropped",
-    "Event",
     "Finished",
     "Hyperparameters",
     "JobStarted",
-    "Judged",
     "LineageForked",
     "PhaseChanged",
-    "Promoted",
-    "PromotionRefused",
-    "Quarantined",
     "Redrawn",
     "SealedGroup",
     "SettingsChanged",
     "Tracking",
-    "decode_events",
-    "encode_events",
 ]
-
-
-class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base: who wrote it (monotone leader epoch) and when (Unix seconds, for people and deadlines)."""
-
-    writer_epoch: int
-    time: float
 
 
 class JobStarted(Event, frozen=True, kw_only=True, tag=True):
@@ -84,71 +62,6 @@ class Drawn(Event, frozen=True, kw_only=True, tag=True):
     stop: int
     min_version: int
     deadline: float
-
-
-class Admission(msgspec.Struct, frozen=True, array_like=True):
-    """What one draw of an online job trains: turns of an episode that nobody trained before, and what was said of them.
-
-    ``interactions`` (in turn) and ``feedback`` map ids to sequences in their streams. ``reward`` is the return of the
-    turns; ``lag`` how many versions lie between the oldest token and the update that was next. ``key_id`` and ``user``
-    say whose feedback, on whose conversation, decided; ``reason`` says by which rule: `feedback`, `default`, `invalid`,
-    `credit` (only what was said of later turns). ``time`` is when it was admitted.
-
-    ``objective`` says which loss it is for. ``context`` are interactions that it only refers to: one that is corrected,
-    or two that are compared; each may be admitted for itself, too. Without ``interactions`` the material is in the
-    feedback; ``version`` is the policy version that it is taken to be from, -1: any. ``bucket``: the
-    kind of prompt, where values are tracked. ``group``: what answers have in common that are compared with each other;
-    ``origin``: episode and request of such an answer, for turns of one episode are not; of posted turns, their episode
-    and their items.
-
-    ``weight`` scales its advantages: ``share``, what it weighs beside the rest of its episode (0: of an earlier build,
-    as 1), times less than 1 where a source that is not known yet judged. ``compared`` is what sources
-    said and what the reference keys said of the same: ``(key, reward, reward)``.
-
-    ``judges`` are all keys whose feedback the reward comes from, ``askers`` those that the answers were served to,
-    ``users`` whose conversations they are from where there may be several; empty: ``user``. ``refused`` are turns of
-    the same episode that are never trained on, by id, and why.
-    """
-
-    ordinal: int
-    interactions: dict[str, int]
-    feedback: dict[str, int]
-    reward: float
-    lag: int
-    key_id: str
-    user: str
-    reason: str
-    time: float
-    objective: Objective = "policy"
-    context: dict[str, int] = {}
-    judges: list[str] = []
-    askers: list[str] = []
-    version: int = -1
-    bucket: str = ""
-    users: list[str] = []
-    weight: float = 1.0
-    compared: list[tuple[str, float, float]] = []
-    group: str = ""
-    origin: list[str] = []
-    share: float = 0.0
-    refused: dict[str, str] = {}
-
-
-class Admitted(Event, frozen=True, kw_only=True, tag=True):
-    """Live interactions were admitted to training: one draw each, opened in the same decision.
-
-    Below ``low_interactions`` and ``low_feedback`` (sequences) everything is decided: a new leader reads from there.
-    """
-
-    admissions: list[Admission]
-    low_interactions: int
-    low_feedback: int
-
-
-class Quarantined(Event, frozen=True, kw_only=True, tag=True):
-    """Feedback is held back until somebody releases or drops it: id -> sequence in FEEDBACK."""
-
-    items: dict[str, int]
 
 
 class Dropped(Event, frozen=True, kw_only=True, tag=True):
@@ -257,67 +170,6 @@ class BatchTrained(Event, frozen=True, kw_only=True, tag=True):
     figures: dict[str, float] = {}
 
 
-class Promoted(Event, frozen=True, kw_only=True, tag=True):
-    """``version``, whose weights batch ``number`` made, is served from now on. Only of jobs with a promotion gate.
-
-    ``figures`` is what was measured of it; ``reason`` is initial, passed, canary timed out, by request, rolled back, or
-    measured: it was served already, and only now its held-out reward is known.
-    """
-
-    version: int
-    number: int
-    digest: str
-    reason: str
-    figures: dict[str, float] = {}
-
-
-class PromotionRefused(Event, frozen=True, kw_only=True, tag=True):
-    """``version`` is not served: ``reason`` names the bounds that it breaks, ``figures`` is what was measured of it."""
-
-    version: int
-    number: int
-    reason: str
-    figures: dict[str, float] = {}
-
-
-class CanaryBegun(Event, frozen=True, kw_only=True, tag=True):
-    """``version`` kept every bound on ``figures``: it answers ``share`` of the conversations until it is decided on.
-
-    ``served``: the version that answers the others. Nothing is sealed until ``Promoted``, ``PromotionRefused`` or a
-    fork ends it.
-    """
-
-    version: int
-    number: int
-    digest: str
-    served: int
-    share: float
-    figures: dict[str, float] = {}
-
-
-class Judged(msgspec.Struct, frozen=True, array_like=True):
-    """What one conversation, or where there is no credit over turns one answer of it, earned while a version was tried.
-
-    ``interactions`` are its answers, all by the version of its arm; ``judges``, ``askers`` and ``users`` own it, as in
-    ``Admission``.
-    """
-
-    conversation: str
-    is_canary: bool
-    reward: float
-    interactions: list[str]
-    judges: list[str]
-    askers: list[str]
-    users: list[str]
-
-
-class CanaryJudged(Event, frozen=True, kw_only=True, tag=True):
-    """Conversations of both arms were judged while ``version`` is tried."""
-
-    version: int
-    judged: list[Judged]
-
-
 class Checkpointed(Event, frozen=True, kw_only=True, tag=True):
     """The state after batch ``number`` is durable. Only now does that checkpoint exist."""
 
@@ -376,29 +228,3 @@ class Finished(Event, frozen=True, kw_only=True, tag=True):
 
     reason: str
     summary: dict[str, Any]
-
-
-AnyEvent = (
-    JobStarted | SettingsChanged | Redrawn | Drawn | Admitted | Dropped | BatchSealed | BatchRefused | BatchTrained
-    | Checkpointed | BestCheckpoint | LineageForked | PhaseChanged | Finished | Promoted | PromotionRefused
-    | Quarantined | CanaryBegun | CanaryJudged
-)  # fmt: skip
-
-_decoder = msgspec.msgpack.Decoder(list[AnyEvent])
-
-
-def encode_events(events: Sequence[Event]) -> bytes:
-    """Bytes of one ledger entry: the events of one atomic decision, in order."""
-    return msgspec.msgpack.encode(list(events))
-
-
-def decode_events(data: bytes) -> list[Event]:
-    """Inverse of ``encode_events``.
-
-    Raises:
-        ProtocolError: not a ledger entry of this version.
-    """
-    try:
-        return list(_decoder.decode(data))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"ledger entry does not decode: {error}") from None

@@ -1,0 +1,98 @@
+"""Ledger events: the decisions of a job, in the order in which they were made. The ledger is the only commit point.
+
+An event is per decision (a range, a batch), never per group. Folding the events from the start gives the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from penstock.shared.errors import ProtocolError
+from penstock.shared.protocol.events.base import Event
+from penstock.shared.protocol.events.online import (
+    Admission,
+    Admitted,
+    Quarantined,
+)
+from penstock.shared.protocol.events.serving import (
+    CanaryBegun,
+    CanaryJudged,
+    Judged,
+    Promoted,
+    PromotionRefused,
+)
+from penstock.shared.protocol.events.training import (
+    BatchRefused,
+    BatchSealed,
+    BatchTrained,
+    BestCheckpoint,
+    Checkpointed,
+    Drawn,
+    Dropped,
+    Finished,
+    Hyperparameters,
+    JobStarted,
+    LineageForked,
+    PhaseChanged,
+    Redrawn,
+    SealedGroup,
+    SettingsChanged,
+    Tracking,
+)
+
+__all__ = [
+    "Admission",
+    "Admitted",
+    "BatchRefused",
+    "BatchSealed",
+    "BatchTrained",
+    "BestCheckpoint",
+    "CanaryBegun",
+    "CanaryJudged",
+    "Checkpointed",
+    "Drawn",
+    "Dropped",
+    "Event",
+    "Finished",
+    "Hyperparameters",
+    "JobStarted",
+    "Judged",
+    "LineageForked",
+    "PhaseChanged",
+    "Promoted",
+    "PromotionRefused",
+    "Quarantined",
+    "Redrawn",
+    "SealedGroup",
+    "SettingsChanged",
+    "Tracking",
+    "decode_events",
+    "encode_events",
+]
+
+AnyEvent = (
+    JobStarted | SettingsChanged | Redrawn | Drawn | Admitted | Dropped | BatchSealed | BatchRefused | BatchTrained
+    | Checkpointed | BestCheckpoint | LineageForked | PhaseChanged | Finished | Promoted | PromotionRefused
+    | Quarantined | CanaryBegun | CanaryJudged
+)  # fmt: skip
+
+_decoder = msgspec.msgpack.Decoder(list[AnyEvent])
+
+
+def encode_events(events: Sequence[Event]) -> bytes:
+    """Bytes of one ledger entry: the events of one atomic decision, in order."""
+    return msgspec.msgpack.encode(list(events))
+
+
+def decode_events(data: bytes) -> list[Event]:
+    """Inverse of ``encode_events``.
+
+    Raises:
+        ProtocolError: not a ledger entry of this version.
+    """
+    try:
+        return list(_decoder.decode(data))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"ledger entry does not decode: {error}") from None
