@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +14,7 @@ from penstock.cli.watching import follow
 from penstock.client import Client
 from penstock.shared.config.base import load_yaml, with_overrides
 from penstock.shared.config.kinds import AnyJob, parse_job
-from penstock.shared.errors import ConfigError
+from penstock.shared.errors import ConfigError, PenstockError
 from penstock.shared.protocol.jobs import PHASES, JobRecord
 from penstock.shared.protocol.scaling import POOLS
 
@@ -38,6 +39,7 @@ def submit(
             show_json(client.dry_run(job))
             return
         record = client.submit(job, idempotency_key=key)
+        _tell_warnings(client, record)
     if not follow_it:
         if as_json:
             show_json(record)
@@ -46,6 +48,14 @@ def submit(
             note(f"submitted '{record.name}'; watch it with: penstock top {record.id}")
         return
     raise typer.Exit(follow(record, as_json=as_json))
+
+
+def _tell_warnings(client: Client, record: JobRecord) -> None:
+    """What the coordinator thought of the job when it took it; a key that only submits may not ask."""
+    with contextlib.suppress(PenstockError):
+        for row in client.events(record.id, follow=False):
+            if row["type"] == "submitted" and row["level"] == "warning":
+                note(f"warning: {row['message']}")
 
 
 def load_job(file: Path, overrides: list[str]) -> AnyJob:

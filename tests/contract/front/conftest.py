@@ -123,6 +123,7 @@ class Books:
         self.fine_tuning = FineTuningDesk(self, self.files, settings())
         self.jobs: dict[str, JobRecord] = {}
         self.feed: dict[str, list[dict[str, Any]]] = {}
+        self.warnings: list[str] = []
         self.submitted = 0
         self.submit_delay_s = 0.0
         self.down = False
@@ -171,6 +172,10 @@ class Books:
         )  # fmt: skip
         self.jobs[record.id] = record
         self.feed[record.id] = []
+        for text in self.warnings:
+            self.feed[record.id].append(
+                {"time": 0.0, "level": "warning", "type": "submitted", "message": text, "data": {}}
+            )
         self.emit(record.id, "phase", "now pending", phase="pending")
         return record
 

@@ -56,6 +56,13 @@ def test_submit_prints_the_id_and_nothing_else_on_stdout(run: Run, books: Any, f
     assert books.jobs[id].spec["seed"] == 5
 
 
+def test_submit_tells_what_is_likely_a_mistake(run: Run, books: Any, file: str) -> None:
+    books.warnings = ["online: nothing bounds"]
+    result = run("submit", file)
+    assert result.stdout.strip() in books.jobs
+    assert "warning: online: nothing bounds" in result.stderr
+
+
 def test_submit_once_per_key(run: Run, books: Any, file: str) -> None:
     assert submit(run, file, "--idempotency-key", "k") == submit(run, file, "--idempotency-key", "k")
     assert books.submitted == 1
