@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -21,10 +20,14 @@ LINE = re.compile(
 )
 
 
+def run(*words: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "penstock.cli", "demo", *words, "--json", "--data-dir", str(directory)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
 def demo(*words: str, directory: Path) -> tuple[dict[str, Any], str]:
     """The summary of ``penstock demo``, and what it said meanwhile; it succeeded."""
-    command = [sys.executable, "-m", "penstock.cli", "demo", *words, "--json", "--data-dir", str(directory)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env={**os.environ})
+    result = run(*words, directory=directory)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr[-4000:]}"
     assert "error:" not in result.stderr
     found = json.loads(result.stdout)
@@ -51,6 +54,18 @@ def test_a_small_model_learns_to_add(tmp_path: Path) -> None:
     assert len(lines) >= 3
     assert len({step for step, _ in lines}) == len(lines), "no update twice"
     assert all(version == step for step, version in lines)
+
+
+def test_a_goal_that_is_missed_is_told(tmp_path: Path) -> None:
+    words = ("--set", "train.max_updates=3", "--set", "warm_start.steps=5")
+    result = run(*words, directory=tmp_path)
+    assert result.returncode == 1
+    found = json.loads(result.stdout)
+    assert (found["ok"], found["phase"], found["books"], found["updates"]) == (False, "succeeded", True, 3)
+    assert found["reward"]["reached"] is False
+    assert result.stderr.splitlines()[-1].startswith(
+        "error: the goal was missed: a mean sampled reward of at least 0.9"
+    )
 
 
 def test_a_served_policy_learns_from_its_users(tmp_path: Path) -> None:
