@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from fastapi import Depends, Path, Request
+from fastapi import Depends, Path, Query, Request
 
 from penstock.services.coordinator.api.auth import KeyRing
 from penstock.services.coordinator.api.control import Control
@@ -18,7 +18,7 @@ from penstock.services.coordinator.api.volatile import Volatile
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import NotFound
 
-__all__ = ["Backend", "BackendDep", "JobId", "stopped_within"]
+__all__ = ["Backend", "BackendDep", "JobId", "SomeJob", "stopped_within"]
 
 _JOB_ID = re.compile(r"job_[0-9a-f]{32}", re.ASCII)
 
@@ -43,10 +43,20 @@ async def _backend(request: Request) -> Backend:
 
 
 async def _job_id(job_id: Annotated[str, Path(description="Id of a job: job_ and 32 hex digits")]) -> str:
+    return _checked(job_id)
+
+
+async def _some_job(
+    job: Annotated[str, Query(max_length=64, description="Id of a job: only what is of that one")] = "",
+) -> str:
+    return _checked(job) if job else ""
+
+
+def _checked(job: str) -> str:
     """Ids are also subject tokens, so nothing else gets through."""
-    if not _JOB_ID.fullmatch(job_id):
-        raise NotFound(f"'{job_id[:80]}' is not the id of a job (job_ and 32 hex digits)")
-    return job_id
+    if not _JOB_ID.fullmatch(job):
+        raise NotFound(f"'{job[:80]}' is not the id of a job (job_ and 32 hex digits)")
+    return job
 
 
 async def stopped_within(backend: Backend, seconds: float) -> bool:
@@ -61,3 +71,5 @@ async def stopped_within(backend: Backend, seconds: float) -> bool:
 
 BackendDep = Annotated[Backend, Depends(_backend)]
 JobId = Annotated[str, Depends(_job_id)]
+SomeJob = Annotated[str, Depends(_some_job)]
+"""Of the query; '': of all jobs."""

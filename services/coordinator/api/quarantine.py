@@ -8,7 +8,7 @@ from fastapi import APIRouter, Path, Query
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from penstock.services.coordinator.api.access import Backend, BackendDep, JobId
+from penstock.services.coordinator.api.access import Backend, BackendDep, JobId, SomeJob
 from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.feedback_desk import HeldFeedback
 from penstock.services.coordinator.api.replies import HttpProblem, Json
@@ -69,11 +69,7 @@ class Verdict(BaseModel):
 
 @all_jobs.get("/v1/quarantine", response_model=HeldList)
 async def list_all_held(
-    caller: Admin,
-    backend: BackendDep,
-    job: Annotated[str, Query(max_length=64, description="Id of a job: only what is held back there")] = "",
-    after: After = "",
-    limit: Limit = 20,
+    job: SomeJob, caller: Admin, backend: BackendDep, after: After = "", limit: Limit = 20
 ) -> Response:
     """List the feedback of all jobs that is held back."""
     return await _page(await _held(backend, job) if job else _desk(backend), job, after, limit)

@@ -55,6 +55,7 @@ async def test_what_is_held_in_all_jobs_is_one_list(desk: Any) -> None:
         assert [row["feedback_id"] for row in page["data"]] == ids
         assert page == (await desk.client.get(f"/v1/jobs/{job}/quarantine")).json()
     assert (await desk.client.get(f"/v1/quarantine?job=job_{'0' * 32}")).status_code == 404
+    assert (await desk.client.get("/v1/quarantine?job=%C2%99")).status_code == 404
     assert (await desk.client.get("/v1/quarantine?limit=0")).status_code == 422
 
 
