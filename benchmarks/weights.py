@@ -98,7 +98,7 @@ class Serving:
             previous.release()
         if busy:  # so that the gap across the swap is over
             before = list(self._last)
-            while any(last == seen for last, seen in zip(self._last, before, strict=True)):
+            while not self._gap_s or any(last == seen for last, seen in zip(self._last, before, strict=True)):
                 await asyncio.sleep(0.001)
         value = np.float32(filling(manifest.version))
         for tensor in staged.tensors().values():

@@ -8,12 +8,17 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from types import TracebackType
 from typing import Any, Self, TypeVar
+from weakref import WeakSet
 
 from penstock.shared.errors import DeadlineError
 
 __all__ = ["Background", "Deadline", "end_tasks", "raise_if_cancelled", "retry", "together", "unexpected", "wait_for"]
 
 T = TypeVar("T")
+AGAIN_S = 30.0
+"""Longer than anything takes to clean up."""
+_ended: WeakSet[asyncio.Task[Any]] = WeakSet()
+"""Tasks that `end_tasks` has cancelled."""
 
 
 class Deadline:
@@ -60,7 +65,12 @@ async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Results of what runs at once, in order. The first error cancels the others and is raised when they are over."""
     running = [asyncio.create_task(work) for work in works]
     try:
-        return await asyncio.gather(*running)
+        if running:
+            await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
+            for task in running:
+                if task.done():
+                    task.result()
+        return [task.result() for task in running]
     finally:
         await end_tasks(running)
 
@@ -68,16 +78,21 @@ async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 async def end_tasks(tasks: Collection[asyncio.Task[Any]]) -> None:
     """Cancel tasks and wait until they are over, however they end.
 
-    Each is cancelled once: where this wait is cancelled itself, or a second one begins, what they clean up goes on.
+    Each is cancelled once: where this wait is cancelled itself, or a second one begins, what they clean up goes on. One
+    that is not over after AGAIN_S may have lost its cancellation, and is cancelled once more.
     """
     for task in tasks:
-        if not task.cancelling():
+        if task not in _ended:  # `cancelling` would not tell: a timeout of the task's own counts there, too
+            _ended.add(task)
             task.cancel()
-    if tasks:
-        done, _ = await asyncio.wait(tasks)
-        for task in done:
+    left = set(tasks)
+    while left:
+        over, left = await asyncio.wait(left, timeout=AGAIN_S)
+        for task in over:
             if not task.cancelled():
                 task.exception()  # retrieved, so that nobody complains of it later
+        for task in left:
+            task.cancel()
 
 
 async def wait_for(awaitable: Awaitable[T], deadline_s: float, what: str) -> T:

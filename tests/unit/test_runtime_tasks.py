@@ -1,14 +1,16 @@
-"""Deadlines, retries, background tasks."""
+"""Deadline, end_taskss, retries, background tasks."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 
 import pytest
 
 from penstock.shared.errors import DeadlineError, Unavailable
-from penstock.shared.runtime.tasks import Background, Deadline, retry, together, wait_for
+from penstock.shared.runtime import tasks
+from penstock.shared.runtime.tasks import Background, Deadline, end_tasks, retry, together, wait_for
 
 
 async def test_a_wait_that_runs_out_names_what_it_waited_for() -> None:
@@ -136,3 +138,74 @@ async def test_what_runs_together_ends_together() -> None:
     with pytest.raises(DeadlineError, match="three"):
         await together(work(number) for number in (-1, 3, -2))
     assert sorted(ended) == [-2, -1, 1, 2, 3]
+
+
+async def test_ending_a_task_whose_own_timeout_is_over_at_the_same_time() -> None:
+    """The task counts as cancelled then, by its timeout, after which it would go on."""
+    over = asyncio.Event()
+
+    async def work() -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0):
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    over.set()
+                    await asyncio.sleep(0.05)
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(work())
+    async with asyncio.timeout(5):
+        await over.wait()
+        await end_tasks([task])
+    assert task.cancelled()
+
+
+async def test_a_cancellation_that_was_lost_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of tasks that fails drops the one that comes meanwhile (until Python 3.13)."""
+    monkeypatch.setattr(tasks, "AGAIN_S", 0.1)
+    undoing = asyncio.Event()
+
+    async def slow_to_leave() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            undoing.set()
+            await asyncio.sleep(0.02)
+
+    async def fail() -> None:
+        raise ValueError("once")
+
+    async def work() -> None:
+        with contextlib.suppress(ExceptionGroup):
+            async with asyncio.TaskGroup() as group:
+                group.create_task(slow_to_leave())
+                await asyncio.sleep(0)
+                group.create_task(fail())
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(work())
+    async with asyncio.timeout(5):
+        await undoing.wait()
+        await end_tasks([task])
+    assert task.cancelled()
+
+
+async def test_the_end_of_a_task_is_not_interrupted_by_another() -> None:
+    cleaning, cleaned = asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cleaning.set()
+            await asyncio.sleep(0.05)
+            cleaned.set()
+
+    task = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    first = asyncio.create_task(end_tasks([task]))
+    await cleaning.wait()
+    first.cancel()
+    await end_tasks([task])
+    assert cleaned.is_set()

@@ -293,6 +293,7 @@ class EmbeddedEngine:
         except WeightsError:
             await self._close_update(failed=update.mode == "in_place")
             raise
+        await asyncio.to_thread(_drop, update.replaced)
         if update.base:
             self._base = update.digest
         else:
@@ -382,3 +383,9 @@ class EmbeddedEngine:
     def _notify(self, *, interrupt: bool) -> None:
         self._interrupt = self._interrupt or interrupt
         self._changed.set()
+
+
+def _drop(tensors: list[Tensor]) -> None:
+    """One by one: to free the memory of a whole model at once would hold up every thread."""
+    while tensors:
+        tensors.pop()

@@ -27,6 +27,8 @@ class WeightUpdate:
     """The parameters are those under the adapter."""
     touched: bool = False
     """A parameter was changed, and the update is not complete."""
+    replaced: list[Tensor] = field(default_factory=list)
+    """What the parameters were before the swap: to be dropped by who does not decode, for memory is freed slowly."""
     _staged: dict[int, Tensor] = field(default_factory=dict)
     """By identity of the parameter: tied parameters have several names."""
 
@@ -58,6 +60,7 @@ class WeightUpdate:
             raise WeightsError(f"the memory of version {self.version} was overwritten before it was committed")
         if self.mode == "swap":
             for parameter in {id(each): each for each in self.parameters.values()}.values():
+                self.replaced.append(parameter.data)
                 parameter.data = self._staged[id(parameter)].to(parameter.device)
         self.touched = False
 
