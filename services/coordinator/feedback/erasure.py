@@ -9,6 +9,7 @@ searched from end to end: an index that forgot something would break the promise
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -36,8 +37,11 @@ from penstock.shared.protocol.interaction import (
 from penstock.shared.protocol.parts import PART, count_of
 from penstock.shared.protocol.trajectory import parse_group_header
 from penstock.shared.transport.bus import Bus, Message, Outgoing
+from penstock.shared.transport.kv import Entry
 
 __all__ = ["Eraser", "Report"]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -189,9 +193,14 @@ class Eraser:
         What is left keeps a later request from being recorded as a turn of an episode that nobody set apart.
         """
         ended = 0
-        for key in await self._opened.keys():
-            while (entry := await self._opened.get(key)) is not None:
-                record = EpisodeRecord.model_validate_json(entry.value or b"")
+        for found_entry in await self._opened.entries():
+            entry: Entry | None = found_entry
+            while entry is not None:
+                try:
+                    record = EpisodeRecord.model_validate_json(entry.value or b"")
+                except ValueError:
+                    logger.error("the record of episode '%s' cannot be read: nothing in it is deleted", entry.key)
+                    break
                 names = named_users(record.user, record.tags, self._pseudonym)
                 spoke = not names and record.job in found and bare_id(record.id) in found[record.job].episodes
                 over = record.ended_at or datetime.now(UTC)
@@ -199,8 +208,10 @@ class Eraser:
                 if blank == record or not (spoke or user in names):
                     break
                 with contextlib.suppress(Conflict):  # somebody ended it meanwhile
-                    await self._opened.overwrite(key, blank.model_dump_json().encode(), entry.revision, keep_s=KEEP_S)
+                    data = blank.model_dump_json().encode()
+                    await self._opened.overwrite(entry.key, data, entry.revision, keep_s=KEEP_S)
                     ended += 1
+                entry = await self._opened.get(entry.key)
         return ended
 
     async def _rewrite(self, job: str, message: Message, rest: list[Feedback]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -163,7 +164,8 @@ class Ingest:
         if len(lane.waiting) >= GROUP_ITEMS or lane.nbytes >= GROUP_BYTES:
             lane.filled.set()
         if lane.sender is None:
-            lane.sender = asyncio.create_task(self._send(item.job, lane))
+            work = self._send(item.job, lane)
+            lane.sender = asyncio.create_task(work, context=contextvars.Context())  # it sends what others ask, too
         return entry
 
     async def _send(self, job: str, lane: _Lane) -> None:

@@ -74,7 +74,8 @@ INSERT INTO target (id, episode, seq) VALUES (?1, ?2, ?3)
 ON CONFLICT (id) DO UPDATE SET episode = ?2, seq = ?3 WHERE episode = '' AND ?2 != ''
 """
 _DECIDED = """
-INSERT INTO decided (id, job, status, reason, ordinal, batch, version, time) VALUES (?, ?, ?, ?, ?, ?, ?, ?)
+INSERT INTO decided (id, job, status, reason, ordinal, batch, version, time)
+SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8 WHERE NOT EXISTS (SELECT 1 FROM erased WHERE id = ?1)
 ON CONFLICT (id) DO UPDATE SET status = excluded.status, reason = excluded.reason, ordinal = excluded.ordinal,
   batch = excluded.batch, version = excluded.version, time = excluded.time WHERE excluded.ordinal >= 0
 """

@@ -28,7 +28,7 @@ from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.episode import EpisodeRecord
 from penstock.shared.protocol.inference import SIGN_EVERY_S, Cancel, Chunks, Failure, InferenceReply, Present
-from penstock.shared.protocol.interaction import CANARY, Interaction, bare_id, named_tags, new_marked_id
+from penstock.shared.protocol.interaction import CANARY, USER_TAG, Interaction, bare_id, named_tags, new_marked_id
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.connection import NoResponders
 
@@ -154,7 +154,10 @@ class Gateway:
         if record is None and ask.only_opened:  # it would be recorded as one that nobody set apart for evaluation
             raise HttpProblem(410, "episode_over", f"episode '{ask.episode}' is not known any more: open another one")
         job, draft = ask.served.job, ask.draft
-        user = self._pseudonym(ask.user) or ("" if record is None else record.user)
+        tags = _tags(record)
+        if record is not None and not record.user:  # opened by an earlier version, which kept the name as it was sent
+            tags = named_tags(tags, self._pseudonym)
+        user = self._pseudonym(ask.user) or (record.user if record is not None else "") or tags.get(USER_TAG, "")
         episode = ask.episode
         if not episode and draft.kind == "chat":
             episode = await self._threads.find((job, draft.key_id, user), draft.messages)
@@ -169,7 +172,7 @@ class Gateway:
             draft, ids=self._new_ids(job, ask.num_prompts * draft.n), gateway=self.id, user=user,
             episode=episode, alone=not ask.episode, untrainable=untrainable or ("" if canary < 0 else CANARY),
             split="val" if record is not None and record.split == "val" else draft.split,
-            sampling=sampling, tags=_tags(record) | named_tags(draft.tags, self._pseudonym), canary=canary,
+            sampling=sampling, tags=tags | named_tags(draft.tags, self._pseudonym), canary=canary,
         )  # fmt: skip
         return Answer(ask.served, request)
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.episode import EpisodeRecord
 from penstock.shared.protocol.interaction import Interaction
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -51,6 +53,21 @@ async def test_an_episode_has_a_user(agent: Any) -> None:
         turn = await answered(agent, path=path)
         assert (turn.user, turn.tags["user_id"]) == (user, "p-eve")
         assert (await answered(agent, path=path, metadata={"user_id": "ben"})).user == "p-ben"
+
+
+async def test_an_episode_that_an_earlier_version_opened_names_nobody(agent: Any) -> None:
+    """It kept the tag as it was sent, and no user."""
+    episode = (await agent.client.post("/v1/episodes", json={"model": "agent", "user": "ann"})).json()
+    kv = agent.bus.kv(subjects.EPISODES)
+    [entry] = [entry for entry in await kv.entries() if episode["id"].encode() in entry.value]
+    record = EpisodeRecord.model_validate_json(entry.value)
+    old = record.model_copy(update={"user": "", "tags": {"user_id": "eve"}})
+    await kv.put(entry.key, old.model_dump_json().encode())
+    async with agent.replica() as front:  # which has not read it before
+        path = f"/e/{episode['id']}/v1/chat/completions"
+        response = await agent.chat("hi", client=front.client, path=path)
+    turn = await agent.recorded(response.headers["x-interaction-id"])
+    assert (turn.user, turn.tags["user_id"]) == ("p-eve", "p-eve")
 
 
 async def test_a_name_that_is_too_long_could_not_be_deleted(agent: Any) -> None:
