@@ -134,7 +134,7 @@ class Matching:
         """An item was read."""
         self._next = (self._next[0], max(self._next[1], seq))  # a message holds several items
         if item.id in self._closed:
-            self.offers.reread(item)
+            self.offers.reread(seq, item)
             return []
         if item.kind == "retraction":
             return self._retract(seq, item, now)
@@ -274,6 +274,9 @@ class Matching:
             return
         if held.holder is None:
             self.parked.remove(held.target, name)
+            return
+        if held.holder is self.offers.items:  # a revision may be of another kind
+            self.offers.remove(name)
             return
         held.holder.pop(name, None)
         self._unready(held.key)

@@ -69,8 +69,8 @@ class Offers:
         """Item -> the episode that it is a turn of."""
         self._over: OrderedDict[str, None] = OrderedDict()
         """Episodes that are decided."""
-        self._used: frozenset[str] = frozenset()
-        """Items that were admitted before this leader."""
+        self._used: dict[str, int] = {}
+        """Items that were admitted before this leader, and the sequences of what they said then."""
 
     def takes(self, item: Feedback) -> bool:
         """Whether an item is material of a kind that this job uses."""
@@ -142,13 +142,13 @@ class Offers:
 
     def recall(self, state: LedgerState) -> None:
         """What the ledger has admitted, as far as it still names it."""
-        self._used = frozenset(state.used)
+        self._used = dict(state.used)
         for admission in state.admissions.values():
             self.taken(admission)
 
-    def reread(self, item: Feedback) -> None:
-        """An item was read that is decided already."""
-        if item.id in self._used:
+    def reread(self, seq: int, item: Feedback) -> None:
+        """An item was read that is decided already: what it said before it was revised is of no episode."""
+        if self._used.get(item.id) == seq:
             self._close(self.episode_of(item))
 
     def taken(self, admission: Admission) -> None:

@@ -267,6 +267,25 @@ def test_what_is_revised_retracted_or_erased_is_settled_anew() -> None:
     assert erased.matching.lowest()[1] == 2
 
 
+def test_a_turn_that_becomes_a_metric_is_no_turn_any_more() -> None:
+    served = off_policy.served("i1", key_id="k1")
+    config = job(metrics={"reward": {"type": "float"}}, idle_ttl_s=60.0)
+    leader = Leader(config, talk()[:2])
+    leader.matching.on_interaction(1, served)
+    leader.hear(off_policy.item("metric", "t1", value=1.0, revision=1), talk()[2])
+    assert [(list(one.interactions), one.feedback) for one in leader.decide()] == [(["i1"], {"t1": 3})]
+    assert leader.decide() == [], "turn 1 is gone, and may come yet"
+    another = Leader(config, leader.items, leader)
+    assert rewards(another.decide(61.0)) == rewards(leader.decide(61.0)) == {"t0 t2": 0.5}
+    single = Leader(config, [turn(0, [1], [2], done=True, reward=0.5, name="one", episode="")])
+    single.matching.on_interaction(1, served)
+    single.tell(single.matching.sweep(version=5, now=NOW + 1))
+    assert list(single.matching.offers.ready) == ["one"]
+    single.hear(off_policy.item("metric", "one", value=1.0, revision=1))
+    assert [(list(one.interactions), list(one.feedback)) for one in single.decide()] == [(["i1"], ["one"])]
+    assert single.matching.offers.items == single.matching.offers.ready == {}
+
+
 def test_an_episode_of_which_somebody_does_not_want_to_be_trained_on_is_refused() -> None:
     items = [replace(talk()[0], user="private"), *talk()[1:]]
     leader = Leader(job(), items)
