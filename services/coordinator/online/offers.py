@@ -211,11 +211,20 @@ class Offers:
     def _settle_episode(
         self, key: str, present: Present, now: float, opted_out: Callable[[str], bool]
     ) -> dict[str, str]:
-        """Offer the turns of an episode that is over together; why not, by item, where nothing of it is used."""
+        """Refuse the turns of an episode that came late, and offer the others together once it is over."""
         episode = self._episodes[key]
         self._unready(key)
         if key in self._over:
             return dict.fromkeys(episode.turns, EPISODE_OVER)
+        late = dict.fromkeys(episode.late(self._job), EPISODE_OVER)
+        for name in late:
+            self._leave(name)
+        return late | self._offer(key, episode, present, now, opted_out)
+
+    def _offer(
+        self, key: str, episode: PostedEpisode, present: Present, now: float, opted_out: Callable[[str], bool]
+    ) -> dict[str, str]:
+        """Offer the turns of an episode that is over; why not, by item, where nothing of it is used."""
         if not episode.is_over(self._job, now):
             return {}
         if any(opted_out(turn.item.feedback.user) for turn in episode.turns.values()):

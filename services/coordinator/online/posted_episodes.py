@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from penstock.services.coordinator.online.branches import Said, Tree, tree_of
 from penstock.services.coordinator.online.credit import Item, joined, returns, weights_of
@@ -77,6 +78,34 @@ class _Credit:
 
 
 @dataclass(slots=True)
+class _Course:
+    """What came of an episode so far."""
+
+    numbers: set[int] = field(default_factory=set)
+    complete: int = 0
+    """All turns below this number are there."""
+    last: int | None = None
+    """The number of the last turn, once somebody said which it is."""
+    first: float = math.inf
+    newest: float = -math.inf
+
+    def hear(self, turn: Feedback) -> None:
+        """A turn came."""
+        self.numbers.add(turn.turn)
+        while self.complete in self.numbers:
+            self.complete += 1
+        if turn.final:
+            self.last = turn.turn if self.last is None else max(self.last, turn.turn)
+        self.first, self.newest = min(self.first, turn.received), max(self.newest, turn.received)
+
+    def is_over(self, job: OnlineJob, now: float) -> bool:
+        """Whether one turn said so and all before it are there, or no other one came for too long."""
+        if self.last is not None and self.complete >= self.last:
+            return True
+        return now - self.newest >= job.online.idle_ttl_s or now - self.first >= job.online.max_age_s
+
+
+@dataclass(slots=True)
 class PostedEpisode:
     """Turns that are not decided yet, by the ids of their items."""
 
@@ -89,13 +118,27 @@ class PostedEpisode:
         return sorted(self.turns.values(), key=lambda turn: turn.order)
 
     def is_over(self, job: OnlineJob, now: float) -> bool:
-        """Whether one turn said so and all before it are there, or no other one came for too long."""
-        said = [turn.item.feedback for turn in self.turns.values()]
-        last = max((one.turn for one in said if one.final), default=None)
-        if last is not None and len({one.turn for one in said if 0 <= one.turn < last}) >= last:
-            return True
-        idle = now - max(one.received for one in said) >= job.online.idle_ttl_s
-        return idle or now - min(one.received for one in said) >= job.online.max_age_s
+        """Whether no turn of it is waited for any more."""
+        course = _Course()
+        for turn in self.turns.values():
+            course.hear(turn.item.feedback)
+        return course.is_over(job, now)
+
+    def late(self, job: OnlineJob) -> list[str]:
+        """Turns that came when it was over: a leader that reads all of them at once finds the same.
+
+        What is in one message came at once. A turn that is revised was there before.
+        """
+        course, found = _Course(), list[str]()
+        came = sorted((turn.item for turn in self.turns.values()), key=lambda item: item.seq)
+        for _, message in groupby(came, key=lambda item: item.seq):
+            said = [item.feedback for item in message]
+            behind = [one for one in said if not one.revision and course.numbers and course.is_over(job, one.received)]
+            found += [one.id for one in behind]
+            for one in said:
+                if one not in behind:
+                    course.hear(one)
+        return found
 
     def credit(self, job: OnlineJob) -> _Credit:
         """Which turn goes on from which and what each is worth: looked for once, however often it is looked at."""

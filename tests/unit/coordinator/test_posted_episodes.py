@@ -142,10 +142,10 @@ def test_an_episode_without_an_end_is_over_when_it_rests() -> None:
     far = Leader(job(idle_ttl_s=60.0), [turn((1 << 31) - 1, [1], [2], done=True, reward=0.5)])
     assert far.decide(59.0) == []
     assert rewards(far.decide(61.0)) == {f"t{(1 << 31) - 1}": 0.5}
-    busy = [replace(one, final=False, received=NOW + 50.0 * one.turn) for one in talk()]
+    busy = [replace(one, final=False, received=NOW + 40.0 * one.turn) for one in talk()]
     aged = Leader(job(idle_ttl_s=60.0, max_age_s=90.0), busy)
     assert aged.decide(89.0) == []
-    assert rewards(aged.decide(101.0)) == {"t0 t1 t2": 0.5}
+    assert rewards(aged.decide(91.0)) == {"t0 t1 t2": 0.5}
 
 
 def test_turns_without_a_number_are_in_the_order_in_which_they_came() -> None:
@@ -170,6 +170,39 @@ def test_a_turn_after_the_end_is_refused_whoever_leads(another: bool) -> None:
     other = turn(0, [1], [2], done=True, reward=1.0, name="other", key_id="k2")
     leader.hear(other)
     assert rewards(leader.decide()) == {"other": 1.0}, "each key has its own of a name"
+
+
+@pytest.mark.parametrize(("ended", "gap", "at"), [("done", 0, 0), ("idle", 0, 60), ("aged", 40, 90)])
+def test_what_was_refused_stays_refused_whoever_leads(ended: str, gap: float, at: float) -> None:
+    """A turn that came late adds nothing to an episode, also for a leader that reads all of its turns at once."""
+    config = job(idle_ttl_s=60.0, max_age_s=90.0)
+    rated = [
+        replace(one, received=NOW + gap * one.turn, final=one.final and ended == "done") for one in talk()
+    ]  # fmt: skip
+    unrated = [replace(one, body=one.body | {"reward": None}) for one in rated]
+    late = turn(3, [1, 2, 3, 4, 5, 6, 7], [8], done=True, reward=1.0, received=NOW + at)
+    first = Leader(config, unrated)
+    assert first.decide(95.0) == []
+    first.hear(late)
+    assert first.decide(95.0) == []
+    second = Leader(config, first.items, first)
+    assert second.decide(95.0) == []
+    assert second.fates == first.fates
+    assert first.fates == dict.fromkeys(["t0", "t1", "t2"], ("rejected", "no_reward")) | {
+        "t3": ("rejected", "episode_over")
+    }
+    ready = Leader(config, [*rated, late])
+    assert rewards(ready.decide(95.0)) == {"t0 t1 t2": 0.5}, "those that were there are decided at once"
+
+
+def test_what_comes_in_one_message_or_is_revised_is_not_late() -> None:
+    together = Leader(job(), [])
+    for one in talk():
+        together.tell(together.matching.on_feedback(1, replace(one, final=True), NOW))
+    assert rewards(together.decide()) == {"t0 t1 t2": 0.5}
+    revised = replace(talk()[0], revision=1, received=NOW + 70)
+    leader = Leader(job(idle_ttl_s=60.0), [*(replace(one, final=False) for one in talk()), revised])
+    assert rewards(leader.decide(130.0)) == {"t0 t1 t2": 0.5}
 
 
 def test_another_leader_decides_the_same() -> None:
@@ -283,7 +316,7 @@ def test_a_turn_that_becomes_a_metric_is_no_turn_any_more() -> None:
     assert list(single.matching.offers.ready) == ["one"]
     single.hear(off_policy.item("metric", "one", value=1.0, revision=1))
     assert [(list(one.interactions), list(one.feedback)) for one in single.decide()] == [(["i1"], ["one"])]
-    assert single.matching.offers.items == single.matching.offers.ready == {}
+    assert not (single.matching.offers.items or single.matching.offers.ready)
 
 
 def test_an_episode_of_which_somebody_does_not_want_to_be_trained_on_is_refused() -> None:
