@@ -112,7 +112,7 @@ def test_what_was_rendered_anew_goes_on_from_the_newest_turn_of_its_conversation
         begun = [n for n in range(place) if goes_on(turns[n][0], prompt)]
         parent = tree.parents[place] if tree.extends[place] else ROOT
         if begun and not tree.extends[place]:
-            first = max(begun, key=lambda n: (max(0, len(turns[n][0]) - HEADER_TOKENS), n))
+            first = max(begun, key=lambda n: (len(turns[n][0]), n))
             parent = max(n for n in range(place) if first in path(parents, n))
         parents.append(parent)
     for place, parent in enumerate(parents):

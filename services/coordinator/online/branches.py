@@ -15,9 +15,10 @@ begins with neither                                 the turn before it; none, an
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from penstock.services.coordinator.online.beginnings import longest_earlier
 
 __all__ = ["HEADER_TOKENS", "ROOT", "Said", "Tree", "shares_of", "tree_of"]
 
@@ -78,11 +79,12 @@ class Tree:
 
 def tree_of(turns: Sequence[Said]) -> Tree:
     """The tree of turns that are given in the order of their requests; the same whatever is known of them beside."""
-    extended, begun = _extended(turns), _begun(turns)
+    extended = _extended(turns)
+    begun = _begun(turns, [place for place, whole in enumerate(extended) if place and whole == ROOT])
     parents: list[int] = []
     newest = list(range(len(turns)))  # of the conversation that begins with each
-    for place, (whole, prompt) in enumerate(zip(extended, begun, strict=True)):
-        parents.append(newest[prompt] if whole == ROOT != prompt else whole)
+    for place, whole in enumerate(extended):
+        parents.append(newest[begun[place]] if place in begun else whole)
         above = parents[-1]
         while above != ROOT:
             newest[above] = place
@@ -99,68 +101,39 @@ def tree_of(turns: Sequence[Said]) -> Tree:
 
 
 def _extended(turns: Sequence[Said]) -> list[int]:
-    """The newest of the earlier turns that are the longest beginning of each prompt; sorted, a text follows these."""
-    entries = sorted((one.whole, 0, place) for place, one in enumerate(turns) if one.whole)
-    entries += [(one.prompt, 1, place) for place, one in enumerate(turns)]
-    found, stack = [ROOT] * len(turns), list[tuple[bytes, list[int]]]()
-    for tokens, is_prompt, place in sorted(entries):
-        while stack and not tokens.startswith(stack[-1][0]):
-            stack.pop()
-        if is_prompt:
-            earlier = (places[bisect_left(places, place) - 1] for _, places in reversed(stack) if places[0] < place)
-            found[place] = next(earlier, ROOT)
-        elif stack and stack[-1][0] == tokens:
-            stack[-1][1].append(place)
-        else:
-            stack.append((tokens, [place]))
-    return found
+    """The newest of the earlier turns that are the longest beginning of each prompt."""
+    wholes = [(one.whole, place) for place, one in enumerate(turns) if one.whole]
+    found = longest_earlier(wholes, [(one.prompt, place) for place, one in enumerate(turns)])
+    return [found[place][1] if place in found else ROOT for place in range(len(turns))]
 
 
-def _begun(turns: Sequence[Said]) -> list[int]:
-    """The newest of the earlier turns whose prompts are the longest beginning of each prompt, up to the answer."""
-    entries = [(one.prompt[: -HEADER_TOKENS * TOKEN_BYTES], 0, one.prompt, place) for place, one in enumerate(turns)]
-    entries += [(one.prompt, 1, one.prompt, place) for place, one in enumerate(turns)]
-    found, stack = [ROOT] * len(turns), list[tuple[bytes, _Headers]]()
-    for tokens, is_whole, prompt, place in sorted(entries):
-        while stack and not tokens.startswith(stack[-1][0]):
-            stack.pop()
-        if is_whole:
-            earlier = (headers.newest(prompt, place) for _, headers in reversed(stack))
-            found[place] = next((one for one in earlier if one != ROOT), ROOT)
-            continue
-        if not (stack and stack[-1][0] == tokens):
-            stack.append((tokens, _Headers(len(tokens))))
-        stack[-1][1].add(prompt, place)
-    return found
+def _begun(turns: Sequence[Said], asked: Sequence[int]) -> dict[int, int]:
+    """The newest of the earlier turns whose prompts are the longest beginning of each of these, up to the answer.
 
-
-class _Headers:
-    """Prompts that begin with the same ``start`` bytes and end at most ``HEADER_TOKENS`` after these.
-
-    Another prompt goes on from one of them that is longer and begins with it, but for the last tokens of it, which a
-    template puts before an answer: those are at the end of both.
+    A prompt goes on from a shorter one that it begins with, but for the last tokens of that, which a template puts
+    before an answer: those are at the end of both.
     """
+    found: dict[int, tuple[int, int]] = {}
+    for header in range(HEADER_TOKENS + 1):
+        prompts: dict[bytes, list[tuple[bytes, int]]] = {}
+        for place in asked:
+            stem, tail = _cut(turns[place].prompt, header)
+            prompts.setdefault(tail, []).append((stem[:-TOKEN_BYTES], place))
+        stems: dict[bytes, list[tuple[bytes, int]]] = {tail: [] for tail in prompts}
+        for place, one in enumerate(turns):
+            stem, tail = _cut(one.prompt, header)
+            if stem and tail in stems:
+                stems[tail].append((stem, place))
+        for tail, others in prompts.items():
+            for place, (length, earlier) in longest_earlier(stems[tail], others).items():
+                found[place] = max(found.get(place, (0, ROOT)), (length + len(tail), earlier))
+    return {place: earlier for place, (_, earlier) in found.items()}
 
-    def __init__(self, start: int) -> None:
-        self._start = start
-        self._places: dict[tuple[bytes, bytes], list[int]] = {}
-        """By what follows the common beginning, and what is only put before the answer."""
 
-    def add(self, prompt: bytes, place: int) -> None:
-        for end in range(len(prompt), max(self._start, TOKEN_BYTES) - 1, -TOKEN_BYTES):
-            self._places.setdefault((prompt[self._start : end], prompt[end:]), []).append(place)
-
-    def newest(self, prompt: bytes, place: int) -> int:
-        """The newest turn before ``place`` from which this prompt goes on."""
-        found = ROOT
-        for tokens in range(HEADER_TOKENS + 1):
-            middle = self._start + tokens * TOKEN_BYTES
-            for header in range(HEADER_TOKENS - tokens + 1):
-                end = len(prompt) - header * TOKEN_BYTES
-                if end > middle:
-                    places = self._places.get((prompt[self._start : middle], prompt[end:]), [])
-                    found = max(found, places[bisect_left(places, place) - 1] if places and places[0] < place else ROOT)
-        return found
+def _cut(prompt: bytes, header: int) -> tuple[bytes, bytes]:
+    """``(what is before the header, the header)`` of so many tokens."""
+    end = max(0, len(prompt) - header * TOKEN_BYTES)
+    return prompt[:end], prompt[end:]
 
 
 def shares_of(parents: Sequence[int], lengths: Sequence[int] | None = None) -> list[float]:

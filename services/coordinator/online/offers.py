@@ -67,6 +67,8 @@ class Offers:
         self._episodes: dict[str, PostedEpisode] = {}
         self._places: dict[str, str] = {}
         """Item -> the episode that it is a turn of."""
+        self._parts: dict[str, list[str]] = {}
+        """Names under which the trajectories of an episode are ready."""
         self._over: OrderedDict[str, None] = OrderedDict()
         """Episodes that are decided."""
         self._used: dict[str, int] = {}
@@ -174,7 +176,7 @@ class Offers:
 
     def _unready(self, key: str) -> None:
         """Something changed about an episode: it is settled anew."""
-        for name in self._episodes[key].turns:
+        for name in self._parts.pop(key, ()):
             self.ready.pop(name, None)
 
     def excess(self, key_id: str) -> str:
@@ -236,8 +238,9 @@ class Offers:
         if isinstance(found, dict):
             self._close(key)
             return found
-        for part in found or []:
-            self.ready[part.turns[0].item.feedback.id] = offer_of_part(key, part, present)
+        offers = {part.turns[0].item.feedback.id: offer_of_part(key, part, present) for part in found or []}
+        self.ready |= offers
+        self._parts[key] = list(offers)
         return {}
 
     def together(self) -> list[list[Offer]]:

@@ -151,10 +151,14 @@ class PostedEpisode:
 
     def settle(self, job: OnlineJob, now: Present) -> list[PostedPart] | dict[str, str] | None:
         """What is trained of it; why not, by item, where nothing is; None while a version is waited for."""
-        turns, credit = self.ordered, self.credit(job)
+        turns = self.ordered
         key = turns[0].item.feedback.key_id
-        if any(use_for(turn.facts, key, job, now, math.inf).verdict == "wait" for turn in turns):
+        best = [use_for(turn.facts, key, job, now, math.inf) for turn in turns]
+        if any(use.verdict == "wait" for use in best):
             return None
+        if all(use.verdict == "reject" for use in best):  # whatever they earned: their tree decides nothing
+            return {turn.item.feedback.id: use.reason for turn, use in zip(turns, best, strict=True)}
+        credit = self.credit(job)
         uses = [
             use_for(turn.facts, key, job, now, value if rated else None)
             for turn, value, rated in zip(turns, credit.values, credit.rated, strict=True)

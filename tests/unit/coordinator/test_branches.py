@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,18 @@ def test_what_was_rendered_anew_goes_on_from_the_newest_turn_of_its_conversation
     asked = [([1, task, *HEADER, *HEADER, *HEADER], [50]) for task in (60, 61, 62)]
     assert parents(*asked) == (-1, 0, 1), "others by their tokens, none by what their prompts end in"
     assert parents(asked[0], asked[1], ([1, 60, *HEADER * 3, 50, 3], [4])) == (-1, -1, 0)
+
+
+@pytest.mark.parametrize("late", [0, 750])
+def test_a_tree_is_found_fast_whatever_the_order_of_its_turns(late: int) -> None:
+    """Prompts that shrink turn by turn, and long ones before all that they begin with: neither has an earlier one."""
+    tokens, size = list(range(3000)), 1500
+    shrinking = [Said.of(tokens[: 2 * (size - place)], [-1] * (place < late)) for place in range(late, size)]
+    turns = [Said.of(tokens, [-2 - place]) for place in range(late)] + shrinking
+    before = time.process_time()
+    tree = tree_of(turns)
+    assert time.process_time() - before < 1.5, "in the square of the number of turns it takes several seconds"
+    assert not any(tree.extends)
 
 
 # -- credit -----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,10 @@ from msgspec.structs import replace
 from penstock.services.coordinator.decision import Draft, copy_state
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.again import Stored, decided_again
+from penstock.services.coordinator.online.credit import Item
 from penstock.services.coordinator.online.matching import Matching
+from penstock.services.coordinator.online.posted import Present, facts_of
+from penstock.services.coordinator.online.posted_episodes import PostedEpisode, PostedTurn, said_of
 from penstock.services.coordinator.online.source import LiveSource
 from penstock.services.coordinator.online.sources import flaws_of_weights
 from penstock.services.coordinator.run import JobRun
@@ -228,6 +231,15 @@ def test_what_is_not_trained_counts_by_credit_and_is_decided_with_the_rest() -> 
     refused.hear(turn(3, [9], [9], reward=1.0))
     refused.decide()
     assert refused.fates["t3"] == ("rejected", "episode_over")
+
+
+def test_an_episode_of_a_key_that_nobody_trusts_is_refused_without_a_look_at_its_tree() -> None:
+    config = job(posted={}, off_policy=None)
+    turns = {one.id: PostedTurn(Item(seq, one), facts_of(one), said_of(one)) for seq, one in enumerate(talk(), 1)}
+    episode = PostedEpisode(turns)
+    present = Present(version=5, newest=5, temperature=1.0)
+    assert episode.settle(config, present) == dict.fromkeys(turns, "source_not_trusted")
+    assert episode._credit[1] is None
 
 
 def test_interleaved_agents_have_no_part_in_what_each_other_earned_and_weigh_as_one() -> None:
