@@ -336,10 +336,13 @@ class Matching:
     def _refuse(self, key: str, reason: str, now: float, reasons: Mapping[str, str] | None = None) -> list[Fate]:
         """An episode is never trained on; ``reasons``: of its turns, where they have their own."""
         episode = self.episodes[key]
-        self.refusals.add(reasons_of(episode.turns, reason) | dict(reasons or {}), now)
-        names = [*episode.items, *(name for turn in episode.turns for name in turn.items)]
-        fates = [one for name in names for one in self._close(name, fate(name, "rejected", reason, now))]
+        why = reasons_of(episode.turns, reason) | dict(reasons or {})
+        self.refusals.add(why, now)
+        said = dict.fromkeys(episode.items, reason)
+        said |= {name: why[canonical(turn.interaction.id)] for turn in episode.turns for name in turn.items}
+        fates = [one for name, due in said.items() for one in self._close(name, fate(name, "rejected", due, now))]
         self._forget(key, reason)
+        self._decided.update(why)
         return fates
 
     def _relieve(self, now: float) -> list[Fate]:

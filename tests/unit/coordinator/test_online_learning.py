@@ -389,6 +389,19 @@ def test_reasons_are_counted_and_few_are_labels() -> None:
     assert counter._value.get() == before + 1
 
 
+def test_what_is_said_of_a_turn_is_refused_for_the_reason_of_that_turn_whenever_it_comes() -> None:
+    first, second = turns()
+    matching, _ = settled([first, replace(second, untrainable="side_turn")], [said("f1"), said("f2", inference="i2")])
+    matching.on_feedback(3, said("end", None, episode=EPISODE, metric="", final=True), NOW)
+    fates = matching.sweep(version=9, now=NOW + 6)
+    expected = {"i1": "stale", "i2": "side_turn"}
+    assert {one.interaction: one.reason for one in matching.refusals.drain()} == expected
+    assert {one.feedback: one.reason for one in fates} == {"f1": "stale", "f2": "side_turn", "end": "side_turn"}
+    for seq, (name, reason) in enumerate(expected.items(), 4):
+        late = matching.on_feedback(seq, said(f"late-{name}", inference=name), NOW)
+        assert [(one.status, one.reason) for one in late] == [("rejected", reason)]
+
+
 def test_row_9_an_unfinished_episode_is_masked_and_its_reward_kept() -> None:
     idle = NOW + 5 + 1800.0
     for mode, end, expected in (
