@@ -257,7 +257,7 @@ def _unfinished(decision: Decision) -> Decision:
         return decision
     if decision.objective == "policy":
         return replace(decision, reason=UNFINISHED)
-    return replace(decision, verdict="reject", reason=decision.denied)
+    return replace(decision, verdict="reject", reason=decision.denied, compared=True)  # as in the arm on trial
 
 
 def _worth_it(decision: Decision, value: float, job: OnlineJob) -> Decision:

@@ -413,6 +413,16 @@ def test_what_is_too_old_counts_with_the_worst_that_was_said_where_the_good_is_i
     assert {row.interactions[0]: row.reward for row in live.drafted()} == {"broken": -1.0, "silent": -0.5}
 
 
+def test_an_episode_that_nobody_ended_is_compared_in_both_arms_however_old_it_is() -> None:
+    live = Live(job(gamma=1.0, unfinished="mask", off_policy={"supervised": {}}, idle_ttl_s=10.0))
+    live.heard(
+        answer("a", episode="new", alone=False), answer("b", version=0, untrainable="", episode="old", alone=False)
+    )
+    live.matching.sweep(version=9, now=NOW + 50)
+    assert sorted((row.is_canary, row.reward) for row in live.drafted()) == [(False, 0.5), (True, 0.5)]
+    assert not live.matching.ready, "nobody ended it: it is not imitated"
+
+
 def test_a_conversation_with_an_answer_of_the_trial_is_not_trained_at_all() -> None:
     live = Live(job(gamma=1.0))
     turns = [
