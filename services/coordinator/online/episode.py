@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.services.coordinator.online.admission import (
@@ -49,6 +49,21 @@ class Outcome:
     def reasons(self) -> dict[str, str]:
         """Why each of these turns, by canonical id, is never trained on."""
         return {canonical(turn.interaction.id): reason for turn, reason in self.refused}
+
+    def without(self, objects: Callable[[str], bool], reason: str) -> Outcome:
+        """The same without the trajectories of users (HMAC) who do not want to be trained on: refused for ``reason``.
+
+        What was said of these counts by credit, as of other turns that are refused: it goes with the last one left.
+        """
+        left, out = list[Trajectory](), list[Trajectory]()
+        for one in self.trajectories:
+            (out if any(objects(turn.interaction.user) for turn in one.turns) else left).append(one)
+        if left and out:
+            said = {name: item for one in out for name, item in one.feedback.items()}
+            left[-1] = replace(left[-1], feedback=left[-1].feedback | said)
+        return replace(
+            self, trajectories=left, refused=[*self.refused, *((t, reason) for one in out for t in one.turns)]
+        )
 
 
 @dataclass(slots=True)

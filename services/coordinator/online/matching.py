@@ -324,14 +324,11 @@ class Matching:
         self.trials.take(canonical(episode.turns[0].interaction.id), earned)
         if outcome is None:
             return []
-        out = [t for t in outcome.trajectories if any(self._opted_out(turn.interaction.user) for turn in t.turns)]
-        good = [trajectory for trajectory in outcome.trajectories if trajectory not in out]
-        objected = self.job.online.without_consent
-        reasons = outcome.reasons | reasons_of((turn for one in out for turn in one.turns), objected)
-        if good:
-            self.ready[key] = [replace(good[0], refused=reasons), *good[1:]]
+        outcome = outcome.without(self._opted_out, self.job.online.without_consent)
+        if good := outcome.trajectories:
+            self.ready[key] = [replace(good[0], refused=outcome.reasons), *good[1:]]
             return []
-        return self._refuse(key, objected if out else outcome.refused[-1][1], now, reasons)
+        return self._refuse(key, outcome.refused[-1][1], now, outcome.reasons)
 
     def _refuse(self, key: str, reason: str, now: float, reasons: Mapping[str, str] | None = None) -> list[Fate]:
         """An episode is never trained on; ``reasons``: of its turns, where they have their own."""

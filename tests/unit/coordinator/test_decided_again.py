@@ -27,9 +27,11 @@ interaction, job, said, table, turns = (
 VERSION = 6
 
 
-def admitted(config: OnlineJob, records: list[Interaction], items: list[Feedback], now: float) -> list[Admission]:
+def admitted(
+    config: OnlineJob, records: list[Interaction], items: list[Feedback], now: float, leader: Matching | None = None
+) -> list[Admission]:
     """What the leader admits of these, at version 6."""
-    matching = Matching(config)
+    matching = leader or Matching(config)
     for seq, record in enumerate(records, 1):
         matching.on_interaction(seq, record)
     for seq, item in enumerate(items, 1):
@@ -40,6 +42,7 @@ def admitted(config: OnlineJob, records: list[Interaction], items: list[Feedback
         Admission(
             n, {t.interaction.id: t.seq for t in one.turns}, {name: item.seq for name, item in one.feedback.items()},
             one.reward, VERSION - one.min_version, one.key_id, one.user, one.reason, now, objective=one.objective,
+            refused=one.refused,
         )
         for n, one in enumerate(ready)
     ]  # fmt: skip
@@ -92,6 +95,24 @@ def test_what_was_admitted_is_decided_the_same_again(case: str) -> None:
     checked, flaws = again(config, records, items, [replace(admissions[0], reward=0.9), *admissions[1:]])
     assert checked == len(admissions)
     assert flaws == [f"ordinal 0: decided again its reward would be {admissions[0].reward:g}, not 0.9"]
+
+
+@pytest.mark.parametrize("objecting", ["i1", "i2"])
+def test_what_is_said_of_a_turn_whose_user_objects_goes_with_the_others(objecting: str) -> None:
+    records = [replace(one, user="out" if one.id == objecting else "u") for one in turns()]
+    items = [said("f0", 0.25), said("f1", 0.5, inference="i2", final=True), said("whole", 0.5, episode=EPISODE)]
+    config = job(gamma=0.5, metrics=learning.RATED | {"whole": {"type": "float", "level": "episode"}})
+    items[-1] = replace(items[-1], metric="whole")
+    matching = Matching(config, opted_out=lambda user: user == "out")
+    admissions = admitted(config, records, items, NOW + 9, matching)
+    (one,) = admissions
+    assert [*one.interactions] == [name for name in ("i1", "i2") if name != objecting]
+    assert sorted(one.feedback) == ["f0", "f1", "whole"]
+    assert one.refused == {objecting: "opted_out"}
+    assert again(config, records, items, admissions) == (1, [])
+    matching.take(admissions)
+    assert matching.lowest() == (3, 3), "nothing is undecided"
+    assert matching.end(NOW + 10) == []
 
 
 def test_a_decision_that_does_not_follow_is_found() -> None:
