@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from penstock.services.coordinator.audit import audit_ledger
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.batches import within_shares
+from penstock.services.coordinator.online.bounds import Bounds, within_bounds
 from penstock.services.coordinator.online.groups import group_of
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.shares import Owners, Shares, over_share
@@ -26,6 +27,7 @@ from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.interaction import Feedback, Interaction
 from penstock.shared.protocol.messages import Report
+from penstock.shared.protocol.objective import Objective
 from penstock.shared.protocol.trajectory import encode_group
 
 HOSTILE = "hostile"
@@ -90,6 +92,24 @@ def test_what_is_taken_together_fits_together(episodes: list[list[Owners]]) -> N
     for role, most in enumerate((3, 4, 5)):
         counts = Counter(name for each in taken for name in each[role])
         assert max(counts.values(), default=0) <= most
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.builds(Owners, SOME, SOME, st.tuples(NAMES)), st.sampled_from(["policy", "supervised"]))),
+    st.tuples(*[st.sampled_from([0.05, 0.2, 1 / 3, 1.0])] * 3),
+)
+def test_of_every_episode_something_can_be_in_flight_and_no_more_than_the_shares_of_its_owners(
+    found: list[tuple[Owners, Objective]], shares: tuple[float, ...]
+) -> None:
+    config = job(off_policy={"supervised": {}}, **dict(zip(ROLES, shares, strict=True)))
+    parts = within_bounds(config, range(len(found)), lambda left: [[n] for n in left], lambda part: found[part[0]])
+    assert bool(parts) is bool(found)
+    assert parts == sorted(parts)
+    assert Bounds.of(config).take([found[part[0]] for part in parts]), "it does not wait for ever"
+    for place, share in enumerate(shares):
+        counts = Counter(name for (part,) in parts for name in found[part][0][place])
+        assert share == 1 or max(counts.values(), default=0) <= share * config.max_draws
 
 
 def test_a_batch_that_is_not_due_is_full_or_none() -> None:

@@ -14,7 +14,7 @@ from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.interaction import Feedback, Interaction
 from penstock.shared.protocol.objective import Objective
 
-__all__ = ["Held", "Item", "Trajectory", "Turn", "joined", "returns", "weights_of"]
+__all__ = ["Held", "Item", "Trajectory", "Turn", "joined", "owners_of_turns", "returns", "weights_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,13 @@ class Trajectory:
     @cached_property
     def owners(self) -> Owners:
         """Who has a share of the batch by it."""
-        askers = tuple(sorted({turn.interaction.key_id for turn in self.turns}))
-        return Owners(self.judges or askers, askers, (self.user,))
+        return owners_of_turns(self.turns, self.judges)
+
+
+def owners_of_turns(turns: Sequence[Turn], judges: tuple[str, ...]) -> Owners:
+    """Who has a share of the batch by a trajectory of these turns that ``judges`` (keys) decide over."""
+    askers = tuple(sorted({turn.interaction.key_id for turn in turns}))
+    return Owners(judges or askers, askers, (turns[-1].interaction.user,))
 
 
 def returns(

@@ -15,10 +15,20 @@ from penstock.services.coordinator.online.admission import (
     refusal_of,
     reward_of_whole,
 )
+from penstock.services.coordinator.online.bounds import OVER_SHARE, within_bounds
 from penstock.services.coordinator.online.branches import ROOT, Said, Tree, tree_of
 from penstock.services.coordinator.online.canary import Earned, earned_by
-from penstock.services.coordinator.online.credit import Item, Trajectory, Turn, joined, returns, weights_of
+from penstock.services.coordinator.online.credit import (
+    Item,
+    Trajectory,
+    Turn,
+    joined,
+    owners_of_turns,
+    returns,
+    weights_of,
+)
 from penstock.services.coordinator.online.names import canonical
+from penstock.services.coordinator.online.shares import Owners
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.interaction import CANARY, NOT_COMPARED, Feedback, Interaction
 
@@ -201,14 +211,21 @@ class Episode:
             for place, one in enumerate(decisions)
             if one.verdict == "train"
         }
-        refused = [(self.turns[p], decisions[p].reason) for p in range(len(decisions)) if p not in kinds]
-        parts = joined(tree, kinds, values, [turn.interaction.sampling.temperature for turn in self.turns])
+        temperatures = [turn.interaction.sampling.temperature for turn in self.turns]
+        parts = within_bounds(
+            job, kinds,
+            lambda left: joined(tree, {place: kinds[place] for place in left}, values, temperatures),
+            lambda places: (self._owners(places, job), kinds[places[0]][0]),
+        )  # fmt: skip
+        reasons = [OVER_SHARE if place in kinds else decision.reason for place, decision in enumerate(decisions)]
+        trained = {place for places in parts for place in places}
+        refused = [(self.turns[place], reason) for place, reason in enumerate(reasons) if place not in trained]
         own = [places for places in parts if kinds[places[0]] == ("policy", False)]
         shares = weights_of(job, tree, own, [len(turn.interaction.token_ids) for turn in self.turns])
         trajectories = []
         for places in parts:
             feedback = {name: item for place in places for name, item in self.turns[place].items.items()}
-            if places[-1] == max(kinds):  # what was said of refused turns counts by credit
+            if places[-1] == max(trained):  # what was said of refused turns counts by credit
                 feedback |= self.items | {name: item for turn, _ in refused for name, item in turn.items.items()}
             judges = _judges(self._concerning(places[0], job))
             reason = _reason([decisions[place] for place in places], [values[place] for place in places], judges)
@@ -227,6 +244,10 @@ class Episode:
             if not is_invalid(self.turns[place].interaction, job):
                 rewards[place] += whole
         return rewards
+
+    def _owners(self, places: Sequence[int], job: OnlineJob) -> Owners:
+        """Who has a share of the batch by a trajectory of these turns."""
+        return owners_of_turns([self.turns[place] for place in places], _judges(self._concerning(places[0], job)))
 
     def _concerning(self, place: int, job: OnlineJob) -> list[Item]:
         """What was said of a turn and of those that go on from it, of the whole, or by number of its conversation."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from penstock.services.coordinator.online.bounds import within_bounds
 from penstock.services.coordinator.online.branches import Said, Tree, tree_of
 from penstock.services.coordinator.online.credit import Item, joined, returns, weights_of
 from penstock.services.coordinator.online.posted import (
@@ -17,6 +18,7 @@ from penstock.services.coordinator.online.posted import (
     reward_of_posted,
     use_for,
 )
+from penstock.services.coordinator.online.shares import Owners
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.interaction import Feedback
 from penstock.shared.protocol.objective import Objective
@@ -166,13 +168,18 @@ class PostedEpisode:
         good = {place: use for place, use in enumerate(uses) if use.verdict == "take"}
         if not good:
             return {turn.item.feedback.id: use.reason for turn, use in zip(turns, uses, strict=True)}
-        parts = self.parts(job, {place: (use.objective, use.reason) for place, use in good.items()})
+        parts = within_bounds(
+            job, good,
+            lambda left: self.parts(job, {place: (good[place].objective, good[place].reason) for place in left}),
+            lambda places: (Owners((key,), (key,), (turns[places[0]].item.feedback.user,)), good[places[0]].objective),
+        )  # fmt: skip
+        trained = {place for places in parts for place in places}
         shares = self.shares(job, [places for places in parts if good[places[0]].objective == "policy"])
-        riders = tuple(turn for place, turn in enumerate(turns) if place not in good)
+        riders = tuple(turn for place, turn in enumerate(turns) if place not in trained)
         return [
             PostedPart(
                 tuple(turns[place] for place in places), good[places[0]], shares.get(places[0], 1.0),
-                riders if places[-1] == max(good) else (),
+                riders if places[-1] == max(trained) else (),
             )
             for places in parts
         ]  # fmt: skip

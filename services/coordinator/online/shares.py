@@ -64,6 +64,12 @@ class Shares:
             self.count(owners)
         return True
 
+    def bar(self, trajectories: Sequence[Owners]) -> None:
+        """Whoever would have too many by these takes nothing any more."""
+        for place, (most, taken) in enumerate(self._bounds):
+            new = Counter(name for owners in trajectories for name in owners[place])
+            taken.update({name: math.ceil(most) for name, count in new.items() if taken[name] + count > most})
+
     def holds(self, trajectories: Sequence[Owners]) -> bool:
         """Whether these could be taken."""
         if not trajectories:

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from penstock.services.coordinator.decision import Draft, Progress
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.batches import batch_of, others_per_batch
+from penstock.services.coordinator.online.bounds import Bounds, most_others
 from penstock.services.coordinator.online.credit import Trajectory
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.material import Offer
 from penstock.services.coordinator.online.quarantine import Quarantine
-from penstock.services.coordinator.online.shares import Owners, Shares, owners_of
+from penstock.services.coordinator.online.shares import owners_of
 from penstock.services.coordinator.online.sources import comparisons, weight_of
 from penstock.services.coordinator.online.values import bucket_of, origin_of, siblings_of, values_of
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission, Admitted, Drawn, Tracking
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.interaction import bare_id
-from penstock.shared.protocol.objective import Objective
 
 __all__ = ["LiveSource"]
 
@@ -40,8 +40,9 @@ class Room:
         """Nothing fits any more."""
         return self.groups <= 0 or (self.policy <= 0 and self.others <= 0)
 
-    def holds(self, policy: int, others: int) -> bool:
-        """Whether so many fit."""
+    def fits(self, job: OnlineJob, policy: int, others: int) -> bool:
+        """Whether so many fit; more than there is room for at all do where there is nothing else."""
+        policy, others = min(policy, job.max_draws), min(others, most_others(job))
         fits = policy <= max(0, self.policy) and others <= max(0, self.others)
         return fits and policy + others <= self.groups
 
@@ -50,32 +51,6 @@ class Room:
         self.policy -= policy
         self.others -= others
         self.groups -= policy + others
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """What one owner may have of all draws in flight, and of those for other losses than that of the policy.
-
-    There everybody may have one: what an update takes of such material may be less than one share.
-    """
-
-    all: Shares
-    others: Shares
-
-    def count(self, owners: Owners, objective: Objective) -> None:
-        """Somebody has one more, bounds or not."""
-        self.all.count(owners)
-        if objective != "policy":
-            self.others.count(owners)
-
-    def take(self, found: Sequence[tuple[Owners, Objective]]) -> bool:
-        """Count these in, all of them or none; whether they were."""
-        others = [owners for owners, objective in found if objective != "policy"]
-        if not self.others.holds(others) or not self.all.take([owners for owners, _ in found]):
-            return False
-        for owners in others:
-            self.others.count(owners)
-        return True
 
 
 class LiveSource:
@@ -102,10 +77,7 @@ class LiveSource:
         state, job = draft.state, self._job
         start = state.start_version(state.next_number)
         room = self._room(draft)
-        bounds = Bounds(
-            Shares(job.online, job.max_draws, strict=False),
-            Shares(job.online, self._most_others, least=1, strict=False),
-        )
+        bounds = Bounds.of(job)
         for draw, info in state.open.items():
             if not info.batch:
                 admission = state.admissions[draw.ordinal]
@@ -136,17 +108,12 @@ class LiveSource:
             )
         )  # fmt: skip
 
-    @property
-    def _most_others(self) -> int:
-        """Draws that may be in flight for other losses than that of the policy."""
-        return (self._job.train.max_lag + 1) * others_per_batch(self._job)
-
     def _room(self, draft: Draft) -> Room:
         """Draws that may be opened: as many as the lag bound lets be in flight, and as the run still needs."""
         state, job, remaining = draft.state, self._job, draft.remaining_batches()
         limit = others_per_batch(job)
         policy = {draw for draw in state.open if state.admissions[draw.ordinal].objective == "policy"}
-        room = Room(job.max_draws - len(policy), self._most_others - (len(state.open) - len(policy)))
+        room = Room(job.max_draws - len(policy), most_others(job) - (len(state.open) - len(policy)))
         if remaining is not None:
             unsealed = {draw for draw, info in state.open.items() if not info.batch}
             room.policy = min(room.policy, max(0, remaining) * job.groups_per_batch - len(unsealed & policy))
@@ -156,7 +123,7 @@ class LiveSource:
 
     def _episodes(self, start: int, room: Room, bounds: Bounds) -> list[str]:
         """Episodes to admit whole, so that what was said of one is decided at once."""
-        job, most = self._job, self._job.max_draws
+        job = self._job
         chosen: list[str] = []
         ready = self._matching.ready
         for name in sorted(ready, key=lambda name: min(trajectory.first for trajectory in ready[name])):
@@ -164,8 +131,7 @@ class LiveSource:
                 break
             found = ready[name]
             policy = [trajectory for trajectory in found if trajectory.objective == "policy"]
-            too_many = not room.holds(len(policy), len(found) - len(policy))
-            if too_many and (chosen or len(found) <= most or min(room.policy, room.groups) < most):
+            if not room.fits(job, len(policy), len(found) - len(policy)):
                 continue
             if any(start - trajectory.min_version > job.train.max_lag for trajectory in policy):
                 continue  # the next sweep refuses it
@@ -178,7 +144,7 @@ class LiveSource:
     def _offers(self, state: LedgerState, room: Room, bounds: Bounds) -> list[Offer]:
         """Material to admit, what was posted first."""
         chosen: list[Offer] = []
-        start, most = state.start_version(state.next_number), Room(self._job.max_draws, self._most_others)
+        start = state.start_version(state.next_number)
         for offers in self._matching.offers.together():
             policy = [offer for offer in offers if offer.objective == "policy"]
             if any(offer.settled_at != (start, state.version) for offer in policy):
@@ -186,8 +152,7 @@ class LiveSource:
             if any(start - offer.version > self._job.train.max_lag for offer in offers if offer.version is not None):
                 continue  # all batches that the lag bound allows are sealed: it waits until one is trained
             need = len(policy), len(offers) - len(policy)
-            fits = room.holds(min(need[0], most.policy), min(need[1], most.others))  # nothing has more room than that
-            if fits and bounds.take([(offer.owners, offer.objective) for offer in offers]):
+            if room.fits(self._job, *need) and bounds.take([(offer.owners, offer.objective) for offer in offers]):
                 chosen += offers
                 room.take(*need)
         return chosen

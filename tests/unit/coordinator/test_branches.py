@@ -260,6 +260,31 @@ def test_an_episode_of_more_trajectories_than_may_be_in_flight_is_admitted_by_it
     assert [one.reward for one in event.admissions] == [0.25, -0.125, 0.5, -0.25]
 
 
+def test_of_more_agents_than_the_share_of_their_user_holds_the_first_ones_are_trained() -> None:
+    spec = job().model_dump(mode="json", exclude_unset=True) | {"train": {"batch_size": 64}}
+    config = OnlineJob.parse(spec | {"online": spec["online"] | {"defences": "standard"}})
+    assert config.max_draws * config.online.max_share_per_user < 3
+    third = [turn("x1", [11], [12], 2.5), turn("x2", [11, 12, 13], [14], 5)]
+    turns = sorted([*agents(), *third], key=lambda one: one.started)
+    words = [said(f"f{n}", 0.5, inference=about, key_id="asker") for n, about in enumerate(("a2", "s2", "x2"))]
+    event, stored = decided(config, turns, words)
+    assert [[*one.interactions] for one in event.admissions] == [["a1", "a2"], ["s1", "s2"]]
+    assert [one.share for one in event.admissions] == [0.5, 0.5], "the episode weighs as much as others"
+    assert event.admissions[0].refused == dict.fromkeys(("x1", "x2"), "over_share")
+    assert sorted(name for one in event.admissions for name in one.feedback) == ["f0", "f1", "f2"]
+    assert (event.low_interactions, event.low_feedback) == (7, 3), "nothing is undecided"
+    assert decided_again(event.admissions, stored, config) == (2, [])
+
+
+def test_an_episode_of_which_more_is_imitated_than_may_be_in_flight_is_admitted_by_itself() -> None:
+    """Old answers of agents that nobody may train on-policy any more."""
+    off_policy = {"supervised": {}, "max_share": 0.01}
+    config = job(gamma=0.5, off_policy=off_policy)
+    old = [replace(one, spans=[replace(one.spans[0], version=0)]) for one in agents()]
+    event, _ = decided(config, old, [said("f1", 0.5, inference="a2"), said("f2", 0.5, inference="s2")])
+    assert [one.objective for one in event.admissions] == ["supervised"] * 4
+
+
 def test_what_an_earlier_build_decided_of_branches_is_left_out() -> None:
     words = [said("f1", 0.5, inference="a2"), said("f2", 0.25, inference="s2")]
     event, stored = decided(job(), agents(), words)

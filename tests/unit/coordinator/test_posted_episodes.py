@@ -20,7 +20,7 @@ from penstock.services.coordinator.online.source import LiveSource
 from penstock.services.coordinator.online.sources import flaws_of_weights
 from penstock.services.coordinator.run import JobRun
 from penstock.shared.config.online_job import OnlineJob
-from penstock.shared.protocol.events import Admission, Admitted, Checkpointed, JobStarted
+from penstock.shared.protocol.events import Admission, Admitted, Checkpointed, Dropped, JobStarted
 from penstock.shared.protocol.interaction import Erasure, Feedback
 
 spec = importlib.util.spec_from_file_location("off_policy", Path(__file__).with_name("test_off_policy.py"))
@@ -59,6 +59,17 @@ def talk() -> list[Feedback]:
     return [
         turn(0, [1], [2]), turn(1, [1, 2, 3], [4]), turn(2, [1, 2, 3, 4, 5], [6], done=True, reward=0.5),
     ]  # fmt: skip
+
+
+def larger(config: OnlineJob, **online: Any) -> OnlineJob:
+    """With batches of 64."""
+    spec = config.model_dump(mode="json", exclude_unset=True)
+    return OnlineJob.parse(spec | {"train": {"batch_size": 64}, "online": spec["online"] | online})
+
+
+def two_turns() -> list[Feedback]:
+    """Of one conversation, each a trajectory where later rewards are discounted."""
+    return [turn(0, [1], [2]), turn(1, [1, 2, 3], [4], done=True, reward=0.5)]
 
 
 class Leader:
@@ -360,9 +371,56 @@ def test_an_episode_that_is_larger_than_all_that_may_be_in_flight_is_admitted_by
     assert rewards(alone.decide()) == {"t0": 0.125, "t1": 0.25, "t2": 0.5}
 
 
-def test_an_episode_is_admitted_whole_or_waits() -> None:
+def test_an_episode_is_admitted_whole_or_waits_for_what_its_owner_has_in_flight() -> None:
     config = job(gamma=0.5, max_share_per_key=0.25)
-    leader = Leader(config, talk())
-    assert leader.config.max_draws * 0.25 < 3
-    assert leader.decide() == []
-    assert len(leader.matching.offers.ready) == 3
+    assert config.max_draws * 0.25 == 2
+    first, later = (
+        turn(0, [9], [9], done=True, reward=0.5, name=name, episode=f"of {name}") for name in ("first", "later")
+    )
+    leader = Leader(config, [first, *two_turns(), later])
+    assert rewards(leader.decide()) == {"first": 0.5}
+    assert leader.decide() == [], "what came later does not pass it"
+    assert {"t0", "t1", "later"} <= leader.matching.offers.ready.keys()
+    (draw,) = leader.run.state.open
+    leader.commit(
+        [Dropped(**EPOCH, draws=[draw], reason="lost", lengths=[0], redraw=False, min_version=0, deadline=NOW)]
+    )
+    assert rewards(leader.decide()) == {"t0": 0.25, "t1": 0.5}
+    assert leader.decide() == [], "both of its places are taken"
+    assert list(leader.matching.offers.ready) == ["later"]
+
+
+@pytest.mark.parametrize("share", ["max_share_per_key", "max_share_per_asker", "max_share_per_user"])
+def test_of_an_episode_that_its_owner_could_never_have_in_flight_the_first_turns_are_trained(share: str) -> None:
+    leader = Leader(job(gamma=0.5, **{share: 0.25}), talk())
+    admissions = leader.decide()
+    assert rewards(admissions) == {"t0": 0.125, "t1": 0.25}
+    assert [list(one.feedback) for one in admissions] == [["t0"], ["t1", "t2"]], "the last one counts by credit"
+    assert again(leader, admissions) == (2, [])
+    assert leader.matching.lowest()[1] == 3, "nothing is undecided"
+
+
+def test_a_conversation_of_text_that_exceeds_the_share_of_its_user_is_decided() -> None:
+    config = larger(job(gamma=0.5, off_policy={"supervised": {"min_reward": 0.2}}), max_share_per_user=0.02)
+    text: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "completion": {"content": "y"}}
+    items = [
+        replace(turn(0, [], [], user="u"), body=text),
+        replace(turn(1, [], [], user="u", done=True), body=text | {"reward": 0.5}),
+    ]
+    leader = Leader(config, items)
+    admissions = leader.decide()
+    assert [(one.objective, list(one.feedback), one.reward) for one in admissions] == [
+        ("supervised", ["t0", "t1"], 0.25)
+    ]
+    assert leader.matching.lowest()[1] == 2, "nothing is undecided"
+    assert again(leader, admissions) == (1, [])
+
+
+def test_where_a_turn_is_left_out_the_others_weigh_and_join_as_if_it_were_not_trained() -> None:
+    fork = [turn(0, [1], [2]), turn(1, [1, 2, 3], [4], reward=0.5), turn(2, [1, 2, 5], [6], reward=0.5, done=True)]
+    assert [one.share for one in Leader(job(), fork).decide()] == [1.0, 0.5, 0.5]
+    leader = Leader(job(max_share_per_user=0.25), fork)
+    admissions = leader.decide()
+    assert rewards(admissions) == {"t0 t1": 0.5}
+    assert [one.share for one in admissions] == [1.0]
+    assert again(leader, admissions) == (1, [])
