@@ -15,6 +15,7 @@ from penstock.shared.protocol.inference import ToolCall
 __all__ = [
     "CANARY",
     "EPISODE_HEADER",
+    "MAX_TURNS",
     "NOT_COMPARED",
     "USER_TAG",
     "Erasure",
@@ -45,6 +46,9 @@ USER_TAG = "user_id"
 """The tag that names a user; stored as an HMAC, wherever it comes from."""
 EPISODE_HEADER = "Penstock-Episode"
 """Header of an interaction's message: what an index of episodes needs without reading the interaction."""
+
+MAX_TURNS = 1000
+"""Turns of one episode, served or posted: those that come when it has so many are never trained on."""
 
 
 class Redacted(msgspec.Struct, frozen=True, array_like=True):

@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from penstock.shared.protocol.interaction import USER_TAG
+from penstock.shared.protocol.interaction import MAX_TURNS, USER_TAG
 
 __all__ = [
     "KIND_TAGS",
@@ -162,7 +162,7 @@ class PostedInteraction(_Post):
     tokenizer_sha: Annotated[StrictStr, StringConstraints(max_length=128)] | None = None
     group_id: Annotated[StrictStr, StringConstraints(min_length=1, max_length=128)] | None = None
     episode_id: EpisodeId | None = Field(None, description="The episode that it is a turn of, one of its key")
-    turn: StrictInt = Field(-1, ge=-1, lt=1 << 31, description="Its place there, from 0; -1: behind what came before")
+    turn: StrictInt = Field(-1, ge=-1, lt=MAX_TURNS, description="Its place there, from 0; -1: behind what came before")
     reward: Finite | None = None
     rewards: dict[MetricName, Finite] = Field(default_factory=dict, max_length=64)
     done: StrictBool = Field(default=True, description="Whether it is the last turn of its episode")

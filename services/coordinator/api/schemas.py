@@ -150,6 +150,7 @@ class FeedbackLimits(BaseModel):
     max_item_bytes: int = Field(description="Of an item that is no whole interaction")
     max_interaction_bytes: int
     max_interaction_tokens: int = Field(description="Prompt and completion together")
+    max_episode_turns: int = Field(description="Of one episode; later turns are recorded and never trained on")
     max_batch_bytes: int
     max_batch_items: int
     max_tags: int

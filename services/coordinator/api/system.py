@@ -24,6 +24,7 @@ from penstock.services.coordinator.api.replies import Json
 from penstock.services.coordinator.api.schemas import FeedbackLimits, Health, Limits, Version
 from penstock.services.coordinator.api.scopes import require
 from penstock.shared.protocol.codec import SCHEMA
+from penstock.shared.protocol.interaction import MAX_TURNS
 from penstock.shared.runtime import metrics
 
 __all__ = ["router"]
@@ -34,6 +35,7 @@ FEEDBACK = FeedbackLimits(
     max_item_bytes=MAX_BODY_BYTES,
     max_interaction_bytes=MAX_LARGE_BYTES,
     max_interaction_tokens=MAX_TOKENS,
+    max_episode_turns=MAX_TURNS,
     max_batch_bytes=MAX_LARGE_BYTES,
     max_batch_items=MAX_ITEMS,
     max_tags=MAX_TAGS,

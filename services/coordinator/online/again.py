@@ -13,7 +13,7 @@ from penstock.services.coordinator.online.names import canonical, episode_of
 from penstock.services.coordinator.online.posted_again import posted_again
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission
-from penstock.shared.protocol.interaction import Feedback, Interaction
+from penstock.shared.protocol.interaction import MAX_TURNS, Feedback, Interaction
 
 __all__ = ["Stored", "decided_again"]
 
@@ -121,6 +121,7 @@ def _turns(group: Sequence[Admission], items: Mapping[str, Item], stored: Stored
         and record.index == 0
         and record.ended <= group[0].time
     ]
+    others = sorted(others)[: MAX_TURNS - len(own)]
     named = {canonical(item.feedback.inference) for item in items.values() if item.feedback.inference}
     named -= {*own, episode_of(first)}
     if named <= {canonical(stored.records[seq].id) for seq in others}:

@@ -21,11 +21,12 @@ from penstock.services.coordinator.online.fates import fate
 from penstock.services.coordinator.online.names import canonical, episode_of
 from penstock.services.coordinator.online.offers import Offers
 from penstock.services.coordinator.online.parked import Parked
+from penstock.services.coordinator.online.posted_episodes import EPISODE_OVER, TOO_MANY_TURNS
 from penstock.services.coordinator.online.refusals import Refusals, reasons_of
 from penstock.services.coordinator.online.remembered import Remembered
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission
-from penstock.shared.protocol.interaction import Erasure, Fate, Feedback, Interaction
+from penstock.shared.protocol.interaction import MAX_TURNS, Erasure, Fate, Feedback, Interaction
 
 __all__ = ["Matching"]
 
@@ -116,9 +117,9 @@ class Matching:
         single = interaction.alone or interaction.index > 0 or not self.job.online.has_credit
         key = name if single else episode_id
         if key in self._decided:  # its episode was over
-            self._decide(name, "episode_over")
-            self.refusals.add({name: "episode_over"}, interaction.ended)
-            return self._late(name, interaction.ended)
+            return self._excluded(name, EPISODE_OVER, interaction)
+        if key in self.episodes and len(self.episodes[key].turns) >= MAX_TURNS:
+            return self._excluded(name, TOO_MANY_TURNS, interaction)
         episode = self.episodes.setdefault(key, Episode(single))
         turn = Turn(seq, interaction)
         episode.add(turn)
@@ -292,12 +293,12 @@ class Matching:
             fates += self._hold(self._items[name], key, holder, interaction.key_id, found)
         return fates
 
-    def _late(self, target: str, now: float) -> list[Fate]:
-        return [
-            one
-            for name in self.parked.pop(target)
-            for one in self._close(name, fate(name, "rejected", self._decided[target], now))
-        ]
+    def _excluded(self, name: str, reason: str, interaction: Interaction) -> list[Fate]:
+        """A turn is no part of its episode, nor is what waited for it."""
+        self._decide(name, reason)
+        self.refusals.add({name: reason}, interaction.ended)
+        waiting = self.parked.pop(name)
+        return [one for id in waiting for one in self._close(id, fate(id, "rejected", reason, interaction.ended))]
 
     def _retract(self, seq: int, item: Feedback, now: float) -> list[Fate]:
         name = canonical(str(item.body.get("feedback", "")))

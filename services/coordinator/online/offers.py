@@ -24,6 +24,7 @@ from penstock.services.coordinator.online.material import (
 from penstock.services.coordinator.online.names import canonical
 from penstock.services.coordinator.online.posted import Facts, Present, facts_of, use_of
 from penstock.services.coordinator.online.posted_episodes import (
+    EPISODE_OVER,
     PostedEpisode,
     PostedPart,
     PostedTurn,
@@ -37,7 +38,6 @@ from penstock.shared.protocol.interaction import Feedback, Interaction
 __all__ = ["Offers"]
 
 DEMONSTRATION = "demonstration"
-EPISODE_OVER = "episode_over"
 MAX_OVER = 100_000
 """Posted episodes whose late turns are told apart from new episodes."""
 MAX_PER_KEY = 10_000
@@ -218,7 +218,7 @@ class Offers:
         self._unready(key)
         if key in self._over:
             return dict.fromkeys(episode.turns, EPISODE_OVER)
-        late = dict.fromkeys(episode.late(self._job), EPISODE_OVER)
+        late = episode.late(self._job)
         for name in late:
             self._leave(name)
         return late | self._offer(key, episode, present, now, opted_out)

@@ -20,11 +20,12 @@ from penstock.services.coordinator.online.posted import (
 )
 from penstock.services.coordinator.online.shares import Owners
 from penstock.shared.config.online_job import OnlineJob
-from penstock.shared.protocol.interaction import Feedback
+from penstock.shared.protocol.interaction import MAX_TURNS, Feedback
 from penstock.shared.protocol.objective import Objective
 
-__all__ = ["PostedEpisode", "PostedPart", "PostedTurn", "episode_of_item", "said_of"]
+__all__ = ["EPISODE_OVER", "TOO_MANY_TURNS", "PostedEpisode", "PostedPart", "PostedTurn", "episode_of_item", "said_of"]
 
+EPISODE_OVER, TOO_MANY_TURNS = "episode_over", "too_many_turns"
 UNNUMBERED = 1 << 62
 """Behind every number."""
 AS_SAMPLED = frozenset({"posted", "rescored"})
@@ -126,19 +127,23 @@ class PostedEpisode:
             course.hear(turn.item.feedback)
         return course.is_over(job, now)
 
-    def late(self, job: OnlineJob) -> list[str]:
-        """Turns that came when it was over: a leader that reads all of them at once finds the same.
+    def late(self, job: OnlineJob) -> dict[str, str]:
+        """Turns that came when it was over, or had as many as one may have, and which of these it is.
 
-        What is in one message came at once. A turn that is revised was there before.
+        It follows from the stream: a leader that reads all of them at once finds the same. What is in one message came
+        at once. A turn that is revised was there before.
         """
-        course, found = _Course(), list[str]()
-        came = sorted((turn.item for turn in self.turns.values()), key=lambda item: item.seq)
-        for _, message in groupby(came, key=lambda item: item.seq):
-            said = [item.feedback for item in message]
+        items = sorted(
+            (turn.item for turn in self.turns.values()), key=lambda one: (not one.feedback.revision, one.seq)
+        )
+        course, found = _Course(), {one.feedback.id: TOO_MANY_TURNS for one in items[MAX_TURNS:]}
+        came = sorted(items[:MAX_TURNS], key=lambda one: one.seq)
+        for _, message in groupby(came, key=lambda one: one.seq):
+            said = [one.feedback for one in message]
             behind = [one for one in said if not one.revision and course.numbers and course.is_over(job, one.received)]
-            found += [one.id for one in behind]
+            found |= {one.id: EPISODE_OVER for one in behind}
             for one in said:
-                if one not in behind:
+                if one.id not in found:
                     course.hear(one)
         return found
 

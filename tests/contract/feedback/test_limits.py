@@ -24,6 +24,15 @@ async def test_what_an_item_may_hold(desk: Any) -> None:
             assert reply.status_code == status, (limit, reply.text)
 
 
+async def test_how_many_turns_an_episode_may_have(desk: Any) -> None:
+    most = (await desk.client.get("/v1/limits")).json()["feedback"]["max_episode_turns"]
+    whole = {"kind": "interaction", "model": "policy", "prompt_token_ids": [1], "token_ids": [2]}
+    for turn, status in ((most - 1, 202), (most, 422)):
+        reply = await desk.post({**whole, "episode_id": desk.new_id(), "turn": turn})
+        assert reply.status_code == status, reply.text
+    assert reply.json()["errors"][0]["pointer"] == "/turn"
+
+
 async def test_how_long_bodies_may_be(desk: Any) -> None:
     limits = (await desk.client.get("/v1/limits")).json()["feedback"]
     item = {"inference_id": desk.new_id(), "metric_name": "accepted", "value": True}

@@ -12,6 +12,8 @@ from msgspec.structs import replace
 
 from penstock.services.coordinator.decision import Draft, copy_state
 from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.online import again as again_module
+from penstock.services.coordinator.online import matching as matching_module
 from penstock.services.coordinator.online.again import Stored, decided_again
 from penstock.services.coordinator.online.branches import Said, Tree, shares_of, tree_of
 from penstock.services.coordinator.online.credit import Trajectory, returns
@@ -309,3 +311,25 @@ def test_the_order_in_which_records_arrive_decides_nothing() -> None:
     matching.sweep(version=5, now=NOW + 99_999)
     names = ["".join(turn.interaction.id for turn in one.turns) for one in matching.ready[EPISODE]]
     assert dict(zip(names, [one.reward for one in matching.ready[EPISODE]], strict=True)) == expected
+
+
+def test_an_episode_has_so_many_turns_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever leads; and an audit looks at the same turns."""
+    for module in (matching_module, again_module):
+        monkeypatch.setattr(module, "MAX_TURNS", 3)
+    words = [said("f1", 0.5, inference="a2"), said("f2", 0.25, inference="s2")]
+    matching = Matching(job())
+    for seq, one in enumerate(agents(), 1):
+        matching.on_interaction(seq, one)
+    fates = [one for seq, item in enumerate(words, 1) for one in matching.on_feedback(seq, item, NOW)]
+    assert [(one.status, one.reason) for one in fates] == [("matched", ""), ("rejected", "too_many_turns")]
+    assert [(one.interaction, one.reason) for one in matching.refusals.drain()] == [("s2", "too_many_turns")]
+    early = Matching(job())
+    assert early.on_feedback(1, words[1], NOW) == []
+    told = [one for seq, item in enumerate(agents(), 1) for one in early.on_interaction(seq, item)]
+    assert [(one.feedback, one.reason) for one in told] == [("f2", "too_many_turns")]
+    turns = [*agents()[:3], turn("fork", [1, 2, 3, 7], [8], 4)]
+    turns[1] = replace(turns[1], untrainable="side_turn")
+    event, stored = decided(job(), turns, [words[0], said("f3", 0.25, inference="s1")])
+    assert [(list(one.interactions), list(one.feedback)) for one in event.admissions] == [(["a1", "a2"], ["f1", "f3"])]
+    assert decided_again(event.admissions, stored, job()) == (1, [])

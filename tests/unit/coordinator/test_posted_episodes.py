@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from penstock.services.coordinator.decision import Draft, copy_state
 from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.online import posted_episodes
 from penstock.services.coordinator.online.again import Stored, decided_again
 from penstock.services.coordinator.online.credit import Item
 from penstock.services.coordinator.online.matching import Matching
@@ -217,6 +218,19 @@ def test_what_comes_in_one_message_or_is_revised_is_not_late() -> None:
     revised = replace(talk()[0], revision=1, received=NOW + 70)
     leader = Leader(job(idle_ttl_s=60.0), [*(replace(one, final=False) for one in talk()), revised])
     assert rewards(leader.decide(130.0)) == {"t0 t1 t2": 0.5}
+
+
+def test_an_episode_has_so_many_turns_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(posted_episodes, "MAX_TURNS", 2)
+    items = [replace(one, final=False, body=one.body | {"reward": 0.5}) for one in talk()]
+    first = Leader(job(idle_ttl_s=60.0), items)
+    assert first.decide(59.0) == []
+    assert first.fates["t2"] == ("rejected", "too_many_turns")
+    assert list(first.matching.offers.items) == ["t0", "t1"]
+    first.hear(replace(items[0], revision=1))
+    second = Leader(first.config, first.items, first)
+    assert rewards(second.decide(61.0)) == rewards(first.decide(61.0)) == {"t0": 1.0, "t1": 0.5}
+    assert second.fates["t2"] == ("rejected", "too_many_turns"), "a turn that is revised was there before"
 
 
 def test_another_leader_decides_the_same() -> None:
