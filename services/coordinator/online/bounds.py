@@ -88,4 +88,4 @@ def within_bounds(
         fitting = [part for part in parts if bounds.take([owners(part)])]
         if len(fitting) == len(parts):
             return parts
-        left = {place for part in fitting for place in part}
+        left = sorted(place for part in fitting for place in part)
