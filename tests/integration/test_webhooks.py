@@ -56,7 +56,9 @@ def receiver() -> Iterator[Receiver]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
+            body = self.rfile.read(length := int(self.headers["Content-Length"]))
+            if len(body) < length:  # its sender was killed meanwhile
+                return
             found.seen.append(({name.lower(): value for name, value in self.headers.items()}, body))
             self.send_response(found.status(len(found.seen)))
             self.send_header("Content-Length", "0")
