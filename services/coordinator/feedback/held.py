@@ -57,7 +57,7 @@ class HeldFeedback:
         return {"feedback_id": row["id"], "verdict": verdict, "status": "accepted", "duplicate": result.duplicate}
 
     async def _find(self, job: str, item: str) -> Row:
-        await self._index.catch_up(subjects.DECISIONS)
+        await self._index.catch_up(subjects.FEEDBACK, subjects.DECISIONS)
         id = bare_id(item)
         row = None if id is None else await self._index.fate(id)
         if id is None or row is None or row["job"] != job:
