@@ -10,7 +10,7 @@ CLIENTS ?= $(sort $(basename $(notdir $(wildcard tests/clients/requirements/*.tx
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lint format type imports check test test-long e2e clients clients-venvs docs docs-serve reference compose-config compose-test up down \
-	demo bench bench-bus bench-ledger bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-algorithms bench-ingest bench-online bench-length bench-rambling fresh package release clean
+	demo bench bench-bus bench-update-path bench-ledger bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-algorithms bench-ingest bench-serving bench-online bench-length bench-rambling fresh package release clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -95,6 +95,9 @@ $(PEERS_VENV)/bin/ray:
 bench-bus: $(BIN)/pytest $(PEERS_VENV)/bin/ray  ## the bus beside raw TCP, ZeroMQ and Ray (in an environment of their own)
 	$(BIN)/python benchmarks/bus.py --peers $(PEERS_VENV)/bin/python $(ARGS)
 
+bench-update-path: $(BIN)/pytest  ## what a strictly on-policy update waits for the bus
+	$(BIN)/python benchmarks/update_path.py $(ARGS)
+
 bench-ledger: $(BIN)/pytest  ## how long a new leader takes to know the state of a long job
 	$(BIN)/python benchmarks/ledger.py $(ARGS)
 
@@ -126,6 +129,9 @@ bench-rambling: $(BIN)/fonttools  ## which overlong rules lose right answers, th
 
 bench-ingest: $(BIN)/pytest  ## durable feedback per second through HTTP, and what SIGKILL loses
 	$(BIN)/python benchmarks/ingest.py $(ARGS)
+
+bench-serving: $(BIN)/pytest  ## tokens/s and time to the first token through the gateway, beside the bare engine
+	$(BIN)/python -m benchmarks.serving $(ARGS)
 
 bench-online: $(BIN)/fonttools  ## accepted answers of an agent that learns from feedback, alone and beside a hostile key, three seeds each
 	$(BIN)/python benchmarks/online.py --out docs/results/online $(ARGS)

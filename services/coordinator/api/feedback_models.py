@@ -165,7 +165,9 @@ class PostedInteraction(_Post):
     turn: StrictInt = Field(-1, ge=-1, lt=MAX_TURNS, description="Its place there, from 0; -1: behind what came before")
     reward: Finite | None = None
     rewards: dict[MetricName, Finite] = Field(default_factory=dict, max_length=64)
-    done: StrictBool = Field(default=True, description="Whether it is the last turn of its episode")
+    done: StrictBool | None = Field(
+        None, description="Whether it is the last turn of its episode; default: only where it is of none"
+    )
 
     @model_validator(mode="after")
     def _tokens_fit(self) -> PostedInteraction:

@@ -126,7 +126,8 @@ def _fields(post: Posted, job: LiveJob) -> dict[str, Any]:
             episode = _bare(post.episode_id) if post.episode_id is not None else ""
             shared = {"kind", "feedback_id", "revision", "tags", "observed_at", "user", "episode_id", "turn"}
             body = post.model_dump(exclude=shared, exclude_none=True)
-            return {"kind": "interaction", "episode": episode, "turn": post.turn, "final": post.done, "body": body}
+            final = post.done if post.done is not None else not episode
+            return {"kind": "interaction", "episode": episode, "turn": post.turn, "final": final, "body": body}
         case Preference():
             body = {"chosen": _bare(post.chosen), "rejected": _bare(post.rejected), "strength": post.strength}
             if body["chosen"] == body["rejected"]:

@@ -15,6 +15,7 @@ from penstock.services.coordinator.feedback import ingest
 from penstock.shared.config.kinds import parse_job
 
 TARGET = "0192f0c1-0000-7000-8000-000000000001"
+EPISODE = "0192f0c1-0000-7000-8000-00000000000e"
 NDJSON = {"content-type": "application/x-ndjson"}
 
 
@@ -109,6 +110,21 @@ async def test_every_kind_is_stored_as_what_it_is(desk: Any) -> None:
     said = [{"role": "assistant", "content": "2"}, {"role": "assistant", "content": "3"}]
     assert (texts.inference, texts.body.pop("answers"), texts.user) == ("", said, whole.user)
     assert texts.body == {"model": "policy", "messages": [{"role": "user", "content": "1+1"}], "strength": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("said", "last"),
+    [
+        ({}, True),
+        ({"episode_id": EPISODE}, False),
+        ({"episode_id": EPISODE, "turn": 0, "done": False}, False),
+        ({"episode_id": EPISODE, "turn": 3, "done": True}, True),
+    ],
+)
+async def test_only_who_says_so_ends_an_episode(desk: Any, said: dict[str, Any], last: bool) -> None:
+    whole = {"kind": "interaction", "model": "policy", "prompt_token_ids": [1], "token_ids": [2], **said}
+    assert (await desk.post(whole)).status_code == 202
+    assert [item.final for item in await desk.items()] == [last]
 
 
 PAIR = {"kind": "preference", "model": "policy", "prompt_token_ids": [1], "chosen": "a", "rejected": "b"}
