@@ -2,8 +2,8 @@
 
     python -m grpo.bare_run WORKLOAD MODEL ROWS RESULT --steps 100 [--goal 0.9] [--seed 0] [--threads 2] [--max-lag 1]
 
-Beside TRL it shows what the kernels give, beside Penstock what the services cost and what overlap gives. With
-``--max-lag 1`` each batch is sampled one update ahead: what staleness does to learning, without services.
+Beside TRL it shows what the kernels give, beside Penstock what the services cost and what overlap gives: without lag it
+draws the same tokens with the same random numbers. With ``--max-lag 1`` each batch is sampled one update ahead: what staleness does to learning, without services.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock.services.trainer.sharding import BatchShard
 from penstock.shared.config.job import JobConfig
 from penstock.shared.data.prompts import Prompt
 from penstock.shared.protocol.generation import Sampling
-from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.ids import Draw, derive_seed
 from penstock.shared.protocol.trajectory import Group
 
 START = time.time()
@@ -79,12 +79,13 @@ class Loop:
         return Prompt(row["prompt"], ids, row["answer"], dict(row), too_long=False)
 
     def _generate(self, prompts: list[Prompt]) -> list[Finished]:
-        seed = (self._seed << 32) + self._drawn * task.BATCH
-        places = [divmod(i, task.GROUP) for i in range(task.BATCH)]
+        first = self._drawn * task.PROMPTS
+        seeds = [derive_seed(self._seed, "draw", first + group, 0) for group in range(task.PROMPTS)]
         self._batch.admit(
             [
-                Completion(group, member, prompts[group].token_ids, self._sampling, self._stop, seed + i)
-                for i, (group, member) in enumerate(places)
+                Completion(group, member, prompts[group].token_ids, self._sampling, self._stop, seeds[group] + member)
+                for group in range(task.PROMPTS)
+                for member in range(task.GROUP)
             ]
         )
         finished: list[Finished] = []

@@ -79,7 +79,7 @@ def decode(
         attend: called as ``attend(layer index, q_THd, k_TKd, v_TKd)`` with rotated q and k; returns [T, H, d].
         routing: which experts tokens go to; None: the likeliest.
     """
-    x_TD = F.embedding(token_ids_T, plan.embedding.weight)
+    x_TD = F.embedding(token_ids_T, plan.embedding.weight, plan.embedding.padding_idx)
     for index, layer in enumerate(plan.layers):
         block = partial(_block, layer, rope, partial(attend, index), routing)
         x_TD = block(x_TD) if plan.run_block is None else plan.run_block(index, block, x_TD)
