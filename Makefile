@@ -131,7 +131,7 @@ bench-ingest: $(BIN)/pytest  ## durable feedback per second through HTTP, and wh
 	$(BIN)/python benchmarks/ingest.py $(ARGS)
 
 bench-serving: $(BIN)/pytest  ## tokens/s and time to the first token through the gateway, beside the bare engine
-	$(BIN)/python -m benchmarks.serving $(ARGS)
+	$(BIN)/python benchmarks/serving.py $(ARGS)
 
 bench-online: $(BIN)/fonttools  ## accepted answers of an agent that learns from feedback, alone and beside a hostile key, three seeds each
 	$(BIN)/python benchmarks/online.py --out docs/results/online $(ARGS)

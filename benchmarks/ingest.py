@@ -1,13 +1,14 @@
 """Durable feedback per second through HTTP beside a handler that stores each item by itself, all in one run.
 
-    python benchmarks/ingest.py [--out results.json] [--seconds 10] [--connections 64] [--batch 256] [--kills 4]
+    python benchmarks/ingest.py [--out results.json] [--seconds 10] [--batch-seconds 60] [--connections 64] [--batch 256]
+        [--kills 4]
 
 nats-server (every message synced to disk before its acknowledgement), the coordinator and the load are processes of
 their own on this machine. The load is wrk where it is installed, else Python sockets in a process of their own; the
 table says which. The naive handler is the same application without group commit: one message for each item.
 
-At the end coordinator and nats-server are killed (SIGKILL) under load, in turn, and every item that was acknowledged is
-looked for in the stream.
+At the end coordinator and nats-server are killed (SIGKILL) under load of single items, then of batches, in turn, and
+every item that was acknowledged is looked for in the stream.
 """
 
 from __future__ import annotations
@@ -105,11 +106,15 @@ def cells(result: Result) -> list[str]:
 
 def main(arguments: argparse.Namespace) -> int:
     report = Report(f"Feedback ingest; load: {load_name()}", ["posts", "items/s", "p50 ms", "p99 ms", "errors"])
-    shape = {"connections": arguments.connections, "seconds": arguments.seconds}
+    shape = {"connections": arguments.connections}
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as directory, Front(Path(directory)) as front:
-        plans = {"single": front.plan(batch=0, **shape), "batch": front.plan(batch=arguments.batch, **shape)}
+        plans = {
+            "single": front.plan(batch=0, seconds=arguments.seconds, **shape),
+            "batch": front.plan(batch=arguments.batch, seconds=arguments.batch_seconds, **shape),
+        }
         results = {name: measure(plan) for name, plan in plans.items()}
-        losses = kill_test(front, connections=arguments.connections, kills=arguments.kills)
+        sizes = {"single": 0, "batch": arguments.batch}
+        losses = {name: kill_test(front, kills=arguments.kills, batch=size, **shape) for name, size in sizes.items()}
         front.kill()  # the naive handler gets the same cores
         for name, plan in plans.items():
             with naive(front, plan) as turned:
@@ -118,8 +123,11 @@ def main(arguments: argparse.Namespace) -> int:
         report.row(name.replace("batch", f"batches of {arguments.batch}"), *cells(result))
     report.check(f"single items: at least {SINGLE_PER_S:,}/s", results["single"].items_per_s >= SINGLE_PER_S)
     report.check(f"in batches: at least {BATCHED_PER_S:,}/s", results["batch"].items_per_s >= BATCHED_PER_S)
-    killed = f"{losses.acked} acknowledged across {len(losses.kills)} kills"
-    report.check(f"{killed}: none lost, none twice", losses.lost == losses.repeated == 0)
+    for name, found in losses.items():
+        killed = f"{name}: {found.acked:,} acknowledged across {len(found.kills)} kills"
+        report.check(f"{killed}: none lost, none twice", found.lost == found.repeated == 0)
+    refused = results["batch"].statuses.get("other", 0) + results["batch"].errors
+    report.check(f"in batches: no request refused or broken off ({refused})", not refused)
     report.results = {
         "load": load_name(), "rates": msgspec.to_builtins(results), "kills": msgspec.to_builtins(losses),
     }  # fmt: skip
@@ -130,6 +138,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--batch-seconds", type=float, default=60.0)
     parser.add_argument("--connections", type=int, default=64)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--kills", type=int, default=4)

@@ -1,11 +1,12 @@
 """Tokens per second and time to the first token through the gateway, beside those of the bare engine.
 
-    python -m benchmarks.serving [--streams 64] [--seconds 20] [--no-training]
+    python benchmarks/serving.py [--out results.json] [--streams 64] [--seconds 20] [--rounds 3] [--no-training]
 
-One run, one machine, one thread of torch each: first the engine alone in a process of its own, then the whole stack
-(NATS with fsync, coordinator, rollout worker) with a client that reads raw sockets. In both a third process trains a
+One run, one machine, one thread of torch each: the engine alone in a process of its own and the whole stack (NATS with
+fsync, coordinator, rollout worker) with a client that reads raw sockets take turns. In both a third process trains a
 model of the same size all the time, unless ``--no-training``. Each stream asks again as soon as it was answered;
-requests that begin or end outside of the window count by the share of their tokens inside.
+requests that begin or end outside of the window count by the share of their tokens inside. The ratio is the median over
+the rounds.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
+from report import Report
+
 from penstock.client import AsyncClient
 from penstock.local import Stack, StackOptions
 from penstock.shared.config.kinds import parse_job
@@ -39,6 +42,7 @@ MODEL: dict[str, Any] = {
     "tokenizer": "char",
 }  # fmt: skip
 PROMPT, NEW_TOKENS, WARM_S = "1+2=", 128, 5.0
+TARGET = 0.9
 
 
 def train(stop: Event, ready: Event) -> None:
@@ -214,27 +218,34 @@ async def through_gateway(streams: int, seconds: float, folder: Path, train_too:
     return found
 
 
-def main() -> None:
-    """Measure both and print what it says."""
+def main() -> int:
+    """Command line; the exit status is 1 if the target was missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the results as JSON")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-training", action="store_true")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    load = os.getloadavg()[0]
-    with training(not options.no_training):
-        alone = measured(bare, options.streams, options.seconds)
-    with tempfile.TemporaryDirectory() as folder:
-        run = through_gateway(options.streams, options.seconds, Path(folder), not options.no_training)
-        served, first = asyncio.run(run)
-    print(f"load before: {load:.1f}; {options.streams} streams; training: {not options.no_training}")
-    print(f"bare engine {alone:8.0f} tokens/s")
-    print(f"gateway     {served:8.0f} tokens/s  = {served / alone:.2f} of the bare engine")
-    print(
-        f"first token {statistics.median(first) * 1e3:.0f} ms (p50), {first[int(0.99 * len(first))] * 1e3:.0f} ms (p99)"
-    )
+    title = f"{options.streams} streams; training beside it: {not options.no_training}"
+    columns = ["round", "bare tokens/s", "gateway tokens/s", "ratio", "first token p50 ms", "p99 ms"]
+    report, rows = Report(title, columns), []
+    for number in range(1, options.rounds + 1):
+        with training(not options.no_training):
+            alone = measured(bare, options.streams, options.seconds)
+        with tempfile.TemporaryDirectory() as folder:
+            run = through_gateway(options.streams, options.seconds, Path(folder), not options.no_training)
+            served, first = asyncio.run(run)
+        p50, p99 = statistics.median(first), first[int(0.99 * len(first))]
+        rows.append({"bare": alone, "gateway": served, "ratio": served / alone, "p50_s": p50, "p99_s": p99})
+        cells = (f"{alone:.0f}", f"{served:.0f}", f"{served / alone:.2f}", f"{p50 * 1e3:.0f}", f"{p99 * 1e3:.0f}")
+        report.row(str(number), *cells)
+    ratio = statistics.median(row["ratio"] for row in rows)
+    report.results = {"rounds": rows, "ratio": ratio}
+    report.check(f"tokens/s: {ratio:.2f} of the bare engine, target {TARGET}", ratio >= TARGET)
+    return report.finish(options.out)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

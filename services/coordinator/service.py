@@ -56,6 +56,8 @@ RETRY_S = 1.0
 ROOM_EVERY_S = 5.0
 BROKEN_TRIES = 3
 """A job whose leader breaks this often on something unexpected is marked failed."""
+SOUND_S = 300.0
+"""What broke before a leader that led for as long counts no more."""
 
 
 class CoordinatorService:
@@ -180,9 +182,10 @@ class CoordinatorService:
 
     async def _run_job(self, job: str, epoch: int) -> None:
         """Lead one job; an error of one job never ends another. What keeps breaking for no known reason is failed."""
-        broken = 0
+        broken, began = 0, time.monotonic()
         while (error := await unexpected(self._lead_job(job, epoch))) is not None:
             expected = _only(error, Fenced, Unavailable)
+            broken = 0 if time.monotonic() - began > SOUND_S else broken
             broken += not expected
             logger.warning("leading job %s again: %s", job, error, exc_info=None if expected else error)
             if broken >= BROKEN_TRIES:
@@ -190,6 +193,7 @@ class CoordinatorService:
                 if error is None or not _only(error, Unavailable):
                     break
             await asyncio.sleep(RETRY_S)
+            began = time.monotonic()
         await self.clean_up(job)
         self._tasks.pop(job, None)
 

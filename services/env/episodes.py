@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from dataclasses import dataclass, field
@@ -12,8 +13,11 @@ from msgspec.structs import replace
 
 from penstock.shared.errors import ToolError, Unavailable
 from penstock.shared.protocol.tools import EpisodeState, ToolReply, ToolRequest
+from penstock.shared.runtime.tasks import unexpected
 
 __all__ = ["EpisodeBook", "Handle", "World"]
+
+logger = logging.getLogger(__name__)
 
 IDLE_CHECK_S = 0.5
 UNHEARD_S = 20.0
@@ -147,12 +151,18 @@ class EpisodeBook:
         return ToolReply(status="failed", text=held.gone, gone=True)
 
     async def give_up_idle(self) -> None:
-        """Close what nobody has used for long, until cancelled."""
+        """Close what nobody has used for long, until cancelled: at once, for none may be asked once it was chosen."""
         while True:
             await asyncio.sleep(min(IDLE_CHECK_S, self._idle_s))
             now = time.monotonic()
-            for episode in [name for name, one in self._held.items() if self._is_idle(one, now)]:
-                await self._forget(episode)
+            idle = [episode for episode, held in self._held.items() if self._is_idle(held, now)]
+            async with asyncio.TaskGroup() as tasks:
+                for held in [self._held.pop(episode) for episode in idle]:
+                    tasks.create_task(self._give_up(held))
+
+    async def _give_up(self, held: _Held) -> None:
+        if (error := await unexpected(self._close(held))) is not None:
+            logger.error("the state of an idle episode was not closed in order: %s", error, exc_info=error)
 
     def _is_idle(self, held: _Held, now: float) -> bool:
         limit_s = self._idle_s if held.unheard_s is None else min(self._idle_s, held.unheard_s)

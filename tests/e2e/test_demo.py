@@ -14,7 +14,7 @@ import pytest
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 
 LIMIT_S = 480
-"""They take about a minute where nothing else runs."""
+"""They take about a minute where nothing else runs, beside a flood two."""
 LINE = re.compile(
     r" running +update (\d+)/600 +version (\d+) .*reward .*lag \d.* tokens/s .*queues: \d+ tickets, \d+ groups"
 )
@@ -83,3 +83,13 @@ def test_a_served_policy_learns_from_its_users(tmp_path: Path) -> None:
     rates = [float(row.split()[3]) for row in told.splitlines() if re.fullmatch(r" +[\d.]+( +[\d.]+){7}", row)]
     assert rates[0] <= accepted["start"], "it begins as badly as it was shown"
     assert rates[-1] >= accepted["goal"]
+
+
+def test_a_flood_of_inverted_feedback_does_not_turn_it(tmp_path: Path) -> None:
+    found, _ = demo("online", "--hostile", "--set", "seed=2", directory=tmp_path)
+    accepted = found["accepted"]
+    assert accepted["first"] <= accepted["start"] == 0.35
+    assert accepted["last"] >= accepted["goal"] == 0.8
+    assert found["failures"] == []
+    assert found["hostile"]["traffic"] >= 0.85, "of all answers, each of them judged the wrong way round"
+    assert 0 < found["hostile"]["influence"] <= 0.16, "of the feedback that was trained on: its share is 0.15"

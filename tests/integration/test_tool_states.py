@@ -174,6 +174,33 @@ async def test_a_state_that_nobody_uses_is_given_up(user_tools: None) -> None:
         assert (await asking("look")).status == "lost"
 
 
+async def test_an_end_that_is_slow_and_fails_ends_no_other(user_tools: None, caplog: pytest.LogCaptureFixture) -> None:
+    async with book_of("look", idle_s=0.4) as book:
+        slow, used, later = (Asking(book, name) for name in ("slow", "used", "later"))
+        assert [(await asking("look")).status for asking in (slow, used)] == ["ok", "ok"]
+        handle = book._held["slow"].handle
+        assert handle is not None
+        close = handle.close
+
+        async def fail_late() -> None:
+            await close()
+            await asyncio.sleep(0.5)
+            raise RuntimeError("somebody else reads the stream")
+
+        handle.close = fail_late  # type: ignore[method-assign]
+        giving_up = asyncio.create_task(book.give_up_idle())
+        async with asyncio.timeout(30):
+            while "slow" in book._held:
+                assert (await used("look")).status == "ok"
+                await asyncio.sleep(0.02)
+            assert (await later("look")).status == "ok"
+            while "later" in book._held:
+                assert (await used("look")).status == "ok", "while others end"
+                await asyncio.sleep(0.02)
+        giving_up.cancel()
+        assert "somebody else reads the stream" in caplog.text
+
+
 async def test_a_state_whose_first_answer_nobody_heard_is_given_up_soon(
     user_tools: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

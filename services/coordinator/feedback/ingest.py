@@ -36,6 +36,9 @@ GROUP_BYTES = 512 << 10
 IN_FLIGHT = 2
 MAX_UNPROJECTED, MAX_UNPROJECTED_BYTES = 65_536, 256 << 20
 """Items taken that the projection has not seen, and their bytes; beyond that nothing more is taken."""
+ROOM_S = 2.0
+MAX_QUEUED, MAX_QUEUED_BYTES = 32_768, 64 << 20
+"""So long senders wait for the projection before they are refused: as many items, and their bytes, as may wait."""
 ACK_S = 4.0
 ROOM = 4096
 """Bytes of a message that are not its items."""
@@ -101,6 +104,9 @@ class Ingest:
         self._lanes: dict[str, _Lane] = {}
         self._recent: dict[str, _Entry] = {}
         self._nbytes = 0
+        self._queued = self._queued_nbytes = 0
+        self._queue = asyncio.Lock()
+        self._freed = asyncio.Event()
         self._unprojected: dict[int, list[_Entry]] = {}
         self._sending: set[asyncio.Task[None]] = set()
 
@@ -115,8 +121,10 @@ class Ingest:
         """Store items, each with whether its sender chose its id; for each its place, or why it was refused.
 
         Returns once every one is on disk or refused: StreamFull, Unavailable (it may be stored or not), HttpProblem
-        (422 the id says something else already, 413 too large).
+        (422 the id says something else already, 413 too large). A sender that is faster than the projection waits.
         """
+        if self._is_full(len(items)):
+            await self._wait_for_room([item for item, _ in items])
         begun = [self._begin(item, chosen) for item, chosen in items]
         pending = {found[0].done for found in begun if not isinstance(found, PenstockError)}
         if pending:
@@ -131,6 +139,7 @@ class Ingest:
         for place in [place for place in self._unprojected if place <= seq]:
             for entry in self._unprojected.pop(place):
                 self._forget(entry)
+        self._freed.set()
 
     async def close(self) -> None:
         """Let what was taken reach the disk."""
@@ -148,8 +157,26 @@ class Ingest:
         except PenstockError as error:
             return error
 
+    def _is_full(self, more: int) -> bool:
+        return len(self._recent) + more > MAX_UNPROJECTED or self._nbytes >= MAX_UNPROJECTED_BYTES
+
+    async def _wait_for_room(self, items: Sequence[Feedback]) -> None:
+        """In turn; returns without room where it takes too long, or too much waits already."""
+        count, nbytes = len(items), sum(len(_encoder.encode(item)) for item in items)
+        if self._queued + count > MAX_QUEUED or self._queued_nbytes + nbytes > MAX_QUEUED_BYTES:
+            return
+        self._queued, self._queued_nbytes = self._queued + count, self._queued_nbytes + nbytes
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ROOM_S), self._queue:
+                    while self._is_full(count):
+                        self._freed.clear()
+                        await self._freed.wait()
+        finally:
+            self._queued, self._queued_nbytes = self._queued - count, self._queued_nbytes - nbytes
+
     def _enter(self, item: Feedback, chosen: bool) -> _Entry:
-        if len(self._recent) >= MAX_UNPROJECTED or self._nbytes >= MAX_UNPROJECTED_BYTES:
+        if self._is_full(1):
             raise StreamFull(f"{len(self._recent)} items wait to be indexed; retry in a moment")
         loop = asyncio.get_running_loop()
         entry = _Entry(item, len(_encoder.encode(item)), chosen, loop.time(), loop.create_future())

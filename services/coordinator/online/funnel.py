@@ -36,7 +36,8 @@ class Funnel:
     def __init__(self, job: OnlineJob) -> None:
         self._job = job
         self._counts: Counter[str] = Counter()
-        self._said: dict[str, list[float]] = {}
+        self._said: dict[str, tuple[float, int]] = {}
+        """Sum and number of the values of each metric."""
         self._waits: list[float] = []
         self._lags: list[int] = []
         self._trial: dict[str, float] = {}
@@ -51,7 +52,8 @@ class Funnel:
         self._counts["feedback"] += 1
         declared = self._job.online.metrics
         if item.metric in declared and isinstance(item.value, float | int) and not out_of_range(item, declared):
-            self._said.setdefault(item.metric, []).append(float(item.value))
+            total, number = self._said.get(item.metric, (0.0, 0))
+            self._said[item.metric] = total + float(item.value), number + 1
 
     def on_fates(self, fates: Iterable[Fate]) -> None:
         """These were decided."""
@@ -83,7 +85,7 @@ class Funnel:
     def row(self) -> dict[str, float]:
         """Values since the last call; counting starts again."""
         values = {f"online/{name}": float(count) for name, count in sorted(self._counts.items())}
-        values |= {f"online/said/{name}": sum(said) / len(said) for name, said in sorted(self._said.items())}
+        values |= {f"online/said/{name}": total / number for name, (total, number) in sorted(self._said.items())}
         if self._waits:
             values["online/admitted_after_s"] = sum(self._waits) / len(self._waits)
             values["online/lag"] = sum(self._lags) / len(self._lags)

@@ -35,7 +35,8 @@ SINGLE, BATCH = "/v1/feedback", "/v1/feedback/batch"
 READY_S = 60.0
 LONGEST_S = 600.0
 BETWEEN_KILLS = 500
-"""Items that are acknowledged before something is killed."""
+"""Items that are acknowledged before something is killed; of batches so many times as many."""
+KILL_BATCHES = 20
 ID_BYTES = 37
 JOB = {
     "kind": "online_rl",
@@ -172,22 +173,25 @@ class Losses(msgspec.Struct, kw_only=True):
     kills: list[str]
 
 
-def kill_test(front: Front, *, connections: int, kills: int = 4) -> Losses:
-    """Load with SIGKILL of the coordinator and of nats-server in turn; then every acknowledged item is looked for."""
-    acked = front.directory / "acked"
+def kill_test(front: Front, *, connections: int, kills: int = 4, batch: int = 0) -> Losses:
+    """Load with SIGKILL of the coordinator and of nats-server in turn; then every acknowledged item is looked for.
+
+    ``batch``: items in each request; 0: single items.
+    """
+    acked, between = front.directory / f"acked-{batch}", BETWEEN_KILLS * (KILL_BATCHES if batch else 1)
     acked.touch()
-    plan = front.plan(batch=0, connections=connections, seconds=LONGEST_S, acked=str(acked))
+    plan = front.plan(batch=batch, connections=connections, seconds=LONGEST_S, acked=str(acked))
     killed = []
     with begun(plan) as process:
         for turn in range(kills):
-            _grown(acked, BETWEEN_KILLS)
+            _grown(acked, between)
             killed.append(("coordinator", "nats")[turn % 2])
             if killed[-1] == "nats":
                 front.nats.restart()
             else:
                 front.kill()
                 front.start()
-        _grown(acked, BETWEEN_KILLS)
+        _grown(acked, between)
         process.terminate()
         result = ended(process, plan)
     front.wait_ready()

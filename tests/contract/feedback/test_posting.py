@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import uuid
 from typing import Any
 
@@ -312,6 +313,23 @@ async def test_a_full_stream_says_come_back(desk: Any, monkeypatch: pytest.Monke
     assert reply.headers["retry-after"] == "1"
     assert reply.headers["retry-after-ms"] == "1000"
     assert "full" in problem["detail"]
+
+
+async def test_who_is_faster_than_the_index_waits_before_it_is_refused(
+    desk: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    item = {"inference_id": desk.new_id(), "metric_name": "accepted", "value": True}
+    monkeypatch.setattr(ingest, "MAX_UNPROJECTED", 2)
+    monkeypatch.setattr(ingest, "ROOM_S", 30.0)
+    replies = await asyncio.gather(*(desk.post(item) for _ in range(20)))
+    assert [reply.status_code for reply in replies] == [202] * 20, "ten times what the index may be behind"
     monkeypatch.setattr(ingest, "MAX_UNPROJECTED", 0)
-    reply = await desk.post({"inference_id": desk.new_id(), "metric_name": "accepted", "value": True})
-    assert "wait to be indexed" in refused(reply, 503, "ingest_backlog_full")["detail"]
+    monkeypatch.setattr(ingest, "ROOM_S", 0.2)
+    began = time.monotonic()
+    assert "wait to be indexed" in refused(await desk.post(item), 503, "ingest_backlog_full")["detail"]
+    assert time.monotonic() - began > 0.2
+    monkeypatch.setattr(ingest, "MAX_QUEUED", 0)
+    began = time.monotonic()
+    refused(await desk.post(item), 503, "ingest_backlog_full")
+    assert time.monotonic() - began < 0.2, "too much waits already"
+    assert len(await desk.items()) == 20
