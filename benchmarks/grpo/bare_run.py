@@ -3,7 +3,8 @@
     python -m grpo.bare_run WORKLOAD MODEL ROWS RESULT --steps 100 [--goal 0.9] [--seed 0] [--threads 2] [--max-lag 1]
 
 Beside TRL it shows what the kernels give, beside Penstock what the services cost and what overlap gives: without lag it
-draws the same tokens with the same random numbers. With ``--max-lag 1`` each batch is sampled one update ahead: what staleness does to learning, without services.
+draws with the same random numbers. With ``--max-lag 1`` each batch is sampled one update ahead: what staleness does to
+learning, without services.
 """
 
 from __future__ import annotations

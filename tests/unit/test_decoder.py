@@ -84,9 +84,9 @@ def model_of(config: Any) -> PreTrainedModel:
 
 
 def ragged(num: int = 9, longest: int = 40) -> tuple[list[list[int]], Tensor, Tensor]:
-    """Sequences, every flat position that scores a next token, and those next tokens."""
+    """Sequences, every flat position that scores a next token, and those next tokens; some are the padding token."""
     rng = np.random.default_rng(0)
-    sequences = [rng.integers(1, 61, n).tolist() for n in [1, longest, *rng.integers(2, longest, num - 2)]]
+    sequences = [rng.integers(0, 61, n).tolist() for n in [1, longest, *rng.integers(2, longest, num - 2)]]
     starts = np.cumsum([0, *map(len, sequences)])
     select = [start + i for start, s in zip(starts, sequences, strict=False) for i in range(len(s) - 1)]
     targets = [token for s in sequences for token in s[1:]]

@@ -99,7 +99,7 @@ def ragged_microbatches(*, replay: bool) -> list[Microbatch]:
     """Three microbatches; an odd number, so that one data-parallel rank runs out. ``replay``: with a router table."""
     draw = np.random.default_rng(3)
     rows = [
-        (draw.integers(4, 54, draw.integers(1, 9)).tolist(), draw.integers(4, 54, draw.integers(1, 12)).tolist())
+        (draw.integers(0, 54, draw.integers(1, 9)).tolist(), draw.integers(0, 54, draw.integers(1, 12)).tolist())
         for _ in range(13)
     ]
     temperatures = np.array([0.7, 1.0, 1.3], np.float32)[np.arange(len(rows)) % 3]

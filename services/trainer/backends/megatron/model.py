@@ -119,6 +119,8 @@ class MegatronModel(nn.Module):
             position_embedding_type="none",
             pg_collection=groups.of_megatron(),
         )
+        if self.is_first and plan.embedding.padding_idx is not None:
+            _leave_padding(self.gpt.embedding.word_embeddings, plan.embedding.padding_idx, groups)
         if self.is_critic and self.is_last:
             self.gpt.output_layer = None
             self.gpt.value_head = nn.utils.skip_init(
@@ -195,6 +197,19 @@ class MegatronModel(nn.Module):
             hidden_S1D, tensor_parallel_output_grad=False, group=self._groups.tensor
         )
         return hidden_R1D[:, 0]
+
+
+def _leave_padding(embedding: nn.Module, padding: int, groups: Groups) -> None:
+    """No gradient reaches the padding token's row through the input, as in ``nn.Embedding(padding_idx=padding)``."""
+    rank, ranks = groups.in_tensor()
+
+    def without(module: Any, args: tuple[Tensor], embedded: Tensor) -> Tensor:
+        ids = args[0]
+        if module.reduce_scatter_embeddings:  # [1, R] to this rank's part of [R, 1]
+            ids = ids.T.chunk(ranks)[rank]
+        return torch.where((ids == padding)[..., None], embedded.detach(), embedded)
+
+    embedding.register_forward_hook(without)
 
 
 def _routes_of_run(routes: Routes, num_tokens: int, start: int, run: int) -> RealTokens:
