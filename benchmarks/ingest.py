@@ -1,7 +1,7 @@
 """Durable feedback per second through HTTP beside a handler that stores each item by itself, all in one run.
 
-    python benchmarks/ingest.py [--out results.json] [--seconds 10] [--batch-seconds 60] [--connections 64] [--batch 256]
-        [--kills 4]
+    python benchmarks/ingest.py [--out results.json] [--seconds 10] [--batch-seconds 60] [--connections 64]
+        [--batch 256] [--kills 4]
 
 nats-server (every message synced to disk before its acknowledgement), the coordinator and the load are processes of
 their own on this machine. The load is wrk where it is installed, else Python sockets in a process of their own; the

@@ -120,7 +120,9 @@ async def updates_of(size: Size, args: argparse.Namespace) -> list[Times]:
             await journal.load()
             publishing = asyncio.create_task(publisher.run())
             found, draws = [], iter(range(args.groups * number))
-            async with aclosing(leader.follow(subjects.EXPERIENCE, subjects.experience(JOB), headers_only=True)) as read:
+            async with aclosing(
+                leader.follow(subjects.EXPERIENCE, subjects.experience(JOB), headers_only=True)
+            ) as read:
                 for update in range(1, number + 1):
                     batch = [await _publish(group_of(next(draws), size), publisher, read) for _ in range(args.groups)]
                     found.append(await _seal(update, batch, leader, journal, here))

@@ -38,9 +38,7 @@ class PlainGRPO:
         self.tokenizer, self.eos = tokenizer, int(tokenizer.eos_token_id)
         self.prompts = PromptSource(config.data, tokenizer, config.seed)
         self.model = build_model(config.model, len(tokenizer), seed=config.seed)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=config.optimizer.learning_rate, weight_decay=0.0
-        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.optimizer.learning_rate, weight_decay=0.0)
 
     def update(self, ordinals: range) -> dict[int, tuple[list[list[int]], list[list[float]]]]:
         """Sample a group for each prompt, then step; returns tokens and log-probs of each group."""

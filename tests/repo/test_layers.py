@@ -39,7 +39,5 @@ def test_the_mathematics_imports_nothing_but_torch(path: Path) -> None:
 
 
 def test_what_does_not_belong_there_is_seen() -> None:
-    assert foreign("import math, numpy as np\nfrom torch import nn\ndef f():\n    from penstock.shared import config") == [
-        "numpy",
-        "penstock.shared",
-    ]
+    source = "import math, numpy as np\nfrom torch import nn\ndef f():\n    from penstock.shared import config"
+    assert foreign(source) == ["numpy", "penstock.shared"]

@@ -66,8 +66,8 @@ def _columns(count: int) -> str:
     return ", ".join(f"json_extract(value, '$[{place}]')" for place in range(count))
 
 
-# One statement writes all rows: sqlite3 gives the interpreter's lock back at every step, and while the event loop is busy
-# it gets it again only after the switch interval. Row by row that is a few hundred rows per second.
+# One statement writes all rows: sqlite3 gives the interpreter's lock back at every step, and while the event loop is
+# busy it gets it again only after the switch interval. Row by row that is a few hundred rows per second.
 _POST = f"""
 INSERT INTO feedback (id, job, kind, metric, source, user, revision, fingerprint, seq, received, time)
 SELECT {_columns(11)} FROM json_each(?1) WHERE true
