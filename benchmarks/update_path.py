@@ -120,11 +120,11 @@ async def updates_of(size: Size, args: argparse.Namespace) -> list[Times]:
             await journal.load()
             publishing = asyncio.create_task(publisher.run())
             found, draws = [], iter(range(args.groups * number))
-            async with aclosing(
-                leader.follow(subjects.EXPERIENCE, subjects.experience(JOB), headers_only=True)
-            ) as read:
+            headers = leader.follow(subjects.EXPERIENCE, subjects.experience(JOB), headers_only=True)
+            async with aclosing(headers):
                 for update in range(1, number + 1):
-                    batch = [await _publish(group_of(next(draws), size), publisher, read) for _ in range(args.groups)]
+                    groups = [group_of(next(draws), size) for _ in range(args.groups)]
+                    batch = [await _publish(group, publisher, headers) for group in groups]
                     found.append(await _seal(update, batch, leader, journal, here))
                     await leader.purge(subjects.EXPERIENCE, subjects.experience(JOB), below_seq=batch[-1][0].seq)
             publishing.cancel()
