@@ -45,7 +45,7 @@ JOB = {
     "online": {"metrics": {"accepted": {"type": "boolean"}}},
 }
 _WRK_LATENCY = re.compile(r"^\s+(50|99)%\s+([\d.]+)(us|ms|s)", re.MULTILINE)
-_WRK_COUNT = re.compile(r"(\d+) requests in ([\d.]+)s")
+_WRK_COUNT = re.compile(r"(\d+) requests in ([\d.]+)(s|m)")
 _WRK_BAD = re.compile(r"Non-2xx or 3xx responses: (\d+)")
 _WRK_ERRORS = re.compile(r"Socket errors: connect (\d+), read (\d+), write (\d+), timeout (\d+)")
 _MS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
@@ -236,7 +236,7 @@ def _wrk(plan: Plan) -> Result:
     bad = int(found[1]) if (found := _WRK_BAD.search(output)) else 0
     errors = sum(map(int, found.groups())) if (found := _WRK_ERRORS.search(output)) else 0
     times = {name: float(value) * _MS[unit] for name, value, unit in _WRK_LATENCY.findall(output)}
-    requests, elapsed = int(count[1]) - bad, float(count[2])
+    requests, elapsed = int(count[1]) - bad, float(count[2]) * {"s": 1, "m": 60}[count[3]]
     return Result(
         requests=requests, items_per_s=requests * plan.items / elapsed, p50_ms=times["50"], p99_ms=times["99"],
         statuses={"2xx": requests, "other": bad}, errors=errors, seconds=elapsed,
