@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from penstock.shared.config.base import StrictModel
 from penstock.shared.config.canary import CanaryConfig
@@ -16,7 +16,11 @@ from penstock.shared.config.promotion import PromotionConfig
 from penstock.shared.config.quarantine import QuarantineConfig
 from penstock.shared.config.redaction import RedactionConfig
 
-__all__ = ["MetricConfig", "OnlineConfig"]
+__all__ = ["RESERVED_METRICS", "REWARD", "Level", "MetricConfig", "OnlineConfig"]
+
+Level = Literal["interaction", "episode"]
+REWARD = "reward"
+"""Feedback of this name counts in every job, declared or not."""
 
 RESERVED_METRICS = frozenset({"comment", "demonstration"})
 """Names of feedback that is text: never a reward by itself."""
@@ -27,7 +31,7 @@ class MetricConfig(StrictModel):
 
     type: Literal["boolean", "float"]
     """What its values are."""
-    level: Literal["interaction", "episode"] = "interaction"
+    level: Level = "interaction"
     """What it judges; an episode's metric goes to the last interaction of each of its branches."""
     when_true: float = 1.0
     """Reward of `true` (boolean metrics)."""
@@ -49,11 +53,16 @@ class MetricConfig(StrictModel):
         return self
 
 
+UNDECLARED_REWARD = MetricConfig(type="float")
+"""What `reward` is in a job that does not declare it."""
+
+
 class OnlineConfig(StrictModel):
     """How live interactions become training data."""
 
-    metrics: dict[str, MetricConfig] = Field(default_factory=lambda: {"reward": MetricConfig(type="float")})
-    """Declared metrics by name; feedback that names another one is refused. `reward` is a float unless declared."""
+    metrics: dict[str, MetricConfig] = Field(default_factory=lambda: {REWARD: UNDECLARED_REWARD})
+    """Declared metrics by name; none: `reward`, a float. Beside others `reward` counts, too, as a float that is not
+    waited for; feedback of any other name is refused."""
     max_wait_s: float = Field(60.0, gt=0)
     """A smaller batch is trained once its oldest member has waited this long; with shares, the oldest of two owners."""
     match_ttl_s: float = Field(900.0, gt=0)
@@ -66,7 +75,7 @@ class OnlineConfig(StrictModel):
     """What weighs the same in the policy loss: episodes, whose branches share the weight of one, or every trajectory:
     an episode with three branches then weighs as much as three."""
     invalid_reward: float | None = None
-    """Reward of a completion whose tool calls cannot be parsed; null: the lowest bound of the metrics."""
+    """Reward of a completion whose tool calls cannot be parsed; null: the lowest bound of the declared metrics."""
     defences: Defences = "none"
     """`standard`: what is not written here has the values of [Defences](online.md#defences) instead of the defaults."""
     max_share_per_key: float = Field(1.0, gt=0, le=1)
@@ -107,10 +116,27 @@ class OnlineConfig(StrictModel):
     redaction: RedactionConfig | None = None
     """What is blanked in requests, answers and feedback before they are stored; null: nothing."""
 
+    @field_validator("metrics")
+    @classmethod
+    def _something_is_waited_for(cls, metrics: dict[str, MetricConfig]) -> dict[str, MetricConfig]:
+        return metrics or {REWARD: UNDECLARED_REWARD}
+
     @model_validator(mode="before")
     @classmethod
     def _with_defences(cls, data: Any) -> Any:
         return with_defences(data)
+
+    def metric(self, name: str) -> MetricConfig | None:
+        """How values of this name count; None: they do not. Undeclared, `reward` is a float."""
+        return self.metrics.get(name, UNDECLARED_REWARD if name == REWARD else None)
+
+    def of_level(self, level: Level) -> dict[str, MetricConfig]:
+        """What adds up to the reward of a turn, or of a whole episode, by name.
+
+        Undeclared, `reward` is of both, for it judges what its feedback names; where it is missing, it adds nothing.
+        """
+        declared = {name: metric for name, metric in self.metrics.items() if metric.level == level}
+        return declared if REWARD in self.metrics else {**declared, REWARD: UNDECLARED_REWARD}
 
     @property
     def is_defended(self) -> bool:

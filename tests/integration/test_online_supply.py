@@ -208,6 +208,27 @@ async def test_feedback_becomes_batches_across_the_crash_of_a_leader(
     assert np.allclose(group.logprobs, [-0.1, -0.2, -0.3])
 
 
+async def test_a_reward_that_is_not_declared_is_in_what_is_trained_and_decided_again(bus: Bus, tmp_path: Path) -> None:
+    online = {"max_wait_s": 3600, "metrics": {"liked": {"type": "boolean"}}}
+    config = CONFIG.model_copy(update={"online": CONFIG.online.model_validate(online)})
+    record = await JobStore(bus).create(config)
+    job = record.id
+    async with leader(bus, record, 1, tmp_path, config):
+        await report(bus, job, kind="checkpointed", batch=0, version=0, digest="w0", path="ckpt-0")
+        for name, liked, reward in (("a", True, -0.5), ("b", False, 0.25)):
+            about, now = await serve(bus, job), time.time()
+            await say(bus, job, (f"{name}-reward", about, reward))
+            verdict = Feedback(
+                id=name, job=job, kind="metric", key_id="k", received=now, inference=about, metric="liked", value=liked
+            )
+            await bus.publish(subjects.feedback(job), pack(FeedbackBatch(items=[verdict]), job=job))
+        sealed = await until_sealed(bus, job, 1)
+        await until_fates(bus, job, **{"a": "admitted", "a-reward": "admitted", "b-reward": "admitted"})
+    assert sorted(group.rewards for group in sealed.groups) == [[-0.75], [0.5]]
+    entries = await ledger(bus, job)
+    assert await decide_again(bus, job, config, entries) == (2, [])
+
+
 async def test_an_outlier_is_held_across_the_crash_of_a_leader_until_it_is_released(bus: Bus, tmp_path: Path) -> None:
     quarantine = {"quarantine": {"min_items": 10, "window": 50}}
     config = CONFIG.model_copy(update={"online": CONFIG.online.model_validate({"max_wait_s": 3600, **quarantine})})

@@ -6,6 +6,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
+from msgspec.structs import replace
 
 from penstock.services.coordinator.online.again import Stored, decided_again
 from penstock.services.coordinator.online.credit import Trajectory
@@ -22,12 +23,16 @@ REFUSALS = ["", "", "", "side_turn", "client_disconnected"]
 METRICS = {"rating": {"type": "float"}, "solved": {"type": "float", "level": "episode", "default_value": 0.25}}
 
 
-def job(gamma: float, aggregation: str) -> OnlineJob:
+REWARDS = {"of_turn": {"type": "float"}, "of_whole": {"type": "float", "level": "episode"}}
+"""What undeclared `reward` is, declared as two metrics; what nobody says of them adds nothing."""
+
+
+def job(gamma: float, aggregation: str, metrics: dict[str, Any] = METRICS) -> OnlineJob:
     return OnlineJob.parse(
         {
             "kind": "online_rl", "name": "live", "model": {"config": {}, "tokenizer": "char"},
             "algorithm": {"type": "reinforce_pp", "aggregation": aggregation},
-            "online": {"metrics": METRICS, "gamma": gamma, "max_age_s": 1e6},
+            "online": {"metrics": metrics, "gamma": gamma, "max_age_s": 1e6},
         }
     )  # fmt: skip
 
@@ -54,10 +59,13 @@ def episodes(draw: st.DrawFn) -> tuple[list[Interaction], list[Feedback]]:
     for count in range(draw(st.integers(1, 4))):
         value, key = draw(st.sampled_from([-1.0, 0.5, 1.0])), draw(st.sampled_from(["k1", "k2"]))
         about = draw(st.sampled_from(["", "solved", *[one.id for one in turns]]))
-        place: dict[str, Any] = {"inference": about} if about not in ("", "solved") else {"episode": EPISODE}
+        place: dict[str, Any] = {"inference": about}
+        if about in ("", "solved"):
+            place = {"episode": EPISODE, "turn": draw(st.integers(-1, 2))}
+        metric = "solved" if about == "solved" else draw(st.sampled_from(["rating", "reward"]))
         items.append(
             Feedback(id=f"f{count}", job="j", kind="metric", key_id=key, received=NOW + count, value=value,
-                     metric="solved" if about == "solved" else "rating", **place)
+                     metric=metric, **place)
         )  # fmt: skip
     return turns, items
 
@@ -105,3 +113,20 @@ def test_an_episode_is_decided_the_same_whoever_reads_it_and_by_an_audit(
         {EPISODE: list(range(1, len(turns) + 1))},
     )  # fmt: skip
     assert decided_again(admissions, stored, config) == (len(found), [])
+
+
+@settings(max_examples=25, deadline=None)
+@given(episodes(), st.sampled_from([0.5, 1.0]))
+def test_an_undeclared_reward_counts_as_one_declared_for_turns_and_one_for_the_whole(
+    episode: tuple[list[Interaction], list[Feedback]], gamma: float
+) -> None:
+    turns, items = episode
+    declared = [
+        replace(one, metric="of_turn" if one.inference or one.turn >= 0 else "of_whole")
+        if one.metric == "reward"
+        else one
+        for one in items
+    ]
+    found = decided(job(gamma, "token_mean"), [*enumerate(turns, 1), *enumerate(items, 1)])
+    twin = decided(job(gamma, "token_mean", METRICS | REWARDS), [*enumerate(turns, 1), *enumerate(declared, 1)])
+    assert told(found) == told(twin)

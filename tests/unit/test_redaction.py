@@ -14,6 +14,7 @@ from penstock.services.coordinator.api.replies import HttpProblem
 from penstock.services.coordinator.feedback.items import Identity, item_of
 from penstock.services.coordinator.feedback.jobs import LiveJob
 from penstock.services.rollout.serving.redaction import UNTRAINABLE, RecordRedactor
+from penstock.shared.config.online import OnlineConfig
 from penstock.shared.config.redaction import RedactionConfig
 from penstock.shared.data.redaction import Found, Redactor
 from penstock.shared.errors import ConfigError, DataError
@@ -190,7 +191,7 @@ def test_a_prompt_alone_makes_it_untrainable_and_tags_do_not() -> None:
 def test_names_of_tags_are_blanked_and_names_that_feedback_is_told_apart_by_are_refused() -> None:
     redactor = RecordRedactor(config(patterns={"email": EMAIL}), TOKENIZER, spell)
     assert redactor.redact(record("hello", "yes", tags={"a@b.c": "x"})).tags == {"[email]": "x"}
-    job = LiveJob("j", "live", False, {}, Redactor(config(patterns={"email": EMAIL})))
+    job = LiveJob("j", "live", False, OnlineConfig(), Redactor(config(patterns={"email": EMAIL})))
     said = {"kind": "interaction", "model": "live", "completion": {"content": "yes"}}
     for more, place in (({"group_id": "of ann@x.org"}, "/group_id"), ({"tags": {"a@b.c": "x"}}, "/tags/0")):
         with pytest.raises(HttpProblem, match="send another name") as refused:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem
 from penstock.services.coordinator.store import JobStore
-from penstock.shared.config.online import RESERVED_METRICS, MetricConfig, OnlineConfig
+from penstock.shared.config.online import RESERVED_METRICS, REWARD, MetricConfig, OnlineConfig
 from penstock.shared.data.redaction import Redactor
 from penstock.shared.errors import ConfigError, Unavailable
 from penstock.shared.protocol.interaction import job_mark
@@ -23,7 +23,6 @@ ONLINE = "online_rl"
 LOOK_AGAIN_S = 1.0
 """A job that is not known may have been submitted a moment ago: the bucket is read at most this often."""
 RETRY_S = 1.0
-REWARD = "reward"
 MARK_DIGITS = 8
 """Hex digits of the mark that a canonical id ends in."""
 
@@ -35,19 +34,18 @@ class LiveJob:
     id: str
     name: str
     finished: bool
-    metrics: dict[str, MetricConfig]
+    online: OnlineConfig
     redactor: Redactor | None = None
     """What must not be stored of texts; None: nothing is looked for."""
 
     @property
     def names(self) -> list[str]:
         """Metrics that may be posted."""
-        return sorted({*self.metrics, REWARD, *RESERVED_METRICS})
+        return sorted({*self.online.metrics, REWARD, *RESERVED_METRICS})
 
     def metric(self, name: str) -> MetricConfig | None:
-        """The declaration of a metric that is a number or a boolean; `reward` is a float unless declared."""
-        found = self.metrics.get(name)
-        return MetricConfig(type="float") if found is None and name == REWARD else found
+        """How a metric that is a number or a boolean counts; None: there is none of this name."""
+        return self.online.metric(name)
 
 
 class LiveJobs:
@@ -80,7 +78,7 @@ class LiveJobs:
             return
         finished = record.status.phase in TERMINAL_PHASES
         redactor = Redactor(online.redaction) if online.redaction is not None else None
-        job = LiveJob(record.id, record.name, finished, dict(online.metrics), redactor)
+        job = LiveJob(record.id, record.name, finished, online, redactor)
         self._jobs[job.id] = self._marks[job_mark(job.id)] = job
 
     def get(self, job: str) -> LiveJob | None:

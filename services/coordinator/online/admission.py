@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.shared.config.online import MetricConfig
+from penstock.shared.config.online import Level, MetricConfig, OnlineConfig
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.interaction import CANARY, Feedback, Interaction
 from penstock.shared.protocol.objective import Objective
@@ -20,6 +20,7 @@ __all__ = [
     "counted",
     "is_invalid",
     "lag_of",
+    "level_of",
     "out_of_range",
     "refusal_of",
     "reward_of",
@@ -27,6 +28,7 @@ __all__ = [
     "worth_of",
 ]
 
+LEVELS: tuple[Level, ...] = ("interaction", "episode")
 FARTHEST = 10.0
 """A float beyond this many times its metric's bounds is an error of its sender, not an opinion."""
 STALE, TRUNCATED, UNFINISHED = "stale", "truncated", "unfinished"
@@ -87,7 +89,8 @@ def admit(
             one gets its share.
         refusal: what ``refusal_of`` says of it, where that is known already.
     """
-    reward, said = reward_of(interaction, items, job, now=now, last=last, closed=closed), bool(counted(items))
+    reward = reward_of(interaction, items, job, now=now, last=last, closed=closed)
+    said = bool(counted(items, job.online))
     refusal = refusal_of(interaction, job) if refusal is None else refusal
     reason = refusal or _stale(interaction, version, job.train.max_lag)
     off_policy, masked = job.online.off_policy, _is_cut(interaction) and job.online.truncated == "mask"
@@ -154,30 +157,29 @@ def lag_of(interaction: Interaction, version: int) -> int:
 def reward_of(
     interaction: Interaction, items: Iterable[Feedback], job: OnlineJob, *, now: float, last: bool, closed: bool
 ) -> float | None:
-    """Sum over the declared metrics; None while one is missing that is still waited for."""
+    """Sum over the metrics; None while a declared one is missing that is still waited for."""
     if is_invalid(interaction, job):
         return invalid_reward(job)
-    total, items = 0.0, list(items)
-    for name, metric in job.online.metrics.items():
-        if metric.level == "episode" and not last:
-            continue
-        value = _mean([item for item in items if item.metric == name], metric)
-        if value is None:
-            due = metric.default_after_s is not None and now >= interaction.ended + metric.default_after_s
-            if not (closed or due):
-                return None
-            value = worth_of(metric.default_value, metric)
-        total += value
+    total, online = 0.0, job.online
+    said = counted(items, online)
+    for level in LEVELS if last else LEVELS[:1]:
+        for name, metric in online.of_level(level).items():
+            value = _mean(said.get((name, level), ()), metric)
+            if value is None:
+                due = metric.default_after_s is not None and now >= interaction.ended + metric.default_after_s
+                if not (closed or due or name not in online.metrics):
+                    return None
+                value = worth_of(metric.default_value, metric)
+            total += value
     return total
 
 
 def reward_of_whole(items: Iterable[Feedback], job: OnlineJob) -> float:
     """Sum over the metrics of level `episode` of an episode that is over; a missing one counts as its default."""
-    total, items = 0.0, list(items)
-    for name, metric in job.online.metrics.items():
-        if metric.level == "episode":
-            value = _mean([item for item in items if item.metric == name], metric)
-            total += worth_of(metric.default_value, metric) if value is None else value
+    total, said = 0.0, counted(items, job.online)
+    for name, metric in job.online.of_level("episode").items():
+        value = _mean(said.get((name, "episode"), ()), metric)
+        total += worth_of(metric.default_value, metric) if value is None else value
     return total
 
 
@@ -195,32 +197,53 @@ def invalid_reward(job: OnlineJob) -> float:
     """Reward of an answer that cannot be used: never nothing, or it would pay to break what would be judged badly."""
     if job.online.invalid_reward is not None:
         return job.online.invalid_reward
-    return min((metric.clip[0] for metric in job.online.metrics.values()), default=-1.0)
+    return min(metric.clip[0] for metric in job.online.metrics.values())
 
 
-def out_of_range(item: Feedback, metrics: dict[str, MetricConfig]) -> bool:
+def level_of(item: Feedback, online: OnlineConfig) -> Level | None:
+    """What a value judges, one turn or the whole episode; None: it counts nothing.
+
+    Undeclared, `reward` judges what it names: an answer, an episode, or one turn of that.
+    """
+    metric = online.metric(item.metric)
+    if metric is None:
+        return None
+    if item.metric in online.metrics:
+        return metric.level
+    return "interaction" if item.inference or item.turn >= 0 else "episode"
+
+
+def out_of_range(item: Feedback, online: OnlineConfig) -> bool:
     """Whether a value cannot be meant."""
-    metric = metrics.get(item.metric)
+    metric = online.metric(item.metric)
     if metric is None or isinstance(item.value, bool) or not isinstance(item.value, float | int):
         return False
     low, high = FARTHEST * min(metric.clip[0], -metric.clip[1]), FARTHEST * max(metric.clip[1], -metric.clip[0])
     return not math.isfinite(item.value) or not low <= metric.weight * item.value <= high
 
 
-def counted(items: Iterable[Feedback]) -> list[Feedback]:
-    """The newest word of each source on each metric; what has no weight was not said, whatever else it would cause."""
-    newest: dict[tuple[str, str], Feedback] = {}
+def counted(items: Iterable[Feedback], online: OnlineConfig) -> dict[tuple[str, Level], list[Feedback]]:
+    """By metric and level the newest word of each source.
+
+    What has no weight was not said, whatever else it would cause.
+    """
+    newest: dict[tuple[str, Level, str], Feedback] = {}
     for item in sorted(items, key=lambda item: (item.received, item.revision, item.id)):
-        newest[item.metric, item.key_id] = item
-    return [item for item in newest.values() if item.weight > 0]
+        level = level_of(item, online)
+        if level is not None:
+            newest[item.metric, level, item.key_id] = item
+    found: dict[tuple[str, Level], list[Feedback]] = {}
+    for (metric, level, _), item in newest.items():
+        if item.weight > 0:
+            found.setdefault((metric, level), []).append(item)
+    return found
 
 
-def _mean(items: Iterable[Feedback], metric: MetricConfig) -> float | None:
+def _mean(words: Sequence[Feedback], metric: MetricConfig) -> float | None:
     """What was said of one metric, averaged by weight; None where nobody said anything that counts."""
-    found = counted(items)
-    if not found:
+    if not words:
         return None
-    return sum(item.weight * worth_of(item.value, metric) for item in found) / sum(item.weight for item in found)
+    return sum(item.weight * worth_of(item.value, metric) for item in words) / sum(item.weight for item in words)
 
 
 def worth_of(value: bool | float | str | None, metric: MetricConfig) -> float:

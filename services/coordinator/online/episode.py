@@ -12,6 +12,7 @@ from penstock.services.coordinator.online.admission import (
     admit,
     counted,
     is_invalid,
+    level_of,
     refusal_of,
     reward_of_whole,
 )
@@ -136,7 +137,7 @@ class Episode:
         closed = self._closed(job) or now - self.begun >= job.online.max_age_s
         if not (self.single or closed or idle):
             return None
-        said = [self._said_of(place) for place in range(len(self.turns))]
+        said = [self._said_of(place, job) for place in range(len(self.turns))]
         rated = self._rated(said, job)
         for turn in self.turns:
             if turn.refusal is None:  # facts alone decide it: once, however often the episode is looked at
@@ -167,9 +168,9 @@ class Episode:
 
     def _rated(self, said: Sequence[Sequence[Feedback]], job: OnlineJob) -> list[bool]:
         """Whether something was said of the conversation that each turn is of, or of the whole episode."""
-        roots, words = self.tree.roots, [counted(items) for items in said]
-        rated = {root for root, items in zip(roots, words, strict=True) if items}
-        whole = any(_is_of_whole(item, job) for items in words for item in items)
+        roots, words = self.tree.roots, [counted(items, job.online) for items in said]
+        rated = {root for root, said_of_it in zip(roots, words, strict=True) if said_of_it}
+        whole = any(level == "episode" for said_of_it in words for _, level in said_of_it)
         return [whole or root in rated for root in roots]
 
     def _closed(self, job: OnlineJob) -> bool:
@@ -182,26 +183,27 @@ class Episode:
     def _said(self) -> list[Item]:
         return [*self.items.values(), *(item for turn in self.turns for item in turn.items.values())]
 
-    def _said_of(self, place: int) -> list[Feedback]:
+    def _said_of(self, place: int, job: OnlineJob) -> list[Feedback]:
         """Feedback on one turn; what was said of the whole, or of a turn by number, goes to that turn or the last."""
         said = [item.feedback for item in self.turns[place].items.values()]
         return said + [
             item.feedback
             for item in self.items.values()
-            if self._target(item.feedback) == place and item.feedback.metric
+            if self._target(item.feedback, job) == place and item.feedback.metric
         ]
 
-    def _target(self, feedback: Feedback) -> int:
-        """The turn that something is about which names the episode."""
-        return feedback.turn if 0 <= feedback.turn < len(self.turns) else len(self.turns) - 1
+    def _target(self, feedback: Feedback, job: OnlineJob) -> int:
+        """The turn that something is about which names the episode; of the whole the last one."""
+        is_numbered = 0 <= feedback.turn < len(self.turns) and not _is_of_whole(feedback, job)
+        return feedback.turn if is_numbered else len(self.turns) - 1
 
     def _outcome(self, job: OnlineJob, said: Sequence[Sequence[Feedback]], decisions: list[Decision]) -> Outcome:
-        earned = earned_by(job, self.turns, decisions, _judges(self._said()))
+        earned = earned_by(job, self.turns, decisions, _judges(self._said(), job))
         if any(turn.refusal in (CANARY, NOT_COMPARED) for turn in self.turns):  # no turn learns from what followed it
             return Outcome([], [(turn, CANARY) for turn in self.turns], earned)
         tree = self.tree
         counts = [
-            decision.verdict == "train" or bool(counted(items))
+            decision.verdict == "train" or bool(counted(items, job.online))
             for decision, items in zip(decisions, said, strict=True)
         ]  # fmt: skip
         values = returns(self._rewards(job, said, decisions), job.online.gamma, tree, counts)
@@ -227,7 +229,7 @@ class Episode:
             feedback = {name: item for place in places for name, item in self.turns[place].items.items()}
             if places[-1] == max(trained):  # what was said of refused turns counts by credit
                 feedback |= self.items | {name: item for turn, _ in refused for name, item in turn.items.items()}
-            judges = _judges(self._concerning(places[0], job))
+            judges = _judges(self._concerning(places[0], job), job)
             reason = _reason([decisions[place] for place in places], [values[place] for place in places], judges)
             turns, (objective, _) = tuple(self.turns[place] for place in places), kinds[places[0]]
             share = shares.get(places[0], 1.0)
@@ -247,7 +249,8 @@ class Episode:
 
     def _owners(self, places: Sequence[int], job: OnlineJob) -> Owners:
         """Who has a share of the batch by a trajectory of these turns."""
-        return owners_of_turns([self.turns[place] for place in places], _judges(self._concerning(places[0], job)))
+        judges = _judges(self._concerning(places[0], job), job)
+        return owners_of_turns([self.turns[place] for place in places], judges)
 
     def _concerning(self, place: int, job: OnlineJob) -> list[Item]:
         """What was said of a turn and of those that go on from it, of the whole, or by number of its conversation."""
@@ -255,19 +258,18 @@ class Episode:
         of_episode = [
             item
             for item in self.items.values()
-            if _is_of_whole(item.feedback, job) or roots[self._target(item.feedback)] == roots[place]
+            if _is_of_whole(item.feedback, job) or roots[self._target(item.feedback, job)] == roots[place]
         ]
         return of_episode + [item for later in self.tree.below(place) for item in self.turns[later].items.values()]
 
 
 def _is_of_whole(feedback: Feedback, job: OnlineJob) -> bool:
-    metric = job.online.metrics.get(feedback.metric)
-    return metric is not None and metric.level == "episode"
+    return level_of(feedback, job.online) == "episode"
 
 
-def _judges(said: Iterable[Item]) -> tuple[str, ...]:
+def _judges(said: Iterable[Item], job: OnlineJob) -> tuple[str, ...]:
     """Keys whose feedback decides over what it concerns: what later turns earned comes back to earlier ones."""
-    counting = (item.feedback for item in said if item.feedback.metric and item.feedback.weight > 0)
+    counting = (one.feedback for one in said if level_of(one.feedback, job.online) and one.feedback.weight > 0)
     return tuple(sorted({item.key_id for item in counting}))
 
 

@@ -48,10 +48,11 @@ class Funnel:
         self._counts["interactions"] += 1
 
     def on_feedback(self, item: Feedback) -> None:
-        """One was read; of declared metrics the mean value is told, of a boolean one the share of `true`."""
+        """One was read; of metrics the mean value is told, of a boolean one the share of `true`."""
         self._counts["feedback"] += 1
-        declared = self._job.online.metrics
-        if item.metric in declared and isinstance(item.value, float | int) and not out_of_range(item, declared):
+        online = self._job.online
+        counts = online.metric(item.metric) is not None and not out_of_range(item, online)
+        if counts and isinstance(item.value, float | int):
             total, number = self._said.get(item.metric, (0.0, 0))
             self._said[item.metric] = total + float(item.value), number + 1
 

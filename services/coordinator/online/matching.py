@@ -142,7 +142,7 @@ class Matching:
         if item.id in self._retracted:
             by = self._retracted.pop(item.id)[1].id
             return self._close(item.id, fate(item.id, "retracted", f"by {by}", now))
-        reason = self.offers.refusal(item) or ("out_of_range" if out_of_range(item, self.job.online.metrics) else "")
+        reason = self.offers.refusal(item) or ("out_of_range" if out_of_range(item, self.job.online) else "")
         if reason:
             return self._close(item.id, fate(item.id, "rejected", reason, now))
         known = self._items.get(item.id)

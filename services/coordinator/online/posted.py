@@ -18,17 +18,27 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
-from penstock.services.coordinator.online.admission import HIGHEST_LOGPROB
-from penstock.shared.config.online import MetricConfig
+from penstock.services.coordinator.online.admission import HIGHEST_LOGPROB, worth_of
+from penstock.shared.config.online import REWARD, MetricConfig, OnlineConfig
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.interaction import Feedback
 from penstock.shared.protocol.objective import Objective
 
-__all__ = ["Facts", "Present", "Use", "facts_of", "refusal_of_tokens", "reward_of_posted", "use_for", "use_of"]
+__all__ = [
+    "Facts",
+    "Present",
+    "Use",
+    "facts_of",
+    "is_judged",
+    "refusal_of_tokens",
+    "reward_of_posted",
+    "use_for",
+    "use_of",
+]
 
 EVERY_KEY = "*"
 NOT_TRAINED = "not_trained"
@@ -47,7 +57,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     plain: bool
     """Neither greedy nor truncated."""
     temperature: float
-    rewards: dict[str, float]
+    rewards: dict[str, bool | float]
     group: str = ""
     """Others of the same name, posted with the same key, answer the same task."""
 
@@ -74,12 +84,12 @@ def facts_of(item: Feedback) -> Facts:
     plain = temperature > 0 and sampling.get("top_p", 1.0) == 1.0 and not sampling.get("top_k", 0)
     rewards = {**body.get("rewards", {})}
     if body.get("reward") is not None:
-        rewards["reward"] = body["reward"]
+        rewards[REWARD] = body["reward"]
     return Facts(
         version=body.get("policy_version"), num_prompt=len(body.get("prompt_token_ids") or []), num_tokens=len(tokens),
         has_logprobs=bool(logprobs), flaw=_flaw(tokens, logprobs),
         plain=plain, temperature=temperature,
-        rewards={name: float(value) for name, value in rewards.items()},
+        rewards={name: value if isinstance(value, bool) else float(value) for name, value in rewards.items()},
         group=f"{item.key_id} {body['group_id']}" if body.get("group_id") else "",
     )  # fmt: skip
 
@@ -103,8 +113,8 @@ class Present:
 
 def use_of(facts: Facts, key_id: str, job: OnlineJob, now: Present) -> Use:
     """Decide by the rewards that were posted with it; ``key_id`` is who posted it."""
-    metrics = job.online.metrics
-    said = bool(facts.rewards.keys() & metrics.keys())
+    metrics = job.online.of_level("interaction") | job.online.of_level("episode")
+    said = is_judged(facts, job.online)
     return use_for(facts, key_id, job, now, reward_of_posted(facts.rewards, metrics) if said else None)
 
 
@@ -175,12 +185,11 @@ def refusal_of_tokens(facts: Facts, job: OnlineJob) -> str:
     return "completion_too_long" if facts.num_tokens > job.sampling.max_new_tokens else ""
 
 
-def reward_of_posted(rewards: Mapping[str, float], metrics: Mapping[str, MetricConfig]) -> float:
+def is_judged(facts: Facts, online: OnlineConfig) -> bool:
+    """Whether its sender said what it is worth."""
+    return any(online.metric(name) is not None for name in facts.rewards)
+
+
+def reward_of_posted(rewards: Mapping[str, bool | float], metrics: Mapping[str, MetricConfig]) -> float:
     """Sum of the clipped values of these metrics, missing ones at their default."""
-    return sum(_worth(rewards.get(name, metric.default_value), metric) for name, metric in metrics.items())
-
-
-def _worth(value: Any, metric: MetricConfig) -> float:
-    if isinstance(value, bool):
-        value = metric.when_true if value else metric.when_false
-    return min(max(metric.weight * float(value), metric.clip[0]), metric.clip[1])
+    return sum(worth_of(rewards.get(name, metric.default_value), metric) for name, metric in metrics.items())

@@ -14,6 +14,7 @@ from penstock.services.coordinator.online.posted import (
     Facts,
     Present,
     Use,
+    is_judged,
     refusal_of_tokens,
     reward_of_posted,
     use_for,
@@ -206,15 +207,14 @@ class PostedEpisode:
 
 def _credit_of(turns: Sequence[PostedTurn], job: OnlineJob) -> _Credit:
     """Rewards of turns come back along the branches; what was said of the whole, last, to the end of each of them."""
-    tree, metrics = tree_of([turn.said for turn in turns]), job.online.metrics
-    of_turn = {name: metric for name, metric in metrics.items() if metric.level == "interaction"}
-    of_whole = {name: metric for name, metric in metrics.items() if metric.level == "episode"}
+    tree, of_turn = tree_of([turn.said for turn in turns]), job.online.of_level("interaction")
+    of_whole = {name: metric for name, metric in job.online.of_level("episode").items() if name not in of_turn}
     said_of_whole = {name: value for turn in turns for name, value in turn.facts.rewards.items() if name in of_whole}
     rewards = [reward_of_posted(turn.facts.rewards, of_turn) for turn in turns]
     whole = reward_of_posted(said_of_whole, of_whole)
     for place in set(range(len(turns))) - set(tree.parents):
         rewards[place] += whole
-    spoken = [bool(turn.facts.rewards.keys() & metrics.keys()) for turn in turns]
+    spoken = [is_judged(turn.facts, job.online) for turn in turns]
     usable = [not refusal_of_tokens(turn.facts, job) for turn in turns]
     counts = [one or other for one, other in zip(spoken, usable, strict=True)]
     rated = {root for root, one in zip(tree.roots, spoken, strict=True) if one}

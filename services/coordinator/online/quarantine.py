@@ -139,10 +139,10 @@ class Quarantine:
 
     def _judge(self, item: Feedback) -> str:
         """Why an item is held, judged once."""
-        metric = self._job.online.metrics.get(item.metric)
+        metric = self._job.online.metric(item.metric)
         if metric is None or item.kind != "metric" or not isinstance(item.value, bool | int | float):
             return ""
-        if self._judged.get(item.id, -1) >= item.revision or out_of_range(item, self._job.online.metrics):
+        if self._judged.get(item.id, -1) >= item.revision or out_of_range(item, self._job.online):
             return ""
         self._judged[item.id] = item.revision
         if len(self._judged) > REMEMBERED:

@@ -27,7 +27,7 @@ def comparisons(job: OnlineJob, items: Iterable[Feedback]) -> list[tuple[str, fl
         return []
     said: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
     for item in sorted(items, key=lambda item: (item.received, item.revision, item.id)):
-        metric = job.online.metrics.get(item.metric)
+        metric = job.online.metric(item.metric)
         if metric is not None:
             said[item.inference or item.episode, item.metric][item.key_id] = worth_of(item.value, metric)
     pairs = []

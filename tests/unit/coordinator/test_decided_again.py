@@ -78,6 +78,12 @@ CASES: dict[str, tuple[dict[str, Any], list[Interaction], list[Feedback], float]
     "turns apart, with credit": (
         {"gamma": 0.5}, turns(), [said("f0", 0.25), said("f1", 0.5, inference="i2", final=True)], NOW + 9,
     ),
+    "a reward that is not declared, of a turn and of the whole": (
+        {"gamma": 0.5}, turns(), [
+            said("f0", 0.75, metric="reward"), said("f1", 0.25, episode=EPISODE, metric="reward", final=True),
+            said("f2", -0.25, episode=EPISODE, metric="reward", turn=0, key_id="k2"),
+        ], NOW + 9,
+    ),
     "an episode with a turn that was refused": (
         {"gamma": 0.5}, [turns()[0], replace(turns()[1], untrainable="side_turn")],
         [said("f0", 0.25), said("f1", 0.5, inference="i2", final=True)], NOW + 9,

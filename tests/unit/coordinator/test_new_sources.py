@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from penstock.services.coordinator.decision import Draft, copy_state
 from penstock.services.coordinator.ledger import LedgerState, fold
@@ -92,6 +93,9 @@ def test_the_newest_word_of_each_is_compared_with_the_mean_of_the_reference_keys
         said("d", False, key="judge"),
     ]  # fmt: skip
     assert comparisons(config, items) == [("k", -1.0, 0.0), ("other", 1.0, -1.0)]
+    others = [replace(item, metric="reward", value=float(item.value is True)) for item in items]
+    assert comparisons(config, others) == [("k", 0.0, 0.5), ("other", 1.0, 0.0)], "an undeclared reward likewise"
+    assert comparisons(config, [replace(item, metric="liked") for item in items]) == [], "nothing counts it"
     plain = OnlineJob.parse({**config.model_dump(mode="json", exclude_unset=True), "online": {}})
     assert (comparisons(plain, items), weight_of(plain, {}, ["k"], "feedback")) == ([], 1.0)
 

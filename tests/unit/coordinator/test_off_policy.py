@@ -189,6 +189,35 @@ def test_a_posted_reward_is_the_sum_of_declared_metrics() -> None:
     assert offered(matching) == [("policy", "posted", -0.5)]
     nothing = met([item("interaction", body=body)], posted=TRUSTED, metrics=metrics)
     assert told(nothing) == [("rejected", "no_reward")]
+    liked = met([item("interaction", body=body | {"rewards": {"liked": 1.0}})], posted=TRUSTED, metrics=metrics)
+    assert told(liked) == [("rejected", "no_reward")]
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"rewards": {"b": True}}, 1.0),
+        ({"rewards": {"b": False}}, -0.5),
+        ({"rewards": {"b": False, "a": 1.0}}, 0.0),
+        ({"reward": 0.25}, 1.25),
+        ({"reward": 5.0, "rewards": {"b": False}}, 0.5),
+        ({"rewards": {"reward": -0.25, "b": True}}, 0.75),
+    ],
+)
+def test_a_posted_reward_has_booleans_and_the_undeclared_reward(said: dict[str, Any], expected: float) -> None:
+    metrics = {
+        "a": {"type": "float", "weight": 0.5},
+        "b": {"type": "boolean", "when_false": -0.5, "default_value": True},
+    }
+    body = {name: value for name, value in EXACT.items() if name != "reward"}
+    matching = met([item("interaction", body=body | said)], posted=TRUSTED, metrics=metrics)
+    assert offered(matching) == [("policy", "posted", expected)]
+
+
+def test_a_declared_reward_may_be_a_boolean() -> None:
+    metrics = {"reward": {"type": "boolean", "when_true": 0.5}}
+    (offer,) = offered(met([item("interaction", body=EXACT | {"reward": True})], posted=TRUSTED, metrics=metrics))
+    assert offer == ("policy", "posted", 0.5)
 
 
 def test_a_key_whose_log_probs_were_wrong_is_not_believed_any_more() -> None:

@@ -146,6 +146,29 @@ def test_turns_in_any_order_are_credited_as_served_ones_once_all_are_there(
     assert leader.matching.lowest()[1] == 3, "nothing is undecided"
 
 
+@pytest.mark.parametrize(("solved", "reward"), [(True, 1.0), (False, -1.0)])
+def test_an_episode_may_be_judged_by_yes_or_no(solved: bool, reward: float) -> None:
+    metrics = {"solved": {"type": "boolean", "level": "episode", "default_value": not solved}}
+    items = [turn(0, [1], [2]), turn(1, [1, 2, 3], [4], done=True, rewards={"solved": solved})]
+    leader = Leader(job(gamma=0.5, metrics=metrics), items)
+    admissions = leader.decide()
+    assert rewards(admissions) == {"t0": reward / 2, "t1": reward}
+    assert again(leader, admissions) == (2, [])
+
+
+def test_an_undeclared_reward_is_of_its_turn_and_counts_beside_what_is_declared() -> None:
+    metrics = {"solved": {"type": "boolean", "level": "episode"}}
+    items = [
+        turn(0, [1], [2], reward=0.5), turn(1, [1, 2, 3], [4], done=True, reward=-0.5, rewards={"solved": True})
+    ]  # fmt: skip
+    leader = Leader(job(gamma=0.5, metrics=metrics), items)
+    admissions = leader.decide()
+    assert rewards(admissions) == {"t0": 0.75, "t1": 0.5}
+    assert again(leader, admissions) == (2, [])
+    alone = Leader(job(gamma=0.5, metrics=metrics), two_turns())
+    assert rewards(alone.decide()) == {"t0": 0.25, "t1": 0.5}
+
+
 def test_an_episode_without_an_end_is_over_when_it_rests() -> None:
     leader = Leader(job(idle_ttl_s=60.0), [replace(one, final=False) for one in talk()])
     assert leader.decide(59.0) == []

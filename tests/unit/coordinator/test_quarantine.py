@@ -69,9 +69,9 @@ class Reader:
         return found
 
 
-def usual(count: int, *, seed: int = 0) -> list[Feedback]:
+def usual(count: int, *, seed: int = 0, metric: str = "rating") -> list[Feedback]:
     values = random.Random(seed)
-    return [said(number, round(values.uniform(-0.2, 0.2), 3)) for number in range(count)]
+    return [said(number, round(values.uniform(-0.2, 0.2), 3), metric=metric) for number in range(count)]
 
 
 # -- rules -------------------------------------------------------------------------------------------------------------
@@ -170,6 +170,13 @@ def test_an_outlier_is_held_and_nothing_follows_from_it() -> None:
     assert reader.quarantine.lowest == 21
     assert reader.read(said(50, 1.0), start=22) == [], "the same item again"
     assert reader.quarantine.num_held == 1
+
+
+@pytest.mark.parametrize(("metric", "is_held"), [("rating", True), ("reward", True), ("liked", False)])
+def test_what_counts_may_be_held_declared_or_not(metric: str, is_held: bool) -> None:
+    reader = Reader()
+    assert reader.read(*usual(20, metric=metric)) == []
+    assert bool(reader.read(said(50, 1.0, metric=metric), start=21)) is is_held
 
 
 def test_release_lets_it_count_and_drop_rejects_it() -> None:
