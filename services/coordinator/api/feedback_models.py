@@ -71,6 +71,7 @@ TagKey = Annotated[StrictStr, StringConstraints(min_length=1, max_length=MAX_TAG
 TagValue = Annotated[StrictStr, StringConstraints(max_length=MAX_TAG_VALUE)]
 User = Annotated[StrictStr, StringConstraints(min_length=1, max_length=256)]
 Finite = Annotated[StrictFloat, Field(allow_inf_nan=False)]
+Verdict = StrictBool | Finite
 Token = Annotated[StrictInt, Field(ge=0, lt=1 << 31)]
 
 
@@ -114,7 +115,7 @@ class Metric(_Post):
     """A value of a declared metric, or text."""
 
     metric_name: MetricName = Field(description="A metric that the job declares, reward, comment or demonstration")
-    value: StrictBool | Finite | Annotated[StrictStr, StringConstraints(max_length=MAX_TEXT)] | Message | Messages
+    value: Verdict | Annotated[StrictStr, StringConstraints(max_length=MAX_TEXT)] | Message | Messages
     weight: Finite = Field(1.0, ge=0, le=1)
     final: StrictBool = False
     turn: StrictInt = Field(-1, ge=-1, lt=1 << 31, description="Which interaction of an episode; -1: its last")
@@ -163,8 +164,10 @@ class PostedInteraction(_Post):
     group_id: Annotated[StrictStr, StringConstraints(min_length=1, max_length=128)] | None = None
     episode_id: EpisodeId | None = Field(None, description="The episode that it is a turn of, one of its key")
     turn: StrictInt = Field(-1, ge=-1, lt=MAX_TURNS, description="Its place there, from 0; -1: behind what came before")
-    reward: Finite | None = None
-    rewards: dict[MetricName, Finite] = Field(default_factory=dict, max_length=64)
+    reward: Verdict | None = None
+    rewards: dict[MetricName, Verdict] = Field(
+        default_factory=dict, max_length=64, description="Values of metrics, as the job declares them"
+    )
     done: StrictBool | None = Field(
         None, description="Whether it is the last turn of its episode; default: only where it is of none"
     )

@@ -22,7 +22,7 @@ from penstock.services.coordinator.api.feedback_models import (
 )
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem
 from penstock.services.coordinator.feedback.jobs import LiveJob
-from penstock.shared.config.online import MetricConfig
+from penstock.shared.config.online import REWARD, MetricConfig
 from penstock.shared.data.redaction import Redactor
 from penstock.shared.protocol.interaction import USER_TAG, Feedback
 
@@ -169,7 +169,7 @@ def _value(post: Metric, job: LiveJob, *, by_episode: bool) -> tuple[bool | floa
     if declared is not None:
         if declared.level == "episode" and not by_episode:
             raise _invalid("/episode_id", f"'{name}' judges an episode: post it with episode_id, not inference_id")
-        return _number(name, value, declared), {}
+        return _checked(name, value, declared, "/value"), {}
     if name == "comment":
         if not isinstance(value, str) or len(value) > MAX_COMMENT:
             raise _invalid("/value", f"a comment is a string of at most {MAX_COMMENT} characters")
@@ -183,16 +183,17 @@ def _value(post: Metric, job: LiveJob, *, by_episode: bool) -> tuple[bool | floa
     raise _invalid("/metric_name", f"job '{job.name}' declares no metric '{name}'; it takes: {', '.join(job.names)}")
 
 
-def _number(name: str, value: Any, declared: MetricConfig) -> bool | float:
+def _checked(name: str, value: Any, declared: MetricConfig, pointer: str) -> bool | float:
+    """A value as its metric declares it. Raises HttpProblem: 422."""
     if declared.type == "boolean":
         if not isinstance(value, bool):
-            raise _invalid("/value", f"'{name}' is a boolean, found {_kind(value)}")
+            raise _invalid(pointer, f"'{name}' is a boolean, found {_kind(value)}")
         return value
     if not is_number(value):
-        raise _invalid("/value", f"'{name}' is a finite number, found {_kind(value)}")
+        raise _invalid(pointer, f"'{name}' is a finite number, found {_kind(value)}")
     bound = RANGE_FACTOR * max(abs(declared.clip[0]), abs(declared.clip[1]))
     if abs(value * declared.weight) > bound:
-        raise _invalid("/value", f"'{name}' times its weight {declared.weight:g} must lie within ±{bound:g}")
+        raise _invalid(pointer, f"'{name}' times its weight {declared.weight:g} must lie within ±{bound:g}")
     return float(value)
 
 
@@ -240,15 +241,13 @@ def _refuse_weightless(post: Posted, who: Identity) -> None:
 
 
 def _check_rewards(post: PostedInteraction, job: LiveJob) -> None:
-    values = dict(post.rewards) | ({"reward": post.reward} if post.reward is not None else {})
+    values = dict(post.rewards) | ({REWARD: post.reward} if post.reward is not None else {})
     for name, value in values.items():
-        pointer = "/reward" if name == "reward" and post.reward is not None else f"/rewards/{name}"
+        pointer = "/reward" if name == REWARD and post.reward is not None else f"/rewards/{name}"
         declared = job.metric(name)
         if declared is None:
             raise _invalid(pointer, f"job '{job.name}' declares no metric '{name}'; it takes: {', '.join(job.names)}")
-        if declared.type == "boolean":
-            raise _invalid(pointer, f"'{name}' is a boolean; rewards of an interaction are numbers")
-        _number(name, value, declared)
+        _checked(name, value, declared, pointer)
 
 
 def _fingerprint(item: Feedback) -> str:

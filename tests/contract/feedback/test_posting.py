@@ -221,8 +221,6 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ({"token_ids": None, "logprobs": None}, "needs a completion"),
     ({"prompt_token_ids": [1] * MAX_TOKENS}, f"more than {MAX_TOKENS} tokens"),
     ({"rewards": {"liked": 1.0}}, "declares no metric 'liked'"),
-    ({"rewards": {"accepted": 1.0}}, "is a boolean"),
-    ({"reward": 11.0}, "within ±10"),
     ({"model": "nobody"}, "no online job 'nobody'"),
     ({"model": None}, "/model"),
 ]
@@ -235,6 +233,32 @@ async def test_interactions_that_do_not_fit(desk: Any) -> None:
         assert reply.status_code == 422
         assert words in reply.json()["detail"], reply.text
     assert await desk.items() == []
+
+
+VERDICTS: list[tuple[dict[str, Any], str, str]] = [
+    ({"rewards": {"accepted": 1.0}}, "/rewards/accepted", "'accepted' is a boolean, found a number"),
+    ({"rewards": {"solved": 1}}, "/rewards/solved", "'solved' is a boolean, found a number"),
+    ({"rewards": {"score": True}}, "/rewards/score", "'score' is a finite number, found a boolean"),
+    ({"rewards": {"score": 10.5}}, "/rewards/score", "within ±10"),
+    ({"rewards": {"accepted": "yes"}}, "/rewards/accepted", "valid boolean"),
+    ({"rewards": {"reward": True}}, "/rewards/reward", "'reward' is a finite number, found a boolean"),
+    ({"reward": True}, "/reward", "'reward' is a finite number, found a boolean"),
+    ({"reward": 11.0}, "/reward", "within ±10"),
+]
+
+
+async def test_what_an_interaction_earned_is_said_as_its_metrics_are_declared(desk: Any) -> None:
+    whole = {"kind": "interaction", "model": "policy", "prompt_token_ids": [1], "token_ids": [2, 3]}
+    for change, pointer, words in VERDICTS:
+        problem = refused(await desk.post(whole | change), 422, "invalid_feedback")
+        assert problem["errors"][0]["pointer"].startswith(pointer), problem
+        assert words in problem["detail"], problem
+    assert await desk.items() == []
+    said = {"accepted": True, "solved": False, "score": 1}
+    assert (await desk.post(whole | {"rewards": said, "reward": -1})).status_code == 202
+    (item,) = await desk.items()
+    assert (item.body["rewards"], item.body["reward"]) == ({"accepted": True, "solved": False, "score": 1.0}, -1.0)
+    assert [type(item.body["rewards"][name]) for name in said] == [bool, bool, float]
 
 
 async def test_the_job_is_found_by_mark_by_name_or_alone(desk: Any) -> None:
