@@ -62,6 +62,7 @@ def submit(stack: Any, make_job: Callable[..., Any], tmp_path: Path) -> Callable
         ("train.bach_size=8", "train.bach_size: unknown key; did you mean 'batch_size'?"),
         ("train.batch_size=10", "train.batch_size 10 is not divisible by algorithm.group_size 4"),
         ("train.minibatches=3", "the 4 groups of a batch are not divisible by train.minibatches 3"),
+        ("algorithm.group_size=1", "greater than or equal to 2"),
         ("model={path: /nowhere/model}", "model.path: '/nowhere/model' does not exist"),
     ],
 )

@@ -89,6 +89,19 @@ async def test_invalid_job_names_every_flaw(connect: Any, job: Any) -> None:
     assert body["error"]["param"] in flaws
 
 
+async def test_a_live_agent_asks_once_so_what_needs_groups_is_refused(connect: Any, books: Any, job: Any) -> None:
+    spec = {"kind": "online_rl", "name": "live", "model": job["model"]}
+    async with connect() as client:
+        for name in ("grpo", "rloo"):
+            body = {**spec, "algorithm": {"type": name}}
+            problem = assert_problem(await client.post("/v1/jobs", json=body), 422, "invalid_job")
+            (flaw,) = problem["errors"]
+            assert flaw["pointer"] == "/algorithm"
+            assert f"type '{name}' needs several answers to the same prompt" in flaw["detail"]
+        assert books.submitted == 0
+        assert (await client.post("/v1/jobs?dry_run=true", json=spec)).status_code == 200
+
+
 async def test_what_only_the_coordinator_can_refuse(connect: Any, job: Any) -> None:
     async with connect() as client:
         body = assert_problem(await client.post("/v1/jobs", json={**job, "name": "too-big"}), 422, "invalid_job")
