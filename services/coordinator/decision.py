@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
+from penstock.services.coordinator.draws import OpenDraw
 from penstock.services.coordinator.gate import MAX_REDRAWS, Candidate, Verdict, choose
 from penstock.services.coordinator.hyperparameters import hyperparameters_of
 from penstock.services.coordinator.ledger import NO_SIGNAL, LedgerState
@@ -64,6 +65,10 @@ class DrawSource(Protocol):
 
     def draw(self, draft: Draft) -> None:
         """Add the draws for which there is room now."""
+        ...
+
+    def refusal(self, draw: Draw) -> str:
+        """Why an open draw must not be trained, with a group or without; '' where nothing speaks against it."""
         ...
 
     def judge(self, draft: Draft) -> None:
@@ -162,25 +167,28 @@ class Draft:
         start = self.state.start_version(self.state.next_number)
         by_reason: dict[tuple[str, bool], list[Draw]] = {}
         for draw, info in self.state.open.items():
-            if info.batch:
-                continue
-            candidate = self.candidates.get(draw)
-            if candidate is None:
-                if info.deadline <= self.now:
-                    # Where nothing arrives at all, the workers are away and the prompts are not to blame.
-                    again = draw.n < MAX_REDRAWS or not self.run.candidates
-                    by_reason.setdefault(("deadline", again), []).append(draw)
-                elif info.min_version > start and self.run.source.redraws:
-                    # A batch was refused: only later ones make that version, and no worker has started yet.
-                    by_reason.setdefault(("replanned", True), []).append(draw)
-            elif candidate.verdict is Verdict.SKIPPED:
-                by_reason.setdefault((candidate.header.skipped, False), []).append(draw)
-            elif candidate.verdict is not Verdict.ACCEPT:
-                by_reason.setdefault((str(candidate.verdict), draw.n < MAX_REDRAWS), []).append(draw)
-            elif candidate.is_stale(start, self.config.train.max_lag):
-                by_reason.setdefault(("stale", True), []).append(draw)
+            if not info.batch and (found := self._why_not(draw, info, start)) is not None:
+                by_reason.setdefault(found, []).append(draw)
         for (reason, redraw), draws in sorted(by_reason.items()):
             self.drop_draws(sorted(draws), reason, redraw=redraw)
+
+    def _why_not(self, draw: Draw, info: OpenDraw, start: int) -> tuple[str, bool] | None:
+        """Why a draw is dropped, and whether it is drawn again; None: it is not."""
+        candidate = self.candidates.get(draw)
+        if refusal := self.run.source.refusal(draw):
+            return refusal, False
+        if candidate is None:
+            if info.deadline <= self.now:
+                # Where nothing arrives at all, the workers are away and the prompts are not to blame.
+                return "deadline", draw.n < MAX_REDRAWS or not self.run.candidates
+            # A batch was refused: only later ones make that version, and no worker has started yet.
+            replanned = info.min_version > start and self.run.source.redraws
+            return ("replanned", True) if replanned else None
+        if candidate.verdict is Verdict.SKIPPED:
+            return candidate.header.skipped, False
+        if candidate.verdict is not Verdict.ACCEPT:
+            return str(candidate.verdict), draw.n < MAX_REDRAWS
+        return ("stale", True) if candidate.is_stale(start, self.config.train.max_lag) else None
 
     def drop_draws(self, draws: list[Draw], reason: str, *, redraw: bool) -> None:
         if not draws:
@@ -295,6 +303,10 @@ class TicketSource:
     """Draws on demand: a ticket for each, in the job's data order, as many as the lag bound lets be in flight."""
 
     redraws = True
+
+    def refusal(self, draw: Draw) -> str:
+        """Nothing: prompts are nobody's."""
+        return ""
 
     def judge(self, draft: Draft) -> None:
         """Nothing: nobody is asked."""

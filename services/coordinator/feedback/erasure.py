@@ -20,11 +20,12 @@ from typing import TypeVar
 
 import msgspec
 
+from penstock.services.coordinator.feedback.made import Made, erase_groups, erase_message
 from penstock.shared.errors import Conflict, ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.episode import KEEP_S, EpisodeRecord
-from penstock.shared.protocol.events import Admitted, decode_events
+from penstock.shared.protocol.events import decode_events
 from penstock.shared.protocol.interaction import (
     Erasure,
     FateBatch,
@@ -35,7 +36,6 @@ from penstock.shared.protocol.interaction import (
     named_users,
 )
 from penstock.shared.protocol.parts import PART, count_of
-from penstock.shared.protocol.trajectory import parse_group_header
 from penstock.shared.transport.bus import Bus, Message, Outgoing
 from penstock.shared.transport.kv import Entry
 
@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=msgspec.Struct)
 
 PREFIX = "erasure"
+NAMED = 10_000
+"""Ids of each kind in one message."""
 UNDECIDED = frozenset({"received", "matched", "quarantined"})
 """Fates that others follow. What has its last one is not stored anew: a later leader would decide it again."""
 
@@ -74,11 +76,13 @@ class _Found:
     feedback: set[str] = field(default_factory=set)
     mixed: list[tuple[Message, list[Feedback]]] = field(default_factory=list)
     """Messages that hold some of it, and what they hold of others."""
+    gone: set[str] = field(default_factory=set)
+    """What earlier deletions of the user named, interactions and feedback."""
 
     def covers(self, item: Feedback) -> bool:
         """Whether an item is about one of these interactions or episodes."""
         targets = (item.inference, item.body.get("rejected"))
-        return item.episode in self.episodes or any(id in self.interactions for id in targets)
+        return item.episode in self.episodes or any(id in self.interactions or id in self.gone for id in targets)
 
 
 class Eraser:
@@ -111,24 +115,23 @@ class Eraser:
         Raises:
             Unavailable: the bus went away; what is left is deleted by the next run.
         """
-        last, found = 0, await self._search(report.user)
+        found = await self._search(report.user)
         report.episodes += await self._end_episodes(report.user, found)
-        for job, mine in found.items():
-            erasure = Erasure(
-                user=report.user, interactions=sorted(mine.interactions), feedback=sorted(mine.feedback),
-                time=time.time(),
-            )  # fmt: skip
-            last = max(last, await self._bus.publish(subjects.erasures(job), pack(erasure, job=job)))
+        last = max([0, *[await self._announce(report.user, job, mine) for job, mine in found.items()]])
+        # What a leader admits after this search it drops itself: it reads what was announced.
+        for job, made in (await self._made(report.user, found)).items():
+            mine = found.get(job, _Found())
             versions, decided = await self._told(job, mine)
-            report.groups += await self._erase_groups(job, mine)
+            report.groups += await erase_groups(self._bus, job, made.ordinals) if made.ordinals else 0
             for message, rest in mine.mixed:
-                await self._rewrite(job, message, [item for item in rest if _target(item) not in decided])
+                waits = [item for item in rest if _target(item) not in decided | made.decided]
+                await self._rewrite(job, message, waits if message.seq >= made.low_feedback else [])
             for message in chain.from_iterable(mine.interactions.values()):
-                await self._erase(subjects.INTERACTIONS, message)
+                await erase_message(self._bus, subjects.INTERACTIONS, message)
             report.interactions += len(mine.interactions)
             report.feedback += len(mine.feedback)
-            if versions:
-                report.trained_versions = {**report.trained_versions, job: versions}
+            if versions | made.versions:
+                report.trained_versions = {**report.trained_versions, job: sorted(versions | made.versions)}
             await self._save(report)
         report.status, report.finished = "done", time.time()
         await self._save(report)
@@ -139,8 +142,17 @@ class Eraser:
 
     # -- search ------------------------------------------------------------------------------------------------------
 
+    async def _deleted_before(self, user: str) -> defaultdict[str, _Found]:
+        """What earlier deletions of a user named, by job: a repeated one finds what was made of it meanwhile."""
+        found: defaultdict[str, _Found] = defaultdict(_Found)
+        async for message in self._bus.scan(subjects.FEEDBACK, subjects.erasures("*")):
+            erasure = _decoded(message.data, Erasure)
+            if erasure is not None and erasure.user == user:
+                found[message.subject.split(".")[1]].gone.update(erasure.interactions, erasure.feedback)
+        return found
+
     async def _search(self, user: str) -> dict[str, _Found]:
-        found: dict[str, _Found] = defaultdict(_Found)
+        found = await self._deleted_before(user)
         async for message in self._bus.scan(subjects.INTERACTIONS, f"{subjects.INTERACTIONS.lower()}.>"):
             if PART in message.headers:
                 continue
@@ -169,11 +181,28 @@ class Eraser:
         whole = (await self._bus.get_whole(stream, [message.seq])).get(message.seq)
         return whole.data if whole is not None else b""
 
-    async def _told(self, job: str, mine: _Found) -> tuple[list[int], set[str]]:
-        """Versions that were trained on it, and all feedback of the job whose newest fate is a last one."""
+    async def _made(self, user: str, found: Mapping[str, _Found]) -> dict[str, Made]:
+        """What jobs made of it, by their ledgers: of those where something was found, and of those that admitted it."""
+        made = {job: _made_of(user, mine) for job, mine in found.items()}
+        async for message in self._bus.scan(subjects.LEDGER, subjects.ledger("*")):
+            job = message.subject.rpartition(".")[2]
+            try:
+                events = decode_events(message.data)
+            except ProtocolError as error:
+                logger.error("entry %d of %s cannot be read: %s", message.seq, subjects.LEDGER, error)
+                continue
+            ledger = made.setdefault(job, _made_of(user, _Found()))
+            for event in events:
+                ledger.take(event)
+        return {job: one for job, one in made.items() if job in found or one.ordinals}
+
+    async def _told(self, job: str, mine: _Found) -> tuple[set[int], set[str]]:
+        """Versions that were trained on it, and feedback of the job whose newest fate is a last one, as far as fates
+        are still there.
+        """
         versions, newest = set[int](), dict[str, str]()
         async for message in self._bus.scan(subjects.DECISIONS, subjects.decisions(job)):
-            batch = _decoded(message.data, FateBatch)
+            batch = _decoded(await self._whole(subjects.DECISIONS, message), FateBatch)
             for fate in batch.items if batch is not None else ():
                 told = {bare_id(id) or id for id in fate.interactions}
                 about = fate.feedback in mine.feedback or not told.isdisjoint(mine.interactions)
@@ -183,9 +212,20 @@ class Eraser:
             for turn in batch.interactions if batch is not None else ():
                 if turn.status == "trained" and (bare_id(turn.interaction) or turn.interaction) in mine.interactions:
                     versions.add(turn.version)
-        return sorted(versions), {name for name, status in newest.items() if status not in UNDECIDED}
+        return versions, {name for name, status in newest.items() if status not in UNDECIDED}
 
     # -- deletion ----------------------------------------------------------------------------------------------------
+
+    async def _announce(self, user: str, job: str, mine: _Found) -> int:
+        """Say which ids do not exist any more; the sequence of that, 0 where there are none."""
+        last, interactions, feedback = 0, sorted(mine.interactions), sorted(mine.feedback)
+        for start in range(0, max(len(interactions), len(feedback)), NAMED):
+            some = slice(start, start + NAMED)
+            erasure = Erasure(
+                user=user, interactions=interactions[some], feedback=feedback[some], time=time.time()
+            )  # fmt: skip
+            last = await self._bus.publish(subjects.erasures(job), pack(erasure, job=job))
+        return last
 
     async def _end_episodes(self, user: str, found: Mapping[str, _Found]) -> int:
         """Blank what was opened for the user, or for nobody and they spoke in it; how many. It takes no more requests.
@@ -219,35 +259,12 @@ class Eraser:
         if rest:
             data = pack(FeedbackBatch(items=rest), job=job)
             await self._bus.publish_whole([Outgoing(subjects.feedback(job), data)])
-        await self._erase(subjects.FEEDBACK, message)
+        await erase_message(self._bus, subjects.FEEDBACK, message)
 
-    async def _erase_groups(self, job: str, mine: _Found) -> int:
-        """Delete the trajectories that were made of the interactions; how many. One that waits for training is lost."""
-        ordinals: set[int] = set()
-        async for message in self._bus.scan(subjects.LEDGER, subjects.ledger(job)):
-            for event in decode_events(message.data):
-                for admission in event.admissions if isinstance(event, Admitted) else ():
-                    about = {bare_id(id) or id for id in (*admission.interactions, *admission.context)}
-                    told = set() if admission.interactions else mine.feedback & admission.feedback.keys()
-                    if told or not mine.interactions.keys().isdisjoint(about):
-                        ordinals.add(admission.ordinal)
-        if not ordinals:
-            return 0
-        erased = 0
-        async for message in self._bus.scan(subjects.EXPERIENCE, subjects.experience(job), headers_only=True):
-            try:
-                header = parse_group_header(message.headers)
-            except ProtocolError:
-                continue
-            if header.draw.ordinal in ordinals:
-                await self._erase(subjects.EXPERIENCE, message)
-                erased += 1
-        return erased
 
-    async def _erase(self, stream: str, message: Message) -> None:
-        """Overwrite a payload and delete it, its first message last: while that stands, a search finds the rest."""
-        for place in reversed(range(count_of(message.headers))):
-            await self._bus.delete_message(stream, message.seq + place)
+def _made_of(user: str, mine: _Found) -> Made:
+    others = {_target(item) for _, rest in mine.mixed for item in rest}
+    return Made(user, mine.interactions.keys() | mine.gone, mine.feedback | mine.gone, others)
 
 
 def _target(item: Feedback) -> str:

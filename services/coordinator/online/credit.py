@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Container, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from penstock.services.coordinator.online.branches import ROOT, Tree, shares_of
@@ -24,6 +24,16 @@ class Item:
     seq: int
     feedback: Feedback
 
+    def is_again(self, seq: int, feedback: Feedback) -> bool:
+        """Whether a later message holds the same item: a deletion stored it anew with what was left of its message."""
+        mine = self.feedback
+        same = (mine.revision, mine.key_id, mine.received) == (feedback.revision, feedback.key_id, feedback.received)
+        return seq > self.seq and same
+
+    def is_revised_by(self, feedback: Feedback) -> bool:
+        """Whether an item is its sender's newer word: nobody revises what others said."""
+        return feedback.revision > self.feedback.revision and feedback.key_id == self.feedback.key_id
+
 
 @dataclass(slots=True)
 class Held:
@@ -33,6 +43,12 @@ class Held:
     target: str
     key: str = ""
     holder: dict[str, Item] | None = None
+
+    def move(self, seq: int) -> None:
+        """Its message is another one now."""
+        self.item = replace(self.item, seq=seq)
+        if self.holder is not None:
+            self.holder[self.item.feedback.id] = self.item
 
 
 @dataclass(slots=True)

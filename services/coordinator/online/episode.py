@@ -28,7 +28,9 @@ from penstock.services.coordinator.online.credit import (
     returns,
     weights_of,
 )
+from penstock.services.coordinator.online.lateness import first_late, said_before, turns_before
 from penstock.services.coordinator.online.names import canonical
+from penstock.services.coordinator.online.posted_episodes import EPISODE_OVER
 from penstock.services.coordinator.online.shares import Owners
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.interaction import CANARY, NOT_COMPARED, Feedback, Interaction
@@ -129,10 +131,42 @@ class Episode:
                 return True
         return False
 
+    def holder(self, name: str) -> tuple[dict[str, Item], str]:
+        """What holds the feedback on a turn (canonical id), or the whole, and the key that it was served to."""
+        for turn in self.turns:
+            if canonical(turn.interaction.id) == name:
+                return turn.items, turn.interaction.key_id
+        return self.items, self.asker
+
     def settle(self, job: OnlineJob, *, version: int, now: float) -> Outcome | None:
-        """What it comes to; None while something is missing."""
+        """What it comes to; None while something is missing.
+
+        What came when it was over by time changes nothing where it had come to nothing: a leader that reads all of it
+        at once finds what the one found that saw it end.
+        """
         if not self.turns:
             return None
+        over = self._refused_before(job, now)
+        return self._settle(job, version=version, now=now) if over is None else over
+
+    def _refused_before(self, job: OnlineJob, now: float) -> Outcome | None:
+        """That it came to nothing, where it was over by time before something else came."""
+        if now - self.begun < min(job.online.idle_ttl_s, job.online.max_age_s):
+            return None
+        late = first_late(self.turns, self.items, job)
+        if late is None:
+            return None
+        early = Episode(self.single, turns_before(self.turns, late), said_before(self.items, late))
+        if not early.turns:
+            return None
+        newest = max((span.version for turn in early.turns for span in turn.interaction.spans), default=0)
+        outcome = early._settle(job, version=newest, now=late)  # whatever versions came meanwhile
+        if outcome is None or outcome.trajectories:
+            return None
+        behind = [(turn, EPISODE_OVER) for turn in self.turns if turn.interaction.ended >= late]
+        return replace(outcome, refused=behind + outcome.refused)
+
+    def _settle(self, job: OnlineJob, *, version: int, now: float) -> Outcome | None:
         idle = now - self.last_active >= job.online.idle_ttl_s
         closed = self._closed(job) or now - self.begun >= job.online.max_age_s
         if not (self.single or closed or idle):

@@ -18,6 +18,7 @@ from penstock.services.coordinator.online.credit import Held, Item, Trajectory, 
 from penstock.services.coordinator.online.crowding import MAX_WAITING, crowded, most_ready
 from penstock.services.coordinator.online.episode import CUT, UNKNOWN, Episode
 from penstock.services.coordinator.online.fates import fate
+from penstock.services.coordinator.online.material import targets_of
 from penstock.services.coordinator.online.names import canonical, episode_of
 from penstock.services.coordinator.online.offers import Offers
 from penstock.services.coordinator.online.parked import Parked
@@ -28,10 +29,9 @@ from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission
 from penstock.shared.protocol.interaction import MAX_TURNS, Erasure, Fate, Feedback, Interaction
 
-__all__ = ["Matching"]
+__all__ = ["ERASED", "Matching"]
 
-CONSUMED = "late_after_training"
-CROWDED = "too_many_waiting"
+CONSUMED, CROWDED, ERASED = "late_after_training", "too_many_waiting", "erased"
 
 
 class Matching:
@@ -65,10 +65,11 @@ class Matching:
     def recall(self, state: LedgerState) -> None:
         """What the ledger has admitted, as far as it still names it."""
         for admission in state.admissions.values():
-            self._decided.update(dict.fromkeys(admission.interactions, CONSUMED) | admission.refused)
-            self._closed.update(dict.fromkeys(admission.feedback, ""))
-        self._decided.update(dict.fromkeys(state.consumed, CONSUMED))
-        self._closed.update(dict.fromkeys(state.used, ""))
+            self._decided.update(admission.refused)
+            self._decided.keep(admission.interactions, CONSUMED)
+            self._closed.keep(admission.feedback, "")
+        self._decided.keep(state.consumed, CONSUMED)
+        self._closed.keep(state.used, "")
         self.offers.recall(state)
 
     # -- what others ask ---------------------------------------------------------------------------------------------
@@ -91,11 +92,8 @@ class Matching:
 
     def ended(self, admissions: Iterable[Admission]) -> list[float]:
         """When the last answer of each was given; these are not taken yet."""
-        found = []
-        for admission in admissions:
-            key = self._places.get(next(reversed(admission.interactions), ""), "")
-            found.append(self.episodes[key].last_active if key in self.episodes else admission.time)
-        return found
+        keys = ((one, self._places.get(next(reversed(one.interactions), ""), "")) for one in admissions)
+        return [self.episodes[key].last_active if key in self.episodes else one.time for one, key in keys]
 
     # -- facts -------------------------------------------------------------------------------------------------------
 
@@ -109,7 +107,7 @@ class Matching:
                 self._unready(self._places[name])
             return []
         if interaction.finish != CUT and self._decided.get(name) == CUT:
-            del self._decided[name]  # its gateway was only stalled, and another worker has completed it
+            self._decided.forget(name)  # its gateway was only stalled, and another worker has completed it
         if name in self._decided:
             if self._decided[name] == CONSUMED and interaction.index == 0 and episode_id not in self._places:
                 self._decide(episode_id, CONSUMED)
@@ -126,7 +124,7 @@ class Matching:
         self._places[name] = key
         if interaction.index == 0:
             self._places[episode_id] = key
-            self._decided.pop(episode_id, None)
+            self._decided.forget(episode_id)
         self._touched.add(key)
         fates = self._unpark(name, key, turn.items, interaction)
         return fates + (self._unpark(episode_id, key, episode.items, interaction) if interaction.index == 0 else [])
@@ -143,12 +141,14 @@ class Matching:
             by = self._retracted.pop(item.id)[1].id
             return self._close(item.id, fate(item.id, "retracted", f"by {by}", now))
         reason = self.offers.refusal(item) or ("out_of_range" if out_of_range(item, self.job.online) else "")
+        reason = reason or (ERASED if any(self._decided.get(one) == ERASED for one in targets_of(item)) else "")
         if reason:
             return self._close(item.id, fate(item.id, "rejected", reason, now))
         known = self._items.get(item.id)
         if known is not None:
-            said = known.item.feedback
-            if item.revision <= said.revision or item.key_id != said.key_id:  # nobody revises what others said
+            if known.item.is_again(seq, item):
+                self._move(seq, known)
+            if not known.item.is_revised_by(item):
                 return []
             self._detach(item.id)
         bare = msgspec.structs.replace(item, body={}, tags={}, fingerprint="")  # no reward depends on these
@@ -164,9 +164,9 @@ class Matching:
             key = self._places.pop(name, "")
             if key in self.episodes:
                 fates += self._erase(key, name, now)
-            self._decide(name, "erased")
+            self._decide(name, ERASED)
         for item in self.offers.about(map(canonical, erasure.interactions)):
-            fates += self._close(item, fate(item, "rejected", "erased", now))
+            fates += self._close(item, fate(item, "rejected", ERASED, now))
         return fates
 
     def _erase(self, key: str, name: str, now: float) -> list[Fate]:
@@ -179,8 +179,8 @@ class Matching:
             episode.turns = left
             self._unready(key)
         else:
-            self._forget(key, "erased")
-        return [one for item in said for one in self._close(item, fate(item, "rejected", "erased", now))]
+            self._forget(key, ERASED)
+        return [one for item in said for one in self._close(item, fate(item, "rejected", ERASED, now))]
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 
@@ -246,7 +246,7 @@ class Matching:
         if key is None:
             oldest = self.parked.put(target, item)
             return [] if oldest is None else self._expired(oldest, now, "too_many_parked")
-        holder, asker = self._holder(target, key)
+        holder, asker = self.episodes[key].holder(target)
         return self._hold(held, key, holder, asker, now)
 
     def _hold(self, held: Held, key: str, holder: dict[str, Item], asker: str, now: float) -> list[Fate]:
@@ -259,14 +259,16 @@ class Matching:
         self._unready(key)
         return [fate(name, "matched", "", now, [held.target])]
 
-    def _holder(self, target: str, key: str) -> tuple[dict[str, Item], str]:
-        """What holds the feedback on a target, a turn or its whole episode, and the key that it was served to."""
-        episode = self.episodes[key]
-        turns = (turn for turn in episode.turns if canonical(turn.interaction.id) == target)
-        turn = next(turns, None)
-        if turn is not None:
-            return turn.items, turn.interaction.key_id
-        return episode.items, episode.asker
+    def _move(self, seq: int, held: Held) -> None:
+        """An item was read again further on, where a deletion left it: the message that it was in is gone."""
+        held.move(seq)
+        if held.holder is None:
+            self.parked.put(held.target, held.item)
+        elif held.key:
+            self._unready(held.key)
+        else:
+            self.offers.move(held.item)
+            self._touched.add(held.item.feedback.id)
 
     def _detach(self, name: str) -> None:
         """Take an undecided item away from where it is: another turn may have the name of its target by now."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 
 import msgspec
 
@@ -111,6 +112,16 @@ class Offers:
         self._keys[item.key_id][item.id] = None
         self._wanted.update(set(targets_of(held.feedback)) - self.records.keys())
         return held
+
+    def move(self, item: Item) -> None:
+        """An item is found elsewhere in the stream."""
+        name = item.feedback.id
+        self.items[name] = item
+        self.ready.pop(name, None)
+        if key := self._places.get(name, ""):
+            turns = self._episodes[key].turns
+            turns[name] = replace(turns[name], item=item)
+            self._unready(key)
 
     def missing(self, item: Feedback) -> list[str]:
         """Interactions that an item of material is about and whose records are not known."""

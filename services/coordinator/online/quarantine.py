@@ -44,8 +44,8 @@ class Quarantine:
         self._config = job.online.quarantine
         self._outliers = Outliers(self._config or QuarantineConfig())
         self._held: OrderedDict[str, Item] = OrderedDict()
-        self._recorded: set[str] = set()
-        """Held according to the ledger, released or not."""
+        self._recorded: dict[str, int] = {}
+        """Held according to the ledger, released or not; the sequences of what they said then."""
         self._used: frozenset[str] = frozenset()
         self._judged: OrderedDict[str, int] = OrderedDict()
         """Item -> its newest revision that was judged."""
@@ -54,7 +54,7 @@ class Quarantine:
 
     def recall(self, state: LedgerState) -> None:
         """What the ledger says of items that may be read again."""
-        self._recorded, self._used = set(state.quarantined), frozenset(state.used)
+        self._recorded, self._used = dict(state.quarantined), frozenset(state.used)
 
     @property
     def is_used(self) -> bool:
@@ -90,19 +90,29 @@ class Quarantine:
         if self._config is None:
             return self._pass_on(seq, item, now)
         waiting = self._held.get(item.id)
-        if waiting is not None and not _replaces(item, waiting.feedback):
+        if waiting is not None and not waiting.is_revised_by(item):
+            if waiting.is_again(seq, item):
+                self._held[item.id] = Item(seq, waiting.feedback)
             return []
         reason = self._judge(item)
-        is_released = item.id in self._released
+        is_released, is_recorded = item.id in self._released, self._is_recorded(seq, item)
         if is_released:
             self._released.discard(item.id)
-            self._recorded.discard(item.id)
             if reason:
                 self._learn_released(item)
-        if is_released or item.id in self._used or not (reason or item.id in self._recorded):
+        if is_released or item.id in self._used or not (reason or is_recorded):
             self._held.pop(item.id, None)
+            self._recorded.pop(item.id, None)  # what its sender said before is over
             return self._pass_on(seq, item, now)
-        return self._hold(seq, item, reason, now)
+        return self._hold(seq, item, "" if is_recorded else reason, now)
+
+    def _is_recorded(self, seq: int, item: Feedback) -> bool:
+        """Whether the ledger says that this is held, and not only what its sender said before.
+
+        The first word of an item may be found further on, where a deletion stored it anew.
+        """
+        recorded = self._recorded.get(item.id)
+        return recorded is not None and (seq <= recorded or not item.revision)
 
     def on_erasure(self, erasure: Erasure) -> None:
         """A user's feedback does not exist any more."""
@@ -114,7 +124,8 @@ class Quarantine:
 
     def draft(self, draft: Draft) -> None:
         """Record what is held, before anything is decided without it."""
-        new = {name: item.seq for name, item in self._held.items() if name not in draft.state.quarantined}
+        known = draft.state.quarantined
+        new = {name: item.seq for name, item in self._held.items() if known.get(name) != item.seq}
         if new:
             draft.add(Quarantined(writer_epoch=draft.run.writer_epoch, time=draft.now, items=new))
 
@@ -151,8 +162,9 @@ class Quarantine:
         return self._outliers.judge(item.key_id, item.metric, item.value, span)
 
     def _hold(self, seq: int, item: Feedback, reason: str, now: float) -> list[Fate]:
+        """Hold an item back; without a ``reason`` that was told before."""
         self._held[item.id] = Item(seq, item)
-        told = [] if item.id in self._recorded else [fate(item.id, "quarantined", reason, now)]
+        told = [fate(item.id, "quarantined", reason, now)] if reason else []
         if len(self._held) > MAX_HELD:
             told.append(self._reject(next(iter(self._held)), "quarantine_full", now))
         return told
@@ -168,7 +180,7 @@ class Quarantine:
         if item.kind == "drop":
             return [fate(name, "rejected", "quarantine_dropped", now)]
         self._learn_released(said)
-        self._recorded.discard(name)
+        self._recorded.pop(name, None)
         return self._pass_on(held.seq, said, now)
 
     def _learn_released(self, item: Feedback) -> None:
@@ -178,8 +190,3 @@ class Quarantine:
     def _reject(self, name: str, reason: str, now: float) -> Fate:
         self._held.pop(name, None)
         return fate(name, "rejected", reason, now)
-
-
-def _replaces(item: Feedback, before: Feedback) -> bool:
-    """Whether it is the sender's newer word."""
-    return item.revision > before.revision and item.key_id == before.key_id

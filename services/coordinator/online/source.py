@@ -10,7 +10,7 @@ from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.batches import batch_of, others_per_batch
 from penstock.services.coordinator.online.bounds import Bounds, most_others
 from penstock.services.coordinator.online.credit import Trajectory
-from penstock.services.coordinator.online.matching import Matching
+from penstock.services.coordinator.online.matching import ERASED, Matching
 from penstock.services.coordinator.online.material import Offer
 from penstock.services.coordinator.online.quarantine import Quarantine
 from penstock.services.coordinator.online.shares import owners_of
@@ -68,8 +68,14 @@ class LiveSource:
         self._quarantine = quarantine or Quarantine(job, matching.on_feedback)
         self.no_signal = ""
         """Why the newest batch taught nothing, or ''."""
+        self.erased: set[int] = set()
+        """Ordinals of what was admitted of users who wanted to be forgotten."""
 
     # -- admission ---------------------------------------------------------------------------------------------------
+
+    def refusal(self, draw: Draw) -> str:
+        """See ``DrawSource.refusal``."""
+        return ERASED if draw.ordinal in self.erased else ""
 
     def draw(self, draft: Draft) -> None:
         """Admit what is settled, the oldest first, while there is room in flight and in the byte budget."""

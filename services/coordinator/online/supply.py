@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 import xxhash
 
+from penstock.services.coordinator.feedback.made import erase_groups, is_made_of
 from penstock.services.coordinator.feedback.privacy import Consents, objection
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.fates import fates_of, interaction_fates_of
@@ -48,6 +49,7 @@ from penstock.shared.protocol.interaction import (
     FeedbackBatch,
     Interaction,
     InteractionFate,
+    bare_id,
 )
 from penstock.shared.protocol.parts import count_of
 from penstock.shared.protocol.trajectory import Group, encode_group, group_headers
@@ -114,8 +116,10 @@ class LiveSupply:
         await self._learn_before(starts[subjects.FEEDBACK])
         for subject in self._next:
             stream = self._stream(subject)
-            self._next[subject] = max(1, starts[stream])
-            for message in await self.bus.read(stream, subject, start_seq=starts[stream]):
+            # What was deleted stays deleted: its record may still stand above the mark of its own stream.
+            start = 1 if subject == subjects.erasures(self.job) else max(1, starts[stream])
+            self._next[subject] = start
+            for message in await self.bus.read(stream, subject, start_seq=start):
                 await self._take(subject, message)
                 await asyncio.sleep(0)  # the lease is renewed meanwhile
         await self._sweep(everything=True)
@@ -171,6 +175,7 @@ class LiveSupply:
                 erasure = unpack(message.data, Erasure)[0]
                 self.quarantine.on_erasure(erasure)
                 self._untold += self.matching.on_erasure(erasure, now)
+                await self._erase(erasure)
             elif stream == subjects.INTERACTIONS:
                 interaction = await self._whole(stream, message, Interaction)
                 self._funnel.on_interaction()
@@ -185,6 +190,15 @@ class LiveSupply:
         except ProtocolError as error:
             logger.error("%s: message %d of %s is passed over: %s", self.job, message.seq, stream, error)
             self._unreadable.append(Unreadable(stream, message.seq, f"undecodable: {error}"))
+
+    async def _erase(self, erasure: Erasure) -> None:
+        """Give up what was admitted while its user was being deleted: its groups, and the draws that wait for one."""
+        interactions, feedback = ({bare_id(id) or id for id in ids} for ids in (erasure.interactions, erasure.feedback))
+        admissions = self._state.admissions.values()
+        mine = {one.ordinal for one in admissions if is_made_of(one, interactions, feedback)}
+        self.source.erased |= mine
+        if mine:
+            await self._persistently(lambda: erase_groups(self.bus, self.job, mine))
 
     def unreadable(self) -> list[Unreadable]:
         """See ``Supply.unreadable``."""
@@ -267,7 +281,7 @@ class LiveSupply:
 
     async def order(self, run: JobRun, draws: Sequence[Draw]) -> None:
         """Make and publish the groups of admitted draws; waits while the bus is away."""
-        admissions = {draw: run.state.admissions[draw.ordinal] for draw in draws}
+        admissions = {d: run.state.admissions[d.ordinal] for d in draws if not self.source.refusal(d)}
         seqs = {seq for admission in admissions.values() for seq in admission.interactions.values()}
         records = await self._records(seqs)
         groups: list[Group] = []

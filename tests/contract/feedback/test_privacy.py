@@ -18,10 +18,19 @@ from penstock.shared.errors import NotFound, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
 from penstock.shared.protocol.episode import EpisodeRecord
-from penstock.shared.protocol.events import Admission, Admitted, encode_events
+from penstock.shared.protocol.events import (
+    Admission,
+    Admitted,
+    BatchSealed,
+    BatchTrained,
+    Event,
+    SealedGroup,
+    encode_events,
+)
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import Fate, Feedback, FeedbackBatch, bare_id
+from penstock.shared.protocol.interaction import Fate, FateBatch, Feedback, FeedbackBatch, bare_id
 from penstock.shared.protocol.trajectory import GroupHeader, group_headers
+from penstock.shared.transport.bus import Outgoing
 
 MARKER = "the-marker-nobody-else-writes-7351"
 USER = "marker-user@example.org"
@@ -67,26 +76,16 @@ async def test_no_byte_of_a_deleted_user_is_left(desk: Any, nats_server: Any, tm
     fate = Fate(feedback=ids[0], status="trained", interactions=[mine.id], batch=1, version=2, time=1.0)
     await desk.decide(fate)
     await desk.until(lambda: is_trained(desk, ids[0]), "fate")
-    for ordinal, text in ((0, MARKER), (1, "kept")):
-        header = GroupHeader(
-            draw=Draw(ordinal), attempt="a", epoch=1, digest="d", nbytes=9, prompt_tokens=1, lengths=[1],
-            rewards=[0.0], failed=[False], truncated=[False], finite=True, min_version=0, max_version=0, worker="w",
-        )  # fmt: skip
-        await desk.bus.publish(subjects.experience(desk.job), text.encode(), headers=group_headers(header))
-    admission = Admission(0, {mine.id: 1}, {ids[0]: 1}, 1.0, 0, "local", mine.user, "feedback", 1.0)
-    event = Admitted(writer_epoch=1, time=1.0, admissions=[admission], low_interactions=0, low_feedback=0)
-    await desk.bus.publish(subjects.ledger(desk.job), encode_events([event]))
+    await store_group(desk, desk.job, 0, MARKER)
+    await store_group(desk, desk.job, 1, "kept")
+    await admit(desk, desk.job, Admission(0, {mine.id: 1}, {ids[0]: 1}, 1.0, 0, "local", mine.user, "feedback", 1.0))
     assert files_with(nats_server.directory, MARKER), "the test would find it"
     assert files_with(nats_server.directory, USER) == {}, "a user's name never reaches the disk"
 
     reply = await desk.client.delete(f"/v1/users/{USER}/data")
     assert reply.status_code == 202, reply.text
 
-    async def done() -> Any:
-        report = (await desk.client.get(f"/v1/users/{USER}/data")).json()
-        return report if report["status"] == "done" else None
-
-    report = await desk.until(done, "end of the deletion")
+    report = await deleted(desk)
     assert (report["interactions"], report["feedback"], report["groups"], report["episodes"]) == (5, 5, 1, 2)
     assert report["trained_versions"] == {desk.job: [2]}
     assert report["user"] == mine.user
@@ -106,6 +105,32 @@ async def test_no_byte_of_a_deleted_user_is_left(desk: Any, nats_server: Any, tm
     assert (again.status_code, again.json()["error"]["code"]) == (410, "erased")
     again = await desk.post({"inference_id": other.id, "feedback_id": ids[0], "metric_name": "accepted", "value": True})
     assert again.status_code == 410
+
+
+async def deleted(desk: Any) -> Any:
+    """The report of the deletion that was asked for last, once it is done."""
+
+    async def done() -> Any:
+        report = (await desk.client.get(f"/v1/users/{USER}/data")).json()
+        return report if report["status"] == "done" else None
+
+    return await desk.until(done, "end of the deletion")
+
+
+async def store_group(desk: Any, job: str, ordinal: int, text: str) -> None:
+    header = GroupHeader(
+        draw=Draw(ordinal), attempt="a", epoch=1, digest="d", nbytes=9, prompt_tokens=1, lengths=[1],
+        rewards=[0.0], failed=[False], truncated=[False], finite=True, min_version=0, max_version=0, worker="w",
+    )  # fmt: skip
+    await desk.bus.publish(subjects.experience(job), text.encode(), headers=group_headers(header))
+
+
+async def admit(desk: Any, job: str, *admissions: Admission, low: int = 0, then: tuple[Event, ...] = ()) -> None:
+    """A decision of the leader; everything below ``low`` in FEEDBACK is decided."""
+    event = Admitted(
+        writer_epoch=1, time=1.0, admissions=list(admissions), low_interactions=0, low_feedback=low
+    )  # fmt: skip
+    await desk.bus.publish(subjects.ledger(job), encode_events([event, *then]))
 
 
 async def opened(desk: Any, **body: Any) -> str:
@@ -230,13 +255,63 @@ async def test_a_deletion_stores_nothing_decided_of_others_anew(desk: Any) -> No
     )
     await desk.decide(Fate(feedback=revised, status="matched", time=2.0))
     assert (await desk.client.delete(f"/v1/users/{USER}/data")).status_code == 202
-
-    async def done() -> bool:
-        return (await desk.client.get(f"/v1/users/{USER}/data")).json()["status"] == "done"
-
-    await desk.until(done, "end of the deletion")
+    await deleted(desk)
     assert [item.id for item in await desk.items()] == [waiting, held, revised, f"r-{waiting}"]
     assert gone not in {item.id for item in await desk.items()}
+
+
+@pytest.mark.parametrize("fates", ["in parts", "given up", "below the mark"])
+async def test_fates_that_are_hard_to_find_make_nothing_decided_new_again(desk: Any, fates: str) -> None:
+    """Large messages of DECISIONS are stored in parts, and old ones make room; the ledger is never purged."""
+    mine, other = await desk.record(USER), await desk.record("somebody else")
+    posts = [{"inference_id": one.id, "metric_name": "accepted", "value": True} for one in (mine, other)]
+    reply = await desk.client.post("/v1/feedback/batch", json=posts)
+    gone, decided = [row["id"] for row in reply.json()["data"]]
+    (message,) = await desk.bus.read(subjects.FEEDBACK, subjects.feedback(desk.job))
+    trained = Admission(0, {mine.id: 1}, {gone: message.seq}, 1.0, 0, "local", mine.user, "feedback", 1.0)
+    admitted = Admission(1, {other.id: 2}, {decided: message.seq}, 1.0, 0, "local", other.user, "feedback", 1.0)
+    if fates == "in parts":
+        items = [
+            Fate(feedback=gone, status="trained", interactions=[mine.id], batch=1, version=4, time=1.0),
+            Fate(feedback=decided, status="rejected", reason="no_feedback", time=1.0),
+            *(Fate(feedback=desk.new_id(), status="expired", reason="x" * 1200, time=1.0) for _ in range(1000)),
+        ]
+        data = pack(FateBatch(items=items), job=desk.job)
+        await desk.bus.publish_whole([Outgoing(subjects.decisions(desk.job), data)])
+    else:
+        below = fates == "below the mark"
+        group = SealedGroup(Draw(0), "a", 1, "d", 0, 0, [1.0], 4, "w")
+        base: dict[str, Any] = {"writer_epoch": 1, "time": 1.0, "number": 1, "revision": 1}
+        then = (
+            BatchSealed(**base, start_version=3, update_index=0, groups=[group]),
+            BatchTrained(**base, version=4, digest="w", trainer_epoch=1),
+        )
+        low = message.seq + 1 if below else 0
+        await admit(desk, desk.job, *([trained] if below else [trained, admitted]), low=low, then=then)
+    assert (await desk.client.delete(f"/v1/users/{USER}/data")).status_code == 202
+    report = await deleted(desk)
+    assert report["trained_versions"] == {desk.job: [4]}
+    assert await desk.items() == [], "a later leader would admit it once more"
+
+
+async def test_a_repeated_deletion_finds_what_was_made_of_it_meanwhile(desk: Any) -> None:
+    """A leader may admit in the moment of the deletion; by then the records are gone that would name the user."""
+    mine = await desk.record(USER)
+    assert (await desk.client.delete(f"/v1/users/{USER}/data")).status_code == 202
+    assert (await deleted(desk))["interactions"] == 1
+    elsewhere = f"job_{'7' * 32}"
+    about = Admission(0, {}, {"f": 9}, 1.0, 0, "k", "x", "correction", 1.0, "supervised", {mine.id: 1})
+    theirs = Admission(0, {desk.new_id(): 9}, {}, 1.0, 0, "k", mine.user, "default", 1.0)
+    for job, admission in ((desk.job, about), (elsewhere, theirs)):
+        others = Admission(1, {desk.new_id(): 9}, {}, 1.0, 0, "k", "x", "default", 1.0)
+        await admit(desk, job, admission, others)
+        await store_group(desk, job, 0, MARKER)
+        await store_group(desk, job, 1, "kept")
+    assert (await desk.client.delete(f"/v1/users/{USER}/data")).status_code == 202
+    report = await deleted(desk)
+    assert (report["interactions"], report["groups"]) == (0, 2)
+    left = [await desk.bus.read(subjects.EXPERIENCE, subjects.experience(job)) for job in (desk.job, elsewhere)]
+    assert [[message.data for message in messages] for messages in left] == [[b"kept"], [b"kept"]]
 
 
 async def test_clients_and_commands_speak_of_users(desk: Any, url: str, monkeypatch: Any) -> None:

@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online import episode as episode_module
 from penstock.services.coordinator.online import parked as parked_module
+from penstock.services.coordinator.online import remembered as remembered_module
 from penstock.services.coordinator.online.admission import refusal_of
 from penstock.services.coordinator.online.episode import CUT
 from penstock.services.coordinator.online.matching import Matching
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.generation import Sampling, Span
-from penstock.shared.protocol.interaction import Feedback, Interaction
+from penstock.shared.protocol.interaction import Erasure, Feedback, Interaction
 
 NOW = 1000.0
 EPISODE = "0192f0c1-0000-7000-8000-00000000000e"
@@ -159,3 +161,63 @@ def test_an_answer_that_was_cut_off_and_completed_counts_as_completed(looked: bo
     found.sweep(version=0, now=NOW)
     (path,) = found.ready["i1"]
     assert [(turn.seq, turn.interaction) for turn in path.turns] == [(2, whole)]
+
+
+@pytest.mark.parametrize("place", ["parked", "matched"])
+def test_what_a_deletion_stored_anew_is_admitted_from_where_it_is(place: str) -> None:
+    """Its message held an item of somebody who wanted to be forgotten, and is gone."""
+    found = matching()
+    if place == "matched":
+        found.on_interaction(1, served("i1"))
+    item = said("f1", "i1")
+    found.on_feedback(100, item, NOW)
+    found.sweep(version=0, now=NOW)
+    assert found.on_feedback(150, item, NOW + 9) == []
+    assert found.on_feedback(160, replace(item, received=NOW + 9), NOW + 9) == [], "posted twice: the first one counts"
+    if place == "parked":
+        found.on_interaction(1, served("i1"))
+    assert found.lowest()[1] == 150
+    found.sweep(version=0, now=NOW + 9)
+    (path,) = found.ready["i1"]
+    assert [(one.seq, one.feedback.received) for one in path.feedback.values()] == [(150, NOW)]
+
+
+@pytest.mark.parametrize("episode", ["", EPISODE])
+def test_material_that_a_deletion_stored_anew_is_made_from_where_it_is(episode: str) -> None:
+    found = matching(off_policy={"supervised": {}}, gamma=1.0)
+    posted: dict[str, Any] = {"completion": {"role": "assistant", "content": "x"}, "reward": 1.0}
+    item = (
+        Feedback(
+            id="b", job="j", kind="interaction", key_id="k", received=NOW, episode=EPISODE, final=True, body=posted
+        )
+        if episode
+        else Feedback(id="b", job="j", kind="correction", key_id="k", received=NOW, inference="i1")
+    )
+    found.on_feedback(100, item, NOW)
+    found.on_interaction(1, served("i1"))
+    found.sweep(version=0, now=NOW + 9)
+    assert list(found.offers.ready) == ["b"]
+    found.on_feedback(150, item, NOW + 9)
+    assert not found.offers.ready, "settled anew before it is admitted"
+    found.sweep(version=0, now=NOW + 9, everything=False)
+    assert found.offers.ready["b"].admission(0, 0, NOW).feedback == {"b": 150}
+
+
+def test_what_the_ledger_names_is_decided_once_however_much_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remembered_module, "REMEMBERED", 3)
+    found, numbers = matching(), range(1, 6)
+    found.recall(LedgerState(consumed={f"i{n}": n for n in numbers}, used={f"f{n}": n for n in numbers}))
+    for n in numbers:
+        assert found.on_interaction(n, served(f"i{n}", episode=f"e{n}")) == []
+        assert found.on_feedback(n, said(f"f{n}", f"i{n}"), NOW) == []
+    found.sweep(version=0, now=NOW)
+    assert (found.num_waiting, found.ready) == (0, {})
+    (late,) = found.on_feedback(9, said("f9", "i1"), NOW)
+    assert (late.status, late.reason) == ("rejected", "late_after_training")
+
+
+def test_material_about_what_was_deleted_is_refused() -> None:
+    found = matching(off_policy={"supervised": {}})
+    found.on_erasure(Erasure(user="u", interactions=["i1"], feedback=[], time=NOW), NOW)
+    item = Feedback(id="b", job="j", kind="correction", key_id="k", received=NOW, inference="i1")
+    assert [(one.status, one.reason) for one in found.on_feedback(2, item, NOW)] == [("rejected", "erased")]

@@ -10,10 +10,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from penstock.services.coordinator.decision import Draft
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.outliers import Outliers
 from penstock.services.coordinator.online.quarantine import Quarantine
 from penstock.services.coordinator.online.window import Window
+from penstock.services.coordinator.run import JobRun
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.quarantine import QuarantineConfig
 from penstock.shared.errors import ConfigError
@@ -274,3 +276,32 @@ def test_what_the_ledger_says_is_held_whatever_is_known_of_its_source() -> None:
     assert reader.quarantine.num_held == 1
     assert reader.read(decided("release", 50), start=30) == []
     assert reader.passed == [name_of(50)]
+
+
+def test_a_newer_word_that_was_let_through_is_let_through_by_a_new_leader() -> None:
+    """Nobody would see it: its newest fate is not that it is held."""
+    state = LedgerState()
+    state.apply(Quarantined(writer_epoch=1, time=NOW, items={name_of(50): 21}))
+    reader = Reader(state)
+    assert reader.read(*usual(20), said(50, 1.0), said(50, 0.05, revision=1)) == []
+    assert (reader.passed[-1], reader.quarantine.num_held) == (name_of(50), 0)
+    reader.read(said(50, 1.0), start=40)
+    assert reader.quarantine.num_held == 0, "the word before, which a deletion stored anew"
+
+
+def test_what_is_held_is_found_where_a_deletion_stored_it_anew() -> None:
+    reader, run = Reader(), JobRun(CONFIG, LedgerState(), num_ordinals=None, writer_epoch=1)
+    reader.read(*usual(20), said(50, 1.0))
+    draft = Draft(run, run.state, NOW)
+    for seq in (21, 40):
+        assert reader.read(said(50, 1.0), start=seq) == []
+        reader.quarantine.draft(draft)
+        assert (reader.quarantine.lowest, draft.state.quarantined) == (seq, {name_of(50): seq})
+    reader.quarantine.draft(draft)
+    assert len(draft.events) == 2, "recorded once in each place"
+    later = Reader(draft.state)
+    assert later.read(said(50, 1.0), start=40) == []
+    assert later.quarantine.num_held == 1
+    unrecorded = Reader(LedgerState(quarantined={name_of(50): 21}))
+    assert unrecorded.read(said(50, 1.0), start=40) == []
+    assert unrecorded.quarantine.num_held == 1, "the leader before did not come to record it"

@@ -1,0 +1,146 @@
+"""What comes after an episode was over by time: who saw it end decides the same as who reads it all at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from penstock.services.coordinator.online.matching import Matching
+from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.protocol.generation import Sampling, Span
+from penstock.shared.protocol.interaction import Fate, Feedback, Interaction
+
+EPISODE = "0192f0c1-0000-7000-8000-00000000000e"
+IDLE, AGE, END = 8, 20, 60
+
+Facts = list[tuple[int, Interaction | Feedback]]
+"""Each with the second in which it comes."""
+
+
+def job(gamma: float) -> OnlineJob:
+    return OnlineJob.parse(
+        {
+            "kind": "online_rl", "name": "live", "model": {"config": {}, "tokenizer": "char"},
+            "train": {"max_lag": 3},
+            "online": {
+                "metrics": {"rating": {"type": "float"}}, "gamma": gamma, "idle_ttl_s": IDLE, "max_age_s": AGE,
+            },
+        }
+    )  # fmt: skip
+
+
+def turn(number: int, ended: int, *, version: int = 0, cut: bool = False) -> Interaction:
+    return Interaction(
+        id=f"i{number}", request=f"i{number}", index=0, job="j", episode=EPISODE, key_id="asker", user="u",
+        split="train", untrainable="side_turn" if cut else "", prompt_ids=[1], token_ids=[2], logprobs=[-0.5],
+        spans=[Span(version, 0, 1)], sampling=Sampling(max_new_tokens=9), finish="stop", template="", body_digest="",
+        text="", started=ended - 0.5, first_token=ended, ended=ended,
+    )  # fmt: skip
+
+
+def word(number: int, about: str, received: int, weight: float = 1.0) -> Feedback:
+    place: dict[str, Any] = {"inference": about} if about else {"episode": EPISODE}
+    return Feedback(id=f"f{number}", job="j", kind="metric", key_id="k", received=received, metric="rating", value=0.5,
+                    weight=weight, **place)  # fmt: skip
+
+
+class Reader:
+    """A leader, and the last it said of each item and answer."""
+
+    def __init__(self, config: OnlineJob) -> None:
+        self.matching, self.said, self.refused = Matching(config), dict[str, tuple[str, str]](), dict[str, str]()
+        self._seq = 0
+
+    def read(self, fact: Interaction | Feedback, now: float) -> None:
+        self._seq += 1
+        is_turn = isinstance(fact, Interaction)
+        self._tell(
+            self.matching.on_interaction(self._seq, fact)
+            if isinstance(fact, Interaction)
+            else self.matching.on_feedback(self._seq, fact, now)
+        )
+        assert is_turn or fact.id in {*self.said, *(item.feedback.id for item in self.matching.parked)}
+
+    def sweep(self, version: int, now: float) -> None:
+        self._tell(self.matching.sweep(version=version, now=now))
+
+    def _tell(self, fates: list[Fate]) -> None:
+        self.said |= {one.feedback: (one.status, one.reason) for one in fates}
+        self.refused |= {one.interaction: one.reason for one in self.matching.refusals.drain()}
+
+    @property
+    def ready(self) -> list[tuple[list[str], set[str], float]]:
+        found = (one for paths in self.matching.ready.values() for one in paths)
+        return [([turn.interaction.id for turn in one.turns], {*one.feedback}, one.reward) for one in found]
+
+
+def live(config: OnlineJob, facts: Facts) -> Reader:
+    """Looks every second."""
+    reader = Reader(config)
+    for now in range(END + 1):
+        reader.sweep(0, now)
+        for _, fact in (one for one in facts if one[0] == now):
+            reader.read(fact, now)
+    return reader
+
+
+def again(config: OnlineJob, facts: Facts) -> Reader:
+    """Reads one stream, then the other, and only then decides."""
+    reader = Reader(config)
+    for kind in (Interaction, Feedback):
+        for _, fact in facts:
+            if isinstance(fact, kind):
+                reader.read(fact, END)
+    reader.sweep(0, END)
+    return reader
+
+
+@st.composite
+def courses(draw: st.DrawFn, whole: bool) -> Facts:
+    """Turns and words of one episode, each in a second of its own, with long silences; ``whole``: words about it all."""
+    seconds = sorted(draw(st.sets(st.integers(1, 45), min_size=2, max_size=9)))
+    facts: Facts = [(seconds[0], turn(0, seconds[0], cut=draw(st.booleans())))]
+    for number, second in enumerate(seconds[1:], 1):
+        known = [fact.id for _, fact in facts if isinstance(fact, Interaction)]
+        if draw(st.integers(0, 2)) == 0:
+            facts.append((second, turn(number, second, cut=draw(st.booleans()))))
+        else:
+            about = draw(st.sampled_from([*known, *([""] if whole else [])]))
+            facts.append((second, word(number, about, second, weight=draw(st.sampled_from([0.0, 1.0, 1.0])))))
+    return facts
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.booleans().flatmap(lambda credit: st.tuples(st.just(credit), courses(whole=credit))))
+def test_a_new_leader_reverses_no_refusal(course: tuple[bool, Facts]) -> None:
+    config, facts = job(1.0 if course[0] else 0.0), course[1]
+    first, second = live(config, facts), again(config, facts)
+    assert second.refused == first.refused
+    assert second.said == first.said
+    assert second.ready == first.ready
+
+
+@pytest.mark.parametrize("gamma", [0.0, 1.0])
+def test_an_answer_that_nobody_judged_in_time_is_not_judged_later(gamma: float) -> None:
+    facts: Facts = [(1, turn(0, 1)), (1 + IDLE, word(1, "i0", 1 + IDLE))]
+    for reader in (live(job(gamma), facts), again(job(gamma), facts)):
+        assert (reader.said, reader.refused) == ({"f1": ("rejected", "no_feedback")}, {"i0": "no_feedback"})
+
+
+def test_a_turn_of_an_episode_that_came_to_nothing_is_too_late() -> None:
+    facts: Facts = [(1, turn(0, 1)), (20, turn(1, 20)), (21, word(2, "i1", 21)), (22, word(3, "", 22))]
+    for reader in (live(job(1.0), facts), again(job(1.0), facts)):
+        assert reader.refused == {"i0": "no_feedback", "i1": "episode_over"}
+        assert reader.said == {"f2": ("rejected", "episode_over"), "f3": ("rejected", "no_feedback")}
+
+
+def test_what_was_judged_in_time_is_judged_anew_until_it_is_admitted() -> None:
+    """It waits for others: whoever speaks meanwhile is heard, and a version that came meanwhile changes nothing."""
+    facts: Facts = [(1, turn(0, 1)), (2, word(1, "i0", 2)), (30, turn(2, 30, version=9)), (31, word(3, "i2", 31))]
+    for reader in (live(job(1.0), facts), again(job(1.0), facts)):
+        reader.sweep(9, END)
+        assert reader.ready == [(["i2"], {"f1", "f3"}, 0.5)]
+        assert reader.refused == {}
