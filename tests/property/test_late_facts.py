@@ -100,7 +100,7 @@ def again(config: OnlineJob, facts: Facts) -> Reader:
 
 @st.composite
 def courses(draw: st.DrawFn, whole: bool) -> Facts:
-    """Turns and words of one episode, each in a second of its own, with long silences; ``whole``: words about it all."""
+    """Turns and words of one episode, each in a second of its own, with silences; ``whole``: words about it all."""
     seconds = sorted(draw(st.sets(st.integers(1, 45), min_size=2, max_size=9)))
     facts: Facts = [(seconds[0], turn(0, seconds[0], cut=draw(st.booleans())))]
     for number, second in enumerate(seconds[1:], 1):

@@ -186,13 +186,11 @@ def test_what_a_deletion_stored_anew_is_admitted_from_where_it_is(place: str) ->
 def test_material_that_a_deletion_stored_anew_is_made_from_where_it_is(episode: str) -> None:
     found = matching(off_policy={"supervised": {}}, gamma=1.0)
     posted: dict[str, Any] = {"completion": {"role": "assistant", "content": "x"}, "reward": 1.0}
-    item = (
-        Feedback(
-            id="b", job="j", kind="interaction", key_id="k", received=NOW, episode=EPISODE, final=True, body=posted
-        )
-        if episode
-        else Feedback(id="b", job="j", kind="correction", key_id="k", received=NOW, inference="i1")
-    )
+    fields: dict[str, Any] = {"id": "b", "job": "j", "key_id": "k", "received": NOW}
+    if episode:
+        item = Feedback(kind="interaction", episode=episode, final=True, body=posted, **fields)
+    else:
+        item = Feedback(kind="correction", inference="i1", **fields)
     found.on_feedback(100, item, NOW)
     found.on_interaction(1, served("i1"))
     found.sweep(version=0, now=NOW + 9)
