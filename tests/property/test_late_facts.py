@@ -43,7 +43,8 @@ def turn(number: int, ended: int, *, version: int = 0, cut: bool = False) -> Int
 
 def word(number: int, about: str, received: int, weight: float = 1.0) -> Feedback:
     place: dict[str, Any] = {"inference": about} if about else {"episode": EPISODE}
-    return Feedback(id=f"f{number}", job="j", kind="metric", key_id="k", received=received, metric="rating", value=0.5,
+    key = "k" if weight else "light"
+    return Feedback(id=f"f{number}", job="j", kind="metric", key_id=key, received=received, metric="rating", value=0.5,
                     weight=weight, **place)  # fmt: skip
 
 

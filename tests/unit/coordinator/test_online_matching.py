@@ -185,7 +185,7 @@ def test_what_a_deletion_stored_anew_is_admitted_from_where_it_is(place: str) ->
 @pytest.mark.parametrize("episode", ["", EPISODE])
 def test_material_that_a_deletion_stored_anew_is_made_from_where_it_is(episode: str) -> None:
     found = matching(off_policy={"supervised": {}}, gamma=1.0)
-    posted: dict[str, Any] = {"completion": {"role": "assistant", "content": "x"}, "reward": 1.0}
+    posted: dict[str, Any] = {"completion": {"role": "assistant", "content": "x"}, "rewards": {"rating": 1.0}}
     fields: dict[str, Any] = {"id": "b", "job": "j", "key_id": "k", "received": NOW}
     if episode:
         item = Feedback(kind="interaction", episode=episode, final=True, body=posted, **fields)
