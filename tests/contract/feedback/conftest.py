@@ -100,11 +100,12 @@ class Desk:
 
     async def record(self, user: str = "", text: str = "an answer", id: str = "", **more: Any) -> Interaction:
         """An interaction, as a worker would record it; ``more``: other fields of it."""
+        now = time.time()
         found = Interaction(
             id=id or self.new_id(), request="r", index=0, job=self.job, key_id="local",
             user=self.desk.pseudonyms.of(user), split="train", untrainable="", prompt_ids=[1, 2], token_ids=[3, 4],
             logprobs=[-0.5, -0.25], spans=[Span(3, 0, 2)], sampling=Sampling(max_new_tokens=8), finish="stop",
-            template="t", body_digest="d", text=text, started=0.0, first_token=0.0, ended=0.0,
+            template="t", body_digest="d", text=text, started=now, first_token=now, ended=now,
             **{"episode": self.new_id(), **more},
         )  # fmt: skip
         subject = subjects.interaction(self.job, found.id)
