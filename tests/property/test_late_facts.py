@@ -75,7 +75,8 @@ class Reader:
     @property
     def ready(self) -> list[tuple[list[str], set[str], float]]:
         found = (one for paths in self.matching.ready.values() for one in paths)
-        return [([turn.interaction.id for turn in one.turns], {*one.feedback}, one.reward) for one in found]
+        paths = [([turn.interaction.id for turn in one.turns], {*one.feedback}, one.reward) for one in found]
+        return sorted(paths, key=lambda one: one[0])
 
 
 def live(config: OnlineJob, facts: Facts) -> Reader:

@@ -28,7 +28,8 @@ class Item:
         """Whether a later message holds the same item: a deletion stored it anew with what was left of its message."""
         mine = self.feedback
         same = (mine.revision, mine.key_id, mine.received) == (feedback.revision, feedback.key_id, feedback.received)
-        return seq > self.seq and same and mine.value in (None, feedback.value)  # material has none
+        is_value = mine.value in (None, feedback.value)  # of material it is left in the stream
+        return seq > self.seq and same and is_value
 
     def is_revised_by(self, feedback: Feedback) -> bool:
         """Whether an item is its sender's newer word: nobody revises what others said."""
