@@ -19,7 +19,7 @@ from penstock.shared.protocol.messages import DRAW_HEADER, BatchManifest, Ticket
 from penstock.shared.protocol.parts import PART, count_of, part_subject
 from penstock.shared.transport.bus import MSG_ID, Bus, Message, Outgoing
 
-__all__ = ["Carrier", "Order"]
+__all__ = ["ATTEMPTS", "LETTER", "REASON", "SEQUENCE", "STREAM", "Carrier", "Order"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,9 @@ RETRY_S = 0.2
 MAX_REASON = 500
 STREAM, SEQUENCE = "Penstock-Stream", "Penstock-Sequence"
 """Where a dead letter was."""
+ATTEMPTS, REASON = "Penstock-Attempts", "Penstock-Reason"
+LETTER = frozenset({STREAM, SEQUENCE, ATTEMPTS, REASON})
+"""Headers that a message has as a dead letter alone."""
 
 
 class Carrier:
@@ -171,8 +174,8 @@ class Carrier:
             **{name: value for name, value in message.headers.items() if name != MSG_ID},
             STREAM: stream,
             SEQUENCE: str(message.seq),
-            "Penstock-Attempts": str(attempts),
-            "Penstock-Reason": " ".join(reason.split())[:MAX_REASON],
+            ATTEMPTS: str(attempts),
+            REASON: " ".join(reason.split())[:MAX_REASON],
         }
         msg_id = f"dead:{stream}:{message.seq}"
         await self.bus.publish(subjects.dead(self.job), message.data, headers=headers, msg_id=msg_id, deadline_s=5)

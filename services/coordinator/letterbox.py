@@ -1,4 +1,4 @@
-"""Dead letters as people see them: list, look into, drop; and the draw that a replayed one stands for."""
+"""Dead letters as people see them: list, look into, drop; and what a replayed one stands for."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from typing import Any
 import msgspec
 
 from penstock.services.coordinator.api.control import Row
+from penstock.services.coordinator.buried import Buried, buried, number, origin_of, payload_of
+from penstock.services.coordinator.carrier import ATTEMPTS, LETTER, REASON
 from penstock.services.coordinator.deadletters import draw_of
+from penstock.services.coordinator.supply import LiveLetter
 from penstock.shared.errors import NotFound, ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import Ticket
-from penstock.shared.protocol.parts import PART
-from penstock.shared.transport.bus import Bus, Message
+from penstock.shared.protocol.parts import PART, PARTS, count_of
+from penstock.shared.transport.bus import MSG_ID, Bus, Message
 
 __all__ = ["LetterBox"]
 
+LIVE = frozenset({subjects.INTERACTIONS, subjects.FEEDBACK})
+"""Streams whose letters stand for no draw, and for themselves."""
 SHOWN_BYTES = 4096
 """Most of a payload that is shown."""
 
@@ -46,12 +51,31 @@ class LetterBox:
 
     async def drop(self, job: str, id: int) -> None:
         """See ``Letters.drop``."""
-        first = await self._get(job, id)
-        origin = _origin(first)
-        rest = await self._bus.read(subjects.DEAD, subjects.dead(job), start_seq=id + 1, headers_only=True)
-        parts = [m.seq for m in rest if (place := m.headers.get(PART)) and _origin(m) == _after(origin, place)]
-        for seq in (*parts, id):
+        for _, seq in reversed((await self._find(job, id)).places):
             await self._bus.delete_message(subjects.DEAD, seq)
+
+    async def check_replayable(self, job: str, id: int) -> None:
+        """See ``Letters.check_replayable``."""
+        if origin_of(await self._get(job, id))[0] not in LIVE:
+            await self.draw(job, id)
+
+    async def live(self, job: str, id: int) -> LiveLetter | None:
+        """The interaction or the feedback that the letter is, as it was; None where it is neither.
+
+        Raises:
+            NotFound: no such letter.
+            ProtocolError: it has several parts, and not all of them are there.
+        """
+        stream, seq = origin_of(await self._get(job, id))
+        if stream not in LIVE:
+            return None
+        letter = await self._find(job, id)
+        data, count = await payload_of(self._bus, letter)
+        missing = count_of(letter.first.headers) - count
+        if missing:
+            raise ProtocolError(f"{missing} parts of dead letter {id} are missing: {subjects.DEAD} was full")
+        headers = {name: value for name, value in letter.first.headers.items() if name not in {*LETTER, PARTS, MSG_ID}}
+        return LiveLetter(stream, seq, headers, data)
 
     async def draw(self, job: str, id: int) -> Draw:
         """The draw that the letter stood for. Raises NotFound: no such letter, or it stood for none."""
@@ -60,6 +84,12 @@ class LetterBox:
         if draw is None:
             raise NotFound(f"dead letter {id} stood for no draw: there is nothing to ask for again")
         return draw
+
+    async def _find(self, job: str, id: int) -> Buried:
+        for letter in await buried(self._bus, job, start_seq=id):
+            if letter.first.seq == id:
+                return letter
+        raise NotFound(f"job '{job}' has no dead letter {id}")
 
     async def _get(self, job: str, id: int) -> Message:
         with contextlib.suppress(NotFound):
@@ -74,34 +104,22 @@ def _row(message: Message) -> Row:
     return {
         "id": message.seq,
         "time": message.time,
-        "stream": headers.get("Penstock-Stream", ""),
-        "sequence": _number(headers.get("Penstock-Sequence")),
-        "attempts": _number(headers.get("Penstock-Attempts")),
-        "reason": headers.get("Penstock-Reason", ""),
+        "stream": origin_of(message)[0],
+        "sequence": origin_of(message)[1],
+        "attempts": number(headers.get(ATTEMPTS)),
+        "reason": headers.get(REASON, ""),
         "draw": None if draw is None else str(draw),
     }
 
 
 def _draw(message: Message) -> Draw | None:
-    stream = message.headers.get("Penstock-Stream", "")
+    stream, _ = origin_of(message)
     return draw_of(subjects.RAW if stream == subjects.EXPERIENCE else stream, message)
-
-
-def _origin(message: Message) -> tuple[str, int]:
-    return message.headers.get("Penstock-Stream", ""), _number(message.headers.get("Penstock-Sequence"))
-
-
-def _after(origin: tuple[str, int], place: str) -> tuple[str, int]:
-    return origin[0], origin[1] + _number(place)
-
-
-def _number(text: str | None) -> int:
-    return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 16 else 0
 
 
 def _text(message: Message) -> Any:
     """The payload for people: a ticket as it reads, anything else as the start of its bytes."""
-    if message.headers.get("Penstock-Stream") == subjects.TICKETS:
+    if origin_of(message)[0] == subjects.TICKETS:
         with contextlib.suppress(ProtocolError):
             return msgspec.to_builtins(unpack(message.data, Ticket)[0])
     return message.data[:SHOWN_BYTES].decode("utf-8", "backslashreplace")

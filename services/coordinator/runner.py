@@ -353,8 +353,8 @@ class JobRunner:
         self.run.new_best = goals.wanted(state)
 
     async def _settle_operations(self) -> None:
-        redrawn = await self.wishes.redraw(self.run, LetterBox(self.bus), self._commit)
-        for done in [*self.wishes.settle(self.run), *redrawn]:
+        replayed = await self.wishes.replay(self.run, LetterBox(self.bus), self._commit, self.supply)
+        for done in [*self.wishes.settle(self.run), *replayed]:
             self.outbox.later(lambda done=done: self.store.finish_operation(self.job, done))  # type: ignore[misc]
 
     # -- what people see ---------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from penstock.services.coordinator.decision import DrawSource
@@ -11,7 +11,7 @@ from penstock.services.coordinator.run import JobRun
 from penstock.shared.protocol.events import Event
 from penstock.shared.protocol.ids import Draw
 
-__all__ = ["Fact", "Supply", "Unreadable"]
+__all__ = ["Fact", "LiveLetter", "Supply", "Unreadable"]
 
 Fact = Callable[[], Awaitable[None]]
 """Runs in turn with the decisions of its job."""
@@ -23,6 +23,15 @@ class Unreadable(NamedTuple):
     stream: str
     seq: int
     reason: str
+
+
+class LiveLetter(NamedTuple):
+    """A dead letter of INTERACTIONS or FEEDBACK as it was there, its parts put together."""
+
+    stream: str
+    seq: int
+    headers: Mapping[str, str]
+    data: bytes
 
 
 class Supply(Protocol):
@@ -51,6 +60,13 @@ class Supply(Protocol):
 
     def unreadable(self) -> list[Unreadable]:
         """What facts brought since the last call and nobody can read: it is kept before a decision passes it by."""
+        ...
+
+    async def put_back(self, letter: LiveLetter) -> int:
+        """Take in again what nobody could read; how many interactions or items that are neither over nor known here.
+
+        Raises ProtocolError where it still does not decode, and Unavailable. Safe to repeat.
+        """
         ...
 
     async def committed(self, run: JobRun, events: Sequence[Event]) -> None:

@@ -12,9 +12,11 @@ from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.letterbox import LetterBox
 from penstock.services.coordinator.promotion import Rollback, flaw_of_rollback
 from penstock.services.coordinator.run import JobRun
+from penstock.services.coordinator.supply import LiveLetter, Supply
 from penstock.shared.config.kinds import parse_training
-from penstock.shared.errors import ConfigError, Conflict, NotFound, Unavailable
+from penstock.shared.errors import ConfigError, Conflict, NotFound, ProtocolError, Unavailable
 from penstock.shared.protocol.events import Event, Redrawn
+from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.jobs import JobRecord, Operation
 
 __all__ = ["CANCEL_GRACE_S", "Wishes"]
@@ -85,27 +87,32 @@ class Wishes:
         """Dead letters that wait for being replayed."""
         return len(self._pending("replay_dead_letter"))
 
-    async def redraw(
-        self, run: JobRun, letters: LetterBox, commit: Callable[[list[Event]], Awaitable[None]]
+    async def replay(
+        self,
+        run: JobRun,
+        letters: LetterBox,
+        commit: Callable[[list[Event]], Awaitable[None]],
+        supply: Supply | None = None,
     ) -> list[Operation]:
-        """Have dead letters replayed that the user wants replayed; the operations that are over by that.
+        """Replay the dead letters that the user wants replayed; the operations that are over by that.
 
-        One waits while as many draws are in flight as may be: the run keeps the next room for it.
+        Of most of them the prompt is asked for again. One waits while as many draws are in flight as may be: the run
+        keeps the next room for it. Interactions and feedback go back to their stream through ``supply``.
         """
         done = []
         for operation in self._pending("replay_dead_letter"):
             id, now = int(operation.args["id"]), datetime.now(UTC)
             try:
-                draw = await letters.draw(self.record.id, id)
-                if self._may_wait(run, id):
+                live = await letters.live(self.record.id, id)
+                if live is not None:
+                    result = {"stream": live.stream, "stored": await _put_back(run, supply, live)}
+                elif (drawn := await self._redraw(run, await letters.draw(self.record.id, id), id, commit)) is None:
                     continue
-                events = run.replay_dead_letter(id, draw, time.time())
-                await commit(events)
+                else:
+                    result = drawn
                 await letters.drop(self.record.id, id)
-                drawn = [str(event.draw) for event in events if isinstance(event, Redrawn)]
-                result = {"draw": drawn[0]} if drawn else {}
                 over = {"state": "succeeded", "result": result, "finished_at": now}
-            except (Conflict, NotFound) as error:
+            except (Conflict, NotFound, ProtocolError) as error:
                 over = {"state": "failed", "message": str(error), "finished_at": now}
                 if isinstance(error, NotFound) and id in run.state.replayed:  # a leader before this one did it
                     over = {"state": "succeeded", "result": {}, "finished_at": now}
@@ -115,6 +122,17 @@ class Wishes:
             self._settled.add(operation.id)
             done.append(operation.model_copy(update=over))
         return done
+
+    async def _redraw(
+        self, run: JobRun, draw: Draw, letter: int, commit: Callable[[list[Event]], Awaitable[None]]
+    ) -> dict[str, Any] | None:
+        """Ask for the prompt of a letter again; None where it waits for room. Raises Conflict: it cannot be drawn."""
+        if self._may_wait(run, letter):
+            return None
+        events = run.replay_dead_letter(letter, draw, time.time())
+        await commit(events)
+        drawn = [str(event.draw) for event in events if isinstance(event, Redrawn)]
+        return {"draw": drawn[0]} if drawn else {}
 
     @staticmethod
     def _may_wait(run: JobRun, letter: int) -> bool:
@@ -153,6 +171,14 @@ class Wishes:
     def _pending(self, kind: str) -> list[Operation]:
         asked = (one for one in self.record.operations if one.kind == kind and one.state == "pending")
         return [one for one in asked if one.id not in self._settled]
+
+
+async def _put_back(run: JobRun, supply: Supply | None, letter: LiveLetter) -> int:
+    """Store an interaction or feedback anew, see ``Supply.put_back``. Raises Conflict: the job takes none."""
+    if supply is None or run.state.finished:
+        ended = run.state.finished or "not fed by feedback"
+        raise Conflict(f"the job is {ended}: it would not read what is stored anew in {letter.stream}")
+    return await supply.put_back(letter)
 
 
 def _promoted(operation: Operation, run: JobRun) -> dict[str, Any] | None:

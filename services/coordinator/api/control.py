@@ -13,7 +13,6 @@ from penstock.services.coordinator.api.graders_desk import Graders
 from penstock.services.coordinator.api.scaling_desk import Scaling
 from penstock.services.coordinator.api.webhooks_desk import Webhooks
 from penstock.shared.config.kinds import AnyJob
-from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.jobs import DesiredState, JobRecord, Operation
 from penstock.shared.protocol.keys import Scope, StoredKey
 
@@ -66,8 +65,8 @@ class Letters(Protocol):
         """Forget it."""
         ...
 
-    async def draw(self, job: str, id: int) -> Draw:
-        """The draw that it stood for. Raises NotFound where it stood for none."""
+    async def check_replayable(self, job: str, id: int) -> None:
+        """Raises NotFound where it stood for no draw, and is neither an interaction nor feedback."""
         ...
 
 

@@ -85,9 +85,13 @@ async def drop_letter(job: JobId, letter: LetterId, backend: BackendDep) -> Resp
 
 @router.post("/{letter}/replay", status_code=202, response_model=Operation, dependencies=[require("jobs:write")])
 async def replay_letter(job: JobId, letter: LetterId, backend: BackendDep) -> Response:
-    """Ask for its prompt again: a new draw in the ledger, after which the letter is dropped. For jobs that run."""
+    """Ask for its prompt again: a new draw in the ledger, after which the letter is dropped. For jobs that run.
+
+    Interactions and feedback are stored in their stream again, but for what is over or known by now (``result.stored``:
+    how many were). Where they still cannot be read the operation fails, and the letter stays.
+    """
     await backend.control.get(job)
-    await backend.control.letters.draw(job, letter)
+    await backend.control.letters.check_replayable(job, letter)
     operation = Operation(
         id=f"op_{uuid6.uuid7().hex}", kind="replay_dead_letter", created_at=datetime.now(UTC), args={"id": letter}
     )

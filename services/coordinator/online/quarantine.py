@@ -8,7 +8,7 @@ stream again holds the same ones.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from penstock.services.coordinator.decision import Draft
 from penstock.services.coordinator.ledger import LedgerState
@@ -70,6 +70,10 @@ class Quarantine:
     def lowest(self) -> int:
         """Sequence below which nothing is held."""
         return min((item.seq for item in self._held.values()), default=UNKNOWN)
+
+    def __iter__(self) -> Iterator[Feedback]:
+        """What is held."""
+        return (item.feedback for item in self._held.values())
 
     # -- facts -------------------------------------------------------------------------------------------------------
 

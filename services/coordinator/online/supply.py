@@ -18,13 +18,14 @@ from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.fates import fates_of, interaction_fates_of
 from penstock.services.coordinator.online.funnel import Funnel
 from penstock.services.coordinator.online.groups import gone_group, group_of
+from penstock.services.coordinator.online.letters import put_back
 from penstock.services.coordinator.online.making import Maker
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.quarantine import Quarantine
 from penstock.services.coordinator.online.source import LiveSource
 from penstock.services.coordinator.restart import earliest_start
 from penstock.services.coordinator.run import JobRun
-from penstock.services.coordinator.supply import Fact, Unreadable
+from penstock.services.coordinator.supply import Fact, LiveLetter, Unreadable
 from penstock.services.coordinator.why import wait_row
 from penstock.shared.config.amendable import TEMPERATURE
 from penstock.shared.config.online_job import OnlineJob
@@ -204,6 +205,11 @@ class LiveSupply:
         """See ``Supply.unreadable``."""
         found, self._unreadable = self._unreadable, []
         return found
+
+    async def put_back(self, letter: LiveLetter) -> int:
+        """See ``Supply.put_back``."""
+        await self.flush()
+        return await put_back(self.bus, self.job, letter, self.matching, self.quarantine)
 
     async def _whole(self, stream: str, message: Message, kind: type[T]) -> T:
         """What a message and its parts hold. Raises ProtocolError, NotFound: a part of it was deleted."""

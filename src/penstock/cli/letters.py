@@ -46,11 +46,14 @@ def show(job: Job, letter: Letter) -> None:
 
 @app.command()
 def replay(job: Job, letter: Letter, as_json: Json = False) -> None:
-    """Have its prompt asked for again, and drop it."""
+    """Have its prompt asked for again, or store it in its stream again, and drop it."""
     with Client() as client:
         result = client.letters.replay(client.find(job).id, letter)
     if as_json:
         show_json(result)
+    elif "stored" in result:
+        kind = "interactions" if result["stream"] == "INTERACTIONS" else "items of feedback"
+        note(f"{result['stored']} {kind} of dead letter {letter} stored again; what is known already was left out")
     else:
         note(f"dead letter {letter} is asked for again" + (f" as draw {result['draw']}" if "draw" in result else ""))
 

@@ -22,7 +22,10 @@ def _show(job: str, id: int) -> Call[Row]:
 
 
 def _replay(job: str, id: int) -> Steps[Row]:
-    """Have its prompt asked for again; the new ``draw``. Raises NotFound, Conflict: the job draws nothing now."""
+    """Have its prompt asked for again; the new ``draw``. Of interactions and feedback: how many are ``stored`` again.
+
+    Raises NotFound, Conflict: the job draws nothing now, or still cannot read it.
+    """
     asked = yield post(f"{_path(job, id)}/replay")
     while asked["state"] == "pending":
         asked = yield operation(job, asked["id"], _HOLD_S)

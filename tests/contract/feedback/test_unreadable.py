@@ -1,14 +1,20 @@
-"""Messages of INTERACTIONS and FEEDBACK that nobody can read: dead letters, once, and nothing else waits for them."""
+"""Messages of INTERACTIONS and FEEDBACK that nobody can read: dead letters, once, and nothing else waits for them.
+
+What can be read later comes back when its letter is replayed, once.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
+import pytest
 from typer.testing import CliRunner
 
 from penstock.cli import app as cli
@@ -17,10 +23,33 @@ from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.online.supply import LiveSupply
 from penstock.services.coordinator.runner import JobRunner
 from penstock.services.coordinator.store import JobStore
+from penstock.services.coordinator.supply import LiveLetter
 from penstock.shared.config.online_job import OnlineJob
-from penstock.shared.protocol import subjects
+from penstock.shared.protocol import codec, subjects
 from penstock.shared.protocol.codec import pack
-from penstock.shared.protocol.interaction import FeedbackBatch
+from penstock.shared.protocol.events import Admission, Admitted, encode_events
+from penstock.shared.protocol.interaction import (
+    EPISODE_HEADER,
+    Erasure,
+    Fate,
+    FateBatch,
+    Feedback,
+    FeedbackBatch,
+    Interaction,
+    InteractionFate,
+)
+
+Dlq = Callable[..., Awaitable[Any]]
+
+
+class OlderItem(msgspec.Struct):
+    """Feedback, and a record, as a build knew them that had fewer kinds of either."""
+
+    kind: Literal["none yet"]
+
+
+class OlderBatch(msgspec.Struct):
+    items: list[OlderItem]
 
 
 @asynccontextmanager
@@ -32,22 +61,38 @@ async def led(desk: Any, epoch: int, data_dir: Path) -> AsyncIterator[None]:
         desk.bus, JobStore(desk.bus), Members(), record, epoch=epoch, data_dir=data_dir, supply=supply
     )  # fmt: skip
     leading = asyncio.create_task(runner.lead())
+
+    async def follow() -> None:
+        while True:
+            runner.want(await desk.store.get(desk.job))
+            await asyncio.sleep(0.05)
+
+    following = asyncio.create_task(follow())
     try:
         yield
     finally:
-        leading.cancel()
-        await asyncio.gather(leading, return_exceptions=True)
+        for task in (leading, following):
+            task.cancel()
+        await asyncio.gather(leading, following, return_exceptions=True)
 
 
-async def test_what_cannot_be_read_is_a_dead_letter_once(desk: Any, url: str, tmp_path: Path) -> None:
-    async def dlq(*words: str) -> Any:
+@pytest.fixture
+def dlq(desk: Any, url: str) -> Dlq:
+    """``penstock dlq VERB JOB ...``."""
+
+    async def run(verb: str, *words: object, code: int = 0) -> Any:
         env = {"PENSTOCK_URL": url, "PENSTOCK_API_KEY": ""}
-        found = await asyncio.to_thread(CliRunner().invoke, cli, ["dlq", *words], env=env)
-        assert found.exit_code == 0, found.output
+        words = ("dlq", verb, desk.job, *map(str, words))
+        found = await asyncio.to_thread(CliRunner().invoke, cli, list(words), env=env)
+        assert found.exit_code == code, found.output
         return found
 
+    return run
+
+
+async def test_what_cannot_be_read_is_a_dead_letter_once(desk: Any, dlq: Dlq, tmp_path: Path) -> None:
     async def letters() -> list[dict[str, Any]]:
-        return list(json.loads((await dlq("ls", desk.job, "--json")).stdout))
+        return list(json.loads((await dlq("ls", "--json")).stdout))
 
     bus, broken = desk.bus, desk.new_id()
     record = await desk.record()
@@ -64,7 +109,7 @@ async def test_what_cannot_be_read_is_a_dead_letter_once(desk: Any, url: str, tm
         assert "expected a Interaction, got a 'FeedbackBatch'" in where[subjects.INTERACTIONS, second]["reason"]
         assert {(row["attempts"], row["draw"]) for row in rows} == {(1, None)}
         letter = where[subjects.FEEDBACK, first]
-        shown = json.loads((await dlq("show", desk.job, str(letter["id"]))).stdout)
+        shown = json.loads((await dlq("show", letter["id"])).stdout)
         assert shown["content"] == "\\xff is no envelope"
 
         await desk.until(lambda: _matched(desk, good), "fate of what came after")
@@ -72,6 +117,9 @@ async def test_what_cannot_be_read_is_a_dead_letter_once(desk: Any, url: str, tm
     async with led(desk, 2, tmp_path):
         await desk.until(lambda: _led(desk, 2), "second leader")
         assert await letters() == rows, "it has read them again"
+        assert "not an envelope" in (await dlq("replay", letter["id"], code=1)).output
+        assert await letters() == rows, "a letter that still cannot be read stays"
+        assert len(await bus.read(subjects.FEEDBACK, subjects.feedback(desk.job))) == 3
 
     async def told() -> list[str]:
         events = await bus.read(subjects.EVENTS, subjects.events(desk.job))
@@ -79,6 +127,98 @@ async def test_what_cannot_be_read_is_a_dead_letter_once(desk: Any, url: str, tm
 
     assert len(await told()) == 2
     assert await bus.get(subjects.FEEDBACK, first), "a coordinator of another version may read it"
+
+
+async def test_what_can_be_read_by_now_counts_once_it_is_replayed(
+    desk: Any, dlq: Dlq, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upgrade: a leader of the older build meets what the newer API took in, and its mark moves past that."""
+    bus, job = desk.bus, desk.job
+
+    async def letters() -> list[dict[str, Any]]:
+        return list((await desk.client.get(f"/v1/jobs/{job}/dead-letters")).json()["data"])
+
+    async def three() -> list[dict[str, Any]]:
+        found = await letters()
+        return found if len(found) == 3 else []
+
+    with monkeypatch.context() as older:
+        older.setitem(codec._decoders, FeedbackBatch, msgspec.msgpack.Decoder(OlderBatch))
+        older.setitem(codec._decoders, Interaction, msgspec.msgpack.Decoder(OlderItem))
+        record = await desk.record()
+        said = (await desk.accept(inference_id=record.id))["feedback_id"]
+        long = {"kind": "interaction", "model": "policy", "completion": {"content": "x" * 1_200_000}}
+        large = (await desk.post(long)).json()["feedback_id"]
+        async with led(desk, 1, tmp_path):
+            rows = await desk.until(three, "letters")
+            await desk.until(lambda: _led(desk, 1), "first leader")
+    low = [(await bus.stream_state(stream)).last_seq + 1 for stream in (subjects.INTERACTIONS, subjects.FEEDBACK)]
+    passed = Admitted(writer_epoch=1, time=1.0, admissions=[], low_interactions=low[0], low_feedback=low[1])
+    await bus.publish(subjects.ledger(job), encode_events([passed]))
+
+    async with led(desk, 2, tmp_path):
+        await desk.until(lambda: _led(desk, 2), "second leader")
+        for row in sorted(rows, key=lambda row: str(row["stream"]), reverse=True):
+            assert "1 i" in (await dlq("replay", row["id"])).output
+        await desk.until(lambda: _matched(desk, said), "fate of what came back")
+        await desk.until(lambda: _has(desk, large, "rejected"), "fate of what has several parts")
+        assert await letters() == []
+        await dlq("replay", rows[0]["id"], code=1)
+
+    first, second = await bus.read(subjects.INTERACTIONS, subjects.interactions(job))
+    assert (first.subject, first.data) == (second.subject, second.data)
+    assert second.headers[EPISODE_HEADER] == record.episode
+    assert [item.id for item in await desk.items()] == [said, large] * 2
+
+
+async def test_nothing_comes_back_that_is_over_or_waits(desk: Any) -> None:
+    """A leader forgets what it decided below its mark: stored anew it would be trained twice."""
+    bus, job, gone = desk.bus, desk.job, desk.new_id()
+    ids = {name: desk.new_id() for name in ("new", "waits", "expired", "trained", "deleted", "about")}
+
+    def item(name: str, **more: Any) -> Feedback:
+        more = {"inference": desk.new_id(), "value": True, **more}
+        return Feedback(
+            id=ids[name], job=job, kind="metric", key_id="k", received=time.time(), metric="accepted", **more
+        )  # fmt: skip
+
+    async def leader() -> LiveSupply:
+        supply = LiveSupply(bus, job, OnlineJob.parse((await desk.store.get(job)).spec), epoch=1)
+        await supply.recover(LedgerState())
+        return supply
+
+    async def newest() -> list[str]:
+        return [item.id for item in (await desk.stored())[-1]]
+
+    await bus.publish(subjects.feedback(job), pack(FeedbackBatch(items=[item("waits")]), job=job))
+    await desk.decide(Fate(feedback=ids["expired"], status="expired", time=1.0))
+    admission = Admission(0, {desk.new_id(): 1}, {ids["trained"]: 1}, 1.0, 0, "k", "u", "feedback", 1.0)
+    event = Admitted(writer_epoch=1, time=1.0, admissions=[admission], low_interactions=1, low_feedback=1)
+    await bus.publish(subjects.ledger(job), encode_events([event]))
+    erasure = Erasure(user="u", interactions=[gone], feedback=[ids["deleted"]], time=1.0)
+    await bus.publish(subjects.erasures(job), pack(erasure, job=job))
+    items = [item(name) for name in ids if name != "about"] + [item("about", inference=gone)]
+    letter = LiveLetter(subjects.FEEDBACK, 1, {}, pack(FeedbackBatch(items=items), job=job))
+    assert await (await leader()).put_back(letter) == 1
+    assert await newest() == [ids["new"]]
+    second = await leader()
+    assert await second.put_back(letter) == 0, "the next leader goes on with a replay that was cut short"
+    revised = pack(FeedbackBatch(items=[item("waits", revision=1)]), job=job)
+    assert await second.put_back(LiveLetter(subjects.FEEDBACK, 2, {}, revised)) == 1
+    assert await newest() == [ids["waits"]]
+
+    async def letter_of(record: Interaction) -> LiveLetter:
+        message = await bus.last(subjects.INTERACTIONS, subjects.interaction(job, record.id))
+        return LiveLetter(subjects.INTERACTIONS, message.seq, message.headers, message.data)
+
+    refused, waiting, lost = [await letter_of(await desk.record()) for _ in range(3)]
+    fate = InteractionFate(interaction=_id_in(refused), status="rejected", reason="no_feedback", time=1.0)
+    await bus.publish(subjects.decisions(job), pack(FateBatch(items=[], interactions=[fate]), job=job))
+    for letter in (refused, lost):
+        await bus.delete_message(subjects.INTERACTIONS, letter.seq)
+    third = await leader()
+    assert [await third.put_back(one) for one in (refused, waiting, lost)] == [0, 0, 1]
+    assert [await third.put_back(one) for one in (refused, waiting, lost)] == [0, 0, 0]
 
 
 async def test_an_unreadable_record_loses_nothing_that_was_said_of_others(desk: Any) -> None:
@@ -107,8 +247,16 @@ async def _both(letters: Any) -> list[dict[str, Any]]:
     return found if len(found) == 2 else []
 
 
+def _id_in(letter: LiveLetter) -> str:
+    return codec.unpack(letter.data, Interaction)[0].id
+
+
 async def _matched(desk: Any, feedback: str) -> bool:
     return bool((await desk.fate(feedback))["status"] == "matched")
+
+
+async def _has(desk: Any, feedback: str, status: str) -> bool:
+    return bool((await desk.fate(feedback))["status"] == status)
 
 
 async def _led(desk: Any, attempt: int) -> bool:
