@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 import httpx
 import orjson
 import typer
 
-from penstock.cli.printing import note
+from penstock.cli.printing import Json, note, show_line
 from penstock.client import Client
-from penstock.client.answers import base_url, body_of, default_headers, error_of, unreachable
+from penstock.client.answers import base_url, default_headers, error_of, unreachable
 from penstock.shared.config.kinds import parse_job
 from penstock.shared.config.online import MetricConfig
 from penstock.shared.config.online_job import OnlineJob
@@ -42,36 +42,48 @@ def chat(
     rate: Annotated[
         bool | None, typer.Option("--rate/--no-rate", help="Ask after each answer; default: in a terminal.")
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Talk to a model; y or n after an answer is posted as feedback. Ctrl-D ends the conversation."""
     terminal = sys.stdin.isatty()
     with Client() as client, _http() as http:
-        thumbs = _thumbs(client, http, model, metric) if (terminal if rate is None else rate) else None
-        opened = _open(http, model) if episode == NEW else None
+        thumbs = _thumbs(client, model, metric) if (terminal if rate is None else rate) else None
+        opened = client.episodes.open(model).id if episode == NEW else None
         talk = Conversation(http, model, episode=opened or episode or "")
         talk.sampling |= {"temperature": temperature, "max_tokens": max_tokens}
         talk.messages += [{"role": "system", "content": system}] if system else []
         try:
             for line in _lines(terminal) if text is None else [text]:
-                for piece in talk.ask(line):
-                    typer.echo(piece, nl=False)
-                typer.echo()
-                _rate(client, talk, thumbs)
+                _show(talk, line, as_json)
+                _rate(client, talk, thumbs, as_json)
         finally:
             if opened is not None:
-                body_of(http.post(f"/v1/episodes/{opened}/end"))
+                client.episodes.end(opened)
+
+
+@dataclass
+class Answer:
+    """What the model said: ``interaction`` is what feedback names."""
+
+    interaction: str = ""
+    episode: str = ""
+    model: str = ""
+    policy_version: int | None = None
+    """The one that began it."""
+    text: str = ""
+    finish_reason: str | None = None
 
 
 @dataclass
 class Conversation:
-    """What was said so far. ``last`` is the id of the newest answer."""
+    """What was said so far. ``last`` is the newest answer."""
 
     http: httpx.Client
     model: str
     episode: str = ""
     sampling: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, str]] = field(default_factory=list)
-    last: str = ""
+    last: Answer = field(default_factory=Answer)
 
     def ask(self, text: str) -> Iterator[str]:
         """Say something; the pieces of the answer as they come.
@@ -83,19 +95,22 @@ class Conversation:
         wishes = {name: value for name, value in self.sampling.items() if value is not None}
         body = {"model": self.model, "messages": self.messages, "stream": True, **wishes}
         headers = {"X-Episode-Id": self.episode} if self.episode else {}
-        answer = ""
         try:
             with self.http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as response:
                 if not response.is_success:
                     response.read()
                     raise error_of(response)
-                self.last = response.headers.get("x-interaction-id", "")
-                for piece in _pieces(response):
-                    answer += piece
-                    yield piece
+                self.last = _begun(response.headers)
+                for event in _events(response):
+                    self.last.model = event.get("model", "")
+                    for choice in event.get("choices", []):
+                        self.last.finish_reason = choice.get("finish_reason")
+                        for piece in _pieces(choice.get("delta", {})):
+                            self.last.text += piece
+                            yield piece
         except httpx.TransportError as error:
             raise unreachable(str(self.http.base_url).rstrip("/"), error) from None
-        self.messages.append({"role": "assistant", "content": answer})
+        self.messages.append({"role": "assistant", "content": self.last.text})
 
 
 @dataclass(frozen=True)
@@ -107,8 +122,17 @@ class Thumbs:
     down: bool | float
 
 
-def _pieces(response: httpx.Response) -> Iterator[str]:
-    """Text of a stream of events."""
+def _begun(headers: httpx.Headers) -> Answer:
+    version = headers.get("x-policy-version", "")
+    return Answer(
+        interaction=headers.get("x-interaction-id", ""),
+        episode=headers.get("x-episode-id", ""),
+        policy_version=int(version) if version.isdecimal() else None,
+    )
+
+
+def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    """The parts of an answer. Raises Unavailable, ProtocolError: it ends before its end."""
     for line in response.iter_lines():
         if not line.startswith("data: "):
             continue
@@ -117,34 +141,44 @@ def _pieces(response: httpx.Response) -> Iterator[str]:
         event = orjson.loads(line[6:])
         if "error" in event:
             raise Unavailable(f"the answer broke off: {event['error'].get('message', '')}")
-        for choice in event.get("choices", []):
-            delta = choice.get("delta", {})
-            if delta.get("content"):
-                yield delta["content"]
-            for call in delta.get("tool_calls") or []:
-                yield orjson.dumps(call["function"]).decode()
+        yield event
     raise ProtocolError("the stream ended before the answer did")
+
+
+def _pieces(delta: dict[str, Any]) -> Iterator[str]:
+    """What is new as text."""
+    if delta.get("content"):
+        yield delta["content"]
+    for call in delta.get("tool_calls") or []:
+        yield orjson.dumps(call["function"]).decode()
+
+
+def _show(talk: Conversation, text: str, as_json: bool) -> None:
+    """Say ``text`` and print the answer: as it comes, or as JSON once it is whole."""
+    for piece in talk.ask(text):
+        if not as_json:
+            typer.echo(piece, nl=False)
+    if as_json:
+        show_line({"type": "answer", **asdict(talk.last)})
+    else:
+        typer.echo()
 
 
 def _http() -> httpx.Client:
     return httpx.Client(base_url=base_url(None), headers=default_headers(None), timeout=TIMEOUT)
 
 
-def _open(http: httpx.Client, model: str) -> str:
-    return str(body_of(http.post("/v1/episodes", json={"model": model}))["id"])
-
-
-def _thumbs(client: Client, http: httpx.Client, model: str, wanted: str | None) -> Thumbs | None:
+def _thumbs(client: Client, model: str, wanted: str | None) -> Thumbs | None:
     """How the model's job takes verdicts on single answers.
 
     Raises:
         ConfigError: the job declares no such metric.
     """
-    found = body_of(http.get(f"/v1/models/{model}"))
-    if not found["online"]:
+    found = client.models.show(model)
+    if not found.online:
         note(f"{model} does not learn from feedback")
         return None
-    job = parse_job(client.get(found["job"]).spec)
+    job = parse_job(client.get(found.job).spec)
     assert isinstance(job, OnlineJob)
     metrics = {name: metric for name, metric in job.online.metrics.items() if metric.level == "interaction"}
     name = wanted or next(iter(metrics), "")
@@ -165,7 +199,7 @@ def _values(name: str, metric: MetricConfig) -> Thumbs:
     return Thumbs(name, high, low)
 
 
-def _rate(client: Client, talk: Conversation, thumbs: Thumbs | None) -> None:
+def _rate(client: Client, talk: Conversation, thumbs: Thumbs | None, as_json: bool) -> None:
     """Ask what the user thinks of the newest answer, and post it."""
     while thumbs is not None:
         typer.echo(QUESTION, nl=False, err=True)
@@ -173,8 +207,12 @@ def _rate(client: Client, talk: Conversation, thumbs: Thumbs | None) -> None:
         if not said:
             return
         if said in ("y", "n"):
-            reply = client.feedback(thumbs.metric, thumbs.up if said == "y" else thumbs.down, inference=talk.last)
-            note(f"{thumbs.metric}: stored as {reply['feedback_id']}")
+            value = thumbs.up if said == "y" else thumbs.down
+            reply = client.feedback(thumbs.metric, value, inference=talk.last.interaction)
+            note(f"{thumbs.metric}: stored as {reply.feedback_id}")
+            if as_json:
+                row = {"interaction": talk.last.interaction, "metric": thumbs.metric, "value": value}
+                show_line({"type": "feedback", "feedback_id": reply.feedback_id, **row})
             return
 
 

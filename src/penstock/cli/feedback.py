@@ -19,8 +19,6 @@ __all__ = ["app"]
 
 app = typer.Typer(name="feedback", cls=Commands, help="Post feedback and see what became of it.", no_args_is_help=True)
 
-ACCEPTED = (200, 202)
-
 Id = Annotated[str, typer.Argument(metavar="ID", help="As the API gave it out.")]
 
 
@@ -44,9 +42,9 @@ def send(
     if as_json:
         show_json(reply)
         return
-    typer.echo(reply["feedback_id"])
-    said = "known already" if reply["duplicate"] else "stored"
-    note(f"{said} for job {reply['job']}; its target is {reply['target'].replace('_', ' ')}")
+    typer.echo(reply.feedback_id)
+    said = "known already" if reply.duplicate else "stored"
+    note(f"{said} for job {reply.job}; its target is {reply.target.replace('_', ' ')}")
 
 
 @app.command()
@@ -57,14 +55,14 @@ def batch(
     """Post the items of a file; exit with 1 if one is refused."""
     with Client() as client:
         rows = client.feedback_batch(_items(file))
-    refused = [(place, row) for place, row in enumerate(rows, 1) if row["status"] not in ACCEPTED]
+    refused = [(place, row) for place, row in enumerate(rows, 1) if row.problem is not None]
     if as_json:
         for row in rows:
             show_line(row)
     else:
         for place, row in refused:
-            note(f"item {place}: {row['status']} {row['problem']['detail']}")
-        repeated = sum(bool(row["duplicate"]) for row in rows)
+            note(f"item {place}: {row.status} {(row.problem or {}).get('detail', '')}")
+        repeated = sum(row.duplicate for row in rows)
         typer.echo(f"{len(rows) - len(refused)} of {len(rows)} items stored, {repeated} of them before")
     if refused:
         raise typer.Exit(FAILED)
@@ -78,15 +76,15 @@ def status(id: Id, as_json: Json = False) -> None:
     if as_json:
         show_json(fate)
         return
-    trained = fate["trained"]
+    trained = fate.trained
     rows = [
-        ("id", fate["feedback_id"]),
-        ("job", fate["job"]),
-        ("said", fate["metric"] or fate["kind"]),
-        ("status", f"{fate['status']} {fate['reason']}".strip()),
-        ("interactions", ", ".join(fate["interactions"])),
-        ("trained", f"update {trained['step']}, version {trained['version']}" if trained else ""),
-        ("revision", number(fate["revision"])),
+        ("id", fate.feedback_id),
+        ("job", fate.job),
+        ("said", fate.metric or fate.kind),
+        ("status", f"{fate.status} {fate.reason}".strip()),
+        ("interactions", ", ".join(fate.interactions)),
+        ("trained", f"update {trained.step}, version {trained.version}" if trained else ""),
+        ("revision", number(fate.revision)),
     ]
     console().print(table(("FIELD", "VALUE"), rows))
 
@@ -95,9 +93,9 @@ def status(id: Id, as_json: Json = False) -> None:
 def retract(id: Id, as_json: Json = False) -> None:
     """Take an item back; needs the scope feedback:admin."""
     with Client() as client:
-        reply = client.retract_feedback(id)
-    said = "was trained on already: too late" if reply["too_late"] else "is retracted"
-    show_done(f"feedback {reply['feedback_id']} {said}", reply, as_json)
+        reply = client.retract(id)
+    said = "was trained on already: too late" if reply.too_late else "is retracted"
+    show_done(f"feedback {reply.feedback_id} {said}", reply, as_json)
 
 
 @app.command()
@@ -116,8 +114,8 @@ def token(
     if as_json:
         show_json(made)
     else:
-        typer.echo(made["token"])
-        note(f"it becomes feedback {made['feedback_id']} at {made['url']}, until {made['expires_at']}")
+        typer.echo(made.token)
+        note(f"it becomes feedback {made.feedback_id} at {made.url}, until {made.expires_at.isoformat()}")
 
 
 def _value(text: str, metric: str) -> bool | float | str:

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 from rich.console import Console
 
-from penstock.cli.agent import REQUEST_S, WINDOW, Agent, demonstrations, voices
+from penstock.cli.agent import WINDOW, Agent, demonstrations, voices
 from penstock.cli.books import equation
 from penstock.cli.machine import ready_with_progress
 from penstock.cli.printing import console, note, show_json
@@ -132,7 +131,7 @@ async def run_online(
             await client.cancel(record.id)
             await client.wait(record.id, timeout_s=60.0)  # until it has checkpointed what it trained: the books close
             report = await client.audit(record.id)
-            trained = await _trained(stack.url, record.id, enemy)
+            trained = await _trained(client, record.id, enemy)
     return Shown(agent, other, rate, began, time.monotonic() - began, report, trained)
 
 
@@ -208,14 +207,12 @@ def _done(agent: Agent, began: float, limit_s: float) -> bool:
     return learnt or time.monotonic() - began > limit_s
 
 
-async def _trained(url: str, job: str, enemy: str) -> dict[bool, int]:
+async def _trained(client: AsyncClient, job: str, enemy: str) -> dict[bool, int]:
     """Items of feedback that were trained on, by whether the key ``enemy`` posted them."""
-    async with httpx.AsyncClient(base_url=url, timeout=REQUEST_S) as http:
-        reply = await http.get(f"/v1/jobs/{job}/feedback")
     found = {True: 0, False: 0}
-    for row in reply.raise_for_status().json()["data"]:
-        if row["status"] == "trained":
-            found[row["source"] == enemy] += row["items"]
+    for row in (await client.funnel(job)).data:
+        if row.status == "trained":
+            found[row.source == enemy] += row.items
     return found
 
 

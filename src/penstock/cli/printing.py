@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
+import msgspec
 import orjson
 import typer
 from pydantic import BaseModel
@@ -140,4 +141,11 @@ def sparkline(values: Sequence[float | None], width: int = 40) -> str:
 
 
 def _plain(value: Any) -> Any:
-    return value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+    """Results of the client as JSON values."""
+    return msgspec.to_builtins(value, enc_hook=_dumped)
+
+
+def _dumped(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    raise TypeError(f"{type(value).__name__} is not JSON")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from penstock.cli.exits import Commands
 from penstock.cli.printing import Json, console, number, show_json, table
 from penstock.client import Client
+from penstock.client.results import Erasure
 
 __all__ = ["app"]
 
@@ -31,7 +32,7 @@ def consent(
     if as_json:
         show_json(said)
     else:
-        typer.echo(f"{said['user']} {'may' if said['train'] else 'may not'} be trained on")
+        typer.echo(f"{said.user} {'may' if said.train else 'may not'} be trained on")
 
 
 @app.command()
@@ -52,17 +53,17 @@ def status(user: User, as_json: Json = False) -> None:
         _show(client.users.erasure(user), as_json)
 
 
-def _show(report: dict[str, Any], as_json: bool) -> None:
+def _show(report: Erasure, as_json: bool) -> None:
     if as_json:
         show_json(report)
         return
-    trained = (f"{job}: {', '.join(map(str, versions))}" for job, versions in report["trained_versions"].items())
+    trained = (f"{job}: {', '.join(map(str, versions))}" for job, versions in report.trained_versions.items())
     rows = [
-        ("deletion", report["status"]),
-        ("interactions", number(report["interactions"])),
-        ("feedback", number(report["feedback"])),
-        ("trajectories", number(report["groups"])),
-        ("episodes", number(report["episodes"])),
+        ("deletion", report.status),
+        ("interactions", number(report.interactions)),
+        ("feedback", number(report.feedback)),
+        ("trajectories", number(report.groups)),
+        ("episodes", number(report.episodes)),
         ("trained versions", "; ".join(trained) or "none"),
     ]
     console().print(table(("FIELD", "VALUE"), rows))

@@ -137,13 +137,13 @@ def samples(
         return
     shown = [
         (
-            row.get("step"),
-            row.get("env"),
-            number(row.get("reward")),
-            number(row.get("advantage")),
-            _oneline(row.get("prompt")),
-            _oneline(row.get("completion")),
-            _oneline(row.get("answer")),
+            row.step,
+            row.env,
+            number(row.reward),
+            number(row.advantage),
+            _oneline(row.prompt),
+            _oneline(row.completion),
+            _oneline(row.answer),
         )
         for row in rows
     ]

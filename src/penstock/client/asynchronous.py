@@ -3,39 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import httpx
-import orjson
 
-from penstock.client import calls, feedback, flows
-from penstock.client.answers import base_url, body_of, default_headers, error_of, pause_s, unreachable
+from penstock.client import calls, flows
+from penstock.client import feedback as said
+from penstock.client.answers import base_url, body_of, default_headers, pause_s, unreachable
 from penstock.client.calls import Call, Goal, JobFile, Order, Records, Row, Rows
-from penstock.client.download import Download, plan_downloads
-from penstock.client.feedback import Items, Value
+from penstock.client.download import archive, artifact, plan_downloads
+from penstock.client.episodes import AsyncEpisodes
 from penstock.client.feedback_tokens import AsyncFeedbackTokens
 from penstock.client.files import AsyncFiles, AsyncGraders
 from penstock.client.keys import AsyncKeys
 from penstock.client.letters import AsyncLetters
-from penstock.client.patience import Patience
+from penstock.client.models import AsyncModels
 from penstock.client.quarantine import AsyncQuarantine
-from penstock.client.sending import complete_async
-from penstock.client.sse import EventReader
+from penstock.client.results import LogLine
+from penstock.client.results.reading import one
+from penstock.client.sending import awaits, awaits_all, complete_async
+from penstock.client.streams import AsyncStreams
 from penstock.client.users import AsyncUsers
 from penstock.client.versions import AsyncVersions
 from penstock.client.webhooks import AsyncWebhooks
-from penstock.shared.errors import Unavailable
 from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.protocol.scaling import Pool
 
 __all__ = ["AsyncClient"]
 
 T = TypeVar("T")
-_RECONNECT_S = 0.5
 
 
 class AsyncClient:
@@ -63,7 +63,9 @@ class AsyncClient:
         self.versions = AsyncVersions(self._send)
         self.quarantine = AsyncQuarantine(self._send)
         self.feedback_tokens, self.users = AsyncFeedbackTokens(self._send), AsyncUsers(self._send)
+        self.episodes, self.models = AsyncEpisodes(self._send), AsyncModels(self._send)
         self._http = httpx.AsyncClient(base_url=self.url, headers=default_headers(api_key), timeout=timeout_s)
+        self._streams = AsyncStreams(self._http, self.url, timeout_s, patience_s)
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -155,8 +157,9 @@ class AsyncClient:
     async def events(self, job: str, *, after: int = 0, follow: bool = True) -> AsyncIterator[Row]:
         """Events past ``after``, each once, oldest first; ``follow`` goes on to the job's end across reconnects."""
         if follow:
-            async for row in self._follow(job, after):
-                yield row
+            async with aclosing(self._streams.follow(f"/v1/jobs/{job}/events", after)) as events:
+                async for row in events:
+                    yield row
             return
         more = True
         while more:
@@ -178,12 +181,10 @@ class AsyncClient:
         params = {"names": names, "step_from": step_from, "step_to": step_to, "max_points": max_points}
         return await self._send(calls.view(job, "metrics", **params))
 
-    async def samples(
-        self, job: str, *, step: int | None = None, limit: int = 20, sort: str | None = None, after: str | None = None,
-        env: str | None = None,
-    ) -> Rows:  # fmt: skip
-        """Completions with rewards, newest update first; ``env``: only those of the source of that name."""
-        return await self._send(calls.rows(job, "samples", step=step, limit=limit, sort=sort, after=after, env=env))
+    metric_names = awaits(calls.metric_names)
+    samples = awaits(calls.samples)
+    sample = awaits(calls.sample)
+    timeline = awaits(calls.timeline)
 
     async def workers(self, job: str) -> Rows:
         """Who works for the job."""
@@ -201,28 +202,27 @@ class AsyncClient:
         """``lines`` of the services' logs, and ``next`` to go on from."""
         return await self._send(calls.view(job, "logs", service=service, tail=tail, after=after))
 
+    async def follow_logs(
+        self, job: str, *, service: str | None = None, tail: int = 100, after: str | None = None
+    ) -> AsyncIterator[LogLine]:
+        """Lines of the services' logs as they come, to the end of the job; first the last ``tail`` (or all past ``after``).
+
+        Raises NotFound: there is no such job, or no log of ``service``.
+        """
+        read, wanted = one(LogLine), {"follow": True, "service": service, "tail": tail}
+        async with aclosing(self._streams.follow(f"/v1/jobs/{job}/logs", after or "", **wanted)) as events:
+            async for row in events:
+                for line in row["lines"]:
+                    yield read(line)
+
     async def replay(
         self, job: str, *, from_batch: int | None = None, to_batch: int | None = None
     ) -> AsyncIterator[Row]:
         """Train sealed batches again and compare; rows of progress, the last with ``done``, ``ok`` and ``summary``."""
-        body = orjson.dumps({"from_batch": from_batch, "to_batch": to_batch})
-        headers = {"Content-Type": "application/json"}
-        timeout = httpx.Timeout(self._timeout_s, read=None)
-        request = self._http.build_request(
-            "POST", f"/v1/jobs/{job}/replay", content=body, headers=headers, timeout=timeout
-        )
-        try:
-            response = await self._http.send(request, stream=True)
-            try:
-                if not response.is_success:
-                    await response.aread()
-                    raise error_of(response)
-                async for line in response.aiter_lines():
-                    yield orjson.loads(line)
-            finally:
-                await response.aclose()
-        except httpx.TransportError as error:
-            raise unreachable(self.url, error) from None
+        body = {"from_batch": from_batch, "to_batch": to_batch}
+        async with aclosing(self._streams.rows(f"/v1/jobs/{job}/replay", body)) as rows:
+            async for row in rows:
+                yield row
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -251,27 +251,27 @@ class AsyncClient:
             Unavailable: the server was away for longer than ``patience_s``.
         """
         row = await self.checkpoint(job, number)
-        for download in plan_downloads(job, row, directory, names):
-            patience = Patience(self._patience_s)
-            while not download.is_done:
-                try:
-                    await self._download(download)
-                except Unavailable as error:
-                    await asyncio.sleep(patience.after(error))
+        await self._streams.fetch(plan_downloads(job, row, directory, names))
 
-    async def _download(self, download: Download) -> None:
-        try:
-            with download:
-                async with self._http.stream("GET", download.url, headers=download.headers()) as response:
-                    if not response.is_success:
-                        await response.aread()
-                        raise error_of(response)
-                    download.begin(response.status_code)
-                    async for chunk in response.aiter_bytes():
-                        download.write(chunk)
-        except httpx.TransportError as error:
-            raise unreachable(self.url, error) from None
-        download.finish()
+    async def download_archive(self, job: str, number: int, path: Path) -> None:
+        """Download a checkpoint as one tar, to ``path``; where it breaks off it begins anew.
+
+        Raises:
+            NotFound: there is no such checkpoint.
+            Conflict: its files are not on the coordinator's host.
+            Unavailable: the server was away for longer than ``patience_s``.
+        """
+        await self._streams.fetch([archive(job, number, path)])
+
+    async def download_artifact(self, sha256: str, path: Path) -> None:
+        """Download a file of any checkpoint by the sha256 of its content, to ``path``; as ``download_checkpoint`` does.
+
+        Raises:
+            NotFound: no checkpoint on the coordinator's host holds it.
+            CheckpointError: what arrived is something else.
+            Unavailable: the server was away for longer than ``patience_s``.
+        """
+        await self._streams.fetch([artifact(sha256, path)])
 
     async def checkpoint_now(self, job: str, *, timeout_s: float = 120.0) -> Row:
         """Have a checkpoint taken and wait for it; its ``number`` and ``path``.
@@ -299,32 +299,17 @@ class AsyncClient:
         """What the server runs."""
         return await self._send(calls.about("version"))
 
-    # -- feedback ----------------------------------------------------------------------------------------------------
+    # -- live agents -------------------------------------------------------------------------------------------------
 
-    async def feedback(
-        self,
-        metric: str,
-        value: Value,
-        *,
-        inference: str | None = None,
-        episode: str | None = None,
-        id: str | None = None,
-        **more: object,
-    ) -> Row:
-        """Post one verdict and return once it is on disk; the same ``id`` has one effect. ``more``: as in the body."""
-        return await self._send(feedback.send(metric, value, inference=inference, episode=episode, id=id, **more))
-
-    async def feedback_batch(self, items: Items) -> Rows:
-        """Post items of any kind; one row each, in order: ``id``, ``status`` (202: on disk), ``problem``."""
-        return [row for call in feedback.batches(items) for row in await self._send(call)]
-
-    async def feedback_status(self, id: str) -> Row:
-        """What became of an item. Raises NotFound."""
-        return await self._send(feedback.status(id))
-
-    async def retract_feedback(self, id: str) -> Row:
-        """Take an item back. Raises NotFound."""
-        return await self._send(feedback.retract(id))
+    feedback = awaits(said.send)
+    prefer = awaits(said.prefer)
+    correct = awaits(said.correct)
+    post_interaction = awaits(said.post_interaction)
+    feedback_batch = awaits_all(said.batch)
+    feedback_status = awaits(said.status)
+    retract = awaits(said.retract)
+    funnel = awaits(calls.funnel)
+    interaction = awaits(calls.interaction)
 
     # -- plumbing ----------------------------------------------------------------------------------------------------
 
@@ -349,33 +334,3 @@ class AsyncClient:
         if response is None:
             raise unreachable(self.url, failure)
         return call.read(body_of(response))
-
-    async def _follow(self, job: str, after: int) -> AsyncIterator[Row]:
-        reader = EventReader(after)
-        patience = Patience(self._patience_s)
-        while not reader.ended:
-            reader = EventReader(reader.last_id)
-            try:
-                async with contextlib.aclosing(self._lines(job, reader.last_id)) as lines:
-                    async for line in lines:
-                        patience.renew()
-                        event = reader.feed(line)
-                        if event is not None:
-                            yield event.row
-                if not reader.ended:
-                    await asyncio.sleep(_RECONNECT_S)
-            except Unavailable as error:
-                await asyncio.sleep(patience.after(error))
-
-    async def _lines(self, job: str, after: int) -> AsyncGenerator[str, None]:
-        headers = {"Accept": "text/event-stream", "Last-Event-ID": str(after)}
-        timeout = httpx.Timeout(self._timeout_s, read=45)  # the server pings every 15 s
-        try:
-            async with self._http.stream("GET", f"/v1/jobs/{job}/events", headers=headers, timeout=timeout) as response:
-                if not response.is_success:
-                    await response.aread()
-                    raise error_of(response)
-                async for line in response.aiter_lines():
-                    yield line
-        except httpx.TransportError as error:
-            raise unreachable(self.url, error) from None

@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
+from urllib.parse import quote
 
 import orjson
 from pydantic import BaseModel, ValidationError
 
+from penstock.client.results import Funnel, Interaction, MetricName, Sample, StageSpan, TokenSample
+from penstock.client.results.reading import many, one
 from penstock.shared.config.base import load_yaml
 from penstock.shared.config.kinds import AnyJob
 from penstock.shared.errors import ConfigError, Conflict, ProtocolError
@@ -64,6 +67,12 @@ def show(path: str, read: Callable[[Any], T], **params: Any) -> Call[T]:
 def post(path: str, body: Any = None, *, timeout_s: float | None = None) -> Call[Row]:
     """Have something done that answers with an object."""
     return Call("POST", path, dict, body=None if body is None else orjson.dumps(body), timeout_s=timeout_s)
+
+
+def make(path: str, read: Callable[[Any], T], **body: Any) -> Call[T]:
+    """Have something made; what is None is left to the server."""
+    said = {name: value for name, value in body.items() if value is not None}
+    return Call("POST", path, read, body=orjson.dumps(said))
 
 
 def nothing(_: Any) -> None:
@@ -152,8 +161,45 @@ def view(job: str, name: str, **params: Any) -> Call[Row]:
 
 
 def rows(job: str, name: str, **params: Any) -> Call[Rows]:
-    """A view of a job that is a list: workers, samples, why."""
+    """A view of a job that is a list: workers, checkpoints, why."""
     return Call("GET", f"/v1/jobs/{job}/{name}", lambda data: list(data["data"]), params)
+
+
+def samples(
+    job: str, *, step: int | None = None, limit: int = 20, sort: str | None = None, after: str | None = None,
+    env: str | None = None, min_reward: float | None = None,
+) -> Call[list[Sample]]:  # fmt: skip
+    """Up to 100 completions with rewards, newest update first; ``env``: only those of the source of that name.
+
+    ``sort``: `reward`, `-reward`, `length` or `-length`; ``after``: the id of the last one of the page before.
+    """
+    params = {"step": step, "limit": limit, "sort": sort, "after": after, "env": env, "min_reward": min_reward}
+    return Call("GET", f"/v1/jobs/{job}/samples", many(Sample), params)
+
+
+def sample(job: str, id: str) -> Call[TokenSample]:
+    """A completion token by token; ``id`` as ``samples`` has it. Raises NotFound: it is not stored (any more)."""
+    return Call("GET", f"/v1/samples/{job}-{quote(id, safe='')}", one(TokenSample))
+
+
+def timeline(job: str, *, step: int | None = None, limit: int = 20) -> Call[list[StageSpan]]:
+    """When the stages of an update began and ended, or of the newest ``limit`` ones."""
+    return Call("GET", f"/v1/jobs/{job}/timeline", many(StageSpan), {"step": step, "limit": limit})
+
+
+def metric_names(job: str) -> Call[list[MetricName]]:
+    """The metrics that a job has."""
+    return Call("GET", f"/v1/jobs/{job}/metrics/names", many(MetricName))
+
+
+def funnel(job: str) -> Call[Funnel]:
+    """The feedback of a job, counted by metric, source and status; and what became of its answers."""
+    return Call("GET", f"/v1/jobs/{job}/feedback", one(Funnel))
+
+
+def interaction(id: str) -> Call[Interaction]:
+    """What is recorded of an answer, and what became of it. Raises NotFound."""
+    return Call("GET", f"/v1/interactions/{quote(id, safe='')}", one(Interaction))
 
 
 def about(name: Literal["limits", "version"]) -> Call[Row]:

@@ -1,4 +1,4 @@
-"""A file on its way from a checkpoint to this disk: resumed where it broke off, verified, then named."""
+"""A file on its way from the server to this disk: resumed where it broke off, verified, then named."""
 
 from __future__ import annotations
 
@@ -12,26 +12,35 @@ from urllib.parse import quote
 from penstock.client.calls import Row
 from penstock.shared.errors import CheckpointError, Conflict, NotFound, ProtocolError
 
-__all__ = ["Download", "plan_downloads"]
+__all__ = ["Download", "archive", "artifact", "plan_downloads"]
 
 
 class Download:
-    """Collects a file under ``NAME.part`` beside its place; leaving the context in between keeps what is there."""
+    """Collects a file under ``NAME.part`` beside its place; leaving the context in between keeps what is there.
 
-    def __init__(self, job: str, number: int, file: Row, directory: Path) -> None:
-        """Raises ProtocolError for a name that would lead out of ``directory``."""
-        self.name, self.nbytes, self._sha256 = str(file["name"]), int(file["nbytes"]), str(file["sha256"])
-        self.url = f"/v1/jobs/{job}/checkpoints/{number}/files/{quote(self.name)}"
-        self.path = directory / self.name
-        if not self.path.resolve().is_relative_to(directory.resolve()):
-            raise ProtocolError(f"the server names a file '{self.name}' that lies outside of {directory}")
-        self._part = self.path.with_name(self.path.name + ".part")
+    Args:
+        url: where the server has it.
+        path: where it is to be.
+        name: what messages call it.
+        sha256: of its content, in hex; None: it is whole when the server says so, and begins anew when it broke off.
+        nbytes: its length; None: not known.
+    """
+
+    def __init__(
+        self, url: str, path: Path, *, name: str, sha256: str | None = None, nbytes: int | None = None
+    ) -> None:
+        self.url, self.path, self.name = url, path, name
+        self._sha256, self._nbytes = sha256, nbytes
+        self._part = path.with_name(path.name + ".part")
         self._file: BinaryIO | None = None
+        self._finished = False
 
     @property
     def is_done(self) -> bool:
         """The file is there, complete and unchanged."""
-        return self.path.is_file() and self.path.stat().st_size == self.nbytes and _sha256(self.path) == self._sha256
+        if self._finished or self._sha256 is None:
+            return self._finished
+        return self.path.is_file() and self._fits(self.path)
 
     @property
     def received(self) -> int:
@@ -41,7 +50,9 @@ class Download:
     def headers(self) -> dict[str, str]:
         """Ask for the rest, or for all of it where the file on the server is another one by now."""
         start = self.received
-        return {"Range": f"bytes={start}-", "If-Range": f'"{self._sha256}"'} if 0 < start < self.nbytes else {}
+        if self._sha256 is None or start == 0 or (self._nbytes is not None and start >= self._nbytes):
+            return {}
+        return {"Range": f"bytes={start}-", "If-Range": f'"{self._sha256}"'}
 
     def begin(self, status: int) -> None:
         """The server answers with the rest (206) or with all of it (200)."""
@@ -60,10 +71,16 @@ class Download:
             CheckpointError: its bytes are not those that the checkpoint was committed with; they are thrown away.
         """
         self.close()
-        if self.received != self.nbytes or _sha256(self._part) != self._sha256:
-            self._part.unlink(missing_ok=True)
+        if not self._fits(self._part):
+            self.start_over()
             raise CheckpointError(f"'{self.name}' did not arrive as it was committed; download it again")
         self._part.replace(self.path)
+        self._finished = True
+
+    def start_over(self) -> None:
+        """Throw away what is here."""
+        self.close()
+        self._part.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Keep what is there."""
@@ -79,6 +96,11 @@ class Download:
     ) -> None:
         self.close()
 
+    def _fits(self, path: Path) -> bool:
+        if self._nbytes is not None and path.stat().st_size != self._nbytes:
+            return False
+        return self._sha256 is None or _sha256(path) == self._sha256
+
 
 def plan_downloads(job: str, row: Row, directory: Path, names: Collection[str] | None) -> list[Download]:
     """The downloads of a checkpoint, or of some of its files, that are not done yet.
@@ -86,6 +108,7 @@ def plan_downloads(job: str, row: Row, directory: Path, names: Collection[str] |
     Raises:
         Conflict: the server does not have the files.
         NotFound: a name is not one of the checkpoint's files.
+        ProtocolError: a name would lead out of ``directory``.
     """
     if not row["available"]:
         raise Conflict(f"the files of checkpoint {row['number']} ({row['path']}) are not on the coordinator's host")
@@ -94,8 +117,27 @@ def plan_downloads(job: str, row: Row, directory: Path, names: Collection[str] |
     if unknown:
         raise NotFound(f"checkpoint {row['number']} has no file '{unknown[0]}'; it has: {', '.join(files)}")
     wanted = [file for name, file in files.items() if names is None or name in names]
-    found = [Download(job, row["number"], file, directory) for file in wanted]
+    found = [_of_checkpoint(job, row["number"], file, directory) for file in wanted]
     return [download for download in found if not download.is_done]
+
+
+def archive(job: str, number: int, path: Path) -> Download:
+    """A checkpoint as one tar."""
+    return Download(f"/v1/jobs/{job}/checkpoints/{number}/archive", path, name=path.name)
+
+
+def artifact(sha256: str, path: Path) -> Download:
+    """A file of any checkpoint, by its content."""
+    return Download(f"/v1/artifacts/{quote(sha256, safe='')}", path, name=path.name, sha256=sha256)
+
+
+def _of_checkpoint(job: str, number: int, file: Row, directory: Path) -> Download:
+    name = str(file["name"])
+    path = directory / name
+    if not path.resolve().is_relative_to(directory.resolve()):
+        raise ProtocolError(f"the server names a file '{name}' that lies outside of {directory}")
+    url = f"/v1/jobs/{job}/checkpoints/{number}/files/{quote(name)}"
+    return Download(url, path, name=name, sha256=str(file["sha256"]), nbytes=int(file["nbytes"]))
 
 
 def _sha256(path: Path) -> str:

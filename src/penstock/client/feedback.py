@@ -1,19 +1,46 @@
-"""Feedback on live interactions, as requests of both clients."""
+"""Feedback on live interactions, as requests of both clients: verdicts, preferences, corrections, whole interactions.
+
+Everything that is posted has an id, so that it has one effect however often it is sent: ``id``, or one that is made up.
+What a posted item may say beside that is in all of them: ``revision`` (a higher one replaces what the id said before),
+``tags``, ``user`` (whose verdict it is; stored as a pseudonym) and ``observed_at``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 import orjson
 import uuid6
 
-from penstock.client.calls import Call, Row, Rows, post, show
+from penstock.client.calls import Call
+from penstock.client.results import Accepted, Fate, ItemReply, Retracted
+from penstock.client.results.reading import many, one
+from penstock.client.sending import Steps
 from penstock.shared.errors import ConfigError
 
-__all__ = ["Items", "Value", "batches", "retract", "send", "status"]
+__all__ = [
+    "Answer",
+    "Items",
+    "Message",
+    "Tags",
+    "Value",
+    "batch",
+    "correct",
+    "post_interaction",
+    "prefer",
+    "retract",
+    "send",
+    "status",
+]
 
-Value = bool | float | str | Mapping[str, Any]
+Message = Mapping[str, Any]
+"""A chat message, as OpenAI's API has it."""
+Answer = str | Message
+"""What an assistant says: a text, or a message."""
+Value = bool | float | str | Message | Sequence[Message]
+Tags = Mapping[str, str]
 Items = Iterable[Mapping[str, Any]]
 """Items as `POST /v1/feedback` takes them."""
 
@@ -21,42 +48,191 @@ MAX_ITEMS, MAX_BYTES = 256, 7 << 20
 
 
 def send(
-    metric: str, value: Value, *, inference: str | None, episode: str | None, id: str | None, **more: Any
-) -> Call[Row]:
-    """Post one verdict.
+    metric: str,
+    value: Value,
+    *,
+    inference: str | None = None,
+    episode: str | None = None,
+    turn: int | None = None,
+    weight: float | None = None,
+    final: bool | None = None,
+    comment: str | None = None,
+    dryrun: bool | None = None,
+    id: str | None = None,
+    revision: int | None = None,
+    tags: Tags | None = None,
+    user: str | None = None,
+    observed_at: datetime | None = None,
+) -> Call[Accepted]:
+    """Post one verdict and return once it is on disk; the same ``id`` has one effect.
+
+    Args:
+        metric: one that the job declares, `reward`, `comment` or `demonstration`.
+        turn: which interaction of the episode; default: its last.
+        weight: 0 to 1, beside what others say of the same answer.
+        final: nothing more will be said: the episode is over.
+        dryrun: only check it.
 
     Raises:
-        ConfigError: neither or both of ``inference`` and ``episode``.
+        ConfigError: neither or both of ``inference`` and ``episode``; or the job takes no such verdict.
     """
     if (inference is None) == (episode is None):
         raise ConfigError("feedback is about an inference or about an episode: give one of them")
-    target = {"inference_id": inference} if inference is not None else {"episode_id": episode}
-    named = {"feedback_id": id or str(uuid6.uuid7()), "metric_name": metric, "value": value}
-    return post("/v1/feedback", {**named, **target, **{key: item for key, item in more.items() if item is not None}})
+    body = {
+        "metric_name": metric, "value": value, "inference_id": inference, "episode_id": episode, "turn": turn,
+        "weight": weight, "final": final, "comment": comment, "dryrun": dryrun,
+    }  # fmt: skip
+    return _post(body, id=id, revision=revision, tags=tags, user=user, observed_at=observed_at)
 
 
-def batches(items: Items) -> Iterator[Call[Rows]]:
-    """Requests that post ``items`` in order; an item without an id gets one, so that it can be sent again."""
+def prefer(
+    chosen: Answer,
+    rejected: Answer,
+    *,
+    strength: float | None = None,
+    model: str | None = None,
+    messages: Sequence[Message] | None = None,
+    prompt_token_ids: Sequence[int] | None = None,
+    id: str | None = None,
+    revision: int | None = None,
+    tags: Tags | None = None,
+    user: str | None = None,
+    observed_at: datetime | None = None,
+) -> Call[Accepted]:
+    """Say that one answer is better than another.
+
+    Args:
+        chosen: id of a response that was served here; with ``model`` a text, or a message of the assistant.
+        rejected: the other one, in the same way.
+        strength: above 0, at most 1: the factor of the pair in the loss.
+        model: the job that learns from two texts; they answer ``messages`` or ``prompt_token_ids``.
+    """
+    body = {
+        "kind": "preference", "chosen": chosen, "rejected": rejected, "strength": strength, "model": model,
+        "messages": messages, "prompt_token_ids": prompt_token_ids,
+    }  # fmt: skip
+    return _post(body, id=id, revision=revision, tags=tags, user=user, observed_at=observed_at)
+
+
+def correct(
+    inference: str,
+    corrected: Answer,
+    *,
+    id: str | None = None,
+    revision: int | None = None,
+    tags: Tags | None = None,
+    user: str | None = None,
+    observed_at: datetime | None = None,
+) -> Call[Accepted]:
+    """Say what a response should have been: a text, or a message of the assistant."""
+    body = {"kind": "correction", "inference_id": inference, "corrected": _message(corrected)}
+    return _post(body, id=id, revision=revision, tags=tags, user=user, observed_at=observed_at)
+
+
+def post_interaction(
+    model: str,
+    *,
+    messages: Sequence[Message] | None = None,
+    completion: Answer | None = None,
+    prompt_token_ids: Sequence[int] | None = None,
+    token_ids: Sequence[int] | None = None,
+    logprobs: Sequence[float] | None = None,
+    policy_version: int | None = None,
+    sampling: Mapping[str, float] | None = None,
+    tokenizer_sha: str | None = None,
+    reward: float | None = None,
+    rewards: Mapping[str, float] | None = None,
+    group_id: str | None = None,
+    episode: str | None = None,
+    turn: int | None = None,
+    done: bool | None = None,
+    id: str | None = None,
+    revision: int | None = None,
+    tags: Tags | None = None,
+    user: str | None = None,
+    observed_at: datetime | None = None,
+) -> Call[Accepted]:
+    """Post a whole interaction of an agent that is not served here: ``completion``, or tokens.
+
+    Args:
+        model: name or id of the online job.
+        logprobs: of the sampler, one for each of ``token_ids``, natural logarithm.
+        policy_version: the version that wrote it.
+        sampling: `temperature`, `top_p` and `top_k` that it was sampled with; default: 1, 1, 0.
+        tokenizer_sha: `template` of a record of the same model.
+        rewards: by metric; ``reward`` is that of the metric `reward`.
+        group_id: answers of one group are compared with each other.
+        episode: the UUID of the episode that it is a turn of; ``turn`` is its place there, from 0, and all turns but
+            the last have ``done=False``.
+    """
+    body = {
+        "kind": "interaction", "model": model, "messages": messages, "completion": _message(completion),
+        "prompt_token_ids": prompt_token_ids, "token_ids": token_ids, "logprobs": logprobs,
+        "policy_version": policy_version, "sampling": sampling, "tokenizer_sha": tokenizer_sha, "reward": reward,
+        "rewards": rewards, "group_id": group_id, "episode_id": episode, "turn": turn, "done": done,
+    }  # fmt: skip
+    return _post(body, id=id, revision=revision, tags=tags, user=user, observed_at=observed_at)
+
+
+def batch(items: Items) -> Steps[list[ItemReply]]:
+    """Post items of any kind, as the body has them; one row for each, in order.
+
+    An item without a `feedback_id` gets one, so that it can be sent again. As many requests as that takes: each has up
+    to 256 items.
+    """
+    found: list[ItemReply] = []
+    for some in _parts(items):
+        found += yield Call("POST", "/v1/feedback/batch", many(ItemReply), body=b"[" + b",".join(some) + b"]")
+    return found
+
+
+def status(id: str) -> Call[Fate]:
+    """What became of an item. Raises NotFound."""
+    return Call("GET", f"/v1/feedback/{id}", one(Fate))
+
+
+def retract(id: str) -> Call[Retracted]:
+    """Take an item back; needs the scope ``feedback:admin``. Raises NotFound."""
+    return Call("POST", f"/v1/feedback/{id}/retract", one(Retracted))
+
+
+def _post(body: Mapping[str, Any], *, id: str | None, **about: Any) -> Call[Accepted]:
+    said = {key: value for key, value in {**body, **about}.items() if value is not None}
+    return Call("POST", "/v1/feedback", one(Accepted), body=_bytes({"feedback_id": id or _new_id(), **said}))
+
+
+def _parts(items: Items) -> Iterator[list[bytes]]:
+    """The items in as few requests as the server's limits allow."""
     some: list[bytes] = []
     for item in items:
-        data = orjson.dumps({"feedback_id": str(uuid6.uuid7()), **item})
+        data = _bytes({"feedback_id": _new_id(), **item})
         if some and (len(some) == MAX_ITEMS or sum(map(len, some)) + len(data) > MAX_BYTES):
-            yield _batch(some)
+            yield some
             some = []
         some.append(data)
     if some:
-        yield _batch(some)
+        yield some
 
 
-def status(id: str) -> Call[Row]:
-    """What became of an item."""
-    return show(f"/v1/feedback/{id}", dict)
+def _bytes(item: Mapping[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(item, default=_builtin)
+    except TypeError as error:
+        raise ConfigError(f"the feedback has no JSON form: {error}") from None
 
 
-def retract(id: str) -> Call[Row]:
-    """Take an item back."""
-    return post(f"/v1/feedback/{id}/retract")
+def _builtin(value: Any) -> Any:
+    """Mappings and sequences that are neither dicts nor lists."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")
 
 
-def _batch(some: list[bytes]) -> Call[Rows]:
-    return Call("POST", "/v1/feedback/batch", lambda data: list(data["data"]), body=b"[" + b",".join(some) + b"]")
+def _message(answer: Answer | None) -> Message | None:
+    return {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
+
+
+def _new_id() -> str:
+    return str(uuid6.uuid7())

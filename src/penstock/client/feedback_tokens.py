@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from penstock.client.calls import Call, Row, post
+from penstock.client.calls import Call, make
+from penstock.client.results import FeedbackToken
+from penstock.client.results.reading import one
 from penstock.client.sending import AsyncSend, Send, awaits, sends
 
 __all__ = ["AsyncFeedbackTokens", "FeedbackTokens"]
@@ -10,13 +12,15 @@ __all__ = ["AsyncFeedbackTokens", "FeedbackTokens"]
 
 def _create(
     metric: str, *, inference: str | None = None, episode: str | None = None, expires_in_s: float | None = None
-) -> Call[Row]:
+) -> Call[FeedbackToken]:
     """Make a token with which a page posts one value of ``metric`` about a response or an episode.
 
-    The reply has the ``token``, the ``url`` that takes it, and the ``feedback_id`` by which its fate is found.
+    It has the ``token``, the ``url`` that takes it, and the ``feedback_id`` by which its fate is found.
     """
-    body = {"metric_name": metric, "inference_id": inference, "episode_id": episode, "expires_in_s": expires_in_s}
-    return post("/v1/feedback/tokens", {key: value for key, value in body.items() if value is not None})
+    return make(
+        "/v1/feedback/tokens", one(FeedbackToken), metric_name=metric, inference_id=inference, episode_id=episode,
+        expires_in_s=expires_in_s,
+    )  # fmt: skip
 
 
 class FeedbackTokens:

@@ -36,28 +36,35 @@ def _list() -> Call[Rows]:
     return show("/v1/keys", lambda data: list(data["data"]))
 
 
+def _show(id: str) -> Call[Row]:
+    """One of them. Raises NotFound."""
+    return show(f"/v1/keys/{id}", dict)
+
+
 def _revoke(id: str) -> Call[None]:
     """End a key. Raises NotFound."""
     return Call("DELETE", f"/v1/keys/{id}", nothing)
 
 
 class Keys:
-    """Make, list and revoke keys: ``create``, ``list``, ``revoke``."""
+    """Make, list and revoke keys: ``create``, ``list``, ``show``, ``revoke``."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
 
     create = sends(_create)
     list = sends(_list)
+    show = sends(_show)
     revoke = sends(_revoke)
 
 
 class AsyncKeys:
-    """Make, list and revoke keys: ``create``, ``list``, ``revoke``."""
+    """Make, list and revoke keys: ``create``, ``list``, ``show``, ``revoke``."""
 
     def __init__(self, send: AsyncSend) -> None:
         self._send = send
 
     create = awaits(_create)
     list = awaits(_list)
+    show = awaits(_show)
     revoke = awaits(_revoke)

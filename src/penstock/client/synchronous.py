@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import httpx
-import orjson
 
-from penstock.client import calls, feedback, flows
-from penstock.client.answers import base_url, body_of, default_headers, error_of, pause_s, unreachable
+from penstock.client import calls, flows
+from penstock.client import feedback as said
+from penstock.client.answers import base_url, body_of, default_headers, pause_s, unreachable
 from penstock.client.calls import Call, Goal, JobFile, Order, Records, Row, Rows
-from penstock.client.download import Download, plan_downloads
-from penstock.client.feedback import Items, Value
+from penstock.client.download import archive, artifact, plan_downloads
+from penstock.client.episodes import Episodes
 from penstock.client.feedback_tokens import FeedbackTokens
 from penstock.client.files import Files, Graders
 from penstock.client.keys import Keys
 from penstock.client.letters import Letters
-from penstock.client.patience import Patience
+from penstock.client.models import Models
 from penstock.client.quarantine import Quarantine
-from penstock.client.sending import complete
-from penstock.client.sse import EventReader
+from penstock.client.results import LogLine
+from penstock.client.results.reading import one
+from penstock.client.sending import complete, runs, sends
+from penstock.client.streams import Streams
 from penstock.client.users import Users
 from penstock.client.versions import Versions
 from penstock.client.webhooks import Webhooks
-from penstock.shared.errors import Unavailable
 from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.protocol.scaling import Pool
 
 __all__ = ["Client"]
 
 T = TypeVar("T")
-_RECONNECT_S = 0.5
 
 
 class Client:
@@ -63,7 +62,9 @@ class Client:
         self.versions = Versions(self._send)
         self.quarantine = Quarantine(self._send)
         self.feedback_tokens, self.users = FeedbackTokens(self._send), Users(self._send)
+        self.episodes, self.models = Episodes(self._send), Models(self._send)
         self._http = httpx.Client(base_url=self.url, headers=default_headers(api_key), timeout=timeout_s)
+        self._streams = Streams(self._http, self.url, timeout_s, patience_s)
 
     def __enter__(self) -> Client:
         return self
@@ -153,8 +154,7 @@ class Client:
     def events(self, job: str, *, after: int = 0, follow: bool = True) -> Iterator[Row]:
         """Events past ``after``, each once, oldest first; ``follow`` goes on to the job's end across reconnects."""
         if follow:
-            for row in self._follow(job, after):
-                yield row
+            yield from self._streams.follow(f"/v1/jobs/{job}/events", after)
             return
         more = True
         while more:
@@ -176,12 +176,10 @@ class Client:
         params = {"names": names, "step_from": step_from, "step_to": step_to, "max_points": max_points}
         return self._send(calls.view(job, "metrics", **params))
 
-    def samples(
-        self, job: str, *, step: int | None = None, limit: int = 20, sort: str | None = None, after: str | None = None,
-        env: str | None = None,
-    ) -> Rows:  # fmt: skip
-        """Completions with rewards, newest update first; ``env``: only those of the source of that name."""
-        return self._send(calls.rows(job, "samples", step=step, limit=limit, sort=sort, after=after, env=env))
+    metric_names = sends(calls.metric_names)
+    samples = sends(calls.samples)
+    sample = sends(calls.sample)
+    timeline = sends(calls.timeline)
 
     def workers(self, job: str) -> Rows:
         """Who works for the job."""
@@ -199,26 +197,22 @@ class Client:
         """``lines`` of the services' logs, and ``next`` to go on from."""
         return self._send(calls.view(job, "logs", service=service, tail=tail, after=after))
 
+    def follow_logs(
+        self, job: str, *, service: str | None = None, tail: int = 100, after: str | None = None
+    ) -> Iterator[LogLine]:
+        """Lines of the services' logs as they come, to the end of the job; first the last ``tail`` (or all past ``after``).
+
+        Raises NotFound: there is no such job, or no log of ``service``.
+        """
+        read, wanted = one(LogLine), {"follow": True, "service": service, "tail": tail}
+        for row in self._streams.follow(f"/v1/jobs/{job}/logs", after or "", **wanted):
+            for line in row["lines"]:
+                yield read(line)
+
     def replay(self, job: str, *, from_batch: int | None = None, to_batch: int | None = None) -> Iterator[Row]:
         """Train sealed batches again and compare; rows of progress, the last with ``done``, ``ok`` and ``summary``."""
-        body = orjson.dumps({"from_batch": from_batch, "to_batch": to_batch})
-        headers = {"Content-Type": "application/json"}
-        timeout = httpx.Timeout(self._timeout_s, read=None)
-        request = self._http.build_request(
-            "POST", f"/v1/jobs/{job}/replay", content=body, headers=headers, timeout=timeout
-        )
-        try:
-            response = self._http.send(request, stream=True)
-            try:
-                if not response.is_success:
-                    response.read()
-                    raise error_of(response)
-                for line in response.iter_lines():
-                    yield orjson.loads(line)
-            finally:
-                response.close()
-        except httpx.TransportError as error:
-            raise unreachable(self.url, error) from None
+        body = {"from_batch": from_batch, "to_batch": to_batch}
+        yield from self._streams.rows(f"/v1/jobs/{job}/replay", body)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -247,26 +241,27 @@ class Client:
             Unavailable: the server was away for longer than ``patience_s``.
         """
         row = self.checkpoint(job, number)
-        for download in plan_downloads(job, row, directory, names):
-            patience = Patience(self._patience_s)
-            while not download.is_done:
-                try:
-                    self._download(download)
-                except Unavailable as error:
-                    time.sleep(patience.after(error))
+        self._streams.fetch(plan_downloads(job, row, directory, names))
 
-    def _download(self, download: Download) -> None:
-        try:
-            with download, self._http.stream("GET", download.url, headers=download.headers()) as response:
-                if not response.is_success:
-                    response.read()
-                    raise error_of(response)
-                download.begin(response.status_code)
-                for chunk in response.iter_bytes():
-                    download.write(chunk)
-        except httpx.TransportError as error:
-            raise unreachable(self.url, error) from None
-        download.finish()
+    def download_archive(self, job: str, number: int, path: Path) -> None:
+        """Download a checkpoint as one tar, to ``path``; where it breaks off it begins anew.
+
+        Raises:
+            NotFound: there is no such checkpoint.
+            Conflict: its files are not on the coordinator's host.
+            Unavailable: the server was away for longer than ``patience_s``.
+        """
+        self._streams.fetch([archive(job, number, path)])
+
+    def download_artifact(self, sha256: str, path: Path) -> None:
+        """Download a file of any checkpoint by the sha256 of its content, to ``path``; as ``download_checkpoint`` does.
+
+        Raises:
+            NotFound: no checkpoint on the coordinator's host holds it.
+            CheckpointError: what arrived is something else.
+            Unavailable: the server was away for longer than ``patience_s``.
+        """
+        self._streams.fetch([artifact(sha256, path)])
 
     def checkpoint_now(self, job: str, *, timeout_s: float = 120.0) -> Row:
         """Have a checkpoint taken and wait for it; its ``number`` and ``path``.
@@ -294,32 +289,17 @@ class Client:
         """What the server runs."""
         return self._send(calls.about("version"))
 
-    # -- feedback ----------------------------------------------------------------------------------------------------
+    # -- live agents -------------------------------------------------------------------------------------------------
 
-    def feedback(
-        self,
-        metric: str,
-        value: Value,
-        *,
-        inference: str | None = None,
-        episode: str | None = None,
-        id: str | None = None,
-        **more: object,
-    ) -> Row:
-        """Post one verdict and return once it is on disk; the same ``id`` has one effect. ``more``: as in the body."""
-        return self._send(feedback.send(metric, value, inference=inference, episode=episode, id=id, **more))
-
-    def feedback_batch(self, items: Items) -> Rows:
-        """Post items of any kind; one row each, in order: ``id``, ``status`` (202: on disk), ``problem``."""
-        return [row for call in feedback.batches(items) for row in self._send(call)]
-
-    def feedback_status(self, id: str) -> Row:
-        """What became of an item. Raises NotFound."""
-        return self._send(feedback.status(id))
-
-    def retract_feedback(self, id: str) -> Row:
-        """Take an item back. Raises NotFound."""
-        return self._send(feedback.retract(id))
+    feedback = sends(said.send)
+    prefer = sends(said.prefer)
+    correct = sends(said.correct)
+    post_interaction = sends(said.post_interaction)
+    feedback_batch = runs(said.batch)
+    feedback_status = sends(said.status)
+    retract = sends(said.retract)
+    funnel = sends(calls.funnel)
+    interaction = sends(calls.interaction)
 
     # -- plumbing ----------------------------------------------------------------------------------------------------
 
@@ -344,32 +324,3 @@ class Client:
         if response is None:
             raise unreachable(self.url, failure)
         return call.read(body_of(response))
-
-    def _follow(self, job: str, after: int) -> Iterator[Row]:
-        reader = EventReader(after)
-        patience = Patience(self._patience_s)
-        while not reader.ended:
-            reader = EventReader(reader.last_id)
-            try:
-                with contextlib.closing(self._lines(job, reader.last_id)) as lines:
-                    for line in lines:
-                        patience.renew()
-                        event = reader.feed(line)
-                        if event is not None:
-                            yield event.row
-                if not reader.ended:
-                    time.sleep(_RECONNECT_S)
-            except Unavailable as error:
-                time.sleep(patience.after(error))
-
-    def _lines(self, job: str, after: int) -> Generator[str, None, None]:
-        headers = {"Accept": "text/event-stream", "Last-Event-ID": str(after)}
-        timeout = httpx.Timeout(self._timeout_s, read=45)  # the server pings every 15 s
-        try:
-            with self._http.stream("GET", f"/v1/jobs/{job}/events", headers=headers, timeout=timeout) as response:
-                if not response.is_success:
-                    response.read()
-                    raise error_of(response)
-                yield from response.iter_lines()
-        except httpx.TransportError as error:
-            raise unreachable(self.url, error) from None

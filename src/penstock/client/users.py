@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from urllib.parse import quote
 
-from penstock.client.calls import Call, Row, show
+from penstock.client.calls import Call
+from penstock.client.results import Consent, Erasure
+from penstock.client.results.reading import one
 from penstock.client.sending import AsyncSend, Pause, Send, Steps, awaits, awaits_all, runs, sends
 from penstock.shared.errors import DeadlineError
 
@@ -16,21 +18,21 @@ __all__ = ["AsyncUsers", "Users"]
 _LOOK_S = 1.0
 
 
-def _consent(user: str, *, train: bool) -> Call[Row]:
+def _consent(user: str, *, train: bool) -> Call[Consent]:
     """Say whether the user's interactions may be trained on, from now on."""
     body = b'{"train": true}' if train else b'{"train": false}'
-    return Call("PUT", f"{_path(user)}/consent", dict, body=body)
+    return Call("PUT", f"{_path(user)}/consent", one(Consent), body=body)
 
 
-def _erase(user: str, *, timeout_s: float = 120.0) -> Steps[Row]:
+def _erase(user: str, *, timeout_s: float = 120.0) -> Steps[Erasure]:
     """Delete what is stored of the user and wait for it; what was deleted, and which versions had trained on it.
 
     Raises:
         DeadlineError: it is not done within ``timeout_s``; it goes on, and ``erasure`` tells how far it is.
     """
-    report: Row = yield Call("DELETE", f"{_path(user)}/data", dict)
+    report: Erasure = yield Call("DELETE", f"{_path(user)}/data", one(Erasure))
     waited = 0.0
-    while report["status"] != "done":
+    while report.status != "done":
         if waited >= timeout_s:
             raise DeadlineError(f"the deletion of the user's data is not done after {timeout_s:g} s; it goes on")
         yield Pause(_LOOK_S)
@@ -39,9 +41,9 @@ def _erase(user: str, *, timeout_s: float = 120.0) -> Steps[Row]:
     return report
 
 
-def _erasure(user: str) -> Call[Row]:
+def _erasure(user: str) -> Call[Erasure]:
     """How far the deletion of the user's data is. Raises NotFound: nobody asked for it."""
-    return show(f"{_path(user)}/data", dict)
+    return Call("GET", f"{_path(user)}/data", one(Erasure))
 
 
 def _path(user: str) -> str:

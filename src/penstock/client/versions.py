@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from penstock.client.calls import Call, Row, post, show
+from penstock.client.calls import Call, Row, post
 from penstock.client.flows import until_done
+from penstock.client.results import Versions as Served
+from penstock.client.results.reading import one
 from penstock.client.sending import AsyncSend, Send, Steps, awaits, awaits_all, runs, sends
 
 __all__ = ["AsyncVersions", "Versions"]
 
 
-def _show(job: str) -> Call[Row]:
+def _show(job: str) -> Call[Served]:
     """``newest``, ``served``, and ``canary``: the version on trial and what was said of both arms, or None."""
-    return show(f"/v1/jobs/{job}/versions", dict)
+    return Call("GET", f"/v1/jobs/{job}/versions", one(Served))
 
 
 def _promote(job: str, version: int, *, timeout_s: float = 120.0) -> Steps[Row]:

@@ -1,0 +1,32 @@
+"""From JSON to a struct."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from penstock.shared.errors import ProtocolError
+
+__all__ = ["many", "one"]
+
+S = TypeVar("S")
+
+
+def one(kind: type[S]) -> Callable[[Any], S]:
+    """The reader of a reply that is a ``kind``. It raises ProtocolError where the server is too old or too new."""
+
+    def read(data: Any) -> S:
+        try:
+            return msgspec.convert(data, kind)
+        except msgspec.ValidationError as error:
+            raise ProtocolError(f"the server's {kind.__name__} does not fit this client: {error}") from None
+
+    return read
+
+
+def many(kind: type[S]) -> Callable[[Any], list[S]]:
+    """The reader of a list of them."""
+    each = one(kind)
+    return lambda data: [each(row) for row in data["data"]]

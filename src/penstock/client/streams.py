@@ -1,0 +1,175 @@
+"""What both clients read piece by piece: event streams that resume, JSON lines, files."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterable, Iterator
+from typing import Any
+
+import httpx
+import orjson
+
+from penstock.client.answers import error_of, unreachable
+from penstock.client.calls import Row, show
+from penstock.client.download import Download
+from penstock.client.patience import Patience
+from penstock.client.sse import EventReader, Place
+from penstock.shared.errors import Unavailable
+
+__all__ = ["AsyncStreams", "Streams"]
+
+_RECONNECT_S = 0.5
+_SILENCE_S = 45.0
+"""The server pings every 15 s."""
+_PAST_THE_END = 416
+"""What is here of a file is all of it, or more: it was never verified."""
+_JSON = {"Content-Type": "application/json"}
+
+
+class Streams:
+    """Reads over ``http``; puts up with an absent server for ``patience_s`` where it can go on afterwards."""
+
+    def __init__(self, http: httpx.Client, url: str, timeout_s: float, patience_s: float) -> None:
+        self._http, self._url = http, url
+        self._timeout_s, self._patience_s = timeout_s, patience_s
+
+    def follow(self, path: str, after: Place, **params: Any) -> Iterator[Row]:
+        """Events behind ``after`` to the end of the stream, across reconnects. Raises NotFound, Unavailable."""
+        reader, patience = EventReader(after), Patience(self._patience_s)
+        while not reader.ended:
+            reader = EventReader(reader.last_id)
+            try:
+                with contextlib.closing(self._lines(path, reader.last_id, params)) as lines:
+                    for line in lines:
+                        patience.renew()
+                        event = reader.feed(line)
+                        if event is not None:
+                            yield event.row
+                if not reader.ended:
+                    time.sleep(_RECONNECT_S)
+            except Unavailable as error:
+                time.sleep(patience.after(error))
+
+    def rows(self, path: str, body: Row) -> Iterator[Row]:
+        """Have something done that answers with an object on each line."""
+        timeout = httpx.Timeout(self._timeout_s, read=None)
+        with self._open("POST", path, content=orjson.dumps(body), headers=_JSON, timeout=timeout) as response:
+            for line in response.iter_lines():
+                yield orjson.loads(line)
+
+    def fetch(self, downloads: Iterable[Download]) -> None:
+        """Have all of them on this disk. Raises CheckpointError, Unavailable."""
+        for download in downloads:
+            patience = Patience(self._patience_s)
+            while not download.is_done:
+                try:
+                    self._fetch(download)
+                except Unavailable as error:
+                    time.sleep(patience.after(error))
+
+    def _fetch(self, download: Download) -> None:
+        with download, self._open("GET", download.url, headers=download.headers()) as response:
+            if response.status_code == _PAST_THE_END:
+                download.start_over()
+                return
+            download.begin(response.status_code)
+            for chunk in response.iter_bytes():
+                download.write(chunk)
+        download.finish()
+
+    def _lines(self, path: str, after: Place, params: Row) -> Generator[str, None, None]:
+        timeout = httpx.Timeout(self._timeout_s, read=_SILENCE_S)
+        query = show(path, dict, **params).query()
+        with self._open("GET", path, params=query, headers=_resumed(after), timeout=timeout) as response:
+            yield from response.iter_lines()
+
+    @contextlib.contextmanager
+    def _open(self, method: str, path: str, **more: Any) -> Iterator[httpx.Response]:
+        """A reply that is good, or a 416."""
+        try:
+            with self._http.stream(method, path, **more) as response:
+                if not response.is_success and response.status_code != _PAST_THE_END:
+                    response.read()
+                    raise error_of(response)
+                yield response
+        except httpx.TransportError as error:
+            raise unreachable(self._url, error) from None
+
+
+class AsyncStreams:
+    """As ``Streams``, awaited."""
+
+    def __init__(self, http: httpx.AsyncClient, url: str, timeout_s: float, patience_s: float) -> None:
+        self._http, self._url = http, url
+        self._timeout_s, self._patience_s = timeout_s, patience_s
+
+    async def follow(self, path: str, after: Place, **params: Any) -> AsyncGenerator[Row, None]:
+        """See ``Streams.follow``."""
+        reader, patience = EventReader(after), Patience(self._patience_s)
+        while not reader.ended:
+            reader = EventReader(reader.last_id)
+            try:
+                async with contextlib.aclosing(self._lines(path, reader.last_id, params)) as lines:
+                    async for line in lines:
+                        patience.renew()
+                        event = reader.feed(line)
+                        if event is not None:
+                            yield event.row
+                if not reader.ended:
+                    await asyncio.sleep(_RECONNECT_S)
+            except Unavailable as error:
+                await asyncio.sleep(patience.after(error))
+
+    async def rows(self, path: str, body: Row) -> AsyncGenerator[Row, None]:
+        """See ``Streams.rows``."""
+        timeout = httpx.Timeout(self._timeout_s, read=None)
+        async with self._open("POST", path, content=orjson.dumps(body), headers=_JSON, timeout=timeout) as response:
+            async for line in response.aiter_lines():
+                yield orjson.loads(line)
+
+    async def fetch(self, downloads: Iterable[Download]) -> None:
+        """See ``Streams.fetch``."""
+        for download in downloads:
+            patience = Patience(self._patience_s)
+            while not download.is_done:
+                try:
+                    await self._fetch(download)
+                except Unavailable as error:
+                    await asyncio.sleep(patience.after(error))
+
+    async def _fetch(self, download: Download) -> None:
+        with download:
+            async with self._open("GET", download.url, headers=download.headers()) as response:
+                if response.status_code == _PAST_THE_END:
+                    download.start_over()
+                    return
+                download.begin(response.status_code)
+                async for chunk in response.aiter_bytes():
+                    download.write(chunk)
+        download.finish()
+
+    async def _lines(self, path: str, after: Place, params: Row) -> AsyncGenerator[str, None]:
+        timeout = httpx.Timeout(self._timeout_s, read=_SILENCE_S)
+        query = show(path, dict, **params).query()
+        async with self._open("GET", path, params=query, headers=_resumed(after), timeout=timeout) as response:
+            async for line in response.aiter_lines():
+                yield line
+
+    @contextlib.asynccontextmanager
+    async def _open(self, method: str, path: str, **more: Any) -> AsyncIterator[httpx.Response]:
+        """A reply that is good, or a 416."""
+        try:
+            async with self._http.stream(method, path, **more) as response:
+                if not response.is_success and response.status_code != _PAST_THE_END:
+                    await response.aread()
+                    raise error_of(response)
+                yield response
+        except httpx.TransportError as error:
+            raise unreachable(self._url, error) from None
+
+
+def _resumed(after: Place) -> dict[str, str]:
+    place = {"Last-Event-ID": str(after)} if after != "" else {}
+    return {"Accept": "text/event-stream", **place}
