@@ -126,8 +126,8 @@ class Deployment:
 
         def trained() -> bool:
             fate = self.client.feedback_status(feedback)
-            assert fate["status"] not in ("rejected", "expired", "retracted", "quarantined"), fate
-            return bool(fate["status"] == "trained")
+            assert fate.status not in ("rejected", "expired", "retracted", "quarantined"), fate
+            return fate.status == "trained"
 
         self.until(trained, f"the training on {feedback}")
 

@@ -1,15 +1,18 @@
-"""The world outside: a web service of the test's own, a Valkey, and a small classifier on disk."""
+"""The world outside: a web service of the test's own, a Valkey, a small classifier on disk, and both clients."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +184,32 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+Ask = Callable[..., Awaitable[Any]]
+
+
+@pytest.fixture(params=["Client", "AsyncClient"])
+def asking(request: pytest.FixtureRequest) -> Callable[[str], contextlib.AbstractAsyncContextManager[Ask]]:
+    """``async with asking(url) as ask: await ask("episodes.show", id)``: by either client; lists of what they yield."""
+    from penstock.client import AsyncClient, Client
+
+    @contextlib.asynccontextmanager
+    async def blocking(url: str, **more: Any) -> AsyncIterator[Ask]:
+        def call(name: str, *args: Any, **said: Any) -> Any:
+            found = attrgetter(name)(client)(*args, **said)
+            return list(found) if isinstance(found, Iterator) else found
+
+        with Client(url, **more) as client:
+            yield functools.partial(asyncio.to_thread, call)
+
+    @contextlib.asynccontextmanager
+    async def awaiting(url: str, **more: Any) -> AsyncIterator[Ask]:
+        async def call(name: str, *args: Any, **said: Any) -> Any:
+            found = attrgetter(name)(client)(*args, **said)
+            return [row async for row in found] if isinstance(found, AsyncIterator) else await found
+
+        async with AsyncClient(url, **more) as client:
+            yield call
+
+    return blocking if request.param == "Client" else awaiting

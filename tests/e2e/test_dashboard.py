@@ -95,10 +95,10 @@ def test_the_fate_of_feedback_is_shown(stack: Any, page: Page, make_job: Any) ->
     feedback.get_by_text("None yet: POST /feedback.").wait_for()
 
     unknown = [str(uuid.uuid4()) for _ in range(3)]
-    said = [stack.client.feedback("liked", True, inference=inference)["feedback_id"] for inference in unknown]
+    said = [stack.client.feedback("liked", True, inference=inference).feedback_id for inference in unknown]
     feedback.get_by_text("3 items").wait_for()
     assert feedback.locator("tbody tr").all_inner_texts() == ["received\t3\t"], "nobody asked that: they wait"
-    stack.client.retract_feedback(said[0])
+    stack.client.retract(said[0])
     expect(feedback.locator("tbody tr")).to_have_count(2, timeout=WAIT_MS)
     rows = {row.split("\t")[0]: row.split("\t")[1] for row in feedback.locator("tbody tr").all_inner_texts()}
     assert rows == {"received": "2", "retracted": "1"}

@@ -55,9 +55,9 @@ def test_from_a_metric_to_a_measured_checkpoint(stack: Any, make_job: Any, tmp_p
 
     check_sources(series, groups_per_batch=4)
     hard = stack.client.samples(job, env="hard", limit=100)
-    assert {(row["env"], len(row["prompt"]) > 4) for row in hard} <= {("hard", True), ("hard", False)}
-    assert any(len(row["prompt"]) > 4 for row in hard)
-    assert all(len(row["prompt"]) == 4 for row in stack.client.samples(job, env="addition", limit=100))
+    assert {(row.env, len(row.prompt) > 4) for row in hard} <= {("hard", True), ("hard", False)}
+    assert any(len(row.prompt) > 4 for row in hard)
+    assert all(len(row.prompt) == 4 for row in stack.client.samples(job, env="addition", limit=100))
 
     best = status.best_checkpoint["number"]
     events = stack.ledger(job)
@@ -86,14 +86,14 @@ def test_from_a_metric_to_a_measured_checkpoint(stack: Any, make_job: Any, tmp_p
     values = stack.client.metrics(measured)["series"]
     found = stack.client.samples(measured, limit=100)
     assert len(found) == 18
-    assert sum(row["greedy"] for row in found) == 6
-    sampled = [row["reward"] for row in found if not row["greedy"]]
+    assert sum(row.greedy for row in found) == 6
+    sampled = [row.reward for row in found if not row.greedy]
     assert values["eval/avg@2"] == [pytest.approx(sum(sampled) / len(sampled))]
-    greedy = [row["reward"] for row in found if row["greedy"]]
+    greedy = [row.reward for row in found if row.greedy]
     assert values["eval/greedy"] == [pytest.approx(sum(greedy) / len(greedy))]
-    hard = [row["reward"] for row in stack.client.samples(measured, env="hard", limit=100) if row["greedy"]]
+    hard = [row.reward for row in stack.client.samples(measured, env="hard", limit=100) if row.greedy]
     assert values["eval/greedy/hard"] == [pytest.approx(sum(hard) / 2)]
-    assert {row["prompt"] for row in found if row["greedy"]} == {row["prompt"] for row in found if not row["greedy"]}
+    assert {row.prompt for row in found if row.greedy} == {row.prompt for row in found if not row.greedy}
     with pytest.raises(Conflict, match="no ledger"):
         stack.client.audit(measured)
 

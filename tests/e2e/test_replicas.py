@@ -239,7 +239,7 @@ def test_live_requests_and_feedback_outlive_either_coordinator(stack: Any, repli
     asked = Counter((record.user, record.body_digest) for record in records if record.finish != "client_disconnected")
     assert max(asked.values()) == 1, "a request that was repeated is one interaction"
     assert {record.id for record in records} >= set(answers)
-    assert all(stack.client.feedback_status(agent.accepted[-1])["job"] == job for agent in agents)
+    assert all(stack.client.feedback_status(agent.accepted[-1]).job == job for agent in agents)
     stack.client.cancel(job)
     stack.finish(job)
     stack.check_books(job)

@@ -200,7 +200,7 @@ class Client:
     def follow_logs(
         self, job: str, *, service: str | None = None, tail: int = 100, after: str | None = None
     ) -> Iterator[LogLine]:
-        """Lines of the services' logs as they come, to the end of the job; first the last ``tail`` (or all past ``after``).
+        """Follow the services' logs to the end of the job, from the last ``tail`` lines on, or from ``after`` on.
 
         Raises NotFound: there is no such job, or no log of ``service``.
         """

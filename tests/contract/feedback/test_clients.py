@@ -25,8 +25,8 @@ async def test_both_clients(desk: Any, url: str) -> None:
             id = str(uuid.uuid4())
             target = desk.new_id()
             replies = [client.feedback("accepted", True, inference=target, id=id) for _ in range(2)]
-            assert [reply["duplicate"] for reply in replies] == [False, True]
-            assert client.feedback("solved", False, episode=target, final=True, tags={"a": "b"})["status"] == "accepted"
+            assert [reply.duplicate for reply in replies] == [False, True]
+            assert client.feedback("solved", False, episode=target, final=True, tags={"a": "b"}).status == "accepted"
             with pytest.raises(ConfigError, match="declares no metric"):
                 client.feedback("liked", True, inference=target)
             with pytest.raises(ConfigError, match="one of them"):
@@ -34,18 +34,18 @@ async def test_both_clients(desk: Any, url: str) -> None:
             rows = client.feedback_batch(
                 {"inference_id": desk.new_id(), "metric_name": "score", "value": 0.5} for _ in range(300)
             )
-            assert [row["status"] for row in rows] == [202] * 300
-            assert not client.retract_feedback(id)["too_late"]
+            assert [row.status for row in rows] == [202] * 300
+            assert not client.retract(id).too_late
             return id
 
     id = await asyncio.to_thread(blocking)
     assert len(await desk.items()) == 303
     async with AsyncClient(url) as client:
-        assert (await client.feedback_status(id))["status"] == "received"
-        assert (await client.feedback("accepted", False, inference=desk.new_id()))["job"] == desk.job
-        assert [row["status"] for row in await client.feedback_batch([{"metric_name": "accepted"}])] == [422]
+        assert (await client.feedback_status(id)).status == "received"
+        assert (await client.feedback("accepted", False, inference=desk.new_id())).job == desk.job
+        assert [row.status for row in await client.feedback_batch([{"metric_name": "accepted"}])] == [422]
         with pytest.raises(NotFound):
-            await client.retract_feedback(str(uuid.uuid4()))
+            await client.retract(str(uuid.uuid4()))
 
 
 async def test_commands(desk: Any, url: str, tmp_path: Path) -> None:

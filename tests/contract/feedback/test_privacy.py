@@ -323,11 +323,11 @@ async def test_clients_and_commands_speak_of_users(desk: Any, url: str, monkeypa
         return CliRunner().invoke(cli, ["users", *words])
 
     async with AsyncClient(url) as client:
-        assert (await client.users.consent("eve", train=False))["train"] is False
+        assert (await client.users.consent("eve", train=False)).train is False
         assert desk.desk.consents.opted_out(desk.desk.pseudonyms.of("eve"))
         with pytest.raises(NotFound):
             await client.users.erasure("nobody")
-        assert (await client.users.erase("eve"))["feedback"] == 1
+        assert (await client.users.erase("eve")).feedback == 1
     assert "may be trained on" in (await asyncio.to_thread(run, "consent", "eve", "--train")).stdout
     gone = await asyncio.to_thread(run, "erase", "eve", "--json")
     assert json.loads(gone.stdout)["status"] == "done"

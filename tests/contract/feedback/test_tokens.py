@@ -162,13 +162,13 @@ async def test_clients_and_the_command_line(desk: Any, url: str, monkeypatch: An
     def blocking() -> None:
         with Client(url) as client:
             token = client.feedback_tokens.create("accepted", inference=target, expires_in_s=60)
-        with Client(url, api_key=token["token"]) as page:
-            assert page.feedback("accepted", True, inference=target)["feedback_id"] == token["feedback_id"]
+        with Client(url, api_key=token.token) as page:
+            assert page.feedback("accepted", True, inference=target).feedback_id == token.feedback_id
 
     await asyncio.to_thread(blocking)
     async with AsyncClient(url) as client:
         token = await client.feedback_tokens.create("solved", episode=f"ep_{target}")
-        assert token["url"] == f"{url}/v1/feedback"
+        assert token.url == f"{url}/v1/feedback"
     monkeypatch.setenv("PENSTOCK_URL", url)
     shown = await asyncio.to_thread(
         CliRunner().invoke, cli, ["feedback", "token", target, "accepted", "--expires", "90m", "--json"]

@@ -258,11 +258,10 @@ class Books:
             check_env(spec, query["env"])
         names = source_names(JobConfig.parse(spec).data.train)
         rows = [
-            {"id": f"s{i}", "step": 4, "env": names[i % len(names)], "prompt": f"{i}+1=", "completion": str(i + 1),
-             "answer": str(i + 1), "reward": 1.0, "advantage": 0.0, "tokens": 2}
+            desks.sample_row(f"s{i}", names[i % len(names)], i)
             for i in range(30)
             if query["env"] in (None, names[i % len(names)])
-        ]  # fmt: skip
+        ]
         start = next((i + 1 for i, row in enumerate(rows) if row["id"] == query["after"]), 0)
         return rows[start : start + query["limit"]]
 
@@ -270,8 +269,8 @@ class Books:
         self._known(job)
         if row_id != "4-3.0-1":
             raise NotFound(f"no sample '{row_id}'")
-        return {"id": row_id, "job": job, "env": "addition", "prompt_token_ids": [1], "token_ids": [2, 3],
-                "logprobs": [-0.5, -1.0], "mask": [1, 0], "versions": [3, 4], "parts": {"exact": 1.0},
+        return {**desks.sample_row(row_id, "addition", 3), "job": job, "attempt": "a", "prompt_token_ids": [1],
+                "token_ids": [2, 3], "logprobs": [-0.5, -1.0], "mask": [1, 0], "versions": [3, 4],
                 "siblings": []}  # fmt: skip
 
     async def timeline(self, job: str, *, step: int | None, limit: int) -> list[dict[str, Any]]:

@@ -12,7 +12,17 @@ from penstock.shared.protocol.grading import GradeReply, error_text
 from penstock.shared.protocol.scaling import Pool, ScaleReply
 from penstock.shared.protocol.webhooks import DeliveryState, StoredWebhook
 
-__all__ = ["GradersInMemory", "ScalingInMemory", "WebhooksInMemory"]
+__all__ = ["GradersInMemory", "ScalingInMemory", "WebhooksInMemory", "sample_row"]
+
+
+def sample_row(id: str, env: str, number: int) -> dict[str, Any]:
+    """A completion, as ``services.coordinator.samples`` shows it."""
+    return {
+        "id": id, "step": 4, "draw": f"{number}.0", "index": 0, "env": env, "prompt": f"{number}+1=",
+        "completion": str(number + 1), "answer": str(number + 1), "reward": 1.0, "parts": {"exact": 1.0},
+        "advantage": 0.0, "greedy": False, "failed": False, "finish": "stop", "tokens": 2, "logprob": -1.5,
+        "min_version": 3, "max_version": 4, "worker": "rollout-0",
+    }  # fmt: skip
 
 
 class WebhooksInMemory:

@@ -241,16 +241,6 @@ async def test_the_asynchronous_client_is_the_same(served: Any, books: Any, job:
             await client.why("job_" + "0" * 32)
 
 
-def test_both_clients_offer_the_same() -> None:
-    import inspect
-
-    def surface(kind: type) -> dict[str, list[str]]:
-        methods = inspect.getmembers(kind, inspect.isfunction)
-        return {name: list(inspect.signature(m).parameters) for name, m in methods if not name.startswith("_")}
-
-    assert surface(Client) == surface(AsyncClient)
-
-
 def test_keys(serve: Any, monkeypatch: Any) -> None:
     server = serve(api_keys="secret")
     with Client(server.url) as client, pytest.raises(ConfigError, match="PENSTOCK_API_KEY"):

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from penstock.cli import app as cli
 from penstock.client import AsyncClient, Client
+from penstock.client.results import Trial, Versions
 from penstock.shared.errors import Conflict, DeadlineError
 
 
@@ -56,11 +57,11 @@ async def test_the_version_on_trial_is_shown_to_people_and_clients(served: Any, 
     with Client(served.url) as client:
         id = client.submit(job).id
         books.advance(id, "running", policy_version=3)
-        assert client.versions.show(id) == {"object": "rl.versions", "newest": 3, "served": 3, "canary": None}
+        assert client.versions.show(id) == Versions(newest=3, served=3)
         books.advance(id, "running", policy_version=5, served_version=4, canary=trial)
     async with AsyncClient(served.url) as aclient:
         shown = await aclient.versions.show(id)
-    assert shown == {"object": "rl.versions", "newest": 5, "served": 4, "canary": trial}
+    assert shown == Versions(newest=5, served=4, canary=Trial(**trial))
     told = CliRunner().invoke(cli, ["get", id], env={**env, "COLUMNS": "200"})
     assert "5 answers 10% (7 judged, reward 0.5" in told.output
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -67,6 +68,27 @@ async def test_the_length_and_the_episode_are_chosen(agent: Any) -> None:
     result = await run(agent, "hi", "--episode", "mine", "--max-tokens", "2")
     assert result.stdout == "hello wor\n"
     assert (await agent.interactions())[-1].episode == "mine"
+
+
+async def test_as_json_each_answer_and_each_verdict_is_a_line(agent: Any) -> None:
+    words = ("--json", "--rate", "--temperature", "0", "--episode", "new")
+    result = await run(agent, *words, said="hi\ny\ntool\n\n")
+    assert result.exit_code == 0, result.output
+    answer, verdict, call = [json.loads(line) for line in result.stdout.splitlines()]
+    first, second = (await agent.interactions())[-2:]
+    assert answer == {
+        "type": "answer", "interaction": f"chatcmpl-{first.id}", "episode": answer["episode"], "model": "agent@0",
+        "policy_version": 0, "text": "hello world and more", "finish_reason": "stop",
+    }  # fmt: skip
+    assert bare_id(answer["episode"]) == first.episode == second.episode
+    item = (await feedback(agent))[-2]
+    assert verdict == {
+        "type": "feedback", "feedback_id": item.id, "interaction": answer["interaction"], "metric": "reward",
+        "value": 1.0,
+    }  # fmt: skip
+    assert bare_id(call["interaction"]) == second.id
+    once = await run(agent, "hi", "--json", "--max-tokens", "2")
+    assert (json.loads(once.stdout)["text"], json.loads(once.stdout)["finish_reason"]) == ("hello wor", "length")
 
 
 async def test_what_cannot_be_done_is_one_line_and_an_exit_code(agent: Any) -> None:

@@ -29,4 +29,11 @@ def one(kind: type[S]) -> Callable[[Any], S]:
 def many(kind: type[S]) -> Callable[[Any], list[S]]:
     """The reader of a list of them."""
     each = one(kind)
-    return lambda data: [each(row) for row in data["data"]]
+
+    def read(data: Any) -> list[S]:
+        rows = data.get("data") if isinstance(data, dict) else None
+        if not isinstance(rows, list):
+            raise ProtocolError(f"the server's reply is no list of {kind.__name__}")
+        return [each(row) for row in rows]
+
+    return read

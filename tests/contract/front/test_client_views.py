@@ -1,0 +1,148 @@
+"""What a job shows, by both clients: samples, timelines, logs that are followed, archives, files by their content."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import tarfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.client.results import LogLine, MetricName, StageSpan
+from penstock.services.coordinator.artifacts import Artifacts
+from penstock.shared.errors import CheckpointError, Conflict, NotFound
+from penstock.shared.protocol.events import Checkpointed
+
+WEIGHTS = bytes(range(256)) * 5000
+SHA256 = hashlib.sha256(WEIGHTS).hexdigest()
+
+
+@pytest.fixture
+async def job_id(served: Any, job: Any, asking: Any) -> str:
+    async with asking(served.url) as ask:
+        return str((await ask("submit", job)).id)
+
+
+async def test_samples_timelines_and_names(served: Any, asking: Any, job_id: str) -> None:
+    async with asking(served.url) as ask:
+        assert await ask("metric_names", job_id) == [
+            MetricName(name="reward", count=5, first_step=0, last_step=4, last=0.9)
+        ]
+        assert await ask("timeline", job_id, step=3) == [StageSpan(step=3, stage="train", start=1.0, end=2.0)]
+        first, second = await ask("samples", job_id, limit=2, sort="reward", min_reward=0.5)
+        assert (first.id, first.completion, first.parts) == ("s0", "1", {"exact": 1.0})
+        assert (await ask("samples", job_id, after=second.id))[0].id == "s2"
+        tokens = await ask("sample", job_id, "4-3.0-1")
+        assert (tokens.job, tokens.step, tokens.token_ids) == (job_id, 4, [2, 3])
+        assert (tokens.mask, tokens.versions, tokens.logprobs) == ([1, 0], [3, 4], [-0.5, -1.0])
+        with pytest.raises(NotFound):
+            await ask("sample", job_id, "4-3.0-2")
+
+
+async def test_logs_are_followed_across_a_restart(
+    served: Any, books: Any, asking: Any, job_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every line once: those before the server is started again, and those after."""
+    written = [f"line {number}" for number in range(3)]
+
+    async def logs(job: str, *, service: str | None, tail: int, after: str | None) -> dict[str, Any]:
+        if service == "nobody":
+            raise NotFound("no log of 'nobody'")
+        start = int(after.partition(":")[2]) if after else max(0, len(written) - tail)
+        rows = [{"service": "trainer", "worker": "trainer-0", "text": text} for text in written[start:]]
+        return {"lines": rows, "next": f"trainer-0:{len(written)}"}
+
+    def live() -> None:
+        time.sleep(0.2)
+        served.stop()
+        written.append("line 3")
+        served.start()
+        books.advance(job_id, "succeeded")
+
+    monkeypatch.setattr(books, "logs", logs)
+    async with asking(served.url) as ask:
+        thread = threading.Thread(target=live)
+        thread.start()
+        rows = await ask("follow_logs", job_id, tail=2)
+        await asyncio.to_thread(thread.join)
+        assert rows == [LogLine(service="trainer", worker="trainer-0", text=f"line {number}") for number in (1, 2, 3)]
+        assert [row.text for row in await ask("follow_logs", job_id, after="trainer-0:3")] == ["line 3"]
+        with pytest.raises(NotFound, match="no log of 'nobody'"):
+            await ask("follow_logs", job_id, service="nobody")
+        with pytest.raises(NotFound):
+            await ask("follow_logs", "job_" + "0" * 32)
+
+
+def commit(folder: Path, files: dict[str, bytes]) -> None:
+    """A checkpoint as the trainer leaves it."""
+    import json
+
+    folder.mkdir(parents=True)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    listed = {name: {"nbytes": len(d), "sha256": hashlib.sha256(d).hexdigest()} for name, d in files.items()}
+    manifest = json.dumps({"files": listed}).encode()
+    (folder / "manifest.json").write_bytes(manifest)
+    (folder / "COMMIT").write_text(hashlib.sha256(manifest).hexdigest())
+
+
+async def test_archives_and_artifacts_are_downloaded(
+    served: Any, books: Any, asking: Any, job_id: str, tmp_path: Path
+) -> None:
+    folder, out = tmp_path / "jobs" / "job_a" / "4-x", tmp_path / "out"
+    commit(folder, {"model.safetensors": WEIGHTS, "config.json": b"{}"})
+    books.ledger.apply(
+        Checkpointed(
+            writer_epoch=1, time=1000.0, number=4, version=4, digest="d", path=str(folder), trainer_epoch=1, low_seq=0
+        )
+    )
+    books.artifacts = Artifacts(tmp_path / "jobs")
+    async with asking(served.url) as ask:
+        (out / "deep").mkdir(parents=True)
+        (out / "deep" / "all.tar.part").write_bytes(b"broken off")
+        await ask("download_archive", job_id, 4, out / "deep" / "all.tar")
+        with tarfile.open(out / "deep" / "all.tar") as tar:
+            names = {member.name for member in tar}
+            member = tar.extractfile("checkpoint-4/model.safetensors")
+            assert member is not None
+            assert member.read() == WEIGHTS
+        assert names == {f"checkpoint-4/{name}" for name in ("model.safetensors", "config.json", "manifest.json")}
+        with pytest.raises(NotFound):
+            await ask("download_archive", job_id, 5, out / "five.tar")
+
+        path, part = out / "weights", out / "weights.part"
+        for begun in (b"", WEIGHTS[:70_000], WEIGHTS, WEIGHTS + b"more"):  # whole, and yet not verified; too much
+            path.unlink(missing_ok=True)
+            part.write_bytes(begun)
+            await ask("download_artifact", SHA256, path)
+            assert path.read_bytes() == WEIGHTS
+            assert not part.exists()
+        path.unlink()
+        part.write_bytes(b"x" * 1000)
+        with pytest.raises(CheckpointError, match="did not arrive"):
+            await ask("download_artifact", SHA256, path)
+        assert not part.exists()
+        with pytest.raises(NotFound):
+            await ask("download_artifact", "0" * 64, path)
+        (folder / "model.safetensors").unlink()
+        with pytest.raises((Conflict, NotFound)):
+            await ask("download_archive", job_id, 4, out / "gone.tar")
+        assert not (out / "gone.tar").exists()
+
+
+async def test_a_file_that_is_there_is_not_downloaded_again(served: Any, asking: Any, tmp_path: Path) -> None:
+    (tmp_path / "weights").write_bytes(WEIGHTS)
+    async with asking(served.url) as ask:
+        await ask("download_artifact", SHA256, tmp_path / "weights")
+
+
+async def test_a_key_is_shown(served: Any, asking: Any) -> None:
+    async with asking(served.url) as ask:
+        made = await ask("keys.create", "mine", ["jobs:read"])
+        assert (await ask("keys.show", made["id"]))["name"] == "mine"
+        with pytest.raises(NotFound):
+            await ask("keys.show", "nobody")
