@@ -1,4 +1,4 @@
-"""The Python client of the job API: ``Client`` blocks, ``AsyncClient`` awaits; both have the same methods.
+"""The Python client of the API: ``Client`` blocks, ``AsyncClient`` awaits; both have the same methods.
 
 ::
 
@@ -7,6 +7,11 @@
         for event in client.events(job.id):        # resumes by itself
             ...
         print(client.get(job.id).status.reward)
+
+        said = client.feedback("accepted", True, inference=answer.id)
+        print(client.feedback_status(said.feedback_id).status)
+
+What comes back has types: ``JobRecord``, and the structs of ``penstock.client.results``.
 """
 
 from penstock.client.asynchronous import AsyncClient

@@ -101,7 +101,7 @@ async def test_archives_and_artifacts_are_downloaded(
         )
     )
     books.artifacts = Artifacts(tmp_path / "jobs")
-    async with asking(served.url) as ask:
+    async with asking(served.url, patience_s=1.0) as ask:
         (out / "deep").mkdir(parents=True)
         (out / "deep" / "all.tar.part").write_bytes(b"broken off")
         await ask("download_archive", job_id, 4, out / "deep" / "all.tar")
