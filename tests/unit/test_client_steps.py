@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +81,8 @@ async def test_both_ways_do_the_same() -> None:
     with pytest.raises(Conflict):
         await other.many(["c"])
     assert part.one.__doc__ == other.one.__doc__ == "One call."
+    assert str(inspect.signature(part.one)) == str(inspect.signature(other.one)) == "(name: 'str', *, times: 'int' = 1)"
+    assert list(inspect.signature(part.many).parameters) == ["names"]
 
 
 async def test_steps_without_a_call() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import time
 from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ __all__ = ["AsyncSend", "Pause", "Send", "Steps", "awaits", "awaits_all", "compl
 
 T = TypeVar("T")
 P = ParamSpec("P")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Send(Protocol):
@@ -101,7 +103,7 @@ async def complete_async(steps: Steps[T], send: AsyncSend) -> T:
 def sends(describe: Callable[P, Call[T]]) -> Callable[Concatenate[Any, P], T]:
     """A method of a part of the client that blocks; the part has ``_send``."""
 
-    @functools.wraps(describe)
+    @_like(describe)
     def method(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
         send: Send = self._send
         return send(describe(*args, **kwargs))
@@ -112,7 +114,7 @@ def sends(describe: Callable[P, Call[T]]) -> Callable[Concatenate[Any, P], T]:
 def awaits(describe: Callable[P, Call[T]]) -> Callable[Concatenate[Any, P], Awaitable[T]]:
     """A method of a part of the asyncio client; the part has ``_send``."""
 
-    @functools.wraps(describe)
+    @_like(describe)
     async def method(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
         send: AsyncSend = self._send
         return await send(describe(*args, **kwargs))
@@ -123,7 +125,7 @@ def awaits(describe: Callable[P, Call[T]]) -> Callable[Concatenate[Any, P], Awai
 def runs(describe: Callable[P, Steps[T]]) -> Callable[Concatenate[Any, P], T]:
     """As ``sends``, for several calls."""
 
-    @functools.wraps(describe)
+    @_like(describe)
     def method(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return complete(describe(*args, **kwargs), self._send)
 
@@ -133,8 +135,21 @@ def runs(describe: Callable[P, Steps[T]]) -> Callable[Concatenate[Any, P], T]:
 def awaits_all(describe: Callable[P, Steps[T]]) -> Callable[Concatenate[Any, P], Awaitable[T]]:
     """As ``awaits``, for several calls."""
 
-    @functools.wraps(describe)
+    @_like(describe)
     async def method(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await complete_async(describe(*args, **kwargs), self._send)
 
     return method
+
+
+def _like(describe: Callable[..., Any]) -> Callable[[F], F]:
+    """A method with the docstring and the parameters of ``describe``, behind ``self``: what ``help`` shows of it."""
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    parameters = [own, *inspect.signature(describe).parameters.values()]
+
+    def dress(method: F) -> F:
+        functools.update_wrapper(method, describe)
+        setattr(method, "__signature__", inspect.Signature(parameters))  # noqa: B010
+        return method
+
+    return dress
