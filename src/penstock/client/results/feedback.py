@@ -57,7 +57,7 @@ class Retracted(msgspec.Struct, frozen=True, kw_only=True):
 
     feedback_id: str
     retraction_id: str
-    status: str
+    status: str = "accepted"
     duplicate: bool
     too_late: bool
 
