@@ -187,6 +187,7 @@ async def test_both_clients(served: Any) -> None:
     with Client(served.url) as client:
         made = client.keys.create("one", ["jobs:read"], expires_in_s=60)
         assert [key["id"] for key in client.keys.list()] == [made["id"]]
+        assert client.keys.show(made["id"])["name"] == "one"
         with Client(served.url, api_key=made["key"]) as limited:
             assert limited.list() == []
             with pytest.raises(ConfigError, match="lacks the scope 'admin'"):
@@ -195,5 +196,7 @@ async def test_both_clients(served: Any) -> None:
         other = await client.keys.create("two", ["admin"])
         assert len(await client.keys.list()) == 2
         await client.keys.revoke(other["id"])
+        with pytest.raises(NotFound):
+            await client.keys.show(other["id"])
         with pytest.raises(NotFound):
             await client.keys.revoke(other["id"])
