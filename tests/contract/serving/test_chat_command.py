@@ -77,7 +77,7 @@ async def test_as_json_each_answer_and_each_verdict_is_a_line(agent: Any) -> Non
     answer, verdict, call = [json.loads(line) for line in result.stdout.splitlines()]
     first, second = (await agent.interactions())[-2:]
     assert answer == {
-        "type": "answer", "interaction": f"chatcmpl-{first.id}", "episode": answer["episode"], "model": "agent@0",
+        "type": "answer", "interaction": bare_id(first.id), "episode": answer["episode"], "model": "agent@0",
         "policy_version": 0, "text": "hello world and more", "finish_reason": "stop",
     }  # fmt: skip
     assert bare_id(answer["episode"]) == first.episode == second.episode
