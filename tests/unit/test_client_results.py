@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+import orjson
 import pytest
 from msgspec import inspect
 
 from penstock.client import results
-from penstock.client.results import Fate, Funnel, Sample
+from penstock.client.results import Fate, Funnel, LogLine, MetricName, Sample, StageSpan, TokenSample
 from penstock.client.results.reading import many, one
 from penstock.client.sse import EventReader
+from penstock.services.coordinator.api.logfiles import read_logs
+from penstock.services.coordinator.online.groups import made_group
+from penstock.services.coordinator.samples import sample_detail, sample_rows
+from penstock.services.coordinator.series import metric_names
+from penstock.services.coordinator.timeline import timeline
 from penstock.shared.errors import NotFound, ProtocolError, Unavailable
+from penstock.shared.protocol.events import BatchSealed, BatchTrained, SealedGroup
+from penstock.shared.protocol.ids import Draw
 
 KINDS = [getattr(results, name) for name in results.__all__]
 VALUES: dict[type[inspect.Type], Any] = {
@@ -61,6 +72,31 @@ def test_what_does_not_fit_is_said() -> None:
     for reply in ({}, [], None, {"data": {}}):
         with pytest.raises(ProtocolError, match="no list of Sample"):
             many(Sample)(reply)
+
+
+def test_rows_without_a_schema_have_the_keys_of_their_structs(tmp_path: Path) -> None:
+    """Samples, metrics, spans and lines are made by functions of the coordinator, not by models of its API."""
+    made = made_group("j", Draw(0, 0), [4], [[5, 6], [7]], objective="policy", reward=0.0, epoch=1)
+    broken = replace(made, rewards=np.array([np.nan, 1.0], np.float32))
+    sealed = BatchSealed(
+        writer_epoch=1, time=3.0, number=1, revision=1, start_version=0, update_index=0,
+        groups=[SealedGroup(Draw(0), "a", 1, "d", 0, 0, [1.0], 3, "w")],
+    )  # fmt: skip
+    trained = BatchTrained(writer_epoch=1, time=6.0, number=1, revision=1, version=1, digest="a", trainer_epoch=1)
+    (tmp_path / "trainer-0.log").write_text("hello\n")
+    lines = read_logs(tmp_path, job="j", service=None, tail=1, after=None)["lines"]
+    rows: list[tuple[type[msgspec.Struct], dict[str, Any]]] = [
+        (Sample, {**sample_rows(1, [broken])[0], "href": "/"}),
+        (TokenSample, {**sample_detail(1, made, 1), "href": "/"}),
+        (MetricName, metric_names([{"step": 1, "values": {"reward": 0.5}}])[0]),
+        (StageSpan, timeline([sealed, trained], step=None)[0]),
+        (LogLine, lines[0]),
+    ]
+    for kind, row in rows:
+        assert row.keys() == set(kind.__struct_fields__), kind
+        found = one(kind)(orjson.loads(orjson.dumps(row)))
+        assert msgspec.to_builtins(found).keys() == row.keys()
+    assert one(Sample)(orjson.loads(orjson.dumps(rows[0][1]))).reward is None, "it is not finite"
 
 
 def feed(reader: EventReader, *lines: str) -> list[Any]:
