@@ -162,8 +162,8 @@ def post_interaction(
         tokenizer_sha: `template` of a record of the same model.
         rewards: by metric; ``reward`` is that of the metric `reward`.
         group_id: answers of one group are compared with each other.
-        episode: the UUID of the episode that it is a turn of; ``turn`` is its place there, from 0, and all turns but
-            the last have ``done=False``.
+        episode: the UUID of the episode that it is a turn of; ``turn`` is its place there, from 0.
+        done: whether it is the last turn of its episode; say so of each.
     """
     body = {
         "kind": "interaction", "model": model, "messages": messages, "completion": _message(completion),
