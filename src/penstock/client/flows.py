@@ -39,12 +39,12 @@ def pages(limit: int, after: str | None, **wanted: Any) -> Steps[Records]:
     return found
 
 
-def rows(path: str, key: str, limit: int, **params: Any) -> Steps[Rows]:
+def rows(path: str, key: str, limit: int, /, **query: Any) -> Steps[Rows]:
     """Up to ``limit`` rows of a list, each of which ``key`` names."""
     found: Rows = []
     while len(found) < limit:
         after = found[-1][key] if found else None
-        page = yield calls.show(path, dict, after=after, limit=min(PAGE, limit - len(found)), **params)
+        page = yield calls.show(path, dict, after=after, limit=min(PAGE, limit - len(found)), **query)
         found += page["data"]
         if not page["has_more"]:
             break
