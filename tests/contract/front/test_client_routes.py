@@ -61,7 +61,7 @@ REPLIES: dict[type, Operation] = {
     results.Consent: ("PUT", "/v1/users/{user}/consent"),
     results.Erasure: ("GET", "/v1/users/{user}/data"),
     results.Interaction: ("GET", "/v1/interactions/{interaction}"),
-    results.Episode: ("POST", "/v1/episodes"),
+    results.Episode: ("GET", "/v1/episodes/{episode}"),
     results.EpisodeKey: ("POST", "/v1/episodes/{episode}/keys"),
     results.Model: ("GET", "/v1/models/{model}"),
     results.ModelVersion: ("GET", "/v1/models/{model}/versions"),
@@ -77,15 +77,15 @@ ARGUMENTS: dict[str, Any] = {
     "grader": {}, "sample": "text", "version": 1, "checkpoint": 1, "item": "7", "user": "eve", "train": True,
 }  # fmt: skip
 """What the methods need, by the names of their parameters."""
-ALSO: dict[str, dict[str, Any]] = {
-    "submit": {"job": {}},
-    "dry_run": {"job": {}},
-    "events": {"follow": False},
-    "feedback": {"inference": "a"},
-    "feedback_tokens.create": {"inference": "a"},
-    "quarantine.list": {"job": "job_1"},
+WAYS: dict[str, list[dict[str, Any]]] = {
+    "submit": [{"job": {}}],
+    "dry_run": [{"job": {}}],
+    "events": [{}, {"follow": False}],
+    "feedback": [{"inference": "a"}],
+    "feedback_tokens.create": [{"inference": "a"}],
+    "quarantine.list": [{}, {"job": "job_1"}],
 }
-"""Methods that need more, or have a second way."""
+"""Methods that need more, or can be called in several ways."""
 
 
 class Recorder(httpx.BaseTransport):
@@ -171,8 +171,7 @@ def test_every_operation_has_a_method_or_a_reason(document: dict[str, Any], tmp_
         client._http = httpx.Client(transport=recorder, base_url=client.url)
         client._streams = Streams(client._http, client.url, 1.0, 0.0)
         for name, method in methods(client).items():
-            ways = [{}, ALSO[name]] if name in ("events", "quarantine.list") else [ALSO.get(name, {})]
-            for given in ways:
+            for given in WAYS.get(name, [{}]):
                 takes = inspect.signature(method).parameters
                 paths = {"path": file, "directory": tmp_path / "out"}
                 run(method, {**{key: path for key, path in paths.items() if key in takes}, **given})
