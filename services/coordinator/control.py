@@ -17,6 +17,7 @@ from penstock.services.coordinator.api.control import Order, Row
 from penstock.services.coordinator.api.logfiles import read_logs
 from penstock.services.coordinator.artifacts import Artifacts
 from penstock.services.coordinator.audit import Audit, audit_entries, audit_stored, sealed_by_seq
+from penstock.services.coordinator.audit_log import AuditLog
 from penstock.services.coordinator.browse import SampleBrowser
 from penstock.services.coordinator.checkpoints import checkpoint_row, checkpoint_rows, delete_checkpoint, find_file
 from penstock.services.coordinator.files import FileStore
@@ -32,11 +33,11 @@ from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.once import Once
 from penstock.services.coordinator.online.rereading import decide_again
 from penstock.services.coordinator.probe import WriteProbe
-from penstock.services.coordinator.retention import check_room
 from penstock.services.coordinator.scaling import Scaler
 from penstock.services.coordinator.series import columns, metric_names
+from penstock.services.coordinator.steering import Steering
 from penstock.services.coordinator.store import JobStore
-from penstock.services.coordinator.submission import check_budget, plan_job, resolve_model, tell
+from penstock.services.coordinator.submission import plan_job, resolve_model, tell
 from penstock.services.coordinator.timeline import timeline
 from penstock.services.coordinator.webhooks.store import WebhookStore
 from penstock.shared.config.job import JobConfig, group_bytes
@@ -71,7 +72,9 @@ class CoordinatorControl:
         self.bus, self.store, self.members, self.settings = bus, store, members, settings
         self.leader = LeaderLine(bus, runners)
         self._once, self._probe = Once(bus), WriteProbe(bus, settings.worker_id)
+        self._steering = Steering(bus, store, settings)
         self.keys = KeyStore(bus)
+        self.audit_log = AuditLog(bus)
         self.letters = LetterBox(bus)
         self.files = FileStore(
             settings.data_dir / "files", max_bytes=settings.files_bytes, max_files=settings.max_files
@@ -144,35 +147,18 @@ class CoordinatorControl:
         )
 
     async def set_desired(
-        self, job: str, state: DesiredState, *, force: bool = False, checkpoint: bool = True
+        self, job: str, state: DesiredState, *, by: str, force: bool = False, checkpoint: bool = True
     ) -> JobRecord:
         """See ``Control.set_desired``."""
-        return await self.store.set_desired(job, state, force=force, checkpoint=checkpoint)
+        return await self._steering.set_desired(job, state, by=by, force=force, checkpoint=checkpoint)
 
-    async def amend(self, job: str, edit: Callable[[JobRecord], AnyJob]) -> JobRecord:
+    async def amend(self, job: str, edit: Callable[[JobRecord], AnyJob], *, by: str) -> JobRecord:
         """See ``Control.amend``."""
-        others = [record for record in await self.store.list_all() if record.id != job]
-        await self._check_smaller_budget(await self.store.get(job), edit)
-
-        def checked(record: JobRecord) -> AnyJob:
-            config = edit(record)
-            check_room(others, config.limits.byte_budget, experience_bytes=self.settings.experience_bytes)
-            return config
-
-        return await self.store.amend(job, checked)
-
-    async def _check_smaller_budget(self, record: JobRecord, edit: Callable[[JobRecord], AnyJob]) -> None:
-        """Refuse a byte budget that groups of the job do not fit in any more. What a group may take never changes."""
-        if record.status.phase in TERMINAL_PHASES:
-            return
-        config = edit(record)
-        if config.limits.byte_budget < parse_job(record.spec).limits.byte_budget:
-            parts = (await self.bus.stream_state(subjects.EXPERIENCE)).atomic
-            await check_budget(config, stores_parts=parts)
+        return await self._steering.amend(job, edit, by=by)
 
     async def begin_operation(self, job: str, operation: Operation) -> JobRecord:
         """See ``Control.begin_operation``."""
-        return await self.store.begin_operation(job, operation)
+        return await self._steering.begin_operation(job, operation)
 
     # -- events, metrics, samples ------------------------------------------------------------------------------------
 

@@ -88,7 +88,7 @@ class CoordinatorService:
         """Serve until cancelled."""
         await self.bus.ensure_streams(
             experience_bytes=self.settings.experience_bytes, stream_bytes=self.settings.stream_bytes,
-            live_keep_s=self.settings.live_keep_s,
+            live_keep_s=self.settings.live_keep_s, audit_keep_s=self.settings.audit_keep_s,
         )  # fmt: skip
         async with asyncio.TaskGroup() as tasks:
             self._http = tasks.create_task(self._serve_http())

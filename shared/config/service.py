@@ -104,6 +104,9 @@ class ServiceSettings(BaseSettings):
     live_keep_s: float | None = Field(None, ge=2 * 86400)
     """Live interactions and feedback are removed after this time (coordinator); default: they stay until room is
     needed. Longer than anything in a job file that they are waited for."""
+    audit_keep_s: float | None = Field(None, ge=86400)
+    """Records of the audit log are removed after this time (coordinator); default: when their stream, of 256 MiB at
+    most, needs the room."""
 
 
 def load_settings() -> ServiceSettings:

@@ -18,6 +18,7 @@ __all__ = [
     "JobRecord",
     "JobStatus",
     "Operation",
+    "OperationKind",
     "Phase",
 ]
 
@@ -34,6 +35,7 @@ PHASES: tuple[Phase, ...] = (
 )
 TERMINAL_PHASES: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
 DesiredState = Literal["running", "paused", "cancelled"]
+OperationKind = Literal["checkpoint", "replay_dead_letter", "promote", "rollback", "scale"]
 ErrorCode = Literal["timeout", "invalid_data", "not_scored", "trainer_failed", "rollout_failed", "internal"]
 
 
@@ -57,8 +59,10 @@ class Operation(BaseModel):
 
     id: str
     object: Literal["rl.operation"] = "rl.operation"
-    kind: Literal["checkpoint", "replay_dead_letter", "promote", "rollback", "scale"]
+    kind: OperationKind
     args: dict[str, Any] = Field(default_factory=dict)
+    by: str = ""
+    """Id of the key that asked for it; `local`: somebody on this machine, where no keys are configured."""
     created_at: datetime
     state: Literal["pending", "succeeded", "failed"] = "pending"
     message: str = ""

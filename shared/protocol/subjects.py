@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "ANNOUNCE",
     "ANSWERS",
+    "AUDIT",
     "BATCHES",
     "DEAD",
     "DECISIONS",
@@ -31,6 +32,8 @@ __all__ = [
     "SNAPSHOTS",
     "TICKETS",
     "WEBHOOKS",
+    "audit",
+    "audits",
     "base_manifest",
     "batches",
     "candidate_manifest",
@@ -77,6 +80,7 @@ INTERACTIONS = "INTERACTIONS"  # live requests served to agents
 FEEDBACK = "FEEDBACK"  # what arrives later about them
 DECISIONS = "DECISIONS"  # what became of each item of feedback
 DEAD = "DEAD"  # dead letters
+AUDIT = "AUDIT"  # who asked for what over HTTP
 
 # Key-value buckets.
 JOBS = "jobs"  # job records: the truth about what was asked for
@@ -136,6 +140,16 @@ def metrics(job: str) -> str:
 def dead(job: str) -> str:
     """Dead letters of a job."""
     return f"dead.{job}"
+
+
+def audit(key: str, job: str) -> str:
+    """A request that a key sent about a job ('': about none)."""
+    return f"audit.{token(key)}.{token(job)}"
+
+
+def audits(key: str, job: str) -> str:
+    """Those of one key ('': of all), about one job ('': about any, or none)."""
+    return f"audit.{token(key) if key else '*'}.{token(job) if job else '*'}"
 
 
 def interaction(job: str, interaction: str) -> str:

@@ -25,6 +25,7 @@ STREAMS = (
     subjects.FEEDBACK,
     subjects.DECISIONS,
     subjects.DEAD,
+    subjects.AUDIT,
 )
 LIVE = frozenset({subjects.INTERACTIONS, subjects.FEEDBACK})
 """What people said and were told."""
@@ -45,6 +46,8 @@ EXPIRING_SINCE = (2, 11, 0)
 BUCKET_BYTES = 64 << 20
 SNAPSHOT_BYTES = 256 << 20
 """Two snapshots of each job that runs, a few hundred bytes for each batch that is still in the log."""
+AUDIT_BYTES = 256 << 20
+"""Some 400,000 records of 600 bytes; the oldest ones make room."""
 DUPLICATES_S = 300
 """How long a stream remembers message ids; longer than any publish retries."""
 ATOMIC_SINCE = (2, 12, 1)
@@ -56,6 +59,7 @@ async def ensure(
     experience_bytes: int,
     stream_bytes: int,
     live_keep_s: float | None = None,
+    audit_keep_s: float | None = None,
     replicas: int = 1,
     update: bool = True,
     deadline_s: float = 30.0,
@@ -72,11 +76,13 @@ async def ensure(
         size = {
             subjects.EXPERIENCE: experience_bytes,
             subjects.SNAPSHOTS: min(SNAPSHOT_BYTES, stream_bytes),
+            subjects.AUDIT: min(AUDIT_BYTES, stream_bytes),
         }.get(name, stream_bytes)
         configs.append(
             _base(name, [f"{name.lower()}.>"], size, replicas)
             | {"retention": "workqueue" if name in WORK_QUEUES else "limits", "allow_atomic": atomic}
             | (_kept(live_keep_s) if live_keep_s is not None and name in LIVE else {})
+            | (_append_only(audit_keep_s) if name == subjects.AUDIT else {})
         )
     for bucket in BUCKETS:
         configs.append(
@@ -121,6 +127,12 @@ def _base(name: str, stream_subjects: list[str], max_bytes: int, replicas: int) 
 
 def _kept(seconds: float) -> dict[str, Any]:
     return {"max_age": round(seconds * 1e9), "duplicate_window": round(min(DUPLICATES_S, seconds) * 1e9)}
+
+
+def _append_only(keep_s: float | None) -> dict[str, Any]:
+    """Old messages make room; nobody can take one out, or purge them, and that is never taken back."""
+    fixed = {"discard": "old", "deny_delete": True, "deny_purge": True}
+    return fixed | (_kept(keep_s) if keep_s is not None else {})
 
 
 def _short_lived(bucket: str) -> dict[str, Any]:

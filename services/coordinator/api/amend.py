@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from datetime import UTC, datetime
 from typing import Annotated, Any
 
-import uuid6
 from fastapi import APIRouter, Header, Path, Query, Request
 from pydantic import BaseModel, Field, ValidationError
 from starlette.responses import Response
 
 from penstock.services.coordinator.api.access import BackendDep, JobId, stopped_within
+from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.bodies import job_pointer, read_object
+from penstock.services.coordinator.api.operations import begin
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem, Json
 from penstock.services.coordinator.api.scopes import require
 from penstock.shared.config.amendable import (
@@ -36,6 +36,7 @@ MERGE_PATCH = "application/merge-patch+json"
 POLL_S = 0.1
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["jobs"])
+Writer = Annotated[Caller, require("jobs:write")]
 
 
 class Amended(JobRecord):
@@ -69,7 +70,6 @@ class Patch(BaseModel):
     "",
     status_code=202,
     response_model=Amended,
-    dependencies=[require("jobs:write")],
     responses={412: {"description": "The job was changed since the ETag that If-Match names."}},
     openapi_extra={
         "requestBody": {
@@ -79,8 +79,10 @@ class Patch(BaseModel):
     },
 )
 async def amend(
+    *,
     request: Request,
     job: JobId,
+    caller: Writer,
     backend: BackendDep,
     wait: Annotated[float, Query(ge=0, le=60, description="Wait this long for a leader to take it up")] = 5,
     if_match: Annotated[str, Header()] = "",
@@ -100,7 +102,7 @@ async def amend(
         _check_match(if_match, record)
         return amended(record, patch)
 
-    record = await backend.control.amend(job, edit)
+    record = await backend.control.amend(job, edit, by=caller.id)
     generation, deadline = record.generation, time.monotonic() + wait
     while record.status.observed_generation < generation and record.status.phase not in TERMINAL_PHASES:
         left = deadline - time.monotonic()
@@ -188,12 +190,10 @@ def _check_match(if_match: str, record: JobRecord) -> None:
 # -- operations ------------------------------------------------------------------------------------------------------
 
 
-@router.post("/checkpoints", status_code=202, response_model=Operation, dependencies=[require("jobs:write")])
-async def checkpoint_now(job: JobId, backend: BackendDep) -> Response:
+@router.post("/checkpoints", status_code=202, response_model=Operation)
+async def checkpoint_now(job: JobId, caller: Writer, backend: BackendDep) -> Response:
     """Ask for a checkpoint of what is trained by now; the operation tells when it is there, and its number."""
-    operation = Operation(id=f"op_{uuid6.uuid7().hex}", kind="checkpoint", created_at=datetime.now(UTC))
-    await backend.control.begin_operation(job, operation)
-    return Json(operation, 202, {"Location": f"/v1/jobs/{job}/operations/{operation.id}"})
+    return await begin(backend, job, "checkpoint", caller)
 
 
 @router.get("/operations/{operation}", response_model=Operation, dependencies=[require("jobs:read")])

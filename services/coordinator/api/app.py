@@ -16,6 +16,7 @@ from starlette.responses import Response
 from penstock import __version__
 from penstock.services.coordinator.api import (
     amend,
+    audit_log,
     checkpoints,
     dashboard,
     deadletters,
@@ -39,6 +40,7 @@ from penstock.services.coordinator.api import (
     webhooks,
 )
 from penstock.services.coordinator.api.access import Backend
+from penstock.services.coordinator.api.audited import Audited, audited_routes
 from penstock.services.coordinator.api.auth import KeyRing
 from penstock.services.coordinator.api.control import Control
 from penstock.services.coordinator.api.direct import Direct
@@ -62,7 +64,7 @@ ROUTERS = (
     samples.router, deadletters.router, keys.router, inference.router, episodes.router,
     feedback.router, feedback_tokens.router, versions.router, model_versions.router, quarantine.router,
     quarantine.all_jobs, files.router, fine_tuning.router, graders.router, webhooks.router, scaling.router,
-    system.router,
+    system.router, audit_log.router,
 )  # fmt: skip
 
 
@@ -110,6 +112,7 @@ def create_app(
     _handle_errors(app)
     app.add_middleware(Direct, posts={**feedback.DIRECT, **inference.DIRECT}, backend=app.state.backend)
     app.add_middleware(Idempotency, store=ReplyStore(volatile))
+    app.add_middleware(Audited, routes=audited_routes(ROUTERS), backend=app.state.backend)
     app.add_middleware(Guard, keys=ring, limiter=limiter)
     app.add_middleware(Measured)
     app.add_middleware(Traced)

@@ -26,6 +26,8 @@ __all__ = ["ANONYMOUS", "Caller", "KeyRing", "is_loopback", "needs_key"]
 TRUST_S = 1.0
 """A key that was looked up is trusted for so long: a revoked one may work this much longer on other replicas."""
 MAX_KNOWN = 1024
+CONFIGURED = "PENSTOCK_API_KEYS"
+"""Name of the keys of the configuration: where they stand."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Caller:
     """Names and ids of the jobs that it may talk to and judge; None: all."""
     max_weight: float = 1.0
     """What its feedback counts at most."""
+    name: str = ""
+    """Of the key, for people."""
 
     @property
     def sender(self) -> str:
@@ -101,7 +105,7 @@ class KeyRing:
         presented = hashlib.sha256(text.encode()).digest()
         matches = [hmac.compare_digest(presented, known) for known in self._digests]  # all of them: no early exit
         if any(matches):
-            return Caller(_id_of(presented), frozenset({"admin"}))
+            return Caller(_id_of(presented), frozenset({"admin"}), name=CONFIGURED)
         if text.startswith(EPISODE_PREFIX):
             return await self._of_episode(text)
         if text.startswith(TOKEN_PREFIX):
@@ -170,7 +174,7 @@ class KeyRing:
 def _holder(key: StoredKey) -> Caller:
     """Who has a key, without its scopes."""
     models = None if key.models is None else frozenset(key.models)
-    return Caller(key.id, frozenset(), key.rate_limit, models=models, max_weight=key.max_weight)
+    return Caller(key.id, frozenset(), key.rate_limit, models=models, max_weight=key.max_weight, name=key.name)
 
 
 def _id_of(digest: bytes) -> str:

@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from penstock.services.coordinator.api.audit_desk import AuditLog
 from penstock.services.coordinator.api.files_desk import Files
 from penstock.services.coordinator.api.fine_tuning_desk import FineTuning
 from penstock.services.coordinator.api.graders_desk import Graders
@@ -84,6 +85,11 @@ class Control(Protocol):
         ...
 
     @property
+    def audit_log(self) -> AuditLog:
+        """Who asked for what."""
+        ...
+
+    @property
     def letters(self) -> Letters:
         """The dead letters of all jobs."""
         ...
@@ -157,9 +163,11 @@ class Control(Protocol):
         ...
 
     async def set_desired(
-        self, job: str, state: DesiredState, *, force: bool = False, checkpoint: bool = True
+        self, job: str, state: DesiredState, *, by: str, force: bool = False, checkpoint: bool = True
     ) -> JobRecord:
         """Write what the user wants and return the record after the write; the same state twice changes nothing.
+
+        ``by``: id of the key that asks, for the events of the job.
 
         With ``cancelled``: ``force``, do not drain, do not checkpoint; without ``checkpoint``, drain only.
 
@@ -168,8 +176,10 @@ class Control(Protocol):
         """
         ...
 
-    async def amend(self, job: str, edit: Callable[[JobRecord], AnyJob]) -> JobRecord:
+    async def amend(self, job: str, edit: Callable[[JobRecord], AnyJob], *, by: str) -> JobRecord:
         """Write the job file that ``edit`` makes of the record, in one atomic step; ``edit`` may be called again.
+
+        ``by``: as for ``set_desired``.
 
         Raises:
             Conflict: the job is terminal.

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
-import uuid6
 from fastapi import APIRouter, Path, Query
 from pydantic import BaseModel
 from starlette.responses import Response
 
 from penstock.services.coordinator.api.access import BackendDep, JobId
+from penstock.services.coordinator.api.auth import Caller
+from penstock.services.coordinator.api.operations import begin
 from penstock.services.coordinator.api.replies import Json
 from penstock.services.coordinator.api.scopes import require
 from penstock.shared.protocol.jobs import Operation
@@ -83,8 +83,10 @@ async def drop_letter(job: JobId, letter: LetterId, backend: BackendDep) -> Resp
     return Response(status_code=204)
 
 
-@router.post("/{letter}/replay", status_code=202, response_model=Operation, dependencies=[require("jobs:write")])
-async def replay_letter(job: JobId, letter: LetterId, backend: BackendDep) -> Response:
+@router.post("/{letter}/replay", status_code=202, response_model=Operation)
+async def replay_letter(
+    job: JobId, letter: LetterId, caller: Annotated[Caller, require("jobs:write")], backend: BackendDep
+) -> Response:
     """Ask for its prompt again: a new draw in the ledger, after which the letter is dropped. For jobs that run.
 
     Interactions and feedback are stored in their stream again, but for what is over or known by now (``result.stored``:
@@ -92,8 +94,4 @@ async def replay_letter(job: JobId, letter: LetterId, backend: BackendDep) -> Re
     """
     await backend.control.get(job)
     await backend.control.letters.check_replayable(job, letter)
-    operation = Operation(
-        id=f"op_{uuid6.uuid7().hex}", kind="replay_dead_letter", created_at=datetime.now(UTC), args={"id": letter}
-    )
-    await backend.control.begin_operation(job, operation)
-    return Json(operation, 202, {"Location": f"/v1/jobs/{job}/operations/{operation.id}"})
+    return await begin(backend, job, "replay_dead_letter", caller, {"id": letter})

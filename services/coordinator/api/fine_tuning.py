@@ -26,7 +26,8 @@ from penstock.shared.protocol.jobs import DesiredState
 __all__ = ["router"]
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["fine-tuning"])
-READ, WRITE = [require("jobs:read")], [require("jobs:write")]
+READ = [require("jobs:read")]
+Writer = Annotated[Caller, require("jobs:write")]
 _LABEL = re.compile(r"metadata\[(.{1,64})\]")
 
 After = Annotated[str | None, Query(max_length=64, description="Id of the last entry of the page before")]
@@ -40,9 +41,7 @@ Limit = Annotated[int, Query(ge=1, le=100)]
 
 
 @router.post("", response_model=FineTuningJob, openapi_extra=body_schema(FineTuningRequest))
-async def create_fine_tuning_job(
-    request: Request, caller: Annotated[Caller, require("jobs:write")], backend: BackendDep
-) -> Response:
+async def create_fine_tuning_job(request: Request, caller: Writer, backend: BackendDep) -> Response:
     """Submit a job: reinforcement learning on an uploaded file with a grader. Every line of the files is checked first.
 
     Under the same id the job is one of `/v1/jobs`.
@@ -70,22 +69,22 @@ async def get_fine_tuning_job(job: JobId, backend: BackendDep) -> Response:
     return Json(desk.shown(await desk.get(job)))
 
 
-@router.post("/{job_id}/cancel", response_model=FineTuningJob, dependencies=WRITE)
-async def cancel_fine_tuning_job(job: JobId, backend: BackendDep) -> Response:
+@router.post("/{job_id}/cancel", response_model=FineTuningJob)
+async def cancel_fine_tuning_job(job: JobId, caller: Writer, backend: BackendDep) -> Response:
     """Ask a job to end; it drains and writes a checkpoint first. Safe to repeat."""
-    return await _steer(job, backend, "cancelled")
+    return await _steer(job, caller, backend, "cancelled")
 
 
-@router.post("/{job_id}/pause", response_model=FineTuningJob, dependencies=WRITE)
-async def pause_fine_tuning_job(job: JobId, backend: BackendDep) -> Response:
+@router.post("/{job_id}/pause", response_model=FineTuningJob)
+async def pause_fine_tuning_job(job: JobId, caller: Writer, backend: BackendDep) -> Response:
     """Ask a job to stop after its present update. Safe to repeat."""
-    return await _steer(job, backend, "paused")
+    return await _steer(job, caller, backend, "paused")
 
 
-@router.post("/{job_id}/resume", response_model=FineTuningJob, dependencies=WRITE)
-async def resume_fine_tuning_job(job: JobId, backend: BackendDep) -> Response:
+@router.post("/{job_id}/resume", response_model=FineTuningJob)
+async def resume_fine_tuning_job(job: JobId, caller: Writer, backend: BackendDep) -> Response:
     """Let a paused job go on. Safe to repeat."""
-    return await _steer(job, backend, "running")
+    return await _steer(job, caller, backend, "running")
 
 
 @router.get("/{job_id}/events", response_model=EventPage, dependencies=READ)
@@ -104,7 +103,7 @@ async def list_fine_tuning_checkpoints(
     return Json(await backend.control.fine_tuning.checkpoints(job, after=after, limit=limit))
 
 
-async def _steer(job: str, backend: BackendDep, state: DesiredState) -> Response:
+async def _steer(job: str, caller: Caller, backend: BackendDep, state: DesiredState) -> Response:
     desk = backend.control.fine_tuning
     await desk.get(job)
-    return Json(desk.shown(await backend.control.set_desired(job, state)))
+    return Json(desk.shown(await backend.control.set_desired(job, state, by=caller.id)))

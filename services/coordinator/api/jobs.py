@@ -27,15 +27,14 @@ _POLL_S = 0.25
 _LABEL = re.compile(r"metadata\[(.{1,64})\]")
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
-READ, WRITE = [require("jobs:read")], [require("jobs:write")]
+READ = [require("jobs:read")]
+Writer = Annotated[Caller, require("jobs:write")]
 
 Goal = Literal["terminal", "change"] | Phase
 
 
 @router.post("", status_code=202, response_model=JobRecord, responses={200: {"model": DryRun}})
-async def submit(
-    request: Request, caller: Annotated[Caller, require("jobs:write")], backend: BackendDep, dry_run: bool = False
-) -> Response:
+async def submit(request: Request, caller: Writer, backend: BackendDep, dry_run: bool = False) -> Response:
     """Submit a job file, as JSON or YAML. With ``dry_run=true`` only validate it and show what it would do."""
     spec, raw = await read_job(request)
     if dry_run:
@@ -100,26 +99,28 @@ async def get_job(
     return _record(record, 200)
 
 
-@router.post("/{job_id}/cancel", status_code=202, response_model=JobRecord, dependencies=WRITE)
-async def cancel(job: JobId, backend: BackendDep, force: bool = False, checkpoint: bool = True) -> Response:
+@router.post("/{job_id}/cancel", status_code=202, response_model=JobRecord)
+async def cancel(
+    job: JobId, caller: Writer, backend: BackendDep, force: bool = False, checkpoint: bool = True
+) -> Response:
     """Ask a job to end. It drains and writes a checkpoint first. Safe to repeat.
 
     With ``checkpoint=false`` it only drains, with ``force=true`` it does neither.
     """
-    record = await backend.control.set_desired(job, "cancelled", force=force, checkpoint=checkpoint)
+    record = await backend.control.set_desired(job, "cancelled", by=caller.id, force=force, checkpoint=checkpoint)
     return _record(record, 202)
 
 
-@router.post("/{job_id}/pause", status_code=202, response_model=JobRecord, dependencies=WRITE)
-async def pause(job: JobId, backend: BackendDep) -> Response:
+@router.post("/{job_id}/pause", status_code=202, response_model=JobRecord)
+async def pause(job: JobId, caller: Writer, backend: BackendDep) -> Response:
     """Ask a job to stop after its present update. Safe to repeat."""
-    return _record(await backend.control.set_desired(job, "paused"), 202)
+    return _record(await backend.control.set_desired(job, "paused", by=caller.id), 202)
 
 
-@router.post("/{job_id}/resume", status_code=202, response_model=JobRecord, dependencies=WRITE)
-async def resume(job: JobId, backend: BackendDep) -> Response:
+@router.post("/{job_id}/resume", status_code=202, response_model=JobRecord)
+async def resume(job: JobId, caller: Writer, backend: BackendDep) -> Response:
     """Let a paused job go on. Safe to repeat."""
-    return _record(await backend.control.set_desired(job, "running"), 202)
+    return _record(await backend.control.set_desired(job, "running", by=caller.id), 202)
 
 
 def _record(record: JobRecord, status: int, headers: dict[str, str] | None = None) -> Response:

@@ -12,10 +12,11 @@ from penstock.services.coordinator.api.access import Backend, BackendDep
 from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.bodies import body_schema, read_model
 from penstock.services.coordinator.api.inference import served_of
+from penstock.services.coordinator.api.operations import begin
 from penstock.services.coordinator.api.own_episode import check_model
 from penstock.services.coordinator.api.replies import Json
 from penstock.services.coordinator.api.scopes import require
-from penstock.services.coordinator.api.versions import Promotion, begin
+from penstock.services.coordinator.api.versions import Promotion
 from penstock.shared.errors import NotFound
 from penstock.shared.protocol.jobs import Operation
 
@@ -80,28 +81,26 @@ async def list_versions(
     ]))  # fmt: skip
 
 
-@router.post(
-    "/promote", status_code=202, response_model=Operation, dependencies=[require("admin")],
-    openapi_extra=body_schema(Promotion),
-)  # fmt: skip
-async def promote_model(request: Request, model: ModelName, backend: BackendDep) -> Response:
+@router.post("/promote", status_code=202, response_model=Operation, openapi_extra=body_schema(Promotion))
+async def promote_model(
+    request: Request, model: ModelName, caller: Annotated[Caller, require("admin")], backend: BackendDep
+) -> Response:
     """Serve the model's newest version whatever was measured of it."""
     wanted = await read_model(request, Promotion)
-    return await begin(backend, served_of(backend, model).job, "promote", {"version": wanted.version})
+    return await begin(backend, served_of(backend, model).job, "promote", caller, {"version": wanted.version})
 
 
-@router.post(
-    "/rollback", status_code=202, response_model=Operation, dependencies=[require("jobs:write")],
-    openapi_extra=body_schema(RollbackToVersion),
-)  # fmt: skip
-async def roll_back_model(request: Request, model: ModelName, backend: BackendDep) -> Response:
+@router.post("/rollback", status_code=202, response_model=Operation, openapi_extra=body_schema(RollbackToVersion))
+async def roll_back_model(
+    request: Request, model: ModelName, caller: Annotated[Caller, require("jobs:write")], backend: BackendDep
+) -> Response:
     """Give up the updates after a version that a checkpoint has, and train on from it."""
     version, job = (await read_model(request, RollbackToVersion)).version, served_of(backend, model).job
     kept = await _checkpoints_of(backend, job)
     if version not in kept:
         known = ", ".join(map(str, kept)) or "none"
         raise NotFound(f"no checkpoint has version {version} of '{model}'; there are: {known}")
-    return await begin(backend, job, "rollback", {"checkpoint": kept[version].number})
+    return await begin(backend, job, "rollback", caller, {"checkpoint": kept[version].number})
 
 
 async def _checkpoints_of(backend: Backend, job: str) -> dict[int, Kept]:

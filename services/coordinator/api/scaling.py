@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from typing import Annotated
 
-import uuid6
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from penstock.services.coordinator.api.access import BackendDep, JobId
+from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.bodies import body_schema, read_model
-from penstock.services.coordinator.api.replies import HttpProblem, Json
+from penstock.services.coordinator.api.operations import begin
+from penstock.services.coordinator.api.replies import HttpProblem
 from penstock.services.coordinator.api.scopes import require
 from penstock.shared.errors import Unavailable
 from penstock.shared.protocol.jobs import Operation
@@ -32,14 +33,10 @@ class ScaleWish(BaseModel):
     replicas: int = Field(ge=0, le=MAX_REPLICAS)
 
 
-@router.post(
-    "/scale",
-    status_code=202,
-    response_model=Operation,
-    dependencies=[require("jobs:write")],
-    openapi_extra=body_schema(ScaleWish),
-)
-async def scale(request: Request, job: JobId, backend: BackendDep) -> Response:
+@router.post("/scale", status_code=202, response_model=Operation, openapi_extra=body_schema(ScaleWish))
+async def scale(
+    request: Request, job: JobId, caller: Annotated[Caller, require("jobs:write")], backend: BackendDep
+) -> Response:
     """Start or stop workers while the job runs; those that stop finish what they have in hand.
 
     409 `not_supervised` where `penstock up` does not run the deployment: then whatever runs the containers scales them.
@@ -55,8 +52,4 @@ async def scale(request: Request, job: JobId, backend: BackendDep) -> Response:
             f"nobody here starts processes by request: scale the service '{wish.pool}' where it runs "
             f"(docker compose up --scale {wish.pool}={wish.replicas}, kubectl scale); jobs take the workers that come",
         ) from None
-    operation = Operation(
-        id=f"op_{uuid6.uuid7().hex}", kind="scale", created_at=datetime.now(UTC), args=wish.model_dump()
-    )
-    await backend.control.begin_operation(job, operation)
-    return Json(operation, 202, {"Location": f"/v1/jobs/{job}/operations/{operation.id}"})
+    return await begin(backend, job, "scale", caller, wish.model_dump())

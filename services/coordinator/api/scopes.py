@@ -23,15 +23,23 @@ class ScopeCheck:
     async def __call__(self, request: Request) -> Caller:
         """Raises HttpProblem: 403 names the scope that the key lacks."""
         caller = caller_of(request)
+        refusal = self.refusal(caller)
+        if refusal is not None:
+            raise refusal
+        return caller
+
+    def refusal(self, caller: Caller) -> HttpProblem | None:
+        """Why a caller may not, None where it may."""
         if caller.episode and not self.in_episode:
             detail = f"this key is for requests and feedback in episode '{caller.episode}' and for nothing else"
-            raise HttpProblem(403, "episode_key", detail)
+            return HttpProblem(403, "episode_key", detail)
         if caller.token is not None and not self.by_token:
-            raise HttpProblem(403, "feedback_token", "this token is for one verdict, at /v1/feedback, and nothing else")
+            detail = "this token is for one verdict, at /v1/feedback, and nothing else"
+            return HttpProblem(403, "feedback_token", detail)
         if not caller.may(self.scope):
             has = ", ".join(sorted(caller.scopes)) or "none"
-            raise HttpProblem(403, "missing_scope", f"this key lacks the scope '{self.scope}' (it has: {has})")
-        return caller
+            return HttpProblem(403, "missing_scope", f"this key lacks the scope '{self.scope}' (it has: {has})")
+        return None
 
 
 def require(scope: Scope, *, in_episode: bool = False, by_token: bool = False) -> Any:

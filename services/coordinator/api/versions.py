@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-from typing import Literal
+from typing import Annotated, Literal
 
-import uuid6
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from penstock.services.coordinator.api.access import Backend, BackendDep, JobId
+from penstock.services.coordinator.api.access import BackendDep, JobId
+from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.bodies import body_schema, read_model
+from penstock.services.coordinator.api.operations import begin
 from penstock.services.coordinator.api.replies import Json
 from penstock.services.coordinator.api.scopes import require
 from penstock.shared.protocol.jobs import Operation
 
-__all__ = ["Promotion", "begin", "router"]
+__all__ = ["Promotion", "router"]
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["jobs"])
 
@@ -72,28 +72,19 @@ async def show_versions(job: JobId, backend: BackendDep) -> Response:
     return Json(Versions(newest=status.policy_version, served=served, canary=trial))
 
 
-@router.post(
-    "/promote", status_code=202, response_model=Operation, dependencies=[require("admin")],
-    openapi_extra=body_schema(Promotion),
-)  # fmt: skip
-async def promote(request: Request, job: JobId, backend: BackendDep) -> Response:
+@router.post("/promote", status_code=202, response_model=Operation, openapi_extra=body_schema(Promotion))
+async def promote(
+    request: Request, job: JobId, caller: Annotated[Caller, require("admin")], backend: BackendDep
+) -> Response:
     """Serve the newest version whatever was measured of it; the operation tells when the ledger says so."""
     wanted = await read_model(request, Promotion)
-    return await begin(backend, job, "promote", {"version": wanted.version})
+    return await begin(backend, job, "promote", caller, {"version": wanted.version})
 
 
-@router.post(
-    "/rollback", status_code=202, response_model=Operation, dependencies=[require("jobs:write")],
-    openapi_extra=body_schema(RollbackTo),
-)  # fmt: skip
-async def roll_back(request: Request, job: JobId, backend: BackendDep) -> Response:
+@router.post("/rollback", status_code=202, response_model=Operation, openapi_extra=body_schema(RollbackTo))
+async def roll_back(
+    request: Request, job: JobId, caller: Annotated[Caller, require("jobs:write")], backend: BackendDep
+) -> Response:
     """Give up the updates after a checkpoint and train on from it; its weights are served, under a new version."""
     wanted = await read_model(request, RollbackTo)
-    return await begin(backend, job, "rollback", {"checkpoint": wanted.checkpoint})
-
-
-async def begin(backend: Backend, job: str, kind: Literal["promote", "rollback"], args: dict[str, int]) -> Response:
-    """Have it done; the reply shows the operation."""
-    operation = Operation(id=f"op_{uuid6.uuid7().hex}", kind=kind, created_at=datetime.now(UTC), args=args)
-    await backend.control.begin_operation(job, operation)
-    return Json(operation, 202, {"Location": f"/v1/jobs/{job}/operations/{operation.id}"})
+    return await begin(backend, job, "rollback", caller, {"checkpoint": wanted.checkpoint})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from penstock.cli import (
+    audit_log,
     bench,
     books,
     chat,
@@ -63,6 +64,7 @@ for _command in (
     views.why,
     books.audit,
     books.replay,
+    audit_log.audit_log,
     files.grade,
 ):
     app.command()(_command)

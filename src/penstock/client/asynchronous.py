@@ -14,6 +14,7 @@ import httpx
 from penstock.client import calls, flows
 from penstock.client import feedback as said
 from penstock.client.answers import base_url, body_of, default_headers, pause_s, unreachable
+from penstock.client.audit_log import AsyncAuditLog
 from penstock.client.calls import Call, Goal, JobFile, Order, Records, Row, Rows
 from penstock.client.download import archive, artifact, plan_downloads
 from penstock.client.episodes import AsyncEpisodes
@@ -56,7 +57,7 @@ class AsyncClient:
     ) -> None:
         self.url = base_url(url)
         self._retries, self._timeout_s, self._patience_s = retries, timeout_s, patience_s
-        self.keys = AsyncKeys(self._send)
+        self.keys, self.audit_log = AsyncKeys(self._send), AsyncAuditLog(self._send)
         self.letters = AsyncLetters(self._send)
         self.webhooks = AsyncWebhooks(self._send)
         self.files, self.graders = AsyncFiles(self._send), AsyncGraders(self._send)

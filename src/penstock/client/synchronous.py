@@ -13,6 +13,7 @@ import httpx
 from penstock.client import calls, flows
 from penstock.client import feedback as said
 from penstock.client.answers import base_url, body_of, default_headers, pause_s, unreachable
+from penstock.client.audit_log import AuditLog
 from penstock.client.calls import Call, Goal, JobFile, Order, Records, Row, Rows
 from penstock.client.download import archive, artifact, plan_downloads
 from penstock.client.episodes import Episodes
@@ -55,7 +56,7 @@ class Client:
     ) -> None:
         self.url = base_url(url)
         self._retries, self._timeout_s, self._patience_s = retries, timeout_s, patience_s
-        self.keys = Keys(self._send)
+        self.keys, self.audit_log = Keys(self._send), AuditLog(self._send)
         self.letters = Letters(self._send)
         self.webhooks = Webhooks(self._send)
         self.files, self.graders = Files(self._send), Graders(self._send)

@@ -111,6 +111,7 @@ class Books:
     def __init__(self) -> None:
         self.keys = KeysInMemory()
         self.letters = LettersInMemory()
+        self.audit_log = desks.AuditLogInMemory()
         self._directory = tempfile.TemporaryDirectory(prefix="penstock-test-")
         self.files = FileStore(Path(self._directory.name), max_bytes=1 << 20, max_files=20)
         self.graders, self.webhooks, self.scaling = (
@@ -195,7 +196,7 @@ class Books:
         found = [r for r in found if kind in (None, r.spec.get("kind", "rl"))]
         return [r for r in found if labels.items() <= r.spec.get("metadata", {}).items()][:limit]
 
-    async def amend(self, job: str, edit: Callable[[JobRecord], Any]) -> JobRecord:
+    async def amend(self, job: str, edit: Callable[[JobRecord], Any], *, by: str) -> JobRecord:
         record = self._known(job)
         if record.status.phase in TERMINAL_PHASES:
             raise Conflict(f"job '{job}' is {record.status.phase}")
@@ -211,7 +212,9 @@ class Books:
         self.jobs[job] = record.model_copy(update={"operations": [*record.operations, operation]})
         return self.jobs[job]
 
-    async def set_desired(self, job: str, state: Any, *, force: bool = False, checkpoint: bool = True) -> JobRecord:
+    async def set_desired(
+        self, job: str, state: Any, *, by: str, force: bool = False, checkpoint: bool = True
+    ) -> JobRecord:
         record = self._known(job)
         if record.status.phase in TERMINAL_PHASES:
             raise Conflict(f"job '{job}' is {record.status.phase}; it cannot become {state}")

@@ -8,11 +8,12 @@ from typing import Any
 from penstock.shared.config.graders import AnyGrader, StringCheckGrader, parts_of
 from penstock.shared.config.slots import fill_slots
 from penstock.shared.errors import ConfigError, NotFound, Unavailable
+from penstock.shared.protocol.audit_log import AuditRecord
 from penstock.shared.protocol.grading import GradeReply, error_text
 from penstock.shared.protocol.scaling import Pool, ScaleReply
 from penstock.shared.protocol.webhooks import DeliveryState, StoredWebhook
 
-__all__ = ["GradersInMemory", "ScalingInMemory", "WebhooksInMemory", "sample_row"]
+__all__ = ["AuditLogInMemory", "GradersInMemory", "ScalingInMemory", "WebhooksInMemory", "sample_row"]
 
 
 def sample_row(id: str, env: str, number: int) -> dict[str, Any]:
@@ -23,6 +24,29 @@ def sample_row(id: str, env: str, number: int) -> dict[str, Any]:
         "advantage": 0.0, "greedy": False, "failed": False, "finish": "stop", "tokens": 2, "logprob": -1.5,
         "min_version": 3, "max_version": 4, "worker": "rollout-0",
     }  # fmt: skip
+
+
+class AuditLogInMemory:
+    """``AuditLog`` in a list; while ``down`` nothing can be stored."""
+
+    def __init__(self) -> None:
+        self.stored: list[AuditRecord] = []
+        self.down = False
+
+    async def append(self, record: AuditRecord) -> None:
+        if self.down:
+            raise Unavailable("the bus does not answer")
+        self.stored.append(record)
+
+    async def page(
+        self, *, key: str, job: str, since: float | None, after: int, limit: int
+    ) -> list[tuple[int, AuditRecord]]:
+        found = [
+            (seq, one)
+            for seq, one in enumerate(self.stored, 1)
+            if key in ("", one.key) and job in ("", one.job) and one.time >= (since or 0) and seq > after
+        ]
+        return found[:limit]
 
 
 class WebhooksInMemory:

@@ -1,0 +1,76 @@
+"""Route that shows who asked for what."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, Field
+from starlette.responses import Response
+
+from penstock.services.coordinator.api.access import BackendDep, SomeJob
+from penstock.services.coordinator.api.replies import Json
+from penstock.services.coordinator.api.scopes import require
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["keys"])
+
+_SEQ_MAX = (1 << 53) - 1
+_LATEST_S = 1e11
+
+
+class AuditEntry(BaseModel):
+    """One request that was allowed and may have changed something."""
+
+    id: int = Field(description="Its place in the log")
+    request: str = Field(description="`x-request-id` of its reply")
+    time: float = Field(description="When the reply began, in Unix seconds")
+    key: str = Field(description="Id of the key that sent it; `local`: from this machine, where no keys are configured")
+    key_name: str
+    address: str = Field(description="Of the client, as far as proxies are believed")
+    method: str
+    route: str = Field(description="Template of the path")
+    path: dict[str, str] = Field(description="What stood in its places; a user under the pseudonym")
+    query: dict[str, str]
+    status: int
+    job: str = Field(description="The job that it is about, or that it made; empty for none")
+    location: str = Field(description="Path of what it made")
+    replayed: bool = Field(description="Answered as an earlier request with its Idempotency-Key; nothing was done")
+    idempotency_key: str
+    body_sha256: str = Field(description="Of the body as far as it was read; empty where there was none")
+    trace: str
+
+
+class AuditPage(BaseModel):
+    """One page, oldest first; ``after=last_id`` gets the next."""
+
+    object: Literal["list"] = "list"
+    data: list[AuditEntry]
+    has_more: bool = False
+    first_id: int | None = None
+    last_id: int | None = None
+
+
+@router.get("/v1/audit-log", response_model=AuditPage, dependencies=[require("admin")])
+async def list_audit_log(
+    *,
+    job: SomeJob,
+    backend: BackendDep,
+    key: Annotated[str, Query(max_length=64, description="Id of a key: only what was sent with it")] = "",
+    since: Annotated[
+        float | None, Query(ge=0, le=_LATEST_S, description="Unix seconds: only what came then or later")
+    ] = None,
+    after: Annotated[int, Query(ge=0, le=_SEQ_MAX, description="last_id of the page before")] = 0,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+) -> Response:
+    """List the requests that changed something, oldest first: who sent them, when, from where, and what came of them.
+
+    Nobody can change or remove an entry; the oldest ones go when the log needs the room.
+    """
+    log = backend.control.audit_log
+    found = await log.page(key=key, job=job, since=since, after=after, limit=limit + 1)
+    page = [AuditEntry(id=seq, **msgspec.structs.asdict(record)) for seq, record in found[:limit]]
+    first, last = (page[0].id, page[-1].id) if page else (None, None)
+    return Json(AuditPage(data=page, has_more=len(found) > limit, first_id=first, last_id=last))

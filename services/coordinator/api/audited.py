@@ -1,0 +1,191 @@
+"""Which requests leave a record in the audit log, and the middleware that writes it.
+
+A route that changes something is audited unless it stands in ``DATA_PATHS``. Who lacks its scope leaves no record, for
+else the keys of agents and browsers could fill the log until what matters has made room.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+import uuid6
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
+from starlette.datastructures import Headers, MutableHeaders, QueryParams
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.services.coordinator.api.access import Backend
+from penstock.services.coordinator.api.auth import Caller
+from penstock.services.coordinator.api.guard import is_live
+from penstock.services.coordinator.api.replies import from_error
+from penstock.services.coordinator.api.scopes import ScopeCheck, check_of
+from penstock.shared.errors import PenstockError, Unavailable
+from penstock.shared.protocol.audit_log import AuditRecord
+from penstock.shared.protocol.trace import current_trace
+from penstock.shared.runtime import metrics
+
+__all__ = ["DATA_PATHS", "MUTATING", "Audited", "AuditedRoute", "audited_routes", "route_of"]
+
+log = logging.getLogger(__name__)
+
+MUTATING = frozenset({"POST", "PUT", "PATCH", "DELETE"})
+DATA_PATHS = frozenset({
+    "/v1/chat/completions", "/e/{episode_id}/v1/chat/completions", "/v1/completions", "/e/{episode_id}/v1/completions",
+    "/feedback", "/v1/feedback", "/v1/feedback/batch", "/v1/feedback/tokens",
+    "/v1/episodes", "/v1/episodes/{episode}/end", "/v1/episodes/{episode}/keys",
+})  # fmt: skip
+"""What agents and pages do all the time: talk to models, judge them, open episodes and make keys and tokens for them.
+What comes of that lies in INTERACTIONS, FEEDBACK and the bucket ``episodes``."""
+MAX_VALUE = 128
+"""Longest value of a parameter that is stored."""
+_JOB = re.compile(r"(?:^|/jobs/)(job_[0-9a-f]{32})(?:/|$)", re.ASCII)
+
+RECORDS = metrics.counter("audit_records", "Records of the audit log, stored or lost.", ("outcome",))
+
+
+@dataclass(frozen=True)
+class AuditedRoute:
+    """A route whose requests leave records; ``query``: the parameters that it knows."""
+
+    method: str
+    template: str
+    pattern: re.Pattern[str]
+    check: ScopeCheck
+    query: frozenset[str]
+
+
+def audited_routes(routers: Iterable[APIRouter]) -> list[AuditedRoute]:
+    """The routes of ``routers`` that change something, without those of DATA_PATHS."""
+    found = []
+    routes = (route for router in routers for route in router.routes if isinstance(route, APIRoute))
+    for route in routes:
+        for method in sorted(MUTATING & (route.methods or set())):
+            if route.path_format in DATA_PATHS:
+                continue
+            check = check_of(route)
+            assert check is not None, f"{method} {route.path} requires no scope"
+            query = frozenset(field.alias for field in route.dependant.query_params)
+            found.append(AuditedRoute(method, route.path_format, route.path_regex, check, query))
+    return found
+
+
+def route_of(routes: Iterable[AuditedRoute], method: str, path: str) -> tuple[AuditedRoute, dict[str, str]] | None:
+    """The audited route of a request and what stands in the places of its template, None where there is none."""
+    for route in routes:
+        if route.method == method and (found := route.pattern.match(path)) is not None:
+            return route, found.groupdict()
+    return None
+
+
+class Audited:
+    """ASGI middleware behind the guard: the reply to an audited request waits until its record is stored.
+
+    The request was carried out by then. Where the record cannot be stored the reply goes out all the same: the record
+    is in the log of the process, as an error, and ``penstock_audit_records_total{outcome="lost"}`` counts it.
+    """
+
+    def __init__(self, app: ASGIApp, routes: Iterable[AuditedRoute], backend: Backend) -> None:
+        self.app = app
+        self.routes = list(routes)
+        self.backend = backend
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        changes = scope["type"] == "http" and scope["method"] in MUTATING and not is_live(scope["path"])
+        found = route_of(self.routes, scope["method"], scope["path"]) if changes else None
+        if found is None:
+            await self.app(scope, receive, send)
+            return
+        request = _Request(scope, *found, self.backend)
+        replied = False
+
+        async def told(message: Message) -> None:
+            nonlocal replied
+            if message["type"] == "http.response.start":
+                replied = True
+                headers = MutableHeaders(scope=message)
+                headers.setdefault("x-request-id", request.id)
+                await self._tell(request, message["status"], headers)
+            await send(message)
+
+        try:
+            await self.app(scope, request.reading(receive), told)
+        except Exception as error:
+            if not replied:
+                status = from_error(error).status if isinstance(error, PenstockError) else 500
+                await self._tell(request, status, Headers())
+            raise
+
+    async def _tell(self, request: _Request, status: int, reply: Headers) -> None:
+        """One line in the log, and a record of who may do such a thing."""
+        record = request.record(status, reply)
+        fields = msgspec.to_builtins(record)
+        line = {name: value for name, value in fields.items() if value and name not in ("time", "trace")}
+        log.info("%s %s %d", record.method, record.route, status, extra=line)
+        if not request.allowed:
+            return
+        try:
+            await self.backend.control.audit_log.append(record)
+        except PenstockError as error:
+            RECORDS.labels("lost").inc()
+            log.error("the audit log lacks request %s: %s", record.request, error, extra={"record": fields})
+        else:
+            RECORDS.labels("stored").inc()
+
+
+class _Request:
+    """What a record says of a request; its body is digested while it is read."""
+
+    def __init__(self, scope: Scope, route: AuditedRoute, path: dict[str, str], backend: Backend) -> None:
+        self.id = f"req_{uuid6.uuid7().hex}"
+        self._scope, self._route, self._backend = scope, route, backend
+        self._caller: Caller = scope["state"]["caller"]
+        self._path = {name: self._shown(name, value) for name, value in path.items()}
+        self._digest, self._has_body = hashlib.sha256(), False
+
+    @property
+    def allowed(self) -> bool:
+        """The caller has the scope of the route."""
+        return self._route.check.refusal(self._caller) is None
+
+    def reading(self, receive: Receive) -> Receive:
+        """``receive``, and what comes by it is digested."""
+
+        async def digested() -> Message:
+            message = await receive()
+            if body := message.get("body", b""):
+                self._digest.update(body)
+                self._has_body = True
+            return message
+
+        return digested
+
+    def record(self, status: int, reply: Headers) -> AuditRecord:
+        """What is stored of it, now that it was answered."""
+        headers, client = Headers(scope=self._scope), self._scope.get("client")
+        query = QueryParams(self._scope["query_string"])
+        location = reply.get("location", "")
+        about = _JOB.search(self._path.get("job_id", "")) or _JOB.search(location)
+        return AuditRecord(
+            request=self.id, time=time.time(), key=self._caller.id, key_name=self._caller.name,
+            address=client[0] if client else "", method=self._route.method, route=self._route.template,
+            path=self._path, query={n: v[:MAX_VALUE] for n, v in query.items() if n in self._route.query},
+            status=status, job=about[1] if about is not None else "", location=location,
+            replayed="idempotent-replayed" in reply, idempotency_key=headers.get("idempotency-key", "")[:255],
+            body_sha256=self._digest.hexdigest() if self._has_body else "", trace=current_trace(),
+        )  # fmt: skip
+
+    def _shown(self, name: str, value: str) -> str:
+        """A place of the path; a user under the pseudonym, or not at all while there is none."""
+        if name != "user":
+            return value[:MAX_VALUE]
+        try:
+            return self._backend.feedback.pseudonym(value) if self._backend.feedback is not None else ""
+        except Unavailable:
+            return ""

@@ -1,0 +1,90 @@
+"""What people ask of jobs that exist: written to their records, and told among their events with who asked."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from penstock.services.coordinator.retention import check_room
+from penstock.services.coordinator.store import JobStore
+from penstock.services.coordinator.submission import check_budget
+from penstock.shared.config.amendable import changed_keys
+from penstock.shared.config.kinds import AnyJob, parse_job
+from penstock.shared.config.service import ServiceSettings
+from penstock.shared.errors import StreamFull, Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.jobs import TERMINAL_PHASES, DesiredState, JobRecord, Operation
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["Steering"]
+
+log = logging.getLogger(__name__)
+
+VERBS: dict[DesiredState, str] = {"running": "resume", "paused": "pause", "cancelled": "cancel"}
+
+
+class Steering:
+    """Every method raises NotFound for an unknown job and Conflict for one that is over."""
+
+    def __init__(self, bus: Bus, store: JobStore, settings: ServiceSettings) -> None:
+        self._bus, self._store, self._settings = bus, store, settings
+
+    async def set_desired(
+        self, job: str, state: DesiredState, *, by: str, force: bool = False, checkpoint: bool = True
+    ) -> JobRecord:
+        """See ``Control.set_desired``."""
+        before = await self._store.get(job)
+        record = await self._store.set_desired(job, state, force=force, checkpoint=checkpoint)
+        if record.generation != before.generation:
+            how = {"force": True} if force else {} if checkpoint else {"checkpoint": False}
+            await self._tell(job, VERBS[state], by, how)
+        return record
+
+    async def amend(self, job: str, edit: Callable[[JobRecord], AnyJob], *, by: str) -> JobRecord:
+        """See ``Control.amend``."""
+        others = [record for record in await self._store.list_all() if record.id != job]
+        before = await self._store.get(job)
+        await self._check_smaller_budget(before, edit)
+
+        def checked(record: JobRecord) -> AnyJob:
+            config = edit(record)
+            check_room(others, config.limits.byte_budget, experience_bytes=self._settings.experience_bytes)
+            return config
+
+        record = await self._store.amend(job, checked)
+        if record.generation != before.generation:
+            keys = changed_keys(parse_job(before.spec), parse_job(record.spec))
+            await self._tell(job, "amend", by, {"keys": sorted(keys)})
+        return record
+
+    async def _check_smaller_budget(self, record: JobRecord, edit: Callable[[JobRecord], AnyJob]) -> None:
+        """Refuse a byte budget that groups of the job do not fit in any more. What a group may take never changes."""
+        if record.status.phase in TERMINAL_PHASES:
+            return
+        config = edit(record)
+        if config.limits.byte_budget < parse_job(record.spec).limits.byte_budget:
+            parts = (await self._bus.stream_state(subjects.EXPERIENCE)).atomic
+            await check_budget(config, stores_parts=parts)
+
+    async def begin_operation(self, job: str, operation: Operation) -> JobRecord:
+        """See ``Control.begin_operation``."""
+        record = await self._store.begin_operation(job, operation)
+        await self._tell(job, operation.kind, operation.by, {**operation.args, "operation": operation.id})
+        return record
+
+    async def _tell(self, job: str, action: str, by: str, details: dict[str, Any]) -> None:
+        """It is asked for by now, whatever becomes of the event."""
+        shown = ", ".join(f"{name} {value}" for name, value in details.items() if name not in ("keys", "operation"))
+        what = " ".join((action.replace("_", " "), *details.get("keys", ()))) + (f" ({shown})" if shown else "")
+        row = {
+            "time": time.time(), "level": "info", "type": "asked", "message": f"{what}, by key {by}",
+            "data": {"action": action, "by": by, **details},
+        }  # fmt: skip
+        try:
+            await self._bus.publish(subjects.events(job), msgspec.json.encode(row))
+        except (Unavailable, StreamFull) as error:
+            log.error("%s: the event that key %s asked for '%s' is lost: %s", job, by, action, error)

@@ -1,0 +1,40 @@
+"""Who asked for what of a deployment, for both clients: ``client.audit_log``. Needs the scope ``admin``."""
+
+from __future__ import annotations
+
+from penstock.client.calls import Rows
+from penstock.client.flows import rows
+from penstock.client.sending import AsyncSend, Send, Steps, awaits_all, runs
+
+__all__ = ["AsyncAuditLog", "AuditLog"]
+
+
+def _list(
+    *, since: float | None = None, key: str | None = None, job: str | None = None, limit: int = 100
+) -> Steps[Rows]:
+    """Up to ``limit`` requests that changed something, oldest first.
+
+    Args:
+        since: Unix seconds; only what came then or later.
+        key: id of a key; only what was sent with it.
+        job: id of a job; only what is about it, or made it.
+    """
+    return (yield from rows("/v1/audit-log", "id", limit, since=since, key=key, job=job))
+
+
+class AuditLog:
+    """``list`` the requests that changed something."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    list = runs(_list)
+
+
+class AsyncAuditLog:
+    """``list`` the requests that changed something."""
+
+    def __init__(self, send: AsyncSend) -> None:
+        self._send = send
+
+    list = awaits_all(_list)

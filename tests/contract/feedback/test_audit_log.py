@@ -1,0 +1,150 @@
+"""Who steered jobs, keys and users' data, over the real bus: one record for each request, and the job's own events."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import pytest
+
+from penstock.services.coordinator import audit_log
+from penstock.services.coordinator.audit_log import AuditLog
+from penstock.shared.errors import Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.audit_log import AuditRecord
+from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.jetstream import call
+
+ROOT = {"authorization": "Bearer root"}
+
+
+def steps(job: str) -> list[tuple[str, str, Any, int]]:
+    """Method, path, body and status of what is done in turn."""
+    at = f"/v1/jobs/{job}"
+    return [
+        ("POST", f"{at}/promote", {"version": 0}, 202),
+        ("POST", f"{at}/rollback", {"checkpoint": 0}, 202),
+        ("POST", f"{at}/checkpoints", None, 202),
+        ("PATCH", f"{at}?wait=0", {"metadata": {"a": "b"}}, 202),
+        ("POST", f"{at}/pause", None, 202),
+        ("POST", f"{at}/pause", None, 202),
+        ("POST", f"{at}/resume", None, 202),
+        ("POST", f"{at}/scale", {"pool": "rollout", "replicas": 2}, 409),
+        ("PUT", "/v1/users/alice/consent", {"train": False}, 200),
+        ("DELETE", "/v1/users/alice/data", None, 202),
+        ("POST", "/v1/keys", {"name": "other", "scopes": ["jobs:read"]}, 201),
+        ("POST", f"{at}/cancel?force=true", None, 202),
+    ]
+
+
+async def test_what_was_done_names_the_key_that_did_it(open_desk: Any) -> None:
+    async with open_desk(api_keys="root") as desk:
+        made = (await desk.client.post("/v1/keys", json={"name": "ops", "scopes": ["admin"]}, headers=ROOT)).json()
+        ops = {"authorization": f"Bearer {made['key']}"}
+        wanted = steps(desk.job)
+        for method, path, body, status in wanted:
+            reply = await desk.client.request(method, path, json=body, headers=ops)
+            assert reply.status_code == status, (path, reply.text)
+        rows = (await desk.client.get(f"/v1/audit-log?key={made['id']}&limit=100", headers=ROOT)).json()["data"]
+        templates = [
+            path.partition("?")[0].replace(desk.job, "{job_id}").replace("alice", "{user}") for _, path, _, _ in wanted
+        ]
+        expected = [(method, place, status) for (method, _, _, status), place in zip(wanted, templates, strict=True)]
+        assert [(row["method"], row["route"], row["status"]) for row in rows] == expected
+        assert {row["job"] for row in rows} == {desk.job, ""}
+        erased = desk.desk.pseudonyms.of("alice")
+        assert [row["path"] for row in rows if "users" in row["route"]] == [{"user": erased}] * 2
+        stored = b"".join(message.data for message in await desk.bus.read(subjects.AUDIT, "audit.>"))
+        assert b"alice" not in stored
+        assert made["key"].encode() not in stored
+
+        of_job = (await desk.client.get(f"/v1/audit-log?job={desk.job}&limit=100", headers=ROOT)).json()["data"]
+        assert of_job == [row for row in rows if row["job"]]
+        record = (await desk.client.get(f"/v1/jobs/{desk.job}", headers=ROOT)).json()
+        assert {(one["kind"], one["by"]) for one in record["operations"]} == {
+            (kind, made["id"]) for kind in ("promote", "rollback", "checkpoint")
+        }
+        events = (await desk.client.get(f"/v1/jobs/{desk.job}/events", headers=ROOT)).json()["data"]
+        asked = [event for event in events if event["type"] == "asked"]
+        actions = ["promote", "rollback", "checkpoint", "amend", "pause", "resume", "cancel"]
+        assert [event["data"]["action"] for event in asked] == actions, "a second pause changes nothing"
+        assert {event["data"]["by"] for event in asked} == {made["id"]}
+        assert asked[0]["message"] == f"promote (version 0), by key {made['id']}"
+        assert asked[3]["message"] == f"amend metadata.a, by key {made['id']}"
+
+
+async def test_agents_and_those_who_may_not_leave_nothing(open_desk: Any) -> None:
+    async with open_desk(api_keys="root") as desk:
+        body = {"inference_id": desk.new_id(), "metric_name": "accepted", "value": True}
+        assert (await desk.client.post("/v1/feedback", json=body, headers=ROOT)).status_code == 202
+        assert (await desk.client.delete("/v1/users/alice/data")).status_code == 401
+        token = (await desk.client.post("/v1/feedback/tokens", json=_about(body), headers=ROOT)).json()["token"]
+        bearer = {"authorization": f"Bearer {token}"}
+        for _ in range(3):
+            again = {**bearer, "idempotency-key": "same"}
+            assert (await desk.client.delete("/v1/users/alice/data", headers=bearer)).status_code == 403
+            assert (await desk.client.post(f"/v1/jobs/{desk.job}/cancel", headers=again)).status_code == 403
+        assert (await desk.bus.stream_state(subjects.AUDIT)).messages == 0
+
+
+def _about(body: dict[str, Any]) -> dict[str, Any]:
+    return {name: body[name] for name in ("inference_id", "metric_name")}
+
+
+async def test_nobody_takes_a_record_out_and_old_ones_make_room(bus: Bus) -> None:
+    log = AuditLog(bus)
+    await log.append(record(0))
+    with pytest.raises(Unavailable):
+        await bus.delete_message(subjects.AUDIT, 1)
+    with pytest.raises(Unavailable):
+        await bus.purge(subjects.AUDIT, "audit.>")
+    sizes = {"experience_bytes": 8 << 20, "stream_bytes": 1 << 20}
+    await bus.ensure_streams(**sizes, audit_keep_s=86400.0)
+    info = await call(bus._connection, "STREAM.INFO.AUDIT", {}, deadline_s=5, what="look at AUDIT")
+    config = info["config"]
+    assert (config["deny_delete"], config["deny_purge"], config["max_age"]) == (True, True, 86400 * 10**9)
+    for _ in range(8):
+        await bus.publish(subjects.audit("k", ""), os.urandom(200_000))
+    await log.append(record(1))
+    state = await bus.stream_state(subjects.AUDIT)
+    assert (state.first_seq > 1, state.last_seq) == (True, 10)
+
+
+async def test_pages_begin_where_they_are_asked_to(bus: Bus) -> None:
+    log = AuditLog(bus)
+    assert await log.page(key="", job="", since=0.0, after=0, limit=10) == []
+    for number in range(12):
+        await log.append(record(number, key="ab"[number % 2], job=f"job_{number % 3:032x}"))
+        await asyncio.sleep(0.002)
+    times = [message.time for message in await bus.read(subjects.AUDIT, "audit.>")]
+
+    async def seqs(key: str = "", job: str = "", since: float | None = None, after: int = 0) -> list[int]:
+        return [seq for seq, _ in await log.page(key=key, job=job, since=since, after=after, limit=5)]
+
+    assert await seqs() == [1, 2, 3, 4, 5]
+    assert await seqs(after=9) == [10, 11, 12]
+    assert await seqs(key="b") == [2, 4, 6, 8, 10]
+    assert await seqs(key="a", job=f"job_{2:032x}") == [3, 9]
+    for place, time in enumerate(times, 1):
+        assert (await seqs(since=time))[0] == place
+    assert await seqs(since=times[6], after=8) == [9, 10, 11, 12]
+    assert await seqs(since=times[-1] + 1) == []
+
+
+async def test_what_was_done_stands_though_its_record_is_lost(
+    open_desk: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(audit_log, "APPEND_S", 0.2)
+    async with open_desk() as desk:
+        await call(desk.bus._connection, "STREAM.DELETE.AUDIT", {}, deadline_s=5, what="lose the log")
+        reply = await desk.client.put("/v1/users/alice/consent", json={"train": False})
+        assert (reply.status_code, reply.json()["train"]) == (200, False)
+    (line,) = [one for one in caplog.records if one.levelname == "ERROR" and "audit log lacks" in one.getMessage()]
+    assert reply.headers["x-request-id"] in line.getMessage()
+
+
+def record(number: int, key: str = "k", job: str = "") -> AuditRecord:
+    return AuditRecord(
+        request=f"req_{number:032x}", time=float(number), key=key, method="POST", route="/v1/x", status=200, job=job
+    )
