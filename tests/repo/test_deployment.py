@@ -68,7 +68,7 @@ def test_the_bus_is_durable() -> None:
     assert re.search(r"^max_payload: 8MB$", conf, re.MULTILINE)
     store = re.search(r"max_file_store: (\d+)GB", conf)
     settings = ServiceSettings.model_fields
-    streams = settings["experience_bytes"].default + 9 * settings["stream_bytes"].default
+    streams = settings["experience_bytes"].default + 10 * settings["stream_bytes"].default
     assert store is not None and int(store[1]) << 30 > streams
 
 
