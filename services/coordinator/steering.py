@@ -58,7 +58,8 @@ class Steering:
         record = await self._store.amend(job, checked)
         if record.generation != before.generation:
             keys = changed_keys(parse_job(before.spec), parse_job(record.spec))
-            await self._tell(job, "amend", by, {"keys": sorted(keys)})
+            sections = {key.rpartition(".")[0] for key in keys}  # one that was empty is a key of its own
+            await self._tell(job, "amend", by, {"keys": [key for key in keys if key not in sections]})
         return record
 
     async def _check_smaller_budget(self, record: JobRecord, edit: Callable[[JobRecord], AnyJob]) -> None:

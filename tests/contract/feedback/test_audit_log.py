@@ -127,8 +127,8 @@ async def test_pages_begin_where_they_are_asked_to(bus: Bus) -> None:
     assert await seqs(key="b") == [2, 4, 6, 8, 10]
     assert await seqs(key="a", job=f"job_{2:032x}") == [3, 9]
     for place, time in enumerate(times, 1):
-        assert (await seqs(since=time))[0] == place
-    assert await seqs(since=times[6], after=8) == [9, 10, 11, 12]
+        assert (await seqs(since=time - 1e-6))[0] == place
+    assert await seqs(since=times[6] - 1e-6, after=8) == [9, 10, 11, 12]
     assert await seqs(since=times[-1] + 1) == []
 
 
