@@ -11,20 +11,17 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from penstock.services.coordinator.api.completion_metadata import MAX_USER, RequestMetadata
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem
 from penstock.shared.protocol.inference import ClientSampling, InferenceRequest
-from penstock.shared.protocol.interaction import USER_TAG
 
-__all__ = ["EPISODE", "MAX_USER", "ChatBody", "CompletionBody", "draft_of", "episode_of"]
+__all__ = ["EPISODE", "ChatBody", "CompletionBody", "draft_of", "episode_of"]
 
 EPISODE = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
 MAX_CHOICES = 256
 """Answers to one request: prompts times ``n``."""
 MIN_TEMPERATURE = 1e-3
 """Lower ones overflow what logits are divided in; 0 is greedy."""
-MAX_TAGS, MAX_TAG_KEY, MAX_TAG_VALUE = 16, 64, 512
-MAX_USER = 512
-_OWN_METADATA = frozenset({"episode_id", "train", "split"})
 
 
 def _no_tiny_temperature(value: float) -> float:
@@ -38,6 +35,7 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Temperature = Annotated[float, Field(ge=0, le=100), AfterValidator(_no_tiny_temperature)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+UserField = Annotated[str | None, Field(max_length=MAX_USER)]
 
 
 class StreamOptions(BaseModel):
@@ -64,10 +62,9 @@ class _Body(BaseModel):
     stop_token_ids: list[TokenId] | None = Field(None, max_length=64)
     ignore_eos: bool | None = False
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    user: str | None = Field(None, max_length=MAX_USER, description="Stored as a pseudonym. Also: metadata.user_id")
-    metadata: dict[str, Any] | None = Field(
-        None, description="`episode_id`, `train: false`, `split`, `user_id`, and tags"
-    )
+    user: UserField = Field(None, description="Stored as a pseudonym. Also: metadata.user_id, safety_identifier")
+    safety_identifier: UserField = Field(None, description="Whose request it is, where nothing else names the user")
+    metadata: RequestMetadata | None = Field(None, description="Where it belongs, whose it is, and tags")
     store: bool | None = Field(None, description="false: the request is not recorded")
     return_token_ids: bool | None = False
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -84,15 +81,14 @@ class _Body(BaseModel):
         return [stop for stop in found if stop]
 
     @property
+    def about(self) -> RequestMetadata:
+        """The metadata."""
+        return self.metadata or RequestMetadata()
+
+    @property
     def named_user(self) -> str:
         """Whose request it is, as its sender says; '' where that is not said."""
-        return self.user or _user_tag(self.metadata or {})
-
-    @model_validator(mode="after")
-    def _user_fits(self) -> _Body:
-        if len(_user_tag(self.metadata or {})) > MAX_USER:
-            raise ValueError(f"metadata.{USER_TAG}: at most {MAX_USER} characters")
-        return self
+        return self.user or self.about.user_id or self.safety_identifier or ""
 
     def unsupported(self) -> str | None:
         """The name of a field that asks for what no engine here can do."""
@@ -189,9 +185,8 @@ def draft_of(body: ChatBody | CompletionBody, raw: bytes, headers: Mapping[str, 
     if name is not None:
         detail = f"'{name}' with this value is not supported"
         raise HttpProblem(400, "unsupported_parameter", detail, errors=[Flaw(pointer=f"/{name}", detail=detail)])
-    metadata = body.metadata or {}
+    about = body.about
     side = headers.get("x-turn-type", "").lower() == "side"
-    opted_out = str(metadata.get("train", "")).lower() == "false"
     return InferenceRequest(
         ids=[],
         gateway="",
@@ -201,12 +196,12 @@ def draft_of(body: ChatBody | CompletionBody, raw: bytes, headers: Mapping[str, 
         logprobs=body.wanted_logprobs,
         stream=bool(body.stream),
         store=body.store is not False,
-        untrainable="side_turn" if side else "train_false" if opted_out else "",
+        untrainable="side_turn" if side else "train_false" if about.train is False else "",
         episode="",
         key_id=key_id,
-        split="val" if metadata.get("split") == "val" else "train",
+        split=about.split or "train",
         body_digest=blake2b(raw, digest_size=16).hexdigest(),
-        tags=_tags(metadata),
+        tags=about.tags,
         started=time.time(),
     )
 
@@ -229,7 +224,7 @@ def episode_of(path: str, headers: Mapping[str, str], body: _Body) -> str:
     Raises:
         HttpProblem: 422 for a name that cannot be one.
     """
-    named = path or headers.get("x-episode-id", "") or str((body.metadata or {}).get("episode_id", ""))
+    named = path or headers.get("x-episode-id", "") or body.about.episode_id or ""
     if named and not EPISODE.fullmatch(named):
         raise HttpProblem(422, "invalid_episode", "an episode's id has 1 to 128 letters, digits, '.', '_', ':' or '-'")
     return named
@@ -253,14 +248,3 @@ def _sampling(body: ChatBody | CompletionBody) -> ClientSampling:
         stop_token_ids=body.stop_token_ids or [],
         ignore_eos=bool(body.ignore_eos),
     )
-
-
-def _user_tag(metadata: Mapping[str, Any]) -> str:
-    """The user whom the metadata names; databases number theirs."""
-    named = metadata.get(USER_TAG)
-    return str(named) if isinstance(named, str | int) and not isinstance(named, bool) else ""
-
-
-def _tags(metadata: Mapping[str, Any]) -> dict[str, str]:
-    found = {k: v for k, v in metadata.items() if k not in _OWN_METADATA and isinstance(v, str)}
-    return {k[:MAX_TAG_KEY]: v[:MAX_TAG_VALUE] for k, v in list(found.items())[:MAX_TAGS]}

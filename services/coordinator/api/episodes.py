@@ -14,12 +14,13 @@ from starlette.responses import Response
 from penstock.services.coordinator.api.access import Backend, BackendDep
 from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.bodies import body_schema, read_model
-from penstock.services.coordinator.api.completion_bodies import MAX_USER
+from penstock.services.coordinator.api.completion_metadata import MAX_USER
 from penstock.services.coordinator.api.inference import InteractionRow, served_of, serving_of
 from penstock.services.coordinator.api.own_episode import check_model
 from penstock.services.coordinator.api.replies import HttpProblem, Json
 from penstock.services.coordinator.api.scopes import require
 from penstock.services.coordinator.api.serving import EpisodeBook, Served
+from penstock.services.coordinator.api.tags import Tags
 from penstock.shared.errors import NotFound
 from penstock.shared.protocol.episode import EpisodeRecord
 from penstock.shared.protocol.episode_keys import EPISODE_SCOPES, EpisodeGrant, EpisodeScope, episode_key
@@ -46,7 +47,7 @@ class EpisodeBody(BaseModel):
     user: str | None = Field(
         None, max_length=MAX_USER, description="Whose requests these are where they name nobody. Also: tags.user_id"
     )
-    tags: dict[str, Annotated[str, Field(max_length=512)]] = Field(default_factory=dict, max_length=16)
+    tags: Tags = Field(default_factory=dict)
 
 
 class Episode(EpisodeRecord):

@@ -23,15 +23,13 @@ from pydantic import (
     model_validator,
 )
 
+from penstock.services.coordinator.api.tags import Tags
 from penstock.shared.protocol.interaction import MAX_TURNS, USER_TAG
 
 __all__ = [
     "KIND_TAGS",
     "MAX_COMMENT",
     "MAX_ITEMS",
-    "MAX_TAGS",
-    "MAX_TAG_KEY",
-    "MAX_TAG_VALUE",
     "MAX_TEXT",
     "MAX_TOKENS",
     "POST",
@@ -56,8 +54,6 @@ MAX_TOKENS = 131_072
 """Prompt and completion of one posted interaction together."""
 MAX_COMMENT, MAX_TEXT = 8192, 1 << 17
 """Characters of a comment, and of a demonstration or an answer as text."""
-MAX_TAGS, MAX_TAG_KEY, MAX_TAG_VALUE = 16, 64, 512
-"""Tags of an item; characters of their keys and values."""
 LOGPROB_SLACK = 1e-6
 """A log-probability may exceed 0 by rounding."""
 
@@ -67,8 +63,6 @@ EpisodeId = Annotated[StrictStr, StringConstraints(pattern=rf"^(ep_)?{_UUID}$")]
 FeedbackId = Annotated[StrictStr, StringConstraints(pattern=rf"^(fb_)?{_UUID}$")]
 MetricName = Annotated[StrictStr, StringConstraints(min_length=1, max_length=64)]
 Text = Annotated[StrictStr, StringConstraints(max_length=MAX_COMMENT)]
-TagKey = Annotated[StrictStr, StringConstraints(min_length=1, max_length=MAX_TAG_KEY)]
-TagValue = Annotated[StrictStr, StringConstraints(max_length=MAX_TAG_VALUE)]
 User = Annotated[StrictStr, StringConstraints(min_length=1, max_length=256)]
 Finite = Annotated[StrictFloat, Field(allow_inf_nan=False)]
 Verdict = StrictBool | Finite
@@ -101,7 +95,7 @@ class _Post(BaseModel):
 
     feedback_id: FeedbackId | None = Field(None, description="Chosen by the sender: the same id has one effect")
     revision: StrictInt = Field(0, ge=0, lt=1 << 31, description="A higher one replaces what the id said before")
-    tags: dict[TagKey, TagValue] = Field(default_factory=dict, max_length=MAX_TAGS)
+    tags: Tags = Field(default_factory=dict)
     observed_at: AwareDatetime | None = Field(None, strict=True, description="When it happened (RFC 3339)")
     user: User | None = Field(None, description="Whose verdict; stored as a pseudonym only. Also: tags.user_id")
 

@@ -10,9 +10,6 @@ from penstock.services.coordinator.api.access import BackendDep
 from penstock.services.coordinator.api.feedback_models import (
     MAX_COMMENT,
     MAX_ITEMS,
-    MAX_TAG_KEY,
-    MAX_TAG_VALUE,
-    MAX_TAGS,
     MAX_TEXT,
     MAX_TOKENS,
 )
@@ -23,6 +20,7 @@ from penstock.services.coordinator.api.jobs import MAX_PAGE, MAX_WAIT_S
 from penstock.services.coordinator.api.replies import Json
 from penstock.services.coordinator.api.schemas import FeedbackLimits, Health, Limits, Version
 from penstock.services.coordinator.api.scopes import require
+from penstock.services.coordinator.api.tags import MAX_TAG_KEY, MAX_TAG_VALUE, MAX_TAGS
 from penstock.shared.protocol.codec import SCHEMA
 from penstock.shared.protocol.interaction import MAX_TURNS
 from penstock.shared.runtime import metrics

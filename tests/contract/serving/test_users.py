@@ -1,9 +1,10 @@
-"""Whose request it is: named by `user`, by `metadata.user_id`, or by the episode; stored as a pseudonym alone."""
+"""Whose request it is: `user`, `metadata.user_id`, `safety_identifier` or the episode say so; stored as a pseudonym."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.shared.protocol import subjects
@@ -25,21 +26,25 @@ async def answered(agent: Any, **more: Any) -> Interaction:
     ("more", "user", "tags"),
     [
         ({"metadata": {"user_id": "eve", "task": "t"}}, "p-eve", {"user_id": "p-eve", "task": "t"}),
-        ({"metadata": {"user_id": 42}}, "p-42", {}),
-        ({"metadata": {f"k{n:02}": "v" for n in range(16)} | {"user_id": "eve"}}, "p-eve", None),
+        ({"metadata": {"user_id": 42}}, "p-42", {"user_id": "p-42"}),
+        ({"metadata": {f"k{n:02}": "v" for n in range(15)} | {"user_id": "eve"}}, "p-eve", None),
         ({"user": "ann", "metadata": {"user_id": "eve"}}, "p-ann", {"user_id": "p-eve"}),
-        ({"metadata": {"user_id": True}}, "", {}),
+        ({"metadata": {"user_id": None}}, "", {}),
+        ({"safety_identifier": "eve"}, "p-eve", {}),
+        ({"metadata": {"user_id": "ann"}, "safety_identifier": "eve"}, "p-ann", {"user_id": "p-ann"}),
+        ({"user": "ann", "safety_identifier": "eve"}, "p-ann", {}),
     ],
 )
 async def test_the_metadata_names_the_user(agent: Any, more: Any, user: str, tags: dict[str, str] | None) -> None:
     record = await answered(agent, **more)
     assert record.user == user
     assert tags is None or record.tags == tags
-    assert "eve" not in record.tags.values()
+    assert b"eve" not in msgspec.msgpack.encode(record).replace(b"p-eve", b"")
 
 
-async def test_what_a_user_said_counts_for_the_metadata_too(agent: Any) -> None:
-    assert (await answered(agent, metadata={"user_id": "no-eve"})).untrainable == "opted_out"
+@pytest.mark.parametrize("named", [{"metadata": {"user_id": "no-eve"}}, {"safety_identifier": "no-eve"}])
+async def test_what_a_user_said_counts_for_the_other_names_too(agent: Any, named: dict[str, Any]) -> None:
+    assert (await answered(agent, **named)).untrainable == "opted_out"
 
 
 async def test_an_episode_has_a_user(agent: Any) -> None:
@@ -52,7 +57,8 @@ async def test_an_episode_has_a_user(agent: Any) -> None:
         path = f"/e/{episode['id']}/v1/chat/completions"
         turn = await answered(agent, path=path)
         assert (turn.user, turn.tags["user_id"]) == (user, "p-eve")
-        assert (await answered(agent, path=path, metadata={"user_id": "ben"})).user == "p-ben"
+        for named in ({"metadata": {"user_id": "ben"}}, {"safety_identifier": "ben"}):
+            assert (await answered(agent, path=path, **named)).user == "p-ben"
 
 
 async def test_an_episode_that_an_earlier_version_opened_names_nobody(agent: Any) -> None:
@@ -71,13 +77,14 @@ async def test_an_episode_that_an_earlier_version_opened_names_nobody(agent: Any
 
 
 async def test_a_name_that_is_too_long_could_not_be_deleted(agent: Any) -> None:
-    for more in ({"metadata": {"user_id": "x" * 513}}, {"user": "x" * 513}):
+    for more in ({"metadata": {"user_id": "x" * 513}}, {"user": "x" * 513}, {"safety_identifier": "x" * 513}):
         assert (await agent.chat("hi", **more)).status_code == 422
     assert (await answered(agent, metadata={"user_id": "x" * 512})).user == f"p-{'x' * 512}"
 
 
-async def test_the_metadata_is_counted_as_the_user(agent: Any) -> None:
+async def test_the_other_names_are_counted_as_the_user(agent: Any) -> None:
     async with agent.replica(user_rate_limit="1/hour") as front:
         assert (await agent.chat("hi", client=front.client, user="ann")).status_code == 200
-        refused = await agent.chat("hi", client=front.client, metadata={"user_id": "ann"})
-        assert refused.json()["error"]["code"] == "user_rate_limited"
+        for named in ({"metadata": {"user_id": "ann"}}, {"safety_identifier": "ann"}):
+            refused = await agent.chat("hi", client=front.client, **named)
+            assert refused.json()["error"]["code"] == "user_rate_limited"
