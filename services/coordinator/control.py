@@ -132,10 +132,10 @@ class CoordinatorControl:
 
     async def list_jobs(
         self, *, after: str | None, limit: int, order: Order, phase: str | None, name: str | None, kind: str | None,
-        labels: Mapping[str, str],
+        labels: Mapping[str, str], models: frozenset[str] | None = None,
     ) -> list[JobRecord]:  # fmt: skip
         """See ``Control.list_jobs``."""
-        records = await self.store.list_all()
+        records = [r for r in await self.store.list_all() if models is None or not models.isdisjoint((r.name, r.id))]
         if order == "desc":
             records.reverse()
         if after is not None:

@@ -35,7 +35,7 @@ PREFIX = "rlk_"
 class KeyRecord(BaseModel):
     """A key as people see it. ``rate_limit`` (like ``600/minute``) replaces the deployment's.
 
-    ``models`` (names or ids of jobs) are those that it may talk to and judge, None: all. ``max_weight`` is what its
+    ``models`` (names or ids of jobs) are the only ones that it reaches, None: all. ``max_weight`` is what its
     feedback counts at most.
     """
 

@@ -18,7 +18,7 @@ from penstock.services.coordinator.api.volatile import Volatile
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import NotFound
 
-__all__ = ["Backend", "BackendDep", "JobId", "SomeJob", "stopped_within"]
+__all__ = ["Backend", "BackendDep", "JobId", "SomeJob", "known_job_id", "stopped_within"]
 
 _JOB_ID = re.compile(r"job_[0-9a-f]{32}", re.ASCII)
 
@@ -43,17 +43,17 @@ async def _backend(request: Request) -> Backend:
 
 
 async def _job_id(job_id: Annotated[str, Path(description="Id of a job: job_ and 32 hex digits")]) -> str:
-    return _checked(job_id)
+    return known_job_id(job_id)
 
 
 async def _some_job(
     job: Annotated[str, Query(max_length=64, description="Id of a job: only what is of that one")] = "",
 ) -> str:
-    return _checked(job) if job else ""
+    return known_job_id(job) if job else ""
 
 
-def _checked(job: str) -> str:
-    """Ids are also subject tokens, so nothing else gets through."""
+def known_job_id(job: str) -> str:
+    """``job`` as it is. Ids are also subject tokens, so nothing else gets through: raises NotFound."""
     if not _JOB_ID.fullmatch(job):
         raise NotFound(f"'{job[:80]}' is not the id of a job (job_ and 32 hex digits)")
     return job

@@ -42,7 +42,7 @@ class Caller:
     token: FeedbackGrant | None = None
     """The only verdict that it may give; ``id`` is then the key that made its token."""
     models: frozenset[str] | None = None
-    """Names and ids of the jobs that it may talk to and judge; None: all."""
+    """Names and ids of the only jobs that it reaches; None: all."""
     max_weight: float = 1.0
     """What its feedback counts at most."""
     name: str = ""
@@ -58,7 +58,7 @@ class Caller:
         return scope in self.scopes or "admin" in self.scopes
 
     def may_use(self, name: str, job: str) -> bool:
-        """Whether it may talk to and judge the model ``name``, which is ``job``."""
+        """Whether it reaches the model ``name``, which is ``job``."""
         return self.models is None or not self.models.isdisjoint((name, job))
 
 

@@ -153,10 +153,12 @@ class Control(Protocol):
         name: str | None,
         kind: str | None,
         labels: Mapping[str, str],
+        models: frozenset[str] | None = None,
     ) -> list[JobRecord]:
         """At most ``limit`` records in id order (id = creation time), strictly past ``after`` in that order.
 
-        ``phase``, ``name``, ``kind`` and each of ``labels`` (of ``metadata``) filter by equality. An
+        ``phase``, ``name``, ``kind`` and each of ``labels`` (of ``metadata``) filter by equality; of ``models`` are
+        jobs with one of these names or ids. An
         ``after`` that does not exist is still a place in the order.
         The API asks for one more than a page holds to learn whether there is a next one.
         """

@@ -16,7 +16,7 @@ from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.bodies import body_schema, read_model
 from penstock.services.coordinator.api.completion_metadata import MAX_USER
 from penstock.services.coordinator.api.inference import InteractionRow, served_of, serving_of
-from penstock.services.coordinator.api.own_episode import check_model
+from penstock.services.coordinator.api.own_models import check_job, check_model
 from penstock.services.coordinator.api.replies import HttpProblem, Json
 from penstock.services.coordinator.api.scopes import require
 from penstock.services.coordinator.api.serving import EpisodeBook, Served
@@ -29,7 +29,7 @@ from penstock.shared.protocol.interaction import USER_TAG, bare_id, job_mark, ma
 __all__ = ["router"]
 
 router = APIRouter(prefix="/v1/episodes", tags=["inference"])
-Opener = Annotated[Caller, require("episodes:write")]
+Opener = Annotated[Caller, require("episodes:write", reach="checked")]
 HOUR_S, DAY_S = 3600.0, 86400.0
 
 OpenedEpisode = Annotated[str, Path(max_length=64, description="Id of an episode that was opened here: ep_ and a UUID")]
@@ -141,10 +141,11 @@ async def end_episode(episode: OpenedEpisode, request: Request, caller: Opener, 
     return Json(_shown(await _book(backend).end(_owner(backend, episode, caller), episode), request))
 
 
-@router.get("/{episode}/interactions", response_model=InteractionList, dependencies=[require("jobs:read")])
+@router.get("/{episode}/interactions", response_model=InteractionList)
 async def list_interactions(
     *,
     episode: OpenedEpisode,
+    caller: Annotated[Caller, require("jobs:read", reach="checked")],
     backend: BackendDep,
     after: Annotated[str | None, Query(max_length=64, description="last_id of the page before")] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
@@ -155,6 +156,8 @@ async def list_interactions(
     if backend.feedback is None:
         raise HttpProblem(503, "no_index", "this process keeps no index of interactions", headers={"Retry-After": "1"})
     found = await backend.feedback.turns(episode, after=after, limit=limit + 1)
+    for job in {row["job"] for row in found}:
+        await check_job(backend, caller, job)
     page = found[:limit]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
     return Json({"object": "list", "data": page, "has_more": len(found) > limit, "first_id": first, "last_id": last})

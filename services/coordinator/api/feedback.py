@@ -29,7 +29,8 @@ from penstock.services.coordinator.api.feedback_replies import (
 )
 from penstock.services.coordinator.api.feedback_tokens import bound_post, once
 from penstock.services.coordinator.api.idempotency import token_of
-from penstock.services.coordinator.api.own_episode import check_model, check_own_episode
+from penstock.services.coordinator.api.own_episode import check_own_episode
+from penstock.services.coordinator.api.own_models import check_job
 from penstock.services.coordinator.api.replies import HttpProblem, Json, problem_body
 from penstock.services.coordinator.api.scopes import require
 from penstock.services.coordinator.api.user_limits import check_user, over_limit
@@ -41,8 +42,10 @@ ADMIN = [require("feedback:admin")]
 LATER = (429, 503)
 """Refusals of what may be sent again as it is."""
 
-Sender = Annotated[Caller, require("feedback:write", in_episode=True)]
-Judge = Annotated[Caller, require("feedback:write", in_episode=True, by_token=True)]
+Sender = Annotated[Caller, require("feedback:write", in_episode=True, reach="checked")]
+Judge = Annotated[Caller, require("feedback:write", in_episode=True, by_token=True, reach="checked")]
+Reader = Annotated[Caller, require("feedback:write", reach="checked")]
+Admin = Annotated[Caller, require("feedback:admin", reach="checked")]
 FeedbackId = Annotated[str, Path(max_length=64, description="A UUID, with or without fb_")]
 User = Annotated[str, Path(min_length=1, max_length=512, description="As feedback and requests name the user")]
 
@@ -102,22 +105,19 @@ async def post_batch(request: Request, caller: Sender, backend: BackendDep) -> R
 
 
 @router.get("/v1/feedback/{feedback_id}", response_model=FateReply)
-async def get_feedback(
-    feedback_id: FeedbackId, caller: Annotated[Caller, require("feedback:write")], backend: BackendDep
-) -> Response:
+async def get_feedback(feedback_id: FeedbackId, caller: Reader, backend: BackendDep) -> Response:
     """What became of an item: received, matched, admitted, quarantined, rejected, expired, retracted, or trained."""
     found = await _desk(backend).fate(feedback_id)
-    if caller.models is not None:
-        check_model(caller, (await backend.control.get(found["job"])).name, found["job"])
+    await check_job(backend, caller, found["job"])
     return Json(found)
 
 
 @router.post("/v1/feedback/{feedback_id}/retract", status_code=202, response_model=RetractReply)
-async def retract(
-    feedback_id: FeedbackId, caller: Annotated[Caller, require("feedback:admin")], backend: BackendDep
-) -> Response:
+async def retract(feedback_id: FeedbackId, caller: Admin, backend: BackendDep) -> Response:
     """Take an item back. Before it is trained it has no effect any more; after, only the record says so."""
-    return Json(await _desk(backend).retract(feedback_id, caller=caller), 202)
+    desk = _desk(backend)
+    await check_job(backend, caller, (await desk.fate(feedback_id))["job"])
+    return Json(await desk.retract(feedback_id, caller=caller), 202)
 
 
 @router.get("/v1/jobs/{job_id}/feedback", response_model=Funnel, dependencies=[require("jobs:read")])

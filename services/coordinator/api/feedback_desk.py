@@ -15,8 +15,8 @@ __all__ = ["FeedbackDesk", "HeldFeedback"]
 class HeldFeedback(Protocol):
     """Feedback that is held back. ``show`` and ``decide`` raise NotFound, or Conflict: it is not held any more."""
 
-    async def page(self, job: str, *, after: str, limit: int) -> list[Row]:
-        """``HeldRow`` of each item of a job ('': of all), in the order of ids."""
+    async def page(self, jobs: Sequence[str] | None, *, after: str, limit: int) -> list[Row]:
+        """``HeldRow`` of each item of these jobs (None: of all), in the order of ids."""
         ...
 
     async def show(self, job: str, item: str) -> Row:

@@ -63,7 +63,7 @@ class FeedbackToken(BaseModel):
     openapi_extra=body_schema(FeedbackTokenRequest),
 )
 async def make_token(
-    request: Request, caller: Annotated[Caller, require("feedback:write")], backend: BackendDep
+    request: Request, caller: Annotated[Caller, require("feedback:write", reach="checked")], backend: BackendDep
 ) -> Response:
     """Make a token for one verdict, for a page that should hold no key.
 

@@ -53,13 +53,17 @@ async def create_fine_tuning_job(request: Request, caller: Writer, backend: Back
     return Json(job, 200, {"Location": f"/v1/fine_tuning/jobs/{job.id}"})
 
 
-@router.get("", response_model=JobPage, dependencies=READ)
+@router.get("", response_model=JobPage)
 async def list_fine_tuning_jobs(
-    request: Request, backend: BackendDep, after: After = None, limit: Limit = 20
+    request: Request,
+    caller: Annotated[Caller, require("jobs:read", reach="checked")],
+    backend: BackendDep,
+    after: After = None,
+    limit: Limit = 20,
 ) -> Response:
     """List the jobs that were submitted here, newest first. ``metadata[KEY]=VALUE`` keeps those with that label."""
     labels = {m[1]: value for key, value in request.query_params.multi_items() if (m := _LABEL.fullmatch(key))}
-    return Json(await backend.control.fine_tuning.page(after=after, limit=limit, labels=labels))
+    return Json(await backend.control.fine_tuning.page(after=after, limit=limit, labels=labels, models=caller.models))
 
 
 @router.get("/{job_id}", response_model=FineTuningJob, dependencies=READ)

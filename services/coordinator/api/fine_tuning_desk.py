@@ -36,8 +36,10 @@ class FineTuning(Protocol):
         """A record as OpenAI's clients read it."""
         ...
 
-    async def page(self, *, after: str | None, limit: int, labels: dict[str, str]) -> JobPage:
-        """Newest first; ``labels`` of the metadata."""
+    async def page(
+        self, *, after: str | None, limit: int, labels: dict[str, str], models: frozenset[str] | None
+    ) -> JobPage:
+        """Newest first; ``labels`` of the metadata, ``models`` as of ``Control.list_jobs``."""
         ...
 
     async def events(self, job: str, *, after: str | None, limit: int) -> EventPage:

@@ -16,7 +16,8 @@ from penstock.services.coordinator.api.completion_bodies import ChatBody, Comple
 from penstock.services.coordinator.api.completion_format import ChatFormat, TextFormat
 from penstock.services.coordinator.api.completion_reply import CompletionReply, as_problem
 from penstock.services.coordinator.api.direct import posts_of
-from penstock.services.coordinator.api.own_episode import check_model, own_episode
+from penstock.services.coordinator.api.own_episode import own_episode
+from penstock.services.coordinator.api.own_models import check_model
 from penstock.services.coordinator.api.replies import HttpProblem, Json
 from penstock.services.coordinator.api.scopes import require
 from penstock.services.coordinator.api.serving import Ask, Served, Serving
@@ -28,14 +29,14 @@ from penstock.shared.protocol.interaction import job_mark, marked_id
 __all__ = ["DIRECT", "InteractionRow", "router", "served_of", "serving_of"]
 
 router = APIRouter(tags=["inference"])
-Reader = Annotated[Caller, require("models:read")]
+Reader = Annotated[Caller, require("models:read", reach="checked")]
 MAX_JOBS = 100_000
 _RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"content": CONTENT},
     410: {"description": "The episode is over."},
 }
 
-Writer = Annotated[Caller, require("inference:write", in_episode=True)]
+Writer = Annotated[Caller, require("inference:write", in_episode=True, reach="checked")]
 EpisodeId = Annotated[str, Path(max_length=128, pattern="^[A-Za-z0-9._:-]+$", description="Id of an episode")]
 
 
@@ -201,9 +202,10 @@ async def complete_in_episode(episode_id: EpisodeId, request: Request, caller: W
     return await _complete(request, caller, backend, episode_id)
 
 
-@router.get("/v1/interactions/{interaction}", response_model=InteractionRow, dependencies=[require("jobs:read")])
+@router.get("/v1/interactions/{interaction}", response_model=InteractionRow)
 async def get_interaction(
     interaction: Annotated[str, Path(max_length=64, description="Id of a response: a UUID, or chatcmpl- and a UUID")],
+    caller: Annotated[Caller, require("jobs:read", reach="checked")],
     backend: BackendDep,
 ) -> Response:
     """Show what is recorded of a choice: tokens, log-probs, versions, sampling; and what became of it."""
@@ -216,6 +218,7 @@ async def get_interaction(
             if job_mark(record.id) == marked[1]:
                 found = await serving_of(backend).interaction(record.id, marked[0])
                 if found is not None:
+                    check_model(caller, record.name, record.id)
                     desk = backend.feedback
                     decisions = await desk.decisions([marked[0]]) if desk is not None else {}
                     return Json({**msgspec.to_builtins(found), "decision": decisions.get(marked[0])})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from typing import Annotated, Literal
@@ -9,14 +10,17 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Header, Query, Request
 from starlette.responses import Response
 
-from penstock.services.coordinator.api.access import BackendDep, JobId, stopped_within
+from penstock.services.coordinator.api.access import Backend, BackendDep, JobId, stopped_within
 from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.bodies import read_job
 from penstock.services.coordinator.api.control import Order
 from penstock.services.coordinator.api.idempotency import token_of
+from penstock.services.coordinator.api.own_models import check_job, check_model
 from penstock.services.coordinator.api.replies import Json
 from penstock.services.coordinator.api.schemas import DryRun, JobList
 from penstock.services.coordinator.api.scopes import require
+from penstock.shared.config.kinds import AnyJob
+from penstock.shared.errors import NotFound
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord, Phase
 
 __all__ = ["MAX_PAGE", "MAX_WAIT_S", "router"]
@@ -24,6 +28,8 @@ __all__ = ["MAX_PAGE", "MAX_WAIT_S", "router"]
 MAX_PAGE = 100
 MAX_WAIT_S = 300.0
 _POLL_S = 0.25
+_ORIGIN = re.compile(r"job:(job_[0-9a-f]{32})@", re.ASCII)
+"""How the path of a model begins that is a checkpoint of a job."""
 _LABEL = re.compile(r"metadata\[(.{1,64})\]")
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -34,9 +40,15 @@ Goal = Literal["terminal", "change"] | Phase
 
 
 @router.post("", status_code=202, response_model=JobRecord, responses={200: {"model": DryRun}})
-async def submit(request: Request, caller: Writer, backend: BackendDep, dry_run: bool = False) -> Response:
+async def submit(
+    request: Request,
+    caller: Annotated[Caller, require("jobs:write", reach="checked")],
+    backend: BackendDep,
+    dry_run: bool = False,
+) -> Response:
     """Submit a job file, as JSON or YAML. With ``dry_run=true`` only validate it and show what it would do."""
     spec, raw = await read_job(request)
+    await _check_models(backend, caller, spec)
     if dry_run:
         return Json({"valid": True, "plan": await backend.control.dry_run(spec)})
     header = request.headers.get("idempotency-key")
@@ -45,10 +57,11 @@ async def submit(request: Request, caller: Writer, backend: BackendDep, dry_run:
     return _record(record, 202, {"Location": f"/v1/jobs/{record.id}"})
 
 
-@router.get("", response_model=JobList, dependencies=READ)
+@router.get("", response_model=JobList)
 async def list_jobs(
     *,
     request: Request,
+    caller: Annotated[Caller, require("jobs:read", reach="checked")],
     backend: BackendDep,
     after: Annotated[str | None, Query(max_length=64, description="last_id of the page before")] = None,
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 20,
@@ -57,14 +70,15 @@ async def list_jobs(
     name: Annotated[str | None, Query(max_length=63)] = None,
     kind: Annotated[str | None, Query(max_length=32, description="rl, online_rl or evaluation")] = None,
 ) -> Response:
-    """List jobs by time of submission, newest first unless ``order=asc``.
+    """List jobs by time of submission, newest first unless ``order=asc``; with a key for some models, those of these.
 
     ``metadata[KEY]=VALUE`` in the query, once or several times, keeps those that carry these labels.
     """
     labels = {m[1]: value for key, value in request.query_params.multi_items() if (m := _LABEL.fullmatch(key))}
     found = await backend.control.list_jobs(
-        after=after, limit=limit + 1, order=order, phase=phase, name=name, kind=kind, labels=labels
-    )
+        after=after, limit=limit + 1, order=order, phase=phase, name=name, kind=kind, labels=labels,
+        models=caller.models,
+    )  # fmt: skip
     page = found[:limit]
     return Json(
         JobList(
@@ -121,6 +135,17 @@ async def pause(job: JobId, caller: Writer, backend: BackendDep) -> Response:
 async def resume(job: JobId, caller: Writer, backend: BackendDep) -> Response:
     """Let a paused job go on. Safe to repeat."""
     return _record(await backend.control.set_desired(job, "running", by=caller.id), 202)
+
+
+async def _check_models(backend: Backend, caller: Caller, spec: AnyJob) -> None:
+    """A key for some models submits jobs with their names, and from checkpoints of their jobs."""
+    if caller.models is None:
+        return
+    check_model(caller, spec.name, "")
+    origin = _ORIGIN.match(spec.model.path or "")
+    if origin is not None:
+        with contextlib.suppress(NotFound):  # said in the terms of the job file where it is looked up
+            await check_job(backend, caller, origin[1])
 
 
 def _record(record: JobRecord, status: int, headers: dict[str, str] | None = None) -> Response:

@@ -13,7 +13,7 @@ from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.bodies import body_schema, read_model
 from penstock.services.coordinator.api.inference import served_of
 from penstock.services.coordinator.api.operations import begin
-from penstock.services.coordinator.api.own_episode import check_model
+from penstock.services.coordinator.api.own_models import check_model
 from penstock.services.coordinator.api.replies import Json
 from penstock.services.coordinator.api.scopes import require
 from penstock.services.coordinator.api.versions import Promotion
@@ -63,7 +63,7 @@ class ModelVersions(BaseModel):
 
 @router.get("/versions", response_model=ModelVersions)
 async def list_versions(
-    model: ModelName, caller: Annotated[Caller, require("models:read")], backend: BackendDep
+    model: ModelName, caller: Annotated[Caller, require("models:read", reach="checked")], backend: BackendDep
 ) -> Response:
     """List the versions of a model: the newest, the one that is served, and those of its checkpoints."""
     served = served_of(backend, model)
@@ -92,15 +92,19 @@ async def promote_model(
 
 @router.post("/rollback", status_code=202, response_model=Operation, openapi_extra=body_schema(RollbackToVersion))
 async def roll_back_model(
-    request: Request, model: ModelName, caller: Annotated[Caller, require("jobs:write")], backend: BackendDep
+    request: Request,
+    model: ModelName,
+    caller: Annotated[Caller, require("jobs:write", reach="checked")],
+    backend: BackendDep,
 ) -> Response:
     """Give up the updates after a version that a checkpoint has, and train on from it."""
-    version, job = (await read_model(request, RollbackToVersion)).version, served_of(backend, model).job
-    kept = await _checkpoints_of(backend, job)
+    version, served = (await read_model(request, RollbackToVersion)).version, served_of(backend, model)
+    check_model(caller, served.name, served.job)
+    kept = await _checkpoints_of(backend, served.job)
     if version not in kept:
         known = ", ".join(map(str, kept)) or "none"
         raise NotFound(f"no checkpoint has version {version} of '{model}'; there are: {known}")
-    return await begin(backend, job, "rollback", caller, {"checkpoint": kept[version].number})
+    return await begin(backend, served.job, "rollback", caller, {"checkpoint": kept[version].number})
 
 
 async def _checkpoints_of(backend: Backend, job: str) -> dict[int, Kept]:

@@ -1,4 +1,4 @@
-"""What limited keys may do: that of an episode speaks in it and judges it, that of some models knows no others."""
+"""What the key of an episode may do: speak in it and judge it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,7 @@ from penstock.services.coordinator.api.feedback_models import (
 from penstock.services.coordinator.api.replies import HttpProblem
 from penstock.shared.protocol.interaction import bare_id, job_mark, marked_id
 
-__all__ = ["check_model", "check_own_episode", "own_episode"]
-
-
-def check_model(caller: Caller, name: str, job: str) -> None:
-    """Raises HttpProblem: 403 the key is for other models than ``name``, which is ``job``."""
-    if not caller.may_use(name, job):
-        known = ", ".join(sorted(caller.models or ()))
-        raise HttpProblem(403, "other_model", f"this key is for other models than '{name}': {known}")
+__all__ = ["check_own_episode", "own_episode"]
 
 
 def own_episode(caller: Caller, named: str, job: str) -> str:

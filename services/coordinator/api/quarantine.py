@@ -11,6 +11,7 @@ from starlette.responses import Response
 from penstock.services.coordinator.api.access import Backend, BackendDep, JobId, SomeJob
 from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.feedback_desk import HeldFeedback
+from penstock.services.coordinator.api.own_models import check_job, jobs_of
 from penstock.services.coordinator.api.replies import HttpProblem, Json
 from penstock.services.coordinator.api.scopes import require
 
@@ -21,6 +22,7 @@ all_jobs = APIRouter(tags=["feedback"])
 
 Item = Annotated[str, Path(max_length=64, description="Id of the feedback: a UUID, with or without fb_")]
 Admin = Annotated[Caller, require("feedback:admin")]
+AdminOfAll = Annotated[Caller, require("feedback:admin", reach="checked")]
 After = Annotated[str, Query(max_length=64, description="last_id of the page before")]
 Limit = Annotated[int, Query(ge=1, le=100)]
 _NOT_HELD: dict[int | str, dict[str, Any]] = {409: {"description": "It is not held back, or no longer."}}
@@ -69,16 +71,19 @@ class Verdict(BaseModel):
 
 @all_jobs.get("/v1/quarantine", response_model=HeldList)
 async def list_all_held(
-    job: SomeJob, caller: Admin, backend: BackendDep, after: After = "", limit: Limit = 20
+    job: SomeJob, caller: AdminOfAll, backend: BackendDep, after: After = "", limit: Limit = 20
 ) -> Response:
-    """List the feedback of all jobs that is held back."""
-    return await _page(await _held(backend, job) if job else _desk(backend), job, after, limit)
+    """List the feedback that is held back, of all jobs that the key reaches."""
+    if not job:
+        return await _page(_desk(backend), await jobs_of(backend, caller), after, limit)
+    await check_job(backend, caller, job)
+    return await _page(await _held(backend, job), [job], after, limit)
 
 
 @router.get("", response_model=HeldList)
 async def list_held(job: JobId, caller: Admin, backend: BackendDep, after: After = "", limit: Limit = 20) -> Response:
     """List the feedback of a job that is held back."""
-    return await _page(await _held(backend, job), job, after, limit)
+    return await _page(await _held(backend, job), [job], after, limit)
 
 
 @router.get("/{item}", response_model=HeldItem, responses=_NOT_HELD)
@@ -99,8 +104,8 @@ async def drop(job: JobId, item: Item, caller: Admin, backend: BackendDep) -> Re
     return Json(await (await _held(backend, job)).decide(job, item, "drop", caller=caller), 202)
 
 
-async def _page(held: HeldFeedback, job: str, after: str, limit: int) -> Response:
-    found = await held.page(job, after=after, limit=limit + 1)
+async def _page(held: HeldFeedback, jobs: list[str] | None, after: str, limit: int) -> Response:
+    found = await held.page(jobs, after=after, limit=limit + 1)
     page = [HeldRow(**row) for row in found[:limit]]
     first, last = (page[0].feedback_id, page[-1].feedback_id) if page else (None, None)
     return Json(HeldList(data=page, has_more=len(found) > limit, first_id=first, last_id=last))

@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from penstock.services.coordinator.api.access import BackendDep
+from penstock.services.coordinator.api.auth import Caller
+from penstock.services.coordinator.api.own_models import check_job
 from penstock.services.coordinator.api.replies import Json
 from penstock.services.coordinator.api.scopes import require
 from penstock.shared.errors import NotFound
@@ -38,13 +40,15 @@ class Sample(BaseModel):
     siblings: list[str] = Field(description="Ids of the other completions of the group, in this job")
 
 
-@router.get("/{sample_id}", response_model=Sample, dependencies=[require("jobs:read")])
+@router.get("/{sample_id}", response_model=Sample)
 async def get_sample(
     sample_id: Annotated[str, Path(max_length=128, description="JOB-STEP-DRAW-INDEX, as `href` of a sample has it")],
+    caller: Annotated[Caller, require("jobs:read", reach="checked")],
     backend: BackendDep,
 ) -> Response:
     """A completion token by token: ids, log-probs of the sampler, mask, policy versions, reward by component."""
     found = _SAMPLE_ID.fullmatch(sample_id)
     if found is None:
         raise NotFound(f"'{sample_id[:80]}' is no sample: JOB-STEP-DRAW-INDEX, as the list of samples shows it")
+    await check_job(backend, caller, found[1])
     return Json(await backend.control.sample(found[1], found[2]))

@@ -35,7 +35,10 @@ class ScaleWish(BaseModel):
 
 @router.post("/scale", status_code=202, response_model=Operation, openapi_extra=body_schema(ScaleWish))
 async def scale(
-    request: Request, job: JobId, caller: Annotated[Caller, require("jobs:write")], backend: BackendDep
+    request: Request,
+    job: JobId,
+    caller: Annotated[Caller, require("jobs:write", reach="deployment")],
+    backend: BackendDep,
 ) -> Response:
     """Start or stop workers while the job runs; those that stop finish what they have in hand.
 

@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import Depends, Request
 
+from penstock.services.coordinator.api.access import known_job_id
 from penstock.services.coordinator.api.auth import Caller
+from penstock.services.coordinator.api.own_models import check_job, reaches_all
 from penstock.services.coordinator.api.replies import HttpProblem
 from penstock.shared.protocol.keys import Scope
 
-__all__ = ["ScopeCheck", "caller_of", "check_of", "require", "scope_of"]
+__all__ = ["Reach", "ScopeCheck", "caller_of", "check_of", "require", "scope_of"]
+
+Reach = Literal["job", "checked", "deployment"]
+"""What a route reaches: the job in its path, what it checks itself, or what is not of one model."""
 
 
 class ScopeCheck:
     """The dependency behind ``require``; gives the route its ``Caller``."""
 
-    def __init__(self, scope: Scope, *, in_episode: bool = False, by_token: bool = False) -> None:
-        self.scope = scope
+    def __init__(self, scope: Scope, *, in_episode: bool, by_token: bool, reach: Reach) -> None:
+        self.scope, self.reach = scope, reach
         self.in_episode, self.by_token = in_episode, by_token
 
     async def __call__(self, request: Request) -> Caller:
-        """Raises HttpProblem: 403 names the scope that the key lacks."""
+        """Who calls.
+
+        Raises:
+            HttpProblem: 403 names the scope that the key lacks, or the models that it is for.
+            NotFound: a key for some models asks for a job that does not exist.
+        """
         caller = caller_of(request)
         refusal = self.refusal(caller)
         if refusal is not None:
             raise refusal
+        if caller.models is not None and self.reach != "checked":
+            await self._keep_to_models(request, caller)
         return caller
 
     def refusal(self, caller: Caller) -> HttpProblem | None:
@@ -41,15 +53,22 @@ class ScopeCheck:
             return HttpProblem(403, "missing_scope", f"this key lacks the scope '{self.scope}' (it has: {has})")
         return None
 
+    async def _keep_to_models(self, request: Request, caller: Caller) -> None:
+        job = request.path_params.get("job_id")
+        if job is None or self.reach == "deployment":
+            raise reaches_all(caller)
+        await check_job(request.app.state.backend, caller, known_job_id(job))
 
-def require(scope: Scope, *, in_episode: bool = False, by_token: bool = False) -> Any:
+
+def require(scope: Scope, *, in_episode: bool = False, by_token: bool = False, reach: Reach = "job") -> Any:
     """A dependency that refuses keys without ``scope``: ``dependencies=[require("jobs:read")]`` of a route or router,
 
     or ``caller: Annotated[Caller, require("feedback:write")]`` where the route needs to know who calls. Keys of an
     episode pass only where ``in_episode``, tokens for one verdict only where ``by_token``: the route must see to it
-    that they stay in theirs.
+    that they stay in theirs. Keys of some models pass where the path names a job of these (``job_id``), and where
+    ``reach`` is ``checked``: the route must see to it then; anywhere else they are refused.
     """
-    return Depends(ScopeCheck(scope, in_episode=in_episode, by_token=by_token))
+    return Depends(ScopeCheck(scope, in_episode=in_episode, by_token=by_token, reach=reach))
 
 
 def caller_of(request: Request) -> Caller:

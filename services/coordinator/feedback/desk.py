@@ -16,7 +16,7 @@ import uuid6
 
 from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.feedback_models import Metric, PostedInteraction, PostedPreference
-from penstock.services.coordinator.api.own_episode import check_model
+from penstock.services.coordinator.api.own_models import check_model
 from penstock.services.coordinator.api.replies import HttpProblem
 from penstock.services.coordinator.feedback.erasure import Eraser, Report
 from penstock.services.coordinator.feedback.held import HeldFeedback

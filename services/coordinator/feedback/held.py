@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from penstock.services.coordinator.api.auth import Caller
@@ -27,10 +28,10 @@ class HeldFeedback:
     def __init__(self, bus: Bus, index: FeedbackIndex, ingest: Ingest, pseudonyms: Pseudonyms) -> None:
         self._bus, self._index, self._ingest, self._pseudonyms = bus, index, ingest, pseudonyms
 
-    async def page(self, job: str, *, after: str, limit: int) -> list[Row]:
+    async def page(self, jobs: Sequence[str] | None, *, after: str, limit: int) -> list[Row]:
         """See ``api.feedback_desk.HeldFeedback.page``."""
         await self._index.catch_up(subjects.DECISIONS)
-        return [_row(row) for row in await self._index.held(job, bare_id(after) or "", limit)]
+        return [_row(row) for row in await self._index.held(jobs, bare_id(after) or "", limit)]
 
     async def show(self, job: str, item: str) -> Row:
         """See ``api.feedback_desk.HeldFeedback.show``."""

@@ -225,10 +225,10 @@ class FeedbackIndex:
         projection = await self._ready()
         return await self._read(projection.outcomes, job)
 
-    async def held(self, job: str, after: str, limit: int) -> list[dict[str, Any]]:
-        """Items of a job ('': of all) that are held back."""
+    async def held(self, jobs: Sequence[str] | None, after: str, limit: int) -> list[dict[str, Any]]:
+        """Items of these jobs (None: of all) that are held back."""
         projection = await self._ready()
-        return await self._read(projection.held, job, after, limit)
+        return await self._read(projection.held, jobs, after, limit)
 
     async def funnel(self, job: str) -> list[tuple[str, str, str, int]]:
         """``(metric or kind, source, status, items)`` of a job."""

@@ -7,6 +7,7 @@ process that starts again finds its own or another complete one. It remembers ho
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
@@ -240,14 +241,16 @@ class Projection:
         query = "SELECT status, reason, count(*) FROM decided WHERE job = ? GROUP BY 1, 2 ORDER BY 1, 2"
         return list(self._reader.execute(query, (job,)))
 
-    def held(self, job: str, after: str, limit: int) -> list[dict[str, Any]]:
-        """Items of a job ('': of all) that are held back, past the one ``after``, in the order of ids."""
+    def held(self, jobs: Sequence[str] | None, after: str, limit: int) -> list[dict[str, Any]]:
+        """Items of these jobs (None: of all) that are held back, past the one ``after``, in the order of ids."""
         names = ("id", "job", "metric", "source", "reason", "received", "time")
         query = """
         SELECT id, job, metric, source, reason, received, time FROM feedback INDEXED BY held
-        WHERE ?1 IN ('', job) AND status = 'quarantined' AND fingerprint != '' AND id > ?2 ORDER BY id LIMIT ?3
+        WHERE (?1 IS NULL OR job IN (SELECT value FROM json_each(?1)))
+        AND status = 'quarantined' AND fingerprint != '' AND id > ?2 ORDER BY id LIMIT ?3
         """
-        return [dict(zip(names, row, strict=True)) for row in self._reader.execute(query, (job, after, limit))]
+        wanted = None if jobs is None else json.dumps(list(jobs))
+        return [dict(zip(names, row, strict=True)) for row in self._reader.execute(query, (wanted, after, limit))]
 
     def funnel(self, job: str) -> list[tuple[str, str, str, int]]:
         """``(metric or kind, source, status, items)`` of a job."""

@@ -45,7 +45,7 @@ class Jobs(Protocol):
 
     async def list_jobs(
         self, *, after: str | None, limit: int, order: Any, phase: str | None, name: str | None, kind: str | None,
-        labels: Mapping[str, str],
+        labels: Mapping[str, str], models: frozenset[str] | None = None,
     ) -> list[JobRecord]:  # fmt: skip
         """See ``api.control.Control.list_jobs``."""
         ...
@@ -113,12 +113,14 @@ class FineTuningDesk:
         """See ``FineTuning.shown``."""
         return shown_job(record)
 
-    async def page(self, *, after: str | None, limit: int, labels: dict[str, str]) -> JobPage:
+    async def page(
+        self, *, after: str | None, limit: int, labels: dict[str, str], models: frozenset[str] | None
+    ) -> JobPage:
         """See ``FineTuning.page``."""
         found: list[JobRecord] = []
         while len(found) <= limit:
             some = await self._jobs.list_jobs(
-                after=after, limit=PAGE, order="desc", phase=None, name=None, kind="rl", labels=labels
+                after=after, limit=PAGE, order="desc", phase=None, name=None, kind="rl", labels=labels, models=models
             )
             found += [record for record in some if record.fine_tuning is not None]
             if len(some) < PAGE:

@@ -26,7 +26,7 @@ def create(
     expires: Annotated[str | None, typer.Option(help="Age at which it ends, like 12h or 30d; default: never.")] = None,
     rate: Annotated[str | None, typer.Option(help="Its own rate limit, like 600/minute.")] = None,
     models: Annotated[
-        str | None, typer.Option(help="Comma-separated names or ids of the only jobs that it may talk to and judge.")
+        str | None, typer.Option(help="Comma-separated names or ids of the only jobs that it reaches.")
     ] = None,
     max_weight: Annotated[
         float | None, typer.Option(min=0, max=1, help="What its feedback counts at most; default: 1.")

@@ -21,7 +21,7 @@ def _create(
 ) -> Call[Row]:
     """Make a key; its text stands under ``key`` in the reply and nowhere else.
 
-    ``models``: names or ids of the only jobs that it may talk to and judge; ``max_weight``: what its feedback counts at
+    ``models``: names or ids of the only jobs that it reaches; ``max_weight``: what its feedback counts at
     most. After a reply that was lost another key is made: revoke one of this name that nobody has.
     """
     body = {

@@ -69,6 +69,34 @@ async def test_the_list_of_all_jobs_needs_its_scope(open_desk: Any) -> None:
         assert (await desk.client.get("/v1/quarantine")).status_code == 401
 
 
+async def test_a_key_for_some_models_sees_what_is_held_in_these(open_desk: Any) -> None:
+    root = {"authorization": "Bearer root"}
+    async with open_desk(api_keys="root") as desk:
+        desk.client.headers.update(root)
+        other = await desk.store.create(parse_job({**(await desk.store.get(desk.job)).spec, "name": "other"}))
+        desk.desk.jobs.know(other)
+        here, there = await held(desk), await held(desk, inference_id=new_marked_id(other.id))
+        for model, job, seen, hidden in (("policy", desk.job, here, there), (other.id, other.id, there, here)):
+            body = {"name": "k", "scopes": ["feedback:admin"], "models": [model]}
+            made = await desk.client.post("/v1/keys", json=body)
+            key = {"authorization": f"Bearer {made.json()['key']}"}
+            rows = (await desk.client.get("/v1/quarantine", headers=key)).json()["data"]
+            assert [(row["feedback_id"], row["job"]) for row in rows] == [(seen, job)]
+            own = (await desk.client.get(f"/v1/quarantine?job={job}", headers=key)).json()["data"]
+            assert own == rows
+            foreign = other.id if job == desk.job else desk.job
+            for method, path in (
+                ("GET", f"/v1/quarantine?job={foreign}"),
+                ("GET", f"/v1/jobs/{foreign}/quarantine/{hidden}"),
+                ("POST", f"/v1/jobs/{foreign}/quarantine/{hidden}/release"),
+            ):
+                reply = await desk.client.request(method, path, headers=key)
+                assert (reply.status_code, reply.json()["error"]["code"]) == (403, "other_model"), path
+        body = {"name": "k", "scopes": ["feedback:admin"], "models": ["nobody"]}
+        none = {"authorization": f"Bearer {(await desk.client.post('/v1/keys', json=body)).json()['key']}"}
+        assert (await desk.client.get("/v1/quarantine", headers=none)).json()["data"] == []
+
+
 @pytest.mark.parametrize("verdict", ["release", "drop"])
 async def test_a_verdict_is_an_item_of_the_stream_once(desk: Any, verdict: str) -> None:
     id = await held(desk)

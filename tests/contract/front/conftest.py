@@ -186,12 +186,13 @@ class Books:
 
     async def list_jobs(
         self, *, after: str | None, limit: int, order: str, phase: str | None, name: str | None, kind: str | None,
-        labels: Mapping[str, str],
+        labels: Mapping[str, str], models: frozenset[str] | None = None,
     ) -> list[JobRecord]:  # fmt: skip
         ids = sorted(self.jobs, reverse=order == "desc")
         if after is not None:
             ids = [i for i in ids if (i < after if order == "desc" else i > after)]
         found = [self.jobs[i] for i in ids]
+        found = [r for r in found if models is None or not models.isdisjoint((r.name, r.id))]
         found = [r for r in found if phase in (None, r.status.phase) and name in (None, r.name)]
         found = [r for r in found if kind in (None, r.spec.get("kind", "rl"))]
         return [r for r in found if labels.items() <= r.spec.get("metadata", {}).items()][:limit]
