@@ -31,8 +31,22 @@ __all__ = ["router"]
 router = APIRouter(prefix="/v1/episodes", tags=["inference"])
 Opener = Annotated[Caller, require("episodes:write", reach="checked")]
 HOUR_S, DAY_S = 3600.0, 86400.0
+SECRET = {"Cache-Control": "no-store"}
+"""Of a reply with a key, which is kept nowhere."""
 
 OpenedEpisode = Annotated[str, Path(max_length=64, description="Id of an episode that was opened here: ep_ and a UUID")]
+
+
+class KeyBody(BaseModel):
+    """What the key of an episode is for, and for how long."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    expires_in_s: float = Field(HOUR_S, gt=0, le=30 * DAY_S)
+    scopes: list[EpisodeScope] = Field(list(EPISODE_SCOPES), min_length=1, max_length=2)
+
+
+KEY_BODY = body_schema(KeyBody, required=False)
 
 
 class EpisodeBody(BaseModel):
@@ -48,6 +62,7 @@ class EpisodeBody(BaseModel):
         None, max_length=MAX_USER, description="Whose requests these are where they name nobody. Also: tags.user_id"
     )
     tags: Tags = Field(default_factory=dict)
+    key: KeyBody | None = Field(None, description="Make a key for it, too, as `/keys` does: `api_key` of the reply")
 
 
 class Episode(EpisodeRecord):
@@ -56,16 +71,11 @@ class Episode(EpisodeRecord):
     base_url: str
 
 
-class KeyBody(BaseModel):
-    """What the key of an episode is for, and for how long."""
+class NewEpisode(Episode):
+    """An episode that was just opened, with its key if one was asked for; ``api_key`` is shown this once."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    expires_in_s: float = Field(HOUR_S, gt=0, le=30 * DAY_S)
-    scopes: list[EpisodeScope] = Field(list(EPISODE_SCOPES), min_length=1, max_length=2)
-
-
-KEY_BODY = body_schema(KeyBody, required=False)
+    api_key: str | None = None
+    api_key_expires_at: datetime | None = None
 
 
 class EpisodeKey(BaseModel):
@@ -99,14 +109,24 @@ class EpisodeList(BaseModel):
     last_id: str | None = None
 
 
-@router.post("", status_code=201, response_model=Episode, openapi_extra=body_schema(EpisodeBody))
+@router.post("", status_code=201, response_model=NewEpisode, openapi_extra=body_schema(EpisodeBody))
 async def create(request: Request, caller: Opener, backend: BackendDep) -> Response:
-    """Open an episode: requests to its `base_url` are its turns."""
+    """Open an episode: requests to its `base_url` are its turns.
+
+    With `key`, `api_key` of the reply is a key for it alone; such a reply is not kept for its `Idempotency-Key`.
+    """
     body = await read_model(request, EpisodeBody)
     served = served_of(backend, body.model)
     check_model(caller, served.name, served.job)
+    if body.key is not None:
+        _check_giveable(caller, body.key)
     record = await _book(backend).create(served, caller.id, body.ttl_s, _about(body, serving_of(backend).pseudonym))
-    return Json(_shown(record, request), 201, {"Location": f"/v1/episodes/{record.id}"})
+    shown, place = _shown(record, request), {"Location": f"/v1/episodes/{record.id}"}
+    if body.key is None:
+        return Json(shown, 201, place)
+    text, expires_at = await _signed(backend, caller, record, body.key)
+    new = NewEpisode(**shown.model_dump(), api_key=text, api_key_expires_at=expires_at)
+    return Json(new, 201, {**place, **SECRET})
 
 
 @router.get("", response_model=EpisodeList)
@@ -177,21 +197,29 @@ async def make_key(
     """
     body = await read_model(request, KeyBody)
     record = await _book(backend).get(_owner(backend, episode, caller), episode)
-    missing = [scope for scope in body.scopes if not caller.may(scope)]
-    if missing:
-        raise HttpProblem(403, "missing_scope", f"this key lacks {', '.join(missing)} and cannot give them to another")
+    _check_giveable(caller, body)
     if "inference:write" in body.scopes and record.over:
         raise HttpProblem(410, "episode_over", f"episode '{record.id}' is over: open another one")
-    forgotten = _book(backend).remembered_until(record)
-    expires = int(min(time.time() + body.expires_in_s, forgotten))
-    grant = EpisodeGrant(episode=record.id, maker=caller.id, scopes=sorted(set(body.scopes)), expires=expires)
-    text = episode_key(grant, await backend.control.keys.secret())
-    shown = _shown(record, request)
+    text, expires_at = await _signed(backend, caller, record, body)
     key = EpisodeKey(
-        key=text, episode=record.id, base_url=shown.base_url, scopes=grant.scopes,
-        expires_at=datetime.fromtimestamp(expires, UTC),
+        key=text, episode=record.id, base_url=_shown(record, request).base_url, scopes=sorted(set(body.scopes)),
+        expires_at=expires_at,
     )  # fmt: skip
-    return Json(key, 201, {"Cache-Control": "no-store"})
+    return Json(key, 201, SECRET)
+
+
+def _check_giveable(caller: Caller, wanted: KeyBody) -> None:
+    """Raises HttpProblem: 403 the caller cannot do what the key shall."""
+    missing = [scope for scope in wanted.scopes if not caller.may(scope)]
+    if missing:
+        raise HttpProblem(403, "missing_scope", f"this key lacks {', '.join(missing)} and cannot give them to another")
+
+
+async def _signed(backend: Backend, caller: Caller, record: EpisodeRecord, wanted: KeyBody) -> tuple[str, datetime]:
+    """The text of a key for an episode, and when it ends."""
+    expires = int(min(time.time() + wanted.expires_in_s, _book(backend).remembered_until(record)))
+    grant = EpisodeGrant(episode=record.id, maker=caller.id, scopes=sorted(set(wanted.scopes)), expires=expires)
+    return episode_key(grant, await backend.control.keys.secret()), datetime.fromtimestamp(expires, UTC)
 
 
 def _about(body: EpisodeBody, pseudonym: Callable[[str], str]) -> dict[str, object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -68,6 +69,38 @@ async def test_it_speaks_and_judges_in_its_episode(agent: Any, front: Any) -> No
     assert (page["has_more"], page["last_id"]) == (True, ids[0])
     rest = await front.client.get(f"/v1/episodes/{episode}/interactions", params={"after": ids[0]})
     assert [row["id"] for row in rest.json()["data"]] == ids[1:]
+
+
+async def test_it_comes_with_its_episode(agent: Any, front: Any) -> None:
+    again = {"Idempotency-Key": "with-a-key"}
+    body = {"model": "agent", "key": {"expires_in_s": 60, "scopes": ["inference:write"]}}
+    first, second = [await front.client.post("/v1/episodes", json=body, headers=again) for _ in range(2)]
+    made = first.json()
+    assert (first.status_code, first.headers["cache-control"]) == (201, "no-store"), first.text
+    assert first.headers["location"] == f"/v1/episodes/{made['id']}"
+    assert made["api_key"] != second.json()["api_key"], "a reply with a secret is not kept"
+    end = datetime.fromisoformat(made["api_key_expires_at"]).timestamp()
+    assert 50 < end - time.time() <= 60
+    own = bearer(made["api_key"])
+    path = made["base_url"].removeprefix(front.url) + "/chat/completions"
+    turn = await agent.chat("hi", client=front.client, headers=own, path=path)
+    assert turn.headers["x-episode-id"] == made["id"]
+    assert code(await judge(front, own, episode_id=made["id"])) == (403, "missing_scope")
+    plain = (await front.client.post("/v1/episodes", json={"model": "agent", "key": {}})).json()
+    assert (await judge(front, bearer(plain["api_key"]), episode_id=plain["id"])).status_code == 202
+    shown = (await front.client.get(f"/v1/episodes/{made['id']}")).json()
+    assert shown == {name: value for name, value in made.items() if not name.startswith("api_key")}
+    assert "api_key" not in (await front.client.post("/v1/episodes", json={"model": "agent"})).json()
+
+    reply = await front.client.post("/v1/keys", json={"name": "k", "scopes": ["episodes:write", "feedback:write"]})
+    maker = bearer(reply.json()["key"])
+    count = len((await front.client.get("/v1/episodes?model=agent&limit=100")).json()["data"])
+    for wanted, refused in (({}, (403, "missing_scope")), ({"scopes": []}, (422, "invalid_body"))):
+        body = {"model": "agent", "key": wanted}
+        assert code(await front.client.post("/v1/episodes", json=body, headers=maker)) == refused
+    assert len((await front.client.get("/v1/episodes?model=agent&limit=100")).json()["data"]) == count
+    body = {"model": "agent", "key": {"scopes": ["feedback:write"]}}
+    assert (await front.client.post("/v1/episodes", json=body, headers=maker)).status_code == 201
 
 
 async def test_it_does_nothing_else(agent: Any, front: Any) -> None:

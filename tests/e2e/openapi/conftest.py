@@ -98,7 +98,7 @@ class Front:
         bodies: dict[str, Any] = {
             "/v1/chat/completions": chat,
             "/v1/completions": {"model": "fuzzed", "prompt": ["1+2=", "3+4="], "max_tokens": 4, "logprobs": 1},
-            "/v1/episodes": {"model": "fuzzed"},
+            "/v1/episodes": {"model": "fuzzed", "key": {"expires_in_s": 60}},
             "/v1/episodes/{episode}/keys": {"expires_in_s": 60},
             "/v1/feedback": {**about, "value": True},
             "/feedback": {**about, "value": True},
