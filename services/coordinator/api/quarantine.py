@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from penstock.services.coordinator.api.access import Backend, BackendDep, JobId, SomeJob
 from penstock.services.coordinator.api.auth import Caller
-from penstock.services.coordinator.api.feedback_desk import HeldFeedback
+from penstock.services.coordinator.api.feedback_desk import FeedbackDesk, HeldFeedback
 from penstock.services.coordinator.api.own_models import check_job, jobs_of
 from penstock.services.coordinator.api.replies import HttpProblem, Json
 from penstock.services.coordinator.api.scopes import require
@@ -80,6 +80,26 @@ async def list_all_held(
     return await _page(await _held(backend, job), [job], after, limit)
 
 
+@all_jobs.get("/v1/quarantine/{item}", response_model=HeldItem, responses=_NOT_HELD)
+async def get_held_of_any(item: Item, caller: AdminOfAll, backend: BackendDep) -> Response:
+    """Show an item that is held back, with what it says; its id says of which job it is."""
+    return Json(await _desk(backend).show(await _job_of(backend, caller, item), item))
+
+
+@all_jobs.post("/v1/quarantine/{item}/release", status_code=202, response_model=Verdict, responses=_NOT_HELD)
+async def release_of_any(item: Item, caller: AdminOfAll, backend: BackendDep) -> Response:
+    """Let it count, as if it had come now; what it is about may have been decided meanwhile."""
+    job = await _job_of(backend, caller, item)
+    return Json(await _desk(backend).decide(job, item, "release", caller=caller), 202)
+
+
+@all_jobs.post("/v1/quarantine/{item}/drop", status_code=202, response_model=Verdict, responses=_NOT_HELD)
+async def drop_of_any(item: Item, caller: AdminOfAll, backend: BackendDep) -> Response:
+    """Reject it for good."""
+    job = await _job_of(backend, caller, item)
+    return Json(await _desk(backend).decide(job, item, "drop", caller=caller), 202)
+
+
 @router.get("", response_model=HeldList)
 async def list_held(job: JobId, caller: Admin, backend: BackendDep, after: After = "", limit: Limit = 20) -> Response:
     """List the feedback of a job that is held back."""
@@ -111,12 +131,23 @@ async def _page(held: HeldFeedback, jobs: list[str] | None, after: str, limit: i
     return Json(HeldList(data=page, has_more=len(found) > limit, first_id=first, last_id=last))
 
 
+async def _job_of(backend: Backend, caller: Caller, item: str) -> str:
+    """The job of an item. Raises NotFound, HttpProblem: 403 it is of other models than the key is for."""
+    job: str = (await _feedback(backend).fate(item))["job"]
+    await check_job(backend, caller, job)
+    return job
+
+
 async def _held(backend: Backend, job: str) -> HeldFeedback:
     await backend.control.get(job)
     return _desk(backend)
 
 
 def _desk(backend: Backend) -> HeldFeedback:
+    return _feedback(backend).held
+
+
+def _feedback(backend: Backend) -> FeedbackDesk:
     if backend.feedback is None:
         raise HttpProblem(503, "no_feedback", "this process takes no feedback", headers={"Retry-After": "1"})
-    return backend.feedback.held
+    return backend.feedback

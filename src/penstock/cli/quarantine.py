@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.exits import Commands
-from penstock.cli.printing import Job, Json, ago, console, show_done, show_json, table
+from penstock.cli.printing import Json, ago, console, show_done, show_json, table
 from penstock.client import Client
 
 __all__ = ["app"]
@@ -17,7 +17,9 @@ app = typer.Typer(
     name="quarantine", cls=Commands, help="Feedback that is held back as unusual.", no_args_is_help=True
 )  # fmt: skip
 
-Item = Annotated[str, typer.Argument(metavar="ID", help="As 'penstock quarantine ls' shows it.")]
+Item = Annotated[
+    list[str], typer.Argument(metavar="[JOB] ID", help="As 'penstock quarantine ls' shows it; its job may come first.")
+]
 
 
 @app.command()
@@ -47,23 +49,30 @@ def ls(
 
 
 @app.command()
-def show(job: Job, item: Item) -> None:
+def show(item: Item) -> None:
     """Show an item with what it says, as JSON."""
     with Client() as client:
-        show_json(client.quarantine.show(client.find(job).id, item))
+        show_json(client.quarantine.show(*_place(client, item)))
 
 
 @app.command()
-def release(job: Job, item: Item, as_json: Json = False) -> None:
+def release(item: Item, as_json: Json = False) -> None:
     """Let an item count."""
     with Client() as client:
-        verdict = client.quarantine.release(client.find(job).id, item)
-    show_done(f"feedback {item} is released", verdict, as_json)
+        verdict = client.quarantine.release(*_place(client, item))
+    show_done(f"feedback {item[-1]} is released", verdict, as_json)
 
 
 @app.command()
-def drop(job: Job, item: Item, as_json: Json = False) -> None:
+def drop(item: Item, as_json: Json = False) -> None:
     """Reject an item for good."""
     with Client() as client:
-        verdict = client.quarantine.drop(client.find(job).id, item)
-    show_done(f"feedback {item} is dropped", verdict, as_json)
+        verdict = client.quarantine.drop(*_place(client, item))
+    show_done(f"feedback {item[-1]} is dropped", verdict, as_json)
+
+
+def _place(client: Client, words: list[str]) -> list[str]:
+    """The id of an item, behind that of its job where it is given."""
+    if len(words) > 2:
+        raise typer.BadParameter(f"expected the id of an item, or a job and the id, got {len(words)} words")
+    return [*(client.find(job).id for job in words[:-1]), words[-1]]

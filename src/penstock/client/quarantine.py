@@ -15,23 +15,33 @@ def _list(job: str | None = None, *, limit: int = 100) -> Steps[Rows]:
     return (yield from rows(path, "feedback_id", limit))
 
 
-def _show(job: str, item: str) -> Call[Row]:
-    """One of them, with what it says. Raises NotFound, Conflict: it is not held any more."""
-    return show(_path(job, item), dict)
+def _show(*place: str) -> Call[Row]:
+    """One of them, with what it says; ``place``: its id, or its job and its id.
+
+    Raises:
+        NotFound: there is none, or not in this job.
+        Conflict: it is not held any more.
+    """
+    return show(_path(*place), dict)
 
 
-def _release(job: str, item: str) -> Call[Row]:
-    """Let it count. Raises NotFound, Conflict: it is not held any more."""
-    return post(f"{_path(job, item)}/release")
+def _release(*place: str) -> Call[Row]:
+    """Let it count; ``place`` and errors as of ``show``."""
+    return post(f"{_path(*place)}/release")
 
 
-def _drop(job: str, item: str) -> Call[Row]:
-    """Reject it for good. Raises NotFound, Conflict: it is not held any more."""
-    return post(f"{_path(job, item)}/drop")
+def _drop(*place: str) -> Call[Row]:
+    """Reject it for good; ``place`` and errors as of ``show``."""
+    return post(f"{_path(*place)}/drop")
 
 
-def _path(job: str, item: str) -> str:
-    return f"/v1/jobs/{job}/quarantine/{item}"
+def _path(*place: str) -> str:
+    match place:
+        case (item,):
+            return f"/v1/quarantine/{item}"
+        case (job, item):
+            return f"/v1/jobs/{job}/quarantine/{item}"
+    raise TypeError(f"expected the id of an item, or of its job and of the item, got {len(place)} arguments")
 
 
 class Quarantine:

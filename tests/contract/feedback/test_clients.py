@@ -74,11 +74,15 @@ async def test_commands(desk: Any, url: str, tmp_path: Path) -> None:
 
 
 async def test_clients_and_commands_decide_on_what_is_held(desk: Any, url: str) -> None:
-    ids = [(await desk.accept())["feedback_id"] for _ in range(3)]
+    ids = [(await desk.accept())["feedback_id"] for _ in range(5)]
     await desk.decide(*(Fate(feedback=id, status="quarantined", reason="drift: far", time=2.0) for id in ids))
 
     def command(*words: str) -> Any:
         return CliRunner().invoke(cli, ["quarantine", *words], env={"PENSTOCK_URL": url, "PENSTOCK_API_KEY": ""})
+
+    def client_knows(*place: str) -> Any:
+        with Client(url) as client:
+            return client.quarantine.show(*place)
 
     def blocking() -> None:
         with Client(url) as client:
@@ -96,6 +100,12 @@ async def test_clients_and_commands_decide_on_what_is_held(desk: Any, url: str) 
         assert json.loads(command("show", desk.job, ids[1]).stdout)["feedback_id"] == ids[1]
         assert command("drop", desk.job, ids[1]).exit_code == 0
         assert command("release", desk.job, "nonsense").exit_code == 1
+        assert client_knows(ids[3]) == client_knows(desk.job, ids[3])
+        assert json.loads(command("show", ids[3]).stdout)["job"] == desk.job
+        assert command("release", ids[3]).exit_code == 0
+        assert command("drop", "nonsense").exit_code == 1
+        for words in ((), (desk.job, ids[3], "more")):
+            assert command("drop", *words).exit_code == 2, words
 
     await asyncio.to_thread(blocking)
     async with AsyncClient(url) as client:
@@ -103,8 +113,12 @@ async def test_clients_and_commands_decide_on_what_is_held(desk: Any, url: str) 
         assert (await client.quarantine.show(desk.job, ids[2]))["reason"] == "drift: far"
         assert (await client.quarantine.drop(desk.job, ids[2]))["duplicate"] is False
         assert (await client.quarantine.release(desk.job, ids[2]))["status"] == "accepted"
+        assert (await client.quarantine.drop(ids[4]))["verdict"] == "drop"
     decided = [(item.kind, item.body["feedback"]) for item in await desk.items() if item.kind in ("release", "drop")]
-    assert decided == [("release", ids[0]), ("drop", ids[1]), ("drop", ids[2]), ("release", ids[2])]
+    assert decided == [
+        ("release", ids[0]), ("drop", ids[1]), ("release", ids[3]), ("drop", ids[2]), ("release", ids[2]),
+        ("drop", ids[4]),
+    ]  # fmt: skip
 
 
 async def test_the_load_counts_what_is_on_disk(desk: Any, url: str, tmp_path: Path) -> None:

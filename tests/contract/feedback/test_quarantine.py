@@ -29,6 +29,7 @@ async def test_what_is_held_is_listed_and_shown(desk: Any) -> None:
     rest = (await desk.client.get(f"{path}?after={one['last_id']}")).json()
     assert (one["has_more"], len(rest["data"]), rest["has_more"]) == (True, 1, False)
     shown = (await desk.client.get(f"{path}/fb_{first}")).json()
+    assert (await desk.client.get(f"/v1/quarantine/{first}")).json() == shown
     assert (shown["metric"], shown["value"], shown["target"], shown["weight"]) == ("score", 0.75, target, 0.5)
     assert shown["reason"] == "outlier: 1 is far"
     assert (await desk.fate(first))["status"] == "quarantined"
@@ -84,10 +85,14 @@ async def test_a_key_for_some_models_sees_what_is_held_in_these(open_desk: Any) 
             assert [(row["feedback_id"], row["job"]) for row in rows] == [(seen, job)]
             own = (await desk.client.get(f"/v1/quarantine?job={job}", headers=key)).json()["data"]
             assert own == rows
+            assert (await desk.client.post(f"/v1/quarantine/{seen}/drop", headers=key)).status_code == 202
             foreign = other.id if job == desk.job else desk.job
             for method, path in (
                 ("GET", f"/v1/quarantine?job={foreign}"),
                 ("GET", f"/v1/jobs/{foreign}/quarantine/{hidden}"),
+                ("GET", f"/v1/quarantine/{hidden}"),
+                ("POST", f"/v1/quarantine/{hidden}/release"),
+                ("POST", f"/v1/quarantine/{hidden}/drop"),
                 ("POST", f"/v1/jobs/{foreign}/quarantine/{hidden}/release"),
             ):
                 reply = await desk.client.request(method, path, headers=key)
@@ -97,15 +102,18 @@ async def test_a_key_for_some_models_sees_what_is_held_in_these(open_desk: Any) 
         assert (await desk.client.get("/v1/quarantine", headers=none)).json()["data"] == []
 
 
+@pytest.mark.parametrize("of_job", [True, False])
 @pytest.mark.parametrize("verdict", ["release", "drop"])
-async def test_a_verdict_is_an_item_of_the_stream_once(desk: Any, verdict: str) -> None:
+async def test_a_verdict_is_an_item_of_the_stream_once(desk: Any, verdict: str, of_job: bool) -> None:
     id = await held(desk)
-    path = f"/v1/jobs/{desk.job}/quarantine/{id}/{verdict}"
+    path = f"/v1/jobs/{desk.job}/quarantine/{id}/{verdict}" if of_job else f"/v1/quarantine/fb_{id}/{verdict}"
     reply = await desk.client.post(path)
     assert (reply.status_code, reply.json()["duplicate"]) == (202, False), reply.text
     assert (await desk.client.post(path)).json()["duplicate"] is True
+    other = f"/v1/quarantine/{id}/{verdict}" if of_job else f"/v1/jobs/{desk.job}/quarantine/{id}/{verdict}"
+    assert (await desk.client.post(other)).json()["duplicate"] is True, "it is the same verdict"
     items = [item for item in await desk.items() if item.kind == verdict]
-    assert [item.body for item in items] == [{"feedback": id}]
+    assert [(item.job, item.body) for item in items] == [(desk.job, {"feedback": id})]
     await desk.decide(Fate(feedback=id, status="matched", time=3.0))
     gone = await desk.client.post(path)
     assert (gone.status_code, "it is matched" in gone.text) == (409, True)
@@ -119,5 +127,8 @@ async def test_only_what_is_held_in_this_job_is_found(desk: Any) -> None:
     assert (await desk.client.get(f"{path}/{unheld}")).status_code == 409
     assert (await desk.client.get(f"{path}/{desk.new_id()}")).status_code == 404
     assert (await desk.client.get(f"{path}/nonsense")).status_code == 404
+    for id, status in ((unheld, 409), (desk.new_id(), 404), ("nonsense", 404)):
+        assert (await desk.client.get(f"/v1/quarantine/{id}")).status_code == status, id
+        assert (await desk.client.post(f"/v1/quarantine/{id}/drop")).status_code == status, id
     other = f"/v1/jobs/job_{'0' * 32}/quarantine"
     assert (await desk.client.get(other)).status_code == 404

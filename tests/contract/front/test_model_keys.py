@@ -27,7 +27,8 @@ CHECKED = {
     "POST /v1/episodes/{episode}/keys", "GET /v1/episodes/{episode}/interactions",
     "POST /v1/feedback", "POST /feedback", "POST /v1/feedback/batch", "POST /v1/feedback/tokens",
     "GET /v1/feedback/{feedback_id}", "POST /v1/feedback/{feedback_id}/retract",
-    "GET /v1/quarantine",
+    "GET /v1/quarantine", "GET /v1/quarantine/{item}",
+    "POST /v1/quarantine/{item}/release", "POST /v1/quarantine/{item}/drop",
 }  # fmt: skip
 """Routes that look for themselves at which model is meant: the first four are tested here, the others with the gateway
 (``serving/test_episode_keys.py``) and with feedback (``feedback/test_quarantine.py``)."""

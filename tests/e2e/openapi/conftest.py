@@ -32,7 +32,7 @@ LIVE = {
     },
 }  # fmt: skip
 """Eight verdicts train it once; after ten equal ones of a source another one is held back."""
-USUAL, UNUSUAL = 10, 12
+USUAL, UNUSUAL = 10, 18
 
 
 class Front:
@@ -63,6 +63,8 @@ class Front:
             "POST /v1/feedback/{feedback_id}/retract": lambda: {"feedback_id": self.verdict()},
             "POST /v1/jobs/{job_id}/quarantine/{item}/release": lambda: {"item": self.held()},
             "POST /v1/jobs/{job_id}/quarantine/{item}/drop": lambda: {"item": self.held()},
+            "POST /v1/quarantine/{item}/release": lambda: {"item": self.held()},
+            "POST /v1/quarantine/{item}/drop": lambda: {"item": self.held()},
             "DELETE /v1/users/{user}/data": lambda: {"user": f"leaver-{uuid.uuid4().hex[:8]}"},
         }
 
