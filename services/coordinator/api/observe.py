@@ -28,6 +28,7 @@ from penstock.services.coordinator.api.scopes import require
 from penstock.services.coordinator.api.sse import CONTENT, HEADERS, event_stream
 from penstock.services.coordinator.api.tables import CSV, PARQUET, as_csv, as_parquet
 from penstock.shared.errors import PenstockError
+from penstock.shared.protocol.cloudevents import CLOUD_EVENT, cloud_event
 
 __all__ = ["router"]
 
@@ -55,18 +56,27 @@ async def events(
     backend: BackendDep,
     after: Sequence = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    form: Annotated[
+        Literal["json", "cloudevents"] | None,
+        Query(alias="format", description="cloudevents: as webhooks are sent them; default: what Accept asks for"),
+    ] = None,
     accept: Annotated[str, Header(include_in_schema=False)] = "",
     last_event_id: Annotated[str, Header(json_schema_extra={"pattern": "^[0-9]{1,15}$"})] = "",
 ) -> Response:
     """List events; with ``Accept: text/event-stream`` follow them (``Last-Event-ID`` resumes without loss).
 
-    Where events after that id may not be kept any more, the stream begins with an event ``reset``.
+    Where events after that id may not be kept any more, the stream begins with an event ``reset``. With
+    ``format=cloudevents``, or ``application/cloudevents+json`` in ``Accept``, each event is a CloudEvent, as webhooks
+    are sent it.
     """
     control = backend.control
     await control.get(job)
     start = _start(after, last_event_id)
+    as_cloud_events = form == "cloudevents" or (form is None and CLOUD_EVENT in accept)
     if "text/event-stream" in accept:
         rows: AsyncIterator[tuple[int | None, dict[str, Any]]] = control.follow_events(job, after=start)
+        if as_cloud_events:
+            rows = _cloud_events(job, rows)
         if last_event_id.strip() and start and not await control.keeps_event(start):
             rows = _after_reset(start, rows)
         stream = event_stream(rows, stopping=backend.stopping)
@@ -76,7 +86,7 @@ async def events(
     return Json(
         {
             "object": "list",
-            "data": [{"id": seq, **row} for seq, row in page],
+            "data": [cloud_event(job, seq, row) if as_cloud_events else {"id": seq, **row} for seq, row in page],
             "has_more": len(found) > limit,
             "first_id": page[0][0] if page else None,
             "last_id": page[-1][0] if page else None,
@@ -218,6 +228,16 @@ async def replay(request: Request, job: JobId, backend: BackendDep) -> Response:
     return StreamingResponse(_lines(first, rows), media_type="application/x-ndjson", headers=HEADERS)
 
 
+async def _cloud_events(
+    job: str, rows: AsyncIterator[tuple[int | None, dict[str, Any]]]
+) -> AsyncIterator[tuple[int | None, dict[str, Any]]]:
+    try:
+        async for seq, row in rows:
+            yield seq, row if seq is None else cloud_event(job, seq, row)
+    finally:
+        await _close(rows)
+
+
 async def _after_reset(
     after: int, rows: AsyncIterator[tuple[int | None, dict[str, Any]]]
 ) -> AsyncIterator[tuple[int | None, dict[str, Any]]]:
@@ -228,9 +248,7 @@ async def _after_reset(
         async for kept in rows:
             yield kept
     finally:
-        close = getattr(rows, "aclose", None)
-        if close is not None:
-            await close()
+        await _close(rows)
 
 
 async def _lines(first: dict[str, Any] | None, rows: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
@@ -243,9 +261,14 @@ async def _lines(first: dict[str, Any] | None, rows: AsyncIterator[dict[str, Any
     except PenstockError as error:
         yield orjson.dumps({"done": True, "ok": False, "summary": from_error(error).detail}) + b"\n"
     finally:
-        close = getattr(rows, "aclose", None)
-        if close is not None:
-            await close()
+        await _close(rows)
+
+
+async def _close(rows: AsyncIterator[Any]) -> None:
+    """Whoever reads a generator through another one must end it: that is not waited for otherwise."""
+    close = getattr(rows, "aclose", None)
+    if close is not None:
+        await close()
 
 
 def _rows(found: list[dict[str, Any]]) -> Response:

@@ -8,9 +8,10 @@ import time
 import httpx
 
 from penstock.services.coordinator.webhooks.address import reachable_address
-from penstock.services.coordinator.webhooks.cloudevent import CONTENT_TYPE, CloudEvent
+from penstock.services.coordinator.webhooks.cloudevent import CloudEvent
 from penstock.services.coordinator.webhooks.signing import signature_headers
 from penstock.shared.errors import PenstockError, Unavailable
+from penstock.shared.protocol.cloudevents import CLOUD_EVENT
 from penstock.shared.protocol.webhooks import StoredWebhook
 
 __all__ = ["GoneError", "open_http", "post_event"]
@@ -41,7 +42,7 @@ async def post_event(http: httpx.AsyncClient, hook: StoredWebhook, event: CloudE
         address = await reachable_address(host, port, private=private)
         headers = {
             "Host": url.netloc.decode("ascii"),
-            "Content-Type": CONTENT_TYPE,
+            "Content-Type": CLOUD_EVENT,
             "User-Agent": "penstock",
             **signature_headers(hook.secret, event.id, int(time.time()), event.body),
         }

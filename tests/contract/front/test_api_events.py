@@ -9,10 +9,13 @@ import time
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from penstock.client import Client
 from penstock.services.coordinator.api.sse import event_stream
+from penstock.services.coordinator.webhooks.cloudevent import event_of
+from penstock.shared.transport.bus import Message
 
 
 def blocks(text: str) -> list[dict[str, str]]:
@@ -56,6 +59,38 @@ def test_stream_to_the_end(served: Any, books: Any, job: Any) -> None:
     assert [(e["id"], e["event"]) for e in events] == [("1", "phase"), ("2", "phase")]
     assert json.loads(events[1]["data"])["message"] == "now succeeded"
     assert end["event"] == "end"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"params": {"format": "cloudevents"}}, {"headers": {"accept": "application/cloudevents+json"}}],
+    ids=["query", "accept"],
+)
+def test_events_are_what_webhooks_are_sent(served: Any, books: Any, job: Any, asked: dict[str, Any]) -> None:
+    id = submit(served.url, job)
+    books.emit(id, "checkpoint", "checkpoint 3", data={"number": 3})
+    books.emit(id, "phase", "succeeded")
+    books.advance(id, "succeeded")
+    posted = [
+        json.loads(event_of(Message(f"events.{id}", msgspec.json.encode(row), {}, seq, 0.0)).body)
+        for seq, row in enumerate(books.feed[id], 1)
+    ]
+    assert [event["type"] for event in posted[1:3]] == ["rl.checkpoint.created.v1", "rl.job.succeeded.v1"]
+    page = httpx.get(f"{served.url}/v1/jobs/{id}/events", **asked).json()
+    assert (page["data"], page["first_id"], page["last_id"]) == (posted, 1, 4)
+
+    headers = {"accept": "text/event-stream, " + asked.get("headers", {}).get("accept", "*/*"), "last-event-id": "1"}
+    books.purged = {1}
+    stream = httpx.get(f"{served.url}/v1/jobs/{id}/events", params=asked.get("params"), headers=headers)
+    _, reset, *events, end = blocks(stream.text)
+    assert (reset["event"], end["event"]) == ("reset", "end"), "signs of the stream"
+    assert [json.loads(event["data"]) for event in events] == posted[1:]
+    assert [(event["id"], event["event"]) for event in events] == [
+        (str(event["data"]["sequence"]), event["type"]) for event in posted[1:]
+    ]
+    plain = httpx.get(f"{served.url}/v1/jobs/{id}/events", params={"format": "json"}, headers=asked.get("headers"))
+    assert [row["type"] for row in plain.json()["data"]] == ["phase", "checkpoint", "phase", "phase"]
+    assert httpx.get(f"{served.url}/v1/jobs/{id}/events?format=xml").status_code == 422
 
 
 def test_thirteen_reconnects_lose_and_repeat_nothing(served: Any, books: Any, job: Any) -> None:

@@ -1,0 +1,52 @@
+"""Events of jobs as CloudEvents 1.0 (JSON): what webhooks are sent, and what the API shows on request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from penstock.shared.protocol.jobs import PHASES
+
+__all__ = ["CLOUD_EVENT", "cloud_event"]
+
+CLOUD_EVENT = "application/cloudevents+json"
+"""Media type of one."""
+_NAMES = {
+    "best": "checkpoint.best",
+    "canary": "policy.canary",
+    "checkpoint": "checkpoint.created",
+    "promoted": "policy.promoted",
+    "promotion_refused": "policy.promotion_refused",
+    "quarantined": "feedback.quarantined",
+    "worker_lost": "worker.unhealthy",
+    "worker_back": "worker.recovered",
+}
+"""Events whose type does not say of what they tell."""
+
+
+def cloud_event(job: str, seq: int, row: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry of EVENTS. Its ``id`` is its place there: the same wherever it is shown, for receivers to tell repeats.
+
+    Args:
+        seq: sequence in the stream.
+        row: what the stream holds, with at least ``time`` (Unix seconds), ``type`` and ``message``.
+    """
+    return {
+        "specversion": "1.0",
+        "id": f"evt_{seq}",
+        "source": f"/jobs/{job}",
+        "type": _type_of(row),
+        "subject": job,
+        "time": datetime.fromtimestamp(row["time"], UTC).isoformat(),
+        "datacontenttype": "application/json",
+        "data": {"object": "rl.event", "job": job, "sequence": seq, **row},
+    }
+
+
+def _type_of(row: Mapping[str, Any]) -> str:
+    """``rl.job.PHASE.v1`` where a job entered a phase, else the event's name, or ``rl.TYPE.v1``."""
+    phase = str(row["message"]).partition(":")[0]
+    if row["type"] == "phase" and phase in PHASES:
+        return f"rl.job.{phase}.v1"
+    return f"rl.{_NAMES.get(row['type'], row['type'])}.v1"
