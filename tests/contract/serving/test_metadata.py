@@ -21,7 +21,7 @@ MANY = {f"k{n:02}": "v" for n in range(16)}
         ({"train": "false"}, "train", "train_false", {}),
         ({"train": "False"}, "train", "train_false", {}),
         ({"train": "true"}, "train", "", {}),
-        ({"a": 7, "b": 0.5, "c": True, "d": "é", "e": 1e300}, "train", "", None),
+        ({"a": 7, "b": 0.5, "c": True, "d": "é"}, "train", "", None),
         ({**MANY, "split": "val", "train": True, "episode_id": "meta"}, "val", "", MANY),
         ({"k" * 64: "v" * 512}, "train", "", {"k" * 64: "v" * 512}),
         ({"tags": "t", "model_extra": "m", "about": "x"}, "train", "", {"tags": "t", "model_extra": "m", "about": "x"}),
@@ -35,7 +35,7 @@ async def test_what_is_understood(
     assert response.status_code == 200, response.text
     record = await agent.recorded(response.headers["x-interaction-id"])
     assert (record.split, record.untrainable) == (split, untrainable)
-    expected = {"a": "7", "b": "0.5", "c": "true", "d": "é", "e": "1e300"} if tags is None else tags
+    expected = {"a": "7", "b": "0.5", "c": "true", "d": "é"} if tags is None else tags
     assert record.tags == expected
 
 
