@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import quote
 
 from penstock.client.calls import Call, make
 from penstock.client.flows import rows
-from penstock.client.results import Episode, EpisodeKey, Interaction
+from penstock.client.results import Episode, EpisodeKey, Interaction, NewEpisode
 from penstock.client.results.reading import one
 from penstock.client.sending import AsyncSend, Send, Steps, awaits, awaits_all, runs, sends
 
@@ -23,7 +23,8 @@ def _open(
     group_id: str | None = None,
     user: str | None = None,
     tags: Mapping[str, str] | None = None,
-) -> Call[Episode]:
+    key: Mapping[str, Any] | None = None,
+) -> Call[NewEpisode]:
     """Open an episode: requests to its ``base_url`` are its turns.
 
     Args:
@@ -32,10 +33,12 @@ def _open(
         split: `val` is recorded and never trained on.
         group_id: episodes of one group are compared with each other.
         user: whose requests these are where they name nobody.
+        key: make a key for it alone, too, with `expires_in_s` and `scopes` as ``key`` has them: `{}` for the defaults.
     """
     named = None if tags is None else dict(tags)
-    about = {"ttl_s": ttl_s, "split": split, "group_id": group_id, "user": user, "tags": named}
-    return make("/v1/episodes", one(Episode), model=model, **about)
+    made = None if key is None else dict(key)
+    about = {"ttl_s": ttl_s, "split": split, "group_id": group_id, "user": user, "tags": named, "key": made}
+    return make("/v1/episodes", one(NewEpisode), model=model, **about)
 
 
 def _list(model: str, *, limit: int = 100) -> Steps[list[Episode]]:

@@ -29,9 +29,12 @@ async def test_an_episode_from_its_opening_to_its_end(desk: Any, url: str, askin
         assert opened.user == desk.desk.pseudonyms.of("eve")
         assert 0 < (opened.expires_at - opened.created_at).total_seconds() <= 60
         assert opened.base_url == f"{url}/e/{opened.id}/v1"
-        other = await ask("episodes.open", desk.job)
-        assert await ask("episodes.list", "policy") == [opened, other]
-        assert await ask("episodes.list", "policy", limit=1) == [opened]
+        other = await ask("episodes.open", desk.job, key={"scopes": ["feedback:write"]})
+        assert [episode.id for episode in await ask("episodes.list", "policy")] == [opened.id, other.id]
+        assert [episode.id for episode in await ask("episodes.list", "policy", limit=1)] == [opened.id]
+        assert opened.api_key is None
+        async with asking(url, api_key=other.api_key) as page:
+            assert (await page("feedback", "solved", True, episode=other.id)).status == "accepted"
         key = await ask("episodes.key", opened.id, expires_in_s=30, scopes=["feedback:write"])
         assert (key.episode, key.scopes, key.base_url) == (opened.id, ["feedback:write"], opened.base_url)
         async with asking(url, api_key=key.key) as page:

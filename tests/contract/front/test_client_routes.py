@@ -61,6 +61,7 @@ REPLIES: dict[type, Operation] = {
     results.Consent: ("PUT", "/v1/users/{user}/consent"),
     results.Erasure: ("GET", "/v1/users/{user}/data"),
     results.Interaction: ("GET", "/v1/interactions/{interaction}"),
+    results.NewEpisode: ("POST", "/v1/episodes"),
     results.Episode: ("GET", "/v1/episodes/{episode}"),
     results.EpisodeKey: ("POST", "/v1/episodes/{episode}/keys"),
     results.Model: ("GET", "/v1/models/{model}"),
@@ -84,8 +85,9 @@ WAYS: dict[str, list[dict[str, Any]]] = {
     "feedback": [{"inference": "a"}],
     "feedback_tokens.create": [{"inference": "a"}],
     "quarantine.list": [{}, {"job": "job_1"}],
+    **{f"quarantine.{verb}": [{"*": ("7",)}, {"*": ("job_1", "7")}] for verb in ("show", "release", "drop")},
 }
-"""Methods that need more, or can be called in several ways."""
+"""Methods that need more, or can be called in several ways; ``*``: by position."""
 
 
 class Recorder(httpx.BaseTransport):
@@ -131,10 +133,13 @@ def run(method: Callable[..., Any], given: dict[str, Any]) -> None:
     needed = {
         name: ARGUMENTS[name]
         for name, parameter in inspect.signature(method).parameters.items()
-        if parameter.default is inspect.Parameter.empty and name not in given
+        if parameter.default is inspect.Parameter.empty
+        and name not in given
+        and parameter.kind != parameter.VAR_POSITIONAL
     }
+    placed, named = given.get("*", ()), {name: value for name, value in given.items() if name != "*"}
     try:
-        found = method(**needed, **given)
+        found = method(*placed, **needed, **named)
         if isinstance(found, types.GeneratorType):
             list(found)
     except PenstockError:

@@ -17,6 +17,7 @@ __all__ = [
     "KeptCheckpoint",
     "Model",
     "ModelVersion",
+    "NewEpisode",
     "Redacted",
     "Span",
     "ToolCall",
@@ -114,6 +115,13 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
     user: str = ""
     tags: dict[str, str] = {}
     base_url: str
+
+
+class NewEpisode(Episode, frozen=True, kw_only=True):
+    """An episode that was just opened; ``api_key`` is its key where one was asked for, shown this once."""
+
+    api_key: str | None = None
+    api_key_expires_at: datetime | None = None
 
 
 class EpisodeKey(msgspec.Struct, frozen=True, kw_only=True):
