@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -98,7 +99,8 @@ class ServiceSettings(BaseSettings):
     address_rate_limit: str = ""
     """API requests of one client address (IPv6: one /64), with a valid key or without. Empty: no limit."""
     experience_bytes: int = Field(4 << 30, ge=1 << 20)
-    """Size of the EXPERIENCE stream; a full stream refuses new messages."""
+    """Size of the EXPERIENCE stream; a full stream refuses new messages. Where neither size is set, `penstock up` keeps
+    those of streams that exist, and makes new ones as large as its disk allows, up to the default."""
     stream_bytes: int = Field(1 << 30, ge=1 << 20)
     """Size of each other stream."""
     live_keep_s: float | None = Field(None, ge=2 * 86400)
@@ -109,14 +111,16 @@ class ServiceSettings(BaseSettings):
     most, needs the room."""
 
 
-def load_settings() -> ServiceSettings:
-    """Settings from the environment.
+def load_settings(environment: Mapping[str, str] | None = None) -> ServiceSettings:
+    """Settings from the environment; variables in ``environment`` come before those of this process.
 
     Raises:
         ConfigError: a variable has a value that cannot be used.
     """
+    variables = {f"PENSTOCK_{name.upper()}": name for name in ServiceSettings.model_fields}
+    given: dict[str, Any] = {variables[key]: text for key, text in (environment or {}).items() if key in variables}
     try:
-        return ServiceSettings()
+        return ServiceSettings(**given)
     except ValidationError as error:
         lines = [f"PENSTOCK_{str(e['loc'][0]).upper()}: {e['msg']}" for e in error.errors(include_url=False)]
         raise ConfigError("environment is not valid:\n  " + "\n  ".join(lines)) from None

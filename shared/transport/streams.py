@@ -10,7 +10,7 @@ from penstock.shared.protocol import subjects
 from penstock.shared.transport.connection import Connection
 from penstock.shared.transport.jetstream import ApiError, Code, call, retry_until
 
-__all__ = ["BUCKETS", "STREAMS", "ensure"]
+__all__ = ["BUCKETS", "STREAMS", "ensure", "max_bytes"]
 
 STREAMS = (
     subjects.TICKETS,
@@ -51,6 +51,18 @@ AUDIT_BYTES = 256 << 20
 DUPLICATES_S = 300
 """How long a stream remembers message ids; longer than any publish retries."""
 ATOMIC_SINCE = (2, 12, 1)
+NO_ROOM = (Code.STORAGE_RESOURCES, Code.INSUFFICIENT_RESOURCES)
+
+
+def max_bytes(*, experience_bytes: int, stream_bytes: int) -> dict[str, int]:
+    """What each stream may hold, by its name at the server, which calls the stream of a bucket ``KV_BUCKET``."""
+    sizes = dict.fromkeys(STREAMS, stream_bytes)
+    sizes |= {
+        subjects.EXPERIENCE: experience_bytes,
+        subjects.SNAPSHOTS: min(SNAPSHOT_BYTES, stream_bytes),
+        subjects.AUDIT: min(AUDIT_BYTES, stream_bytes),
+    }
+    return sizes | {f"KV_{bucket}": min(BUCKET_BYTES, stream_bytes) for bucket in BUCKETS}
 
 
 async def ensure(
@@ -71,22 +83,18 @@ async def ensure(
         Unavailable: no answer until the deadline.
     """
     atomic = connection.server_version >= ATOMIC_SINCE
+    sizes = max_bytes(experience_bytes=experience_bytes, stream_bytes=stream_bytes)
     configs = []
     for name in STREAMS:
-        size = {
-            subjects.EXPERIENCE: experience_bytes,
-            subjects.SNAPSHOTS: min(SNAPSHOT_BYTES, stream_bytes),
-            subjects.AUDIT: min(AUDIT_BYTES, stream_bytes),
-        }.get(name, stream_bytes)
         configs.append(
-            _base(name, [f"{name.lower()}.>"], size, replicas)
+            _base(name, [f"{name.lower()}.>"], sizes[name], replicas)
             | {"retention": "workqueue" if name in WORK_QUEUES else "limits", "allow_atomic": atomic}
             | (_kept(live_keep_s) if live_keep_s is not None and name in LIVE else {})
             | (_append_only(audit_keep_s) if name == subjects.AUDIT else {})
         )
     for bucket in BUCKETS:
         configs.append(
-            _base(f"KV_{bucket}", [f"$KV.{bucket}.>"], min(BUCKET_BYTES, stream_bytes), replicas)
+            _base(f"KV_{bucket}", [f"$KV.{bucket}.>"], sizes[f"KV_{bucket}"], replicas)
             | {"retention": "limits", "max_msgs_per_subject": 1, "allow_rollup_hdrs": True}
             | {"deny_delete": bucket not in ERASABLE}
             | _short_lived(bucket)
@@ -106,9 +114,19 @@ async def _exists(connection: Connection, stream: str, deadline_s: float) -> boo
     return True
 
 
-async def _for_good(connection: Connection, stream: str, deadline_s: float) -> dict[str, Any]:
-    """What an existing stream was made with and the server never takes back."""
-    info = await call(connection, f"STREAM.INFO.{stream}", deadline_s=deadline_s, what=f"state of stream {stream}")
+async def _for_good(connection: Connection, config: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+    """What an existing stream was made with and the server never takes back.
+
+    Raises:
+        ConfigError: it holds more than it is to have; the server would remove the oldest messages at once.
+    """
+    name, most = config["name"], config["max_bytes"]
+    info = await call(connection, f"STREAM.INFO.{name}", deadline_s=deadline_s, what=f"state of stream {name}")
+    if config["discard"] == "new" and info["state"]["bytes"] > most:
+        raise ConfigError(
+            f"stream {name} holds {info['state']['bytes']} bytes, more than the {most} that it is to have: raise "
+            "PENSTOCK_STREAM_BYTES or PENSTOCK_EXPERIENCE_BYTES; nothing is dropped for a smaller size"
+        )
     return {"deny_delete": True} if info["config"].get("deny_delete") else {}
 
 
@@ -158,18 +176,19 @@ async def _ensure_one(connection: Connection, config: dict[str, Any], update: bo
             await call(connection, f"STREAM.{verb}.{name}", config, deadline_s=deadline_s, what=what)
             return
         except ApiError as error:
-            if error.code == Code.STREAM_EXISTS and not update:
+            no_room = error.code in NO_ROOM  # the server looks for room before it looks for the stream
+            exists = error.code == Code.STREAM_EXISTS or (no_room and await _exists(connection, name, deadline_s))
+            if exists and not update:
                 return
-            if error.code == Code.STREAM_EXISTS and verb == "CREATE":
-                verb, config = "UPDATE", config | await _for_good(connection, name, deadline_s)
+            if exists and verb == "CREATE":
+                verb, config = "UPDATE", config | await _for_good(connection, config, deadline_s)
             elif error.code == Code.STORE_BUSY:
                 attempts.why = error
-            elif error.code in (Code.STORAGE_RESOURCES, Code.INSUFFICIENT_RESOURCES):
-                if not update and await _exists(connection, name, deadline_s):
-                    return  # the server looks for room before it looks for the stream
+            elif no_room:
                 raise ConfigError(
-                    f"{error}: NATS has no room for {config['max_bytes']} bytes; lower PENSTOCK_STREAM_BYTES or "
-                    "PENSTOCK_EXPERIENCE_BYTES, or raise jetstream.max_file"
+                    f"{error}: NATS has no room for {config['max_bytes']} bytes more: lower PENSTOCK_STREAM_BYTES or "
+                    "PENSTOCK_EXPERIENCE_BYTES, or raise max_file_store of the server (by default it is three quarters "
+                    "of what was free on its disk at its start)"
                 ) from None
             else:
                 raise ConfigError(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -19,6 +21,9 @@ def test_what_is_missing_is_named_with_its_fix(tmp_path: Path, monkeypatch: pyte
     python.chmod(0o755)
     (tmp_path / "nats-server").symlink_to(Path(sys.executable).with_name("nats-server"))
     monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 30, total=1 << 40))
+    for name in ("NATS_URL", "EXPERIENCE_BYTES", "STREAM_BYTES"):
+        monkeypatch.delenv(f"PENSTOCK_{name}", raising=False)
     with socket.socket() as taken:  # and nothing listens
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -31,12 +36,16 @@ def test_what_is_missing_is_named_with_its_fix(tmp_path: Path, monkeypatch: pyte
         result = CliRunner().invoke(app, ["doctor", "--json"], env=environment)
     assert result.exit_code == 1, result.output
     found = {row["name"]: row for row in json.loads(result.stdout)}
-    states = {name: row["state"] for name, row in found.items() if name != "data directory"}  # this machine's room
+    states = {name: row["state"] for name, row in found.items()}
     assert states == {
         "python": "ok", "torch": "failed", "nats-server": "ok", "valkey": "ok", "shared memory": "failed",
-        "port": "warning", "coordinator": "warning",
+        "data directory": "ok", "streams": "failed", "streams of a demo": "warning", "port": "warning",
+        "coordinator": "warning",
     }  # fmt: skip
     assert found["torch"]["detail"] == "ModuleNotFoundError: No module named 'torch'"
     assert found["torch"]["fix"] == "pip install 'penstock[demo]'"
     assert str(tmp_path / "nowhere") in found["shared memory"]["detail"]
     assert f"port {port} of 127.0.0.1 is not free" in found["port"]["detail"]
+    for name in ("streams", "streams of a demo"):
+        assert "has 1,024 MiB free, and the streams need 2,048 MiB" in found[name]["detail"]
+    assert found["streams of a demo"]["fix"] == "penstock demo --data-dir FOLDER"

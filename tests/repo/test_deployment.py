@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from penstock.shared.config import ServiceSettings
+from penstock.shared.transport.streams import AUDIT_BYTES, BUCKET_BYTES, BUCKETS, SNAPSHOT_BYTES, max_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = sorted(path.name for path in (ROOT / "services").iterdir() if path.is_dir() and path.name != "__pycache__")
@@ -66,10 +67,26 @@ def test_the_bus_is_durable() -> None:
     conf = (ROOT / "deploy/nats.conf").read_text(encoding="utf-8")
     assert re.search(r"^\s*sync_interval: always$", conf, re.MULTILINE)
     assert re.search(r"^max_payload: 8MB$", conf, re.MULTILINE)
-    store = re.search(r"max_file_store: (\d+)GB", conf)
+
+
+def test_the_bus_has_room_for_all_streams() -> None:
+    conf = (ROOT / "deploy/nats.conf").read_text(encoding="utf-8")
     settings = ServiceSettings.model_fields
-    streams = settings["experience_bytes"].default + 10 * settings["stream_bytes"].default
-    assert store is not None and int(store[1]) << 30 > streams
+    stream_bytes = settings["stream_bytes"].default
+    sizes = max_bytes(experience_bytes=settings["experience_bytes"].default, stream_bytes=stream_bytes)
+    told = re.search(
+        r"PENSTOCK_EXPERIENCE_BYTES \+ (\d+) x PENSTOCK_STREAM_BYTES \+ (\d+) MiB of snapshots\n"
+        r" +# \+ (\d+) MiB of the audit log \+ (\d+) buckets x (\d+) MiB = ([\d,]+) MiB by default",
+        conf,
+    )
+    assert told is not None
+    assert [int(number.replace(",", "")) << 20 for number in told.groups()] == [
+        sum(size == stream_bytes for size in sizes.values()) << 20, SNAPSHOT_BYTES, AUDIT_BYTES, len(BUCKETS) << 20,
+        BUCKET_BYTES, sum(sizes.values()),
+    ]  # fmt: skip
+    assert f"{sum(sizes.values()) >> 20:,} MiB by default" in (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    store = re.search(r"max_file_store: (\d+)GB", conf)
+    assert store is not None and int(store[1]) << 30 >= sum(sizes.values())
 
 
 def test_images_build_without_a_registry_of_frontends() -> None:

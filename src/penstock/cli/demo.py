@@ -6,6 +6,7 @@ import asyncio
 import signal
 import tempfile
 import time
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -23,15 +24,18 @@ from penstock.cli.printing import Json, console, note, show_json
 from penstock.cli.view import REWARD, View
 from penstock.cli.watching import watch
 from penstock.client import AsyncClient
-from penstock.local import Stack, StackOptions
+from penstock.local import LARGEST, Stack, StackOptions, StreamSizes
 from penstock.shared.config.kinds import AnyJob
 from penstock.shared.errors import ConfigError
 
-__all__ = ["demo", "demo_options", "example"]
+__all__ = ["DEMO_STREAMS", "demo", "demo_options", "example"]
 
 DEMO, ONLINE_DEMO = "addition.yaml", "online.yaml"
 RATE = {"PENSTOCK_RATE_LIMIT": "1000000/minute"}
 """One agent stands for many users."""
+
+DEMO_STREAMS = StreamSizes(experience_bytes=256 << 20, stream_bytes=128 << 20)
+"""A few minutes of one small job, also beside a hostile key; the folder may be in memory."""
 
 
 class Show(StrEnum):
@@ -61,6 +65,8 @@ def demo(
     """Start everything, train a small model, show what happened. Exits 1 if it did not learn. Needs no GPU."""
     directory = data_dir.expanduser().resolve() if data_dir else Path(tempfile.mkdtemp(prefix="penstock-demo-"))
     options = demo_options(directory, rollouts=rollouts)
+    if file is not None:  # whatever it asks for
+        options = replace(options, largest=LARGEST)
     screen = console(stderr=as_json)
     try:
         if show is Show.ONLINE:
@@ -81,7 +87,9 @@ def demo(
 def demo_options(directory: Path, *, rollouts: int = 1) -> StackOptions:
     """What a demo starts. No key is needed: the port is chosen at the start and open to this machine only."""
     environment = {"PENSTOCK_API_KEYS": "", **RATE}
-    return StackOptions(data_dir=directory, workers={"rollout": rollouts}, environment=environment)
+    return StackOptions(
+        data_dir=directory, workers={"rollout": rollouts}, environment=environment, largest=DEMO_STREAMS
+    )
 
 
 def example(name: str) -> Path:

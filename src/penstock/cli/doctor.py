@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -13,10 +14,11 @@ from typing import Literal
 
 import typer
 
+from penstock.cli.demo import DEMO_STREAMS
 from penstock.cli.exits import FAILED, OK
 from penstock.cli.printing import Json, console, note, show_json, table
 from penstock.client import Client
-from penstock.local import read_state
+from penstock.local import LARGEST, StreamSizes, plan_room, read_state
 from penstock.local.ports import claimable
 from penstock.shared.config.service import ServiceSettings, load_settings
 from penstock.shared.errors import ConfigError, DeadlineError, PenstockError, Unavailable
@@ -25,7 +27,8 @@ from penstock.shared.transport.server import NatsServer, ValkeyServer
 __all__ = ["Finding", "doctor"]
 
 _MIB = 1 << 20
-_NEED_SHM, _NEED_DISK = 256 * _MIB, 2048 * _MIB
+_NEED_SHM, _NEED_FILES = 256 * _MIB, 512 * _MIB
+"""For weights and bulk data; for checkpoints and logs."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ def doctor(as_json: Json = False) -> None:
     """Check this machine, with fixes; exit 1 if something needed is missing."""
     settings = load_settings()
     findings = []
-    for check in (_python, _torch, _nats, _valkey, _shm, _disk, _port, _api):
+    for check in (_python, _torch, _nats, _valkey, _shm, _disk, _streams, _port, _api):
         if not as_json:
             note(f"checking {check.__name__.strip('_')} ...")
         findings += list(check(settings))
@@ -107,7 +110,26 @@ def _disk(settings: ServiceSettings) -> Iterator[Finding]:
     folder = settings.data_dir
     while not folder.exists():
         folder = folder.parent
-    yield _space("data directory", folder, _NEED_DISK, "free some space, or set PENSTOCK_DATA_DIR")
+    yield _space("data directory", folder, _NEED_FILES, "free some space, or set PENSTOCK_DATA_DIR")
+
+
+def _streams(settings: ServiceSettings) -> Iterator[Finding]:
+    """Room for the streams of ``penstock up``, unless its bus is elsewhere, and for those of ``penstock demo``."""
+    if "PENSTOCK_NATS_URL" not in os.environ:
+        store = NatsServer(settings.data_dir.expanduser().resolve() / "nats").store
+        yield _room("streams", store, LARGEST, "failed", "free some space, or set PENSTOCK_DATA_DIR")
+    folder = Path(tempfile.gettempdir())
+    yield _room(
+        "streams of a demo", folder / "penstock-demo", DEMO_STREAMS, "warning", "penstock demo --data-dir FOLDER"
+    )
+
+
+def _room(name: str, store: Path, largest: StreamSizes, short: Literal["warning", "failed"], fix: str) -> Finding:
+    try:
+        room = plan_room(store, {}, largest=largest)
+    except ConfigError as error:
+        return Finding(name, short, str(error), fix)
+    return Finding(name, "ok" if room.fits else "warning", room.story, "" if room.fits else fix)
 
 
 def _space(name: str, folder: Path, need: int, fix: str) -> Finding:

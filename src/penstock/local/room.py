@@ -1,0 +1,162 @@
+"""How large the streams of this machine's own NATS are: as told, as they are already, or as the disk allows.
+
+NATS counts what streams may hold, not what they hold. By default it would let them have three quarters of what is free
+at each start, so a disk that fills up keeps it from taking its own streams back. Here it is told the sum.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.shared.config.service import ServiceSettings, load_settings
+from penstock.shared.errors import ConfigError
+from penstock.shared.protocol import subjects
+from penstock.shared.transport.streams import max_bytes
+
+__all__ = ["LARGEST", "SMALLEST", "Room", "StreamSizes", "plan_room"]
+
+SHARE = 0.75
+"""Of the free space, for streams whose size nobody set. Checkpoints, logs and gaps in NATS's files have the rest."""
+SETTINGS = ("experience_bytes", "stream_bytes")
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class StreamSizes:
+    """Bytes of EXPERIENCE and of each other stream (snapshots and buckets have less)."""
+
+    experience_bytes: int
+    stream_bytes: int
+
+    @property
+    def by_stream(self) -> dict[str, int]:
+        """Of every stream, by its name at the server."""
+        return max_bytes(experience_bytes=self.experience_bytes, stream_bytes=self.stream_bytes)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """All together."""
+        return sum(self.by_stream.values())
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """For the environment of services."""
+        return {
+            "PENSTOCK_EXPERIENCE_BYTES": str(self.experience_bytes),
+            "PENSTOCK_STREAM_BYTES": str(self.stream_bytes),
+        }
+
+
+LARGEST = StreamSizes(
+    ServiceSettings.model_fields["experience_bytes"].default, ServiceSettings.model_fields["stream_bytes"].default
+)
+"""Where there is room, and nothing else is said."""
+SMALLEST = StreamSizes(256 * MIB, 64 * MIB)
+"""EXPERIENCE takes one job with the default ``limits.byte_budget``."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """What streams may hold and where; ``max_file_store`` is for the server, and counts what existing streams have."""
+
+    sizes: StreamSizes
+    max_file_store: int
+    folder: Path
+    free_bytes: int
+    held_bytes: int
+    """What the store has on the disk already."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the disk holds all that the streams may."""
+        return self.max_file_store <= self.free_bytes + self.held_bytes
+
+    @property
+    def story(self) -> str:
+        """For people."""
+        sizes = self.sizes
+        return (
+            f"{self.folder} has {_mib(self.free_bytes)} free; streams take at most {_mib(self.max_file_store)} "
+            f"(EXPERIENCE {_mib(sizes.experience_bytes)}, others {_mib(sizes.stream_bytes)} each)"
+        )
+
+
+def plan_room(store: Path, environment: Mapping[str, str], *, largest: StreamSizes = LARGEST) -> Room:
+    """Sizes for the streams of a NATS that keeps its data in ``store``, which need not exist.
+
+    A size that the environment sets (``environment``, or that of this process) is taken as it is. Else streams that
+    exist keep theirs. Else they get ``largest``, halved until all fit, and not less than SMALLEST.
+
+    Raises:
+        ConfigError: there is too little space for new streams, or a variable has a value that cannot be used.
+    """
+    folder = next(path for path in (store, *store.parents) if path.exists())
+    stored = _stored(store)
+    held, free = _held(store), shutil.disk_usage(folder).free
+    settings = load_settings(environment)
+    explicit = {name: getattr(settings, name) for name in SETTINGS if name in settings.model_fields_set}
+    exist = {subjects.EXPERIENCE, subjects.LEDGER} <= stored.keys()
+    kept = stored if exist else {}
+
+    def planned(size: StreamSizes) -> Room:
+        sizes = StreamSizes(
+            explicit.get("experience_bytes", kept.get(subjects.EXPERIENCE, size.experience_bytes)),
+            explicit.get("stream_bytes", kept.get(subjects.LEDGER, size.stream_bytes)),
+        )
+        wanted = sizes.by_stream
+        reserved = sum(max(wanted.get(name, 0), stored.get(name, 0)) for name in {*wanted, *stored})
+        return Room(sizes, reserved, folder, free, held)
+
+    share = 1.0 if len(explicit) == len(SETTINGS) else SHARE
+    for size in _halved(largest):
+        room = planned(size)
+        if exist or room.sizes.reserved_bytes <= share * (free + held):
+            return room
+    need = round(room.sizes.reserved_bytes / share)
+    raise ConfigError(
+        f"{folder} has {_mib(free)} free, and the streams need {_mib(need)}: free some space, use another folder "
+        "(--data-dir, PENSTOCK_DATA_DIR), or set lower PENSTOCK_EXPERIENCE_BYTES and PENSTOCK_STREAM_BYTES"
+    )
+
+
+def _halved(largest: StreamSizes) -> Iterator[StreamSizes]:
+    size = largest
+    yield size
+    while size.experience_bytes > SMALLEST.experience_bytes or size.stream_bytes > SMALLEST.stream_bytes:
+        size = StreamSizes(
+            max(size.experience_bytes // 2, SMALLEST.experience_bytes),
+            max(size.stream_bytes // 2, SMALLEST.stream_bytes),
+        )
+        yield size
+
+
+def _stored(store: Path) -> dict[str, int]:
+    """``max_bytes`` of the streams that exist, by name."""
+    found = {}
+    for path in store.glob("jetstream/*/streams/*/meta.inf"):
+        try:
+            config = json.loads(path.read_bytes())
+            found[str(config["name"])] = max(0, int(config["max_bytes"]))
+        except (OSError, ValueError, LookupError, TypeError):
+            continue  # the server says what is wrong with it
+    return found
+
+
+def _held(store: Path) -> int:
+    """Bytes of the files in a store; some may go meanwhile."""
+    held = 0
+    for folder, _, names in os.walk(store):
+        for name in names:
+            with contextlib.suppress(OSError):
+                held += (Path(folder) / name).stat().st_size
+    return held
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes // MIB:,} MiB"
