@@ -10,6 +10,7 @@
     ├── DeadlineError (TimeoutError)    a wait ran out; says what it waited for
     ├── Unavailable (ConnectionError)   a service or the bus does not answer
     │   ├── StreamFull                  the stream's byte budget is used up: back off and retry
+    │   ├── DiskFull                    the disk under the bus has no room: it stores nothing until there is some
     │   └── RankLost                    another process of the same trainer died or hangs: all of them start over
     ├── Fenced                          somebody with a higher epoch took over: step down, write nothing
     ├── Conflict                        the state does not allow it (HTTP 409)
@@ -31,6 +32,7 @@ __all__ = [
     "Conflict",
     "DataError",
     "DeadlineError",
+    "DiskFull",
     "Fenced",
     "FrameError",
     "NotFound",
@@ -76,6 +78,10 @@ class Unavailable(PenstockError, ConnectionError):  # noqa: N818
 
 class StreamFull(Unavailable):
     """A stream refused a message because its byte budget is used up (back-pressure)."""
+
+
+class DiskFull(Unavailable):
+    """The bus could not store a message because its disk, not the stream, has no room."""
 
 
 class RankLost(Unavailable):

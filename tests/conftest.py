@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -64,6 +66,42 @@ def store_dir(tmp_path: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="penstock-test-", dir=SHM) as directory:
         yield Path(directory)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """``disk(mib)`` is an empty file system of that size; the test is skipped where none can be mounted."""
+    mounted: list[Path] = []
+
+    def mount(mib: int, folder: Path = tmp_path / "disk") -> Path:
+        folder.mkdir(parents=True)
+        command = ["mount", "-t", "tmpfs", "-o", f"size={mib}m,mode=700", "tmpfs", str(folder)]
+        try:
+            subprocess.run(command, capture_output=True, check=True, text=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no file system can be mounted here: {getattr(error, 'stderr', error)}")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture(scope="session")
+def fill() -> Callable[[Path], Path]:
+    """``fill(folder)`` leaves no room on the disk of a folder; returns the file that takes it."""
+
+    def fill(folder: Path) -> Path:
+        ballast = folder / "ballast"
+        with ballast.open("wb", buffering=0) as file:
+            for size in (1 << 20, 4096, 1):
+                with contextlib.suppress(OSError):
+                    while True:
+                        file.write(bytes(size))
+        return ballast
+
+    return fill
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from penstock.shared.errors import NotFound, Unavailable
+from penstock.shared.errors import DiskFull, NotFound, Unavailable
 from penstock.shared.transport.connection import Connection
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "create_consumer",
     "drop_consumer",
     "ended_well",
+    "is_disk_full",
     "raise_error",
     "retry_until",
 ]
@@ -47,6 +48,8 @@ class Code:
     BATCH_DUPLICATE = 10201
 
 
+NO_SPACE = ("no space left on device", "disk quota exceeded")
+"""What the server's operating system says of a full disk, at the end of the description of an error."""
 CONFLICTS = frozenset({Code.WRONG_LAST_SEQUENCE, Code.WRONG_LAST_SEQUENCE_CONSTANT})
 
 
@@ -62,9 +65,16 @@ class ApiError(Unavailable):
         return str(self.args[0])
 
 
+def is_disk_full(error: Mapping[str, Any]) -> bool:
+    """Whether an ``error`` object of the API says that the server could not write for want of space."""
+    return str(error.get("description", "")).endswith(NO_SPACE)
+
+
 def raise_error(error: Mapping[str, Any], what: str) -> NoReturn:
     """Raise what an ``error`` object of the API means."""
     code = int(error.get("err_code", 0))
+    if is_disk_full(error):
+        raise DiskFull(f"{what}: the disk of NATS is full: {error.get('description')} ({code})")
     text = f"{what}: {error.get('description', 'no description')} ({code})"
     if code in (Code.STREAM_NOT_FOUND, Code.MESSAGE_NOT_FOUND, Code.CONSUMER_NOT_FOUND):
         raise NotFound(text)

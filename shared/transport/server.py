@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import IO, Any, Literal, Self
@@ -184,6 +185,16 @@ class NatsServer(_Process):
     def monitor_url(self) -> str:
         """Address of the HTTP monitor; always on the loopback interface."""
         return f"http://127.0.0.1:{self.monitor_port}"
+
+    def serves_streams(self, *, deadline_s: float = 2.0) -> bool:
+        """False where the server says that JetStream is off. Blocks."""
+        try:
+            urllib.request.urlopen(f"{self.monitor_url}/healthz?js-enabled-only=true", timeout=deadline_s).close()
+        except urllib.error.HTTPError:
+            return False
+        except OSError:
+            return True  # it says nothing
+        return True
 
     def _command(self) -> list[str]:
         for stale in self.directory.glob("*.ports"):

