@@ -110,8 +110,8 @@ class CoordinatorControl:
         return await self._plan(await resolve_model(spec, self._state))
 
     async def _plan(self, spec: AnyJob) -> Row:
-        stores_parts = (await self.bus.stream_state(subjects.EXPERIENCE)).atomic
-        return await plan_job(spec, await self.store.list_all(), self.settings, stores_parts=stores_parts)
+        atomic = (await self.bus.stream_state(subjects.EXPERIENCE)).atomic
+        return await plan_job(spec, await self.store.list_all(), self.settings, self.members, stores_parts=atomic)
 
     async def _state(self, job: str) -> LedgerState:
         """The fold of the job's ledger, to read only. A finished job has one for good and no snapshots any more."""

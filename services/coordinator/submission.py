@@ -17,6 +17,7 @@ import msgspec
 from penstock.services.coordinator.api.auth import is_loopback
 from penstock.services.coordinator.checkpoints import choose_checkpoint
 from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.retention import check_room
 from penstock.services.coordinator.trackers import check_trackers
 from penstock.shared.config.data import DataConfig
@@ -24,6 +25,7 @@ from penstock.shared.config.environment import completion_tokens
 from penstock.shared.config.evaluation_job import EvaluationJob
 from penstock.shared.config.job import MAX_GROUP_BYTES, ROW_BYTES, JobConfig
 from penstock.shared.config.kinds import AnyJob
+from penstock.shared.config.needs import needs
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.reward import RewardConfig
 from penstock.shared.config.service import ServiceSettings
@@ -34,7 +36,7 @@ from penstock.shared.protocol.codec import MAX_INLINE_BYTES
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
 from penstock.shared.transport.bus import Bus
 
-__all__ = ["check_budget", "check_groups", "plan_job", "resolve_model", "tell"]
+__all__ = ["check_budget", "check_groups", "check_packages", "plan_job", "resolve_model", "tell"]
 
 REFERENCE = re.compile(r"job:(job_[0-9a-f]{32})@(\w+)", re.ASCII)
 """A checkpoint of another job as a model path."""
@@ -66,16 +68,22 @@ async def resolve_model(spec: AnyJob, ledger: Callable[[str], Awaitable[LedgerSt
 
 
 async def plan_job(
-    spec: AnyJob, records: Sequence[JobRecord], settings: ServiceSettings, *, stores_parts: bool
+    spec: AnyJob,
+    records: Sequence[JobRecord],
+    settings: ServiceSettings,
+    members: Members | None = None,
+    *,
+    stores_parts: bool,
 ) -> dict[str, Any]:
     """What a job would do here.
 
     Args:
+        members: the workers; None: nothing is known of them.
         stores_parts: whether EXPERIENCE takes groups above 1 MiB.
 
     Raises:
-        ConfigError: it cannot run: model or data missing, groups too large, or no room beside the jobs that run
-            (``records``).
+        ConfigError: it cannot run: model or data missing, a package missing everywhere, groups too large, or no room
+            beside the jobs that run (``records``).
     """
     _check_model(spec)
     check_room(records, spec.limits.byte_budget, experience_bytes=settings.experience_bytes)
@@ -89,7 +97,7 @@ async def plan_job(
         **plan,
         "data": msgspec.to_builtins(data),
         "bytes": {"group_max": spec.max_group_bytes + data.row_bytes, "budget": spec.limits.byte_budget},
-        "warnings": _warnings(spec, settings.http_host),
+        "warnings": _warnings(spec, settings.http_host) + check_packages(spec, members or Members(), time.monotonic()),
     }
 
 
@@ -134,6 +142,28 @@ def check_groups(spec: AnyJob, row_bytes: int, *, stores_parts: bool) -> None:
         what = f"{spec.evaluation.num_prompts} prompts with groups of {parts} must fit"
     if need > spec.limits.byte_budget:
         raise ConfigError(f"limits.byte_budget: {what}: raise it from {spec.limits.byte_budget} to at least {need}")
+
+
+def check_packages(spec: AnyJob, members: Members, now: float) -> list[str]:
+    """Warnings about workers that lack a package which a job needs; it would fail at the first of them.
+
+    Raises:
+        ConfigError: all workers that run lack it.
+    """
+    warnings = []
+    for need in needs(spec):
+        known = [member.beat for member in members.of(need.service, now) if member.beat.packages is not None]
+        lacking = [beat.worker for beat in known if need.package not in (beat.packages or ())]
+        if not lacking:
+            continue
+        text = (
+            f"{need.key}: every {need.service} worker needs the package '{need.package}', and it is missing beside "
+            f"{', '.join(sorted(lacking))}: install penstock[{need.extra}] there"
+        )
+        if len(lacking) == len(known):
+            raise ConfigError(text)
+        warnings.append(text)
+    return warnings
 
 
 def _warnings(spec: AnyJob, http_host: str) -> list[str]:

@@ -187,3 +187,6 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     ready: bool
     jobs: dict[str, dict[str, Any]]
     """Per job: policy `version`, `running`, `waiting_for`, `since`, `holds` (draws), counters and stage seconds."""
+    packages: list[str] | None = None
+    """Packages of which a job may need some and a process may lack some (`config.needs.OPTIONAL`), as far as they are
+    installed; null: unknown."""

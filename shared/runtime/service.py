@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import gc
+import importlib.util
 import logging
 import os
 import signal
@@ -17,6 +18,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any, NoReturn, Protocol, TypeVar
 
+from penstock.shared.config.needs import OPTIONAL
 from penstock.shared.config.service import ServiceSettings, load_settings
 from penstock.shared.errors import ConfigError, DeadlineError, Unavailable
 from penstock.shared.protocol import subjects
@@ -128,6 +130,7 @@ class _Process:
         self._service: Service | None = None
         self._health_port = 0
         self._started = time.time()
+        self._packages = [name for name in OPTIONAL if importlib.util.find_spec(name) is not None]
 
     async def serve(self) -> int:
         loop = asyncio.get_running_loop()
@@ -227,6 +230,7 @@ class _Process:
             health_port=self._health_port,
             ready=self._ready()[0],
             jobs=service.status(),
+            packages=self._packages,
         )
         BUS_UP.set(bus.connected)
         BUS_RECONNECTS.set(bus.reconnects)

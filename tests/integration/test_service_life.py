@@ -128,6 +128,7 @@ async def test_a_service_beats_answers_and_drains(
             break
     assert (beat.service, beat.worker, beat.pid) == ("toy", "toy-0", toy.process.pid)
     assert (beat.health_port, beat.jobs) == (port, {"job_1": {"version": 3}})
+    assert "torch" in (beat.packages or []), "what it has of the packages that a job may need"
     assert (await fetch(port, "/healthz"))[0] == 200
     assert (await fetch(port, "/readyz"))[0] == 200
     status, text = await fetch(port, "/metrics")

@@ -12,12 +12,18 @@ import pytest
 import yaml
 
 from penstock.shared.config import ServiceSettings
+from penstock.shared.config.base import load_yaml
+from penstock.shared.config.kinds import parse_job
+from penstock.shared.config.needs import OPTIONAL, needs
 from penstock.shared.transport.streams import AUDIT_BYTES, BUCKET_BYTES, BUCKETS, SNAPSHOT_BYTES, max_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = sorted(path.name for path in (ROOT / "services").iterdir() if path.is_dir() and path.name != "__pycache__")
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
 DOCKERFILE = (ROOT / "deploy/Dockerfile").read_text(encoding="utf-8")
+REQUIREMENTS = runpy.run_path(str(ROOT / "deploy/requirements.py"))["requirements"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
 
 
 def test_the_five_services() -> None:
@@ -95,9 +101,57 @@ def test_images_build_without_a_registry_of_frontends() -> None:
 
 
 def test_requirements_of_extras_are_expanded() -> None:
-    requirements = runpy.run_path(str(ROOT / "deploy/requirements.py"))["requirements"]
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    core, trainer = requirements(project, []), requirements(project, ["trainer"])
-    assert core == project["dependencies"]
+    core, trainer = REQUIREMENTS(PROJECT, []), REQUIREMENTS(PROJECT, ["trainer"])
+    assert core == PROJECT["dependencies"]
     assert any(line.startswith("torch>=") for line in trainer) and not any(line.startswith("torch") for line in core)
     assert not any(line.startswith("penstock") for line in trainer)
+
+
+def stages() -> dict[str, tuple[str, str]]:
+    """By name: the stage that each stage of the Dockerfile begins with, and its text."""
+    found = re.findall(r"^FROM (\S+) AS (\w+)$(.*?)(?=^FROM|\Z)", DOCKERFILE, re.MULTILINE | re.DOTALL)
+    return {name: (parent, text) for parent, name, text in found}
+
+
+def installed(service: str) -> set[str]:
+    """Requirements in the image of a service as it is built by default."""
+    lists = dict(re.findall(r"requirements\.py (\w[\w -]*?) > (\w+\.txt)", stages()["lists"][1]))
+    extras_of = {file: extras.split() for extras, file in lists.items()}
+    found: set[str] = set()
+    stage = service
+    while stage in stages():
+        parent, text = stages()[stage]
+        for copied in re.findall(r"^COPY --from=lists (.+) /deps/$", text, re.MULTILINE):
+            for file in re.findall(r"/deps/(\w+\.txt)", copied):
+                found |= set(REQUIREMENTS(PROJECT, extras_of.get(file, [])))
+            assert f"RUN sh /deps/install.sh /deps/{file}" in text, "what is copied is installed"
+        stage = parent
+    return found
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_images_can_run_the_examples(path: Path) -> None:
+    job = parse_job(load_yaml(path))
+    for need in needs(job):
+        assert set(REQUIREMENTS(PROJECT, [need.extra])) <= installed(need.service), (path.name, need)
+
+
+def test_an_example_needs_more_than_torch() -> None:
+    found = [need for path in EXAMPLES for need in needs(parse_job(load_yaml(path)))]
+    assert {("peft", "rollout"), ("peft", "trainer")} <= {(need.package, need.service) for need in found}
+    assert not set(REQUIREMENTS(PROJECT, ["lora"])) <= installed("reward"), "the test can fail"
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_an_image_takes_more_extras(service: str) -> None:
+    argument = f"EXTRAS_{service.upper()}"
+    assert f'ARG {argument}=""\n' in DOCKERFILE
+    assert f"requirements.py ${argument} > {service}.txt" in DOCKERFILE
+    assert f"COPY --from=lists /deps/{service}.txt /deps/" in stages()[service][1]
+    assert COMPOSE["services"][service]["build"]["args"] == {argument: f"${{{argument}:-}}"}
+    assert f"`{argument}" in (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+
+
+def test_what_an_image_may_lack_is_an_extra() -> None:
+    assert set(OPTIONAL.values()) <= set(PROJECT["optional-dependencies"])
+    assert "!deploy/install.sh" in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()

@@ -1,0 +1,69 @@
+"""Which packages beyond the usual ones a job needs, and in which service."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from penstock.shared.config.environment import VerifiersConfig
+from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import AnyJob
+from penstock.shared.config.scorers import MathScorer, RewardModelScorer
+
+__all__ = ["OPTIONAL", "Need", "needs"]
+
+OPTIONAL = {
+    "bitsandbytes": "optim-8bit",
+    "math_verify": "reward",
+    "megatron": "megatron",
+    "peft": "lora",
+    "torch": "torch",
+    "verifiers": "verifiers",
+}
+"""Packages as they are imported, and the extra of Penstock that brings each."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """``key`` of a job file needs ``package`` (one of OPTIONAL) in every process of ``service``."""
+
+    key: str
+    package: str
+    service: str
+
+    @property
+    def extra(self) -> str:
+        """What to install: ``penstock[EXTRA]``."""
+        return OPTIONAL[self.package]
+
+
+def needs(spec: AnyJob) -> list[Need]:
+    """What a job needs that a service may lack; weights and data sets may need more."""
+    found = [*_of_rollouts(spec)]
+    if isinstance(spec, JobConfig):
+        found += _of_training(spec)
+    return found
+
+
+def _of_rollouts(spec: AnyJob) -> Iterator[Need]:
+    if spec.model.lora is not None:
+        yield Need("model.lora", "peft", "rollout")
+    for place, scorer in enumerate(spec.reward.scorers):
+        if isinstance(scorer, MathScorer):
+            yield Need(f"reward.scorers[{place}]", "math_verify", "reward")
+        if isinstance(scorer, RewardModelScorer):
+            yield Need(f"reward.scorers[{place}]", "torch", "reward")
+    if isinstance(spec.environment, VerifiersConfig) and spec.environment.python is None:
+        yield Need("environment", "verifiers", "env")
+
+
+def _of_training(spec: JobConfig) -> Iterator[Need]:
+    critic = spec.algorithm.critic
+    if spec.model.lora is not None:
+        yield Need("model.lora", "peft", "trainer")
+    if spec.optimizer.type == "adamw_8bit":
+        yield Need("optimizer.type", "bitsandbytes", "trainer")
+    if critic is not None and critic.optimizer.type == "adamw_8bit":
+        yield Need("algorithm.critic.optimizer.type", "bitsandbytes", "trainer")
+    if spec.backend.type == "megatron":
+        yield Need("backend.type", "megatron", "trainer")
