@@ -71,7 +71,8 @@ class CoordinatorControl:
     ) -> None:
         self.bus, self.store, self.members, self.settings = bus, store, members, settings
         self.leader = LeaderLine(bus, runners)
-        self._once, self._probe = Once(bus), WriteProbe(bus, settings.worker_id)
+        self._once = Once(bus)
+        self._probe = WriteProbe(bus, settings.worker_id, settings.nats_monitor_url)
         self._steering = Steering(bus, store, settings)
         self.keys = KeyStore(bus)
         self.audit_log = AuditLog(bus)
@@ -341,11 +342,11 @@ class CoordinatorControl:
         }
         try:
             async with asyncio.timeout(0.8):
+                flaw = await self._probe.flaw(0.5)
+                checks["write"] = {"ok": not flaw, "detail": flaw or "taken"}
                 state = await self.bus.stream_state(subjects.LEDGER)
                 checks["leader"] = {"ok": True, "detail": await self.leader.name()}
-                flaw = await self._probe.flaw(0.5)
             checks["ledger"] = {"ok": True, "detail": f"{state.messages} entries"}
-            checks["write"] = {"ok": not flaw, "detail": flaw or "taken"}
         except (PenstockError, TimeoutError) as error:
             checks["ledger"] = {"ok": False, "detail": str(error) or "the ledger stream does not answer"}
         return all(check["ok"] for check in checks.values()), checks

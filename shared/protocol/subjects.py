@@ -9,7 +9,6 @@ __all__ = [
     "BATCHES",
     "DEAD",
     "DECISIONS",
-    "DISK_FULL",
     "ENV_OPEN",
     "EPISODES",
     "EVENTS",
@@ -259,9 +258,6 @@ def score(job: str) -> str:
 
 SCALE = "supervisor.scale"
 """Request/reply to whoever starts the processes: have that many workers of a service."""
-
-DISK_FULL = "supervisor.disk"
-"""A stream could not store a message because the disk of its server is full (core NATS, the name of the stream)."""
 
 GRADE = "grade.request"
 """Request/reply to the reward pool: grade one answer outside of any job."""

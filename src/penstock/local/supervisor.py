@@ -1,9 +1,8 @@
-"""Takes the coordinator's wishes about the number of workers, and news of a full disk, over the bus."""
+"""Takes the coordinator's wishes about the number of workers, over the bus."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Protocol
 
 from penstock.shared.errors import Conflict
@@ -32,10 +31,8 @@ class Scalable(Protocol):
 class Supervisor:
     """Answers for the processes of one machine. Without one, workers are somebody else's to start."""
 
-    def __init__(
-        self, nats_url: str, processes: Scalable, *, on_disk_full: Callable[[str, bytes], None] = lambda *_: None
-    ) -> None:
-        self._nats_url, self._processes, self._on_disk_full = nats_url, processes, on_disk_full
+    def __init__(self, nats_url: str, processes: Scalable) -> None:
+        self._nats_url, self._processes = nats_url, processes
         self._newest: dict[str, str] = {}
         """Wish that was taken last, by pool."""
 
@@ -43,7 +40,6 @@ class Supervisor:
         """Until cancelled."""
         bus = await Bus.connect(self._nats_url, name="supervisor", deadline_s=CONNECT_S)
         async with bus, await bus.serve(subjects.SCALE, self._answer):
-            await bus.subscribe(subjects.DISK_FULL, self._on_disk_full)
             await asyncio.Event().wait()
 
     async def _answer(self, data: bytes) -> bytes:

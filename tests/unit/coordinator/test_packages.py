@@ -44,8 +44,9 @@ def test_what_a_job_file_asks_for() -> None:
 def test_a_library_of_environments_may_have_its_own_interpreter() -> None:
     job: dict[str, Any] = {
         **JOB, "model": {"config": {}, "tokenizer": "char"}, "data": {"train": {"type": "tasks", "num_rows": 4}},
+        "sampling": {"max_new_tokens": 8},
         "reward": {"scorers": [{"type": "environment"}]},
-        "environment": {"type": "verifiers", "env": {"taskset": {"id": "x"}}},
+        "environment": {"type": "verifiers", "max_observation_tokens": 16, "env": {"taskset": {"id": "x"}}},
     }  # fmt: skip
     assert needs(parse_job(job)) == [Need("environment", "verifiers", "env")]
     job["environment"]["python"] = "/opt/verifiers/bin/python"
