@@ -52,8 +52,7 @@ async def test_a_stream_without_disk_says_so_until_its_server_is_started_again(d
     with NatsServer(folder / "nats", max_file_store=SIZES.reserved_bytes) as server:
         async with await Bus.connect(server.url, name="test") as bus:
             await ensure(bus)
-            probe = WriteProbe(bus, "coordinator", server.monitor_url)
-            assert await probe.flaw(1.0) == ""
+            assert await WriteProbe(bus, "before", server.monitor_url).flaw(1.0) == ""
             for number in range(5):
                 await bus.publish(EXPERIENCE, PAYLOAD, msg_id=f"before-{number}")
             ballast = fill(folder)
@@ -63,13 +62,14 @@ async def test_a_stream_without_disk_says_so_until_its_server_is_started_again(d
             ):
                 with pytest.raises(Unavailable):
                     await attempt
-            assert "EXPERIENCE' write error" in await probe.flaw(0.5)
+            assert "EXPERIENCE' write error" in await WriteProbe(bus, "meanwhile", server.monitor_url).flaw(0.5)
             assert "no space left on device" in server.flaw()
             ballast.unlink()
             with pytest.raises(Unavailable, match="a write failed, say on a full disk"):
                 await bus.publish(EXPERIENCE, PAYLOAD, msg_id="later", deadline_s=0.3)
             server.restart()
             assert server.flaw() == ""
+            assert await WriteProbe(bus, "after", server.monitor_url).flaw(1.0) == ""
             await bus.publish(EXPERIENCE, PAYLOAD, msg_id="after", deadline_s=10)
             assert await stored(bus) == [*(f"before-{number}" for number in range(5)), "after"]
 
