@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.services.env.verifiers.child import Host
+from penstock.services.env.verifiers.child import MAX_STEPS, Episode, Host
 
 
 class Sent:
@@ -73,3 +73,14 @@ async def test_nothing_waits_for_an_episode_that_was_given_up(host: Host) -> Non
         await host.on_message({"episode": "hangs", **end})
         while rest := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(rest)
+
+
+async def test_turns_that_nobody_fetches_do_not_pile_up() -> None:
+    """As where a connection breaks again and again, and the environment asks for the next turn."""
+    episode = Episode()
+    for _ in range(MAX_STEPS):
+        episode.ask([{"role": "user", "content": "hi"}], [])
+    with pytest.raises(ValueError, match=f"it gave up {MAX_STEPS} turns"):
+        episode.ask([{"role": "user", "content": "hi"}], [])
+    episode.give_up()
+    assert episode.steps.qsize() == MAX_STEPS + 1, "that it is over is always told"

@@ -27,6 +27,8 @@ __all__ = ["main"]
 LENGTH = struct.Struct("<I")
 KEY = "PENSTOCK_POLICY_API_KEY"
 MODEL = "policy"
+MAX_STEPS = 8
+"""Steps of an episode that the env service did not fetch; one that takes turns has a single one."""
 END_S = 4.0
 """Once the env service is gone, what was started here has this long to end."""
 
@@ -62,7 +64,8 @@ class Episode:
     """One episode under way: what the env service waits for, and the request that waits for the policy."""
 
     def __init__(self) -> None:
-        self.steps: asyncio.Queue[Message] = asyncio.Queue()
+        self.steps: asyncio.Queue[Message] = asyncio.Queue(MAX_STEPS + 2)
+        """With room for the last step, and for that it was given up."""
         self.turn: asyncio.Future[Message | None] | None = None
         self.trace: Any = None
         self.problem = ""
@@ -88,6 +91,13 @@ class Episode:
             raise ValueError("it asks for a turn and says nothing new")
         self.trace, self._known, self._tools = trace, plain, tools
         return list(new)
+
+    def ask(self, messages: list[Message], tools: list[Message]) -> None:
+        """Have the policy asked for a turn. Raises ValueError where too many were asked for that nobody fetched."""
+        if self.steps.qsize() >= MAX_STEPS:
+            raise ValueError(f"it gave up {MAX_STEPS} turns that it had asked for")
+        self.turn = asyncio.get_running_loop().create_future()
+        self.steps.put_nowait({"messages": messages, "tools": tools})
 
     def say(self, message: Message) -> None:
         """What the policy said."""
@@ -197,12 +207,11 @@ class Host:
             return None, "this is not a request of an episode"
         episode, trace = found
         try:
-            new = episode.take(trace, body)
+            episode.ask(episode.take(trace, body), body.get("tools") or [])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             episode.problem = f"the environment cannot be played: {error}"
             return None, episode.problem
-        episode.turn = asyncio.get_running_loop().create_future()
-        episode.steps.put_nowait({"messages": new, "tools": body.get("tools") or []})
+        assert episode.turn is not None
         answer = await episode.turn
         if answer is None:
             trace.stop("max_total_tokens")
