@@ -10,8 +10,8 @@ from penstock.services.coordinator.outbox import Outbox
 from penstock.services.coordinator.run import JobRun
 from penstock.shared.errors import Unavailable
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.codec import pack
-from penstock.shared.protocol.messages import Command, CommandKind
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.messages import Ack, Command, CommandKind
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["TrainerCommands"]
@@ -49,6 +49,9 @@ class TrainerCommands:
 
     async def _send(self, command: bytes) -> None:
         try:
-            await self._bus.request(subjects.command(self._job), command, deadline_s=RETRY_S)
+            reply = await self._bus.request(subjects.command(self._job), command, deadline_s=RETRY_S)
+            ack, _ = unpack(reply, Ack)
+            if not ack.ok:
+                logger.warning("the trainer of %s refused a command: %s", self._job, ack.reason)
         except Unavailable as error:
             logger.info("the trainer of %s did not take the command yet: %s", self._job, error)

@@ -25,6 +25,9 @@ class FixedPolicy:
         finally:
             await self._engine.close()
 
+    async def first(self) -> None:
+        """Version 0 is there from the start."""
+
     async def reach(self, wanted: Callable[[int], bool], *, deadline_s: float, what: str) -> None:
         """Version 0 is there from the start, and no other one comes."""
         assert wanted(0), f"an evaluation job has no {what}"

@@ -145,6 +145,11 @@ class PolicyFollower:
         await self._load(manifest, staged, base=True)
         staged.release()
 
+    async def first(self) -> None:
+        """Wait for the first version, for as long as it takes: the session ends with its job."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.version >= 0)
+
     async def reach(self, wanted: Callable[[int], bool], *, deadline_s: float, what: str) -> None:
         """Wait until the engine's version is ``wanted``. Raises DeadlineError naming ``what``."""
         if wanted(self.version):

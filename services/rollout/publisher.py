@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 from penstock.shared.errors import Unavailable
 from penstock.shared.protocol import subjects
@@ -27,7 +28,8 @@ class GroupPublisher:
     def __init__(self, bus: Bus, job: str) -> None:
         self._bus, self._job = bus, job
         self._queue: asyncio.Queue[tuple[Outgoing, asyncio.Future[None]]] = asyncio.Queue(maxsize=1024)
-        self.blocked = ""
+        self.blocked: tuple[float, str] | None = None
+        """Since when (Unix seconds) groups are not taken, and why."""
 
     async def publish(self, group: Group, *, raw: bool = False) -> None:
         """Returns once the group is durable."""
@@ -57,9 +59,9 @@ class GroupPublisher:
             try:
                 await self._bus.publish_whole(messages, deadline_s=deadline_s)
             except Unavailable as error:
-                self.blocked = str(error)
+                self.blocked = (self.blocked[0] if self.blocked else time.time(), str(error))
                 logger.warning("groups of %s wait: %s", self._job, error)
                 await asyncio.sleep(RETRY_S)
             else:
-                self.blocked = ""
+                self.blocked = None
                 return

@@ -88,7 +88,7 @@ class RolloutSession:
             if self._candidate is not None:
                 background.append(tasks.create_task(self._candidate.run()))
             self._wait("policy", "the first policy version", subjects.MANIFESTS)
-            await self._policy.reach(lambda version: version >= 0, deadline_s=86400, what="the first policy version")
+            await self._policy.first()
             self._done("policy")
             async with asyncio.TaskGroup() as working:
                 if isinstance(self.config, JobConfig):
@@ -328,12 +328,9 @@ class RolloutSession:
             "holds": [key.split(":", 1)[1] for key in list(self._holds)],
             "pause_s": policy.pause_s if policy else 0.0,
         }
-        if self._publisher.blocked:
-            row |= {
-                "waiting_for": self._publisher.blocked,
-                "since": time.time(),
-                "subject": subjects.experience(self.job),
-            }
+        if self._publisher.blocked is not None:
+            since, why = self._publisher.blocked
+            row |= {"waiting_for": why, "since": since, "subject": subjects.experience(self.job)}
         elif self._waits:
             since, what, subject = min(self._waits.values())
             row |= {"waiting_for": what, "since": since, "subject": subject}

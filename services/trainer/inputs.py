@@ -102,7 +102,8 @@ class BatchInputs:
         self._newest: dict[int, BatchManifest] = {}
         self._fetching: dict[tuple[int, int], asyncio.Task[BatchShard]] = {}
         self._refused: dict[int, int] = {}
-        self._epoch = 0
+        self.epoch = 0
+        """Highest epoch of a coordinator that announced a batch."""
         self.arrived = asyncio.Event()
 
     async def run(self) -> None:
@@ -111,10 +112,10 @@ class BatchInputs:
         async with contextlib.aclosing(reader):
             async for message in reader:
                 manifest, envelope = unpack(message.data, BatchManifest)
-                if envelope.epoch < self._epoch:
+                if envelope.epoch < self.epoch:
                     logger.warning("batch %d of a fenced coordinator ignored", manifest.number)
                     continue
-                self._epoch = envelope.epoch
+                self.epoch = envelope.epoch
                 self._take(manifest)
 
     def peek(self, number: int) -> BatchManifest | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Any
 
+from penstock.services.trainer.fence import Fence
 from penstock.shared.errors import Fenced, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
@@ -21,12 +23,17 @@ RETRY_S = 0.2
 
 
 class Reporter:
-    """Sends reports; a refusal means that the ledger says otherwise and this trainer must start over (Fenced)."""
+    """Sends reports; a refusal means that the ledger says otherwise and this trainer must start over (Fenced).
 
-    def __init__(self, bus: Bus, job: str) -> None:
+    ``fence``: answers of coordinators that do not lead any more are none.
+    """
+
+    def __init__(self, bus: Bus, job: str, fence: Fence | None = None) -> None:
         self._bus, self._job = bus, job
+        self._fence = fence or Fence()
         self._queue: asyncio.Queue[Report] = asyncio.Queue(maxsize=256)
-        self.unanswered = ""
+        self.unanswered: tuple[str, float] | None = None
+        """What the coordinator does not answer, and since when (Unix seconds)."""
 
     async def ask(self, report: Report) -> dict[str, Any]:
         """Send one report and wait for its answer for as long as it takes; ``unanswered`` says what is waited for.
@@ -35,16 +42,21 @@ class Reporter:
             Fenced: refused.
         """
         data = pack(report, job=self._job, id=f"{report.kind}:{report.batch}", epoch=report.epoch)
+        began = time.time()
         while True:
             try:
                 reply = await self._bus.request(subjects.report(self._job), data, deadline_s=ANSWER_DEADLINE_S)
             except Unavailable as error:
-                self.unanswered = f"the coordinator to record '{report.kind}' of batch {report.batch}"
+                self.unanswered = f"the coordinator to record '{report.kind}' of batch {report.batch}", began
                 logger.info("report %s %d waits: %s", report.kind, report.batch, error)
                 await asyncio.sleep(RETRY_S)
                 continue
-            self.unanswered = ""
-            ack, _ = unpack(reply, Ack)
+            ack, envelope = unpack(reply, Ack)
+            if not self._fence.lets_in(envelope.epoch):  # what it knows may be old; the one that leads now is asked
+                logger.warning("report %s %d was answered by a fenced coordinator", report.kind, report.batch)
+                await asyncio.sleep(RETRY_S)
+                continue
+            self.unanswered = None
             if not ack.ok:
                 raise Fenced(f"report '{report.kind}' of batch {report.batch} refused: {ack.reason}")
             return ack.data

@@ -18,6 +18,7 @@ import torch
 
 from penstock.services.trainer.checkpointing import Checkpointing, pinned_in
 from penstock.services.trainer.crew import Crew
+from penstock.services.trainer.fence import Fence
 from penstock.services.trainer.inputs import BatchInputs, Untrainable
 from penstock.services.trainer.progress import Progress
 from penstock.services.trainer.publishing import Publishing
@@ -27,6 +28,7 @@ from penstock.services.trainer.reports import Reporter
 from penstock.services.trainer.start import Start
 from penstock.services.trainer.statistics import lag_facts
 from penstock.services.trainer.update_rules.on_policy import NonFiniteStep
+from penstock.services.trainer.wanted import is_wanted
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.service import ServiceSettings
@@ -38,11 +40,9 @@ from penstock.shared.errors import (
     Fenced,
     ProtocolError,
     RankLost,
-    Unavailable,
 )
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.protocol.messages import Ack, BatchManifest, Command, Report
 from penstock.shared.runtime.lease import Lease
 from penstock.shared.runtime.tasks import raise_if_cancelled
@@ -79,7 +79,8 @@ class TrainerSession:
         self._crew = Crew(replica, ranks)
         gated = isinstance(config, OnlineJob) and config.online.promotion is not None
         self._publishing = Publishing(bus, settings, job, gated=gated)
-        self._reporter = Reporter(bus, job)
+        self._fence = Fence()
+        self._reporter = Reporter(bus, job, self._fence)
         self._checkpointing: Checkpointing | None = None
         self._inputs: BatchInputs | None = None
         self._waiting: tuple[str, str, float] | None = None
@@ -143,7 +144,8 @@ class TrainerSession:
                 await self._crew.close()
 
     async def _hold(self, lease: Lease) -> None:
-        self._reporter = Reporter(self._bus, self.job)  # what an earlier lease left unsaid is not true any more
+        # A new one: what an earlier lease left unsaid is not true any more.
+        self._reporter = Reporter(self._bus, self.job, self._fence)
         async with asyncio.TaskGroup() as tasks:
             keeping = tasks.create_task(lease.keep())
             try:
@@ -151,7 +153,8 @@ class TrainerSession:
             except* (ConfigError, DataError, CheckpointError) as group:
                 reason = str(_first(group))
                 await self._reporter.ask(Report(kind="failed", epoch=self._epoch, reason=reason))
-                await asyncio.Event().wait()  # the coordinator ends the job, and with it this session
+                self._wait(f"the coordinator to end this job, which cannot go on: {reason}", subjects.JOBS)
+                await asyncio.Event().wait()  # with the job this session ends
             keeping.cancel()
 
     async def _train(self) -> None:
@@ -325,7 +328,7 @@ class TrainerSession:
     async def _until_resumed(self, reason: str) -> None:
         """Wait until somebody resumes the job, or this session is over."""
         self._wait(f"the job to be resumed: {reason}", subjects.JOBS)
-        while not (self._draining or self._going_back or await self._is_wanted()):
+        while not (self._draining or self._going_back or await is_wanted(self._bus, self.job)):
             await asyncio.sleep(RESUMED_POLL_S)
 
     async def _let_others_try(self) -> None:
@@ -334,19 +337,13 @@ class TrainerSession:
         while not self._draining and time.monotonic() < end:
             await asyncio.sleep(min(RESTART_S, self._settings.lease_s))
 
-    async def _is_wanted(self) -> bool:
-        try:
-            entry = await self._bus.kv(subjects.JOBS).get(self.job)
-        except Unavailable:  # asked again soon
-            return False
-        return (
-            entry is not None
-            and entry.value is not None
-            and JobRecord.model_validate_json(entry.value).desired_state != "paused"
-        )
-
     async def _on_command(self, data: bytes) -> bytes:
         command, _ = unpack(data, Command)
+        heard = self._fence.epoch if self._inputs is None else max(self._fence.epoch, self._inputs.epoch)
+        if command.epoch < heard or not self._fence.lets_in(command.epoch):
+            logger.warning("'%s' of a fenced coordinator (epoch %d) refused", command.kind, command.epoch)
+            reason = f"epoch {command.epoch} is over: a coordinator with epoch {heard} leads"
+            return pack(Ack(ok=False, reason=reason), job=self.job, epoch=self._epoch)
         if command.kind == "checkpoint" and self._checkpointing is not None:
             self._checkpointing.ask(str(command.args.get("reason", "")))
         if command.kind == "rollback" and int(command.args["version"]) >= self.progress.version:  # not done already
@@ -363,7 +360,8 @@ class TrainerSession:
         return {**self._seconds, **self._crew.seconds, "checkpoint": checkpoint}
 
     def _wait(self, what: str, subject: str) -> None:
-        self._waiting = (what, subject, time.time())
+        if self._waiting is None or self._waiting[:2] != (what, subject):  # else it goes on, and so does its age
+            self._waiting = (what, subject, time.time())
 
     def status(self) -> dict[str, Any]:
         """This worker's entry for the job, for its heartbeat."""
@@ -374,12 +372,9 @@ class TrainerSession:
             "seconds": self.seconds,
         }
         writing = "" if self._checkpointing is None else self._checkpointing.writing
-        if self._reporter.unanswered:
-            row |= {
-                "waiting_for": self._reporter.unanswered,
-                "subject": subjects.report(self.job),
-                "since": time.time(),
-            }
+        if self._reporter.unanswered is not None:
+            what, since = self._reporter.unanswered
+            row |= {"waiting_for": what, "subject": subjects.report(self.job), "since": since}
         elif self._waiting is not None:
             what, subject, since = self._waiting
             row |= {"waiting_for": writing or what, "subject": subject, "since": since}

@@ -17,7 +17,7 @@ from penstock.services.env.service import EnvService
 from penstock.services.rollout.session import RolloutSession
 from penstock.shared.config.kinds import parse_job
 from penstock.shared.config.service import ServiceSettings
-from penstock.shared.errors import ToolError
+from penstock.shared.errors import StreamFull, ToolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.ids import Draw
@@ -47,9 +47,9 @@ class Worker:
         reply = ScoreReply(rewards=[1.0] * number, failed=[False] * number, parts={}, errors=[])
         return pack(reply, job=JOB, id=envelope.id)
 
-    async def ask(self, ordinal: int) -> None:
+    async def ask(self, ordinal: int, *, epoch: int = 1) -> None:
         ticket = Ticket(
-            draw=Draw(ordinal), min_version=0, deadline=time.time() + 60, epoch=1, purpose="eval", version=0
+            draw=Draw(ordinal), min_version=0, deadline=time.time() + 60, epoch=epoch, purpose="eval", version=0
         )  # fmt: skip
         await self.bus.publish(subjects.tickets(JOB), pack(ticket, job=JOB))
 
@@ -113,6 +113,50 @@ async def test_a_ticket_that_fails_leaves_its_neighbours_alone(bus: Bus, tmp_pat
     assert (failed.skipped, failed.lengths) == ("", [])
     assert "43 prompt tokens + 4 new ones exceed the 32" in failed.error
     assert (set(good.rewards), any(good.failed), good.error) == ({1.0}, False, "")
+
+
+async def test_a_ticket_of_an_earlier_leader_is_answered(bus: Bus, tmp_path: Path) -> None:
+    """Its draw is in the ledger, and the next leader's ticket for it was de-duplicated: this is the only one."""
+    async with working(bus, tmp_path, ["1+1=", "1+2="]) as worker:
+        worker.scores.set()
+
+        async def answered(number: int) -> bool:
+            return len(await worker.groups()) == number
+
+        await worker.ask(1, epoch=2)
+        await until(lambda: answered(1))
+        await worker.ask(0, epoch=1)
+        await until(lambda: answered(2))
+
+
+async def test_the_age_of_a_full_stream_grows(bus: Bus, tmp_path: Path) -> None:
+    await bus.ensure_streams(experience_bytes=1 << 20, stream_bytes=16 << 20)
+    with pytest.raises(StreamFull):
+        while True:
+            await bus.publish(subjects.experience("job_junk"), b"x" * 1000)
+    async with working(bus, tmp_path) as worker:
+        worker.scores.set()
+        began = time.time()
+        await worker.ask(1)
+
+        async def blocked() -> bool:
+            return "EXPERIENCE is full" in worker.session.status().get("waiting_for", "")
+
+        await until(blocked)
+        first = worker.session.status()["since"]
+        await asyncio.sleep(0.5)
+        assert worker.session.status()["since"] == first >= began
+        await bus.purge(subjects.EXPERIENCE, subjects.experience("job_junk"))
+        await until(lambda: has_group(worker))
+        await until(lambda: is_free(worker))
+
+
+async def has_group(worker: Worker) -> bool:
+    return bool(await worker.groups())
+
+
+async def is_free(worker: Worker) -> bool:
+    return "since" not in worker.session.status()
 
 
 async def test_every_draw_in_hand_is_named(bus: Bus, tmp_path: Path) -> None:
