@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 
 from penstock.services.coordinator.batch_log import batch_id
+from penstock.services.coordinator.retry import Retry
 from penstock.services.coordinator.run import Effects, JobRun
 from penstock.services.coordinator.supply import Unreadable
 from penstock.shared.errors import NotFound, ProtocolError, StreamFull, Unavailable
@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 Order = Callable[[JobRun, Sequence[Draw]], Awaitable[None]]
 """Has the groups of draws made; safe to repeat."""
 
-RETRY_S = 0.2
 MAX_REASON = 500
 STREAM, SEQUENCE = "Penstock-Stream", "Penstock-Sequence"
 """Where a dead letter was."""
@@ -36,17 +35,16 @@ LETTER = frozenset({STREAM, SEQUENCE, ATTEMPTS, REASON})
 
 
 class Carrier:
-    """Tickets, batch manifests, deletions and purges of one job. ``sealed_at``: when a batch was announced last."""
+    """Tickets, batch manifests, deletions and purges of one job. ``retry``: says what they wait for."""
 
-    def __init__(self, bus: Bus, job: str, epoch: int) -> None:
+    def __init__(self, bus: Bus, job: str, epoch: int, retry: Retry | None = None) -> None:
         self.bus, self.job, self.epoch = bus, job, epoch
-        self.sealed_at = time.time()
+        self.retry = retry or Retry(job)
 
     async def carry_out(self, run: JobRun, effects: Effects, order: Order | None = None) -> None:
         """Do what follows from committed events; ``order`` has groups made, default: tickets ask for them."""
         for number in effects.announce:
             await self._announce(run, number)
-            self.sealed_at = time.time()
         await self.delete(effects.delete)  # first: what replaces it may be as large
         if effects.tickets:
             await (order or self.ask)(run, effects.tickets)
@@ -67,7 +65,9 @@ class Carrier:
         )
         data = pack(manifest, job=self.job, id=f"{number}.{batch.revision}", epoch=self.epoch)
         msg_id = batch_id(self.job, number, batch.revision, self.epoch)
-        await self._publish(subjects.batches(self.job), data, msg_id=msg_id)
+        subject = subjects.batches(self.job)
+        publish = partial(self.bus.publish, subject, data, msg_id=msg_id, deadline_s=5)
+        await self.retry.until_taken(f"the manifest of batch {number}", subject, publish)
 
     async def ask(self, run: JobRun, draws: Sequence[Draw]) -> None:
         """Publish a ticket for each draw."""
@@ -89,22 +89,8 @@ class Carrier:
             )
             for t in tickets
         ]
-        while True:
-            try:
-                await self.bus.publish_many(outgoing, deadline_s=5)
-                return
-            except Unavailable as error:
-                logger.warning("tickets of %s wait: %s", self.job, error)
-                await asyncio.sleep(RETRY_S)
-
-    async def _publish(self, subject: str, data: bytes, *, msg_id: str | None = None) -> None:
-        while True:
-            try:
-                await self.bus.publish(subject, data, msg_id=msg_id, deadline_s=5)
-                return
-            except Unavailable as error:
-                logger.warning("publish on %s waits: %s", subject, error)
-                await asyncio.sleep(RETRY_S)
+        publish = partial(self.bus.publish_many, outgoing, deadline_s=5)
+        await self.retry.until_taken(f"{len(tickets)} tickets", subject, publish)
 
     async def delete(self, seqs: Iterable[int], *, stream: str = subjects.EXPERIENCE) -> None:
         """Delete messages that nobody needs; harmless if they stay."""
@@ -121,23 +107,19 @@ class Carrier:
         gone already. Waits while the bus is away. A full DEAD stops nobody: the payload is lost and the log says so.
         """
         place, count, parts = 0, 1, ""
+        what, subject = f"a copy of message {seq} of {stream}", subjects.dead(self.job)
         while place < count:
             try:
-                message = await self.bus.get(stream, seq + place)
-                if not place:
-                    count, parts = _count(message), part_subject(message.subject)
-                elif message.subject != parts or message.headers.get(PART) != str(place):
-                    return place
-                await self._copy_dead(message, stream, reason, attempts)
-                place += 1
+                message = await self.retry.until_taken(what, subject, partial(self.bus.get, stream, seq + place))
             except NotFound:
                 place += 1
-            except StreamFull as error:
-                logger.error("%s: message %d of %s is not kept (%s): %s", self.job, seq, stream, reason, error)
-                place += 1
-            except Unavailable as error:
-                logger.warning("a dead letter of %s waits: %s", self.job, error)
-                await asyncio.sleep(RETRY_S)
+                continue
+            if not place:
+                count, parts = _count(message), part_subject(message.subject)
+            elif message.subject != parts or message.headers.get(PART) != str(place):
+                return place
+            await self.retry.until_taken(what, subject, partial(self._copy_dead, message, stream, reason, attempts))
+            place += 1
         return count
 
     async def keep_unreadable(self, messages: Sequence[Unreadable]) -> list[Unreadable]:
@@ -152,13 +134,10 @@ class Carrier:
         return new
 
     async def _dead_origins(self) -> set[tuple[str, str]]:
-        while True:
-            try:
-                letters = await self.bus.read(subjects.DEAD, subjects.dead(self.job), headers_only=True)
-                return {(one.headers.get(STREAM, ""), one.headers.get(SEQUENCE, "")) for one in letters}
-            except Unavailable as error:
-                logger.warning("a dead letter of %s waits: %s", self.job, error)
-                await asyncio.sleep(RETRY_S)
+        subject = subjects.dead(self.job)
+        read = partial(self.bus.read, subjects.DEAD, subject, headers_only=True)
+        letters = await self.retry.until_taken("a look at the dead letters", subject, read)
+        return {(one.headers.get(STREAM, ""), one.headers.get(SEQUENCE, "")) for one in letters}
 
     async def keep_refused(self, run: JobRun, events: Sequence[Event]) -> None:
         """Copy the groups that the trainer could not train to DEAD, before the decision that deletes them."""
@@ -178,7 +157,10 @@ class Carrier:
             REASON: " ".join(reason.split())[:MAX_REASON],
         }
         msg_id = f"dead:{stream}:{message.seq}"
-        await self.bus.publish(subjects.dead(self.job), message.data, headers=headers, msg_id=msg_id, deadline_s=5)
+        try:
+            await self.bus.publish(subjects.dead(self.job), message.data, headers=headers, msg_id=msg_id, deadline_s=5)
+        except StreamFull as error:
+            logger.error("%s: message %d of %s is not kept (%s): %s", self.job, message.seq, stream, reason, error)
 
 
 def _count(message: Message) -> int:

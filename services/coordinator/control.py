@@ -28,11 +28,14 @@ from penstock.services.coordinator.keystore import KeyStore
 from penstock.services.coordinator.leader import Leader
 from penstock.services.coordinator.leaderline import LeaderLine
 from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.ledger_room import ledger_waits, reserve_ledger
 from penstock.services.coordinator.letterbox import LetterBox
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.once import Once
 from penstock.services.coordinator.online.rereading import decide_again
 from penstock.services.coordinator.probe import WriteProbe
+from penstock.services.coordinator.removal import delete_job
+from penstock.services.coordinator.replays import replay_rows
 from penstock.services.coordinator.scaling import Scaler
 from penstock.services.coordinator.series import columns, metric_names
 from penstock.services.coordinator.steering import Steering
@@ -46,17 +49,13 @@ from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, Conflict, NotFound, PenstockError
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.events import SealedGroup, decode_events
-from penstock.shared.protocol.ids import new_attempt
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, DesiredState, JobRecord, Operation
-from penstock.shared.protocol.messages import Ack, ReplayRequest, ReplayRow
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.server import durability
 
 __all__ = ["CoordinatorControl"]
 
-REPLAY_ROW_DEADLINE_S = 120.0
 AUDIT_CHUNK_BYTES = 64 << 20
 """The audit holds groups of at most this many bytes at once, or a single one."""
 KEPT_STATES = 8
@@ -111,6 +110,8 @@ class CoordinatorControl:
         return await self._plan(await resolve_model(spec, self._state))
 
     async def _plan(self, spec: AnyJob) -> Row:
+        if isinstance(spec, JobConfig):
+            await reserve_ledger(self.bus)
         atomic = (await self.bus.stream_state(subjects.EXPERIENCE)).atomic
         return await plan_job(spec, await self.store.list_all(), self.settings, self.members, stores_parts=atomic)
 
@@ -156,6 +157,12 @@ class CoordinatorControl:
     async def amend(self, job: str, edit: Callable[[JobRecord], AnyJob], *, by: str) -> JobRecord:
         """See ``Control.amend``."""
         return await self._steering.amend(job, edit, by=by)
+
+    async def delete(self, job: str, *, checkpoints: bool) -> None:
+        """See ``Control.delete``."""
+        folder = self.settings.data_dir / "checkpoints" if checkpoints else None
+        await delete_job(self.bus, self.store, job, checkpoints=folder)
+        self._finished.pop(job, None)
 
     async def begin_operation(self, job: str, operation: Operation) -> JobRecord:
         """See ``Control.begin_operation``."""
@@ -267,7 +274,7 @@ class CoordinatorControl:
         record = await self.store.get(job)
         if record.status.phase in TERMINAL_PHASES:
             return []
-        return await self.leader.why(job)
+        return [*await self.leader.why(job), *await ledger_waits(self.bus)]
 
     async def audit(self, job: str) -> Row:
         """See ``Control.audit``."""
@@ -302,28 +309,9 @@ class CoordinatorControl:
         """See ``Control.replay``."""
         if not trains((await self.store.get(job)).spec):
             raise Conflict(f"job '{job}' is an evaluation: it trained nothing that could be repeated")
-        request = ReplayRequest(id=new_attempt(), from_batch=from_batch, to_batch=to_batch)
-        rows: asyncio.Queue[ReplayRow] = asyncio.Queue()
-
-        def take(subject: str, data: bytes) -> None:
-            rows.put_nowait(unpack(data, ReplayRow)[0])
-
-        progress = await self.bus.subscribe(subjects.replay_progress(request.id), take)
-        try:
-            reply = await self.bus.request(subjects.REPLAY, pack(request, job=job), deadline_s=10)
-            ack, _ = unpack(reply, Ack)
-            if not ack.ok:
-                raise Conflict(ack.reason)
-            row = ReplayRow()
-            while not row.done:
-                try:
-                    async with asyncio.timeout(REPLAY_ROW_DEADLINE_S):
-                        row = await rows.get()
-                except TimeoutError:
-                    row = ReplayRow(done=True, summary=f"the trainer gave no sign for {REPLAY_ROW_DEADLINE_S:g} s")
-                yield msgspec.to_builtins(row)
-        finally:
-            await progress.close()
+        async with contextlib.aclosing(replay_rows(self.bus, job, from_batch=from_batch, to_batch=to_batch)) as rows:
+            async for row in rows:
+                yield row
 
     # -- the deployment ----------------------------------------------------------------------------------------------
 
@@ -332,6 +320,7 @@ class CoordinatorControl:
         return {
             "durability": await durability(self.settings.nats_monitor_url),
             "experience_bytes": self.settings.experience_bytes,
+            "ledger_bytes": self.settings.ledger_size,
             "stream_bytes": self.settings.stream_bytes,
         }
 

@@ -17,8 +17,9 @@ from penstock.services.coordinator.evaluation import Scores, evaluation_tickets
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.outbox import Outbox
 from penstock.services.coordinator.pace import Pace
+from penstock.services.coordinator.retry import Retry
 from penstock.services.coordinator.store import JobStore
-from penstock.services.coordinator.why import wait_row, worker_waits
+from penstock.services.coordinator.why import blocked_waits, recovery_waits, wait_row, worker_waits
 from penstock.shared.config.evaluation_job import EvaluationJob
 from penstock.shared.data.check import SourceSummary, check_data
 from penstock.shared.errors import DataError, NotFound, ProtocolError
@@ -46,11 +47,13 @@ class EvaluationRunner:
         self.job, self.record, self.epoch = record.id, record, epoch
         self.config = EvaluationJob.parse(record.spec)
         self.outbox = Outbox(bus, store, self.job, attempt=record.status.attempt + 1)
-        self.carrier = Carrier(bus, self.job, epoch)
+        self.retry = Retry(self.job, tell=lambda text: self.outbox.event("warning", "blocked", text))
+        self.carrier = Carrier(bus, self.job, epoch, self.retry)
         self.scores = Scores()
         self._pace = Pace()
         self.expected: set[int] = set()
         self.ready = False
+        self._leads_since = time.time()
         self._num_prompts = 0
         self._held_out: tuple[SourceSummary, ...] = ()
         self._next_seq = 1
@@ -214,6 +217,13 @@ class EvaluationRunner:
 
     def why(self) -> list[dict[str, Any]]:
         """What the job waits for."""
-        rows = worker_waits(self.job, self.members, time.monotonic(), time.time(), services=("rollout", "reward"))
-        what = f"{len(self.expected)} of {self._num_prompts} prompts"
-        return [*rows, wait_row(what, subjects.tickets(self.job), self.job)] if self.expected else rows
+        now = time.time()
+        if not self.ready:
+            return recovery_waits(self.job, self.retry.blocked, now, self._leads_since)
+        rows = blocked_waits(self.job, self.retry.blocked, now)
+        rows += worker_waits(self.job, self.members, time.monotonic(), now, services=("rollout", "reward"))
+        if self.expected:
+            started = self.record.status.started_at or self.record.created_at
+            what = f"{len(self.expected)} of {self._num_prompts} prompts"
+            rows.append(wait_row(what, subjects.tickets(self.job), self.job, age_s=now - started.timestamp()))
+        return rows

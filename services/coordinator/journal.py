@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from penstock.services.coordinator.decision import copy_state
 from penstock.services.coordinator.ledger import LedgerState, fold
+from penstock.services.coordinator.retry import Retry
 from penstock.services.coordinator.snapshot import Snapshot, decode_snapshot, digest_of, encode_snapshot
 from penstock.shared.errors import ConfigError, Conflict, Fenced, ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
@@ -30,11 +31,13 @@ class Journal:
     """Append-only event log of one job with a single writer.
 
     An append names the last sequence it knows. A refused or timed-out append is resolved by reading back the tail: the
-    own entry there means success, a foreign one means that somebody else leads (Fenced).
+    own entry there means success, a foreign one means that somebody else leads (Fenced). ``retry``: says what an append
+    waits for.
     """
 
-    def __init__(self, bus: Bus, job: str) -> None:
+    def __init__(self, bus: Bus, job: str, retry: Retry | None = None) -> None:
         self._bus, self._job = bus, job
+        self.retry = retry or Retry(job)
         self._subject = subjects.ledger(job)
         self._last_seq = 0
         self._last_data = b""
@@ -77,25 +80,25 @@ class Journal:
         return None
 
     async def append(self, events: Sequence[Event]) -> int:
-        """Commit one decision; returns its sequence. Retries for as long as the bus is away (the caller is cancelled
-        when it loses its lease).
+        """Commit one decision; returns its sequence. Waits while the bus is away or the ledger has no room (the caller
+        is cancelled when it loses its lease).
 
         Raises:
             Fenced: another writer appended.
         """
         data = encode_events(events)
-        while True:
-            try:
-                seq = await self._bus.publish(self._subject, data, expect_last_subject_seq=self._last_seq, deadline_s=5)
-            except Conflict:
-                seq = await self._resolve(data)
-            except Unavailable:
-                await asyncio.sleep(0.2)
-                continue
-            if seq:
-                self._last_seq, self._last_data = seq, data
-                self._entries, self._bytes = self._entries + 1, self._bytes + len(data)
+        seq = await self.retry.until_taken("an entry of the ledger", self._subject, lambda: self._append(data))
+        self._last_seq, self._last_data = seq, data
+        self._entries, self._bytes = self._entries + 1, self._bytes + len(data)
+        return seq
+
+    async def _append(self, data: bytes) -> int:
+        try:
+            return await self._bus.publish(self._subject, data, expect_last_subject_seq=self._last_seq, deadline_s=5)
+        except Conflict as error:
+            if seq := await self._resolve(data):
                 return seq
+            raise Unavailable(f"{error}, and what it wrote cannot be read yet") from None
 
     async def _resolve(self, data: bytes) -> int:
         """Sequence of the own entry if it is the next one in the tail, 0 if there is none yet."""

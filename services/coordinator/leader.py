@@ -25,7 +25,7 @@ class Leader(Protocol):
         ...
 
     def why(self) -> list[dict[str, Any]]:
-        """What the job waits for."""
+        """What the job waits for, also before it is ready."""
         ...
 
     def status(self) -> dict[str, Any]:

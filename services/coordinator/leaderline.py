@@ -45,7 +45,7 @@ class LeaderLine:
 
     def _known(self, job: str) -> list[dict[str, Any]] | None:
         runner = self._runners.get(job)
-        return runner.why() if runner is not None and runner.ready else None
+        return runner.why() if runner is not None else None
 
     async def _answer(self, data: bytes) -> bytes:
         job = data.decode(errors="replace")
@@ -62,7 +62,7 @@ class LeaderLine:
 
     async def _nobody(self) -> dict[str, Any]:
         return {
-            "waiting_for": "a coordinator to lead this job (it recovers, or none leads)",
+            "waiting_for": "a coordinator to lead this job",
             "subject": subjects.LEASES,
             "id": COORDINATOR,
             "holder": await self.name(),

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from penstock.services.coordinator.carrier import Carrier
 from penstock.services.coordinator.commands import TrainerCommands
 from penstock.services.coordinator.conditions import conditions
 from penstock.services.coordinator.gate import Verdict
+from penstock.services.coordinator.inbox import Inbox
 from penstock.services.coordinator.journal import Journal
 from penstock.services.coordinator.letterbox import LetterBox
 from penstock.services.coordinator.measures import Measures
@@ -31,12 +31,13 @@ from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.outbox import Outbox
 from penstock.services.coordinator.pointer import Pointer
 from penstock.services.coordinator.reports import Refusal
+from penstock.services.coordinator.retry import Retry
 from penstock.services.coordinator.run import Effects, JobRun
 from penstock.services.coordinator.store import JobStore
 from penstock.services.coordinator.supply import Supply
 from penstock.services.coordinator.trackers import Run
 from penstock.services.coordinator.tracking import Tracking
-from penstock.services.coordinator.why import explain_waits
+from penstock.services.coordinator.why import Onsets, explain_waits, recovery_waits
 from penstock.services.coordinator.wishes import Wishes
 from penstock.shared.config.kinds import parse_training
 from penstock.shared.data.check import check_data
@@ -68,19 +69,23 @@ class JobRunner:
     ) -> None:  # fmt: skip
         self.bus, self.store, self.members = bus, store, members
         self.job, self.record, self.epoch = record.id, record, epoch
-        self.config, self.supply = parse_training(record.spec), supply
-        self.journal = Journal(bus, self.job)
+        self.config = parse_training(record.spec)
         self.outbox = Outbox(bus, store, self.job, attempt=record.status.attempt + 1)
-        self.carrier = Carrier(bus, self.job, epoch)
+        self.retry = Retry(self.job, tell=lambda text: self.outbox.event("warning", "blocked", text))
+        self.supply = supply
+        if supply is not None:
+            supply.retry = self.retry
+        self.journal, self.carrier = Journal(bus, self.job, self.retry), Carrier(bus, self.job, epoch, self.retry)
         self.commands = TrainerCommands(bus, self.outbox, self.job, epoch)
         self.run: JobRun
         self.measures = Measures(self.config, self.outbox)
         run = Run(self.job, record.name, record.spec, data_dir / "tracking" / self.job)
         self.tracking = Tracking(bus, self.outbox, self.config.tracking, run)
-        self._inbox: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue(maxsize=4096)
+        self.inbox = Inbox()
         self.wishes = Wishes(record)
         self._known: list[Condition] = list(record.status.conditions)
-        self._absences = Absences()
+        self._absences, self._onsets = Absences(), Onsets()
+        self._leads_since = time.time()
         self.ready = False
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -100,7 +105,7 @@ class JobRunner:
                 tasks.create_task(self.tracking.follow()),
             ]
             if self.supply is not None:
-                running.append(tasks.create_task(self.supply.follow(self._inbox.put)))
+                running.append(tasks.create_task(self.supply.follow(self.inbox.put)))
             if self.measures.gate is not None:
                 pointer = Pointer(self.bus, self.job, self.measures.gate, lambda: self.run.state.promoted)
                 running.append(tasks.create_task(pointer.follow()))
@@ -160,20 +165,9 @@ class JobRunner:
             if self._may_finish():
                 await self._commit(self.run.finish(time.time(), summary.summary_of(self.run.state)))
                 break
-            await self._take_facts()
+            await self.inbox.take(TICK_S)
         await self._settle_operations()
         self._report_status(force=True)
-
-    async def _take_facts(self) -> None:
-        """Wait for a fact, then take all that are there: one decision for many groups."""
-        try:
-            async with asyncio.timeout(TICK_S):
-                fact = await self._inbox.get()
-        except TimeoutError:
-            return
-        await fact()
-        for _ in range(self._inbox.qsize()):  # what comes meanwhile waits: wishes and deadlines are looked at between
-            await self._inbox.get_nowait()()
 
     def _check_limits(self) -> None:
         limit, started = self.run.config.limits.timeout_s, self.record.created_at.timestamp()
@@ -193,11 +187,7 @@ class JobRunner:
     def want(self, record: JobRecord) -> None:
         """The job's record changed."""
         self.wishes.take(record)
-        with contextlib.suppress(asyncio.QueueFull):  # so much is there that nobody has to be woken
-            self._inbox.put_nowait(self._nothing)
-
-    async def _nothing(self) -> None:
-        return
+        self.inbox.wake()
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 
@@ -232,7 +222,7 @@ class JobRunner:
         )
         async for message in stream:
             seq, headers = message.seq, message.headers
-            await self._inbox.put(lambda seq=seq, headers=headers: self._take_group(seq, headers))  # type: ignore[misc]
+            await self.inbox.put(lambda seq=seq, headers=headers: self._take_group(seq, headers))  # type: ignore[misc]
 
     async def _take_group(self, seq: int, headers: Any) -> None:
         try:
@@ -263,15 +253,8 @@ class JobRunner:
 
     async def _on_report(self, data: bytes) -> bytes:
         report, _ = unpack(data, Report)
-        done: asyncio.Future[Ack] = asyncio.get_running_loop().create_future()
-
-        async def fact() -> None:
-            ack = await self._take_report(report)
-            if not done.done():
-                done.set_result(ack)
-
-        await self._inbox.put(fact)
-        return pack(await done, job=self.job, epoch=self.epoch)
+        ack = await self.inbox.ask(lambda: self._take_report(report))
+        return pack(ack, job=self.job, epoch=self.epoch)
 
     async def _take_report(self, report: Report) -> Ack:
         if report.kind == "hello":
@@ -316,12 +299,12 @@ class JobRunner:
             if self.measures.plan.current is not None:
                 self.measures.plan.current.take(result)
 
-        await self._inbox.put(fact)
+        await self.inbox.put(fact)
         return pack(Ack(ok=True), job=self.job, epoch=self.epoch)
 
     async def bury(self, stream: str, seq: int, draw: Draw | None, *, reason: str, attempts: int) -> None:
         """Keep a message that nobody can use in DEAD and drop its draw, in one decision; only then is it deleted."""
-        await self._inbox.put(lambda: self._bury(stream, seq, draw, reason, attempts))
+        await self.inbox.put(lambda: self._bury(stream, seq, draw, reason, attempts))
 
     async def _bury(self, stream: str, seq: int, draw: Draw | None, reason: str, attempts: int) -> None:
         count = await self.carrier.keep_dead(stream, seq, reason=reason, attempts=attempts)
@@ -360,6 +343,7 @@ class JobRunner:
     # -- what people see ---------------------------------------------------------------------------------------------
 
     def _report_status(self, *, force: bool = False) -> None:
+        self._onsets.look(self.job, self.run, self.measures.plan, time.time())
         state, seen = self.run.state, summary.status_of(self.run, self.wishes.desired)
         fields = {
             **seen,
@@ -388,8 +372,11 @@ class JobRunner:
 
     def why(self) -> list[dict[str, Any]]:
         """What the job waits for."""
+        now, blocked = time.time(), self.retry.blocked
+        if not self.ready:
+            return recovery_waits(self.job, blocked, now, self._leads_since)
         rows = explain_waits(
             self.job, self.run, self.measures.plan, self.members,
-            clock=time.monotonic(), now=time.time(), sealed_at=self.carrier.sealed_at,
+            clock=time.monotonic(), now=now, onsets=self._onsets, blocked=blocked,
         )  # fmt: skip
-        return rows + (self.supply.waits(self.run, time.time()) if self.supply is not None else [])
+        return rows + (self.supply.waits(self.run, now) if self.supply is not None else [])

@@ -23,6 +23,7 @@ from penstock.services.coordinator.evaluation_runner import EvaluationRunner
 from penstock.services.coordinator.feedback.desk import FeedbackDesk
 from penstock.services.coordinator.leader import Leader
 from penstock.services.coordinator.leaderline import COORDINATOR
+from penstock.services.coordinator.ledger_room import describe_ledger, is_filling
 from penstock.services.coordinator.levels import Levels
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.online.supply import LiveSupply
@@ -81,6 +82,7 @@ class CoordinatorService:
         self._server: uvicorn.Server | None = None
         self._http: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
+        self._ledger_fills = False
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -88,7 +90,8 @@ class CoordinatorService:
         """Serve until cancelled."""
         await self.bus.ensure_streams(
             experience_bytes=self.settings.experience_bytes, stream_bytes=self.settings.stream_bytes,
-            live_keep_s=self.settings.live_keep_s, audit_keep_s=self.settings.audit_keep_s,
+            ledger_bytes=self.settings.ledger_size, live_keep_s=self.settings.live_keep_s,
+            audit_keep_s=self.settings.audit_keep_s,
         )  # fmt: skip
         async with asyncio.TaskGroup() as tasks:
             self._http = tasks.create_task(self._serve_http())
@@ -199,7 +202,9 @@ class CoordinatorService:
 
     async def _lead_job(self, job: str, epoch: int) -> None:
         """Lead a job as its record says now, until it is over."""
-        record = await self.store.get(job)
+        record = await self.store.find(job)
+        if record is None or record.status.phase in TERMINAL_PHASES:  # it ended, and may be deleted meanwhile
+            return
         with bound(job=job), tracing(record.trace):
             logger.info("leading job %s", job)
             runner = self.runners[job] = self._leader(record, epoch)
@@ -252,8 +257,20 @@ class CoordinatorService:
             try:
                 for stream in GIVEN_UP:
                     await self.make_room(stream)
+                await self.watch_ledger()
             except Unavailable as error:
                 logger.info("room is not checked: %s", error)
+
+    async def watch_ledger(self) -> None:
+        """Warn once when the ledger fills, and again after it had room."""
+        state = await self.bus.stream_state(subjects.LEDGER)
+        filled, self._ledger_fills = self._ledger_fills, is_filling(state)
+        if not self._ledger_fills or filled:
+            return
+        logger.warning("%s", describe_ledger(state))
+        for runner in list(self.runners.values()):
+            if isinstance(runner, JobRunner):
+                runner.outbox.event("warning", "ledger_filling", describe_ledger(state))
 
     async def make_room(self, stream: str) -> None:
         """Give up what one job can do without in ``stream`` if that is nearly full."""

@@ -29,7 +29,11 @@ class JobStore:
         self._kv = bus.kv(subjects.JOBS)
 
     async def create(self, config: AnyJob, id: str = "", *, fine_tuning: dict[str, Any] | None = None) -> JobRecord:
-        """Store a new job durably; with an ``id`` that exists already, nothing, and return that one."""
+        """Store a new job durably; with an ``id`` that exists already, nothing, and return that one.
+
+        Raises:
+            Conflict: the job with this ``id`` was deleted.
+        """
         record = JobRecord(
             id=id or new_job_id(),
             name=config.name,
@@ -40,10 +44,17 @@ class JobStore:
             trace=current_trace(),
         )
         try:
-            revision = await self._kv.create(record.id, record.stored())
+            revision = await self._kv.update(record.id, record.stored(), 0)
         except Conflict:
-            return await self.get(record.id)
+            return await self._known(record.id)
         return record.model_copy(update={"revision": revision})
+
+    async def _known(self, job: str) -> JobRecord:
+        """The job that has this id already; an id is never used again, for messages of the job may be under way."""
+        record = await self.find(job)
+        if record is None:
+            raise Conflict(f"job '{job}', which this request made before, was deleted; use a new Idempotency-Key")
+        return record
 
     async def get(self, job: str) -> JobRecord:
         """Raises NotFound for an unknown job."""
@@ -56,6 +67,10 @@ class JobStore:
         """The record of a job, None for an unknown one."""
         entry = await self._kv.get(job)
         return decode_record(entry) if entry is not None else None
+
+    async def delete(self, job: str) -> None:
+        """Leave a marker instead of the record of a job; whoever still changes it finds none."""
+        await self._kv.delete(job)
 
     async def list_all(self) -> list[JobRecord]:
         """Every job, oldest first."""

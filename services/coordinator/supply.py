@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from penstock.services.coordinator.decision import DrawSource
 from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.retry import Retry
 from penstock.services.coordinator.run import JobRun
 from penstock.shared.protocol.events import Event
 from penstock.shared.protocol.ids import Draw
@@ -36,6 +37,9 @@ class LiveLetter(NamedTuple):
 
 class Supply(Protocol):
     """Makes the groups of one job on its leader."""
+
+    retry: Retry
+    """Its leader's: says what is waited for."""
 
     @property
     def source(self) -> DrawSource:

@@ -101,6 +101,9 @@ class ServiceSettings(BaseSettings):
     experience_bytes: int = Field(4 << 30, ge=1 << 20)
     """Size of the EXPERIENCE stream; a full stream refuses new messages. Where neither size is set, `penstock up` keeps
     those of streams that exist, and makes new ones as large as its disk allows, up to the default."""
+    ledger_bytes: int | None = Field(None, ge=1 << 20)
+    """Size of the LEDGER stream, for all jobs until they are deleted; default: that of the other streams. Near its end
+    no further job is accepted."""
     stream_bytes: int = Field(1 << 30, ge=1 << 20)
     """Size of each other stream."""
     live_keep_s: float | None = Field(None, ge=2 * 86400)
@@ -109,6 +112,11 @@ class ServiceSettings(BaseSettings):
     audit_keep_s: float | None = Field(None, ge=86400)
     """Records of the audit log are removed after this time (coordinator); default: when their stream, of 256 MiB at
     most, needs the room."""
+
+    @property
+    def ledger_size(self) -> int:
+        """Size of the LEDGER stream, in bytes."""
+        return self.stream_bytes if self.ledger_bytes is None else self.ledger_bytes
 
 
 def load_settings(environment: Mapping[str, str] | None = None) -> ServiceSettings:

@@ -47,7 +47,9 @@ async def watch_jobs(
     sessions = _Sessions(open_session, open_evaluation, amend)
     try:
         async for entry in bus.kv(subjects.JOBS).watch(""):
-            if entry.value is None:
+            if entry.value is None:  # deleted; that it ended may not have been seen here
+                await sessions.end(entry.key)
+                on_end(entry.key)
                 continue
             try:
                 record = JobRecord.model_validate_json(entry.value)

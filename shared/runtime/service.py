@@ -200,8 +200,9 @@ class _Process:
         while True:
             try:
                 await bus.ensure_streams(
-                    experience_bytes=settings.experience_bytes, stream_bytes=settings.stream_bytes, update=False
-                )
+                    experience_bytes=settings.experience_bytes, stream_bytes=settings.stream_bytes,
+                    ledger_bytes=settings.ledger_size, update=False,
+                )  # fmt: skip
                 return True
             except Unavailable as error:
                 log.warning("waiting for the streams: %s", error)

@@ -105,6 +105,7 @@ class Bus:
         *,
         experience_bytes: int,
         stream_bytes: int,
+        ledger_bytes: int | None = None,
         live_keep_s: float | None = None,
         audit_keep_s: float | None = None,
         replicas: int = 1,
@@ -113,14 +114,14 @@ class Bus:
         """Create all streams and buckets, and with ``update`` change those that differ; idempotent.
 
         INTERACTIONS and FEEDBACK keep a message for ``live_keep_s``; None: as long as nobody removes it. AUDIT keeps it
-        for ``audit_keep_s``, or until it needs the room.
+        for ``audit_keep_s``, or until it needs the room. LEDGER has ``ledger_bytes``; None: as much as any other.
 
         Raises:
             ConfigError: the server has no room, or an existing stream cannot be changed.
         """
         await streams.ensure(
-            self._connection, experience_bytes=experience_bytes, stream_bytes=stream_bytes, live_keep_s=live_keep_s,
-            audit_keep_s=audit_keep_s, replicas=replicas, update=update,
+            self._connection, experience_bytes=experience_bytes, stream_bytes=stream_bytes, ledger_bytes=ledger_bytes,
+            live_keep_s=live_keep_s, audit_keep_s=audit_keep_s, replicas=replicas, update=update,
         )  # fmt: skip
 
     async def publish(

@@ -54,11 +54,15 @@ ATOMIC_SINCE = (2, 12, 1)
 NO_ROOM = (Code.STORAGE_RESOURCES, Code.INSUFFICIENT_RESOURCES)
 
 
-def max_bytes(*, experience_bytes: int, stream_bytes: int) -> dict[str, int]:
-    """What each stream may hold, by its name at the server, which calls the stream of a bucket ``KV_BUCKET``."""
+def max_bytes(*, experience_bytes: int, stream_bytes: int, ledger_bytes: int | None = None) -> dict[str, int]:
+    """What each stream may hold, by its name at the server, which calls the stream of a bucket ``KV_BUCKET``.
+
+    ``ledger_bytes``: of LEDGER; None: as much as the others.
+    """
     sizes = dict.fromkeys(STREAMS, stream_bytes)
     sizes |= {
         subjects.EXPERIENCE: experience_bytes,
+        subjects.LEDGER: stream_bytes if ledger_bytes is None else ledger_bytes,
         subjects.SNAPSHOTS: min(SNAPSHOT_BYTES, stream_bytes),
         subjects.AUDIT: min(AUDIT_BYTES, stream_bytes),
     }
@@ -70,6 +74,7 @@ async def ensure(
     *,
     experience_bytes: int,
     stream_bytes: int,
+    ledger_bytes: int | None = None,
     live_keep_s: float | None = None,
     audit_keep_s: float | None = None,
     replicas: int = 1,
@@ -83,7 +88,7 @@ async def ensure(
         Unavailable: no answer until the deadline.
     """
     atomic = connection.server_version >= ATOMIC_SINCE
-    sizes = max_bytes(experience_bytes=experience_bytes, stream_bytes=stream_bytes)
+    sizes = max_bytes(experience_bytes=experience_bytes, stream_bytes=stream_bytes, ledger_bytes=ledger_bytes)
     configs = []
     for name in STREAMS:
         configs.append(
@@ -186,9 +191,9 @@ async def _ensure_one(connection: Connection, config: dict[str, Any], update: bo
                 attempts.why = error
             elif no_room:
                 raise ConfigError(
-                    f"{error}: NATS has no room for {config['max_bytes']} bytes more: lower PENSTOCK_STREAM_BYTES or "
-                    "PENSTOCK_EXPERIENCE_BYTES, or raise max_file_store of the server (by default it is three quarters "
-                    "of what was free on its disk at its start)"
+                    f"{error}: NATS has no room for {config['max_bytes']} bytes more: lower PENSTOCK_STREAM_BYTES, "
+                    "PENSTOCK_EXPERIENCE_BYTES or PENSTOCK_LEDGER_BYTES, or raise max_file_store of the server (by "
+                    "default it is three quarters of what was free on its disk at its start)"
                 ) from None
             else:
                 raise ConfigError(

@@ -46,7 +46,7 @@ SHM = Path("/dev/shm")
 USER_CODE = Path(__file__).with_name("user_code")
 TASKSETS = Path(__file__).parents[1] / "clients" / "environments"
 LOOK_S = 0.05
-EXPERIENCE_BYTES = 80 << 20
+EXPERIENCE_BYTES, LEDGER_BYTES = 80 << 20, 32 << 20
 """Small enough to be filled by a test."""
 
 JOB: dict[str, Any] = {
@@ -94,6 +94,7 @@ class Deployment:
             "PENSTOCK_API_KEYS": API_KEY,
             "PENSTOCK_RATE_LIMIT": "100000/minute",
             "PENSTOCK_EXPERIENCE_BYTES": str(EXPERIENCE_BYTES),
+            "PENSTOCK_LEDGER_BYTES": str(LEDGER_BYTES),
             "PENSTOCK_SHM_DIR": str(self.shm),
             "PENSTOCK_RANK_SILENCE_S": str(RANK_SILENCE_S),
             "PENSTOCK_BASE_MODELS": str(USER_CODE / "base_models"),

@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 
 from penstock.shared.config.job import JobConfig
-from penstock.shared.errors import ConfigError, StreamFull
+from penstock.shared.errors import ConfigError, NotFound, PenstockError, StreamFull
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import BatchSealed, Checkpointed, Dropped
 from penstock.shared.transport.bus import Bus
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(120)]
-
-JUNK = subjects.experience("junk")
 
 
 def smallest_budget(job: dict[str, Any]) -> int:
@@ -54,29 +52,56 @@ def test_batches_that_can_never_fit_are_refused(stack: Any, make_job: Callable[.
     stack.client.dry_run(make_job(f"limits.byte_budget={budget}"))
 
 
-async def fill(bus: Bus) -> None:
+async def fill(bus: Bus, junk: str) -> None:
     for nbytes in (1 << 20, 1 << 16, 1 << 10, 1):
         with contextlib.suppress(StreamFull):
             while True:
-                await bus.publish(JUNK, b"x" * nbytes)
+                await bus.publish(junk, b"x" * nbytes)
 
 
-def test_a_full_stream_is_waited_for(stack: Any) -> None:
+@pytest.mark.parametrize(
+    ("stream", "told"),
+    [
+        (subjects.EXPERIENCE, "stream EXPERIENCE is full"),
+        (subjects.LEDGER, "the bus, for an entry of the ledger (stream LEDGER is full"),
+    ],
+    ids=[subjects.EXPERIENCE, subjects.LEDGER],
+)
+def test_a_full_stream_is_waited_for(stack: Any, make_job: Callable[..., Any], stream: str, told: str) -> None:
     total = 60
     job = stack.submit(f"train.max_updates={total}")
     stack.reach(job, 3)
+    junk = f"{stream.lower()}.junk"
     try:
-        stack.on_bus(fill)
+        stack.on_bus(lambda bus: fill(bus, junk))
 
-        def blocked() -> bool:
-            waits = [row["waiting_for"] for row in stack.client.why(job)]
-            return any("EXPERIENCE is full" in text for text in waits)
+        def ages() -> list[float]:
+            return [row["age_s"] for row in stack.client.why(job) if told in row["waiting_for"]]
 
-        stack.until(blocked, "why names the full stream", 10, lambda: stack.client.why(job))
+        stack.until(lambda: max(ages(), default=0.0) > 1.0, f"'{told}' ages", 20, lambda: stack.client.why(job))
         held = stack.status(job).step
         assert held < total
+        if stream == subjects.LEDGER:
+            with pytest.raises(PenstockError, match=r"LEDGER is 100% full .* delete finished jobs"):
+                stack.client.submit(make_job())
     finally:
-        stack.on_bus(lambda bus: bus.purge(subjects.EXPERIENCE, JUNK))
+        stack.on_bus(lambda bus: bus.purge(stream, junk))
     assert stack.finish(job).status.step == total
     stack.check_books(job)
     assert not [event for event in stack.ledger(job) if isinstance(event, Dropped)], "back-pressure costs no draw"
+
+
+def test_a_finished_job_is_deleted(stack: Any) -> None:
+    job = stack.submit("train.max_updates=2")
+    refused = stack.cli("rm", job)
+    assert refused.exit_code == 1
+    assert "only what has ended is deleted" in refused.stderr
+    stack.finish(job)
+    folder = stack.directory / "data" / "checkpoints" / job
+    assert folder.is_dir()
+    assert stack.cli("rm", job, "--checkpoints").exit_code == 0
+    with pytest.raises(NotFound):
+        stack.client.get(job)
+    assert not stack.ledger(job)
+    assert not stack.groups(job)
+    assert not folder.exists()

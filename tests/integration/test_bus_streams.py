@@ -28,6 +28,9 @@ async def test_streams_can_be_ensured_again_and_resized(bus: Bus) -> None:
     await bus.ensure_streams(experience_bytes=1 << 20, stream_bytes=2 << 20)
     assert (await bus.stream_state(subjects.EXPERIENCE)).max_bytes == 1 << 20
     assert (await bus.stream_state(subjects.LEDGER)).max_bytes == 2 << 20
+    await bus.ensure_streams(experience_bytes=1 << 20, stream_bytes=2 << 20, ledger_bytes=3 << 20)
+    sizes = [(await bus.stream_state(name)).max_bytes for name in (subjects.LEDGER, subjects.BATCHES)]
+    assert sizes == [3 << 20, 2 << 20]
 
 
 async def test_what_people_said_goes_after_its_time_and_the_rest_stays(bus: Bus) -> None:

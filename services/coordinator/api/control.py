@@ -127,6 +127,7 @@ class Control(Protocol):
 
         Raises:
             ConfigError: the job is valid as a file but cannot run here (data missing, memory, budgets).
+            HttpProblem: 507, the ledger has no room for another job.
             StreamFull: no room; the client may retry.
         """
         ...
@@ -186,6 +187,16 @@ class Control(Protocol):
         Raises:
             Conflict: the job is terminal.
             ConfigError: the job has no room here any more (byte budget).
+        """
+        ...
+
+    async def delete(self, job: str, *, checkpoints: bool) -> None:
+        """Remove a finished job with its ledger, groups, metrics, events and feedback; safe to repeat.
+
+        ``checkpoints``: their files on the coordinator's host, too.
+
+        Raises:
+            Conflict: it has not ended, or a job that runs began with one of these checkpoints.
         """
         ...
 

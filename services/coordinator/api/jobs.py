@@ -39,7 +39,10 @@ Writer = Annotated[Caller, require("jobs:write")]
 Goal = Literal["terminal", "change"] | Phase
 
 
-@router.post("", status_code=202, response_model=JobRecord, responses={200: {"model": DryRun}})
+@router.post(
+    "", status_code=202, response_model=JobRecord,
+    responses={200: {"model": DryRun}, 507: {"description": "The ledger has no room for another job."}},
+)  # fmt: skip
 async def submit(
     request: Request,
     caller: Annotated[Caller, require("jobs:write", reach="checked")],
@@ -111,6 +114,21 @@ async def get_job(
     if if_none_match and _matches(if_none_match, record):
         return Response(status_code=304, headers={"ETag": _etag(record)})
     return _record(record, 200)
+
+
+@router.delete(
+    "/{job_id}",
+    status_code=204,
+    dependencies=[require("jobs:write")],
+    responses={409: {"description": "It has not ended, or a job that runs began with one of its checkpoints."}},
+)
+async def delete(job: JobId, backend: BackendDep, checkpoints: bool = False) -> Response:
+    """Delete a job that has ended: its record, ledger, groups, metrics, events and feedback. There is no way back.
+
+    Its checkpoints stay on disk, and no reply names them any more; with ``checkpoints=true`` they are deleted, too.
+    """
+    await backend.control.delete(job, checkpoints=checkpoints)
+    return Response(status_code=204)
 
 
 @router.post("/{job_id}/cancel", status_code=202, response_model=JobRecord)

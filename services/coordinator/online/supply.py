@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,6 +25,7 @@ from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.quarantine import Quarantine
 from penstock.services.coordinator.online.source import LiveSource
 from penstock.services.coordinator.restart import earliest_start
+from penstock.services.coordinator.retry import Retry
 from penstock.services.coordinator.run import JobRun
 from penstock.services.coordinator.supply import Fact, LiveLetter, Unreadable
 from penstock.services.coordinator.why import wait_row
@@ -62,7 +64,7 @@ logger = logging.getLogger(__name__)
 
 SWEEP_S = 0.5
 """Defaults, ends of episodes and expiries are looked at this often."""
-RETRY_S = 0.2
+LOOK_UP = "a look at interactions"
 FULL_SHARE = 0.5
 """Above this share of INTERACTIONS or FEEDBACK what is decided there is given up."""
 CROWDED_SHARE, MAX_USED = 0.75, 50_000
@@ -76,7 +78,6 @@ MAX_FATES = 1000
 """Fates of one message."""
 
 T = TypeVar("T", bound=msgspec.Struct)
-R = TypeVar("R")
 Post = Callable[[Fact], Awaitable[None]]
 
 
@@ -85,6 +86,7 @@ class LiveSupply:
 
     def __init__(self, bus: Bus, job: str, config: OnlineJob, *, epoch: int) -> None:
         self.bus, self.job, self.config, self.epoch = bus, job, config, epoch
+        self.retry = Retry(job)
         self._consents = Consents(bus)
         self.matching = Matching(config, opted_out=self._objects)
         self.quarantine = Quarantine(config, self.matching.on_feedback)
@@ -94,6 +96,8 @@ class LiveSupply:
         self._state = LedgerState()
         self._untold: list[Fate] = []
         self._unreadable: list[Unreadable] = []
+        self._idle_since = time.time()
+        """When nothing was left to train, as far as this leader saw it."""
         self._next = {subjects.interactions(job): 1, subjects.feedback(job): 1, subjects.erasures(job): 1}
         """Sequence from which each subject is read on; each for itself, for they are not read in one go."""
 
@@ -251,6 +255,7 @@ class LiveSupply:
                     self._funnel.on_decision(event.figures)
                 case BatchTrained():
                     self.source.learnt(event.number, run.state)
+                    self._idle_since = event.time
                 case Finished():
                     fates = [*self.matching.end(event.time), *self.quarantine.end(event.time)]
                     await self._tell(fates, self.matching.refusals.drain())
@@ -317,36 +322,30 @@ class LiveSupply:
         """The interactions that an item of material is about, where they were read long ago."""
         offers = self.matching.offers
         for name in offers.missing(item) if offers.takes(item) else []:
-            message = await self._persistently(
-                lambda name=name: self.bus.last(subjects.INTERACTIONS, subjects.interaction(self.job, name))  # type: ignore[misc]
+            subject = subjects.interaction(self.job, name)
+            message = await self.retry.until_taken(
+                LOOK_UP, subject, partial(self.bus.last, subjects.INTERACTIONS, subject)
             )
             if message is None:
                 continue
             with contextlib.suppress(ProtocolError, NotFound):  # then the item waits for it in vain
                 offers.know(name, message.seq, await self._whole(subjects.INTERACTIONS, message, Interaction))
 
-    async def _persistently(self, ask: Callable[[], Awaitable[R]]) -> R:
-        while True:
-            try:
-                return await ask()
-            except Unavailable as error:
-                logger.warning("interactions of %s wait: %s", self.job, error)
-                await asyncio.sleep(RETRY_S)
-
     async def _records(self, seqs: Iterable[int]) -> dict[int, Interaction]:
-        found = await self._persistently(lambda: self.bus.get_whole(subjects.INTERACTIONS, sorted(seqs)))
+        get = partial(self.bus.get_whole, subjects.INTERACTIONS, sorted(seqs))
+        found = await self.retry.until_taken(LOOK_UP, subjects.interactions(self.job), get)
         return {seq: unpack(message.data, Interaction)[0] for seq, message in found.items()}
 
     async def _publish(self, groups: Sequence[Group]) -> None:
         subject = subjects.experience(self.job)
         for start in range(0, len(groups), GROUPS_AT_ONCE):
             encoded = [(group, *encode_group(group)) for group in groups[start : start + GROUPS_AT_ONCE]]
-            await self._send(
-                [
-                    Outgoing(subject, data, group_headers(header), f"{self.job}:{group.draw}:{group.attempt}")
-                    for group, data, header in encoded
-                ]
-            )
+            messages = [
+                Outgoing(subject, data, group_headers(header), f"{self.job}:{group.draw}:{group.attempt}")
+                for group, data, header in encoded
+            ]
+            publish = partial(self.bus.publish_whole, messages, deadline_s=5)
+            await self.retry.until_taken(f"{len(messages)} groups of live answers", subject, publish)
 
     async def _tell(self, fates: Sequence[Fate], interactions: Sequence[InteractionFate]) -> None:
         """Append fates to DECISIONS before anything else is decided."""
@@ -357,22 +356,15 @@ class LiveSupply:
             batch = FateBatch(items=list(fates[some]), interactions=list(interactions[some]))
             data = pack(batch, job=self.job, epoch=self.epoch)
             msg_id = f"fates:{self.job}:{xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(batch))}"
-            try:
-                await self._send([Outgoing(subjects.decisions(self.job), data, {}, msg_id)])
-            except StreamFull as error:  # what people are told; what is trained does not depend on it
-                lost = len(batch.items) + len(batch.interactions)
-                logger.error("%s: %d fates are lost: %s", self.job, lost, error)
+            count = len(batch.items) + len(batch.interactions)
+            send = partial(self._send_fates, Outgoing(subjects.decisions(self.job), data, {}, msg_id), count)
+            await self.retry.until_taken(f"{count} fates of live answers", subjects.decisions(self.job), send)
 
-    async def _send(self, messages: list[Outgoing]) -> None:
-        while True:
-            try:
-                await self.bus.publish_whole(messages, deadline_s=5)
-                return
-            except StreamFull:
-                raise
-            except Unavailable as error:
-                logger.warning("%s waits: %s", messages[0].subject, error)
-                await asyncio.sleep(RETRY_S)
+    async def _send_fates(self, message: Outgoing, count: int) -> None:
+        try:
+            await self.bus.publish_whole([message], deadline_s=5)
+        except StreamFull as error:  # what people are told; what is trained does not depend on it
+            logger.error("%s: %d fates are lost: %s", self.job, count, error)
 
     # -- what people see ---------------------------------------------------------------------------------------------
 
@@ -394,6 +386,6 @@ class LiveSupply:
         if state.canary is not None:  # more feedback makes no batch now
             return []
         unsealed = [state.admissions[draw.ordinal].time for draw, info in state.open.items() if not info.batch]
-        age_s = now - min(unsealed, default=now)
+        age_s = now - min(unsealed, default=self._idle_since)
         what = f"feedback (WaitingForFeedback): {self.source.waiting(state)}"
         return [wait_row(what, subjects.feedback(self.job), self.job, age_s=age_s)]

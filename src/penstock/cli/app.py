@@ -51,6 +51,7 @@ for _command in (
     jobs.get,
     jobs.wait,
     jobs.cancel,
+    jobs.rm,
     jobs.pause,
     jobs.resume,
     jobs.scale,

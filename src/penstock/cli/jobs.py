@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli.exits import result_code
-from penstock.cli.printing import Job, Json, ago, console, note, number, show_json, table
+from penstock.cli.printing import Job, Json, ago, console, note, number, show_done, show_json, table
 from penstock.cli.watching import follow
 from penstock.client import Client
 from penstock.shared.config.base import load_yaml, with_overrides
@@ -18,7 +18,7 @@ from penstock.shared.errors import ConfigError, PenstockError
 from penstock.shared.protocol.jobs import PHASES, JobRecord
 from penstock.shared.protocol.scaling import POOLS
 
-__all__ = ["amend", "cancel", "get", "load_job", "ls", "pause", "resume", "scale", "submit", "wait"]
+__all__ = ["amend", "cancel", "get", "load_job", "ls", "pause", "resume", "rm", "scale", "submit", "wait"]
 
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override, like train.seed=3.")]
 
@@ -175,6 +175,18 @@ def cancel(
     """End a job. It drains and writes a checkpoint first."""
     with Client() as client:
         _show(client.cancel(client.find(job).id, force=force, checkpoint=checkpoint), as_json)
+
+
+def rm(
+    job: Job,
+    checkpoints: Annotated[bool, typer.Option("--checkpoints", help="Its checkpoints on disk, too.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Delete a job that has ended: its ledger, groups, metrics, events and feedback. There is no way back."""
+    with Client() as client:
+        record = client.find(job)
+        client.delete(record.id, checkpoints=checkpoints)
+    show_done(f"{record.id} ({record.name}) is deleted", {"id": record.id, "deleted": True}, as_json)
 
 
 def pause(job: Job, as_json: Json = False) -> None:

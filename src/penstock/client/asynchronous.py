@@ -130,6 +130,14 @@ class AsyncClient:
         """
         return await self._send(calls.steer(job, "cancel", force=force, checkpoint=checkpoint))
 
+    async def delete(self, job: str, *, checkpoints: bool = False) -> None:
+        """Delete a job that has ended, with all that is known of it; ``checkpoints``: their files, too.
+
+        Raises:
+            Conflict: it has not ended, or a job that runs began with one of its checkpoints.
+        """
+        await self._send(Call("DELETE", f"/v1/jobs/{job}", calls.nothing, {"checkpoints": checkpoints or None}))
+
     async def pause(self, job: str) -> JobRecord:
         """Ask a job to stop after its present update."""
         return await self._send(calls.steer(job, "pause"))

@@ -23,21 +23,26 @@ __all__ = ["LARGEST", "SMALLEST", "Room", "StreamSizes", "plan_room"]
 
 SHARE = 0.75
 """Of the free space, for streams whose size nobody set. Checkpoints, logs and gaps in NATS's files have the rest."""
-SETTINGS = ("experience_bytes", "stream_bytes")
+SETTINGS = ("experience_bytes", "stream_bytes", "ledger_bytes")
 MIB = 1 << 20
 
 
 @dataclass(frozen=True)
 class StreamSizes:
-    """Bytes of EXPERIENCE and of each other stream (snapshots and buckets have less)."""
+    """Bytes of EXPERIENCE, of each other stream (snapshots, audit log and buckets have less), and of LEDGER where it has
+    a size of its own.
+    """
 
     experience_bytes: int
     stream_bytes: int
+    ledger_bytes: int | None = None
 
     @property
     def by_stream(self) -> dict[str, int]:
         """Of every stream, by its name at the server."""
-        return max_bytes(experience_bytes=self.experience_bytes, stream_bytes=self.stream_bytes)
+        return max_bytes(
+            experience_bytes=self.experience_bytes, stream_bytes=self.stream_bytes, ledger_bytes=self.ledger_bytes
+        )
 
     @property
     def reserved_bytes(self) -> int:
@@ -47,10 +52,9 @@ class StreamSizes:
     @property
     def variables(self) -> dict[str, str]:
         """For the environment of services."""
-        return {
-            "PENSTOCK_EXPERIENCE_BYTES": str(self.experience_bytes),
-            "PENSTOCK_STREAM_BYTES": str(self.stream_bytes),
-        }
+        sizes = {"PENSTOCK_EXPERIENCE_BYTES": self.experience_bytes, "PENSTOCK_STREAM_BYTES": self.stream_bytes}
+        sizes |= {"PENSTOCK_LEDGER_BYTES": self.ledger_bytes} if self.ledger_bytes is not None else {}
+        return {name: str(size) for name, size in sizes.items()}
 
 
 LARGEST = StreamSizes(
@@ -101,19 +105,20 @@ def plan_room(store: Path, environment: Mapping[str, str], *, largest: StreamSiz
     held, free = _held(store), shutil.disk_usage(folder).free
     settings = load_settings(environment)
     explicit = {name: getattr(settings, name) for name in SETTINGS if name in settings.model_fields_set}
-    exist = {subjects.EXPERIENCE, subjects.LEDGER} <= stored.keys()
+    exist = {subjects.EXPERIENCE, subjects.EVENTS, subjects.LEDGER} <= stored.keys()
     kept = stored if exist else {}
 
     def planned(size: StreamSizes) -> Room:
         sizes = StreamSizes(
             explicit.get("experience_bytes", kept.get(subjects.EXPERIENCE, size.experience_bytes)),
-            explicit.get("stream_bytes", kept.get(subjects.LEDGER, size.stream_bytes)),
+            explicit.get("stream_bytes", kept.get(subjects.EVENTS, size.stream_bytes)),
+            explicit.get("ledger_bytes", kept.get(subjects.LEDGER)),
         )
         wanted = sizes.by_stream
         reserved = sum(max(wanted.get(name, 0), stored.get(name, 0)) for name in {*wanted, *stored})
         return Room(sizes, reserved, folder, free, held)
 
-    share = 1.0 if len(explicit) == len(SETTINGS) else SHARE
+    share = 1.0 if {"experience_bytes", "stream_bytes"} <= explicit.keys() else SHARE
     for size in _halved(largest):
         room = planned(size)
         if exist or room.sizes.reserved_bytes <= share * (free + held):

@@ -124,6 +124,8 @@ class Books:
         self.feed: dict[str, list[dict[str, Any]]] = {}
         self.warnings: list[str] = []
         self.submitted = 0
+        self.deleted: dict[str, bool] = {}
+        """Deleted jobs, and whether with their checkpoints."""
         self.submit_delay_s = 0.0
         self.down = False
         self.audit_ok = True
@@ -284,6 +286,12 @@ class Books:
     async def metric_names(self, job: str) -> list[dict[str, Any]]:
         self._known(job)
         return [{"name": "reward", "count": 5, "first_step": 0, "last_step": 4, "last": 0.9}]
+
+    async def delete(self, job: str, *, checkpoints: bool) -> None:
+        if self._known(job).status.phase not in TERMINAL_PHASES:
+            raise Conflict(f"job '{job}' has not ended")
+        del self.jobs[job]
+        self.deleted[job] = checkpoints
 
     async def delete_checkpoint(self, job: str, number: int) -> None:
         self._known(job)

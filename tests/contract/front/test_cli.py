@@ -143,6 +143,18 @@ def test_steering(run: Run, books: Any, file: str) -> None:
     assert (result.exit_code, result.stderr) == (1, f"error: job '{id}' is cancelled; it cannot become paused\n")
 
 
+def test_rm(run: Run, books: Any, file: str) -> None:
+    ids = [submit(run, file) for _ in range(2)]
+    refused = run("rm", ids[0])
+    assert (refused.exit_code, refused.stderr) == (1, f"error: job '{ids[0]}' has not ended\n")
+    for id in ids:
+        books.advance(id, "succeeded")
+    assert run("rm", ids[0]).stderr == f"{ids[0]} (addition) is deleted\n"
+    assert json.loads(run("rm", ids[1], "--checkpoints", "--json").stdout) == {"id": ids[1], "deleted": True}
+    assert books.deleted == {ids[0]: False, ids[1]: True}
+    assert "no job" in run("rm", ids[0]).stderr
+
+
 @pytest.mark.parametrize(("phase", "code"), [("succeeded", 0), ("failed", 1), ("cancelled", 3)])
 def test_the_result_of_a_job_is_the_exit_code(run: Run, books: Any, file: str, phase: str, code: int) -> None:
     id = submit(run, file)

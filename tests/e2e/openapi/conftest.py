@@ -51,6 +51,7 @@ class Front:
             "DELETE /v1/keys/{key_id}": lambda: {"key_id": self.new("/v1/keys", self._key())},
             "DELETE /v1/files/{file_id}": lambda: {"file_id": self.upload()},
             "DELETE /v1/webhooks/{webhook_id}": lambda: {"webhook_id": self.new("/v1/webhooks", self._hook())},
+            "DELETE /v1/jobs/{job_id}": lambda: {"job_id": self.ended()},
             "DELETE /v1/jobs/{job_id}/checkpoints/{number}": lambda: {"number": self.older_checkpoint()},
             "DELETE /v1/jobs/{job_id}/dead-letters/{letter}": lambda: {"letter": self.letter()},
             "POST /v1/jobs/{job_id}/dead-letters/{letter}/replay": lambda: {"letter": self.letter()},
@@ -172,6 +173,13 @@ class Front:
         """A new job that is paused, or will be."""
         job = self.new(path, body)
         self.post(f"/v1/jobs/{job}/pause")
+        return job
+
+    def ended(self) -> str:
+        """A new job that has ended."""
+        job = self.new("/v1/jobs", self._job())
+        self.end(job)
+        self.get(f"/v1/jobs/{job}?wait=60")
         return job
 
     def end(self, job: str) -> None:

@@ -1,0 +1,59 @@
+"""A replay as its watcher sees it: asked of any trainer, told row by row."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import msgspec
+
+from penstock.services.coordinator.api.control import Row
+from penstock.shared.errors import Conflict
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.ids import new_attempt
+from penstock.shared.protocol.messages import Ack, ReplayRequest, ReplayRow
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["replay_rows"]
+
+ROW_DEADLINE_S = 120.0
+MAX_WAITING = 4096
+"""Rows that wait for a slow watcher; one that is further behind is told that it missed some."""
+
+
+async def replay_rows(bus: Bus, job: str, *, from_batch: int | None, to_batch: int | None) -> AsyncGenerator[Row, None]:
+    """See ``Control.replay``."""
+    request = ReplayRequest(id=new_attempt(), from_batch=from_batch, to_batch=to_batch)
+    rows: asyncio.Queue[ReplayRow] = asyncio.Queue(MAX_WAITING)
+    missed = False
+
+    def take(subject: str, data: bytes) -> None:
+        nonlocal missed
+        if missed or rows.full():
+            missed = True
+            return
+        rows.put_nowait(unpack(data, ReplayRow)[0])
+
+    progress = await bus.subscribe(subjects.replay_progress(request.id), take)
+    try:
+        ack, _ = unpack(await bus.request(subjects.REPLAY, pack(request, job=job), deadline_s=10), Ack)
+        if not ack.ok:
+            raise Conflict(ack.reason)
+        row = ReplayRow()
+        while not row.done:
+            if missed and rows.empty():
+                row = ReplayRow(done=True, summary=f"this client reads too slowly: {MAX_WAITING} rows waited for it")
+            else:
+                row = await _next(rows)
+            yield msgspec.to_builtins(row)
+    finally:
+        await progress.close()
+
+
+async def _next(rows: asyncio.Queue[ReplayRow]) -> ReplayRow:
+    try:
+        async with asyncio.timeout(ROW_DEADLINE_S):
+            return await rows.get()
+    except TimeoutError:
+        return ReplayRow(done=True, summary=f"the trainer gave no sign for {ROW_DEADLINE_S:g} s")

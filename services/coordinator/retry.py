@@ -1,0 +1,76 @@
+"""Writes of a leader that the bus does not take: repeated without a deadline, but never in silence."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from penstock.shared.errors import StreamFull, Unavailable
+from penstock.shared.runtime import metrics
+
+__all__ = ["Blocked", "Retry"]
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.2
+LOG_EVERY_S = 30.0
+BLOCKED_S = metrics.counter(
+    "coordinator_blocked_seconds", "Seconds for which leaders of jobs waited for the bus.", ["stream"]
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """What is waited for: ``what`` on ``subject``, since ``since`` (Unix seconds); ``why`` the bus does not take it."""
+
+    what: str
+    subject: str
+    since: float
+    why: str
+
+
+class Retry:
+    """Repeats what must be written before its leader goes on; whoever loses its lease is cancelled.
+
+    Args:
+        tell: called once for each write that a full stream refuses, with a sentence for people.
+    """
+
+    def __init__(self, job: str, tell: Callable[[str], None] = lambda text: None) -> None:
+        self._job, self._tell = job, tell
+        self._held: dict[object, Blocked] = {}
+
+    @property
+    def blocked(self) -> Blocked | None:
+        """What is waited for longest; None while the bus takes everything."""
+        return min(self._held.values(), key=lambda held: held.since, default=None)
+
+    async def until_taken(self, what: str, subject: str, work: Callable[[], Awaitable[T]]) -> T:
+        """What ``work`` returns, once it does not raise Unavailable any more; ``blocked`` says so meanwhile."""
+        began = seen = time.monotonic()
+        since, logged, told, key = time.time(), float("-inf"), False, object()
+        try:
+            while True:
+                try:
+                    return await work()
+                except Unavailable as error:
+                    self._held[key] = Blocked(what, subject, since, str(error))
+                    if not told and isinstance(error, StreamFull):
+                        self._tell(f"{what} must wait: {error}")
+                        told = True
+                    if time.monotonic() - logged >= LOG_EVERY_S:
+                        logged = time.monotonic()
+                        logger.warning(
+                            "%s: %s waits for %.0f s already: %s", self._job, what, logged - began, error
+                        )  # fmt: skip
+                await asyncio.sleep(RETRY_S)
+                BLOCKED_S.labels(subject.partition(".")[0]).inc(time.monotonic() - seen)
+                seen = time.monotonic()
+        finally:
+            self._held.pop(key, None)

@@ -1,0 +1,57 @@
+"""Rows of a replay, from whichever trainer repeats it to the client that watches."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from penstock.services.coordinator import replays as module
+from penstock.services.coordinator.replays import replay_rows
+from penstock.shared.errors import Conflict
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.messages import Ack, ReplayRequest, ReplayRow
+from penstock.shared.transport.bus import Bus
+
+
+def trainer(bus: Bus, rows: int) -> Callable[[bytes], Awaitable[bytes]]:
+    """Tells so many rows at once."""
+
+    async def answer(data: bytes) -> bytes:
+        request, _ = unpack(data, ReplayRequest)
+        if not rows:
+            return pack(Ack(ok=False, reason="nothing was trained yet"))
+        for batch in range(1, rows + 1):
+            row = ReplayRow(batch=batch, total=rows, match=True, done=batch == rows, ok=batch == rows)
+            await bus.notify(subjects.replay_progress(request.id), pack(row))
+        return pack(Ack(ok=True))
+
+    return answer
+
+
+async def test_rows_come_in_order_to_the_last_one(bus: Bus) -> None:
+    async with await bus.serve(subjects.REPLAY, trainer(bus, 5)):
+        rows = [row async for row in replay_rows(bus, "job_a", from_batch=None, to_batch=None)]
+    assert [row["batch"] for row in rows] == [1, 2, 3, 4, 5]
+    assert rows[-1]["ok"]
+
+
+async def test_a_refusal_is_told(bus: Bus) -> None:
+    async with await bus.serve(subjects.REPLAY, trainer(bus, 0)):
+        with pytest.raises(Conflict, match="nothing was trained yet"):
+            await anext(replay_rows(bus, "job_a", from_batch=None, to_batch=None))
+
+
+async def test_a_client_that_reads_too_slowly_is_told_so(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_WAITING", 4)
+    rows = []
+    async with await bus.serve(subjects.REPLAY, trainer(bus, 50)):
+        async for row in replay_rows(bus, "job_a", from_batch=None, to_batch=None):
+            rows.append(row)
+            await asyncio.sleep(0.05)
+    assert rows[-1]["done"]
+    assert not rows[-1]["ok"]
+    assert rows[-1]["summary"] == "this client reads too slowly: 4 rows waited for it"
+    assert len(rows) < 50

@@ -1,0 +1,49 @@
+"""Facts on their way into the decisions of a leader."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from penstock.services.coordinator.inbox import Inbox
+
+
+async def test_all_that_is_there_is_one_turn_and_what_comes_meanwhile_is_the_next() -> None:
+    inbox, taken = Inbox(), list[int]()
+
+    async def fact(number: int) -> None:
+        taken.append(number)
+        if number == 1:
+            await inbox.put(lambda: fact(9))
+
+    for number in range(3):
+        await inbox.put(lambda number=number: fact(number))  # type: ignore[misc]
+    await inbox.take(1.0)
+    assert taken == [0, 1, 2]
+    await inbox.take(1.0)
+    assert taken == [0, 1, 2, 9]
+
+
+async def test_who_asks_gets_what_was_decided() -> None:
+    inbox = Inbox()
+
+    async def decide() -> str:
+        return "decided"
+
+    asking = asyncio.create_task(inbox.ask(decide))
+    await inbox.take(1.0)
+    assert await asking == "decided"
+
+
+async def test_a_wish_finds_room_beside_a_full_inbox() -> None:
+    inbox = Inbox(1)
+    for _ in range(3):
+        inbox.wake()
+    before = time.monotonic()
+    await inbox.take(30.0)
+    assert time.monotonic() - before < 5
+    with pytest.raises(TimeoutError):  # the inbox is empty again, and a turn without facts ends by itself
+        await asyncio.wait_for(inbox.take(30.0), 0.05)
+    await inbox.take(0.01)
