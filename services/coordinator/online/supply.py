@@ -203,7 +203,8 @@ class LiveSupply:
         mine = {one.ordinal for one in admissions if is_made_of(one, interactions, feedback)}
         self.source.erased |= mine
         if mine:
-            await self._persistently(lambda: erase_groups(self.bus, self.job, mine))
+            what, subject = "the deletion of groups of a deleted user", subjects.experience(self.job)
+            await self.retry.until_taken(what, subject, lambda: erase_groups(self.bus, self.job, mine))
 
     def unreadable(self) -> list[Unreadable]:
         """See ``Supply.unreadable``."""

@@ -29,8 +29,9 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class StreamSizes:
-    """Bytes of EXPERIENCE, of each other stream (snapshots, audit log and buckets have less), and of LEDGER where it has
-    a size of its own.
+    """Bytes of EXPERIENCE, of each other stream, and of LEDGER where it has a size of its own.
+
+    Snapshots, the audit log and buckets have less.
     """
 
     experience_bytes: int
