@@ -2,8 +2,7 @@
 episodes that were opened for them.
 
 First the deletion is written down, then the ids (a tombstone that every replica reads, and that refuses them for good),
-then the messages are overwritten in the streams; a deletion that was interrupted is gone through again. Streams are
-searched from end to end: an index that forgot something would break the promise.
+then the messages are overwritten in the streams; a deletion that was interrupted is gone through again.
 """
 
 from __future__ import annotations
@@ -11,39 +10,28 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import chain
-from typing import TypeVar
 
 import msgspec
 
-from penstock.services.coordinator.feedback.made import Made, erase_groups, erase_message
-from penstock.shared.errors import Conflict, ProtocolError
+from penstock.services.coordinator.feedback.made import Made, erase_groups
+from penstock.services.coordinator.feedback.pieces import data_of, erase_letter, erase_message
+from penstock.services.coordinator.feedback.search import Found, Place, Search, decoded
+from penstock.shared.errors import Conflict, ProtocolError, StreamFull
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.codec import pack
 from penstock.shared.protocol.episode import KEEP_S, EpisodeRecord
 from penstock.shared.protocol.events import decode_events
-from penstock.shared.protocol.interaction import (
-    Erasure,
-    FateBatch,
-    Feedback,
-    FeedbackBatch,
-    Interaction,
-    bare_id,
-    named_users,
-)
-from penstock.shared.protocol.parts import PART, count_of
-from penstock.shared.transport.bus import Bus, Message, Outgoing
+from penstock.shared.protocol.interaction import Erasure, FateBatch, Feedback, FeedbackBatch, bare_id, named_users
+from penstock.shared.protocol.parts import PARTS
+from penstock.shared.transport.bus import MSG_ID, Bus, Message, Outgoing
 from penstock.shared.transport.kv import Entry
 
-__all__ = ["Eraser", "Report"]
+__all__ = ["UNDECIDED", "Eraser", "Report"]
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T", bound=msgspec.Struct)
 
 PREFIX = "erasure"
 NAMED = 10_000
@@ -64,25 +52,6 @@ class Report(msgspec.Struct, kw_only=True):
     groups: int = 0
     episodes: int = 0
     trained_versions: dict[str, list[int]] = {}
-
-
-@dataclass(slots=True)
-class _Found:
-    """What belongs to a user in one job."""
-
-    interactions: defaultdict[str, list[Message]] = field(default_factory=lambda: defaultdict(list))
-    """Records by id: an answer that was broken off and completed has two."""
-    episodes: set[str] = field(default_factory=set)
-    feedback: set[str] = field(default_factory=set)
-    mixed: list[tuple[Message, list[Feedback]]] = field(default_factory=list)
-    """Messages that hold some of it, and what they hold of others."""
-    gone: set[str] = field(default_factory=set)
-    """What earlier deletions of the user named, interactions and feedback."""
-
-    def covers(self, item: Feedback) -> bool:
-        """Whether an item is about one of these interactions or episodes."""
-        targets = (item.inference, item.body.get("rejected"))
-        return item.episode in self.episodes or any(id in self.interactions or id in self.gone for id in targets)
 
 
 class Eraser:
@@ -115,17 +84,20 @@ class Eraser:
         Raises:
             Unavailable: the bus went away; what is left is deleted by the next run.
         """
-        found = await self._search(report.user)
+        found = await Search(self._bus, report.user, self._pseudonym).run()
         report.episodes += await self._end_episodes(report.user, found)
         last = max([0, *[await self._announce(report.user, job, mine) for job, mine in found.items()]])
         # What a leader admits after this search it drops itself: it reads what was announced.
         for job, made in (await self._made(report.user, found)).items():
-            mine = found.get(job, _Found())
+            mine = found.get(job, Found())
             versions, decided = await self._told(job, mine)
             report.groups += await erase_groups(self._bus, job, made.ordinals) if made.ordinals else 0
-            for message, rest in mine.mixed:
+            for letter in mine.letters:
+                await erase_letter(self._bus, letter)
+            for place, rest in mine.mixed:
                 waits = [item for item in rest if _target(item) not in decided | made.decided]
-                await self._rewrite(job, message, waits if message.seq >= made.low_feedback else [])
+                is_over = isinstance(place, Message) and place.seq < made.low_feedback
+                await self._rewrite(job, place, [] if is_over else waits)
             for message in chain.from_iterable(mine.interactions.values()):
                 await erase_message(self._bus, subjects.INTERACTIONS, message)
             report.interactions += len(mine.interactions)
@@ -140,48 +112,7 @@ class Eraser:
     async def _save(self, report: Report) -> None:
         await self._kv.put(f"{PREFIX}.{report.user}", msgspec.json.encode(report))
 
-    # -- search ------------------------------------------------------------------------------------------------------
-
-    async def _deleted_before(self, user: str) -> defaultdict[str, _Found]:
-        """What earlier deletions of a user named, by job: a repeated one finds what was made of it meanwhile."""
-        found: defaultdict[str, _Found] = defaultdict(_Found)
-        async for message in self._bus.scan(subjects.FEEDBACK, subjects.erasures("*")):
-            erasure = _decoded(message.data, Erasure)
-            if erasure is not None and erasure.user == user:
-                found[message.subject.split(".")[1]].gone.update(erasure.interactions, erasure.feedback)
-        return found
-
-    async def _search(self, user: str) -> dict[str, _Found]:
-        found = await self._deleted_before(user)
-        async for message in self._bus.scan(subjects.INTERACTIONS, f"{subjects.INTERACTIONS.lower()}.>"):
-            if PART in message.headers:
-                continue
-            record = _decoded(await self._whole(subjects.INTERACTIONS, message), Interaction)
-            if record is not None and self._names(record, user):
-                mine = found[record.job]
-                mine.interactions[bare_id(record.id) or record.id].append(message)
-                mine.episodes.add(bare_id(record.episode) or record.episode)
-        async for message in self._bus.scan(subjects.FEEDBACK, subjects.feedback("*")):
-            batch = _decoded(await self._whole(subjects.FEEDBACK, message), FeedbackBatch)
-            job = message.subject.rpartition(".")[2]
-            mine = found.get(job, _Found())
-            items = batch.items if batch is not None else []
-            gone = {item.id for item in items if self._names(item, user) or mine.covers(item)}
-            if gone:
-                found[job].feedback |= gone
-                found[job].mixed.append((message, [item for item in items if item.id not in gone]))
-        return found
-
-    def _names(self, said: Interaction | Feedback | EpisodeRecord, user: str) -> bool:
-        return user in named_users(said.user, said.tags, self._pseudonym)
-
-    async def _whole(self, stream: str, message: Message) -> bytes:
-        if count_of(message.headers) == 1:
-            return message.data
-        whole = (await self._bus.get_whole(stream, [message.seq])).get(message.seq)
-        return whole.data if whole is not None else b""
-
-    async def _made(self, user: str, found: Mapping[str, _Found]) -> dict[str, Made]:
+    async def _made(self, user: str, found: Mapping[str, Found]) -> dict[str, Made]:
         """What jobs made of it, by their ledgers: of those where something was found, and of those that admitted it."""
         made = {job: _made_of(user, mine) for job, mine in found.items()}
         async for message in self._bus.scan(subjects.LEDGER, subjects.ledger("*")):
@@ -191,18 +122,18 @@ class Eraser:
             except ProtocolError as error:
                 logger.error("entry %d of %s cannot be read: %s", message.seq, subjects.LEDGER, error)
                 continue
-            ledger = made.setdefault(job, _made_of(user, _Found()))
+            ledger = made.setdefault(job, _made_of(user, Found()))
             for event in events:
                 ledger.take(event)
         return {job: one for job, one in made.items() if job in found or one.ordinals}
 
-    async def _told(self, job: str, mine: _Found) -> tuple[set[int], set[str]]:
+    async def _told(self, job: str, mine: Found) -> tuple[set[int], set[str]]:
         """Versions that were trained on it, and feedback of the job whose newest fate is a last one, as far as fates
         are still there.
         """
         versions, newest = set[int](), dict[str, str]()
         async for message in self._bus.scan(subjects.DECISIONS, subjects.decisions(job)):
-            batch = _decoded(await self._whole(subjects.DECISIONS, message), FateBatch)
+            batch = decoded(await data_of(self._bus, subjects.DECISIONS, message), FateBatch)
             for fate in batch.items if batch is not None else ():
                 told = {bare_id(id) or id for id in fate.interactions}
                 about = fate.feedback in mine.feedback or not told.isdisjoint(mine.interactions)
@@ -216,7 +147,7 @@ class Eraser:
 
     # -- deletion ----------------------------------------------------------------------------------------------------
 
-    async def _announce(self, user: str, job: str, mine: _Found) -> int:
+    async def _announce(self, user: str, job: str, mine: Found) -> int:
         """Say which ids do not exist any more; the sequence of that, 0 where there are none."""
         last, interactions, feedback = 0, sorted(mine.interactions), sorted(mine.feedback)
         for start in range(0, max(len(interactions), len(feedback)), NAMED):
@@ -227,7 +158,7 @@ class Eraser:
             last = await self._bus.publish(subjects.erasures(job), pack(erasure, job=job))
         return last
 
-    async def _end_episodes(self, user: str, found: Mapping[str, _Found]) -> int:
+    async def _end_episodes(self, user: str, found: Mapping[str, Found]) -> int:
         """Blank what was opened for the user, or for nobody and they spoke in it; how many. It takes no more requests.
 
         What is left keeps a later request from being recorded as a turn of an episode that nobody set apart.
@@ -254,15 +185,22 @@ class Eraser:
                 entry = await self._opened.get(entry.key)
         return ended
 
-    async def _rewrite(self, job: str, message: Message, rest: list[Feedback]) -> None:
-        """Store what the message holds of others and is undecided once more, then delete it."""
-        if rest:
-            data = pack(FeedbackBatch(items=rest), job=job)
-            await self._bus.publish_whole([Outgoing(subjects.feedback(job), data)])
-        await erase_message(self._bus, subjects.FEEDBACK, message)
+    async def _rewrite(self, job: str, place: Place, rest: list[Feedback]) -> None:
+        """Store what a message or a letter holds of others and is undecided once more, then delete it."""
+        data = pack(FeedbackBatch(items=rest), job=job)
+        if isinstance(place, Message):
+            if rest:
+                await self._bus.publish_whole([Outgoing(subjects.feedback(job), data)])
+            await erase_message(self._bus, subjects.FEEDBACK, place)
+            return
+        if rest:  # several items are never more than one message holds
+            headers = {name: value for name, value in place.first.headers.items() if name not in (PARTS, MSG_ID)}
+            with contextlib.suppress(StreamFull):  # what is left of a copy waits for no room
+                await self._bus.publish(subjects.dead(job), data, headers=headers)
+        await erase_letter(self._bus, place)
 
 
-def _made_of(user: str, mine: _Found) -> Made:
+def _made_of(user: str, mine: Found) -> Made:
     others = {_target(item) for _, rest in mine.mixed for item in rest}
     return Made(user, mine.interactions.keys() | mine.gone, mine.feedback | mine.gone, others)
 
@@ -271,11 +209,3 @@ def _target(item: Feedback) -> str:
     """The feedback by whose fate an item is over: its own, of a retraction what it retracts."""
     name = str(item.body.get("feedback", "")) if item.kind == "retraction" else item.id
     return bare_id(name) or name
-
-
-def _decoded(data: bytes, kind: type[T]) -> T | None:
-    """What a message holds; None for one that is undecodable, of which nobody can say whose it is."""
-    try:
-        return unpack(data, kind)[0]
-    except ProtocolError:
-        return None

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container
 
+from penstock.services.coordinator.buried import buried
+from penstock.services.coordinator.feedback.pieces import erase_letter, erase_message
 from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import Admission, Admitted, BatchSealed, BatchTrained, Event
 from penstock.shared.protocol.interaction import bare_id
-from penstock.shared.protocol.parts import count_of
 from penstock.shared.protocol.trajectory import parse_group_header
 from penstock.shared.transport.bus import Bus, Message
 
-__all__ = ["Made", "erase_groups", "erase_message", "is_made_of"]
+__all__ = ["Made", "erase_groups", "is_made_of"]
 
 
 class Made:
@@ -78,20 +79,26 @@ def is_made_of(admission: Admission, interactions: Container[str], feedback: Con
 
 
 async def erase_groups(bus: Bus, job: str, ordinals: Container[int]) -> int:
-    """Delete the groups of these draws; how many. One that waits for training is lost. Raises Unavailable."""
+    """Delete the groups of these draws, dead letters among them; how many. One that waits for training is lost.
+
+    Raises:
+        Unavailable: the bus went away; safe to repeat.
+    """
     erased = 0
     async for message in bus.scan(subjects.EXPERIENCE, subjects.experience(job), headers_only=True):
-        try:
-            header = parse_group_header(message.headers)
-        except ProtocolError:
-            continue
-        if header.draw.ordinal in ordinals:
+        if _ordinal(message) in ordinals:
             await erase_message(bus, subjects.EXPERIENCE, message)
+            erased += 1
+    for letter in await buried(bus, job):
+        if letter.stream == subjects.EXPERIENCE and _ordinal(letter.first) in ordinals:
+            await erase_letter(bus, letter)
             erased += 1
     return erased
 
 
-async def erase_message(bus: Bus, stream: str, message: Message) -> None:
-    """Overwrite a payload and delete it, its first message last: while that stands, a search finds the rest."""
-    for place in reversed(range(count_of(message.headers))):
-        await bus.delete_message(stream, message.seq + place)
+def _ordinal(group: Message) -> int:
+    """The place in the job's data order that a group is of; -1 where its headers do not say."""
+    try:
+        return parse_group_header(group.headers).draw.ordinal
+    except ProtocolError:
+        return -1

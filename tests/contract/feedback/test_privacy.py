@@ -12,11 +12,13 @@ from typer.testing import CliRunner
 
 from penstock.cli import app as cli
 from penstock.client import AsyncClient
+from penstock.services.coordinator.buried import buried, payload_of
+from penstock.services.coordinator.carrier import Carrier
 from penstock.services.coordinator.feedback.desk import FeedbackDesk
 from penstock.services.coordinator.store import JobStore
 from penstock.shared.errors import NotFound, Unavailable
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.codec import pack
+from penstock.shared.protocol.codec import SCHEMA, pack, unpack
 from penstock.shared.protocol.episode import EpisodeRecord
 from penstock.shared.protocol.events import (
     Admission,
@@ -28,7 +30,8 @@ from penstock.shared.protocol.events import (
     encode_events,
 )
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import Fate, FateBatch, Feedback, FeedbackBatch, bare_id
+from penstock.shared.protocol.interaction import Fate, FateBatch, Feedback, FeedbackBatch, Interaction, bare_id
+from penstock.shared.protocol.parts import PART
 from penstock.shared.protocol.trajectory import GroupHeader, group_headers
 from penstock.shared.transport.bus import Outgoing
 
@@ -78,6 +81,9 @@ async def test_no_byte_of_a_deleted_user_is_left(desk: Any, nats_server: Any, tm
     await desk.until(lambda: is_trained(desk, ids[0]), "fate")
     await store_group(desk, desk.job, 0, MARKER)
     await store_group(desk, desk.job, 1, "kept")
+    hidden, others = await desk.record(USER, text=MARKER), await desk.record("somebody else", text="kept, too")
+    await make_unreadable(desk, [hidden, others], about=mine.id)
+    await bury_all(desk)
     await admit(desk, desk.job, Admission(0, {mine.id: 1}, {ids[0]: 1}, 1.0, 0, "local", mine.user, "feedback", 1.0))
     assert files_with(nats_server.directory, MARKER), "the test would find it"
     assert files_with(nats_server.directory, USER) == {}, "a user's name never reaches the disk"
@@ -86,7 +92,7 @@ async def test_no_byte_of_a_deleted_user_is_left(desk: Any, nats_server: Any, tm
     assert reply.status_code == 202, reply.text
 
     report = await deleted(desk)
-    assert (report["interactions"], report["feedback"], report["groups"], report["episodes"]) == (5, 5, 1, 2)
+    assert (report["interactions"], report["feedback"], report["groups"], report["episodes"]) == (6, 5, 2, 2)
     assert report["trained_versions"] == {desk.job: [2]}
     assert report["user"] == mine.user
     assert files_with(nats_server.directory, MARKER, USER) == {}
@@ -94,7 +100,12 @@ async def test_no_byte_of_a_deleted_user_is_left(desk: Any, nats_server: Any, tm
     assert [item.value for item in await desk.items()] == ["kept, too"]
     left = [(await desk.client.get(f"/v1/episodes/{id}")).json() for id in (theirs, spoken, kept)]
     assert [(row["tags"], row["ended_at"] is None) for row in left] == [({}, False), ({}, False), ({}, True)]
-    assert len(await desk.bus.read(subjects.INTERACTIONS, "interactions.>")) == 1
+    subject_of = {subjects.interaction(desk.job, record.id) for record in (other, others)}
+    assert {one.subject for one in await desk.bus.read(subjects.INTERACTIONS, "interactions.>")} == subject_of
+    letters = await buried(desk.bus, desk.job)
+    assert sorted(one.stream for one in letters) == ["EXPERIENCE", "FEEDBACK", "INTERACTIONS", "INTERACTIONS"]
+    (said,) = [(await payload_of(desk.bus, one))[0] for one in letters if one.stream == subjects.FEEDBACK]
+    assert [item.value for item in unpack(said, FeedbackBatch)[0].items] == ["kept, too"]
 
     async def forgotten() -> bool:
         return (await desk.client.get(f"/v1/feedback/{ids[0]}")).status_code == 404
@@ -138,6 +149,37 @@ async def opened(desk: Any, **body: Any) -> str:
     reply = await desk.client.post("/v1/episodes", json={"model": "policy", **body})
     assert reply.status_code == 201, reply.text
     return str(reply.json()["id"])
+
+
+def of_another_schema(data: bytes) -> bytes:
+    """An envelope that nobody here reads."""
+    assert data[1] == SCHEMA
+    return data[:1] + b"\x7f" + data[2:]
+
+
+async def make_unreadable(desk: Any, records: list[Interaction], *, about: str) -> None:
+    """Put in the place of records, and beside what was said of one, what does not decode."""
+    for record in records:
+        message = await desk.bus.last(subjects.INTERACTIONS, subjects.interaction(desk.job, record.id))
+        await desk.bus.delete_message(subjects.INTERACTIONS, message.seq)
+        await desk.bus.publish(message.subject, of_another_schema(message.data), headers=message.headers)
+    for text in (MARKER, MARKER * 60_000):  # the second one in several messages
+        item = Feedback(
+            id=desk.new_id(), job=desk.job, kind="metric", key_id="k", received=1.0, inference=about, metric="comment",
+            value=text,
+        )  # fmt: skip
+        data = of_another_schema(pack(FeedbackBatch(items=[item]), job=desk.job))
+        await desk.bus.publish_whole([Outgoing(subjects.feedback(desk.job), data)])
+
+
+async def bury_all(desk: Any) -> None:
+    """Make dead letters of everything, as leaders do that cannot use it."""
+    carrier = Carrier(desk.bus, desk.job, epoch=1)
+    for stream in (subjects.INTERACTIONS, subjects.FEEDBACK, subjects.EXPERIENCE):
+        for message in await desk.bus.read(stream, f"{stream.lower()}.>", headers_only=True):
+            if PART not in message.headers:
+                await carrier.keep_dead(stream, message.seq, reason="undecodable", attempts=1)
+    assert any(len(letter.places) > 1 for letter in await buried(desk.bus, desk.job)), "one has several parts"
 
 
 async def test_what_earlier_versions_stored_under_a_name_is_deleted(desk: Any, nats_server: Any) -> None:
@@ -307,11 +349,13 @@ async def test_a_repeated_deletion_finds_what_was_made_of_it_meanwhile(desk: Any
         await admit(desk, job, admission, others)
         await store_group(desk, job, 0, MARKER)
         await store_group(desk, job, 1, "kept")
+    await make_unreadable(desk, [], about=mine.id)
     assert (await desk.client.delete(f"/v1/users/{USER}/data")).status_code == 202
     report = await deleted(desk)
     assert (report["interactions"], report["groups"]) == (0, 2)
     left = [await desk.bus.read(subjects.EXPERIENCE, subjects.experience(job)) for job in (desk.job, elsewhere)]
     assert [[message.data for message in messages] for messages in left] == [[b"kept"], [b"kept"]]
+    assert await desk.bus.read(subjects.FEEDBACK, subjects.feedback(desk.job)) == [], "they spell a deleted id"
 
 
 async def test_clients_and_commands_speak_of_users(desk: Any, url: str, monkeypatch: Any) -> None:

@@ -1,0 +1,40 @@
+"""The messages that one payload lies in, all of them or those that an interrupted deletion left."""
+
+from __future__ import annotations
+
+from penstock.services.coordinator.buried import Buried
+from penstock.shared.errors import ProtocolError
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.parts import PART, count_of, part_subject
+from penstock.shared.transport.bus import Bus, Message
+
+__all__ = ["data_of", "erase_letter", "erase_message", "pieces_of"]
+
+
+async def pieces_of(bus: Bus, stream: str, first: Message) -> list[Message]:
+    """The messages of a payload that are there, in order. Raises Unavailable."""
+    try:
+        count = count_of(first.headers)
+    except ProtocolError:  # it stands for itself alone
+        return [first]
+    found = await bus.get_many(stream, range(first.seq + 1, first.seq + count))
+    rest = (found[seq] for seq in sorted(found))
+    subject = part_subject(first.subject)
+    return [first, *(m for m in rest if m.subject == subject and m.headers.get(PART) == str(m.seq - first.seq))]
+
+
+async def data_of(bus: Bus, stream: str, first: Message) -> bytes:
+    """What is there of a payload. Raises Unavailable."""
+    return b"".join(piece.data for piece in await pieces_of(bus, stream, first))
+
+
+async def erase_message(bus: Bus, stream: str, first: Message) -> None:
+    """Overwrite a payload and delete it, its first message last: while that stands, a search finds the rest."""
+    for piece in reversed(await pieces_of(bus, stream, first)):
+        await bus.delete_message(stream, piece.seq)
+
+
+async def erase_letter(bus: Bus, letter: Buried) -> None:
+    """The same for a dead letter."""
+    for _, seq in reversed(letter.places):
+        await bus.delete_message(subjects.DEAD, seq)

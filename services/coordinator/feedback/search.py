@@ -1,0 +1,172 @@
+"""What the streams hold of a user: interactions, feedback, and the copies of both among the dead letters.
+
+Streams are searched from end to end: an index that forgot something would break the promise. What does not decode is
+the user's where it spells their pseudonym or the id of something else that is deleted: both stand in a message as text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from penstock.services.coordinator.buried import Buried, buried, payload_of
+from penstock.services.coordinator.feedback.pieces import data_of
+from penstock.shared.errors import ProtocolError
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import unpack
+from penstock.shared.protocol.interaction import (
+    EPISODE_HEADER,
+    Erasure,
+    Feedback,
+    FeedbackBatch,
+    Interaction,
+    bare_id,
+    named_users,
+)
+from penstock.shared.protocol.parts import PART
+from penstock.shared.transport.bus import Bus, Message
+
+__all__ = ["Found", "Place", "Search", "decoded"]
+
+T = TypeVar("T", bound=msgspec.Struct)
+Place = Message | Buried
+"""Where something stands: its first message in INTERACTIONS or FEEDBACK (without its payload), or a dead letter."""
+ID = re.compile(rb"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
+
+
+@dataclass(slots=True)
+class Found:
+    """What belongs to a user in one job."""
+
+    interactions: defaultdict[str, list[Message]] = field(default_factory=lambda: defaultdict(list))
+    """Records by id: an answer that was broken off and completed has two, one that is a dead letter alone has none."""
+    episodes: set[str] = field(default_factory=set)
+    feedback: set[str] = field(default_factory=set)
+    mixed: list[tuple[Place, list[Feedback]]] = field(default_factory=list)
+    """Messages and letters of feedback that hold some of it, and what they hold of others."""
+    letters: list[Buried] = field(default_factory=list)
+    """Those that hold nothing else."""
+    gone: set[str] = field(default_factory=set)
+    """What earlier deletions of the user named, interactions and feedback."""
+
+    def covers(self, item: Feedback) -> bool:
+        """Whether an item is about one of these interactions or episodes."""
+        targets = (item.inference, item.body.get("rejected"))
+        return item.episode in self.episodes or any(id in self.interactions or id in self.gone for id in targets)
+
+
+class _Unreadable(NamedTuple):
+    """What does not decode, and the ids that it spells."""
+
+    job: str
+    stream: str
+    place: Place
+    ids: frozenset[str]
+
+
+class Search:
+    """Looks once for one user (a pseudonym)."""
+
+    def __init__(self, bus: Bus, user: str, pseudonym: Callable[[str], str]) -> None:
+        self._bus, self._user, self._pseudonym = bus, user, pseudonym
+        self._found: defaultdict[str, Found] = defaultdict(Found)
+        self._unreadable: list[_Unreadable] = []
+
+    async def run(self) -> dict[str, Found]:
+        """What there is, by job. Raises Unavailable."""
+        await self._recall()
+        letters = await buried(self._bus, "*")
+        async for message in self._bus.scan(subjects.INTERACTIONS, f"{subjects.INTERACTIONS.lower()}.>"):
+            if PART not in message.headers:
+                data = await data_of(self._bus, subjects.INTERACTIONS, message)
+                self._take_record(message.subject.split(".")[1], replace(message, data=b""), data)
+        for letter in letters:
+            if letter.stream == subjects.INTERACTIONS:
+                self._take_record(letter.job, letter, (await payload_of(self._bus, letter))[0])
+        async for message in self._bus.scan(subjects.FEEDBACK, subjects.feedback("*")):
+            data = await data_of(self._bus, subjects.FEEDBACK, message)
+            self._take_feedback(message.subject.rpartition(".")[2], replace(message, data=b""), data)
+        for letter in letters:
+            if letter.stream == subjects.FEEDBACK:
+                self._take_feedback(letter.job, letter, (await payload_of(self._bus, letter))[0])
+        self._judge_by_ids()
+        return self._found
+
+    async def _recall(self) -> None:
+        """What earlier deletions named: a repeated one finds what was made of it, and said of it, meanwhile."""
+        async for message in self._bus.scan(subjects.FEEDBACK, subjects.erasures("*")):
+            erasure = decoded(message.data, Erasure)
+            if erasure is not None and erasure.user == self._user:
+                self._found[message.subject.split(".")[1]].gone.update(erasure.interactions, erasure.feedback)
+
+    def _take_record(self, job: str, place: Place, data: bytes) -> None:
+        record = decoded(data, Interaction)
+        if record is None:
+            self._judge(_Unreadable(job, subjects.INTERACTIONS, place, _ids_in(data)), data)
+        elif self._names(record):
+            self._keep(job, record.id, record.episode, place)
+
+    def _take_feedback(self, job: str, place: Place, data: bytes) -> None:
+        batch = decoded(data, FeedbackBatch)
+        if batch is None:
+            self._judge(_Unreadable(job, subjects.FEEDBACK, place, _ids_in(data)), data)
+            return
+        mine = self._found.get(job, Found())
+        gone = {item.id for item in batch.items if self._names(item) or mine.covers(item)}
+        if gone:
+            self._found[job].feedback |= gone
+            self._found[job].mixed.append((place, [item for item in batch.items if item.id not in gone]))
+
+    def _names(self, said: Interaction | Feedback) -> bool:
+        return self._user in named_users(said.user, said.tags, self._pseudonym)
+
+    def _judge(self, one: _Unreadable, data: bytes) -> None:
+        if self._user.encode() in data:
+            self._take_unreadable(one)
+        else:
+            self._unreadable.append(one)
+
+    def _judge_by_ids(self) -> None:
+        """Once all is read: what was said of the user's things, in a message that nobody can read, is theirs, too."""
+        for one in self._unreadable:
+            mine = self._found.get(one.job)
+            if mine is None:
+                continue
+            ids = mine.interactions.keys() | mine.feedback | mine.gone
+            if not one.ids.isdisjoint(ids if one.stream == subjects.INTERACTIONS else ids | mine.episodes):
+                self._take_unreadable(one)
+
+    def _take_unreadable(self, one: _Unreadable) -> None:
+        if isinstance(one.place, Buried):
+            self._found[one.job].letters.append(one.place)
+        elif one.stream == subjects.INTERACTIONS:  # which one it is its subject says, and a header its episode
+            headers = one.place.headers
+            self._keep(one.job, one.place.subject.rpartition(".")[2], headers.get(EPISODE_HEADER, ""), one.place)
+        else:
+            self._found[one.job].mixed.insert(0, (one.place, []))  # while the rest stands, a search finds it again
+
+    def _keep(self, job: str, id: str, episode: str, place: Place) -> None:
+        mine = self._found[job]
+        records = mine.interactions[bare_id(id) or id]
+        mine.episodes |= {bare_id(episode) or episode} - {""}
+        if isinstance(place, Buried):
+            mine.letters.append(place)
+        else:
+            records.append(place)
+
+
+def decoded(data: bytes, kind: type[T]) -> T | None:
+    """What a message holds; None for one that does not decode."""
+    try:
+        return unpack(data, kind)[0]
+    except ProtocolError:
+        return None
+
+
+def _ids_in(data: bytes) -> frozenset[str]:
+    return frozenset(id.decode() for id in ID.findall(data))
