@@ -189,10 +189,15 @@ class InteractionFate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class FateBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """One message of DECISIONS: what one decision made of how many items soever, in order, and of interactions."""
+    """One message of DECISIONS: what one decision made of how many items soever, in order, and of interactions.
+
+    ``over``: posted episodes that are decided, each by the xxh3-128 of its key and name, with an item that was refused
+    together with it ('': some of it is trained). A later turn of it is `episode_over`.
+    """
 
     items: list[Fate]
     interactions: list[InteractionFate] = []
+    over: list[tuple[str, str]] = []
 
 
 def named_tags(tags: Mapping[str, str], pseudonym: Callable[[str], str]) -> dict[str, str]:

@@ -20,7 +20,7 @@ assert spec is not None
 assert spec.loader is not None
 supply: Any = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(supply)
-EPISODE = "0192f0c1-0000-7000-8000-00000000000e"
+EPISODE, REFUSED = "0192f0c1-0000-7000-8000-00000000000e", "0192f0c1-0000-7000-8000-00000000000f"
 TURNS: list[dict[str, Any]] = [
     {"prompt_token_ids": [10, 11], "token_ids": [20, 21]},
     {"prompt_token_ids": [7, 8], "token_ids": [9], "reward": 0.25},
@@ -38,8 +38,16 @@ async def test_turns_that_come_out_of_order_are_one_trajectory_whoever_leads(bus
             body=TURNS[place] | {"policy_version": 0},
         )  # fmt: skip
 
+    async def turn_of_another(name: str, turn: int, *, done: bool) -> None:
+        body = {"prompt_token_ids": [5], "token_ids": [6]}
+        await supply.say(
+            bus, job, name, "interaction", key="trusted", episode=REFUSED, turn=turn, final=done, body=body
+        )
+
     async with supply.leader(bus, record, 1, tmp_path):
         await supply.report(bus, job, kind="checkpointed", batch=0, version=0, digest="w0", path="ckpt-0")
+        await turn_of_another("r0", 0, done=True)
+        await supply.until_fates(bus, job, r0="rejected")
         await post(2, done=True)
         await post(1, done=False)
         await supply.until_fates(bus, job, t1="matched", t2="matched")
@@ -59,6 +67,10 @@ async def test_turns_that_come_out_of_order_are_one_trajectory_whoever_leads(bus
         await supply.say(bus, job, "late", "interaction", key="trusted", episode=EPISODE, turn=3, final=True, body=late)
         fates = await supply.until_fates(bus, job, late="rejected")
         assert fates["late"].reason == "episode_over"
+    async with supply.leader(bus, record, 3, tmp_path):  # which begins behind what was refused
+        await turn_of_another("r1", 1, done=True)
+        fates = await supply.until_fates(bus, job, r1="rejected")
+        assert fates["r1"].reason == "episode_over"
     entries = [decode_events(m.data) for m in await bus.read(subjects.LEDGER, subjects.ledger(job))]
     assert not audit_ledger(entries, supply.CONFIG).violations
     assert await decide_again(bus, job, supply.CONFIG, entries) == (2, [])

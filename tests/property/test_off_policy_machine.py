@@ -13,9 +13,10 @@ from hypothesis import settings
 from hypothesis.stateful import initialize, invariant, rule
 
 from penstock.services.coordinator.online.groups import group_of, made_group
+from penstock.services.coordinator.online.over import mark_of
 from penstock.services.coordinator.online.posted_again import posted_again
 from penstock.shared.config.online_job import OnlineJob
-from penstock.shared.protocol.events import Admitted, BatchSealed
+from penstock.shared.protocol.events import Admitted, BatchSealed, Event
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.interaction import Feedback
 from penstock.shared.protocol.messages import Report
@@ -124,6 +125,14 @@ class OffPolicyMachine(machine.OnlineMachine):  # type: ignore[misc, name-define
             for seq, record in self.world.interactions.items():
                 if record.id == name:
                     offers.know(name, seq, record)
+
+    def append(self, events: list[Event], *, crash: bool = False) -> None:
+        """A posted episode is decided once, whoever led then."""
+        self.world.over += self.matching.offers.over.drain()
+        admitted = [one for event in events if isinstance(event, Admitted) for one in event.admissions]
+        posted = {mark_of(one.origin[0]) for one in admitted if one.origin and not one.interactions}
+        assert posted.isdisjoint(mark for mark, _ in self.world.over)
+        super().append(events, crash=crash)
 
     @invariant()
     def turns_of_posted_episodes_are_decided_the_same_again(self) -> None:

@@ -62,6 +62,8 @@ class World:
     fates: list[Fate] = field(default_factory=list)
     decided: dict[str, InteractionFate] = field(default_factory=dict)
     """Interactions, by the rule of ``InteractionFate``."""
+    over: list[tuple[str, str]] = field(default_factory=list)
+    """Posted episodes, as ``FateBatch.over``."""
     num_groups: int = 0
 
     engine_version: int = 0
@@ -97,7 +99,7 @@ class OnlineMachine(RuleBasedStateMachine):
         self.run = self.core(state)
         for seq, header in sorted(self.world.stored.items()):
             self.run.on_group(seq, header)
-        self.matching.recall(state)
+        self.matching.recall(state, self.world.over)
         last = self.world.entries[-1] if self.world.entries else []
         self.world.fates += fates_of(last, state)
         self.world.take(interaction_fates_of(last, state))
@@ -119,6 +121,7 @@ class OnlineMachine(RuleBasedStateMachine):
         if not events:
             return
         self.world.take(self.matching.refusals.drain())  # told before a decision moves the mark
+        self.world.over += self.matching.offers.over.drain()
         self.world.entries.append(events)
         if crash:
             return

@@ -6,7 +6,7 @@ What is undecided lives here; what is decided stands in the ledger (admitted) or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -62,15 +62,16 @@ class Matching:
         """Version at the newest sweep of all."""
         self._next = (1, 1)
 
-    def recall(self, state: LedgerState) -> None:
-        """What the ledger has admitted, as far as it still names it."""
+    def recall(self, state: LedgerState, over: Sequence[tuple[str, str]] = ()) -> None:
+        """What the ledger has admitted, as far as it still names it; ``over``: what was told of posted episodes."""
         for admission in state.admissions.values():
             self._decided.update(admission.refused)
             self._decided.keep(admission.interactions, CONSUMED)
             self._closed.keep(admission.feedback, "")
         self._decided.keep(state.consumed, CONSUMED)
         self._closed.keep(state.used, "")
-        self.offers.recall(state)
+        self._closed.update({item: "" for _, item in over if item})
+        self.offers.recall(state, over)
 
     # -- what others ask ---------------------------------------------------------------------------------------------
 
@@ -85,10 +86,9 @@ class Matching:
         left = [episode.lowest for name, episode in self.episodes.items() if name not in gone]
         interactions = min((low for low, _ in left), default=UNKNOWN)
         feedback = min((low for _, low in left), default=UNKNOWN)
-        parked = min((item.seq for item in self.parked), default=UNKNOWN)
         offered = [item.seq for name, item in self.offers.items.items() if name not in gone]
-        parked = min([parked, *offered, *(seq for seq, _ in self._retracted.values())])
-        return min(interactions, self._next[0]), min(feedback, parked, self._next[1])
+        alone = [*offered, *(item.seq for item in self.parked), *(seq for seq, _ in self._retracted.values())]
+        return min(interactions, self._next[0]), min([feedback, self._next[1], *alone])
 
     def ended(self, admissions: Iterable[Admission]) -> list[float]:
         """When the last answer of each was given; these are not taken yet."""

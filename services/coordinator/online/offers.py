@@ -5,7 +5,7 @@ It waits until the interactions that it is about are found among the records, an
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
@@ -23,6 +23,7 @@ from penstock.services.coordinator.online.material import (
     version_of,
 )
 from penstock.services.coordinator.online.names import canonical
+from penstock.services.coordinator.online.over import Over
 from penstock.services.coordinator.online.posted import Facts, Present, facts_of, use_of
 from penstock.services.coordinator.online.posted_episodes import (
     EPISODE_OVER,
@@ -39,8 +40,6 @@ from penstock.shared.protocol.interaction import Feedback, Interaction
 __all__ = ["Offers"]
 
 DEMONSTRATION = "demonstration"
-MAX_OVER = 100_000
-"""Posted episodes whose late turns are told apart from new episodes."""
 MAX_PER_KEY = 10_000
 """Undecided items of one API key; beyond that its oldest ones go."""
 
@@ -70,8 +69,8 @@ class Offers:
         """Item -> the episode that it is a turn of."""
         self._parts: dict[str, list[str]] = {}
         """Names under which the trajectories of an episode are ready."""
-        self._over: OrderedDict[str, None] = OrderedDict()
-        """Episodes that are decided."""
+        self.over = Over()
+        """Posted episodes that are decided."""
         self._used: dict[str, int] = {}
         """Items that were admitted before this leader, and the sequences of what they said then."""
 
@@ -153,28 +152,23 @@ class Offers:
         """The posted episode that an item is a turn of; '' where it is decided by itself."""
         return episode_of_item(item, self._job)
 
-    def recall(self, state: LedgerState) -> None:
-        """What the ledger has admitted, as far as it still names it."""
+    def recall(self, state: LedgerState, over: Iterable[tuple[str, str]] = ()) -> None:
+        """What the ledger has admitted, as far as it still names it; ``over``: what was told of posted episodes."""
         self._used = dict(state.used)
+        self.over.recall(over)
         for admission in state.admissions.values():
             self.taken(admission)
+        self.over.drain()
 
     def reread(self, seq: int, item: Feedback) -> None:
         """An item was read that is decided already: what it said before it was revised is of no episode."""
-        if self._used.get(item.id) == seq:
-            self._close(self.episode_of(item))
+        if self._used.get(item.id) == seq and (episode := self.episode_of(item)):
+            self.over.add(episode)
 
     def taken(self, admission: Admission) -> None:
         """This stands in the ledger: a turn that comes now is too late."""
         if admission.origin and not admission.interactions:
-            self._close(admission.origin[0])
-
-    def _close(self, episode: str) -> None:
-        """A posted episode is decided; '' is none."""
-        if episode:
-            self._over[episode] = None
-            if len(self._over) > MAX_OVER:
-                self._over.popitem(last=False)
+            self.over.add(admission.origin[0])
 
     def _leave(self, name: str) -> None:
         """An item is not a turn of its episode any more."""
@@ -227,7 +221,7 @@ class Offers:
         """Refuse the turns of an episode that came late, and offer the others together once it is over."""
         episode = self._episodes[key]
         self._unready(key)
-        if key in self._over:
+        if key in self.over:
             return dict.fromkeys(episode.turns, EPISODE_OVER)
         late = episode.late(self._job)
         for name in late:
@@ -247,7 +241,7 @@ class Offers:
         else:
             found = episode.settle(self._job, present)
         if isinstance(found, dict):
-            self._close(key)
+            self.over.add(key, found)
             return found
         offers = {part.turns[0].item.feedback.id: offer_of_part(key, part, present) for part in found or []}
         self.ready |= offers

@@ -24,6 +24,7 @@ from penstock.services.coordinator.online.making import Maker
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.quarantine import Quarantine
 from penstock.services.coordinator.online.source import LiveSource
+from penstock.services.coordinator.online.told import posted_episodes_over
 from penstock.services.coordinator.restart import earliest_start
 from penstock.services.coordinator.retry import Retry
 from penstock.services.coordinator.run import JobRun
@@ -110,7 +111,7 @@ class LiveSupply:
     async def recover(self, state: LedgerState) -> None:
         """Both streams from where the ledger says that something is undecided; fates of the last decision once more."""
         self._state = state
-        self.matching.recall(state)
+        self.matching.recall(state, await posted_episodes_over(self.bus, self.job))
         self.quarantine.recall(state)
         last = await self.bus.last(subjects.LEDGER, subjects.ledger(self.job))
         if last is not None:
@@ -241,7 +242,7 @@ class LiveSupply:
     async def flush(self) -> None:
         """Fates that follow from facts alone: told before a decision moves the mark from which they would follow."""
         fates, self._untold = self._untold, []
-        await self._tell(fates, self.matching.refusals.drain())
+        await self._tell(fates, self.matching.refusals.drain(), self.matching.offers.over.drain())
 
     async def committed(self, run: JobRun, events: Sequence[Event]) -> None:
         """Tell what a decision means for feedback; forget what is decided."""
@@ -348,13 +349,15 @@ class LiveSupply:
             publish = partial(self.bus.publish_whole, messages, deadline_s=5)
             await self.retry.until_taken(f"{len(messages)} groups of live answers", subject, publish)
 
-    async def _tell(self, fates: Sequence[Fate], interactions: Sequence[InteractionFate]) -> None:
-        """Append fates to DECISIONS before anything else is decided."""
+    async def _tell(
+        self, fates: Sequence[Fate], interactions: Sequence[InteractionFate], over: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        """Append fates, and posted episodes that are over, to DECISIONS before anything else is decided."""
         self._funnel.on_fates(fates)
         self._funnel.on_interactions(interactions)
-        for start in range(0, max(len(fates), len(interactions)), MAX_FATES):
+        for start in range(0, max(len(fates), len(interactions), len(over)), MAX_FATES):
             some = slice(start, start + MAX_FATES)
-            batch = FateBatch(items=list(fates[some]), interactions=list(interactions[some]))
+            batch = FateBatch(items=list(fates[some]), interactions=list(interactions[some]), over=list(over[some]))
             data = pack(batch, job=self.job, epoch=self.epoch)
             msg_id = f"fates:{self.job}:{xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(batch))}"
             count = len(batch.items) + len(batch.interactions)
@@ -364,7 +367,7 @@ class LiveSupply:
     async def _send_fates(self, message: Outgoing, count: int) -> None:
         try:
             await self.bus.publish_whole([message], deadline_s=5)
-        except StreamFull as error:  # what people are told; what is trained does not depend on it
+        except StreamFull as error:  # what people are told; of what is trained only late turns depend on it
             logger.error("%s: %d fates are lost: %s", self.job, count, error)
 
     # -- what people see ---------------------------------------------------------------------------------------------

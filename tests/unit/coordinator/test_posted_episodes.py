@@ -79,6 +79,7 @@ class Leader:
     def __init__(self, config: OnlineJob, items: list[Feedback], before: Leader | None = None) -> None:
         self.config, self.items = config, items
         self.entries: list[list[Any]] = [] if before is None else list(before.entries)
+        self.told: list[tuple[str, str]] = [] if before is None else list(before.told)
         self.matching = Matching(config)
         self.source = LiveSource(config, self.matching)
         self.run = JobRun(config, LedgerState(), num_ordinals=None, writer_epoch=1, source=self.source)
@@ -87,11 +88,12 @@ class Leader:
         if before is None:
             self.commit([JobStarted(**EPOCH, config_digest="c")])
             self.commit([Checkpointed(**EPOCH, number=0, version=5, digest="w", path="p", trainer_epoch=1, low_seq=1)])
-        self.matching.recall(self.run.state)
+        self.matching.recall(self.run.state, self.told)
         self.fates: dict[str, tuple[str, str]] = {}
         self.read(self.run.state.read_from[1])
 
     def commit(self, events: list[Any]) -> None:
+        self.told += self.matching.offers.over.drain()
         self.entries.append(events)
         self.run.commit(events)
 
@@ -231,6 +233,23 @@ def test_what_was_refused_stays_refused_whoever_leads(ended: str, gap: float, at
     }
     ready = Leader(config, [*rated, late])
     assert rewards(ready.decide(95.0)) == {"t0 t1 t2": 0.5}, "those that were there are decided at once"
+
+
+def test_a_turn_of_an_episode_that_was_refused_below_the_mark_is_late_whoever_leads() -> None:
+    """The mark moved on with another episode: neither the ledger nor what is read again knows of this one."""
+    unrated = [replace(one, body=one.body | {"reward": None}) for one in talk()]
+    first = Leader(job(), unrated)
+    assert first.decide() == []
+    first.hear(turn(0, [1], [2], done=True, reward=1.0, name="other", key_id="k2"))
+    assert rewards(first.decide()) == {"other": 1.0}
+    assert first.run.state.read_from[1] > len(unrated)
+    late = turn(3, [1, 2, 3, 4, 5, 6, 7], [8], reward=1.0)
+    second = Leader(first.config, [*first.items, late], first)
+    assert second.decide(10_000.0) == []
+    assert second.fates == {"t3": ("rejected", "episode_over")}
+    third = Leader(first.config, [*unrated, *second.items[3:], replace(late, id="t4", turn=4)], second)
+    assert third.decide(10_000.0) == []
+    assert third.fates["t4"] == ("rejected", "episode_over")
 
 
 def test_what_comes_in_one_message_or_is_revised_is_not_late() -> None:
