@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -23,7 +24,7 @@ from penstock.services.coordinator.api.scopes import require
 from penstock.services.coordinator.api.serving import Ask, Served, Serving
 from penstock.services.coordinator.api.sse import CONTENT
 from penstock.services.coordinator.api.user_limits import check_user
-from penstock.shared.errors import NotFound, PenstockError
+from penstock.shared.errors import NotFound, PenstockError, Unavailable
 from penstock.shared.protocol.interaction import job_mark, marked_id
 
 __all__ = ["DIRECT", "InteractionRow", "router", "served_of", "serving_of"]
@@ -31,6 +32,8 @@ __all__ = ["DIRECT", "InteractionRow", "router", "served_of", "serving_of"]
 router = APIRouter(tags=["inference"])
 Reader = Annotated[Caller, require("models:read", reach="checked")]
 MAX_JOBS = 100_000
+DECISION_S = 2.0
+"""Longest that the record of an interaction waits for what became of it."""
 _RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"content": CONTENT},
     410: {"description": "The episode is over."},
@@ -106,7 +109,11 @@ class InteractionDecision(BaseModel):
 
 
 class InteractionRow(BaseModel):
-    """The record of one choice of a request. ``decision`` is null while nothing is decided about it."""
+    """The record of one choice of a request.
+
+    ``decision`` is null while nothing is decided about it; and where ``decision_known`` is false, because this process
+    still reads what was decided.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -122,6 +129,7 @@ class InteractionRow(BaseModel):
     finish: str
     text: str
     decision: InteractionDecision | None = None
+    decision_known: bool = True
 
 
 @router.get("/v1/models", response_model=ModelList)
@@ -219,10 +227,20 @@ async def get_interaction(
                 found = await serving_of(backend).interaction(record.id, marked[0])
                 if found is not None:
                     check_model(caller, record.name, record.id)
-                    desk = backend.feedback
-                    decisions = await desk.decisions([marked[0]]) if desk is not None else {}
-                    return Json({**msgspec.to_builtins(found), "decision": decisions.get(marked[0])})
+                    return Json(msgspec.to_builtins(found) | await _decision(backend, marked[0]))
     raise NotFound(f"no interaction '{interaction}' is recorded")
+
+
+async def _decision(backend: Backend, interaction: str) -> dict[str, Any]:
+    """What became of an interaction, unless its index is being built anew: the record itself is there all the same."""
+    if backend.feedback is None:
+        return {"decision": None, "decision_known": False}
+    try:
+        async with asyncio.timeout(DECISION_S):
+            found = await backend.feedback.decisions([interaction])
+    except (Unavailable, TimeoutError):
+        return {"decision": None, "decision_known": False}
+    return {"decision": found.get(interaction), "decision_known": True}
 
 
 DIRECT = posts_of(router, ("/v1/chat/completions", "/v1/completions"))

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import pytest
+
+from penstock.services.coordinator.api import inference
+from penstock.services.coordinator.feedback.index import LOOK_S
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
 from penstock.shared.protocol.interaction import Erasure, FateBatch, InteractionFate
@@ -46,6 +51,24 @@ async def test_an_interaction_tells_what_became_of_it(desk: Any) -> None:
     assert await decision(desk, waits.id) is None
     reply = await desk.client.get(f"/v1/episodes/{trained.episode}/interactions")
     assert [row["decision"]["status"] for row in reply.json()["data"]] == ["trained"]
+
+
+async def test_a_record_is_shown_while_the_index_of_decisions_is_built_anew(
+    desk: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = await desk.record(text="kept")
+    await tell(desk, InteractionFate(interaction=record.id, status="rejected", reason="stale", time=1.0))
+    await asyncio.sleep(3 * LOOK_S)  # nobody looks any more whether it has caught up
+    desk.desk.index._caught_up.clear()
+    with monkeypatch.context() as hurried:
+        hurried.setattr(inference, "DECISION_S", 0.05)
+        reply = await desk.client.get(f"/v1/interactions/{record.id}")
+    shown = reply.json()
+    assert (reply.status_code, shown["text"]) == (200, "kept")
+    assert (shown["decision"], shown["decision_known"]) == (None, False)
+    desk.desk.index._caught_up.set()
+    shown = (await desk.client.get(f"/v1/interactions/{record.id}")).json()
+    assert (shown["decision"]["reason"], shown["decision_known"]) == ("stale", True)
 
 
 async def test_outcomes_are_counted_once_whoever_leads(desk: Any) -> None:
