@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from penstock.services.coordinator.feedback.erasure import UNDECIDED
+from penstock.services.coordinator.feedback.pieces import data_of
 from penstock.services.coordinator.online.episode import CUT
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.names import canonical
@@ -107,7 +108,7 @@ async def _known(bus: Bus, job: str) -> _Known:
             for admission in event.admissions if isinstance(event, Admitted) else ():
                 decided.update(map(canonical, (*admission.interactions, *admission.feedback)))
     async for message in bus.scan(subjects.DECISIONS, subjects.decisions(job)):
-        batch = unpack(message.data, FateBatch)[0]
+        batch = unpack(await data_of(bus, subjects.DECISIONS, message), FateBatch)[0]
         newest |= {fate.feedback: fate.status for fate in batch.items}
         decided |= {canonical(one.interaction) for one in batch.interactions if one.reason != CUT}
     async for message in bus.scan(subjects.FEEDBACK, subjects.erasures(job)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+from penstock.services.coordinator.feedback.pieces import data_of
 from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
@@ -25,5 +26,5 @@ async def posted_episodes_over(bus: Bus, job: str) -> list[tuple[str, str]]:
     for message in await bus.read(subjects.DECISIONS, subject, start_seq=first):
         await asyncio.sleep(0)  # the lease is renewed meanwhile
         with contextlib.suppress(ProtocolError):  # of another version: late turns are new episodes, as they were before
-            found += unpack(message.data, FateBatch)[0].over
+            found += unpack(await data_of(bus, subjects.DECISIONS, message), FateBatch)[0].over
     return found

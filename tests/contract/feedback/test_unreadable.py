@@ -21,6 +21,7 @@ from penstock.cli import app as cli
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.online.supply import LiveSupply
+from penstock.services.coordinator.online.told import posted_episodes_over
 from penstock.services.coordinator.runner import JobRunner
 from penstock.services.coordinator.store import JobStore
 from penstock.services.coordinator.supply import LiveLetter
@@ -38,6 +39,7 @@ from penstock.shared.protocol.interaction import (
     Interaction,
     InteractionFate,
 )
+from penstock.shared.transport.bus import Outgoing
 
 Dlq = Callable[..., Awaitable[Any]]
 
@@ -213,7 +215,10 @@ async def test_nothing_comes_back_that_is_over_or_waits(desk: Any) -> None:
 
     refused, waiting, lost = [await letter_of(await desk.record()) for _ in range(3)]
     fate = InteractionFate(interaction=_id_in(refused), status="rejected", reason="no_feedback", time=1.0)
-    await bus.publish(subjects.decisions(job), pack(FateBatch(items=[], interactions=[fate]), job=job))
+    many = [Fate(feedback=desk.new_id(), status="expired", reason="x" * 1200, time=1.0) for _ in range(1000)]
+    decided = pack(FateBatch(items=many, interactions=[fate], over=[("mark", ids["about"])]), job=job)
+    await bus.publish_whole([Outgoing(subjects.decisions(job), decided)])
+    assert await posted_episodes_over(bus, job) == [("mark", ids["about"])], "a large message is in parts"
     for letter in (refused, lost):
         await bus.delete_message(subjects.INTERACTIONS, letter.seq)
     third = await leader()
