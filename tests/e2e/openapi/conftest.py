@@ -243,7 +243,7 @@ def seeded(stack: Any, make_job: Any) -> Iterator[Front]:
     """The deployment's own coordinator, which asks for keys, and what was made there once for all tests."""
     spare, short = make_job("train.max_updates=1000", name="spare"), make_job("train.max_updates=2")
     headers, ids = {"Authorization": f"Bearer {KEY}"}, {"job_file": json.dumps(short)}
-    job_ids = {"done": stack.submit("train.max_updates=6", "checkpoint.every=1", "checkpoint.keep=10")}
+    job_ids = {"done": stack.submit("train.max_updates=16", "checkpoint.every=1", "checkpoint.keep=20")}
     front = Front(stack, stack.stack.url, headers, ids, job_ids)
     with front.http:
         online = {**make_job(), **LIVE}
