@@ -63,8 +63,8 @@ def max_bytes(*, experience_bytes: int, stream_bytes: int, ledger_bytes: int | N
     sizes |= {
         subjects.EXPERIENCE: experience_bytes,
         subjects.LEDGER: stream_bytes if ledger_bytes is None else ledger_bytes,
-        subjects.SNAPSHOTS: min(SNAPSHOT_BYTES, stream_bytes),
-        subjects.AUDIT: min(AUDIT_BYTES, stream_bytes),
+        subjects.SNAPSHOTS: min(SNAPSHOT_BYTES, stream_bytes * 3 // 4),  # both together: no more than one of the others
+        subjects.AUDIT: min(AUDIT_BYTES, stream_bytes // 4),
     }
     return sizes | {f"KV_{bucket}": min(BUCKET_BYTES, stream_bytes) for bucket in BUCKETS}
 

@@ -126,8 +126,10 @@ def check_episode(stack: Any, job: str, agent: Agent) -> None:
         "kind": "interaction", "model": job, "episode_id": record["episode"], "token_ids": tokens,
         "policy_version": version, "prompt_token_ids": prompt,
     }  # fmt: skip
-    last = agent.post(**turn | {"turn": 1, "prompt_token_ids": [*prompt, *tokens, prompt[0]]}, rewards={"score": 0.5})
-    first = agent.post(**turn, turn=0, done=False)
+    last = agent.post(
+        **turn | {"turn": 1, "prompt_token_ids": [*prompt, *tokens, prompt[0]]}, rewards={"score": 0.5}, done=True
+    )
+    first = agent.post(**turn, turn=0)
     agent.judge(answer, other)
     names = [first, last]
     stack.until(lambda: all(agent.fate(name)["status"] == "trained" for name in names), "turns to be trained", 60)

@@ -108,12 +108,13 @@ def plan_room(store: Path, environment: Mapping[str, str], *, largest: StreamSiz
     explicit = {name: getattr(settings, name) for name in SETTINGS if name in settings.model_fields_set}
     exist = {subjects.EXPERIENCE, subjects.EVENTS, subjects.LEDGER} <= stored.keys()
     kept = stored if exist else {}
+    own = kept.get(subjects.LEDGER) if kept.get(subjects.LEDGER) != kept.get(subjects.EVENTS) else None
 
     def planned(size: StreamSizes) -> Room:
         sizes = StreamSizes(
             explicit.get("experience_bytes", kept.get(subjects.EXPERIENCE, size.experience_bytes)),
             explicit.get("stream_bytes", kept.get(subjects.EVENTS, size.stream_bytes)),
-            explicit.get("ledger_bytes", kept.get(subjects.LEDGER)),
+            explicit.get("ledger_bytes", own),
         )
         wanted = sizes.by_stream
         reserved = sum(max(wanted.get(name, 0), stored.get(name, 0)) for name in {*wanted, *stored})
