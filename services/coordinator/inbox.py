@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -42,17 +43,20 @@ class Inbox:
             self._facts.put_nowait(_nothing)
 
     async def take(self, within_s: float) -> None:
-        """Wait for a fact, then take in all that are there: one decision for many groups.
+        """Wait for a fact, then take in all that are there, for no longer than that: one decision for many groups.
 
-        What comes meanwhile stays: wishes and deadlines are looked at between.
+        What comes meanwhile, or does not fit in, stays: wishes and deadlines are looked at between.
         """
         try:
             async with asyncio.timeout(within_s):
                 fact = await self._facts.get()
         except TimeoutError:
             return
+        until = time.monotonic() + within_s  # a fact may ask the bus for what it is about
         await fact()
         for _ in range(self._facts.qsize()):
+            if time.monotonic() >= until:
+                break
             await self._facts.get_nowait()()
 
 

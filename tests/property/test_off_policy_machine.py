@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis.stateful import initialize, invariant, rule
 
 from penstock.services.coordinator.online.groups import group_of, made_group
+from penstock.services.coordinator.online.material import Record
 from penstock.services.coordinator.online.over import mark_of
 from penstock.services.coordinator.online.posted_again import posted_again
 from penstock.shared.config.online_job import OnlineJob
@@ -124,7 +125,7 @@ class OffPolicyMachine(machine.OnlineMachine):  # type: ignore[misc, name-define
         for name in offers.missing(item) if offers.takes(item) else []:
             for seq, record in self.world.interactions.items():
                 if record.id == name:
-                    offers.know(name, seq, record)
+                    offers.know(name, Record.of(seq, record))
 
     def append(self, events: list[Event], *, crash: bool = False) -> None:
         """A posted episode is decided once, whoever led then."""

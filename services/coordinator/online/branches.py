@@ -43,6 +43,11 @@ class Said:
         prompt = array("i", prompt_ids).tobytes()
         return cls(prompt, prompt + array("i", token_ids).tobytes())
 
+    @property
+    def nbytes(self) -> int:
+        """Of both."""
+        return len(self.prompt) + len(self.whole)
+
 
 @dataclass(frozen=True, slots=True)
 class Tree:

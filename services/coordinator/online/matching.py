@@ -165,9 +165,8 @@ class Matching:
             if key in self.episodes:
                 fates += self._erase(key, name, now)
             self._decide(name, ERASED)
-        for item in self.offers.about(map(canonical, erasure.interactions)):
-            fates += self._close(item, fate(item, "rejected", ERASED, now))
-        return fates
+        about = self.offers.about(map(canonical, erasure.interactions))
+        return fates + self.reject(about, ERASED, now)
 
     def _erase(self, key: str, name: str, now: float) -> list[Fate]:
         """Take a turn out of its episode, which is over where it was the last one."""
@@ -180,7 +179,7 @@ class Matching:
             self._unready(key)
         else:
             self._forget(key, ERASED)
-        return [one for item in said for one in self._close(item, fate(item, "rejected", ERASED, now))]
+        return self.reject(said, ERASED, now)
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 
@@ -223,9 +222,11 @@ class Matching:
         """The job is over: nothing is admitted any more."""
         for episode in self.episodes.values():
             self.refusals.add(reasons_of(episode.turns, "job_ended"), now)
-        return [
-            one for name in list(self._items) for one in self._close(name, fate(name, "rejected", "job_ended", now))
-        ]
+        return self.reject(list(self._items), "job_ended", now)
+
+    def reject(self, items: Iterable[str], reason: str, now: float) -> list[Fate]:
+        """Undecided feedback is decided."""
+        return [one for name in items for one in self._close(name, fate(name, "rejected", reason, now))]
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -233,8 +234,8 @@ class Matching:
         """Take in an item that is material itself."""
         self._items[item.id] = Held(self.offers.add(seq, item), "", holder=self.offers.items)
         self._touched.add(item.id)
-        oldest, found = self.offers.excess(item.key_id), [fate(item.id, "matched", "", now)]
-        return found + (self._close(oldest, fate(oldest, "rejected", CROWDED, now)) if oldest else [])
+        matched = fate(item.id, "matched", "", now)
+        return [matched, *self.reject(self.offers.holdings.excess(item.key_id), CROWDED, now)]
 
     def _attach(self, item: Item, now: float) -> list[Fate]:
         feedback = item.feedback
@@ -299,8 +300,7 @@ class Matching:
         """A turn is no part of its episode, nor is what waited for it."""
         self._decide(name, reason)
         self.refusals.add({name: reason}, interaction.ended)
-        waiting = self.parked.pop(name)
-        return [one for id in waiting for one in self._close(id, fate(id, "rejected", reason, interaction.ended))]
+        return self.reject(self.parked.pop(name), reason, interaction.ended)
 
     def _retract(self, seq: int, item: Feedback, now: float) -> list[Fate]:
         name = canonical(str(item.body.get("feedback", "")))

@@ -5,7 +5,6 @@ It waits until the interactions that it is about are found among the records, an
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
@@ -14,6 +13,7 @@ import msgspec
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.credit import Item
 from penstock.services.coordinator.online.episode import UNKNOWN
+from penstock.services.coordinator.online.holdings import Holdings
 from penstock.services.coordinator.online.material import (
     Offer,
     Record,
@@ -40,8 +40,6 @@ from penstock.shared.protocol.interaction import Feedback, Interaction
 __all__ = ["Offers"]
 
 DEMONSTRATION = "demonstration"
-MAX_PER_KEY = 10_000
-"""Undecided items of one API key; beyond that its oldest ones go."""
 
 
 class Offers:
@@ -51,6 +49,7 @@ class Offers:
         items: by id of the feedback; their bodies are left in the stream.
         ready: those that can be admitted now.
         records: of the interactions that items are about, as far as they were found.
+        holdings: whose the items are, and what they take in the stream and here.
     """
 
     def __init__(self, job: OnlineJob) -> None:
@@ -62,7 +61,7 @@ class Offers:
         self.temperature = job.sampling.temperature
         """At which the job samples by now."""
         self._wanted: set[str] = set()
-        self._keys: defaultdict[str, dict[str, None]] = defaultdict(dict)
+        self.holdings = Holdings()
         self._facts: dict[str, Facts] = {}
         self._episodes: dict[str, PostedEpisode] = {}
         self._places: dict[str, str] = {}
@@ -103,12 +102,14 @@ class Offers:
         held = Item(seq, msgspec.structs.replace(item, body=kept, value=None, tags={}, fingerprint=""))
         self.items[item.id] = held
         self._leave(item.id)
+        nbytes = len(msgspec.msgpack.encode(item))
         if key := self.episode_of(item):
             self._places[item.id] = key
-            turn = PostedTurn(held, self._facts[item.id], said_of(item))
+            turn = PostedTurn(held, self._facts[item.id], said_of(item, self._job))
             self._episodes.setdefault(key, PostedEpisode()).turns[item.id] = turn
             self._unready(key)
-        self._keys[item.key_id][item.id] = None
+            nbytes += turn.said.nbytes
+        self.holdings.add(item.key_id, item.id, nbytes)
         self._wanted.update(set(targets_of(held.feedback)) - self.records.keys())
         return held
 
@@ -131,18 +132,17 @@ class Offers:
         name = canonical(interaction.id)
         if name not in self._wanted:
             return []
-        self.know(name, seq, interaction)
+        self.know(name, Record.of(seq, interaction))
         return self.about([name])
 
-    def know(self, name: str, seq: int, interaction: Interaction) -> None:
+    def know(self, name: str, record: Record) -> None:
         """An interaction that an item is about, or will be in a moment."""
-        self.records[name] = Record.of(seq, interaction)
+        self.records[name] = record
         self._wanted.discard(name)
 
     def remove(self, name: str) -> None:
         """An item is decided, or revised, or retracted."""
-        for ids in self._keys.values():
-            ids.pop(name, None)
+        self.holdings.remove(name)
         self.items.pop(name, None)
         self.ready.pop(name, None)
         self._facts.pop(name, None)
@@ -183,11 +183,6 @@ class Offers:
         """Something changed about an episode: it is settled anew."""
         for name in self._parts.pop(key, ()):
             self.ready.pop(name, None)
-
-    def excess(self, key_id: str) -> str:
-        """The oldest item of a key that has too many; '' where it has not."""
-        ids = self._keys[key_id]
-        return next(iter(ids)) if len(ids) > MAX_PER_KEY else ""
 
     def about(self, interactions: Iterable[str]) -> list[str]:
         """Items that are about any of these."""

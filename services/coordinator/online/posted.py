@@ -32,6 +32,7 @@ __all__ = [
     "Facts",
     "Present",
     "Use",
+    "can_be_used",
     "facts_of",
     "is_judged",
     "refusal_of_tokens",
@@ -118,6 +119,16 @@ def use_of(facts: Facts, key_id: str, job: OnlineJob, now: Present) -> Use:
     return use_for(facts, key_id, job, now, reward_of_posted(facts.rewards, metrics) if said else None)
 
 
+def can_be_used(key_id: str, job: OnlineJob) -> bool:
+    """Whether anything may be learnt from what a key posts, whatever it is and whatever it earned."""
+    off_policy = job.online.off_policy
+    return _is_trusted(key_id, job) or (off_policy is not None and off_policy.supervised is not None)
+
+
+def _is_trusted(key_id: str, job: OnlineJob) -> bool:
+    return not {key_id, EVERY_KEY}.isdisjoint(job.online.posted.trusted_keys)
+
+
 def use_for(facts: Facts, key_id: str, job: OnlineJob, now: Present, reward: float | None) -> Use:
     """Decide by this reward; None: nobody said anything of it."""
     refusal = refusal_of_tokens(facts, job)
@@ -138,11 +149,10 @@ def use_for(facts: Facts, key_id: str, job: OnlineJob, now: Present, reward: flo
 def _rule(facts: Facts, key_id: str, job: OnlineJob, now: Present) -> tuple[str, str]:
     """``(rule by which the policy loss may use it, '')`` or ``('', why it may not)``."""
     posted, known = job.online.posted, facts.version is not None
-    trusted = not {key_id, EVERY_KEY}.isdisjoint(posted.trusted_keys)
     checks = {
         "text_only": not facts.num_tokens,
         "source_distrusted": key_id in now.distrusted,
-        "source_not_trusted": not trusted,
+        "source_not_trusted": not _is_trusted(key_id, job),
         "sampling_not_replayable": not facts.plain or facts.temperature != now.temperature,
         "unknown_version": facts.version is not None and facts.version > now.version,
         "stale": facts.has_logprobs and known and _lag(facts, now) > job.train.max_lag,

@@ -34,14 +34,16 @@ def posted_again(
             episodes[admission.origin[0]].append(admission)
     checked, flaws = 0, list[str]()
     for group in episodes.values():
-        episode = _episode_of(group, items)
+        episode = _episode_of(group, items, job)
         if episode is not None:
             checked += len(group)
             flaws += _differences(group, episode, job)
     return checked, flaws
 
 
-def _episode_of(group: Sequence[Admission], items: Mapping[int, Sequence[Feedback]]) -> PostedEpisode | None:
+def _episode_of(
+    group: Sequence[Admission], items: Mapping[int, Sequence[Feedback]], job: OnlineJob
+) -> PostedEpisode | None:
     """The episode as the leader had it that decided on these; None where not all of it is there."""
     turns = {}
     for name, seq in ((name, seq) for one in group for name, seq in one.feedback.items()):
@@ -49,7 +51,7 @@ def _episode_of(group: Sequence[Admission], items: Mapping[int, Sequence[Feedbac
         if not said:
             return None
         item = max(said, key=lambda item: item.revision)
-        turns[name] = PostedTurn(Item(seq, item), facts_of(item), said_of(item))
+        turns[name] = PostedTurn(Item(seq, item), facts_of(item), said_of(item, job))
     return PostedEpisode(turns)
 
 

@@ -14,6 +14,7 @@ from penstock.services.coordinator.online.posted import (
     Facts,
     Present,
     Use,
+    can_be_used,
     is_judged,
     refusal_of_tokens,
     reward_of_posted,
@@ -40,10 +41,19 @@ def episode_of_item(item: Feedback, job: OnlineJob) -> str:
     return f"{item.key_id} {item.episode}"
 
 
-def said_of(item: Feedback) -> Said:
-    """The tokens of a posted interaction; none of one that was posted as text."""
+def said_of(item: Feedback, job: OnlineJob) -> Said:
+    """The tokens of a posted interaction by which its place in the tree is found; none where nothing depends on it.
+
+    That is where it was posted as text, and where nothing is learnt from its key: tokens are held until the episode is
+    over, whoever posted them. What is behind the longest prompt and answer that may be trained is left out: no turn
+    that is trained goes on from there.
+    """
     tokens = item.body.get("token_ids") or []
-    return Said.of(item.body.get("prompt_token_ids") or [] if tokens else [], tokens)
+    if not tokens or not can_be_used(item.key_id, job):
+        return Said.of([], [])
+    most = job.data.prompt.max_tokens + job.sampling.max_new_tokens
+    prompt = (item.body.get("prompt_token_ids") or [])[:most]
+    return Said.of(prompt, tokens[: most - len(prompt)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import xxhash
@@ -20,8 +20,10 @@ from penstock.services.coordinator.online.fates import fates_of, interaction_fat
 from penstock.services.coordinator.online.funnel import Funnel
 from penstock.services.coordinator.online.groups import gone_group, group_of
 from penstock.services.coordinator.online.letters import put_back
+from penstock.services.coordinator.online.lookups import Lookups, whole_of
 from penstock.services.coordinator.online.making import Maker
 from penstock.services.coordinator.online.matching import Matching
+from penstock.services.coordinator.online.names import canonical
 from penstock.services.coordinator.online.quarantine import Quarantine
 from penstock.services.coordinator.online.source import LiveSource
 from penstock.services.coordinator.online.told import posted_episodes_over
@@ -55,7 +57,6 @@ from penstock.shared.protocol.interaction import (
     InteractionFate,
     bare_id,
 )
-from penstock.shared.protocol.parts import count_of
 from penstock.shared.protocol.trajectory import Group, encode_group, group_headers
 from penstock.shared.transport.bus import Bus, Message, Outgoing
 
@@ -65,7 +66,8 @@ logger = logging.getLogger(__name__)
 
 SWEEP_S = 0.5
 """Defaults, ends of episodes and expiries are looked at this often."""
-LOOK_UP = "a look at interactions"
+UNTAKEN = 64
+"""Messages of a subject that wait to be taken: what else the leader is told, and what it decides, waits behind them."""
 FULL_SHARE = 0.5
 """Above this share of INTERACTIONS or FEEDBACK what is decided there is given up."""
 CROWDED_SHARE, MAX_USED = 0.75, 50_000
@@ -78,7 +80,6 @@ HISTORY = 20_000
 MAX_FATES = 1000
 """Fates of one message."""
 
-T = TypeVar("T", bound=msgspec.Struct)
 Post = Callable[[Fact], Awaitable[None]]
 
 
@@ -93,7 +94,7 @@ class LiveSupply:
         self.quarantine = Quarantine(config, self.matching.on_feedback)
         self.source = LiveSource(config, self.matching, self.quarantine)
         self._maker = Maker(bus, job, config, epoch=epoch, publish=lambda group: self._publish([group]))
-        self._funnel = Funnel(config)
+        self._funnel, self._lookups = Funnel(config), Lookups(bus, job, lambda: self.retry)
         self._state = LedgerState()
         self._untold: list[Fate] = []
         self._unreadable: list[Unreadable] = []
@@ -119,6 +120,7 @@ class LiveSupply:
             await self._tell(fates_of(events, state), interaction_fates_of(events, state))
         await self._consents.read()
         starts = dict(zip((subjects.INTERACTIONS, subjects.FEEDBACK), state.read_from, strict=True))
+        self.matching.offers.holdings.max_bytes = (await self.bus.stream_state(subjects.FEEDBACK)).max_bytes
         await self._learn_before(starts[subjects.FEEDBACK])
         for subject in self._next:
             stream = self._stream(subject)
@@ -139,7 +141,7 @@ class LiveSupply:
         for message in await self.bus.read(subjects.FEEDBACK, subject, start_seq=first, end_seq=seq - 1):
             await asyncio.sleep(0)  # the lease is renewed meanwhile
             with contextlib.suppress(ProtocolError, NotFound):  # said when it was read first
-                for item in (await self._whole(subjects.FEEDBACK, message, FeedbackBatch)).items:
+                for item in (await whole_of(self.bus, subjects.FEEDBACK, message, FeedbackBatch)).items:
                     self.quarantine.learn(item)
 
     def _stream(self, subject: str) -> str:
@@ -163,10 +165,13 @@ class LiveSupply:
                     await post(self._make_room)
 
     async def _read(self, subject: str, start: int, post: Post) -> None:
+        room = asyncio.Semaphore(UNTAKEN)
         async with contextlib.aclosing(self.bus.follow(self._stream(subject), subject, start_seq=start)) as messages:
             async for message in messages:
+                await room.acquire()
 
                 async def fact(message: Message = message) -> None:
+                    room.release()
                     await self._take(subject, message)
                     await self._sweep(everything=False)
 
@@ -183,13 +188,15 @@ class LiveSupply:
                 self._untold += self.matching.on_erasure(erasure, now)
                 await self._erase(erasure)
             elif stream == subjects.INTERACTIONS:
-                interaction = await self._whole(stream, message, Interaction)
+                interaction = await whole_of(self.bus, stream, message, Interaction)
                 self._funnel.on_interaction()
+                self._lookups.heard(canonical(interaction.id))
                 self._untold += self.matching.on_interaction(message.seq, interaction)
             else:
-                for item in (await self._whole(stream, message, FeedbackBatch)).items:
+                items = (await whole_of(self.bus, stream, message, FeedbackBatch)).items
+                await self._find_records(items)
+                for item in items:
                     self._funnel.on_feedback(item)
-                    await self._find_records(item)
                     self._untold += self.quarantine.on_feedback(message.seq, item, now)
         except NotFound as error:  # its user wanted to be forgotten, or it made room
             logger.info("%s: message %d of %s is gone: %s", self.job, message.seq, stream, error)
@@ -216,16 +223,6 @@ class LiveSupply:
         """See ``Supply.put_back``."""
         await self.flush()
         return await put_back(self.bus, self.job, letter, self.matching, self.quarantine)
-
-    async def _whole(self, stream: str, message: Message, kind: type[T]) -> T:
-        """What a message and its parts hold. Raises ProtocolError, NotFound: a part of it was deleted."""
-        data = message.data
-        if count_of(message.headers) > 1:
-            found = await self.bus.get_whole(stream, [message.seq])
-            if message.seq not in found:
-                raise NotFound("a part of it is missing")
-            data = found[message.seq].data
-        return unpack(data, kind)[0]
 
     async def _sweep(self, *, everything: bool) -> None:
         state = self._state
@@ -296,7 +293,7 @@ class LiveSupply:
         """Make and publish the groups of admitted draws; waits while the bus is away."""
         admissions = {d: run.state.admissions[d.ordinal] for d in draws if not self.source.refusal(d)}
         seqs = {seq for admission in admissions.values() for seq in admission.interactions.values()}
-        records = await self._records(seqs)
+        records = await self._lookups.by_seq(seqs)
         groups: list[Group] = []
         for draw, admission in admissions.items():
             temperature = self._temperature(run.state.open[draw].temperature)
@@ -320,23 +317,12 @@ class LiveSupply:
         """What the settings say; ledgers of earlier versions leave it to the job file."""
         return self.config.sampling.temperature if settings is None else settings
 
-    async def _find_records(self, item: Feedback) -> None:
-        """The interactions that an item of material is about, where they were read long ago."""
+    async def _find_records(self, items: Sequence[Feedback]) -> None:
+        """The interactions that items of material are about, where they were read long ago."""
         offers = self.matching.offers
-        for name in offers.missing(item) if offers.takes(item) else []:
-            subject = subjects.interaction(self.job, name)
-            message = await self.retry.until_taken(
-                LOOK_UP, subject, partial(self.bus.last, subjects.INTERACTIONS, subject)
-            )
-            if message is None:
-                continue
-            with contextlib.suppress(ProtocolError, NotFound):  # then the item waits for it in vain
-                offers.know(name, message.seq, await self._whole(subjects.INTERACTIONS, message, Interaction))
-
-    async def _records(self, seqs: Iterable[int]) -> dict[int, Interaction]:
-        get = partial(self.bus.get_whole, subjects.INTERACTIONS, sorted(seqs))
-        found = await self.retry.until_taken(LOOK_UP, subjects.interactions(self.job), get)
-        return {seq: unpack(message.data, Interaction)[0] for seq, message in found.items()}
+        names = [name for item in items if offers.takes(item) for name in offers.missing(item)]
+        for name, record in (await self._lookups.by_name(names)).items():
+            offers.know(name, record)
 
     async def _publish(self, groups: Sequence[Group]) -> None:
         subject = subjects.experience(self.job)

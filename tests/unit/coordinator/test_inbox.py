@@ -26,6 +26,22 @@ async def test_all_that_is_there_is_one_turn_and_what_comes_meanwhile_is_the_nex
     assert taken == [0, 1, 2, 9]
 
 
+async def test_decisions_do_not_wait_until_a_flood_is_taken_in() -> None:
+    inbox, taken = Inbox(), list[int]()
+
+    async def slow(number: int) -> None:
+        taken.append(number)
+        await asyncio.sleep(0.02)
+
+    for number in range(100):
+        await inbox.put(lambda number=number: slow(number))  # type: ignore[misc]
+    await inbox.take(0.1)
+    assert 1 <= len(taken) <= 10
+    await inbox.take(0.01)
+    assert taken == list(range(len(taken))), "in order"
+    assert len(taken) >= 2
+
+
 async def test_who_asks_gets_what_was_decided() -> None:
     inbox = Inbox()
 

@@ -302,7 +302,9 @@ def test_what_is_not_trained_counts_by_credit_and_is_decided_with_the_rest() -> 
 
 def test_an_episode_of_a_key_that_nobody_trusts_is_refused_without_a_look_at_its_tree() -> None:
     config = job(posted={}, off_policy=None)
-    turns = {one.id: PostedTurn(Item(seq, one), facts_of(one), said_of(one)) for seq, one in enumerate(talk(), 1)}
+    turns = {
+        one.id: PostedTurn(Item(seq, one), facts_of(one), said_of(one, config)) for seq, one in enumerate(talk(), 1)
+    }
     episode = PostedEpisode(turns)
     present = Present(version=5, newest=5, temperature=1.0)
     assert episode.settle(config, present) == dict.fromkeys(turns, "source_not_trusted")

@@ -1,0 +1,142 @@
+"""One key that posts as much as it can, on a real bus: nobody else waits for it, and their posts find room."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+
+from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.online import lookups as lookups_module
+from penstock.services.coordinator.online import supply as supply_module
+from penstock.services.coordinator.online.supply import LiveSupply
+from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack
+from penstock.shared.protocol.generation import Sampling, Span
+from penstock.shared.protocol.interaction import (
+    Feedback,
+    FeedbackBatch,
+    Interaction,
+    new_marked_id,
+)
+from penstock.shared.transport.bus import Bus
+
+DEADLINE_S = 40
+JOB = "job_x"
+CONFIG = OnlineJob.parse(
+    {
+        "kind": "online_rl", "name": "live", "model": {"config": {}, "tokenizer": "char"},
+        "sampling": {"max_new_tokens": 4}, "train": {"batch_size": 2, "max_lag": 1},
+        "online": {"max_wait_s": 3600, "off_policy": {"supervised": {}, "preference": {}, "max_share": 1.0}},
+    }
+)  # fmt: skip
+
+
+async def serve(bus: Bus, name: str) -> None:
+    """One answer, recorded."""
+    now = time.time()
+    record = Interaction(
+        id=name, request=name, index=0, job=JOB, episode=new_marked_id(JOB), alone=True, key_id="k", user="u",
+        split="train", untrainable="", prompt_ids=[4, 5], token_ids=[hash(name) % 99, 7], logprobs=[-0.1, -0.2],
+        spans=[Span(0, 0, 2)], sampling=Sampling(max_new_tokens=4), finish="stop", template="t", body_digest="b",
+        text="ab", started=now, first_token=now, ended=now,
+    )  # fmt: skip
+    await bus.publish(subjects.interaction(JOB, name), pack(record, job=JOB), msg_id=name)
+
+
+def preference(chosen: str, rejected: str) -> Feedback:
+    return Feedback(
+        id=new_marked_id(JOB), job=JOB, kind="preference", key_id="k", received=time.time(), inference=chosen,
+        body={"chosen": chosen, "rejected": rejected, "strength": 1.0},
+    )  # fmt: skip
+
+
+async def say(bus: Bus, *items: Feedback) -> None:
+    await bus.publish(subjects.feedback(JOB), pack(FeedbackBatch(items=list(items)), job=JOB))
+
+
+@pytest.fixture
+def asked(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Subjects of which the newest message was asked for; at most ``AT_ONCE`` of them at a time."""
+    found, last, running = list[str](), bus.last, 0
+
+    async def counted(stream: str, subject: str) -> Any:
+        nonlocal running
+        found.append(subject)
+        running += 1
+        assert running <= lookups_module.AT_ONCE
+        try:
+            return await last(stream, subject)
+        finally:
+            running -= 1
+
+    monkeypatch.setattr(bus, "last", counted)
+    return found
+
+
+async def test_names_that_nobody_knows_are_asked_for_once(bus: Bus, asked: list[str]) -> None:
+    names = [new_marked_id(JOB) for _ in range(512)]
+    flood = [preference(*names[place : place + 2]) for place in range(0, 512, 2)]
+    for _ in range(2):
+        await say(bus, *flood)
+    await say(bus, *(preference(*names[place : place + 2]) for place in range(0, 512, 2)))
+    supply = LiveSupply(bus, JOB, CONFIG, epoch=1)
+    await supply.recover(LedgerState())
+    assert len([subject for subject in asked if subject.startswith(subjects.INTERACTIONS.lower())]) == 512
+    assert len(supply.matching.offers.items) == 512
+
+
+async def test_what_was_unknown_is_found_once_it_is_there(bus: Bus, asked: list[str]) -> None:
+    """Whether an item waits for it then or comes later."""
+    pair = [new_marked_id(JOB) for _ in range(2)]
+    supply = LiveSupply(bus, JOB, CONFIG, epoch=1)
+    early, late = preference(*pair), preference(*pair)
+    await say(bus, early)
+    await supply.recover(LedgerState())
+    assert len(set(asked) & {subjects.interaction(JOB, name) for name in pair}) == 2
+    for name in pair:
+        await serve(bus, name)
+    for message in await bus.read(subjects.INTERACTIONS, subjects.interactions(JOB)):
+        await supply._take(subjects.interactions(JOB), message)
+    assert not supply.matching.offers.missing(early)
+    supply.matching.offers.remove(early.id)
+    supply.matching.offers.lonely()
+    assert supply.matching.offers.missing(late), "nobody waits for it any more"
+    await say(bus, late)
+    *_, message = await bus.read(subjects.FEEDBACK, subjects.feedback(JOB))
+    await supply._take(subjects.feedback(JOB), message)
+    assert not supply.matching.offers.missing(late)
+
+
+async def test_of_a_flood_only_a_part_stands_before_what_others_tell_the_leader(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supply_module, "UNTAKEN", 3)
+    supply, posted = LiveSupply(bus, JOB, CONFIG, epoch=1), asyncio.Queue[Any]()
+    monkeypatch.setattr(supply_module, "SWEEP_S", 3600)
+    for _ in range(10):
+        await say(bus, preference(new_marked_id(JOB), new_marked_id(JOB)))
+    async with following(supply, posted.put):
+        async with asyncio.timeout(DEADLINE_S):
+            while posted.qsize() < 3:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            assert posted.qsize() == 3
+            while len(supply.matching.offers.items) < 10:
+                await (await posted.get())()
+
+
+@asynccontextmanager
+async def following(supply: LiveSupply, post: Any) -> AsyncIterator[None]:
+    task = asyncio.create_task(supply.follow(post))
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task

@@ -1,0 +1,110 @@
+"""What posted material takes in memory and in the stream until it is decided: little, and a bounded share for a key."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.services.coordinator.online import holdings as holdings_module
+from penstock.services.coordinator.online.branches import tree_of
+from penstock.services.coordinator.online.holdings import Holdings
+from penstock.services.coordinator.online.matching import Matching
+from penstock.services.coordinator.online.posted_episodes import said_of
+from penstock.shared.protocol.interaction import Feedback
+
+spec = importlib.util.spec_from_file_location("posted", Path(__file__).with_name("test_posted_episodes.py"))
+assert spec is not None
+assert spec.loader is not None
+posted: Any = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(posted)
+job, turn, NOW = posted.job, posted.turn, posted.NOW
+LONGEST = 16 + 4
+"""Of a prompt and an answer, in tokens."""
+
+
+def held(matching: Matching) -> int:
+    """Bytes of tokens that wait with turns of posted episodes."""
+    episodes = matching.offers._episodes.values()
+    return sum(one.said.nbytes for episode in episodes for one in episode.turns.values())
+
+
+def test_no_tokens_wait_of_a_key_from_which_nothing_is_learnt() -> None:
+    one = turn(0, [1] * 10, [2, 3])
+    assert said_of(one, job(posted={}, off_policy=None)).nbytes == 0
+    assert said_of(one, job(off_policy=None)).nbytes == 4 * (10 + 12)
+    assert said_of(one, job(posted={})).nbytes == 4 * (10 + 12), "it may be imitated"
+
+
+@pytest.mark.parametrize("size", [LONGEST + 1, 100_000])
+def test_of_a_turn_that_is_too_long_only_as_much_waits_as_of_the_longest(size: int) -> None:
+    for one in (turn(0, [1] * size, [2]), turn(0, [1], [2] * size), turn(0, [1] * size, [2] * size)):
+        matching = Matching(job())
+        matching.on_feedback(1, one, NOW)
+        assert 0 < held(matching) <= 2 * 4 * LONGEST
+
+
+def test_turns_that_are_too_long_stay_in_their_conversation() -> None:
+    """Their rewards are credited, though nothing is learnt from them: not to the agent that works beside them."""
+    first, other = list(range(1, 15)), list(range(101, 115))
+    turns = [
+        turn(0, first, [20]), turn(1, other, [120]), turn(2, [*first, 20, *range(30, 60)], [21]),
+        turn(3, [*other, 120, *range(130, 160)], [121]), turn(4, [*first, 20, *range(30, 60), 21, *range(60, 90)], [22]),
+    ]  # fmt: skip
+    assert tree_of([said_of(one, job()) for one in turns]).parents == (-1, -1, 0, 1, 2)
+
+
+def test_a_key_has_a_share_of_the_stream_and_its_oldest_items_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Holdings()
+    found.max_bytes = 8000
+    for name in "abcd":
+        found.add("k", name, 300)
+    assert found.excess("k") == ["a"]
+    for name in "ab":
+        found.remove(name)
+    assert (found.excess("k"), found.nbytes) == ([], 600)
+    found.add("k", "c", 100)
+    assert found.nbytes == 400, "it is revised"
+    found.add("k", "huge", 9000)
+    assert found.excess("k") == ["d", "c"], "not the newest one, or nothing that large could ever be taken"
+    monkeypatch.setattr(holdings_module, "MAX_PER_KEY", 2)
+    small = Holdings()
+    for name in "abcd":
+        small.add("k", name, 1)
+    assert small.excess("k") == ["a", "b"]
+    assert small.excess("another") == []
+
+
+def test_all_keys_together_have_half_of_the_stream() -> None:
+    found = Holdings()
+    found.max_bytes = 8000
+    for key in "klmn":
+        for number in range(10):
+            found.add(key, f"{key}{number}", 100)
+    assert found.excess("n") == []
+    found.add("m", "m10", 0)
+    found.add("o", "o0", 150)
+    assert found.excess("o") == ["k0", "k1"], "of whoever has the most, not of the one that came last"
+    for name in ("k0", "k1"):
+        found.remove(name)
+    assert found.excess("o") == []
+    assert found.older_half() == ["l0", "l1", "l2", "l3", "l4"]
+    assert Holdings().older_half() == []
+
+
+def test_beside_a_flood_of_one_key_those_of_others_stay() -> None:
+    matching = Matching(job(posted={}, off_policy={"supervised": {}}))
+    matching.offers.holdings.max_bytes = 80_000
+    fates: dict[str, tuple[str, str]] = {}
+
+    def hear(seq: int, item: Feedback) -> None:
+        fates.update({one.feedback: (one.status, one.reason) for one in matching.on_feedback(seq, item, NOW)})
+
+    hear(1, turn(0, [1], [2], name="honest", key_id="other"))
+    for number in range(40):
+        hear(2 + number, turn(0, [300] * 400, [2], name=f"f{number}", episode=f"e{number}"))
+        assert matching.offers.holdings.nbytes <= 80_000 / 8 + 500
+    assert fates["f0"] == ("rejected", "too_many_waiting")
+    assert fates["f39"] == fates["honest"] == ("matched", "")
