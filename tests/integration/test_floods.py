@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,10 +16,14 @@ from penstock.services.coordinator.online import lookups as lookups_module
 from penstock.services.coordinator.online import supply as supply_module
 from penstock.services.coordinator.online.supply import LiveSupply
 from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.errors import StreamFull
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.codec import pack
+from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.interaction import (
+    Erasure,
+    Fate,
+    FateBatch,
     Feedback,
     FeedbackBatch,
     Interaction,
@@ -27,6 +32,7 @@ from penstock.shared.protocol.interaction import (
 from penstock.shared.transport.bus import Bus
 
 DEADLINE_S = 40
+STREAM_BYTES = 4 << 20
 JOB = "job_x"
 CONFIG = OnlineJob.parse(
     {
@@ -129,6 +135,96 @@ async def test_of_a_flood_only_a_part_stands_before_what_others_tell_the_leader(
             assert posted.qsize() == 3
             while len(supply.matching.offers.items) < 10:
                 await (await posted.get())()
+
+
+async def fates(bus: Bus) -> dict[str, Fate]:
+    messages = await bus.read(subjects.DECISIONS, subjects.decisions(JOB))
+    return {fate.feedback: fate for message in messages for fate in unpack(message.data, FateBatch)[0].items}
+
+
+def turn(name: str, key: str, size: int) -> Feedback:
+    """Of an episode that nobody ends."""
+    return Feedback(
+        id=name, job=JOB, kind="interaction", key_id=key, received=time.time(), episode=f"e-{name}", turn=0,
+        body={"prompt_token_ids": [7], "token_ids": [300] * size},
+    )  # fmt: skip
+
+
+def metric(name: str) -> Feedback:
+    return Feedback(
+        id=name, job=JOB, kind="metric", key_id="rater", received=time.time(), inference=new_marked_id(JOB),
+        metric="reward", value=1.0,
+    )  # fmt: skip
+
+
+async def post(bus: Bus, subject: str, data: bytes) -> None:
+    """As soon as there is room."""
+    async with asyncio.timeout(5):
+        while True:
+            with suppress(StreamFull):
+                await bus.publish(subject, data)
+                return
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("waits", ["nothing", "turn", "metric"])
+async def test_a_key_that_fills_the_stream_leaves_room_to_others(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, waits: str
+) -> None:
+    """Whatever waited there before it, and keeps everything after it."""
+    monkeypatch.setattr(supply_module, "SWEEP_S", 0.05)
+    monkeypatch.setattr(supply_module, "ROOM_EVERY_S", 0.05)
+    await bus.ensure_streams(experience_bytes=STREAM_BYTES, stream_bytes=STREAM_BYTES)
+    supply, facts = LiveSupply(bus, JOB, CONFIG, epoch=1), asyncio.Queue[Any]()
+    if waits != "nothing":
+        await say(bus, turn("first", "other", 2) if waits == "turn" else metric("first"))
+    await supply.recover(LedgerState())
+
+    async def lead() -> None:
+        while True:
+            await (await facts.get())()
+
+    leading = asyncio.create_task(lead())
+    try:
+        async with following(supply, facts.put):
+            for number in range(3 * STREAM_BYTES // 90_000):
+                data = pack(FeedbackBatch(items=[turn(f"f{number}", "flood", 30_000)]), job=JOB)
+                await post(bus, subjects.feedback(JOB), data)
+            await post(bus, subjects.feedback(JOB), pack(FeedbackBatch(items=[metric("late")]), job=JOB))
+            gone = Erasure(user="u", interactions=[], feedback=["f0"], time=time.time())
+            await post(bus, subjects.erasures(JOB), pack(gone, job=JOB))
+            async with asyncio.timeout(5):
+                while not len(supply.matching.parked):
+                    await asyncio.sleep(0.02)
+    finally:
+        leading.cancel()
+    await supply.flush()
+    told = await fates(bus)
+    assert told["f0"].reason == "too_many_waiting"
+    if waits != "nothing":
+        assert (told["first"].status, told["first"].reason) == ("rejected", "feedback_full")
+    assert (await bus.stream_state(subjects.FEEDBACK)).bytes < STREAM_BYTES
+    assert supply.matching.offers.holdings.nbytes <= STREAM_BYTES / 8 + 100_000
+
+
+async def test_whoever_has_the_most_gives_way_first(bus: Bus) -> None:
+    supply = LiveSupply(bus, JOB, CONFIG, epoch=1)
+    await say(bus, turn("a0", "small", 2))
+    for number in range(4):
+        await say(bus, turn(f"b{number}", "large", 100))
+    await say(bus, turn("a1", "small", 2))
+    await supply.recover(LedgerState())
+    here = await bus.stream_state(subjects.FEEDBACK)
+
+    def given_up(share: float) -> list[tuple[str, str]]:
+        state = replace(here, bytes=int(share * here.max_bytes))
+        return [(one.feedback, one.reason) for one in supply._give_way(state, time.time())]
+
+    assert given_up(0.7) == []
+    assert given_up(0.8) == [("b0", "feedback_full"), ("b1", "feedback_full")]
+    assert supply.matching.lowest()[1] == 1
+    assert given_up(0.95) == [("a0", "feedback_full")], "whatever lies in the older half"
+    assert list(supply.matching.offers.items) == ["b2", "b3", "a1"]
 
 
 @asynccontextmanager

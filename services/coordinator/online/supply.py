@@ -58,7 +58,7 @@ from penstock.shared.protocol.interaction import (
     bare_id,
 )
 from penstock.shared.protocol.trajectory import Group, encode_group, group_headers
-from penstock.shared.transport.bus import Bus, Message, Outgoing
+from penstock.shared.transport.bus import Bus, Message, Outgoing, StreamState
 
 __all__ = ["LiveSupply"]
 
@@ -72,11 +72,14 @@ FULL_SHARE = 0.5
 """Above this share of INTERACTIONS or FEEDBACK what is decided there is given up."""
 CROWDED_SHARE, MAX_USED = 0.75, 50_000
 """Above this share of FEEDBACK, or with so many items that the ledger must name, what is held back gives way."""
+FLOODED_SHARE = 0.9
+"""Above this share of FEEDBACK what waits gives way whoever posted it; before, the material of whoever has the most."""
 ROOM_EVERY_S = 5.0
 GROUPS_AT_ONCE = 64
 """Groups of one durable write."""
 HISTORY = 20_000
 """So many messages before the undecided ones tell a new leader what each source of feedback usually says."""
+FEEDBACK_FULL = "feedback_full"
 MAX_FATES = 1000
 """Fates of one message."""
 
@@ -283,11 +286,22 @@ class LiveSupply:
                 stream = await self.bus.stream_state(self._stream(subject))
                 if stream.bytes > FULL_SHARE * stream.max_bytes:
                     await self.bus.purge(self._stream(subject), subject, below_seq=low)
-            is_crowded = stream.bytes > CROWDED_SHARE * stream.max_bytes or len(state.used) > MAX_USED
-            if is_crowded and self.quarantine.lowest < self.matching.lowest()[1]:
-                self._untold += self.quarantine.give_way(time.time())  # gone at the next look
+            self._untold += self._give_way(stream, time.time())  # gone at the next look
         except Unavailable as error:  # the next look tries again
             logger.info("%s: no room is made among its interactions and feedback: %s", self.job, error)
+
+    def _give_way(self, feedback: StreamState, now: float) -> list[Fate]:
+        """Reject some of what keeps everything after it in FEEDBACK, or in the ledger, where there is no room."""
+        is_crowded, undecided = feedback.bytes > CROWDED_SHARE * feedback.max_bytes, self.matching.lowest()[1]
+        if self.quarantine.lowest < undecided:
+            return self.quarantine.give_way(now) if is_crowded or len(self._state.used) > MAX_USED else []
+        if not is_crowded:
+            return []
+        names, offers = self.matching.offers.holdings.older_half(), self.matching.offers.items.values()
+        if feedback.bytes > FLOODED_SHARE * feedback.max_bytes:
+            middle = (undecided + feedback.last_seq) // 2
+            names = [item.feedback.id for item in (*offers, *self.matching.parked) if item.seq <= middle]
+        return self.matching.reject(names, FEEDBACK_FULL, now)
 
     async def order(self, run: JobRun, draws: Sequence[Draw]) -> None:
         """Make and publish the groups of admitted draws; waits while the bus is away."""

@@ -50,9 +50,12 @@ def test_turns_that_are_too_long_stay_in_their_conversation() -> None:
     """Their rewards are credited, though nothing is learnt from them: not to the agent that works beside them."""
     first, other = list(range(1, 15)), list(range(101, 115))
     turns = [
-        turn(0, first, [20]), turn(1, other, [120]), turn(2, [*first, 20, *range(30, 60)], [21]),
-        turn(3, [*other, 120, *range(130, 160)], [121]), turn(4, [*first, 20, *range(30, 60), 21, *range(60, 90)], [22]),
-    ]  # fmt: skip
+        turn(0, first, [20]),
+        turn(1, other, [120]),
+        turn(2, [*first, 20, *range(30, 60)], [21]),
+        turn(3, [*other, 120, *range(130, 160)], [121]),
+        turn(4, [*first, 20, *range(30, 60), 21, *range(60, 90)], [22]),
+    ]
     assert tree_of([said_of(one, job()) for one in turns]).parents == (-1, -1, 0, 1, 2)
 
 
