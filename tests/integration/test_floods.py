@@ -43,11 +43,11 @@ CONFIG = OnlineJob.parse(
 )  # fmt: skip
 
 
-async def serve(bus: Bus, name: str) -> None:
+async def serve(bus: Bus, name: str, *, alone: bool = True) -> None:
     """One answer, recorded."""
     now = time.time()
     record = Interaction(
-        id=name, request=name, index=0, job=JOB, episode=new_marked_id(JOB), alone=True, key_id="k", user="u",
+        id=name, request=name, index=0, job=JOB, episode=new_marked_id(JOB), alone=alone, key_id="k", user="u",
         split="train", untrainable="", prompt_ids=[4, 5], token_ids=[hash(name) % 99, 7], logprobs=[-0.1, -0.2],
         spans=[Span(0, 0, 2)], sampling=Sampling(max_new_tokens=4), finish="stop", template="t", body_digest="b",
         text="ab", started=now, first_token=now, ended=now,
@@ -150,9 +150,9 @@ def turn(name: str, key: str, size: int) -> Feedback:
     )  # fmt: skip
 
 
-def metric(name: str) -> Feedback:
+def metric(name: str, about: str = "") -> Feedback:
     return Feedback(
-        id=name, job=JOB, kind="metric", key_id="rater", received=time.time(), inference=new_marked_id(JOB),
+        id=name, job=JOB, kind="metric", key_id="rater", received=time.time(), inference=about or new_marked_id(JOB),
         metric="reward", value=1.0,
     )  # fmt: skip
 
@@ -167,7 +167,7 @@ async def post(bus: Bus, subject: str, data: bytes) -> None:
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.parametrize("waits", ["nothing", "turn", "metric"])
+@pytest.mark.parametrize("waits", ["nothing", "turn", "metric", "episode"])
 async def test_a_key_that_fills_the_stream_leaves_room_to_others(
     bus: Bus, monkeypatch: pytest.MonkeyPatch, waits: str
 ) -> None:
@@ -176,8 +176,11 @@ async def test_a_key_that_fills_the_stream_leaves_room_to_others(
     monkeypatch.setattr(supply_module, "ROOM_EVERY_S", 0.05)
     await bus.ensure_streams(experience_bytes=STREAM_BYTES, stream_bytes=STREAM_BYTES)
     supply, facts = LiveSupply(bus, JOB, CONFIG, epoch=1), asyncio.Queue[Any]()
+    about = new_marked_id(JOB)
+    if waits == "episode":
+        await serve(bus, about, alone=False)
     if waits != "nothing":
-        await say(bus, turn("first", "other", 2) if waits == "turn" else metric("first"))
+        await say(bus, turn("first", "other", 2) if waits == "turn" else metric("first", about))
     await supply.recover(LedgerState())
 
     async def lead() -> None:

@@ -90,6 +90,10 @@ class Matching:
         alone = [*offered, *(item.seq for item in self.parked), *(seq for seq, _ in self._retracted.values())]
         return min(interactions, self._next[0]), min([feedback, self._next[1], *alone])
 
+    def undecided(self, seq: int) -> list[str]:
+        """Feedback up to this sequence that has no last fate."""
+        return [name for name, held in self._items.items() if held.item.seq <= seq]
+
     def ended(self, admissions: Iterable[Admission]) -> list[float]:
         """When the last answer of each was given; these are not taken yet."""
         keys = ((one, self._places.get(next(reversed(one.interactions), ""), "")) for one in admissions)
@@ -225,7 +229,7 @@ class Matching:
         return self.reject(list(self._items), "job_ended", now)
 
     def reject(self, items: Iterable[str], reason: str, now: float) -> list[Fate]:
-        """Undecided feedback is decided."""
+        """Undecided feedback counts for nothing."""
         return [one for name in items for one in self._close(name, fate(name, "rejected", reason, now))]
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -371,10 +375,7 @@ class Matching:
         return [last]
 
     def _shut(self, name: str) -> None:
-        held = self._items.pop(name, None)
-        if held is not None and held.holder is None:
-            self.parked.remove(held.target, name)
-        self.offers.remove(name)
+        self._detach(name)
         self._closed[name] = ""
 
     def _unready(self, key: str) -> None:

@@ -297,10 +297,9 @@ class LiveSupply:
             return self.quarantine.give_way(now) if is_crowded or len(self._state.used) > MAX_USED else []
         if not is_crowded:
             return []
-        names, offers = self.matching.offers.holdings.older_half(), self.matching.offers.items.values()
+        names = self.matching.offers.holdings.older_half()
         if feedback.bytes > FLOODED_SHARE * feedback.max_bytes:
-            middle = (undecided + feedback.last_seq) // 2
-            names = [item.feedback.id for item in (*offers, *self.matching.parked) if item.seq <= middle]
+            names = self.matching.undecided((undecided + feedback.last_seq) // 2)
         return self.matching.reject(names, FEEDBACK_FULL, now)
 
     async def order(self, run: JobRun, draws: Sequence[Draw]) -> None:
