@@ -15,8 +15,9 @@ from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online import lookups as lookups_module
 from penstock.services.coordinator.online import supply as supply_module
 from penstock.services.coordinator.online.supply import LiveSupply
+from penstock.services.coordinator.retry import Retry
 from penstock.shared.config.online_job import OnlineJob
-from penstock.shared.errors import StreamFull
+from penstock.shared.errors import StreamFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.generation import Sampling, Span
@@ -117,6 +118,31 @@ async def test_what_was_unknown_is_found_once_it_is_there(bus: Bus, asked: list[
     *_, message = await bus.read(subjects.FEEDBACK, subjects.feedback(JOB))
     await supply._take(subjects.feedback(JOB), message)
     assert not supply.matching.offers.missing(late)
+
+
+async def test_while_the_bus_is_away_names_are_waited_for_once_and_it_is_said(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supply, last, is_away = LiveSupply(bus, JOB, CONFIG, epoch=1), bus.last, True
+    retry = supply.retry = Retry(JOB)  # as the job's leader gives it
+
+    async def away(stream: str, subject: str) -> Any:
+        if is_away:
+            raise Unavailable("the bus is away")
+        return await last(stream, subject)
+
+    monkeypatch.setattr(bus, "last", away)
+    names = [new_marked_id(JOB) for _ in range(3)]
+    await serve(bus, names[0])
+    looking = asyncio.create_task(supply._lookups.by_name(names))
+    async with asyncio.timeout(DEADLINE_S):
+        while retry.blocked is None:
+            await asyncio.sleep(0.01)
+        assert retry.blocked.what == lookups_module.LOOK_UP
+        assert len(retry._held) == 1
+        is_away = False
+        assert list(await looking) == names[:1]
+    assert retry.blocked is None
 
 
 async def test_of_a_flood_only_a_part_stands_before_what_others_tell_the_leader(

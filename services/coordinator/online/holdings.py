@@ -48,6 +48,11 @@ class Holdings:
         if not self._keys[key_id]:
             del self._keys[key_id], self._nbytes[key_id]
 
+    def move(self, name: str) -> None:
+        """An item that waits lies behind all others now."""
+        items = self._keys[self._owners[name]]
+        items[name] = items.pop(name)
+
     def excess(self, key_id: str) -> list[str]:
         """What goes now that a key has posted: its oldest items, and those of whoever has the most where all are full.
 

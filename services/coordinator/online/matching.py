@@ -162,7 +162,6 @@ class Matching:
         """A user's interactions and feedback do not exist any more."""
         fates: list[Fate] = []
         for name in map(canonical, erasure.feedback):
-            self._detach(name)
             self._shut(name)
         for name in map(canonical, erasure.interactions):
             key = self._places.pop(name, "")

@@ -117,6 +117,7 @@ class Offers:
         """An item is found elsewhere in the stream."""
         name = item.feedback.id
         self.items[name] = item
+        self.holdings.move(name)
         self.ready.pop(name, None)
         if key := self._places.get(name, ""):
             turns = self._episodes[key].turns

@@ -78,6 +78,8 @@ def test_a_key_has_a_share_of_the_stream_and_its_oldest_items_go(monkeypatch: py
         small.add("k", name, 1)
     assert small.excess("k") == ["a", "b"]
     assert small.excess("another") == []
+    small.move("a")
+    assert small.excess("k") == ["b", "c"], "a deletion stored it anew, behind the others"
 
 
 def test_all_keys_together_have_half_of_the_stream() -> None:
