@@ -12,7 +12,7 @@ from penstock.shared.protocol.events import BatchTrained, Checkpointed, LineageF
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
-TOTAL = 20
+TOTAL = 30
 
 
 def test_a_rank_is_killed_and_another_one_hangs(stack_of_ranks: Any) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import tarfile
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +46,19 @@ async def test_logs_are_followed_across_a_restart(
     served: Any, books: Any, asking: Any, job_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every line once: those before the server is started again, and those after."""
-    written = [f"line {number}" for number in range(3)]
+    written, asked = [f"line {number}" for number in range(3)], threading.Event()
 
     async def logs(job: str, *, service: str | None, tail: int, after: str | None) -> dict[str, Any]:
         if service == "nobody":
             raise NotFound("no log of 'nobody'")
+        if after:  # the first lines have come
+            asked.set()
         start = int(after.partition(":")[2]) if after else max(0, len(written) - tail)
         rows = [{"service": "trainer", "worker": "trainer-0", "text": text} for text in written[start:]]
         return {"lines": rows, "next": f"trainer-0:{len(written)}"}
 
     def live() -> None:
-        time.sleep(0.1)
+        asked.wait(30)
         served.stop()
         written.append("line 3")
         served.start()

@@ -98,6 +98,8 @@ class Interaction(msgspec.Struct, frozen=True, kw_only=True):
     first_token: float
     ended: float
     decision: Decision | None = None
+    decision_known: bool = True
+    """False while the server's index of decisions is built anew: ``decision`` says nothing then."""
 
 
 class Episode(msgspec.Struct, frozen=True, kw_only=True):
