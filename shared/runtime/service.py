@@ -82,10 +82,11 @@ def run_service(factory: ServiceFactory) -> None:
     except ConfigError as error:
         sys.stderr.write(f"{factory.name}: {error}\n")
         sys.exit(EXIT_CONFIG)
+    gc.freeze()  # what was imported stays: without it a full collection of a worker stops the loop for 0.25 s
     code = _run(serve_process(factory, settings))
     if code == EXIT_FAILED:
         _leave_threads(code)
-    gc.freeze()  # or the interpreter goes through every object of torch once more: a second of CPU at each exit
+    gc.freeze()  # the rest, or the interpreter goes through every object of torch at exit: a second of CPU
     sys.exit(code)
 
 

@@ -1,10 +1,11 @@
 """The decoding core: admits completions, decodes all of them one token at a time, drops stale caches. One thread only.
 
-Rows [0, fresh) have their keys and values in the cache; rows [fresh, count) are computed from their tokens first, or
-from those that follow what was held of their session. New rows are appended there, and a new policy version makes every
-row stale and drops what is held: no token comes from an old cache.
+Rows [0, fresh) have their keys and values in the cache; rows [fresh, count) are computed from their tokens, or from
+those that follow what was held of their session, in the same forward pass. New rows are appended there, and a new
+policy version makes every row stale and drops what is held: no token comes from an old cache.
 
-Shape legend: R = rows, V = vocabulary, T = flat tokens, S = new tokens of a row, L = positions.
+Shape legend: R = rows, V = vocabulary, T = flat tokens, D = model width, L = positions, N = layers with experts,
+K = experts of a token.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -20,14 +21,14 @@ from transformers import PreTrainedModel
 
 from penstock.services.rollout.engines.cache import KVCache
 from penstock.services.rollout.engines.completion import Completion, Finish, Finished
+from penstock.services.rollout.engines.grouping import Grouping, groups_of
 from penstock.services.rollout.engines.held import HeldSequence, HeldSequences
-from penstock.services.rollout.engines.prefill import Extension, Prefill, plan_extension, plan_prefill
+from penstock.services.rollout.engines.parts import Part, passes, together
 from penstock.services.rollout.engines.routes import RouteTable
 from penstock.services.rollout.engines.rows import Rows
 from penstock.services.rollout.engines.sampling import draw, likeliest
 from penstock.shared.errors import ConfigError, WeightsError
 from penstock.shared.models.architecture import plan_of
-from penstock.shared.models.attention import CausalBlocks
 from penstock.shared.models.decoder import decode, rope_at, selected_logits
 from penstock.shared.models.experts import Recorder
 from penstock.shared.models.packed import pack
@@ -40,6 +41,8 @@ _BYTES_PER_CHARACTER = 4
 """A stop string of c characters is written by at most 4 c tokens that are not empty (UTF-8)."""
 SCORED_TOKENS = 512
 """Positions whose logits are held at once when a text is scored."""
+ATTEND_TOGETHER = 8
+"""Rows whose attention is one call on the CPU. A GPU has room for padding, and each call costs it a launch."""
 
 Tell = Callable[[list[tuple[int, Token]]], None]
 """Takes the new tokens of a step, each with the serial number of its request; called in the decoding thread."""
@@ -51,7 +54,7 @@ class TornWeights(WeightsError):  # noqa: N818
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run did. ``torn``: the weights changed under a step; its tokens were thrown away."""
+    """What a run did. ``torn``: the weights changed under a pass; its tokens were thrown away."""
 
     finished: list[Finished] = field(default_factory=list)
     tokens: int = 0
@@ -89,7 +92,7 @@ class Batch:
         self._cache = KVCache(plan, rows=max_running, max_length=max_length)
         self._held = HeldSequences(max_running)
         self._routes = RouteTable(plan, max_running, self._device) if record_routes else None
-        self._row_R = torch.arange(max_running, device=self._device)
+        self._grouping = Grouping(ATTEND_TOGETHER if self._device.type == "cpu" else max_running)
         self._position_L = torch.arange(max_length, device=self._device)
         self._rope = rope_at(plan, self._position_L[:0])
         self._fresh = 0
@@ -177,29 +180,33 @@ class Batch:
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def _step(self, outcome: Outcome) -> None:
-        codes = [self._advance(0, self._fresh, self._decode)] if self._fresh else []
-        while self._fresh < self.count:
-            codes.append(self._compute())
-        outcome.tokens += self.count
-        self._finish(torch.cat(codes), outcome)
+        lengths: list[int] = self._rows.length_R[: self._fresh].tolist()
+        order = self._grouping.order(lengths)
+        if order is not None:
+            self._arrange(order)
+            lengths = [lengths[row] for row in order]
+        codes: list[Tensor] = []
+        try:
+            for parts in passes(self._rows, self._cache, self._fresh, groups_of(lengths, self._grouping.size)):
+                codes.append(self._advance(parts))
+                self._computed(parts[-1].stop)
+        finally:  # a pass that fails takes nothing from those before it
+            if codes:
+                code_R = torch.cat(codes)
+                outcome.tokens += len(code_R)
+                self._finish(code_R, outcome)
 
-    def _compute(self) -> Tensor:
-        """Bring some rows that are not fresh into the cache, and draw their next token; returns codes."""
-        if self._rows.completions[self._fresh].num_cached:
-            extension = plan_extension(self._rows, self._fresh)
-            stop, compute = extension.stop, partial(self._extend, extension)
-        else:
-            prefill = plan_prefill(self._rows, self._fresh)
-            stop, compute = prefill.stop, partial(self._prefill, prefill)
-        codes = self._advance(self._fresh, stop, compute)
+    def _computed(self, stop: int) -> None:
+        """All rows before ``stop`` are in the cache."""
         for completion in self._rows.completions[self._fresh : stop]:
             completion.num_cached = 0
         self._fresh = stop
-        return codes
 
-    def _advance(self, start: int, stop: int, logits: Callable[[], Tensor]) -> Tensor:
+    def _advance(self, parts: Sequence[Part]) -> Tensor:
+        """Draw the next token of the rows of one pass; returns codes."""
+        start, stop = parts[0].start, parts[-1].stop
         self._check_weights()
-        logits_RV = logits()
+        logits_RV = self._logits(parts)
         how = self._rows.draws(start, stop, logits_RV.shape[-1])
         token_R, logprob_R = draw(logits_RV, how)
         num_top = self._rows.num_top()
@@ -213,91 +220,43 @@ class Batch:
         if self.guard is not None and not self.guard():
             raise TornWeights("the memory of the served weights was overwritten")
 
-    def _decode(self) -> Tensor:
-        """Logits after the last token of each fresh row, from its cache."""
-        rows, count = self._rows, self._fresh
-        position_R = rows.length_R[:count] - 1
-        token_R = rows.tokens_RC[:count].gather(1, position_R[:, None])[:, 0]
-        place_R = self._cache.places(self._row_R[:count], position_R)
-        shortest, longest = (int(bound) + 1 for bound in position_R.aminmax())
-        mask = None
-        if shortest < longest:
-            hidden_RL = self._position_L[:longest] > position_R[:, None]
-            zeros_RL = torch.zeros((count, longest), dtype=self._plan.embedding.weight.dtype, device=self._device)
-            mask = zeros_RL.masked_fill_(hidden_RL, float("-inf"))[:, None, None]
-
-        def attend(layer: int, q_RHd: Tensor, k_RKd: Tensor, v_RKd: Tensor) -> Tensor:
-            self._cache.write(layer, place_R, k_RKd, v_RKd)
-            return self._cache.attend(layer, q_RHd, longest, mask)
-
+    def _logits(self, parts: Sequence[Part]) -> Tensor:
+        """One forward pass: logits after the last token of each row of ``parts``; fills the cache."""
+        token_T = torch.cat([part.token_T for part in parts])
+        rope = self._rope_of(torch.cat([part.position_T for part in parts]))
+        sizes = [part.num_tokens for part in parts]
         recorder = Recorder() if self._routes is not None else None
-        logits_RV: Tensor = self._plan.head(decode(self._plan, token_R, self._rope_of(position_R), attend, recorder))
+        hidden_TD = decode(self._plan, token_T, rope, together(parts), recorder)
         if self._routes is not None and recorder is not None:
-            self._routes.write(self._row_R[:count], position_R, recorder.table())
-        return logits_RV
-
-    def _prefill(self, prefill: Prefill) -> Tensor:
-        """Logits after the last token of each row of ``prefill``; fills its cache."""
-        tokens, source_W = prefill.tokens, prefill.source_W
-        blocks = CausalBlocks.of(tokens)
-        place_W = self._cache.places(prefill.row_W, prefill.position_W)
-
-        def attend(layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
-            if source_W is None:
-                self._cache.write(layer, place_W, k_TKd, v_TKd)
-            else:
-                self._cache.write(layer, place_W, k_TKd[source_W], v_TKd[source_W])
-            return blocks.attend(q_THd, k_TKd, v_TKd)
-
-        recorder = Recorder() if self._routes is not None else None
-        hidden_TD = decode(self._plan, tokens.token_ids_T, self._rope_of(tokens.position_ids_T), attend, recorder)
-        if self._routes is not None and recorder is not None:
-            table_TNK = recorder.table()
-            table_WNK = table_TNK if source_W is None else table_TNK[source_W]
-            self._routes.write(prefill.row_W, prefill.position_W, table_WNK)
-        logits_RV: Tensor = self._plan.head(hidden_TD[prefill.last_R])
-        return logits_RV
-
-    def _extend(self, extension: Extension) -> Tensor:
-        """Logits after the last token of each row of ``extension``; the rest of its cache is there."""
-        e, rows = extension, extension.stop - extension.start
-        place_T = self._cache.places(e.start + e.row_T, e.position_T)
-        hidden_TL = self._position_L[: e.length] > e.position_T[:, None]
-        dtype = self._plan.embedding.weight.dtype
-        mask_RSL = torch.zeros((rows, e.num_new, e.length), dtype=dtype, device=self._device)
-        mask_RSL[e.row_T, e.offset_T] = mask_RSL[e.row_T, e.offset_T].masked_fill(hidden_TL, float("-inf"))
-
-        def attend(layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
-            self._cache.write(layer, place_T, k_TKd, v_TKd)
-            q_RSHd = q_THd.new_zeros((rows, e.num_new, *q_THd.shape[1:]))
-            q_RSHd[e.row_T, e.offset_T] = q_THd
-            return self._cache.attend_more(layer, e.start, q_RSHd, e.length, mask_RSL)[e.row_T, e.offset_T]
-
-        hidden_TD = decode(self._plan, e.token_T, self._rope_of(e.position_T), attend, None)
-        logits_RV: Tensor = self._plan.head(hidden_TD[e.last_R])
+            for part, table_TNK in zip(parts, torch.split(recorder.table(), sizes), strict=True):
+                self._routes.write(part.row_W, part.position_W, part.written(table_TNK))
+        firsts = accumulate(sizes, initial=0)
+        last_R = torch.cat([first + part.last_R for first, part in zip(firsts, parts, strict=False)])
+        logits_RV: Tensor = self._plan.head(hidden_TD[last_R])
         return logits_RV
 
     # -- rows come and go --------------------------------------------------------------------------------------------
 
     def _finish(self, code_R: Tensor, outcome: Outcome) -> None:
+        """Of the rows that got a token, the first ones, tell those that go on and take out those that ended."""
         ends: dict[int, Finish] = {}
         if code_R.any():
             ends = {row: _FINISH[code] for row, code in enumerate(code_R.tolist()) if code}
-        for row, completion, num_output in self._rows.watched():
+        for row, completion, num_output in self._rows.watched(len(code_R)):
             if self._wrote_stop_string(row, completion.sampling.stop_strings, num_output):
                 ends[row] = "stop"
         if self._rows.streamed:
-            self._tell(self._new_tokens(ends))
+            self._tell(self._new_tokens(len(code_R), ends))
         if ends:
             outcome.finished += [self._take(row, finish) for row, finish in ends.items()]
             self._drop(list(ends))
 
-    def _new_tokens(self, ends: Collection[int]) -> list[tuple[int, Token]]:
-        """The last token of each streamed row that goes on."""
-        token_ids, logprobs = self._rows.newest()
+    def _new_tokens(self, stop: int, ends: Collection[int]) -> list[tuple[int, Token]]:
+        """The last token of each streamed row before ``stop`` that goes on."""
+        token_ids, logprobs = self._rows.newest(stop)
         return [
             (c.request, Token(c.index, token_ids[row], logprobs[row], self._version, c.top[-1] if c.top else []))
-            for row, c in enumerate(self._rows.completions)
+            for row, c in enumerate(self._rows.completions[:stop])
             if c.streamed and row not in ends
         ]
 
@@ -338,6 +297,13 @@ class Batch:
                 self._routes.move(sources, targets)
             stale = [t for s, t in zip(sources.tolist(), targets.tolist(), strict=True) if s >= fresh]
             self._fresh = min([self._fresh, *stale])
+
+    def _arrange(self, order: Sequence[int]) -> None:
+        """Rows change places; see ``Grouping.order``."""
+        sources, targets = self._rows.rearrange(order)
+        self._cache.move(sources, targets, int(self._rows.length_R[targets].max()))
+        if self._routes is not None:
+            self._routes.move(sources, targets)
 
     def _reserve(self, length: int) -> None:
         self._rows.reserve(length)

@@ -27,6 +27,11 @@ class KVCache:
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        return self._plan.embedding.weight.dtype
+
     def reserve(self, length: int) -> None:
         """Make room for sequences of ``length`` tokens; what is there stays."""
         if length <= self._capacity:
@@ -64,13 +69,13 @@ class KVCache:
         self._keys[layer].flatten(0, 2).index_copy_(0, places, k_TKd.flatten(0, 1))
         self._values[layer].flatten(0, 2).index_copy_(0, places, v_TKd.flatten(0, 1))
 
-    def attend(self, layer: int, q_RHd: Tensor, length: int, mask_R11L: Tensor | None) -> Tensor:
-        """One query per row over the first ``length`` positions of rows 0..R: [R, H, d].
+    def attend(self, layer: int, start: int, q_RHd: Tensor, length: int, mask_R11L: Tensor | None) -> Tensor:
+        """One query per row over the first ``length`` positions of rows ``start`` to start + R: [R, H, d].
 
         The query heads of a key/value head stand where queries stand, so keys are not repeated for them.
         """
         rows, plan = q_RHd.shape[0], self._plan
-        k_RKLd, v_RKLd = self._keys[layer][:rows, :, :length], self._values[layer][:rows, :, :length]
+        k_RKLd, v_RKLd = (t[layer][start : start + rows, :, :length] for t in (self._keys, self._values))
         q_RKGd = q_RHd.view(rows, plan.num_kv_heads, -1, plan.head_dim)
         return F.scaled_dot_product_attention(q_RKGd, k_RKLd, v_RKLd, attn_mask=mask_R11L).flatten(1, 2)
 
@@ -97,6 +102,7 @@ class KVCache:
                 tensor[row, :, : copy.shape[1]] = copy
 
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        """Copy rows, up to ``length`` positions."""
+        """Copy rows, all at once, up to ``length`` positions."""
         for tensor in (*self._keys, *self._values):
-            tensor[targets, :, :length] = tensor[sources, :, :length]
+            part = tensor[:, :, :length]
+            part.index_copy_(0, targets, part.index_select(0, sources))

@@ -122,11 +122,11 @@ class Rows:
         """Whether somebody listens to a row's tokens."""
         return bool(self._features["streamed"])
 
-    def newest(self) -> tuple[list[int], list[float]]:
-        """The last token of each row and its log-prob."""
-        last_R1 = self.length_R[: self.count, None] - 1
-        token_R = self.tokens_RC[: self.count].gather(1, last_R1)[:, 0]
-        return token_R.tolist(), self._logprobs_RC[: self.count].gather(1, last_R1)[:, 0].tolist()
+    def newest(self, stop: int) -> tuple[list[int], list[float]]:
+        """The last token of each row before ``stop`` and its log-prob."""
+        last_R1 = self.length_R[:stop, None] - 1
+        token_R = self.tokens_RC[:stop].gather(1, last_R1)[:, 0]
+        return token_R.tolist(), self._logprobs_RC[:stop].gather(1, last_R1)[:, 0].tolist()
 
     def num_top(self) -> int:
         """Most likeliest tokens that a row wants to know."""
@@ -140,14 +140,14 @@ class Rows:
             if completion.top_logprobs:
                 completion.top.append(list(zip(tokens, logprobs, strict=True))[: completion.top_logprobs])
 
-    def watched(self) -> list[tuple[int, Completion, int]]:
-        """(row, completion, output tokens) of the rows that may end by a stop string now."""
+    def watched(self, stop: int) -> list[tuple[int, Completion, int]]:
+        """(row, completion, output tokens) of the rows before ``stop`` that may end by a stop string now."""
         if not self._features["stop_strings"]:
             return []
         outputs = self.num_outputs()
         return [
             (row, c, n)
-            for row, (c, n) in enumerate(zip(self.completions, outputs, strict=True))
+            for row, (c, n) in enumerate(zip(self.completions[:stop], outputs, strict=False))
             if c.sampling.stop_strings and n >= max(1, c.sampling.min_new_tokens)
         ]
 
@@ -185,6 +185,15 @@ class Rows:
         del self.completions[left:]
         if not sources:
             return None
+        return self._copy(sources, targets)
+
+    def rearrange(self, order: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Put row ``order[place]`` at each place, at least one of them elsewhere; returns as ``drop`` does."""
+        self.completions[: len(order)] = [self.completions[row] for row in order]
+        targets = [place for place, row in enumerate(order) if row != place]
+        return self._copy([order[place] for place in targets], targets)
+
+    def _copy(self, sources: Sequence[int], targets: Sequence[int]) -> tuple[Tensor, Tensor]:
         source_M, target_M = (torch.tensor(moved, device=self._device) for moved in (sources, targets))
         self._ints[:, target_M] = self._ints[:, source_M]
         self._floats[:, target_M] = self._floats[:, source_M]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from penstock.services.rollout.engines import EmbeddedEngine
+from penstock.services.rollout.engines import EmbeddedEngine, batch, parts
 from penstock.services.rollout.engines.batch import Batch
+from penstock.services.rollout.engines.rows import Rows
 from penstock.shared.config.model import ArchitectureConfig, ModelConfig
 from penstock.shared.errors import ConfigError, Unavailable
 from penstock.shared.models import build_model
@@ -97,3 +99,67 @@ def test_an_architecture_that_is_not_decoded_is_named() -> None:
     model.config.hidden_act = "gelu"
     with pytest.raises(ConfigError, match="Qwen2ForCausalLM"):
         EmbeddedEngine(model, max_running=2, stop_ids=[], detokenize=str)
+
+
+@pytest.fixture
+def moves(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Orders in which rows were put."""
+    seen: list[list[int]] = []
+    rearrange = Rows.rearrange
+
+    def spy(rows: Rows, order: Sequence[int]) -> Any:
+        seen.append(list(order))
+        return rearrange(rows, order)
+
+    monkeypatch.setattr(Rows, "rearrange", spy)
+    monkeypatch.setattr("penstock.services.rollout.engines.batch.ATTEND_TOGETHER", 3)
+    return seen
+
+
+async def test_rows_that_change_places_stay_themselves(moves: list[list[int]], bench: Any) -> None:
+    lengths = [200, 12, 160, 30, 90, 15, 120, 45, 20, 75, 180, 10, 60, 140, 25, 100]
+    asked = [
+        bench.ask(str(i), prompt=bench.prompt[: 1 + i % 4], max_new_tokens=n, seed=i, temperature=0.9)
+        for i, n in enumerate(lengths)
+    ]
+    answers = [answer.samples[0] for answer in await asyncio.gather(*map(bench.engine.generate, asked))]
+    num_moves = len(moves)
+    assert num_moves, "nothing changed places"
+    for length, request, sample in zip(lengths, asked, answers, strict=True):
+        assert len(sample.token_ids) == length
+        assert bench.error(sample, prompt=request.prompt_ids, temperature=0.9) < 1e-4
+    alone = [(await bench.engine.generate(request)).samples[0] for request in asked]
+    assert len(moves) == num_moves
+    assert [sample.token_ids for sample in answers] == [sample.token_ids for sample in alone]
+
+
+async def test_what_is_new_is_computed_with_what_runs(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[int] = []
+    monkeypatch.setattr(batch, "decode", _counted(batch.decode, passes))
+    long = asyncio.create_task(bench.engine.generate(bench.ask("long")))
+    await bench.until_tokens(20)
+    for number in range(5):
+        [sample] = (await bench.engine.generate(bench.ask(str(number), max_new_tokens=10))).samples
+        assert bench.error(sample) < 1e-4
+    assert bench.error((await long).samples[0]) < 1e-4
+    assert len(passes) == bench.length, "a forward pass for each token of the longest, and none besides"
+
+
+async def test_a_torn_pass_takes_nothing_from_the_one_before(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "PASS_TOKENS", 4)  # so that two new prompts are two passes of one step
+    passes: list[int] = []
+    monkeypatch.setattr(batch, "decode", _counted(batch.decode, passes))
+    await bench.update(1, seed=1, guard=lambda: len(passes) < 2)
+    both = [bench.ask(str(i), prompt=bench.prompt[: 4 - i], max_new_tokens=1, seed=i) for i in range(2)]
+    first, second = await asyncio.gather(*(bench.engine.generate(request) for request in both))
+    assert [len(answer.samples[0].token_ids) for answer in (first, second)] == [1, 0]
+    assert [answer.samples[0].finish for answer in (first, second)] == ["length", "abort"]
+    assert bench.error(first.samples[0], seeds=(0, 1)) < 1e-4
+
+
+def _counted(decode: Any, passes: list[int]) -> Any:
+    def spy(plan: Any, token_ids_T: torch.Tensor, *rest: Any) -> Any:
+        passes.append(len(token_ids_T))
+        return decode(plan, token_ids_T, *rest)
+
+    return spy

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from torch import Tensor
 
-from penstock.services.rollout.engines import batch
+from penstock.services.rollout.engines import batch, parts
 from penstock.services.rollout.engines.sampling import draw
 from penstock.shared.protocol.generation import GenRequest, Sample
 
@@ -47,14 +47,14 @@ async def play(bench: Any, name: str, seed: int, *, session: bool = True, betwee
 def extensions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of each computation that went on from what was held."""
     seen: list[int] = []
-    plan = batch.plan_extension
+    extending = parts.extending
 
-    def spy(rows: Any, start: int) -> Any:
-        extension = plan(rows, start)
-        seen.append(extension.stop - extension.start)
-        return extension
+    def spy(rows: Any, cache: Any, start: int) -> Any:
+        part = extending(rows, cache, start)
+        seen.append(part.stop - part.start)
+        return part
 
-    monkeypatch.setattr(batch, "plan_extension", spy)
+    monkeypatch.setattr(parts, "extending", spy)
     return seen
 
 

@@ -1,0 +1,190 @@
+"""The parts of a forward pass: rows that decode, rows computed from all their tokens, rows that follow a cached part.
+
+A pass computes the tokens of all its parts together; only attention differs. So a new request waits for nobody, and
+nobody waits for it: its prompt is computed in the step in which the others get their next token.
+
+Shape legend: R = rows of a part, T = flat tokens of a part, W = keys and values to write, S = new tokens of a row,
+L = positions, H = query heads, K = key/value heads, d = head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.services.rollout.engines.cache import KVCache
+from penstock.services.rollout.engines.grouping import Group
+from penstock.services.rollout.engines.rows import Rows
+from penstock.shared.models.attention import CausalBlocks
+from penstock.shared.models.decoder import Attend
+from penstock.shared.models.packed import pack
+
+__all__ = ["Part", "decoding", "extending", "passes", "prefilling", "together"]
+
+PASS_TOKENS = 2048
+"""Tokens of rows that are not decoding, computed at once (one row may have more)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows [start, stop) in a forward pass."""
+
+    start: int
+    stop: int
+    token_T: Tensor
+    position_T: Tensor
+    last_R: Tensor
+    """Index among T of each row's last token: what follows it is drawn."""
+    row_W: Tensor
+    position_W: Tensor
+    source_W: Tensor | None
+    """Index among T of what is written; None: W is T."""
+    attend: Attend
+    """Writes keys and values of the tokens, and attends: [T, H, d]."""
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.token_T)
+
+    def written(self, x_T: Tensor) -> Tensor:
+        """Of values per token those per written place."""
+        return x_T if self.source_W is None else x_T[self.source_W]
+
+
+def passes(rows: Rows, cache: KVCache, fresh: int, groups: Sequence[Group]) -> Iterator[list[Part]]:
+    """All rows in forward passes, in order: the first ``fresh``, in ``groups``, decode; the others are computed."""
+    parts = [decoding(rows, cache, groups)] if fresh else []
+    row, num_tokens = fresh, 0
+    while row < rows.count:
+        part = (extending if rows.completions[row].num_cached else prefilling)(rows, cache, row)
+        if num_tokens and num_tokens + part.num_tokens > PASS_TOKENS:
+            yield parts
+            parts, num_tokens = [], 0
+        parts.append(part)
+        row, num_tokens = part.stop, num_tokens + part.num_tokens
+    yield parts
+
+
+def together(parts: Sequence[Part]) -> Attend:
+    """Attention of each part over its own tokens of a pass."""
+    if len(parts) == 1:
+        return parts[0].attend
+    sizes = [part.num_tokens for part in parts]
+
+    def attend(layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
+        own = zip(parts, *(torch.split(x_THd, sizes) for x_THd in (q_THd, k_TKd, v_TKd)), strict=True)
+        return torch.cat([part.attend(layer, q, k, v) for part, q, k, v in own])
+
+    return attend
+
+
+def decoding(rows: Rows, cache: KVCache, groups: Sequence[Group]) -> Part:
+    """The next token of rows that are in the cache but for their last token."""
+    stop = groups[-1].stop
+    position_R = rows.length_R[:stop] - 1
+    row_R = torch.arange(stop, device=position_R.device)
+    place_R = cache.places(row_R, position_R)
+    longest = max(group.longest for group in groups)
+    hidden_RL = torch.arange(longest, device=position_R.device) > position_R[:, None]
+    mask_RL = torch.zeros(hidden_RL.shape, dtype=cache.dtype, device=position_R.device)
+    mask_R11L = mask_RL.masked_fill_(hidden_RL, float("-inf"))[:, None, None]
+    masks = [
+        None if group.shortest == group.longest else mask_R11L[group.start : group.stop, ..., : group.longest]
+        for group in groups
+    ]
+
+    def attend(layer: int, q_RHd: Tensor, k_RKd: Tensor, v_RKd: Tensor) -> Tensor:
+        cache.write(layer, place_R, k_RKd, v_RKd)
+        own = [
+            cache.attend(layer, group.start, q_RHd[group.start : group.stop], group.longest, mask)
+            for group, mask in zip(groups, masks, strict=True)
+        ]
+        return own[0] if len(own) == 1 else torch.cat(own)
+
+    token_R = rows.tokens_RC[:stop].gather(1, position_R[:, None])[:, 0]
+    return Part(0, stop, token_R, position_R, row_R, row_R, position_R, None, attend)
+
+
+def prefilling(rows: Rows, cache: KVCache, start: int) -> Part:
+    """As many rows from ``start`` on as have nothing cached and fit, at least one; equal ones are computed once."""
+    found: dict[tuple[int, ...], int] = {}
+    owners: list[int] = []
+    num_tokens = 0
+    for row in range(start, rows.count):
+        if owners and rows.completions[row].num_cached:
+            break
+        sequence = tuple(rows.sequence(row))
+        if sequence not in found:
+            num_tokens += len(sequence)
+            if owners and num_tokens > PASS_TOKENS:
+                break
+        owners.append(found.setdefault(sequence, len(found)))
+    device, owner_R = rows.length_R.device, np.array(owners)
+    packed = pack(list(found)[: max(owners) + 1])
+    length_R = np.asarray(packed.lengths)[owner_R]
+    first_R = packed.cu_seqlens_S1.numpy()[owner_R]
+    position_W = _offsets(length_R)
+    shared = len(packed.lengths) < len(owners)
+    source_W = torch.from_numpy(np.repeat(first_R, length_R) + position_W).to(device) if shared else None
+    tokens = packed.to(device)
+    blocks = CausalBlocks.of(tokens)
+    at_W = torch.from_numpy(np.repeat(np.arange(start, start + len(owners)), length_R)).to(device)
+    offset_W = torch.from_numpy(position_W).to(device)
+    place_W = cache.places(at_W, offset_W)
+
+    def attend(layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
+        cache.write(layer, place_W, part.written(k_TKd), part.written(v_TKd))
+        return blocks.attend(q_THd, k_TKd, v_TKd)
+
+    last_R = torch.from_numpy(first_R + length_R - 1).to(device)
+    stop = start + len(owners)
+    part = Part(start, stop, tokens.token_ids_T, tokens.position_ids_T, last_R, at_W, offset_W, source_W, attend)
+    return part
+
+
+def extending(rows: Rows, cache: KVCache, start: int) -> Part:
+    """As many rows from ``start`` on as have a part of their sequence in the cache and fit, at least one."""
+    new: list[list[int]] = []
+    cached: list[int] = []
+    for row in range(start, rows.count):
+        known = rows.completions[row].num_cached
+        tokens = list(rows.sequence(row)[known:])
+        longest = max(len(tokens), *map(len, new)) if new else len(tokens)
+        if not known or (new and longest * (len(new) + 1) > PASS_TOKENS):
+            break
+        new.append(tokens)
+        cached.append(known)
+    device, length_R = rows.length_R.device, np.array([len(tokens) for tokens in new])
+    offset_T = _offsets(length_R)
+    position_T = torch.from_numpy(np.repeat(cached, length_R) + offset_T).to(device)
+    row_T = torch.from_numpy(np.repeat(np.arange(len(new)), length_R)).to(device)
+    place_T = cache.places(start + row_T, position_T)
+    num_new, length = int(length_R.max()), int((np.array(cached) + length_R).max())
+    at = row_T, torch.from_numpy(offset_T).to(device)
+    hidden_TL = torch.arange(length, device=device) > position_T[:, None]
+    mask_RSL = torch.zeros((len(new), num_new, length), dtype=cache.dtype, device=device)
+    mask_RSL[at] = mask_RSL[at].masked_fill(hidden_TL, float("-inf"))
+
+    def attend(layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
+        cache.write(layer, place_T, k_TKd, v_TKd)
+        q_RSHd = q_THd.new_zeros((len(new), num_new, *q_THd.shape[1:]))
+        q_RSHd[at] = q_THd
+        return cache.attend_more(layer, start, q_RSHd, length, mask_RSL)[at]
+
+    token_T = torch.tensor([token for tokens in new for token in tokens], device=device)
+    last_R = torch.from_numpy(np.cumsum(length_R) - 1).to(device)
+    return Part(start, start + len(new), token_T, position_T, last_R, start + row_T, position_T, None, attend)
+
+
+def _offsets(length_R: NDArray[Any]) -> NDArray[Any]:
+    """0, 1, ... of each row, one row after another."""
+    ends_R = np.cumsum(length_R)
+    offset_T: NDArray[Any] = np.arange(ends_R[-1]) - np.repeat(ends_R - length_R, length_R)
+    return offset_T
