@@ -10,6 +10,7 @@ import typer
 
 from penstock.cli.printing import Json, console, seconds_of, show_json, table
 from penstock.client import Client
+from penstock.client.results import AuditEntry
 
 __all__ = ["audit_log"]
 
@@ -33,11 +34,11 @@ def audit_log(
     console().print(table(columns, [_row(row) for row in rows]))
 
 
-def _row(row: dict[str, Any]) -> tuple[Any, ...]:
-    clock = datetime.fromtimestamp(row["time"], UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-    place = str(row["route"])
-    for name, value in row["path"].items():
+def _row(row: AuditEntry) -> tuple[Any, ...]:
+    clock = datetime.fromtimestamp(row.time, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    place = row.route
+    for name, value in row.path.items():
         place = place.replace(f"{{{name}}}", value)
-    query = "&".join(f"{name}={value}" for name, value in row["query"].items())
-    asked = f"{row['method']} {place}" + (f"?{query}" if query else "") + (" (again)" if row["replayed"] else "")
-    return clock, row["key"], row["key_name"], row["address"], row["status"], asked, row["location"]
+    query = "&".join(f"{name}={value}" for name, value in row.query.items())
+    asked = f"{row.method} {place}" + (f"?{query}" if query else "") + (" (again)" if row.replayed else "")
+    return clock, row.key, row.key_name, row.address, row.status, asked, row.location

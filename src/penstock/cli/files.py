@@ -32,8 +32,8 @@ def upload(
     if as_json:
         show_json(row)
     else:
-        typer.echo(row["id"])
-        note(f"{row['rows']} rows, sha256 {row['sha256']}")
+        typer.echo(row.id)
+        note(f"{row.rows} rows, sha256 {row.sha256}")
 
 
 @app.command()
@@ -45,7 +45,7 @@ def ls(as_json: Json = False) -> None:
         show_json(rows)
         return
     shown = [
-        (r["id"], r["filename"], r["rows"], r["bytes"], ago(datetime.fromtimestamp(r["created_at"], UTC))) for r in rows
+        (row.id, row.filename, row.rows, row.bytes, ago(datetime.fromtimestamp(row.created_at, UTC))) for row in rows
     ]
     console().print(table(("ID", "NAME", "ROWS#", "BYTES#", "AGE#"), shown))
 
@@ -67,14 +67,14 @@ def grade(
     """Try a grader on one answer, in a reward worker; exit 1 where it fails."""
     with Client() as client:
         found = client.graders.run(load_yaml(grader), sample, _row(item))
-    errors = {name: value for name, value in found["metadata"]["errors"].items() if value}
+    errors = found.metadata.failures
     if as_json:
         show_json(found)
     elif errors:
         note("\n".join(f"{name}: {value}" for name, value in errors.items()))
     else:
-        typer.echo(f"{found['reward']:g}")
-        for name, score in found["sub_rewards"].items():
+        typer.echo(f"{found.reward:g}")
+        for name, score in found.sub_rewards.items():
             note(f"{name}: {score:g}")
     if errors:
         raise typer.Exit(FAILED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import Annotated
 
 import typer
@@ -46,8 +45,8 @@ def create(
     if as_json:
         show_json(made)
     else:
-        typer.echo(made["key"])
-        note(f"key {made['id']} '{name}' may: {', '.join(made['scopes'])}; keep it, it is not shown again")
+        typer.echo(made.key)
+        note(f"key {made.id} '{name}' may: {', '.join(made.scopes)}; keep it, it is not shown again")
 
 
 @app.command()
@@ -60,13 +59,13 @@ def ls(as_json: Json = False) -> None:
         return
     shown = [
         (
-            row["id"],
-            row["name"],
-            ", ".join(row["scopes"]),
-            ago(datetime.fromisoformat(row["created_at"])),
-            row["expires_at"] or "never",
-            row["rate_limit"],
-            ", ".join(row["models"]) if row["models"] else "all",
+            row.id,
+            row.name,
+            ", ".join(row.scopes),
+            ago(row.created_at),
+            "never" if row.expires_at is None else row.expires_at.strftime("%Y-%m-%dT%H:%M:%SZ"),
+            row.rate_limit,
+            ", ".join(row.models) if row.models else "all",
         )
         for row in rows
     ]

@@ -31,8 +31,8 @@ def ls(
         show_json(rows)
         return
     shown = [
-        (r["id"], r["stream"], r["draw"], r["attempts"], ago(datetime.fromtimestamp(r["time"], UTC)), r["reason"])
-        for r in rows
+        (row.id, row.stream, row.draw, row.attempts, ago(datetime.fromtimestamp(row.time, UTC)), row.reason)
+        for row in rows
     ]
     console().print(table(("ID#", "STREAM", "DRAW", "ATTEMPTS#", "AGE#", "REASON"), shown))
 
@@ -51,11 +51,13 @@ def replay(job: Job, letter: Letter, as_json: Json = False) -> None:
         result = client.letters.replay(client.find(job).id, letter)
     if as_json:
         show_json(result)
-    elif "stored" in result:
-        kind = "interactions" if result["stream"] == "INTERACTIONS" else "items of feedback"
-        note(f"{result['stored']} {kind} of dead letter {letter} stored again; what is known already was left out")
+    elif result.stored is not None:
+        kind = "interactions" if result.stream == "INTERACTIONS" else "items of feedback"
+        note(f"{result.stored} {kind} of dead letter {letter} stored again; what is known already was left out")
     else:
-        note(f"dead letter {letter} is asked for again" + (f" as draw {result['draw']}" if "draw" in result else ""))
+        note(
+            f"dead letter {letter} is asked for again" + (f" as draw {result.draw}" if result.draw is not None else "")
+        )
 
 
 @app.command()

@@ -148,10 +148,10 @@ async def _agents(
     customers = [await client.keys.create(f"customer-{number}", SCOPES) for number in range(CUSTOMERS)]
     enemy = await client.keys.create("hostile", SCOPES)
     async with (
-        voices(url, job.name, [customer["key"] for customer in customers]) as good,
-        voices(url, job.name, [enemy["key"]] * HOSTILE_TALKERS) as bad,
+        voices(url, job.name, [customer.key for customer in customers]) as good,
+        voices(url, job.name, [enemy.key] * HOSTILE_TALKERS) as bad,
     ):
-        yield Agent(good, rng), Agent(bad, random.Random(job.seed + 1), honest=False), enemy["id"]
+        yield Agent(good, rng), Agent(bad, random.Random(job.seed + 1), honest=False), enemy.id
 
 
 async def _served(client: AsyncClient, job: str, *, deadline: float) -> None:

@@ -36,14 +36,14 @@ def ls(
         return
     shown = [
         (
-            r["feedback_id"],
-            r["job"],
-            r["metric"],
-            r["source"],
-            ago(datetime.fromtimestamp(r["received"], UTC)),
-            r["reason"],
+            row.feedback_id,
+            row.job,
+            row.metric,
+            row.source,
+            ago(datetime.fromtimestamp(row.received, UTC)),
+            row.reason,
         )
-        for r in rows
+        for row in rows
     ]
     console().print(table(("ID", "JOB", "METRIC", "SOURCE", "AGE#", "REASON"), shown))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import Annotated
 
 import typer
@@ -38,8 +37,8 @@ def create(
     if as_json:
         show_json(made)
     else:
-        typer.echo(made["secret"])
-        note(f"webhook {made['id']} gets {', '.join(made['types'])}; keep the secret, it is not shown again")
+        typer.echo(made.secret)
+        note(f"webhook {made.id} gets {', '.join(made.types)}; keep the secret, it is not shown again")
 
 
 @app.command()
@@ -52,11 +51,11 @@ def ls(as_json: Json = False) -> None:
         return
     shown = [
         (
-            row["id"],
-            row["url"],
-            ", ".join(row["types"]),
-            ago(datetime.fromisoformat(row["created_at"])),
-            "on" if row["enabled"] else f"off: {row['disabled_reason'] or 'by request'}",
+            row.id,
+            row.url,
+            ", ".join(row.types),
+            ago(row.created_at),
+            "on" if row.enabled else f"off: {row.disabled_reason or 'by request'}",
         )
         for row in rows
     ]
@@ -75,9 +74,8 @@ def test(id: Id, as_json: Json = False) -> None:
     """Post a test event now."""
     with Client() as client:
         found = client.webhooks.test(id)
-    taken = bool(found["delivered"])
-    show_done("taken" if taken else f"not taken: {found['error']}", found, as_json)
-    raise typer.Exit(OK if taken else FAILED)
+    show_done("taken" if found.delivered else f"not taken: {found.error}", found, as_json)
+    raise typer.Exit(OK if found.delivered else FAILED)
 
 
 @app.command()

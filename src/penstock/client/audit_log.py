@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.client.calls import Rows
 from penstock.client.flows import rows
+from penstock.client.results import AuditEntry
 from penstock.client.sending import AsyncSend, Send, Steps, awaits_all, runs
 
 __all__ = ["AsyncAuditLog", "AuditLog"]
@@ -11,7 +11,7 @@ __all__ = ["AsyncAuditLog", "AuditLog"]
 
 def _list(
     *, since: float | None = None, key: str | None = None, job: str | None = None, limit: int = 100
-) -> Steps[Rows]:
+) -> Steps[list[AuditEntry]]:
     """Up to ``limit`` requests that changed something, oldest first.
 
     Args:
@@ -19,7 +19,7 @@ def _list(
         key: id of a key; only what was sent with it.
         job: id of a job; only what is about it, or made it.
     """
-    return (yield from rows("/v1/audit-log", "id", limit, since=since, key=key, job=job))
+    return (yield from rows(AuditEntry, "/v1/audit-log", "id", limit, since=since, key=key, job=job))
 
 
 class AuditLog:

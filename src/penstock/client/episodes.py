@@ -43,8 +43,7 @@ def _open(
 
 def _list(model: str, *, limit: int = 100) -> Steps[list[Episode]]:
     """Up to ``limit`` episodes of a model that were opened, oldest first."""
-    read = one(Episode)
-    return [read(row) for row in (yield from rows("/v1/episodes", "id", limit, model=model))]
+    return (yield from rows(Episode, "/v1/episodes", "id", limit, model=model))
 
 
 def _show(id: str) -> Call[Episode]:
@@ -76,8 +75,7 @@ def _interactions(id: str, *, limit: int = 100) -> Steps[list[Interaction]]:
 
     Needs the scope ``jobs:read``. Raises NotFound: it is not the id of an episode.
     """
-    read = one(Interaction)
-    return [read(row) for row in (yield from rows(f"{_path(id)}/interactions", "id", limit))]
+    return (yield from rows(Interaction, f"{_path(id)}/interactions", "id", limit))
 
 
 def _path(id: str) -> str:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from penstock.client.calls import Call, Row, Rows, post, show
+import orjson
+
+from penstock.client.calls import Call, Rows, nothing, show
+from penstock.client.results import CheckedGrader, File, GraderRun
+from penstock.client.results.reading import many, one
 from penstock.client.sending import AsyncSend, Send, Steps, awaits, awaits_all, runs, sends
 from penstock.shared.errors import ConfigError
 
 __all__ = ["AsyncFiles", "AsyncGraders", "Files", "Graders"]
+
+T = TypeVar("T")
 
 _PAGE = 1000
 _UPLOAD_S = 600.0
@@ -19,7 +25,7 @@ _GRADE_S = 70.0
 """Longer than the server takes for a grader that hangs, whose answer says so."""
 
 
-def _upload(path: Path) -> Call[Row]:
+def _upload(path: Path) -> Call[File]:
     """Keep a file of JSON lines at the server; its ``id`` is what fine-tuning jobs name. Raises ConfigError by line."""
     try:
         data = path.read_bytes()
@@ -34,38 +40,42 @@ def _upload(path: Path) -> Call[Row]:
     )
     kind = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
     body = b"".join([head.encode(), data, f"\r\n--{boundary}--\r\n".encode()])
-    return Call("POST", "/v1/files", dict, body=body, timeout_s=_UPLOAD_S, extra_headers=kind)
+    return Call("POST", "/v1/files", one(File), body=body, timeout_s=_UPLOAD_S, extra_headers=kind)
 
 
-def _list() -> Steps[Rows]:
+def _list() -> Steps[list[File]]:
     """The files there are, newest first."""
     found: Rows = []
     while True:
         page = yield show("/v1/files", dict, limit=_PAGE, after=found[-1]["id"] if found else None)
         found += page["data"]
         if not page["has_more"]:
-            return found
+            return many(File)({"data": found})
 
 
-def _show(id: str) -> Call[Row]:
+def _show(id: str) -> Call[File]:
     """One of them. Raises NotFound."""
-    return show(f"/v1/files/{id}", dict)
+    return show(f"/v1/files/{id}", one(File))
 
 
-def _delete(id: str) -> Call[Row]:
+def _delete(id: str) -> Call[None]:
     """Delete a file. Raises NotFound, Conflict: a job reads it."""
-    return Call("DELETE", f"/v1/files/{id}", dict)
+    return Call("DELETE", f"/v1/files/{id}", nothing)
 
 
-def _run(grader: Mapping[str, Any], sample: str, item: Mapping[str, Any] | None = None) -> Call[Row]:
+def _run(grader: Mapping[str, Any], sample: str, item: Mapping[str, Any] | None = None) -> Call[GraderRun]:
     """Grade what a model wrote, with the data row ``item``: ``reward``, ``sub_rewards``, ``metadata`` with errors."""
     body = {"grader": dict(grader), "model_sample": sample, "item": dict(item or {})}
-    return post("/v1/graders/run", body, timeout_s=_GRADE_S)
+    return _grade("run", one(GraderRun), body)
 
 
-def _validate(grader: Mapping[str, Any]) -> Call[Row]:
+def _validate(grader: Mapping[str, Any]) -> Call[CheckedGrader]:
     """Whether a grader can be opened. Raises ConfigError."""
-    return post("/v1/graders/validate", {"grader": dict(grader)}, timeout_s=_GRADE_S)
+    return _grade("validate", one(CheckedGrader), {"grader": dict(grader)})
+
+
+def _grade(verb: str, read: Callable[[Any], T], body: dict[str, Any]) -> Call[T]:
+    return Call("POST", f"/v1/graders/{verb}", read, body=orjson.dumps(body), timeout_s=_GRADE_S)
 
 
 class Files:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.client import calls
 from penstock.client.calls import Goal, Records, Row, Rows
 from penstock.client.patience import Patience, Search
+from penstock.client.results.reading import many
 from penstock.client.sending import Pause, Steps
 from penstock.shared.errors import DeadlineError, Unavailable
 from penstock.shared.protocol.jobs import JobRecord
 
 __all__ = ["checkpoint_now", "find", "pages", "rows", "scale", "until_done", "wait"]
+
+S = TypeVar("S")
 
 PAGE = 100
 HOLD_S = 25.0
@@ -39,7 +42,7 @@ def pages(limit: int, after: str | None, **wanted: Any) -> Steps[Records]:
     return found
 
 
-def rows(path: str, key: str, limit: int, /, **query: Any) -> Steps[Rows]:
+def rows(kind: type[S], path: str, key: str, limit: int, /, **query: Any) -> Steps[list[S]]:
     """Up to ``limit`` rows of a list, each of which ``key`` names."""
     found: Rows = []
     while len(found) < limit:
@@ -48,7 +51,7 @@ def rows(path: str, key: str, limit: int, /, **query: Any) -> Steps[Rows]:
         found += page["data"]
         if not page["has_more"]:
             break
-    return found
+    return many(kind)({"data": found})
 
 
 def wait(job: str, goal: Goal, timeout_s: float | None, patience_s: float) -> Steps[JobRecord]:

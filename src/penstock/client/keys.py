@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.client.calls import Call, Row, Rows, nothing, post, show
+from penstock.client.calls import Call, make, nothing, show
+from penstock.client.results import Key, NewKey
+from penstock.client.results.reading import many, one
 from penstock.client.sending import AsyncSend, Send, awaits, sends
 
 __all__ = ["AsyncKeys", "Keys"]
@@ -18,27 +20,26 @@ def _create(
     rate_limit: str | None = None,
     models: Sequence[str] | None = None,
     max_weight: float | None = None,
-) -> Call[Row]:
+) -> Call[NewKey]:
     """Make a key; its text stands under ``key`` in the reply and nowhere else.
 
     ``models``: names or ids of the only jobs that it reaches; ``max_weight``: what its feedback counts at
     most. After a reply that was lost another key is made: revoke one of this name that nobody has.
     """
-    body = {
-        "name": name, "scopes": list(scopes), "expires_in_s": expires_in_s, "rate_limit": rate_limit,
-        "models": None if models is None else list(models), "max_weight": max_weight,
-    }  # fmt: skip
-    return post("/v1/keys", {key: value for key, value in body.items() if value is not None})
+    return make(
+        "/v1/keys", one(NewKey), name=name, scopes=list(scopes), expires_in_s=expires_in_s, rate_limit=rate_limit,
+        models=None if models is None else list(models), max_weight=max_weight,
+    )  # fmt: skip
 
 
-def _list() -> Call[Rows]:
+def _list() -> Call[list[Key]]:
     """The keys there are."""
-    return show("/v1/keys", lambda data: list(data["data"]))
+    return show("/v1/keys", many(Key))
 
 
-def _show(id: str) -> Call[Row]:
+def _show(id: str) -> Call[Key]:
     """One of them. Raises NotFound."""
-    return show(f"/v1/keys/{id}", dict)
+    return show(f"/v1/keys/{id}", one(Key))
 
 
 def _revoke(id: str) -> Call[None]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from penstock.client.calls import Call, Row, Rows, nothing, operation, post, result_of, show
+from penstock.client.calls import Call, nothing, operation, post, result_of, show
 from penstock.client.flows import rows
+from penstock.client.results import Letter, LetterReplay, LetterRow
+from penstock.client.results.reading import one
 from penstock.client.sending import AsyncSend, Send, Steps, awaits, awaits_all, runs, sends
 
 __all__ = ["AsyncLetters", "Letters"]
@@ -11,17 +13,17 @@ __all__ = ["AsyncLetters", "Letters"]
 _HOLD_S = 10.0
 
 
-def _list(job: str, *, limit: int = 100) -> Steps[Rows]:
+def _list(job: str, *, limit: int = 100) -> Steps[list[LetterRow]]:
     """Up to ``limit`` dead letters, oldest first."""
-    return (yield from rows(f"/v1/jobs/{job}/dead-letters", "id", limit))
+    return (yield from rows(LetterRow, f"/v1/jobs/{job}/dead-letters", "id", limit))
 
 
-def _show(job: str, id: int) -> Call[Row]:
+def _show(job: str, id: int) -> Call[Letter]:
     """One of them, with headers and content. Raises NotFound."""
-    return show(_path(job, id), dict)
+    return show(_path(job, id), one(Letter))
 
 
-def _replay(job: str, id: int) -> Steps[Row]:
+def _replay(job: str, id: int) -> Steps[LetterReplay]:
     """Have its prompt asked for again; the new ``draw``. Of interactions and feedback: how many are ``stored`` again.
 
     Raises NotFound, Conflict: the job draws nothing now, or still cannot read it.
@@ -29,7 +31,7 @@ def _replay(job: str, id: int) -> Steps[Row]:
     asked = yield post(f"{_path(job, id)}/replay")
     while asked["state"] == "pending":
         asked = yield operation(job, asked["id"], _HOLD_S)
-    return result_of(asked)
+    return one(LetterReplay)(result_of(asked))
 
 
 def _drop(job: str, id: int) -> Call[None]:

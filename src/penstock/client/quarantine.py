@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
-from penstock.client.calls import Call, Row, Rows, post, show
+from penstock.client.calls import Call, show
 from penstock.client.flows import rows
+from penstock.client.results import HeldItem, HeldRow, Verdict
+from penstock.client.results.reading import one
 from penstock.client.sending import AsyncSend, Send, Steps, awaits, awaits_all, runs, sends
 
 __all__ = ["AsyncQuarantine", "Quarantine"]
 
 
-def _list(job: str | None = None, *, limit: int = 100) -> Steps[Rows]:
+def _list(job: str | None = None, *, limit: int = 100) -> Steps[list[HeldRow]]:
     """Up to ``limit`` items of a job (None: of all), in the order of their ids."""
     path = "/v1/quarantine" if job is None else f"/v1/jobs/{job}/quarantine"
-    return (yield from rows(path, "feedback_id", limit))
+    return (yield from rows(HeldRow, path, "feedback_id", limit))
 
 
-def _show(*place: str) -> Call[Row]:
+def _show(*place: str) -> Call[HeldItem]:
     """One of them, with what it says; ``place``: its id, or its job and its id.
 
     Raises:
         NotFound: there is none, or not in this job.
         Conflict: it is not held any more.
     """
-    return show(_path(*place), dict)
+    return show(_path(*place), one(HeldItem))
 
 
-def _release(*place: str) -> Call[Row]:
+def _release(*place: str) -> Call[Verdict]:
     """Let it count; ``place`` and errors as of ``show``."""
-    return post(f"{_path(*place)}/release")
+    return Call("POST", f"{_path(*place)}/release", one(Verdict))
 
 
-def _drop(*place: str) -> Call[Row]:
+def _drop(*place: str) -> Call[Verdict]:
     """Reject it for good; ``place`` and errors as of ``show``."""
-    return post(f"{_path(*place)}/drop")
+    return Call("POST", f"{_path(*place)}/drop", one(Verdict))
 
 
 def _path(*place: str) -> str:

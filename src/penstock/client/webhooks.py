@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import orjson
 
-from penstock.client.calls import Call, Row, Rows, nothing, post, show
+from penstock.client.calls import Call, make, nothing, show
+from penstock.client.results import NewWebhook, Webhook, WebhookState, WebhookTrial
+from penstock.client.results.reading import many, one
 from penstock.client.sending import AsyncSend, Send, awaits, sends
 
 __all__ = ["AsyncWebhooks", "Webhooks"]
@@ -15,38 +16,37 @@ __all__ = ["AsyncWebhooks", "Webhooks"]
 
 def _create(
     url: str, *, types: Sequence[str] | None = None, job: str | None = None, description: str = ""
-) -> Call[Row]:
+) -> Call[NewWebhook]:
     """Have events posted to ``url`` from now on; the ``secret`` that signs them stands in this reply and nowhere else.
 
     ``types``: which ones; a trailing ``*`` stands for any ending; default: that jobs ended. ``job``: only of this one.
     """
-    body: dict[str, Any] = {"url": url, "description": description}
-    body |= {} if types is None else {"types": list(types)}
-    return post("/v1/webhooks", body if job is None else {**body, "job": job})
+    wanted = None if types is None else list(types)
+    return make("/v1/webhooks", one(NewWebhook), url=url, types=wanted, job=job, description=description)
 
 
-def _list() -> Call[Rows]:
+def _list() -> Call[list[Webhook]]:
     """The webhooks there are."""
-    return show("/v1/webhooks", lambda data: list(data["data"]))
+    return show("/v1/webhooks", many(Webhook))
 
 
-def _show(id: str) -> Call[Row]:
+def _show(id: str) -> Call[WebhookState]:
     """One of them, and how far its ``deliveries`` are. Raises NotFound."""
-    return show(f"/v1/webhooks/{id}", dict)
+    return show(f"/v1/webhooks/{id}", one(WebhookState))
 
 
 def _change(
     id: str, *, enabled: bool | None = None, url: str | None = None, types: Sequence[str] | None = None
-) -> Call[Row]:
+) -> Call[Webhook]:
     """Change it, or switch it off and on; what happened in between is delivered once it is on. Raises NotFound."""
     body = {"enabled": enabled, "url": url, "types": None if types is None else list(types)}
     data = orjson.dumps({key: value for key, value in body.items() if value is not None})
-    return Call("PATCH", f"/v1/webhooks/{id}", dict, body=data)
+    return Call("PATCH", f"/v1/webhooks/{id}", one(Webhook), body=data)
 
 
-def _test(id: str) -> Call[Row]:
+def _test(id: str) -> Call[WebhookTrial]:
     """Post a test event now: ``delivered``, or ``error``. Raises NotFound."""
-    return post(f"/v1/webhooks/{id}/test")
+    return Call("POST", f"/v1/webhooks/{id}/test", one(WebhookTrial))
 
 
 def _delete(id: str) -> Call[None]:

@@ -66,11 +66,15 @@ async def test_commands(desk: Any, url: str, tmp_path: Path) -> None:
         posted = command("batch", str(file))
         assert (posted.exit_code, posted.stdout) == (1, "1 of 2 items stored, 0 of them before\n")
         assert "item 2: 422" in posted.stderr
+        file.write_text("\n".join(json.dumps(dict(reversed(line.items()))) for line in reversed([*lines, lines[0]])))
+        again = command("batch", str(file))
+        assert again.stdout == "2 of 3 items stored, 1 of them before\n", "the second of two equal lines is new"
+        assert command("batch", str(file)).stdout == "2 of 3 items stored, 2 of them before\n"
         assert command("batch", str(tmp_path / "none")).exit_code == 2
 
     await asyncio.to_thread(commands)
     kinds = [(item.metric, item.value) for item in await desk.items() if item.kind == "metric"]
-    assert kinds == [("accepted", True), ("solved", False), ("comment", "12"), ("accepted", True)]
+    assert kinds == [("accepted", True), ("solved", False), ("comment", "12"), ("accepted", True), ("accepted", True)]
 
 
 async def test_clients_and_commands_decide_on_what_is_held(desk: Any, url: str) -> None:
@@ -86,10 +90,10 @@ async def test_clients_and_commands_decide_on_what_is_held(desk: Any, url: str) 
 
     def blocking() -> None:
         with Client(url) as client:
-            assert [row["feedback_id"] for row in client.quarantine.list(desk.job)] == sorted(ids)
+            assert [row.feedback_id for row in client.quarantine.list(desk.job)] == sorted(ids)
             assert client.quarantine.list() == client.quarantine.list(desk.job)
-            assert client.quarantine.show(desk.job, ids[0])["value"] is True
-            assert client.quarantine.release(desk.job, ids[0])["verdict"] == "release"
+            assert client.quarantine.show(desk.job, ids[0]).value is True
+            assert client.quarantine.release(desk.job, ids[0]).verdict == "release"
             with pytest.raises(NotFound):
                 client.quarantine.drop(desk.job, str(uuid.uuid4()))
         listed = command("ls", desk.job)
@@ -110,10 +114,10 @@ async def test_clients_and_commands_decide_on_what_is_held(desk: Any, url: str) 
     await asyncio.to_thread(blocking)
     async with AsyncClient(url) as client:
         assert len(await client.quarantine.list(desk.job, limit=2)) == 2
-        assert (await client.quarantine.show(desk.job, ids[2]))["reason"] == "drift: far"
-        assert (await client.quarantine.drop(desk.job, ids[2]))["duplicate"] is False
-        assert (await client.quarantine.release(desk.job, ids[2]))["status"] == "accepted"
-        assert (await client.quarantine.drop(ids[4]))["verdict"] == "drop"
+        assert (await client.quarantine.show(desk.job, ids[2])).reason == "drift: far"
+        assert (await client.quarantine.drop(desk.job, ids[2])).duplicate is False
+        assert (await client.quarantine.release(desk.job, ids[2])).status == "accepted"
+        assert (await client.quarantine.drop(ids[4])).verdict == "drop"
     decided = [(item.kind, item.body["feedback"]) for item in await desk.items() if item.kind in ("release", "drop")]
     assert decided == [
         ("release", ids[0]), ("drop", ids[1]), ("release", ids[3]), ("drop", ids[2]), ("release", ids[2]),

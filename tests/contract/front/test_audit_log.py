@@ -142,7 +142,7 @@ async def test_clients_and_the_command_read_all_pages(served: Any, books: Any, j
             client.pause(id)
         rows = client.audit_log.list(job=id, limit=1000)
         assert len(client.audit_log.list(key="local", limit=2)) == 2
-    assert [row["route"] for row in rows] == ["/v1/jobs"] + ["/v1/jobs/{job_id}/pause"] * many
+    assert [row.route for row in rows] == ["/v1/jobs"] + ["/v1/jobs/{job_id}/pause"] * many
     async with AsyncClient(served.url) as aclient:
         assert await aclient.audit_log.list(since=0.0, limit=1000) == rows
     env = {"PENSTOCK_URL": served.url, "COLUMNS": "250"}

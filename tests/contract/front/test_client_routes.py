@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import types
+import typing
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,21 @@ REPLIES: dict[type, Operation] = {
     results.ModelVersion: ("GET", "/v1/models/{model}/versions"),
     results.Versions: ("GET", "/v1/jobs/{job_id}/versions"),
     results.TokenSample: ("GET", "/v1/samples/{sample_id}"),
+    results.HeldRow: ("GET", "/v1/quarantine"),
+    results.HeldItem: ("GET", "/v1/quarantine/{item}"),
+    results.Verdict: ("POST", "/v1/quarantine/{item}/release"),
+    results.Key: ("GET", "/v1/keys"),
+    results.NewKey: ("POST", "/v1/keys"),
+    results.Webhook: ("GET", "/v1/webhooks"),
+    results.NewWebhook: ("POST", "/v1/webhooks"),
+    results.WebhookState: ("GET", "/v1/webhooks/{webhook_id}"),
+    results.WebhookTrial: ("POST", "/v1/webhooks/{webhook_id}/test"),
+    results.LetterRow: ("GET", "/v1/jobs/{job_id}/dead-letters"),
+    results.Letter: ("GET", "/v1/jobs/{job_id}/dead-letters/{letter}"),
+    results.File: ("GET", "/v1/files"),
+    results.CheckedGrader: ("POST", "/v1/graders/validate"),
+    results.GraderRun: ("POST", "/v1/graders/run"),
+    results.AuditEntry: ("GET", "/v1/audit-log"),
 }
 """What answers with which struct, itself or a list of them. Rows without a schema are read in the other tests."""
 
@@ -197,6 +213,14 @@ def test_replies_are_those_of_the_document(document: dict[str, Any], kind: type)
     if set(schema["properties"]) >= {"object", "data"} and "data" not in kind.__struct_fields__:  # type: ignore[attr-defined]
         schema = resolved(document, schema["properties"]["data"]["items"])
     compare(document, kind, schema)
+
+
+def test_parts_of_the_clients_answer_with_structs() -> None:
+    """What begins an operation answers with what that came to, which its kind decides."""
+    with Client() as client:
+        said = {name: typing.get_type_hints(inspect.unwrap(one))["return"] for name, one in methods(client).items()}
+    loose = {name for name, kind in said.items() if "." in name and "dict[str, typing.Any]" in str(kind)}
+    assert loose == {f"{part}.{verb}" for part in ("models", "versions") for verb in ("promote", "roll_back")}
 
 
 def compare(document: dict[str, Any], kind: type, schema: dict[str, Any]) -> None:

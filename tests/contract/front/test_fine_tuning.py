@@ -315,16 +315,16 @@ async def test_both_clients_and_the_command_line(served: Any, tmp_path: Path) ->
     path.write_bytes(jsonl(ROWS))
     with Client(served.url) as client:
         one = client.files.upload(path)
-        assert client.files.show(one["id"])["rows"] == 10
-        assert client.graders.run(CHECK, "1", {"answer": "1"})["reward"] == 1.0
+        assert client.files.show(one.id).rows == 10
+        assert client.graders.run(CHECK, "1", {"answer": "1"}).reward == 1.0
         with pytest.raises(ConfigError, match="not Python"):
             client.graders.validate({"type": "python", "name": "p", "source": "x"})
     async with AsyncClient(served.url) as client:
         other = await client.files.upload(path)
-        assert [row["id"] for row in await client.files.list()] == [other["id"], one["id"]]
-        await client.files.delete(other["id"])
+        assert [row.id for row in await client.files.list()] == [other.id, one.id]
+        await client.files.delete(other.id)
         with pytest.raises(NotFound):
-            await client.files.show(other["id"])
+            await client.files.show(other.id)
 
     def run(*words: str) -> Any:
         return CliRunner().invoke(cli, list(words), env={"PENSTOCK_URL": served.url})

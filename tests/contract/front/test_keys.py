@@ -186,17 +186,17 @@ def test_the_command_line_makes_lists_and_revokes(served: Any) -> None:
 async def test_both_clients(served: Any) -> None:
     with Client(served.url) as client:
         made = client.keys.create("one", ["jobs:read"], expires_in_s=60)
-        assert [key["id"] for key in client.keys.list()] == [made["id"]]
-        assert client.keys.show(made["id"])["name"] == "one"
-        with Client(served.url, api_key=made["key"]) as limited:
+        assert [key.id for key in client.keys.list()] == [made.id]
+        assert client.keys.show(made.id).name == "one"
+        with Client(served.url, api_key=made.key) as limited:
             assert limited.list() == []
             with pytest.raises(ConfigError, match="lacks the scope 'admin'"):
                 limited.keys.list()
     async with AsyncClient(served.url) as client:
         other = await client.keys.create("two", ["admin"])
         assert len(await client.keys.list()) == 2
-        await client.keys.revoke(other["id"])
+        await client.keys.revoke(other.id)
         with pytest.raises(NotFound):
-            await client.keys.show(other["id"])
+            await client.keys.show(other.id)
         with pytest.raises(NotFound):
-            await client.keys.revoke(other["id"])
+            await client.keys.revoke(other.id)

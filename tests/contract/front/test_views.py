@@ -189,7 +189,7 @@ async def test_dead_letters(connect: Any, books: Any, job: Any) -> None:
 async def test_clients_and_commands_see_dead_letters(served: Any, job: Any) -> None:
     async with AsyncClient(served.url) as client:
         id = (await client.submit(job)).id
-        assert [row["id"] for row in await client.letters.list(id)] == [7, 8]
+        assert [row.id for row in await client.letters.list(id)] == [7, 8]
         await client.letters.drop(id, 8)
         with pytest.raises(NotFound):
             await client.letters.show(id, 8)

@@ -121,14 +121,14 @@ async def test_a_slow_name_server_holds_up_nobody_else(monkeypatch: pytest.Monke
 async def test_both_clients_and_the_command_line(served: Any) -> None:
     with Client(served.url) as client:
         made = client.webhooks.create("https://e.example", types=["rl.job.*"])
-        assert client.webhooks.show(made["id"])["url"] == "https://e.example"
-        assert client.webhooks.test(made["id"])["delivered"]
-        assert not client.webhooks.change(made["id"], enabled=False)["enabled"]
+        assert client.webhooks.show(made.id).url == "https://e.example"
+        assert client.webhooks.test(made.id).delivered
+        assert not client.webhooks.change(made.id, enabled=False).enabled
     async with AsyncClient(served.url) as client:
-        assert [row["id"] for row in await client.webhooks.list()] == [made["id"]]
-        await client.webhooks.delete(made["id"])
+        assert [row.id for row in await client.webhooks.list()] == [made.id]
+        await client.webhooks.delete(made.id)
         with pytest.raises(NotFound):
-            await client.webhooks.show(made["id"])
+            await client.webhooks.show(made.id)
 
     def run(*words: str) -> Any:
         return CliRunner().invoke(cli, ["webhooks", *words], env={"PENSTOCK_URL": served.url})

@@ -1,4 +1,4 @@
-"""What the API answers about live agents and what was sampled, as values with types.
+"""What the API answers about live agents, what was sampled, and what a deployment keeps, as values with types.
 
 Frozen structs, for both clients: the attribute that you misspell is found by mypy and by Python, and a reply that does
 not fit is a ProtocolError where it is read. Keys that a struct does not have are left out, and words that the server
@@ -9,6 +9,20 @@ Jobs are ``penstock.shared.protocol.jobs.JobRecord``. Views whose columns the se
 events, checkpoints, the audit) are JSON objects as they come.
 """
 
+from penstock.client.results.deployment import (
+    AuditEntry,
+    CheckedGrader,
+    Deliveries,
+    File,
+    GraderRun,
+    Key,
+    NewKey,
+    NewWebhook,
+    RunMetadata,
+    Webhook,
+    WebhookState,
+    WebhookTrial,
+)
 from penstock.client.results.feedback import (
     Accepted,
     Consent,
@@ -17,10 +31,13 @@ from penstock.client.results.feedback import (
     FeedbackToken,
     Funnel,
     FunnelRow,
+    HeldItem,
+    HeldRow,
     ItemReply,
     OutcomeRow,
     Retracted,
     Trained,
+    Verdict,
 )
 from penstock.client.results.serving import (
     Decision,
@@ -37,30 +54,53 @@ from penstock.client.results.serving import (
     Trial,
     Versions,
 )
-from penstock.client.results.views import LogLine, MetricName, Sample, StageSpan, TokenSample
+from penstock.client.results.views import (
+    Letter,
+    LetterReplay,
+    LetterRow,
+    LogLine,
+    MetricName,
+    Sample,
+    StageSpan,
+    TokenSample,
+)
 
 __all__ = [
     "Accepted",
+    "AuditEntry",
+    "CheckedGrader",
     "Consent",
     "Decision",
+    "Deliveries",
     "Episode",
     "EpisodeKey",
     "Erasure",
     "Fate",
     "FeedbackToken",
+    "File",
     "Funnel",
     "FunnelRow",
+    "GraderRun",
+    "HeldItem",
+    "HeldRow",
     "Interaction",
     "ItemReply",
     "KeptCheckpoint",
+    "Key",
+    "Letter",
+    "LetterReplay",
+    "LetterRow",
     "LogLine",
     "MetricName",
     "Model",
     "ModelVersion",
     "NewEpisode",
+    "NewKey",
+    "NewWebhook",
     "OutcomeRow",
     "Redacted",
     "Retracted",
+    "RunMetadata",
     "Sample",
     "Span",
     "StageSpan",
@@ -68,5 +108,9 @@ __all__ = [
     "ToolCall",
     "Trained",
     "Trial",
+    "Verdict",
     "Versions",
+    "Webhook",
+    "WebhookState",
+    "WebhookTrial",
 ]

@@ -15,10 +15,13 @@ __all__ = [
     "FeedbackToken",
     "Funnel",
     "FunnelRow",
+    "HeldItem",
+    "HeldRow",
     "ItemReply",
     "OutcomeRow",
     "Retracted",
     "Trained",
+    "Verdict",
 ]
 
 
@@ -150,3 +153,34 @@ class Erasure(msgspec.Struct, frozen=True, kw_only=True):
     trained_versions: dict[str, list[int]]
     requested: float
     finished: float | None = None
+
+
+class HeldRow(msgspec.Struct, frozen=True, kw_only=True):
+    """An item that is held back: when it came, since when it is held (``time``, Unix seconds) and why."""
+
+    feedback_id: str
+    job: str
+    metric: str
+    source: str
+    reason: str
+    received: float
+    time: float
+
+
+class HeldItem(HeldRow, frozen=True, kw_only=True):
+    """With what it says of which response or episode (``target``)."""
+
+    value: bool | float | str | None
+    target: str
+    weight: float
+    user: str
+    revision: int
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What was decided about an item that is held: ``verdict`` is `release` or `drop`, and it is on disk."""
+
+    feedback_id: str
+    verdict: str
+    status: str
+    duplicate: bool

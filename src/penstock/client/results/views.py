@@ -1,4 +1,4 @@
-"""What a job shows of its updates: samples, timelines, names of metrics, logs."""
+"""What a job shows of its updates: samples, timelines, names of metrics, logs, dead letters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["LogLine", "MetricName", "Sample", "StageSpan", "TokenSample"]
+__all__ = ["Letter", "LetterReplay", "LetterRow", "LogLine", "MetricName", "Sample", "StageSpan", "TokenSample"]
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,3 +80,34 @@ class LogLine(msgspec.Struct, frozen=True, kw_only=True):
     service: str
     worker: str = ""
     text: str
+
+
+class LetterRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A dead letter: where it came from, how often it was tried, why it is here, the draw that it stood for."""
+
+    id: int
+    time: float
+    stream: str
+    sequence: int
+    attempts: int
+    reason: str
+    draw: str | None
+
+
+class Letter(LetterRow, frozen=True, kw_only=True):
+    """With its headers and its content: a ticket as it reads, of anything else the first bytes."""
+
+    nbytes: int
+    headers: dict[str, str]
+    content: Any
+
+
+class LetterReplay(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What became of a dead letter that was replayed: a new ``draw`` of its prompt.
+
+    Of interactions and feedback: how many were ``stored`` in their ``stream`` again.
+    """
+
+    draw: str | None = None
+    stream: str | None = None
+    stored: int | None = None
