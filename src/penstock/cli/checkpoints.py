@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from penstock.cli.exits import Commands
 from penstock.cli.printing import Job, Json, ago, console, note, number, show_done, show_json, table
 from penstock.client import Client
+from penstock.client.calls import Rows
 from penstock.shared.errors import NotFound
 
-__all__ = ["app"]
+__all__ = ["app", "checkpoint_table"]
 
 app = typer.Typer(name="ckpt", cls=Commands, help="Checkpoints: list, download, go back.", no_args_is_help=True)
 
@@ -27,7 +29,12 @@ def ls(job: Job, as_json: Json = False) -> None:
         rows = client.checkpoints(client.find(job).id)
     if as_json:
         show_json(rows)
-        return
+    else:
+        console().print(checkpoint_table(rows))
+
+
+def checkpoint_table(rows: Rows) -> Table:
+    """Checkpoints, a line each."""
     shown = [
         (
             row["number"],
@@ -40,7 +47,7 @@ def ls(job: Job, as_json: Json = False) -> None:
         )
         for row in rows
     ]
-    console().print(table(("NUMBER#", "VERSION#", "IS", "MB#", "AGE#", "TAKEN FOR", "PATH"), shown))
+    return table(("NUMBER#", "VERSION#", "IS", "MB#", "AGE#", "TAKEN FOR", "PATH"), shown)
 
 
 @app.command()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from penstock.cli.exits import result_code
 from penstock.cli.printing import Job, Json, ago, console, note, number, show_done, show_json, table
@@ -18,7 +19,20 @@ from penstock.shared.errors import ConfigError, PenstockError
 from penstock.shared.protocol.jobs import PHASES, JobRecord
 from penstock.shared.protocol.scaling import POOLS
 
-__all__ = ["amend", "cancel", "get", "load_job", "ls", "pause", "resume", "rm", "scale", "submit", "wait"]
+__all__ = [
+    "amend",
+    "cancel",
+    "get",
+    "load_job",
+    "ls",
+    "pause",
+    "resume",
+    "rm",
+    "scale",
+    "state_table",
+    "submit",
+    "wait",
+]
 
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override, like train.seed=3.")]
 
@@ -120,7 +134,12 @@ def get(job: Job, as_json: Json = False) -> None:
         record = client.find(job)
     if as_json:
         show_json(record)
-        return
+    else:
+        console().print(state_table(record))
+
+
+def state_table(record: JobRecord) -> Table:
+    """A job's state, its books and its conditions."""
     status = record.status
     dropped = status.draws.get("dropped", {})
     rows = [
@@ -143,7 +162,7 @@ def get(job: Job, as_json: Json = False) -> None:
         ("created", record.created_at.isoformat(timespec="seconds")),
         *((c.type, f"{c.status} {c.reason} {c.message}".strip()) for c in status.conditions),
     ]
-    console().print(table(("FIELD", "VALUE"), rows))
+    return table(("FIELD", "VALUE"), rows)
 
 
 def wait(

@@ -8,6 +8,7 @@ import time
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from penstock.cli.charts import chart
 from penstock.cli.exits import result_code
@@ -24,10 +25,11 @@ from penstock.cli.printing import (
     table,
 )
 from penstock.client import Client
+from penstock.client.calls import Rows
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.jobs import TERMINAL_PHASES
 
-__all__ = ["events", "logs", "metrics", "samples", "why", "workers"]
+__all__ = ["events", "logs", "metrics", "samples", "waits_table", "why", "workers", "workers_table"]
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on to the end of the job.")]
 _LOG_POLL_S = 1.0
@@ -156,7 +158,12 @@ def workers(job: Job, as_json: Json = False) -> None:
         rows = client.workers(client.find(job).id)
     if as_json:
         show_json(rows)
-        return
+    else:
+        console().print(workers_table(rows))
+
+
+def workers_table(rows: Rows) -> Table:
+    """Workers, a line each."""
     shown = [
         (
             row["worker"],
@@ -168,7 +175,7 @@ def workers(job: Job, as_json: Json = False) -> None:
         )
         for row in rows
     ]
-    console().print(table(("WORKER", "STATE", "VERSION#", "RUNNING#", "HEARD S AGO#", "WAITS FOR"), shown))
+    return table(("WORKER", "STATE", "VERSION#", "RUNNING#", "HEARD S AGO#", "WAITS FOR"), shown)
 
 
 def why(job: Job, as_json: Json = False) -> None:
@@ -178,10 +185,15 @@ def why(job: Job, as_json: Json = False) -> None:
     if as_json:
         show_json(rows)
     elif rows:
-        shown = [(r["waiting_for"], number(r["age_s"]), r.get("holder"), r.get("id"), r.get("subject")) for r in rows]
-        console().print(table(("WAITS FOR", "S#", "HELD BY", "ID", "SUBJECT"), shown))
+        console().print(waits_table(rows))
     else:
         note("it waits for nothing")
+
+
+def waits_table(rows: Rows) -> Table:
+    """What is waited for, a line each."""
+    shown = [(r["waiting_for"], number(r["age_s"]), r.get("holder"), r.get("id"), r.get("subject")) for r in rows]
+    return table(("WAITS FOR", "S#", "HELD BY", "ID", "SUBJECT"), shown)
 
 
 def _newest(values: list[float | None]) -> float | None:

@@ -275,6 +275,22 @@ def test_logs_samples_workers_and_why(run: Run, books: Any, file: str) -> None:
     assert "2 groups of 2 per batch" in run("why", id).stdout
 
 
+def test_describe(run: Run, books: Any, file: str) -> None:
+    id = submit(run, file)
+    for number in range(12):
+        books.emit(id, "dropped", f"{number} draws dropped: failed", level="warning")
+    shown = run("describe", "addition")
+    assert shown.exit_code == 0, shown.output
+    for part in ("Job file:\n", "hidden_size: 64\n", "State:\n", "rollout-0", "2 groups of 2 per batch", "Events:\n"):
+        assert part in shown.stdout, part
+    assert ("11 draws" in shown.stdout, " 1 draws" in shown.stdout) == (True, False), "the newest ones"
+    told = json.loads(run("describe", id, "-n", "3", "--json").stdout)
+    assert (told["job"]["id"], len(told["events"]), told["feedback"]) == (id, 3, None)
+    books.advance(id, "succeeded")
+    over = run("describe", id).stdout
+    assert ("succeeded" in over, "Workers:" in over) == (True, False)
+
+
 def test_audit_is_a_verdict(run: Run, books: Any, file: str) -> None:
     id = submit(run, file)
     result = run("audit", id)
