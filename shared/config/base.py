@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from penstock.shared.config.explain import explain
 from penstock.shared.errors import ConfigError
 
-__all__ = ["StrictModel", "explain", "load_yaml", "parse_override", "with_overrides"]
+__all__ = ["StrictModel", "load_yaml", "parse_override", "with_overrides"]
 
 M = TypeVar("M", bound="StrictModel")
 
@@ -34,42 +34,6 @@ class StrictModel(BaseModel):
         except ValidationError as error:
             lines = [f"{pointer}: {detail}" for pointer, detail in explain(cls, error)]
             raise ConfigError(f"{where} is not valid:\n  " + "\n  ".join(lines)) from None
-
-
-def explain(model: type[BaseModel], error: ValidationError) -> list[tuple[str, str]]:
-    """Turn a pydantic error into ``(dotted key, what is wrong and what to do)`` pairs."""
-    problems = []
-    for item in error.errors(include_url=False):
-        path = [str(part) for part in item["loc"]]
-        detail = item["msg"].removeprefix("Value error, ")
-        if item["type"] == "extra_forbidden":
-            names = _field_names(model, path[:-1])
-            near = difflib.get_close_matches(path[-1], names, n=1, cutoff=0.5)
-            hint = f"did you mean '{near[0]}'?" if near else f"valid keys: {', '.join(sorted(names))}"
-            detail = f"unknown key; {hint}"
-        problems.append((".".join(path) or "(top level)", detail))
-    return problems
-
-
-def _field_names(model: type[BaseModel], path: Iterable[str]) -> list[str]:
-    """Names that would have been valid at ``path``; follows unions by their ``type`` tag."""
-    models: list[type[BaseModel]] = [model]
-    for part in path:
-        found: list[type[BaseModel]] = []
-        for candidate in models:
-            field = candidate.model_fields.get(part)
-            if field is not None:
-                found += _models_in(field.annotation)
-        tagged = [m for m in models if "type" in m.model_fields and m.model_fields["type"].default == part]
-        is_tag = len(models) > 1 and bool(tagged)  # of a union; there may also be a field of that name
-        models = tagged if is_tag else found or tagged or models  # what is neither is a list index
-    return sorted({name for m in models for name in m.model_fields})
-
-
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [m for arg in get_args(annotation) for m in _models_in(arg)]
 
 
 def load_yaml(path: Path) -> dict[str, Any]:

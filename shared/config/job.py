@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from penstock.shared.config.algorithm import AlgorithmConfig, DistillationConfig, GRPOConfig, ReinforcePPConfig
 from penstock.shared.config.backend import BackendConfig, LocalConfig, MegatronConfig
@@ -26,6 +26,7 @@ from penstock.shared.config.sampling import SamplingConfig
 from penstock.shared.config.tracking import TrackerConfig
 
 __all__ = [
+    "KIND_NAMES",
     "MAX_GROUP_BYTES",
     "ROW_BYTES",
     "CheckpointConfig",
@@ -42,6 +43,8 @@ __all__ = [
 
 BYTES_PER_TOKEN = 24
 """A token's share in a stored group: id, log-prob and mask (9), its text, spans, frame padding."""
+KIND_NAMES = ("rl", "online_rl", "evaluation")
+"""What a job file may be."""
 MAX_GROUP_BYTES = 64 << 20
 """Largest group: it is stored all or none, in parts of 1 MiB, and held in memory by who writes and who reads it."""
 GROUP_OVERHEAD_BYTES = 4096
@@ -154,10 +157,17 @@ class PlacementConfig(StrictModel):
     """Peak TFLOP/s of one trainer device at the model's dtype, for the metric `speed/mfu`; null: not reported."""
 
 
+def _known_kind(kind: Any) -> Any:
+    """What cannot be told apart by its kind is read as a job that trains on prompts."""
+    if kind not in KIND_NAMES:
+        raise ValueError(f"found {kind!r}; must be {', '.join(map(repr, KIND_NAMES[:-1]))} or {KIND_NAMES[-1]!r}")
+    return kind
+
+
 class JobConfig(StrictModel):
     """A reinforcement-learning job over a causal language model."""
 
-    kind: Literal["rl"] = "rl"
+    kind: Annotated[Literal["rl"], BeforeValidator(_known_kind)] = "rl"
     """What kind of job this is; `rl` trains on a data set of prompts."""
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
     """Short name, for people."""

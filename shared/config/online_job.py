@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from penstock.shared.config.algorithm import PPOConfig, ReinforcePPConfig
+from penstock.shared.config.algorithm import AlgorithmConfig, PPOConfig, ReinforcePPConfig
 from penstock.shared.config.data import DataConfig, Sources
 from penstock.shared.config.job import JobConfig, TrainConfig, group_bytes
 from penstock.shared.config.off_policy import OffPolicyConfig
@@ -19,6 +19,7 @@ __all__ = ["OnlineData", "OnlineJob", "OnlineReward", "OnlineTrain"]
 
 GROUPLESS = ("reinforce_pp", "ppo")
 """Algorithms that learn from one answer to each prompt."""
+_ALGORITHMS = [kind.model_fields["type"].default for kind in get_args(get_args(AlgorithmConfig)[0])]
 MAX_LAG = 8
 """Further back, the recorded log-probs say too little about the policy that would be trained."""
 
@@ -62,7 +63,7 @@ def _without_groups(data: Any) -> Any:
     if not isinstance(data, dict):
         return data
     data = {"type": GROUPLESS[0], **data}
-    if data["type"] not in GROUPLESS:
+    if data["type"] in _ALGORITHMS and data["type"] not in GROUPLESS:
         raise ValueError(
             f"type '{data['type']}' needs several answers to the same prompt, and a live agent asks once: "
             f"use {' or '.join(GROUPLESS)}"

@@ -68,7 +68,7 @@ def test_every_algorithm_answers_the_same_questions(name: str) -> None:
 )
 def test_what_an_algorithm_fixes_cannot_be_chosen(name: str, value: str) -> None:
     assert algorithm(type=name).aggregation == value
-    with pytest.raises(ConfigError, match=rf"algorithm\.{name}\.aggregation: unknown key"):
+    with pytest.raises(ConfigError, match=rf"algorithm\.aggregation: unknown key of '{name}'"):
         algorithm(type=name, aggregation=value)
 
 
@@ -90,7 +90,7 @@ def test_what_an_algorithm_fixes_cannot_be_chosen(name: str, value: str) -> None
     ],
 )
 def test_a_key_that_an_algorithm_does_not_use_is_refused(name: str, key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"algorithm\.{name}\.{key}: unknown key"):
+    with pytest.raises(ConfigError, match=rf"algorithm\.{key}: unknown key of '{name}'"):
         algorithm(type=name, **NEEDED.get(name, {}), **{key: 1})
 
 
@@ -109,7 +109,7 @@ def test_a_group_of_one(name: str) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"type": "grp"}, "does not match any of the expected tags: 'grpo', 'dr_grpo'"),
+        ({"type": "grp"}, r"type: found 'grp'; did you mean 'grpo'\? there are: 'grpo', 'dr_grpo'"),
         ({"clip_hihg": 0.3}, "did you mean 'clip_high'"),
         ({"type": "rloo", "group_size": 1}, "greater than or equal to 2"),
         ({"group_size": 4, "min_group": 5}, r"must lie in 2\.\.group_size \(4\)"),

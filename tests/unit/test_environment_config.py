@@ -80,7 +80,7 @@ def test_tasks_of_an_environment_are_rows() -> None:
     ("changes", "said"),
     [
         (["environment.env={taskset: {}}"], "needs `taskset:"),
-        (["environment.python=python"], "environment.verifiers.python"),
+        (["environment.python=python"], "environment.python: String should match"),
         (["environment.step_timeout_s=70"], "step_timeout_s is longer than turn_timeout_s"),
         (["data.train={type: addition}"], "brings its own tasks"),
         (["warm_start.steps=2"], "warm_start: tasks of an environment have no answers"),

@@ -48,7 +48,7 @@ def parse(*scorers: dict[str, Any], **changes: Any) -> RewardConfig:
         ({"type": "code", "max_processes": 0}, "greater than or equal to 1"),
         ({"type": "reward_model"}, "Field required"),
         ({"type": "exact", "name": "Bad Name"}, "should match pattern"),
-        ({"type": "exec"}, "does not match any of the expected tags"),
+        ({"type": "exec"}, "found .exec.; .*there are: .exact., .math."),
     ],
 )
 def test_wrong_scorer_is_refused(scorer: dict[str, Any], message: str) -> None:

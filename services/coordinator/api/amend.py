@@ -24,7 +24,7 @@ from penstock.shared.config.amendable import (
     value_at,
     with_patch,
 )
-from penstock.shared.config.base import explain
+from penstock.shared.config.explain import explain
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.kinds import AnyJob, job_model
 from penstock.shared.errors import NotFound

@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from penstock.services.coordinator.api.documents import from_json, from_yaml, step, too_many_flaws
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem
-from penstock.shared.config.base import explain
+from penstock.shared.config.explain import explain
 from penstock.shared.config.kinds import AnyJob, job_model
 
 __all__ = ["BODIES", "YAML_TYPES", "body_schema", "job_pointer", "read_job", "read_model", "read_object"]

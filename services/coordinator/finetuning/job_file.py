@@ -15,7 +15,7 @@ from penstock.services.coordinator.api.fine_tuning_models import FineTuningReque
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem
 from penstock.services.coordinator.finetuning.base import BaseModelFile
 from penstock.services.coordinator.finetuning.rows import check_rows
-from penstock.shared.config.base import explain
+from penstock.shared.config.explain import explain
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.reward import RewardConfig
 from penstock.shared.config.scorers import GraderScorer

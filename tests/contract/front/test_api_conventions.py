@@ -81,11 +81,13 @@ async def test_dry_run_stores_nothing(connect: Any, books: Any, job: Any) -> Non
 async def test_invalid_job_names_every_flaw(connect: Any, job: Any) -> None:
     job["train"]["max_update"] = 3
     job["data"]["train"]["digits"] = 99
+    job["reward"] = {"scorers": [{"type": "mathh"}]}
     async with connect() as client:
         body = assert_problem(await client.post("/v1/jobs", json=job), 422, "invalid_job")
     flaws = {flaw["pointer"]: flaw["detail"] for flaw in body["errors"]}
     assert flaws["/train/max_update"] == "unknown key; did you mean 'max_updates'?"
     assert "less than or equal to 9" in flaws["/data/train/digits"]
+    assert flaws["/reward/scorers/0/type"].startswith("found 'mathh'; did you mean 'math'? there are: 'exact', 'math',")
     assert body["error"]["param"] in flaws
 
 

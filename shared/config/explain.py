@@ -1,0 +1,117 @@
+"""What is wrong with a document, a line per flaw: the key as the document has it, what was found, what may be there."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+__all__ = ["explain"]
+
+SHOWN_CHARS = 60
+
+
+def explain(model: type[BaseModel], error: ValidationError) -> list[tuple[str, str]]:
+    """Turn a pydantic error into ``(dotted key, what is wrong and what to do)`` pairs.
+
+    Keys are those of the document: what pydantic says beside them of the members of a union is left out, and flaws of
+    several members at one place are one line.
+    """
+    found: dict[str, list[str]] = {}
+    for item in error.errors(include_url=False):
+        keys, kinds, in_union = _walk(model, item["loc"])
+        detail = _detail(item, kinds) if item["type"] != "extra_forbidden" else _unknown(model, item["loc"])
+        if item["type"] in ("union_tag_invalid", "union_tag_not_found"):
+            keys.append(str(item["ctx"]["discriminator"]).strip("'"))
+        told = found.setdefault(".".join(keys) or "(top level)", [])
+        if told and in_union:
+            told[-1] += f", or: {detail}"
+        else:
+            told.append(detail)
+    return [(key, detail) for key, details in found.items() for detail in details]
+
+
+def _detail(item: Mapping[str, Any], kinds: Sequence[Any]) -> str:
+    """What is wrong with a value: what it is, and what it may be."""
+    context = item.get("ctx", {})
+    match item["type"]:
+        case "union_tag_invalid":
+            near = difflib.get_close_matches(str(context["tag"]), _tags(kinds), n=1, cutoff=0.5)
+            hint = f"did you mean '{near[0]}'? " if near else ""
+            return f"found {_shown(context['tag'])}; {hint}there are: {context['expected_tags']}"
+        case "union_tag_not_found":
+            return f"is missing; there are: {', '.join(repr(tag) for tag in _tags(kinds))}"
+        case "literal_error" | "enum":
+            return f"found {_shown(item['input'])}; must be {context['expected']}"
+        case "model_type" | "model_attributes_type" | "dict_type":
+            tags = _tags(kinds)
+            like = item["input"] if item["input"] in tags else next(iter(tags), None)
+            return f"must be a mapping{f' like {{type: {like}}}' if like else ''}, found {_shown(item['input'])}"
+    return str(item["msg"]).removeprefix("Value error, ")
+
+
+def _unknown(model: type[BaseModel], loc: Sequence[int | str]) -> str:
+    """What an unknown key may have been meant as."""
+    kinds = _walk(model, loc[:-1])[1]
+    names = sorted({name for kind in kinds if _is_model(kind) for name in kind.model_fields})
+    near = difflib.get_close_matches(str(loc[-1]), names, n=1, cutoff=0.5)
+    of = f" of '{loc[-2]}'" if len(loc) > 1 and loc[-2] in _tags(kinds) else ""
+    return f"unknown key{of}; " + (f"did you mean '{near[0]}'?" if near else f"valid keys: {', '.join(names)}")
+
+
+def _walk(model: type[BaseModel], loc: Iterable[int | str]) -> tuple[list[str], list[Any], bool]:
+    """The document's keys in ``loc``, what may stand at their end, and whether pydantic chose among members there."""
+    keys: list[str] = []
+    kinds: list[Any] = [model]
+    in_union = False
+    for part in loc:
+        in_union = False
+        tagged = [kind for kind in kinds if part in _tags([kind])]
+        inner = [kind for kind in kinds for kind in _inside(kind, part)]
+        if len(kinds) > 1 and tagged:  # the tag of a union; there may also be a field of that name
+            kinds = tagged
+        elif len(kinds) > 1 and not inner:
+            in_union = True  # the name of a member
+        else:
+            keys.append(str(part))
+            kinds = inner
+    return keys, kinds, in_union
+
+
+def _inside(kind: Any, part: int | str) -> list[Any]:
+    """What may stand at ``part`` of a value of that kind."""
+    if _is_model(kind):
+        field = kind.model_fields.get(part)
+        return [] if field is None else _members(field.annotation)
+    origin, args = get_origin(kind), get_args(kind)
+    if isinstance(part, int):
+        return [one for arg in args for one in _members(arg)] if origin in (list, tuple, set, frozenset) else []
+    return _members(args[1]) if origin is dict else []
+
+
+def _members(annotation: Any) -> list[Any]:
+    """What an annotation allows, None aside."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _members(get_args(annotation)[0])
+    if origin in (Union, UnionType):
+        return [one for arg in get_args(annotation) for one in _members(arg)]
+    return [] if annotation in (None, NoneType, Ellipsis) else [annotation]
+
+
+def _tags(kinds: Iterable[Any]) -> list[str]:
+    """The values of ``type`` that tell models apart."""
+    fields = [kind.model_fields["type"] for kind in kinds if _is_model(kind) and "type" in kind.model_fields]
+    return [tag for field in fields for tag in get_args(field.annotation) if isinstance(tag, str)]
+
+
+def _is_model(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 1]}…"
