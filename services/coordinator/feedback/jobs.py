@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem
 from penstock.services.coordinator.store import JobStore
@@ -48,13 +49,28 @@ class LiveJob:
         return self.online.metric(name)
 
 
+class _Other(NamedTuple):
+    """A job of another kind: it may answer people, and learns nothing from what they say."""
+
+    id: str
+    name: str
+    kind: str
+
+    def refusal(self, pointer: str, target: str) -> HttpProblem:
+        """Of feedback that is for it."""
+        text = f"{target} job '{self.name}' ({self.id}), which is of kind {self.kind} and learns nothing from feedback"
+        detail = f"{text}: only jobs of kind {ONLINE} do"
+        return HttpProblem(422, "not_online", detail, errors=[Flaw(pointer=pointer, detail=detail)])
+
+
 class LiveJobs:
-    """Every online job there is, followed in the `jobs` bucket."""
+    """Every online job there is, and the names of the others, followed in the `jobs` bucket."""
 
     def __init__(self, store: JobStore) -> None:
         self._store = store
         self._jobs: dict[str, LiveJob] = {}
         self._marks: dict[int, LiveJob] = {}
+        self._others: dict[int, _Other] = {}
         self._looked = -LOOK_AGAIN_S
 
     async def run(self) -> None:
@@ -68,8 +84,10 @@ class LiveJobs:
             await asyncio.sleep(RETRY_S)
 
     def know(self, record: JobRecord) -> None:
-        """Take a job's record; one of another kind is none of ours."""
-        if record.spec.get("kind") != ONLINE:
+        """Take a job's record."""
+        kind = str(record.spec.get("kind", "rl"))
+        if kind != ONLINE:
+            self._others[job_mark(record.id)] = _Other(record.id, record.name, kind)
             return
         try:
             online = OnlineConfig.parse(record.spec.get("online", {}), where=record.id)
@@ -94,14 +112,16 @@ class LiveJobs:
         """The job that a canonical id of an interaction or an episode is marked with; for others the only job there is.
 
         Raises:
-            HttpProblem: 410 the job is over, 422 no job or several.
+            HttpProblem: 410 the job is over, 422 no job, several, or one that is not online.
         """
         mark = int(target[-MARK_DIGITS:], 16)
-        if mark not in self._marks:
+        if mark not in self._marks and mark not in self._others:
             await self._look_again()
         job = self._marks.get(mark)
         if job is not None:
             return _open(job)
+        if mark in self._others:
+            raise self._others[mark].refusal(pointer, f"'{target}' is of")
         running = [job for job in self._jobs.values() if not job.finished]
         if len(running) == 1:
             return running[0]
@@ -119,6 +139,9 @@ class LiveJobs:
             await self._look_again()
             job = self._named(name)
         if job is None:
+            others = [other for other in self._others.values() if name in (other.id, other.name)]
+            if others:
+                raise max(others).refusal("/model", "this is")
             running = [job for job in self._jobs.values() if not job.finished]
             raise _no_job("/model", f"no online job '{name[:128]}'", running)
         return _open(job)

@@ -14,6 +14,7 @@ from penstock.services.coordinator.api.feedback_models import MAX_TOKENS
 from penstock.services.coordinator.api.guard import MAX_LARGE_BYTES
 from penstock.services.coordinator.feedback import ingest
 from penstock.shared.config.kinds import parse_job
+from penstock.shared.protocol.interaction import new_marked_id
 
 TARGET = "0192f0c1-0000-7000-8000-000000000001"
 EPISODE = "0192f0c1-0000-7000-8000-00000000000e"
@@ -276,6 +277,28 @@ async def test_the_job_is_found_by_mark_by_name_or_alone(desk: Any) -> None:
     await desk.store.set_status(other.id, phase="succeeded")
     desk.desk.jobs.know(await desk.store.get(other.id))
     refused(await desk.post({**whole, "model": other.id}), 410, "job_finished")
+
+
+@pytest.mark.parametrize("is_followed", [True, False])
+async def test_what_a_job_of_another_kind_said_is_not_judged(desk: Any, is_followed: bool) -> None:
+    spec = {
+        "kind": "rl", "name": "fixed", "model": {"config": {"hidden_size": 64}, "tokenizer": "char"},
+        "data": {"train": {"type": "addition"}}, "train": {"batch_size": 8, "max_updates": 1},
+        "reward": {"scorers": [{"type": "exact"}]},
+    }  # fmt: skip
+    other = await desk.store.create(parse_job(spec))
+    if is_followed:
+        desk.desk.jobs.know(other)
+    id = new_marked_id(other.id)
+    for target in ({"inference_id": id}, {"episode_id": f"ep_{id}", "turn": 0}):
+        body = {**target, "metric_name": "accepted", "value": True}
+        problem = refused(await desk.post(body), 422, "not_online")
+        assert f"'fixed' ({other.id})" in problem["detail"]
+        assert "of kind rl" in problem["detail"]
+        assert problem["errors"][0]["pointer"] == f"/{next(iter(target))}"
+    whole = {"kind": "interaction", "model": "fixed", "completion": {"content": "x"}}
+    assert refused(await desk.post(whole), 422, "not_online")["errors"][0]["pointer"] == "/model"
+    assert await desk.items() == []
 
 
 async def test_a_batch_judges_each_item_alone(desk: Any) -> None:
