@@ -112,6 +112,7 @@ class JobRunner:
             self.ready = True
             await self._decide_until_finished()
             await self.outbox.flush()
+            await self._close_supply()  # once more: the API took feedback until it knew
             await self.tracking.finish()
             for task in running:
                 task.cancel()
@@ -166,8 +167,15 @@ class JobRunner:
                 await self._commit(self.run.finish(time.time(), summary.summary_of(self.run.state)))
                 break
             await self.inbox.take(TICK_S)
+        await self._close_supply()
         await self._settle_operations()
         self._report_status(force=True)
+
+    async def _close_supply(self) -> None:
+        """Nothing that live agents send has an effect any more; what cannot be read is kept all the same."""
+        if self.supply is not None:
+            await self.supply.close()
+            await self._commit([])
 
     def _check_limits(self) -> None:
         limit, started = self.run.config.limits.timeout_s, self.record.created_at.timestamp()

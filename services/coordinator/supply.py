@@ -77,6 +77,10 @@ class Supply(Protocol):
         """A decision stands in the ledger, and ``run`` has taken it in."""
         ...
 
+    async def close(self) -> None:
+        """The job is over: refuse what is undecided, also what came since facts were taken last. Safe to repeat."""
+        ...
+
     def measures(self) -> dict[str, float]:
         """Values of the row of an update, of what happened since the last one."""
         ...

@@ -17,6 +17,7 @@ __all__ = [
     "EPISODE_HEADER",
     "MAX_TURNS",
     "NOT_COMPARED",
+    "TOO_LATE",
     "USER_TAG",
     "Erasure",
     "Fate",
@@ -47,6 +48,8 @@ USER_TAG = "user_id"
 EPISODE_HEADER = "Penstock-Episode"
 """Header of an interaction's message: what an index of episodes needs without reading the interaction."""
 
+TOO_LATE = "too_late"
+"""What becomes of a revision of feedback that was decided before."""
 MAX_TURNS = 1000
 """Turns of one episode, served or posted: those that come when it has so many are never trained on."""
 
@@ -170,6 +173,8 @@ class Fate(msgspec.Struct, frozen=True, kw_only=True):
     version: int = 0
     """Version that the batch made, once trained."""
     time: float
+    revision: int = 0
+    """With the reason ``TOO_LATE``: the revision that came too late. What became of the item stays as it is."""
 
 
 class InteractionFate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -32,6 +32,7 @@ from penstock.shared.protocol.events import (
     BatchSealed,
     Checkpointed,
     Drawn,
+    Finished,
     Promoted,
     Quarantined,
     decode_events,
@@ -264,6 +265,47 @@ async def test_an_outlier_is_held_across_the_crash_of_a_leader_until_it_is_relea
     admitted = [event for event in events if isinstance(event, Admitted)]
     assert events.index(held) < events.index(admitted[0])
     assert admitted[0].low_feedback <= held.items[odd], "another leader reads it again"
+
+
+async def test_nothing_is_undecided_when_a_job_is_over(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However it ended: what nobody had read by then, and what a leader did not live to tell, ends with it, too."""
+    store = JobStore(bus)
+    record = await store.create(CONFIG)
+    job, names = record.id, [new_marked_id(record.id) for _ in range(3)]
+    unread = asyncio.Event()
+
+    async def nothing_read(self: LiveSupply, subject: str, start: int, post: Any) -> None:
+        unread.set()
+        await asyncio.Event().wait()
+
+    async def dies(self: LiveSupply) -> None:
+        raise asyncio.CancelledError
+
+    await say(bus, job, (names[0], new_marked_id(job), 1.0))
+    with monkeypatch.context() as deaf:
+        deaf.setattr(LiveSupply, "_read", nothing_read)
+        deaf.setattr(LiveSupply, "close", dies)
+        async with leader(bus, record, 1, tmp_path) as runner:
+            await report(bus, job, kind="checkpointed", batch=0, version=0, digest="w0", path="ckpt-0")
+            await unread.wait()
+            answer = await serve(bus, job)
+            await say(bus, job, (names[1], answer, 1.0))
+            runner.want(await store.set_desired(job, "cancelled"))
+            async with asyncio.timeout(DEADLINE_S):
+                while not any(isinstance(event, Finished) for entry in await ledger(bus, job) for event in entry):
+                    await asyncio.sleep(0.05)
+    await say(bus, job, (names[2], answer, -1.0))
+    async with leader(bus, await store.get(job), 2, tmp_path):
+        found = await until_fates(bus, job, **dict.fromkeys(names, "rejected"))
+        assert {found[name].reason for name in names} == {"job_ended"}
+        async with asyncio.timeout(DEADLINE_S):
+            while (await store.get(job)).status.phase != "cancelled":
+                await asyncio.sleep(0.05)
+    messages = await bus.read(subjects.DECISIONS, subjects.decisions(job))
+    told = [one for message in messages for one in unpack(message.data, FateBatch)[0].interactions]
+    assert {(one.interaction, one.status, one.reason) for one in told} == {(answer, "rejected", "job_ended")}
 
 
 async def test_decided_feedback_gives_room_without_a_checkpoint(

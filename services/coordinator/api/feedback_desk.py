@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.control import Row
 from penstock.services.coordinator.api.replies import HttpProblem
+from penstock.shared.protocol.interaction import Interaction
 
 __all__ = ["FeedbackDesk", "HeldFeedback"]
 
@@ -79,6 +80,10 @@ class FeedbackDesk(Protocol):
 
     async def decisions(self, interactions: Sequence[str]) -> dict[str, Row]:
         """What became of those interactions (canonical UUIDs) that are decided (``InteractionDecision``)."""
+        ...
+
+    def after_end(self, record: Interaction) -> Row | None:
+        """What becomes of an undecided answer from after its job's end (``InteractionDecision``); else None."""
         ...
 
     async def turns(self, episode: str, *, after: str | None, limit: int) -> list[Row]:

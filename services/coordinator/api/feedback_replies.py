@@ -80,6 +80,7 @@ class FateReply(BaseModel):
     ordinal: int | None = None
     trained: Trained | None = None
     revision: int = 0
+    late_revision: int | None = Field(None, description="A revision that came too late: it has no effect")
     retraction_requested: bool = False
     received: float
     time: float

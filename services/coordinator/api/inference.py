@@ -25,7 +25,7 @@ from penstock.services.coordinator.api.serving import Ask, Served, Serving
 from penstock.services.coordinator.api.sse import CONTENT
 from penstock.services.coordinator.api.user_limits import check_user
 from penstock.shared.errors import NotFound, PenstockError, Unavailable
-from penstock.shared.protocol.interaction import job_mark, marked_id
+from penstock.shared.protocol.interaction import Interaction, job_mark, marked_id
 
 __all__ = ["DIRECT", "InteractionRow", "router", "served_of", "serving_of"]
 
@@ -227,11 +227,11 @@ async def get_interaction(
                 found = await serving_of(backend).interaction(record.id, marked[0])
                 if found is not None:
                     check_model(caller, record.name, record.id)
-                    return Json(msgspec.to_builtins(found) | await _decision(backend, marked[0]))
+                    return Json(msgspec.to_builtins(found) | await _decision(backend, marked[0], found))
     raise NotFound(f"no interaction '{interaction}' is recorded")
 
 
-async def _decision(backend: Backend, interaction: str) -> dict[str, Any]:
+async def _decision(backend: Backend, interaction: str, record: Interaction) -> dict[str, Any]:
     """What became of an interaction, unless its index is being built anew: the record itself is there all the same."""
     if backend.feedback is None:
         return {"decision": None, "decision_known": False}
@@ -240,7 +240,8 @@ async def _decision(backend: Backend, interaction: str) -> dict[str, Any]:
             found = await backend.feedback.decisions([interaction])
     except (Unavailable, TimeoutError):
         return {"decision": None, "decision_known": False}
-    return {"decision": found.get(interaction), "decision_known": True}
+    decision = found.get(interaction) or backend.feedback.after_end(record)
+    return {"decision": decision, "decision_known": True}
 
 
 DIRECT = posts_of(router, ("/v1/chat/completions", "/v1/completions"))

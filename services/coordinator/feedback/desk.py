@@ -18,7 +18,7 @@ from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.feedback_models import Metric, PostedInteraction, PostedPreference
 from penstock.services.coordinator.api.own_models import check_model
 from penstock.services.coordinator.api.replies import HttpProblem
-from penstock.services.coordinator.feedback.erasure import Eraser, Report
+from penstock.services.coordinator.feedback.erasure import UNDECIDED, Eraser, Report
 from penstock.services.coordinator.feedback.held import HeldFeedback
 from penstock.services.coordinator.feedback.index import FeedbackIndex
 from penstock.services.coordinator.feedback.ingest import Ingest, Stored
@@ -51,6 +51,10 @@ PROMPT_S = 2.0
 REACH_S = 30.0
 ABANDONED_S = 60.0
 """A deletion that takes longer was begun by a process that is gone, or is gone through twice."""
+LEARNT = frozenset({"admitted", "trained"})
+"""Fates of what is not taken back any more."""
+ENDED = {"status": "rejected", "reason": "job_ended"}
+"""What becomes of whatever comes after its job's end: no leader is there to tell it."""
 Row = dict[str, Any]
 
 
@@ -152,7 +156,7 @@ class FeedbackDesk:
             raise _refusal(result)
         return {
             "feedback_id": row["feedback_id"], "retraction_id": id, "status": "accepted",
-            "duplicate": result.duplicate, "too_late": row["status"] == "trained",
+            "duplicate": result.duplicate, "too_late": row["status"] in LEARNT,
         }  # fmt: skip
 
     # -- questions ---------------------------------------------------------------------------------------------------
@@ -168,15 +172,18 @@ class FeedbackDesk:
             await self.index.catch_up(subjects.FEEDBACK)
             row = await self.index.fate(id)
         if item is not None and (row is None or row["revision"] < item.revision):
-            return _fresh(item)
+            return _fresh(item) | (ENDED if self.jobs.was_over(item.job, item.received) else {})
         if row is None:
             raise NotFound(f"no feedback '{id}' was accepted here")
+        if row["status"] in UNDECIDED and self.jobs.was_over(row["job"], row["received"]):
+            row |= ENDED
         trained = {"step": row["batch"], "version": row["version"]} if row["status"] == "trained" else None
         shown = {name: row[name] for name in ("job", "kind", "metric", "status", "reason", "interactions", "revision")}
         return {
             "object": "feedback", "feedback_id": id, **shown,
             "ordinal": row["ordinal"] if row["ordinal"] >= 0 else None, "trained": trained,
-            "retraction_requested": bool(row["retracted"]), "received": row["received"], "time": row["time"],
+            "late_revision": row["late"] or None, "retraction_requested": bool(row["retracted"]),
+            "received": row["received"], "time": row["time"],
         }  # fmt: skip
 
     async def episodes_of(self, interactions: Sequence[str]) -> dict[str, str]:
@@ -199,7 +206,10 @@ class FeedbackDesk:
         records = [_record(message.data) for message in found if message is not None]
         decisions = await self.decisions(ids)
         return [
-            {**msgspec.to_builtins(record), "decision": decisions.get(bare_id(record.id) or "")}
+            {
+                **msgspec.to_builtins(record),
+                "decision": decisions.get(bare_id(record.id) or "") or self.after_end(record),
+            }
             for record in records
             if record is not None
         ]
@@ -208,6 +218,12 @@ class FeedbackDesk:
         """See ``api.feedback_desk.FeedbackDesk.decisions``."""
         await self.index.catch_up(subjects.DECISIONS)
         return {name: _decision(row) for name, row in (await self.index.decided(interactions)).items()}
+
+    def after_end(self, record: Interaction) -> Row | None:
+        """See ``api.feedback_desk.FeedbackDesk.after_end``."""
+        if not self.jobs.was_over(record.job, record.ended):
+            return None
+        return {**ENDED, "ordinal": None, "trained": None, "time": record.ended}
 
     async def funnel(self, job: str) -> Row:
         """See ``api.feedback_desk.FeedbackDesk.funnel``."""
@@ -316,7 +332,8 @@ def _fresh(item: Feedback) -> Row:
     return {
         "object": "feedback", "feedback_id": item.id, "job": item.job, "kind": item.kind, "metric": item.metric,
         "status": "received", "reason": "", "interactions": [], "ordinal": None, "trained": None,
-        "revision": item.revision, "retraction_requested": False, "received": item.received, "time": item.received,
+        "revision": item.revision, "late_revision": None, "retraction_requested": False,
+        "received": item.received, "time": item.received,
     }  # fmt: skip
 
 

@@ -38,6 +38,8 @@ class LiveJob:
     online: OnlineConfig
     redactor: Redactor | None = None
     """What must not be stored of texts; None: nothing is looked for."""
+    finished_at: float | None = None
+    """When it was over (Unix seconds)."""
 
     @property
     def names(self) -> list[str]:
@@ -96,12 +98,18 @@ class LiveJobs:
             return
         finished = record.status.phase in TERMINAL_PHASES
         redactor = Redactor(online.redaction) if online.redaction is not None else None
-        job = LiveJob(record.id, record.name, finished, online, redactor)
+        ended = record.status.finished_at.timestamp() if finished and record.status.finished_at is not None else None
+        job = LiveJob(record.id, record.name, finished, online, redactor, ended)
         self._jobs[job.id] = self._marks[job_mark(job.id)] = job
 
     def get(self, job: str) -> LiveJob | None:
         """A job by its id."""
         return self._jobs.get(job)
+
+    def was_over(self, job: str, time: float) -> bool:
+        """Whether a job is known to have ended by then (Unix seconds): what came later nobody decides on."""
+        known = self._jobs.get(job)
+        return known is not None and known.finished_at is not None and time >= known.finished_at
 
     def of_mark(self, mark: int) -> str | None:
         """Id of the job whose ids end in ``mark``, also of one that is over."""

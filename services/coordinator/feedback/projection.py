@@ -23,7 +23,7 @@ __all__ = ["Place", "Projection", "Target", "open_projection"]
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 3
+SCHEMA = 4
 """Files of another one are built anew."""
 MAX_FILES = 64
 CHUNK = 256
@@ -45,7 +45,7 @@ CREATE TABLE IF NOT EXISTS feedback (
   fingerprint TEXT NOT NULL DEFAULT '', seq INTEGER NOT NULL DEFAULT 0, received REAL NOT NULL DEFAULT 0,
   retracted INTEGER NOT NULL DEFAULT 0, status TEXT NOT NULL DEFAULT 'received', reason TEXT NOT NULL DEFAULT '',
   interactions TEXT NOT NULL DEFAULT '', ordinal INTEGER NOT NULL DEFAULT -1, batch INTEGER NOT NULL DEFAULT 0,
-  version INTEGER NOT NULL DEFAULT 0, time REAL NOT NULL DEFAULT 0
+  version INTEGER NOT NULL DEFAULT 0, time REAL NOT NULL DEFAULT 0, late INTEGER NOT NULL DEFAULT 0
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS funnel ON feedback (job, metric, source, status);
 CREATE INDEX IF NOT EXISTS held ON feedback (id) WHERE status = 'quarantined';
@@ -83,6 +83,10 @@ INSERT INTO feedback (id, status, reason, interactions, ordinal, batch, version,
 SELECT {_columns(8)} FROM json_each(?1) WHERE true
 ON CONFLICT (id) DO UPDATE SET status = excluded.status, reason = excluded.reason, time = excluded.time,
   interactions = excluded.interactions, ordinal = excluded.ordinal, batch = excluded.batch, version = excluded.version
+"""
+_LATE = f"""
+INSERT INTO feedback (id, late) SELECT {_columns(2)} FROM json_each(?1) WHERE true
+ON CONFLICT (id) DO UPDATE SET late = max(feedback.late, excluded.late)
 """
 _TARGET = f"""
 INSERT INTO target (id, episode, seq) SELECT {_columns(3)} FROM json_each(?1) WHERE true
@@ -169,12 +173,13 @@ class Projection:
         decided: Iterable[tuple[str, InteractionFate]] = (),
     ) -> None:
         """Take what the streams said up to ``places``, all or nothing."""
-        posts = list(posts)
+        posts, fates = list(posts), list(fates)
         retracted = [(item.body.get("feedback", ""), 1) for _, item in posts if item.kind == "retraction"]
         with self._writer:
             self._put(_POST, (_post_row(seq, item) for seq, item in posts))
             self._put(_RETRACT, retracted)
-            self._put(_FATE, map(_fate_row, fates))
+            self._put(_FATE, (_fate_row(fate) for fate in fates if not fate.revision))
+            self._put(_LATE, ((fate.feedback, fate.revision) for fate in fates if fate.revision))
             self._put(_DECIDED, (_decided_row(job, fate) for job, fate in decided))
             self._put(_TARGET, targets)
             for erasure in erasures:

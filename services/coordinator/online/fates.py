@@ -16,12 +16,12 @@ __all__ = ["fate", "fates_of", "interaction_fates_of"]
 
 def fate(
     feedback: str, status: FateStatus, reason: str, time: float, interactions: Sequence[str] = (), *,
-    ordinal: int = -1, batch: int = 0, version: int = 0,
+    ordinal: int = -1, batch: int = 0, version: int = 0, revision: int = 0,
 ) -> Fate:  # fmt: skip
     """One fate."""
     return Fate(
         feedback=feedback, status=status, reason=reason, interactions=list(interactions), ordinal=ordinal, batch=batch,
-        version=version, time=time,
+        version=version, time=time, revision=revision,
     )  # fmt: skip
 
 

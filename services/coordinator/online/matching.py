@@ -24,14 +24,14 @@ from penstock.services.coordinator.online.offers import Offers
 from penstock.services.coordinator.online.parked import Parked
 from penstock.services.coordinator.online.posted_episodes import EPISODE_OVER, TOO_MANY_TURNS
 from penstock.services.coordinator.online.refusals import Refusals, reasons_of
-from penstock.services.coordinator.online.remembered import Remembered
+from penstock.services.coordinator.online.verdicts import CONSUMED, Verdicts
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission
 from penstock.shared.protocol.interaction import MAX_TURNS, Erasure, Fate, Feedback, Interaction
 
 __all__ = ["ERASED", "Matching"]
 
-CONSUMED, CROWDED, ERASED = "late_after_training", "too_many_waiting", "erased"
+CROWDED, ENDED, ERASED = "too_many_waiting", "job_ended", "erased"
 
 
 class Matching:
@@ -55,8 +55,7 @@ class Matching:
         """Undecided feedback, by id."""
         self._retracted: dict[str, tuple[int, Feedback]] = {}
         """Feedback whose retraction overtook it, by id."""
-        self._decided, self._closed = Remembered(), Remembered()
-        """Decided interactions and episodes (why), and feedback that has its last fate."""
+        self.verdicts = Verdicts()
         self._touched: set[str] = set()
         self._swept = -1
         """Version at the newest sweep of all."""
@@ -64,13 +63,7 @@ class Matching:
 
     def recall(self, state: LedgerState, over: Sequence[tuple[str, str]] = ()) -> None:
         """What the ledger has admitted, as far as it still names it; ``over``: what was told of posted episodes."""
-        for admission in state.admissions.values():
-            self._decided.update(admission.refused)
-            self._decided.keep(admission.interactions, CONSUMED)
-            self._closed.keep(admission.feedback, "")
-        self._decided.keep(state.consumed, CONSUMED)
-        self._closed.keep(state.used, "")
-        self._closed.update({item: "" for _, item in over if item})
+        self.verdicts.recall(state, over)
         self.offers.recall(state, over)
 
     # -- what others ask ---------------------------------------------------------------------------------------------
@@ -110,15 +103,15 @@ class Matching:
             if self.episodes[self._places[name]].complete(seq, interaction):
                 self._unready(self._places[name])
             return []
-        if interaction.finish != CUT and self._decided.get(name) == CUT:
-            self._decided.forget(name)  # its gateway was only stalled, and another worker has completed it
-        if name in self._decided:
-            if self._decided[name] == CONSUMED and interaction.index == 0 and episode_id not in self._places:
+        if interaction.finish != CUT and self.verdicts.targets.get(name) == CUT:
+            self.verdicts.targets.forget(name)  # its gateway was only stalled, and another worker has completed it
+        if name in self.verdicts.targets:
+            if self.verdicts.targets[name] == CONSUMED and interaction.index == 0 and episode_id not in self._places:
                 self._decide(episode_id, CONSUMED)
             return []
         single = interaction.alone or interaction.index > 0 or not self.job.online.has_credit
         key = name if single else episode_id
-        if key in self._decided:  # its episode was over
+        if key in self.verdicts.targets:  # its episode was over
             return self._excluded(name, EPISODE_OVER, interaction)
         if key in self.episodes and len(self.episodes[key].turns) >= MAX_TURNS:
             return self._excluded(name, TOO_MANY_TURNS, interaction)
@@ -128,7 +121,7 @@ class Matching:
         self._places[name] = key
         if interaction.index == 0:
             self._places[episode_id] = key
-            self._decided.forget(episode_id)
+            self.verdicts.targets.forget(episode_id)
         self._touched.add(key)
         fates = self._unpark(name, key, turn.items, interaction)
         return fates + (self._unpark(episode_id, key, episode.items, interaction) if interaction.index == 0 else [])
@@ -136,18 +129,18 @@ class Matching:
     def on_feedback(self, seq: int, item: Feedback, now: float) -> list[Fate]:
         """An item was read."""
         self._next = (self._next[0], max(self._next[1], seq))  # a message holds several items
-        if item.id in self._closed:
+        if item.id in self.verdicts:
             self.offers.reread(seq, item)
-            return []
+            return self.verdicts.revised(seq, item, now)
         if item.kind == "retraction":
             return self._retract(seq, item, now)
         if item.id in self._retracted:
             by = self._retracted.pop(item.id)[1].id
-            return self._close(item.id, fate(item.id, "retracted", f"by {by}", now))
+            return self._close(item.id, fate(item.id, "retracted", f"by {by}", now), seq)
         reason = self.offers.refusal(item) or ("out_of_range" if out_of_range(item, self.job.online) else "")
-        reason = reason or (ERASED if any(self._decided.get(one) == ERASED for one in targets_of(item)) else "")
+        reason = reason or (ERASED if any(self.verdicts.targets.get(one) == ERASED for one in targets_of(item)) else "")
         if reason:
-            return self._close(item.id, fate(item.id, "rejected", reason, now))
+            return self._close(item.id, fate(item.id, "rejected", reason, now), seq)
         known = self._items.get(item.id)
         if known is not None:
             if known.item.is_again(seq, item):
@@ -162,7 +155,7 @@ class Matching:
         """A user's interactions and feedback do not exist any more."""
         fates: list[Fate] = []
         for name in map(canonical, erasure.feedback):
-            self._shut(name)
+            self._shut(name, ERASED)
         for name in map(canonical, erasure.interactions):
             key = self._places.pop(name, "")
             if key in self.episodes:
@@ -211,21 +204,21 @@ class Matching:
     def take(self, admissions: Iterable[Admission]) -> None:
         """These stand in the ledger: their episodes are decided."""
         for admission in admissions:
-            keys = {self._places[name] for name in admission.interactions if name in self._places}
-            for name in admission.interactions:
-                self._decide(name, CONSUMED)
+            keys = {self._places.pop(name) for name in admission.interactions if name in self._places}
             self.offers.taken(admission)
             for name in admission.feedback:
-                self._shut(name)
+                self._detach(name)
+            self.verdicts.take([admission])
             for key in keys:
                 self._forget(key, CONSUMED)
-            self._decided.update(admission.refused)
+            self.verdicts.targets.update(admission.refused)
 
     def end(self, now: float) -> list[Fate]:
         """The job is over: nothing is admitted any more."""
-        for episode in self.episodes.values():
-            self.refusals.add(reasons_of(episode.turns, "job_ended"), now)
-        return self.reject(list(self._items), "job_ended", now)
+        for key, episode in list(self.episodes.items()):
+            self.refusals.add(reasons_of(episode.turns, ENDED), now)
+            self._forget(key, ENDED)
+        return self.reject(list(self._items), ENDED, now)
 
     def reject(self, items: Iterable[str], reason: str, now: float) -> list[Fate]:
         """Undecided feedback counts for nothing."""
@@ -243,8 +236,8 @@ class Matching:
     def _attach(self, item: Item, now: float) -> list[Fate]:
         feedback = item.feedback
         target = canonical(feedback.inference or feedback.episode)
-        if target in self._decided:
-            return self._close(feedback.id, fate(feedback.id, "rejected", self._decided[target], now))
+        if target in self.verdicts.targets:
+            return self._close(feedback.id, fate(feedback.id, "rejected", self.verdicts.targets[target], now), item.seq)
         held = self._items[feedback.id] = Held(item, target)
         key = self._places.get(target)
         if key is None:
@@ -307,8 +300,8 @@ class Matching:
 
     def _retract(self, seq: int, item: Feedback, now: float) -> list[Fate]:
         name = canonical(str(item.body.get("feedback", "")))
-        if name in self._closed:
-            return self._close(item.id, fate(item.id, "rejected", CONSUMED, now))
+        if name in self.verdicts:
+            return self._close(item.id, fate(item.id, "rejected", self.verdicts.kept_from(name), now))
         fates = self._close(item.id, fate(item.id, "retracted", f"retracts {name}", now))
         if name not in self._items:  # it overtook what it retracts
             self._retracted[name] = (seq, item)
@@ -345,7 +338,7 @@ class Matching:
         said |= {name: why[canonical(turn.interaction.id)] for turn in episode.turns for name in turn.items}
         fates = [one for name, due in said.items() for one in self._close(name, fate(name, "rejected", due, now))]
         self._forget(key, reason)
-        self._decided.update(why)
+        self.verdicts.targets.update(why)
         return fates
 
     def _relieve(self, now: float) -> list[Fate]:
@@ -368,14 +361,15 @@ class Matching:
     def _expired(self, item: Item, now: float, reason: str = "unknown_target") -> list[Fate]:
         return self._close(item.feedback.id, fate(item.feedback.id, "expired", reason, now))
 
-    def _close(self, name: str, last: Fate) -> list[Fate]:
-        """The last fate of an item that is not admitted."""
-        self._shut(name)
+    def _close(self, name: str, last: Fate, seq: int = 0) -> list[Fate]:
+        """The last fate of an item that is not admitted; ``seq`` where it was not held."""
+        self._shut(name, last.status, seq)
         return [last]
 
-    def _shut(self, name: str) -> None:
+    def _shut(self, name: str, how: str, seq: int = 0) -> None:
+        held = self._items.get(name)
         self._detach(name)
-        self._closed[name] = ""
+        self.verdicts.end(name, how, seq if held is None else max(seq, held.item.seq))
 
     def _unready(self, key: str) -> None:
         """Something changed about an episode: it is settled anew."""
@@ -397,4 +391,4 @@ class Matching:
 
     def _decide(self, name: str, reason: str) -> None:
         self._places.pop(name, None)
-        self._decided[name] = reason
+        self.verdicts.targets[name] = reason

@@ -10,9 +10,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
-import msgspec
-import xxhash
-
 from penstock.services.coordinator.feedback.made import erase_groups, is_made_of
 from penstock.services.coordinator.feedback.privacy import Consents, objection
 from penstock.services.coordinator.ledger import LedgerState
@@ -26,6 +23,7 @@ from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.names import canonical
 from penstock.services.coordinator.online.quarantine import Quarantine
 from penstock.services.coordinator.online.source import LiveSource
+from penstock.services.coordinator.online.telling import Telling
 from penstock.services.coordinator.online.told import posted_episodes_over
 from penstock.services.coordinator.restart import earliest_start
 from penstock.services.coordinator.retry import Retry
@@ -34,9 +32,9 @@ from penstock.services.coordinator.supply import Fact, LiveLetter, Unreadable
 from penstock.services.coordinator.why import wait_row
 from penstock.shared.config.amendable import TEMPERATURE
 from penstock.shared.config.online_job import OnlineJob
-from penstock.shared.errors import NotFound, ProtocolError, StreamFull, Unavailable
+from penstock.shared.errors import NotFound, ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.events import (
     Admitted,
     BatchTrained,
@@ -50,11 +48,9 @@ from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.interaction import (
     Erasure,
     Fate,
-    FateBatch,
     Feedback,
     FeedbackBatch,
     Interaction,
-    InteractionFate,
     bare_id,
 )
 from penstock.shared.protocol.trajectory import Group, encode_group, group_headers
@@ -80,8 +76,6 @@ GROUPS_AT_ONCE = 64
 HISTORY = 20_000
 """So many messages before the undecided ones tell a new leader what each source of feedback usually says."""
 FEEDBACK_FULL = "feedback_full"
-MAX_FATES = 1000
-"""Fates of one message."""
 
 Post = Callable[[Fact], Awaitable[None]]
 
@@ -98,6 +92,7 @@ class LiveSupply:
         self.source = LiveSource(config, self.matching, self.quarantine)
         self._maker = Maker(bus, job, config, epoch=epoch, publish=lambda group: self._publish([group]))
         self._funnel, self._lookups = Funnel(config), Lookups(bus, job, lambda: self.retry)
+        self._telling = Telling(bus, job, epoch=epoch, funnel=self._funnel, retry=lambda: self.retry)
         self._state = LedgerState()
         self._untold: list[Fate] = []
         self._unreadable: list[Unreadable] = []
@@ -120,7 +115,7 @@ class LiveSupply:
         last = await self.bus.last(subjects.LEDGER, subjects.ledger(self.job))
         if last is not None:
             events = decode_events(last.data)
-            await self._tell(fates_of(events, state), interaction_fates_of(events, state))
+            await self._telling.tell(fates_of(events, state), interaction_fates_of(events, state))
         await self._consents.read()
         starts = dict(zip((subjects.INTERACTIONS, subjects.FEEDBACK), state.read_from, strict=True))
         self.matching.offers.holdings.max_bytes = (await self.bus.stream_state(subjects.FEEDBACK)).max_bytes
@@ -133,7 +128,8 @@ class LiveSupply:
             for message in await self.bus.read(stream, subject, start_seq=start):
                 await self._take(subject, message)
                 await asyncio.sleep(0)  # the lease is renewed meanwhile
-        await self._sweep(everything=True)
+        if not state.finished:  # else all of it has one end, see ``close``
+            await self._sweep(everything=True)
 
     async def _learn_before(self, seq: int) -> None:
         """What the sources of feedback said before everything that is undecided."""
@@ -242,12 +238,12 @@ class LiveSupply:
     async def flush(self) -> None:
         """Fates that follow from facts alone: told before a decision moves the mark from which they would follow."""
         fates, self._untold = self._untold, []
-        await self._tell(fates, self.matching.refusals.drain(), self.matching.offers.over.drain())
+        await self._telling.tell(fates, self.matching.refusals.drain(), self.matching.offers.over.drain())
 
     async def committed(self, run: JobRun, events: Sequence[Event]) -> None:
         """Tell what a decision means for feedback; forget what is decided."""
         self._state = run.state
-        await self._tell(fates_of(events, run.state), interaction_fates_of(events, run.state))
+        await self._telling.tell(fates_of(events, run.state), interaction_fates_of(events, run.state))
         for event in events:
             match event:
                 case Admitted():
@@ -259,10 +255,20 @@ class LiveSupply:
                     self.source.learnt(event.number, run.state)
                     self._idle_since = event.time
                 case Finished():
-                    fates = [*self.matching.end(event.time), *self.quarantine.end(event.time)]
-                    await self._tell(fates, self.matching.refusals.drain())
+                    self._untold += [*self.matching.end(event.time), *self.quarantine.end(event.time)]
+                    await self.flush()
                 case _:
                     pass
+
+    async def close(self) -> None:
+        """See ``Supply.close``."""
+        for subject in self._next:
+            for message in await self.bus.read(self._stream(subject), subject, start_seq=self._next[subject]):
+                await self._take(subject, message)
+                await asyncio.sleep(0)  # the lease is renewed meanwhile
+        now = time.time()
+        self._untold += [*self.matching.end(now), *self.quarantine.end(now)]
+        await self.flush()
 
     async def _make_room(self) -> None:
         """Give up what nothing can ask for again, once a stream fills.
@@ -347,27 +353,6 @@ class LiveSupply:
             ]
             publish = partial(self.bus.publish_whole, messages, deadline_s=5)
             await self.retry.until_taken(f"{len(messages)} groups of live answers", subject, publish)
-
-    async def _tell(
-        self, fates: Sequence[Fate], interactions: Sequence[InteractionFate], over: Sequence[tuple[str, str]] = ()
-    ) -> None:
-        """Append fates, and posted episodes that are over, to DECISIONS before anything else is decided."""
-        self._funnel.on_fates(fates)
-        self._funnel.on_interactions(interactions)
-        for start in range(0, max(len(fates), len(interactions), len(over)), MAX_FATES):
-            some = slice(start, start + MAX_FATES)
-            batch = FateBatch(items=list(fates[some]), interactions=list(interactions[some]), over=list(over[some]))
-            data = pack(batch, job=self.job, epoch=self.epoch)
-            msg_id = f"fates:{self.job}:{xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(batch))}"
-            count = len(batch.items) + len(batch.interactions)
-            send = partial(self._send_fates, Outgoing(subjects.decisions(self.job), data, {}, msg_id), count)
-            await self.retry.until_taken(f"{count} fates of live answers", subjects.decisions(self.job), send)
-
-    async def _send_fates(self, message: Outgoing, count: int) -> None:
-        try:
-            await self.bus.publish_whole([message], deadline_s=5)
-        except StreamFull as error:  # what people are told; of what is trained only late turns depend on it
-            logger.error("%s: %d fates are lost: %s", self.job, count, error)
 
     # -- what people see ---------------------------------------------------------------------------------------------
 

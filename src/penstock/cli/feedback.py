@@ -90,6 +90,7 @@ def status(id: Id, as_json: Json = False) -> None:
         ("interactions", ", ".join(fate.interactions)),
         ("trained", f"update {trained.step}, version {trained.version}" if trained else ""),
         ("revision", number(fate.revision)),
+        ("too late", f"revision {fate.late_revision}" if fate.late_revision else ""),
     ]
     console().print(table(("FIELD", "VALUE"), rows))
 
@@ -99,7 +100,7 @@ def retract(id: Id, as_json: Json = False) -> None:
     """Take an item back; needs the scope feedback:admin."""
     with Client() as client:
         reply = client.retract(id)
-    said = "was trained on already: too late" if reply.too_late else "is retracted"
+    said = "is trained on already, or about to be: too late" if reply.too_late else "is retracted"
     show_done(f"feedback {reply.feedback_id} {said}", reply, as_json)
 
 

@@ -105,8 +105,8 @@ class Desk:
             id=id or self.new_id(), request="r", index=0, job=self.job, key_id="local",
             user=self.desk.pseudonyms.of(user), split="train", untrainable="", prompt_ids=[1, 2], token_ids=[3, 4],
             logprobs=[-0.5, -0.25], spans=[Span(3, 0, 2)], sampling=Sampling(max_new_tokens=8), finish="stop",
-            template="t", body_digest="d", text=text, started=now, first_token=now, ended=now,
-            **{"episode": self.new_id(), **more},
+            template="t", body_digest="d", text=text, started=now, first_token=now,
+            **{"episode": self.new_id(), "ended": now, **more},
         )  # fmt: skip
         subject = subjects.interaction(self.job, found.id)
         headers = {EPISODE_HEADER: found.episode}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ from penstock.services.coordinator.feedback import ingest
 from penstock.services.coordinator.feedback.items import derived_id
 from penstock.services.coordinator.feedback.privacy import Pseudonyms
 from penstock.services.coordinator.keystore import KeyStore
-from penstock.shared.protocol.interaction import Fate
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack
+from penstock.shared.protocol.interaction import Fate, Feedback, FeedbackBatch
 
 
 def verdict(desk: Any, **more: Any) -> dict[str, Any]:
@@ -158,6 +162,41 @@ async def test_a_key_alone_does_not_tell_the_id_of_its_item(desk: Any) -> None:
     for secret, one in enumerate(digests):
         one._key = bytes([secret]) * 32
     assert len({derived_id(one.digest, "key", "idempotency", 0) for one in digests}) == 2
+
+
+async def test_a_revision_that_came_too_late_is_told_beside_what_became_of_its_item(desk: Any) -> None:
+    id = str(uuid.uuid4())
+    await desk.accept(feedback_id=id)
+    trained = Fate(feedback=id, status="trained", reason="feedback", ordinal=1, batch=2, version=3, time=1.0)
+    await desk.decide(trained)
+    reply = await desk.accept(feedback_id=id, inference_id=desk.new_id(), revision=2)
+    assert not reply["duplicate"]
+    late = Fate(feedback=id, status="rejected", reason="too_late", revision=2, time=2.0)
+    await desk.decide(late, trained)  # as after a change of leaders
+    await desk.decide(late)
+
+    async def told() -> bool:
+        return bool((await desk.fate(id))["late_revision"])
+
+    await desk.until(told, "late revision")
+    found = await desk.fate(id)
+    assert (found["status"], found["trained"], found["late_revision"]) == ("trained", {"step": 2, "version": 3}, 2)
+
+
+async def test_what_comes_after_the_end_of_a_job_is_told_so(desk: Any) -> None:
+    before, waits = await desk.record(), (await desk.accept())["feedback_id"]
+    after, later = await desk.record(ended=time.time() + 60), time.time() + 60
+    late = Feedback(id=str(uuid.uuid4()), job=desk.job, kind="metric", key_id="k", received=later, fingerprint="f")
+    await desk.bus.publish(subjects.feedback(desk.job), pack(FeedbackBatch(items=[late]), job=desk.job))
+    over = datetime.fromtimestamp(later - 30, UTC)
+    await desk.store.set_status(desk.job, phase="succeeded", finished_at=over)
+    desk.desk.jobs.know(await desk.store.get(desk.job))
+    found = await desk.fate(late.id)
+    assert (found["status"], found["reason"]) == ("rejected", "job_ended"), "nobody leads that could tell it"
+    assert (await desk.fate(waits))["status"] == "received", "the leader tells of what came before"
+    for record, reason in ((before, None), (after, "job_ended")):
+        shown = (await desk.client.get(f"/v1/interactions/{record.id}")).json()["decision"]
+        assert (shown and shown["reason"]) == reason
 
 
 async def test_fates_are_told_and_counted(desk: Any) -> None:

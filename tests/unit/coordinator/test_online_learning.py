@@ -229,7 +229,13 @@ def test_a_duplicate_changes_nothing_and_a_higher_revision_replaces() -> None:
     matching.sweep(version=5, now=NOW + 2)
     assert matching.ready["i1"][0].reward == -1.0
     assert take(matching)[0].feedback == {"f1": 3}
-    assert matching.on_feedback(4, said(value=1.0, revision=2), NOW) == [], "its fate stands"
+    heir = Matching(job())
+    heir.recall(LedgerState(used={"f1": 3}))
+    for leader in (matching, heir):
+        for seq in (2, 3):
+            assert leader.on_feedback(seq, said(value=-1.0, revision=seq - 2), NOW) == [], "that counted"
+        (late,) = leader.on_feedback(4, said(value=1.0, revision=2), NOW)
+        assert (late.feedback, late.status, late.reason, late.revision) == ("f1", "rejected", "too_late", 2)
 
 
 def test_retraction_before_and_after_it_counted() -> None:

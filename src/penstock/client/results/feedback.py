@@ -76,7 +76,8 @@ class Fate(msgspec.Struct, frozen=True, kw_only=True):
     """What became of an item of feedback.
 
     ``status``: received, matched, admitted, quarantined, rejected, expired, retracted, trained. ``ordinal``: the place
-    of its trajectory in the job's data order, once admitted.
+    of its trajectory in the job's data order, once admitted. ``late_revision``: came when the item was decided, and has
+    no effect.
     """
 
     feedback_id: str
@@ -89,6 +90,7 @@ class Fate(msgspec.Struct, frozen=True, kw_only=True):
     ordinal: int | None = None
     trained: Trained | None = None
     revision: int = 0
+    late_revision: int | None = None
     retraction_requested: bool = False
     received: float
     time: float
