@@ -134,6 +134,9 @@ class Feedback(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str = ""
     """SHA-256 of the canonical body: the same id with another one is refused."""
     body: dict[str, Any] = msgspec.field(default_factory=dict)
+    seq: int = 0
+    """Sequence of its message in FEEDBACK, as its readers know it: of two words the one that came later counts. It is
+    stored only where a deletion stored an item anew, further on: then it says where it was."""
 
 
 class FeedbackBatch(msgspec.Struct, frozen=True, kw_only=True):

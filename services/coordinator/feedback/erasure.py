@@ -187,6 +187,8 @@ class Eraser:
 
     async def _rewrite(self, job: str, place: Place, rest: list[Feedback]) -> None:
         """Store what a message or a letter holds of others and is undecided once more, then delete it."""
+        if isinstance(place, Message):  # what is newer stays newer
+            rest = [msgspec.structs.replace(item, seq=item.seq or place.seq) for item in rest]
         data = pack(FeedbackBatch(items=rest), job=job)
         if isinstance(place, Message):
             if rest:

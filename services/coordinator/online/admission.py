@@ -17,6 +17,7 @@ __all__ = [
     "UNFINISHED",
     "Decision",
     "admit",
+    "age",
     "counted",
     "is_invalid",
     "lag_of",
@@ -222,13 +223,20 @@ def out_of_range(item: Feedback, online: OnlineConfig) -> bool:
     return not math.isfinite(item.value) or not low <= metric.weight * item.value <= high
 
 
+def age(item: Feedback) -> tuple[int, float, int, str]:
+    """By which words are ordered, the newest one last: by their places in the stream, whichever coordinator took them,
+    for clocks differ; within a message by the clock of the one that did.
+    """
+    return item.seq, item.received, item.revision, item.id
+
+
 def counted(items: Iterable[Feedback], online: OnlineConfig) -> dict[tuple[str, Level], list[Feedback]]:
     """By metric and level the newest word of each source.
 
     What has no weight was not said, whatever else it would cause.
     """
     newest: dict[tuple[str, Level, str], Feedback] = {}
-    for item in sorted(items, key=lambda item: (item.received, item.revision, item.id)):
+    for item in sorted(items, key=age):
         level = level_of(item, online)
         if level is not None:
             newest[item.metric, level, item.key_id] = item

@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from penstock.services.coordinator.online.credit import Item, Turn
 from penstock.services.coordinator.online.episode import Episode
 from penstock.services.coordinator.online.names import canonical, episode_of
@@ -99,7 +101,8 @@ def _items_of(group: Sequence[Admission], stored: Stored) -> dict[str, Item] | N
         said = [item for item in stored.items.get(seq, ()) if item.id == name]
         if not said:
             return None
-        found[name] = Item(seq, max(said, key=lambda item: item.revision))
+        newest = max(said, key=lambda item: item.revision)
+        found[name] = Item(seq, msgspec.structs.replace(newest, seq=newest.seq or seq))
     return found
 
 

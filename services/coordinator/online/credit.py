@@ -8,6 +8,7 @@ from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from penstock.services.coordinator.online.admission import age
 from penstock.services.coordinator.online.branches import ROOT, Tree, shares_of
 from penstock.services.coordinator.online.shares import Owners
 from penstock.shared.config.online_job import OnlineJob
@@ -98,7 +99,7 @@ class Trajectory:
     @property
     def key_id(self) -> str:
         """Who decided its reward: the newest feedback's key, else the key that asked."""
-        newest = max(self.feedback.values(), key=lambda item: (item.feedback.received, item.seq), default=None)
+        newest = max(self.feedback.values(), key=lambda item: age(item.feedback), default=None)
         return newest.feedback.key_id if newest is not None else self.turns[-1].interaction.key_id
 
     @property

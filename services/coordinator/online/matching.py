@@ -148,7 +148,8 @@ class Matching:
             if not known.item.is_revised_by(item):
                 return []
             self._detach(item.id)
-        bare = msgspec.structs.replace(item, body={}, tags={}, fingerprint="")  # no reward depends on these
+        # No reward depends on what is left out of one that is no material.
+        bare = msgspec.structs.replace(item, body={}, tags={}, fingerprint="", seq=item.seq or seq)
         return self._offer(seq, item, now) if self.offers.takes(item) else self._attach(Item(seq, bare), now)
 
     def on_erasure(self, erasure: Erasure, now: float) -> list[Fate]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from penstock.services.coordinator.online.admission import MASKED, worth_of
+from penstock.services.coordinator.online.admission import MASKED, age, worth_of
 from penstock.shared.algorithms.agreement import Paired, add_pairs, concordance
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission, Admitted, BatchSealed, Event
@@ -26,7 +26,7 @@ def comparisons(job: OnlineJob, items: Iterable[Feedback]) -> list[tuple[str, fl
     if config is None:
         return []
     said: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
-    for item in sorted(items, key=lambda item: (item.received, item.revision, item.id)):
+    for item in sorted(items, key=age):
         metric = job.online.metric(item.metric)
         if metric is not None:
             said[item.inference or item.episode, item.metric][item.key_id] = worth_of(item.value, metric)

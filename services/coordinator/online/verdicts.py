@@ -60,7 +60,7 @@ class Verdicts:
     def revised(self, seq: int, item: Feedback, now: float) -> list[Fate]:
         """What is told of the newer word of an item that has its last fate; nothing of a word that is read again."""
         counted = int(self._feedback[item.id].rpartition(" ")[2])
-        if not item.revision or seq <= counted:
+        if not item.revision or (item.seq or seq) <= counted:
             return []
         return [fate(item.id, "rejected", TOO_LATE, now, revision=item.revision)]
 

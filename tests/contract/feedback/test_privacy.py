@@ -300,6 +300,7 @@ async def test_a_deletion_stores_nothing_decided_of_others_anew(desk: Any) -> No
     await deleted(desk)
     assert [item.id for item in await desk.items()] == [waiting, held, revised, f"r-{waiting}"]
     assert gone not in {item.id for item in await desk.items()}
+    assert {item.seq for item in await desk.items()} == {message.seq + 1}, "what is newer stays newer"
 
 
 @pytest.mark.parametrize("fates", ["in parts", "given up", "below the mark"])

@@ -70,6 +70,9 @@ CASES: dict[str, tuple[dict[str, Any], list[Interaction], list[Feedback], float]
     "an answer that two sources judged": (
         {}, [interaction()], [said("f1", 0.25), said("f2", -0.5, key_id="k2", weight=0.5), said("f3", 1.0)], NOW + 2,
     ),
+    "words by coordinators whose clocks differ": (
+        {}, [interaction()], [said("f1", 0.25, received=NOW + 60), said("f2", -0.5, received=NOW - 60)], NOW + 61,
+    ),
     "a default": (
         {"metrics": {"rating": {"type": "float", "default_after_s": 5.0, "default_value": -0.25}}},
         [interaction()], [], NOW + 30,

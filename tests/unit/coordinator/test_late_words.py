@@ -1,0 +1,78 @@
+"""Which of several words counts, and what is told of one that comes too late."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.online.matching import Matching
+
+spec = importlib.util.spec_from_file_location("online_learning", Path(__file__).with_name("test_online_learning.py"))
+assert spec is not None
+assert spec.loader is not None
+learning: Any = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(learning)
+NOW, interaction, job, said = learning.NOW, learning.interaction, learning.job, learning.said
+
+
+def reward_of(matching: Matching) -> float:
+    matching.sweep(version=5, now=NOW + 90)
+    return matching.ready["i1"][0].reward
+
+
+def test_of_two_words_of_a_source_the_one_counts_that_is_later_in_the_stream() -> None:
+    """Whatever the clocks of the coordinators say that took them, and whoever reads them when."""
+    ahead, behind = said("f1", 0.25, received=NOW + 60), said("f2", -0.5, received=NOW - 60)
+    for answer_first in (True, False):
+        for key in ("k1", "k2"):
+            matching = Matching(job())
+            if answer_first:
+                matching.on_interaction(1, interaction())
+            matching.on_feedback(3, ahead, NOW)
+            matching.on_feedback(4, replace(behind, key_id=key), NOW)
+            if not answer_first:
+                matching.on_interaction(1, interaction())
+            assert reward_of(matching) == (-0.5 if key == "k1" else -0.125)
+            assert matching.ready["i1"][0].key_id == key
+
+
+def test_a_deletion_that_stores_a_word_anew_makes_it_no_newer() -> None:
+    first, second = said("f1", 0.25), said("f2", -0.5)
+    moved = replace(first, seq=3)
+    leader, heir = Matching(job()), Matching(job())
+    for matching in (leader, heir):
+        matching.on_interaction(1, interaction())
+    leader.on_feedback(3, first, NOW)
+    for matching in (leader, heir):
+        matching.on_feedback(4, second, NOW)
+        matching.on_feedback(9, moved, NOW)  # the heir finds nothing else of it
+        assert reward_of(matching) == -0.5
+        assert {name: item.seq for name, item in matching.ready["i1"][0].feedback.items()} == {"f1": 9, "f2": 4}
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ("admitted", "late_after_training"), ("rejected", "already_rejected"), ("expired", "already_expired"),
+        ("retracted", "already_retracted"),
+    ],
+)  # fmt: skip
+def test_a_retraction_that_comes_too_late_says_what_it_found(end: str, reason: str) -> None:
+    matching = Matching(job())
+    if end == "admitted":
+        matching.recall(LedgerState(used={"f1": 3}))
+    elif end == "rejected":
+        matching.on_feedback(3, said("f1", 1e9), NOW)
+    else:
+        matching.on_feedback(3, said("f1"), NOW)
+    if end == "expired":
+        matching.sweep(version=5, now=NOW + 1e6)
+    if end == "retracted":
+        matching.on_feedback(4, said("r0", None, kind="retraction", body={"feedback": "f1"}), NOW)
+    (late,) = matching.on_feedback(5, said("r1", None, kind="retraction", body={"feedback": "f1"}), NOW)
+    assert (late.feedback, late.status, late.reason) == ("r1", "rejected", reason)
