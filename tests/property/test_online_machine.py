@@ -19,6 +19,7 @@ from penstock.services.coordinator.ledger import LedgerState, fold
 from penstock.services.coordinator.online.fates import fates_of, interaction_fates_of
 from penstock.services.coordinator.online.groups import group_of
 from penstock.services.coordinator.online.matching import Matching
+from penstock.services.coordinator.online.recalled import Told
 from penstock.services.coordinator.online.source import LiveSource
 from penstock.services.coordinator.run import JobRun
 from penstock.shared.config.online_job import OnlineJob
@@ -99,7 +100,7 @@ class OnlineMachine(RuleBasedStateMachine):
         self.run = self.core(state)
         for seq, header in sorted(self.world.stored.items()):
             self.run.on_group(seq, header)
-        self.matching.recall(state, self.world.over)
+        self.matching.recall(state, Told.of(self.world.fates, self.world.decided.values(), self.world.over))
         last = self.world.entries[-1] if self.world.entries else []
         self.world.fates += fates_of(last, state)
         self.world.take(interaction_fates_of(last, state))

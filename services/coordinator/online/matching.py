@@ -6,7 +6,7 @@ What is undecided lives here; what is decided stands in the ledger (admitted) or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import msgspec
@@ -16,13 +16,15 @@ from penstock.services.coordinator.online.admission import out_of_range
 from penstock.services.coordinator.online.canary import Trials
 from penstock.services.coordinator.online.credit import Held, Item, Trajectory, Turn
 from penstock.services.coordinator.online.crowding import MAX_WAITING, crowded, most_ready
-from penstock.services.coordinator.online.episode import CUT, UNKNOWN, Episode
+from penstock.services.coordinator.online.episode import CUT, Episode
 from penstock.services.coordinator.online.fates import fate
 from penstock.services.coordinator.online.material import targets_of
 from penstock.services.coordinator.online.names import canonical, episode_of
 from penstock.services.coordinator.online.offers import Offers
+from penstock.services.coordinator.online.overtaken import Overtaken
 from penstock.services.coordinator.online.parked import Parked
 from penstock.services.coordinator.online.posted_episodes import EPISODE_OVER, TOO_MANY_TURNS
+from penstock.services.coordinator.online.recalled import NOTHING, Told
 from penstock.services.coordinator.online.refusals import Refusals, reasons_of
 from penstock.services.coordinator.online.verdicts import CONSUMED, Verdicts
 from penstock.shared.config.online_job import OnlineJob
@@ -47,24 +49,22 @@ class Matching:
         self.ready: dict[str, list[Trajectory]] = {}
         """Trajectories of episodes that are settled and not admitted yet, by episode."""
         self.offers, self.trials = Offers(job), Trials(job)
-        self.parked, self.refusals = Parked(), Refusals()
+        self.parked, self.refusals, self._overtaken = Parked(), Refusals(), Overtaken()
         """Feedback whose target is not known yet; interactions that are never trained on."""
         self._places: dict[str, str] = {}
         """Undecided interaction, or another name of an episode -> its episode."""
         self._items: dict[str, Held] = {}
         """Undecided feedback, by id."""
-        self._retracted: dict[str, tuple[int, Feedback]] = {}
-        """Feedback whose retraction overtook it, by id."""
         self.verdicts = Verdicts()
         self._touched: set[str] = set()
         self._swept = -1
         """Version at the newest sweep of all."""
         self._next = (1, 1)
 
-    def recall(self, state: LedgerState, over: Sequence[tuple[str, str]] = ()) -> None:
-        """What the ledger has admitted, as far as it still names it; ``over``: what was told of posted episodes."""
-        self.verdicts.recall(state, over)
-        self.offers.recall(state, over)
+    def recall(self, state: LedgerState, told: Told = NOTHING) -> None:
+        """What the ledger has admitted, as far as it still names it, and what earlier leaders told."""
+        self.verdicts.recall(state, told)
+        self.offers.recall(state, told.over)
 
     # -- what others ask ---------------------------------------------------------------------------------------------
 
@@ -77,11 +77,9 @@ class Matching:
         """Sequences below which everything is decided once the episodes ``without`` are, too."""
         gone = set(without)
         left = [episode.lowest for name, episode in self.episodes.items() if name not in gone]
-        interactions = min((low for low, _ in left), default=UNKNOWN)
-        feedback = min((low for _, low in left), default=UNKNOWN)
         offered = [item.seq for name, item in self.offers.items.items() if name not in gone]
-        alone = [*offered, *(item.seq for item in self.parked), *(seq for seq, _ in self._retracted.values())]
-        return min(interactions, self._next[0]), min([feedback, self._next[1], *alone])
+        alone = [*offered, *(item.seq for item in self.parked), *self._overtaken.seqs]
+        return min([self._next[0], *(low for low, _ in left)]), min([self._next[1], *(low for _, low in left), *alone])
 
     def undecided(self, seq: int) -> list[str]:
         """Feedback up to this sequence that has no last fate."""
@@ -106,8 +104,9 @@ class Matching:
         if interaction.finish != CUT and self.verdicts.targets.get(name) == CUT:
             self.verdicts.targets.forget(name)  # its gateway was only stalled, and another worker has completed it
         if name in self.verdicts.targets:
-            if self.verdicts.targets[name] == CONSUMED and interaction.index == 0 and episode_id not in self._places:
-                self._decide(episode_id, CONSUMED)
+            is_known = episode_id in self._places or episode_id in self.verdicts.targets
+            if interaction.index == 0 and not is_known:
+                self._decide(episode_id, self.verdicts.targets[name])
             return []
         single = interaction.alone or interaction.index > 0 or not self.job.online.has_credit
         key = name if single else episode_id
@@ -134,9 +133,9 @@ class Matching:
             return self.verdicts.revised(seq, item, now)
         if item.kind == "retraction":
             return self._retract(seq, item, now)
-        if item.id in self._retracted:
-            by = self._retracted.pop(item.id)[1].id
-            return self._close(item.id, fate(item.id, "retracted", f"by {by}", now), seq)
+        if item.id in self._overtaken:
+            last = fate(item.id, "retracted", f"by {self._overtaken.pop(item.id)}", now)
+            return self._close(item.id, last, seq)
         reason = self.offers.refusal(item) or ("out_of_range" if out_of_range(item, self.job.online) else "")
         reason = reason or (ERASED if any(self.verdicts.targets.get(one) == ERASED for one in targets_of(item)) else "")
         if reason:
@@ -305,7 +304,7 @@ class Matching:
             return self._close(item.id, fate(item.id, "rejected", self.verdicts.kept_from(name), now))
         fates = self._close(item.id, fate(item.id, "retracted", f"retracts {name}", now))
         if name not in self._items:  # it overtook what it retracts
-            self._retracted[name] = (seq, item)
+            self._overtaken.put(name, seq, item)
             return fates
         self._detach(name)
         return [*self._close(name, fate(name, "retracted", f"by {item.id}", now)), *fates]
@@ -355,9 +354,9 @@ class Matching:
 
     def _expire(self, now: float) -> list[Fate]:
         limit = now - self.job.online.match_ttl_s
-        self._retracted = {name: one for name, one in self._retracted.items() if one[1].received >= limit}
+        unmet = [fate(name, "expired", "unknown_target", now) for name in self._overtaken.expire(limit)]
         items = [item for item in (*self.parked, *self.offers.lonely()) if item.feedback.received < limit]
-        return [one for item in items for one in self._expired(item, now)]
+        return unmet + [one for item in items for one in self._expired(item, now)]
 
     def _expired(self, item: Item, now: float, reason: str = "unknown_target") -> list[Fate]:
         return self._close(item.feedback.id, fate(item.feedback.id, "expired", reason, now))

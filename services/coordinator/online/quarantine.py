@@ -7,8 +7,9 @@ stream again holds the same ones.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from penstock.services.coordinator.decision import Draft
 from penstock.services.coordinator.ledger import LedgerState
@@ -16,6 +17,7 @@ from penstock.services.coordinator.online.admission import out_of_range
 from penstock.services.coordinator.online.credit import Item
 from penstock.services.coordinator.online.fates import fate
 from penstock.services.coordinator.online.outliers import Outliers
+from penstock.services.coordinator.online.recalled import NOTHING, Told
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.quarantine import QuarantineConfig
 from penstock.shared.protocol.events import Quarantined
@@ -47,13 +49,16 @@ class Quarantine:
         self._recorded: dict[str, int] = {}
         """Held according to the ledger, released or not; the sequences of what they said then."""
         self._used: frozenset[str] = frozenset()
+        self._let_go: Mapping[str, float] = {}
+        """Rejected by an earlier leader, and when: what was said by then is over."""
         self._judged: OrderedDict[str, int] = OrderedDict()
         """Item -> its newest revision that was judged."""
         self._released: set[str] = set()
         """Released before they were read: a deletion stores the rest of its message anew, further on in the stream."""
 
-    def recall(self, state: LedgerState) -> None:
-        """What the ledger says of items that may be read again."""
+    def recall(self, state: LedgerState, told: Told = NOTHING) -> None:
+        """What the ledger says of items that may be read again, and what earlier leaders told."""
+        self._let_go = told.let_go
         self._recorded, self._used = dict(state.quarantined), frozenset(state.used)
 
     @property
@@ -86,19 +91,16 @@ class Quarantine:
         """An item was read: hold it back, or pass it on."""
         if item.kind in DECIDING:
             return self._decide(item, now)
-        if item.kind == "retraction":
-            name = bare_id(str(item.body.get("feedback", ""))) or ""
-            gone = self._held.pop(name, None)
-            told = [] if gone is None else [fate(name, "retracted", f"by {item.id}", now)]
-            return [*told, *self._pass_on(seq, item, now)]
-        if self._config is None:
-            return self._pass_on(seq, item, now)
+        if item.kind == "retraction" or self._config is None:
+            return [*self._take_back(item, now), *self._pass_on(seq, item, now)]
         waiting = self._held.get(item.id)
         if waiting is not None and not waiting.is_revised_by(item):
             if waiting.is_again(seq, item):
                 self._held[item.id] = Item(seq, waiting.feedback)
             return []
         reason = self._judge(item)
+        if item.received <= self._let_go.get(item.id, -math.inf):
+            return []
         is_released, is_recorded = item.id in self._released, self._is_recorded(seq, item)
         if is_released:
             self._released.discard(item.id)
@@ -186,6 +188,12 @@ class Quarantine:
         self._learn_released(said)
         self._recorded.pop(name, None)
         return self._pass_on(held.seq, said, now)
+
+    def _take_back(self, item: Feedback, now: float) -> list[Fate]:
+        """What a retraction does to what is held."""
+        name = bare_id(str(item.body.get("feedback", ""))) or ""
+        gone = self._held.pop(name, None) if item.kind == "retraction" else None
+        return [] if gone is None else [fate(name, "retracted", f"by {item.id}", now)]
 
     def _learn_released(self, item: Feedback) -> None:
         if isinstance(item.value, bool | int | float):

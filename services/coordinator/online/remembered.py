@@ -22,6 +22,10 @@ class Remembered:
         """These stay: what the ledger names must never be decided again, however much a new leader reads."""
         self._kept.update(dict.fromkeys(names, reason))
 
+    def keep_all(self, reasons: Mapping[str, str]) -> None:
+        """As ``keep``, each with a reason of its own."""
+        self._kept.update(reasons)
+
     def get(self, name: str) -> str | None:
         """Why it was decided so; None where it is not known to be decided."""
         return self._kept.get(name, self._newest.get(name))

@@ -24,7 +24,7 @@ from penstock.services.coordinator.online.names import canonical
 from penstock.services.coordinator.online.quarantine import Quarantine
 from penstock.services.coordinator.online.source import LiveSource
 from penstock.services.coordinator.online.telling import Telling
-from penstock.services.coordinator.online.told import posted_episodes_over
+from penstock.services.coordinator.online.told import told_of, undecided_since
 from penstock.services.coordinator.restart import earliest_start
 from penstock.services.coordinator.retry import Retry
 from penstock.services.coordinator.run import JobRun
@@ -110,8 +110,9 @@ class LiveSupply:
     async def recover(self, state: LedgerState) -> None:
         """Both streams from where the ledger says that something is undecided; fates of the last decision once more."""
         self._state = state
-        self.matching.recall(state, await posted_episodes_over(self.bus, self.job))
-        self.quarantine.recall(state)
+        told = await told_of(self.bus, self.job, since=await undecided_since(self.bus, self.job, *state.read_from))
+        self.matching.recall(state, told)
+        self.quarantine.recall(state, told)
         last = await self.bus.last(subjects.LEDGER, subjects.ledger(self.job))
         if last is not None:
             events = decode_events(last.data)

@@ -4,27 +4,76 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+from typing import NamedTuple
 
 from penstock.services.coordinator.feedback.pieces import data_of
+from penstock.services.coordinator.online.recalled import Told
 from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
-from penstock.shared.protocol.interaction import FateBatch
-from penstock.shared.transport.bus import Bus
+from penstock.shared.protocol.interaction import Fate, FateBatch, InteractionFate
+from penstock.shared.transport.bus import Bus, Message
 
-__all__ = ["posted_episodes_over"]
+__all__ = ["told_of", "undecided_since"]
 
 NEWEST = 5_000
-"""So many of the newest messages are read."""
+"""At least so many of the newest messages are read."""
 
 
-async def posted_episodes_over(bus: Bus, job: str) -> list[tuple[str, str]]:
-    """What was told of a job's posted episodes, see ``FateBatch.over``. Raises Unavailable."""
-    subject, found = subjects.decisions(job), list[tuple[str, str]]()
-    newest = await bus.last(subjects.DECISIONS, subject)
-    first = 1 if newest is None else max(1, newest.seq - NEWEST)
-    for message in await bus.read(subjects.DECISIONS, subject, start_seq=first):
+class _Read(NamedTuple):
+    fates: list[Fate]
+    interactions: list[InteractionFate]
+    over: list[tuple[str, str]]
+
+
+async def told_of(bus: Bus, job: str, *, since: float = math.inf) -> Told:
+    """What was told of a job since then (Unix seconds), and before as far as NEWEST reaches. Raises Unavailable."""
+    read, epoch = _Read([], [], []), 0
+    for message in await _messages(bus, subjects.decisions(job), since):
         await asyncio.sleep(0)  # the lease is renewed meanwhile
         with contextlib.suppress(ProtocolError):  # of another version: late turns are new episodes, as they were before
-            found += unpack(await data_of(bus, subjects.DECISIONS, message), FateBatch)[0].over
+            batch, envelope = unpack(await data_of(bus, subjects.DECISIONS, message), FateBatch)
+            if envelope.epoch and envelope.epoch < epoch:
+                continue  # of a leader that was gone already
+            epoch = max(epoch, envelope.epoch)
+            read.fates.extend(batch.items)
+            read.interactions.extend(batch.interactions)
+            read.over.extend(batch.over)
+    return Told.of(*read)
+
+
+async def undecided_since(bus: Bus, job: str, interactions: int, feedback: int) -> float:
+    """When the oldest message was stored that is read again from these sequences on; infinity: there is none.
+
+    Raises:
+        Unavailable: the bus went away.
+    """
+    places = (
+        (subjects.INTERACTIONS, subjects.interactions(job), interactions),
+        (subjects.FEEDBACK, subjects.feedback(job), feedback),
+    )
+    since = math.inf
+    for stream, subject, start in places:
+        async with contextlib.aclosing(bus.scan(stream, subject, start_seq=start, headers_only=True)) as messages:
+            async for message in messages:
+                since = min(since, message.time)
+                break
+    return since
+
+
+async def _messages(bus: Bus, subject: str, since: float) -> list[Message]:
+    """The newest ones, as far back as ``since`` asks for."""
+    newest = await bus.last(subjects.DECISIONS, subject)
+    if newest is None:
+        return []
+    first = (await bus.stream_state(subjects.DECISIONS)).first_seq
+    found, stop, size = list[Message](), newest.seq + 1, NEWEST
+    while stop > first:
+        start = max(first, stop - size)
+        some = await bus.read(subjects.DECISIONS, subject, start_seq=start, end_seq=stop - 1)
+        found = some + found
+        if since == math.inf or (some and some[0].time < since):
+            break
+        stop, size = start, 2 * size
     return found

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.fates import fate
+from penstock.services.coordinator.online.recalled import Told
 from penstock.services.coordinator.online.remembered import Remembered
 from penstock.shared.protocol.events import Admission
 from penstock.shared.protocol.interaction import TOO_LATE, Fate, Feedback
@@ -28,15 +29,17 @@ class Verdicts:
         self._feedback = Remembered()
         """By id: how it ended, and the sequence of the newest message that counted."""
 
-    def recall(self, state: LedgerState, over: Sequence[tuple[str, str]]) -> None:
-        """What the ledger has admitted, as far as it still names it; ``over``: what was told of posted episodes."""
+    def recall(self, state: LedgerState, told: Told) -> None:
+        """What the ledger has admitted, as far as it still names it, and what earlier leaders told."""
+        self.targets.keep_all(told.interactions)
+        self._feedback.keep_all({item: _end(how, UNKNOWN) for item, how in told.feedback.items()})
         for admission in state.admissions.values():
             self.targets.update(admission.refused)
             self.targets.keep(admission.interactions, CONSUMED)
             self._keep(admission.feedback)
         self.targets.keep(state.consumed, CONSUMED)
         self._keep(state.used)
-        self._feedback.update({item: _end("rejected", UNKNOWN) for _, item in over if item})
+        self._feedback.update({item: _end("rejected", UNKNOWN) for _, item in told.over if item})
 
     def _keep(self, admitted: Mapping[str, int]) -> None:
         for name, seq in admitted.items():

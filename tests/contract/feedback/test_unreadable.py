@@ -21,7 +21,7 @@ from penstock.cli import app as cli
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.online.supply import LiveSupply
-from penstock.services.coordinator.online.told import posted_episodes_over
+from penstock.services.coordinator.online.told import told_of
 from penstock.services.coordinator.runner import JobRunner
 from penstock.services.coordinator.store import JobStore
 from penstock.services.coordinator.supply import LiveLetter
@@ -218,7 +218,7 @@ async def test_nothing_comes_back_that_is_over_or_waits(desk: Any) -> None:
     many = [Fate(feedback=desk.new_id(), status="expired", reason="x" * 1200, time=1.0) for _ in range(1000)]
     decided = pack(FateBatch(items=many, interactions=[fate], over=[("mark", ids["about"])]), job=job)
     await bus.publish_whole([Outgoing(subjects.decisions(job), decided)])
-    assert await posted_episodes_over(bus, job) == [("mark", ids["about"])], "a large message is in parts"
+    assert (await told_of(bus, job)).over == [("mark", ids["about"])], "a large message is in parts"
     for letter in (refused, lost):
         await bus.delete_message(subjects.INTERACTIONS, letter.seq)
     third = await leader()

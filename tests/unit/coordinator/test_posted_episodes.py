@@ -17,6 +17,7 @@ from penstock.services.coordinator.online.credit import Item
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.posted import Present, facts_of
 from penstock.services.coordinator.online.posted_episodes import PostedEpisode, PostedTurn, said_of
+from penstock.services.coordinator.online.recalled import Told
 from penstock.services.coordinator.online.source import LiveSource
 from penstock.services.coordinator.online.sources import flaws_of_weights
 from penstock.services.coordinator.run import JobRun
@@ -88,7 +89,7 @@ class Leader:
         if before is None:
             self.commit([JobStarted(**EPOCH, config_digest="c")])
             self.commit([Checkpointed(**EPOCH, number=0, version=5, digest="w", path="p", trainer_epoch=1, low_seq=1)])
-        self.matching.recall(self.run.state, self.told)
+        self.matching.recall(self.run.state, Told(over=self.told))
         self.fates: dict[str, tuple[str, str]] = {}
         self.read(self.run.state.read_from[1])
 

@@ -1,0 +1,140 @@
+"""What gave way for lack of room, or was refused, stays so whoever leads: the newest of what was told counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.online import matching as matching_module
+from penstock.services.coordinator.online.fates import fate
+from penstock.services.coordinator.online.matching import Matching
+from penstock.services.coordinator.online.quarantine import Quarantine
+from penstock.services.coordinator.online.recalled import Told
+from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.protocol.generation import Sampling, Span
+from penstock.shared.protocol.interaction import Fate, Feedback, Interaction, InteractionFate
+
+NOW = 1000.0
+EPISODE = "0192f0c1-0000-7000-8000-00000000000e"
+
+
+def job(**online: Any) -> OnlineJob:
+    spec = {
+        "kind": "online_rl", "name": "live", "model": {"config": {}, "tokenizer": "char"},
+        "online": {"metrics": {"rating": {"type": "float"}}, **online},
+    }  # fmt: skip
+    return OnlineJob.parse(spec)
+
+
+def served(name: str, *, episode: str = EPISODE, alone: bool = True) -> Interaction:
+    return Interaction(
+        id=name, request=name, index=0, job="j", episode=episode, alone=alone, key_id="asker", user="u", split="train",
+        untrainable="", prompt_ids=[7], token_ids=[1], logprobs=[-0.5], spans=[Span(0, 0, 1)],
+        sampling=Sampling(max_new_tokens=4), finish="stop", template="t", body_digest="b", text="x", started=NOW,
+        first_token=NOW, ended=NOW,
+    )  # fmt: skip
+
+
+def said(name: str, about: str, **changes: Any) -> Feedback:
+    fields: dict[str, Any] = {"inference": about, "value": 0.5, "received": NOW, "metric": "rating"} | changes
+    return Feedback(id=name, job="j", kind=fields.pop("kind", "metric"), key_id="asker", **fields)
+
+
+Facts = list[Interaction | Feedback]
+
+
+def read(found: Matching, facts: Facts) -> list[Fate]:
+    """Facts in both streams, each of its sequence there."""
+    fates: list[Fate] = []
+    for kind in (Interaction, Feedback):
+        for seq, fact in enumerate((one for one in facts if isinstance(one, kind)), 1):
+            if isinstance(fact, Interaction):
+                fates += found.on_interaction(seq, fact)
+            else:
+                fates += found.on_feedback(seq, fact, NOW)
+    return fates + found.sweep(version=0, now=NOW)
+
+
+def test_what_gave_way_for_a_full_stream_is_not_taken_by_the_next_leader() -> None:
+    facts: Facts = [served("i1"), said("f1", "i1"), said("f2", "i2")]
+    leader = Matching(job())
+    fates = read(leader, facts)
+    fates += leader.reject(leader.undecided(9), "feedback_full", NOW)
+    successor = Matching(job())
+    successor.recall(LedgerState(), Told.of(fates))
+    assert read(successor, facts) == []
+    assert (successor.ready, len(successor.parked)) == ({}, 0)
+    assert read(successor, [served("i1"), said("f3", "i1")]) != [], "its answer may be judged by others"
+    assert [[*one.feedback] for one in successor.ready["i1"]] == [["f3"]]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_an_episode_that_was_one_too_many_stays_refused(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts: Facts = [served("i1", alone=alone), said("f1", "i1", final=True), said("f2", "", episode=EPISODE)]
+    leader = Matching(job(gamma=1.0))
+    with monkeypatch.context() as patch:
+        patch.setattr(matching_module, "MAX_WAITING", 0)
+        fates = read(leader, facts)
+    assert {(one.feedback, one.reason) for one in fates if one.status == "rejected"} == {
+        ("f1", "too_many_waiting"), ("f2", "too_many_waiting"),
+    }  # fmt: skip
+    successor = Matching(job(gamma=1.0))
+    successor.recall(LedgerState(), Told.of(fates, leader.refusals.drain()))
+    assert read(successor, facts) == []
+    assert (successor.num_waiting, successor.ready) == (0, {})
+    late = successor.on_feedback(9, said("f9", "", episode=EPISODE), NOW)
+    assert [(one.status, one.reason) for one in late] == [("rejected", "too_many_waiting")]
+    if not alone:
+        successor.on_interaction(9, served("i9", alone=False))
+        assert [one.reason for one in successor.refusals.drain()] == ["episode_over"]
+
+
+def test_only_what_came_last_of_an_item_and_first_of_an_answer_is_recalled() -> None:
+    fates = [
+        fate("again", "rejected", "quarantine_full", 1.0), fate("again", "matched", "", 2.0),
+        fate("dropped", "rejected", "lost", 2.0, ordinal=3), fate("taken-back", "retracted", "by r", 2.0),
+        fate("nowhere", "expired", "unknown_target", 2.0), fate("held", "rejected", "quarantine_full", 5.0),
+    ]  # fmt: skip
+    refused = [
+        InteractionFate(interaction=name, status="rejected", reason=reason, time=1.0)
+        for name, reason in (("i1", "stale"), ("i1", "later"), ("cut", "client_disconnected"))
+    ]
+    told = Told.of(fates, refused)
+    assert told == Told([], {"nowhere": "expired"}, {"i1": "stale"}, {"held": 5.0})
+
+
+def test_what_the_quarantine_let_go_is_not_held_again_but_its_revision_counts() -> None:
+    passed: list[int] = []
+
+    def take(seq: int, item: Feedback, now: float) -> list[Fate]:
+        passed.append(seq)
+        return []
+
+    item = said("0192f0c1-0000-7000-8000-000000000001", "i1", received=4.0)
+    found = Quarantine(job(quarantine={}), take)
+    state = LedgerState(quarantined={item.id: 1})
+    found.recall(state, Told(let_go={item.id: 5.0}))
+    assert found.on_feedback(1, item, NOW) == []
+    assert (found.num_held, passed) == (0, [])
+    found.on_feedback(2, said(item.id, "i1", received=6.0, revision=1), NOW)
+    assert passed == [2]
+
+
+def test_a_retraction_of_what_never_comes_expires_and_the_mark_moves_on() -> None:
+    found, wait = Matching(job()), job().online.match_ttl_s
+    retraction = said("r1", "", kind="retraction", body={"feedback": "never"}, metric="", value=None)
+    assert [(one.feedback, one.status) for one in found.on_feedback(3, retraction, NOW)] == [("r1", "retracted")]
+    found.on_feedback(8, said("f8", "i8", received=NOW + wait), NOW + wait)
+    assert found.sweep(version=0, now=NOW + wait) == []
+    assert found.lowest()[1] == 3
+    fates = found.sweep(version=0, now=NOW + wait + 1)
+    assert [(one.feedback, one.status, one.reason) for one in fates] == [("r1", "expired", "unknown_target")]
+    assert found.lowest()[1] == 8
+    successor = Matching(job())
+    successor.recall(LedgerState(), Told.of(fates))
+    assert successor.on_feedback(3, retraction, NOW + wait + 1) == []
+    assert successor.lowest()[1] == 3, "read up to there"
+    successor.on_feedback(8, said("f8", "i8"), NOW)
+    assert successor.lowest()[1] == 8
