@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.shared.protocol.jobs import PHASES
 
-__all__ = ["CLOUD_EVENT", "cloud_event"]
+__all__ = ["CLOUD_EVENT", "EVENT_TYPES", "cloud_event"]
 
 CLOUD_EVENT = "application/cloudevents+json"
 """Media type of one."""
@@ -23,6 +23,14 @@ _NAMES = {
     "worker_back": "worker.recovered",
 }
 """Events whose type does not say of what they tell."""
+_OTHERS = (
+    "asked", "blocked", "dead_letter", "dropped", "evaluation", "halted", "ledger_filling", "lineage_forked", "metric",
+    "phase", "settings", "step", "submitted", "tracking",
+)  # fmt: skip
+EVENT_TYPES = tuple(
+    f"rl.{name}.v1" for name in (*(f"job.{phase}" for phase in PHASES), *sorted({*_NAMES.values(), *_OTHERS}))
+)
+"""Types of all events that there are."""
 
 
 def cloud_event(job: str, seq: int, row: Mapping[str, Any]) -> dict[str, Any]:

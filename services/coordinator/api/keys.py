@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Literal
 
@@ -9,10 +10,11 @@ from fastapi import APIRouter, Path, Request
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 from starlette.responses import Response
 
-from penstock.services.coordinator.api.access import BackendDep
+from penstock.services.coordinator.api.access import Backend, BackendDep
 from penstock.services.coordinator.api.bodies import body_schema, read_model
+from penstock.services.coordinator.api.own_models import jobs_named
 from penstock.services.coordinator.api.ratelimit import parse_rate
-from penstock.services.coordinator.api.replies import Json
+from penstock.services.coordinator.api.replies import Flaw, HttpProblem, Json
 from penstock.services.coordinator.api.scopes import require
 from penstock.shared.errors import NotFound
 from penstock.shared.protocol.keys import KeyRecord, Scope
@@ -23,7 +25,8 @@ router = APIRouter(prefix="/v1/keys", tags=["keys"], dependencies=[require("admi
 
 KeyId = Annotated[str, Path(max_length=64, description="Id of a key: 16 hex digits")]
 LONGEST_S = 10 * 365 * 86400
-ModelName = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+ModelName = Annotated[str, StringConstraints(pattern="^[a-z0-9][a-z0-9._-]{0,62}$")]
+_JOB_ID = re.compile("job_[0-9a-f]{32}")
 
 
 class KeyRequest(BaseModel):
@@ -72,6 +75,7 @@ class NewKey(KeyRecord):
     """A key that was just made; ``key`` is shown this once."""
 
     key: str
+    warnings: list[str] = Field([], description="What it reaches only once there is such a job")
 
 
 class KeyList(BaseModel):
@@ -86,13 +90,35 @@ class KeyList(BaseModel):
 async def create_key(request: Request, backend: BackendDep) -> Response:
     """Make a key. Its text is in this reply and nowhere else; a repeated request makes another key."""
     wanted = await read_model(request, KeyRequest)
+    warnings = await _unreached(backend, wanted.models or [])
     scopes = sorted(set(wanted.scopes))
     key, text = await backend.control.keys.create(
         wanted.name, scopes, expires_at=wanted.end, rate_limit=wanted.rate_limit, models=wanted.models,
         max_weight=wanted.max_weight,
     )  # fmt: skip
-    body = NewKey(**key.shown().model_dump(), key=text)
+    body = NewKey(**key.shown().model_dump(), key=text, warnings=warnings)
     return Json(body, 201, {"Location": f"/v1/keys/{key.id}", "Cache-Control": "no-store"})
+
+
+async def _unreached(backend: Backend, models: list[str]) -> list[str]:
+    """What is to be said of models that no job has; a name may come with a job, an id does not come any more.
+
+    Raises:
+        HttpProblem: 422, the id of a job that does not exist.
+    """
+    if not models:
+        return []
+    jobs = await jobs_named(backend, frozenset(models))
+    known = {name for job in jobs for name in (job.id, job.name)}
+    flaws = [
+        Flaw(pointer=f"/models/{place}", detail=f"there is no job '{name}', and none will get this id")
+        for place, name in enumerate(models)
+        if name not in known and _JOB_ID.fullmatch(name)
+    ]
+    if flaws:
+        detail = f"the body is not valid: {flaws[0].pointer}: {flaws[0].detail}"
+        raise HttpProblem(422, "invalid_body", detail, errors=flaws)
+    return [f"models: there is no job named '{name}' yet" for name in models if name not in known]
 
 
 @router.get("", response_model=KeyList)

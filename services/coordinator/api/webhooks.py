@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Awaitable
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from penstock.services.coordinator.api.access import BackendDep
@@ -16,6 +17,7 @@ from penstock.services.coordinator.api.idempotency import token_of
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem, Json
 from penstock.services.coordinator.api.scopes import require
 from penstock.shared.errors import ConfigError
+from penstock.shared.protocol.cloudevents import EVENT_TYPES
 from penstock.shared.protocol.webhooks import DEFAULT_TYPES, DeliveryState, StoredWebhook, WebhookRecord
 
 __all__ = ["router"]
@@ -24,7 +26,19 @@ router = APIRouter(prefix="/v1/webhooks", tags=["webhooks"])
 READ, WRITE = [require("jobs:read")], [require("jobs:write")]
 
 WebhookId = Annotated[str, Path(pattern="^wh_[0-9a-f]{32}$", description="wh_ and 32 hex digits")]
-EventType = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_.]{0,62}\*?$")]
+
+
+def _exists(kind: str) -> str:
+    """A type that an event has, or the beginning of one."""
+    start = kind.removesuffix("*")
+    if kind in EVENT_TYPES or (kind != start and any(one.startswith(start) for one in EVENT_TYPES)):
+        return kind
+    near = difflib.get_close_matches(kind, EVENT_TYPES, n=1, cutoff=0.5)
+    hint = f"did you mean '{near[0]}'? " if near else ""
+    raise ValueError(f"no event has the type '{kind}'; {hint}there are: {', '.join(EVENT_TYPES)}")
+
+
+EventType = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_.]{0,62}\*?$"), AfterValidator(_exists)]
 Types = Annotated[list[EventType], Field(min_length=1, max_length=32)]
 Url = Annotated[str, Field(min_length=1, max_length=2000)]
 Text = Annotated[str, Field(max_length=200)]

@@ -47,6 +47,8 @@ def create(
     else:
         typer.echo(made.key)
         note(f"key {made.id} '{name}' may: {', '.join(made.scopes)}; keep it, it is not shown again")
+        for text in made.warnings:
+            note(f"warning: {text}")
 
 
 @app.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
+from penstock.services.coordinator.webhooks.address import check_url
 from penstock.shared.config.graders import AnyGrader, StringCheckGrader, parts_of
 from penstock.shared.config.slots import fill_slots
 from penstock.shared.errors import ConfigError, NotFound, Unavailable
@@ -80,7 +81,8 @@ class WebhooksInMemory:
         return list(self.stored.values())
 
     async def change(self, id: str, changes: dict[str, Any]) -> StoredWebhook:
-        self._check(changes.get("url", ""))
+        if "url" in changes:
+            self._check(changes["url"])
         self.stored[id] = (await self.find(id)).model_copy(update=changes)
         return self.stored[id]
 
@@ -99,6 +101,7 @@ class WebhooksInMemory:
     def _check(url: str) -> None:
         if "refused.example" in url:
             raise ConfigError("a private address")
+        check_url(url, private=False)
 
 
 class GradersInMemory:

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from fastapi.routing import APIRoute
+from typer.testing import CliRunner
 
+from penstock.cli import app as cli
 from penstock.services.coordinator.api.app import ROUTERS
 from penstock.services.coordinator.api.scopes import check_of, scope_of
 from penstock.shared.protocol.keys import SCOPES
@@ -144,3 +146,22 @@ async def test_no_such_key_may_do_everything(connect: Any) -> None:
     async with connect() as client:
         reply = await client.post("/v1/keys", json={"name": "k", "scopes": ["jobs:read", "admin"], "models": ["a"]})
         assert (reply.status_code, "reaches others" in reply.json()["detail"]) == (422, True)
+
+
+async def test_models_that_no_job_has(connect: Any, served: Any, job: Any) -> None:
+    """A name may come with a job, which is said; what no job can ever have is refused."""
+    async with connect() as client:
+        id = (await client.post("/v1/jobs", json=job)).json()["id"]
+        for wrong, detail in (
+            (f"job_{'0' * 32}", "there is no job"), ("My Model", "should match pattern"), (f"{id}@3", "should match"),
+        ):  # fmt: skip
+            body = {"name": "k", "scopes": ["jobs:read"], "models": [job["name"], wrong]}
+            reply = await client.post("/v1/keys", json=body)
+            flaw = reply.json()["errors"][0]
+            assert (reply.status_code, flaw["pointer"], detail in flaw["detail"]) == (422, "/models/1", True), wrong
+        body = {"name": "k", "scopes": ["jobs:read"], "models": [job["name"], id, "later"]}
+        made = (await client.post("/v1/keys", json=body)).json()
+        assert made["warnings"] == ["models: there is no job named 'later' yet"]
+    words = ["keys", "create", "k", "--scopes", "jobs:read", "--models", "later"]
+    told = CliRunner().invoke(cli, words, env={"PENSTOCK_URL": served.url})
+    assert (told.exit_code, "warning: models: there is no job named 'later' yet" in told.stderr) == (0, True)

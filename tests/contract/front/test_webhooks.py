@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +15,11 @@ from typer.testing import CliRunner
 
 from penstock.cli import app as cli
 from penstock.client import AsyncClient, Client
+from penstock.services import coordinator
 from penstock.services.coordinator.webhooks import address
 from penstock.services.coordinator.webhooks.address import check_url, reachable_address
 from penstock.shared.errors import ConfigError, NotFound, Unavailable
+from penstock.shared.protocol.cloudevents import EVENT_TYPES, cloud_event
 from penstock.shared.protocol.webhooks import DEFAULT_TYPES
 
 
@@ -58,7 +62,11 @@ async def test_a_retry_after_a_lost_reply_makes_no_second_one(connect: Any) -> N
 BAD = [
     ({"url": "https://refused.example"}, "/url"),
     ({"url": "https://e.example", "types": []}, "/types"),
+    ({"url": "ftp://e.example"}, "/url"),
+    ({"url": "http://10.0.0.1/x"}, "/url"),
     ({"url": "https://e.example", "types": ["RL!"]}, "/types/0"),
+    ({"url": "https://e.example", "types": ["rl.*", "rl.job.done.v1"]}, "/types/1"),
+    ({"url": "https://e.example", "types": ["rl.jobs.*"]}, "/types/0"),
     ({"url": "https://e.example", "job": "job_1"}, "/job"),
     ({"types": ["rl.*"]}, "/url"),
     ({"url": "https://e.example", "secret": "x"}, "/secret"),
@@ -70,6 +78,39 @@ async def test_bad_webhooks(connect: Any) -> None:
         for body, pointer in BAD:
             reply = await client.post("/v1/webhooks", json=body)
             assert (reply.status_code, reply.json()["errors"][0]["pointer"]) == (422, pointer), body
+        detail = (
+            await client.post("/v1/webhooks", json={"url": "https://e.example", "types": ["rl.job.fail.v1"]})
+        ).json()
+        assert "did you mean 'rl.job.failed.v1'? there are: rl.job.pending.v1, " in detail["errors"][0]["detail"]
+        hook = (
+            await client.post("/v1/webhooks", json={"url": "https://e.example", "types": list(EVENT_TYPES[:32])})
+        ).json()
+        assert (await client.patch(f"/v1/webhooks/{hook['id']}", json={"types": ["rl.x.v1"]})).status_code == 422
+
+
+def test_every_event_that_is_told_has_a_known_type() -> None:
+    """Types as the coordinator's code spells them: in calls of ``event``, and in rows that it publishes itself.
+
+    ``reset`` is a sign of a stream and no event.
+    """
+    found = {"worker_lost", "worker_back"}  # Absence.type
+    for path in Path(coordinator.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            kind: ast.expr | None = None
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "event":
+                kind = node.args[1] if len(node.args) == 3 else None
+            elif isinstance(node, ast.Dict):
+                row = {
+                    key.value: value
+                    for key, value in zip(node.keys, node.values, strict=True)
+                    if isinstance(key, ast.Constant)
+                }
+                kind = row.get("type") if "level" in row else None
+            if isinstance(kind, ast.Constant):
+                found.add(str(kind.value))
+    assert {"asked", "checkpoint", "dropped", "evaluation", "phase", "submitted"} <= found
+    told = {cloud_event("job_1", 1, {"time": 0.0, "type": name, "message": ""})["type"] for name in found - {"reset"}}
+    assert told <= set(EVENT_TYPES)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +174,9 @@ async def test_both_clients_and_the_command_line(served: Any) -> None:
     def run(*words: str) -> Any:
         return CliRunner().invoke(cli, ["webhooks", *words], env={"PENSTOCK_URL": served.url})
 
-    assert run("create", "https://away.example", "--types", "rl.job.*, rl.checkpoint.v1").stdout.startswith("whsec_")
+    assert run("create", "https://away.example", "--types", "rl.job.*, rl.checkpoint.created.v1").stdout.startswith(
+        "whsec_"
+    )
     (id,) = [word for word in run("ls").stdout.split() if word.startswith("wh_")]
     assert run("test", id).exit_code == 1
     assert run("disable", id).exit_code == 0

@@ -38,9 +38,10 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewKey(Key, frozen=True, kw_only=True):
-    """A key that was just made; its text is ``key``, shown this once."""
+    """A key that was just made; its text is ``key``, shown this once. ``warnings``: what it does not reach yet."""
 
     key: str
+    warnings: list[str] = []
 
 
 class Webhook(msgspec.Struct, frozen=True, kw_only=True):
