@@ -69,6 +69,9 @@ class OnlineConfig(StrictModel):
     """Feedback whose interaction does not appear within this time expires."""
     idle_ttl_s: float = Field(1800.0, gt=0)
     """An episode without a request for this long is over."""
+    episodes: Literal["named", "found"] = "named"
+    """What is credited as one episode: turns that name theirs; or also a conversation that nobody named, found by its
+    messages: each answer to a chat then waits for the end of its episode, as those of named ones do."""
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount of later rewards along the branches of an episode."""
     balance: Literal["episodes", "trajectories"] = "episodes"

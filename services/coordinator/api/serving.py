@@ -36,6 +36,9 @@ class Served:
     """Whose conversations are trained on."""
     strict_recording: bool = False
     """Whether an answer that is not recorded is none."""
+    found_episodes_s: float = 0.0
+    """So long after an answer a chat that goes on from it is a turn of its episode where nobody names one; 0: then what
+    nobody named is credited answer by answer, whatever episode it is shown in."""
     promoted_at: int | None = None
     """Since when the version is served (Unix seconds), of a job with a promotion gate."""
 

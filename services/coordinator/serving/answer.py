@@ -40,6 +40,8 @@ class Answer:
         """Where the client asks again by itself: what its tries have in common."""
         self.noted = ""
         """The id under which it is noted that this is read here."""
+        self.conversation: tuple[str, ...] = ()
+        """Whose chat it is, where one that goes on from it belongs to its episode."""
         self.given_up = False
         """Nobody waits for it any more."""
         self.end: asyncio.TimerHandle | None = None

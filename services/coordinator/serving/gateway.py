@@ -21,7 +21,7 @@ from penstock.services.coordinator.serving.handover import Notes
 from penstock.services.coordinator.serving.models import ModelTable
 from penstock.services.coordinator.serving.replicas import Replicas
 from penstock.services.coordinator.serving.retries import Retries, key_of
-from penstock.services.coordinator.serving.threads import Threads
+from penstock.services.coordinator.serving.threads import KEEP_S, Threads
 from penstock.shared import errors
 from penstock.shared.errors import PenstockError, ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
@@ -141,10 +141,9 @@ class Gateway:
 
     async def remember(self, answer: Answer, message: dict[str, object]) -> None:
         """See ``Serving.remember``."""
-        request = answer.request
-        if request.alone and request.kind == "chat":
-            owner = (answer.served.job, request.key_id, request.user)
-            await self._threads.remember(owner, request.messages, message, request.episode)
+        if answer.conversation:
+            request = answer.request
+            await self._threads.remember(answer.conversation, request.messages, message, request.episode)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -158,10 +157,12 @@ class Gateway:
         if record is not None and not record.user:  # opened by an earlier version, which kept the name as it was sent
             tags = named_tags(tags, self._pseudonym)
         user = self._pseudonym(ask.user) or (record.user if record is not None else "") or tags.get(USER_TAG, "")
+        objects = objection(self._consent_of(user), ask.served.consent)
+        conversation, found_s = _conversation(ask, user, objects)
         episode = ask.episode
-        if not episode and draft.kind == "chat":
-            episode = await self._threads.find((job, draft.key_id, user), draft.messages)
-        untrainable = draft.untrainable or objection(self._consent_of(user), ask.served.consent)
+        if conversation:
+            episode = await self._threads.find(conversation, draft.messages, found_s or KEEP_S)
+        untrainable = draft.untrainable or objects
         episode = episode or f"ep_{new_marked_id(job)}"
         canary = _canary_of(ask.served, bare_id(episode) or f"{draft.key_id} {episode}")
         sampling = draft.sampling
@@ -170,11 +171,14 @@ class Gateway:
             sampling = replace(sampling, temperature=ask.served.temperature)
         request = replace(
             draft, ids=self._new_ids(job, ask.num_prompts * draft.n), gateway=self.id, user=user,
-            episode=episode, alone=not ask.episode, untrainable=untrainable or ("" if canary < 0 else CANARY),
+            episode=episode, alone=not ask.episode and not (conversation and found_s),
+            untrainable=untrainable or ("" if canary < 0 else CANARY),
             split="val" if record is not None and record.split == "val" else draft.split,
             sampling=sampling, tags=tags | named_tags(draft.tags, self._pseudonym), canary=canary,
         )  # fmt: skip
-        return Answer(ask.served, request)
+        answer = Answer(ask.served, request)
+        answer.conversation = conversation
+        return answer
 
     def _new_ids(self, job: str, number: int) -> list[str]:
         return [new_marked_id(job) for _ in range(number)]
@@ -348,6 +352,20 @@ def _tags(record: EpisodeRecord | None) -> dict[str, str]:
     if record is None:
         return {}
     return record.tags if record.group_id is None else {**record.tags, "group_id": record.group_id}
+
+
+def _conversation(ask: Ask, user: str, objects: str) -> tuple[tuple[str, ...], float]:
+    """``(whose chat a request is that names no episode, how old an answer it goes on from may be)``; 0: see ``Served``.
+
+    Where such chats are credited as episodes, what is not recorded or not trained on is no part of one.
+    """
+    draft, found_s = ask.draft, ask.served.found_episodes_s
+    owner = (ask.served.job, draft.key_id, user)
+    if ask.episode or draft.kind != "chat":
+        return (), 0.0
+    if not found_s:
+        return owner, 0.0
+    return ((*owner, "found"), found_s) if draft.store and not objects else ((), found_s)
 
 
 def _canary_of(served: Served, conversation: str) -> int:

@@ -64,7 +64,8 @@ class ModelTable:
                 temperature=config.sampling.temperature, generation=record.generation, canary=_canary(record),
                 forced_sampling=(online or OnlineConfig()).forced_sampling,
                 consent=(online or OnlineConfig()).consent,
-                strict_recording=(online or OnlineConfig()).strict_recording, promoted_at=_promoted_at(record),
+                strict_recording=(online or OnlineConfig()).strict_recording,
+                found_episodes_s=_found_episodes_s(online), promoted_at=_promoted_at(record),
             )  # fmt: skip
 
     def rows(self) -> list[Served]:
@@ -88,6 +89,11 @@ class ModelTable:
             names = ", ".join(served.name for served in self.rows()[:20]) or "none"
             raise NotFound(f"no running job serves a model '{name[:80]}'; models: {names}")
         return found
+
+
+def _found_episodes_s(online: OnlineConfig | None) -> float:
+    """Half of the time after which an episode is over: an answer that is asked for in time ends in time."""
+    return online.idle_ttl_s / 2 if online is not None and online.episodes == "found" else 0.0
 
 
 def _promoted_at(record: JobRecord) -> int | None:

@@ -18,7 +18,7 @@ from penstock.shared.errors import Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.transport.bus import Bus
 
-__all__ = ["Threads"]
+__all__ = ["KEEP_S", "Threads"]
 
 KEEP_S = 1800.0
 """As long as entries of the bucket live."""
@@ -34,26 +34,30 @@ class Threads:
     def __init__(self, bus: Bus) -> None:
         self._kv = bus.kv(subjects.ANSWERS)
         self._episodes: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
+        """By digest, with the time of the answer."""
 
-    async def find(self, owner: Sequence[str], messages: Sequence[dict[str, Any]]) -> str:
+    async def find(
+        self, owner: Sequence[str], messages: Sequence[dict[str, Any]], within_s: float = KEEP_S
+    ) -> str:  # fmt: skip
         """Episode of the longest beginning of ``messages`` that ends in an answer of ours; '' where there is none.
 
-        Of answers that were given elsewhere the newest one counts.
+        Of answers that were given elsewhere the newest one counts. Answers from before ``within_s`` are none.
         """
+        within_s = min(within_s, KEEP_S)
         found, newest = "", b""
         for message, digest in _digests(owner, messages):
             if message.get("role") == "assistant":
                 newest, known = digest, self._episodes.get(digest)
-                if known is not None and known[0] > time.monotonic():
+                if known is not None and known[0] + within_s > time.monotonic():
                     found = known[1]
-        return found or (await self._ask(newest) if newest else "")
+        return found or (await self._ask(newest, within_s) if newest else "")
 
     async def remember(
         self, owner: Sequence[str], messages: Sequence[dict[str, Any]], answer: dict[str, Any], episode: str
     ) -> None:
         """``answer`` to ``messages`` was given in ``episode``: from now on every replica finds it."""
         *_, (_, digest) = _digests(owner, [*messages, answer])
-        self._episodes[digest] = time.monotonic() + KEEP_S, episode
+        self._episodes[digest] = time.monotonic(), episode
         self._episodes.move_to_end(digest)
         while len(self._episodes) > MAX_THREADS:
             self._episodes.popitem(last=False)
@@ -61,11 +65,12 @@ class Threads:
             async with asyncio.timeout(ASK_S):
                 await self._kv.put(_name(digest), episode.encode())
 
-    async def _ask(self, digest: bytes) -> str:
+    async def _ask(self, digest: bytes, within_s: float) -> str:
         with contextlib.suppress(Unavailable, TimeoutError):
             async with asyncio.timeout(ASK_S):
                 entry = await self._kv.get(_name(digest))
-                return entry.value.decode() if entry is not None and entry.value is not None else ""
+                is_young = entry is not None and entry.time + within_s > time.time()
+                return entry.value.decode() if is_young and entry is not None and entry.value is not None else ""
         return ""
 
 
