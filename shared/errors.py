@@ -4,6 +4,7 @@
 
     PenstockError
     ├── ConfigError (ValueError)        the user's file, flag or environment is wrong
+    │   └── ConstraintError             an answer cannot be made to have the form that a request asks for
     ├── DataError (ValueError)          a data set cannot be read; names the file and the line
     ├── ProtocolError (ValueError)      bytes from the wire break the contract; never guessed, dead-lettered
     │   └── FrameError                  a tensor frame is malformed
@@ -30,6 +31,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "Conflict",
+    "ConstraintError",
     "DataError",
     "DeadlineError",
     "DiskFull",
@@ -54,6 +56,10 @@ class PenstockError(Exception):
 
 class ConfigError(PenstockError, ValueError):
     """A job file, a flag or an environment variable is wrong."""
+
+
+class ConstraintError(ConfigError):
+    """No answer can have the form that a request asks for: its schema is wrong, or nobody can keep to it."""
 
 
 class DataError(PenstockError, ValueError):

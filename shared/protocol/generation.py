@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 __all__ = [
     "Caps",
+    "Constraint",
     "GenRequest",
     "GenResult",
     "Likely",
@@ -58,12 +59,27 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     end: int
 
 
+class Constraint(msgspec.Struct, frozen=True, kw_only=True):
+    """The form of an answer: JSON of a schema, calls of some tools, or, with both, either of them.
+
+    Schemas are JSON. ``asked_by`` is the field of the request that asks for it.
+    """
+
+    asked_by: Literal["response_format", "tool_choice"]
+    json_schema: str = ""
+    tools: tuple[tuple[str, str], ...] = ()
+    """Name and schema of the arguments of those that may be called."""
+    parallel: bool = True
+    """Whether several calls may follow each other."""
+
+
 class GenRequest(msgspec.Struct, frozen=True, kw_only=True):
     """``n`` completions of one prompt. Sample i uses seed + i: a result depends on prompt, seed and weights only.
 
     ``top_logprobs`` tokens are reported at each position beside the sampled one. The prompt of a request may go on from
     what the last one of the same ``session`` ended with (n = 1): an engine that kept its cache computes only the rest.
-    After the ``last`` one nothing is kept.
+    After the ``last`` one nothing is kept. ``constraint``: only tokens are drawn that keep to it; log-probs remain
+    those of the policy. The last ``answered`` tokens of the prompt are a begun answer that it is the form of.
     """
 
     request_id: str
@@ -73,6 +89,8 @@ class GenRequest(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: int = 0
     session: str = ""
     last: bool = False
+    constraint: Constraint | None = None
+    answered: int = 0
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock.shared.protocol.generation import Span
+from penstock.shared.protocol.generation import Constraint, Span
 
 __all__ = [
     "SIGN_EVERY_S",
@@ -66,6 +66,7 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     likeliest tokens to report beside each, -1 for no log-probs at all. Without ``stream`` a choice is sent whole.
     ``alone``: the client named no episode. ``wanted``: the choices to answer, where not all of them. ``canary``: the
     version on trial that answers this conversation, -1: none does; where a worker does not have it, the one served.
+    ``constraint``: the form that each choice must have.
     """
 
     ids: list[str]
@@ -77,6 +78,7 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompts: list[str | list[int]] = []
     n: int = 1
     sampling: ClientSampling
+    constraint: Constraint | None = None
     logprobs: int = -1
     echo: bool = False
     stream: bool = True

@@ -14,6 +14,7 @@ from penstock.shared.protocol.inference import ToolCall
 
 __all__ = [
     "CANARY",
+    "CONSTRAINED",
     "EPISODE_HEADER",
     "MAX_TURNS",
     "NOT_COMPARED",
@@ -43,6 +44,8 @@ CANARY = "canary"
 """Why an answer to a conversation is not trained on that a version on trial answers."""
 NOT_COMPARED = "canary_not_compared"
 """As ``CANARY``, of an answer that could not be trained on anyway: its reward says nothing of the trial either."""
+CONSTRAINED = "constrained"
+"""Why an answer is not trained on-policy that had to have a given form: a mask chose its tokens, with the policy."""
 USER_TAG = "user_id"
 """The tag that names a user; stored as an HMAC, wherever it comes from."""
 EPISODE_HEADER = "Penstock-Episode"
@@ -87,6 +90,8 @@ class Interaction(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[float]
     spans: list[Span]
     sampling: Sampling
+    constraint: Literal["", "response_format", "tool_choice"] = ""
+    """The field of the request that prescribed the form of the answer; its log-probs are the policy's all the same."""
     finish: FinishReason
     template: str
     """Digest of tokenizer and chat template."""

@@ -11,8 +11,10 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from penstock.services.coordinator.api.completion_form import constraint_of
 from penstock.services.coordinator.api.completion_metadata import MAX_USER, RequestMetadata
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem
+from penstock.shared.protocol.generation import Constraint
 from penstock.shared.protocol.inference import ClientSampling, InferenceRequest
 
 __all__ = ["EPISODE", "ChatBody", "CompletionBody", "draft_of", "episode_of"]
@@ -72,7 +74,7 @@ class _Body(BaseModel):
     repetition_penalty: float | None = Field(None, description="Only 1")
     min_p: float | None = Field(None, description="Only 0")
     logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Bias] | None = Field(None, max_length=1024)
-    response_format: dict[str, Any] | None = Field(None, description="Only `text`")
+    response_format: dict[str, Any] | None = Field(None, description="`text`, `json_object` or `json_schema`")
 
     @property
     def stops(self) -> list[str]:
@@ -95,9 +97,12 @@ class _Body(BaseModel):
         asked = {
             "repetition_penalty": self.repetition_penalty not in (None, 1),
             "min_p": self.min_p not in (None, 0),
-            "response_format": (self.response_format or {}).get("type", "text") != "text",
         }
         return next((name for name, wanted in asked.items() if wanted), None)
+
+    def form(self) -> Constraint | None:
+        """What the answer must look like. Raises HttpProblem: 400."""
+        return constraint_of(self.response_format)
 
 
 class Message(BaseModel):
@@ -118,7 +123,10 @@ class ChatBody(_Body):
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: Objects | None = None
-    tool_choice: str | dict[str, Any] | None = Field(None, description="Only `auto` and `none`")
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description="`auto`, `none`, `required`, or the function that is to be called"
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: a forced call is one call")
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
@@ -128,9 +136,14 @@ class ChatBody(_Body):
 
     def unsupported(self) -> str | None:
         """See ``_Body.unsupported``."""
-        if self.tool_choice not in (None, "auto", "none"):
-            return "tool_choice"
         return "max_tokens" if self.max_tokens == 0 else super().unsupported()
+
+    def form(self) -> Constraint | None:
+        """See ``_Body.form``."""
+        return constraint_of(
+            self.response_format, tools=self.tools, tool_choice=self.tool_choice,
+            parallel=self.parallel_tool_calls is not False,
+        )  # fmt: skip
 
 
 class CompletionBody(_Body):
@@ -185,6 +198,11 @@ def draft_of(body: ChatBody | CompletionBody, raw: bytes, headers: Mapping[str, 
     if name is not None:
         detail = f"'{name}' with this value is not supported"
         raise HttpProblem(400, "unsupported_parameter", detail, errors=[Flaw(pointer=f"/{name}", detail=detail)])
+    form = body.form()
+    beside = {"min_tokens": bool(body.min_tokens), "ignore_eos": bool(body.ignore_eos)} if form is not None else {}
+    for field in (field for field, wanted in beside.items() if wanted):
+        detail = f"'{field}' cannot be combined with an answer of a given form, which ends where that does"
+        raise HttpProblem(400, "unsupported_parameter", detail, errors=[Flaw(pointer=f"/{field}", detail=detail)])
     about = body.about
     side = headers.get("x-turn-type", "").lower() == "side"
     return InferenceRequest(
@@ -193,6 +211,7 @@ def draft_of(body: ChatBody | CompletionBody, raw: bytes, headers: Mapping[str, 
         **_asked(body),
         n=body.n or 1,
         sampling=_sampling(body),
+        constraint=form,
         logprobs=body.wanted_logprobs,
         stream=bool(body.stream),
         store=body.store is not False,

@@ -13,10 +13,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.services.coordinator.api.completion_format import Format
-from penstock.services.coordinator.api.replies import HttpProblem, from_error, problem_response
+from penstock.services.coordinator.api.replies import Flaw, HttpProblem, from_error, problem_response
 from penstock.services.coordinator.api.serving import Answer, Serving
 from penstock.services.coordinator.api.sse import HEADERS
-from penstock.shared.errors import ConfigError, PenstockError, ProtocolError
+from penstock.shared.errors import ConfigError, ConstraintError, PenstockError, ProtocolError
+from penstock.shared.protocol.generation import Constraint
 from penstock.shared.protocol.inference import Chunk
 from penstock.shared.runtime import metrics
 
@@ -73,7 +74,7 @@ class CompletionReply(Response):
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             self._check_recorded()
         except PenstockError as error:
-            problem = as_problem(error)
+            problem = as_problem(error, self._answer.request.constraint)
             broken = {"error": {"message": problem.detail, "type": "server_error", "code": problem.code, "param": None}}
             await send({"type": "http.response.body", "body": b"data: " + orjson.dumps(broken) + b"\n\n"})
             return
@@ -86,7 +87,9 @@ class CompletionReply(Response):
                 pass
             self._check_recorded()
         except PenstockError as error:
-            await problem_response(as_problem(error), scope["path"])(scope, _nothing, send)
+            await problem_response(as_problem(error, self._answer.request.constraint), scope["path"])(
+                scope, _nothing, send
+            )
             return
         await self._finished()
         body = orjson.dumps(self._format.whole(self._chunks))
@@ -125,8 +128,11 @@ class CompletionReply(Response):
         await send({"type": "http.response.start", "status": status, "headers": headers})
 
 
-def as_problem(error: PenstockError) -> HttpProblem:
-    """An error of a request as OpenAI's clients know it: 400 for a prompt that cannot be answered."""
+def as_problem(error: PenstockError, constraint: Constraint | None = None) -> HttpProblem:
+    """An error of a request as OpenAI's clients know it: 400 for a prompt or a form that cannot be answered."""
+    if isinstance(error, ConstraintError) and constraint is not None:
+        flaw = Flaw(pointer=f"/{constraint.asked_by}", detail=str(error))
+        return HttpProblem(400, "invalid_schema", f"{constraint.asked_by}: {error}", errors=[flaw])
     if isinstance(error, ProtocolError):
         return HttpProblem(413, "too_large", str(error))
     if isinstance(error, ConfigError):

@@ -280,7 +280,7 @@ async def _answer(
     try:
         answer = await serving.open(ask)
     except PenstockError as error:
-        raise as_problem(error) from None
+        raise as_problem(error, draft.constraint) from None
     usage = bool(body.stream_options and body.stream_options.include_usage)
     kind = ChatFormat if isinstance(body, ChatBody) else TextFormat
     return CompletionReply(serving, answer, kind(answer, bool(body.return_token_ids), usage))

@@ -9,10 +9,11 @@ from typing import Literal
 
 from penstock.shared.config.online import Level, MetricConfig, OnlineConfig
 from penstock.shared.config.online_job import OnlineJob
-from penstock.shared.protocol.interaction import CANARY, Feedback, Interaction
+from penstock.shared.protocol.interaction import CANARY, CONSTRAINED, Feedback, Interaction
 from penstock.shared.protocol.objective import Objective
 
 __all__ = [
+    "DRAWN_OTHERWISE",
     "MASKED",
     "UNFINISHED",
     "Decision",
@@ -36,7 +37,9 @@ STALE, TRUNCATED, UNFINISHED = "stale", "truncated", "unfinished"
 MASKED = frozenset({TRUNCATED, UNFINISHED})
 """Why the tokens of what is admitted are in no loss, while its reward is in the baseline."""
 NOT_REPLAYABLE = "sampling_not_replayable"
-IMITABLE = frozenset({STALE, NOT_REPLAYABLE, "other_temperature"})
+DRAWN_OTHERWISE = frozenset({NOT_REPLAYABLE, CONSTRAINED})
+"""The policy's weights, but another distribution than the one that the trainer computes."""
+IMITABLE = frozenset({STALE, *DRAWN_OTHERWISE, "other_temperature"})
 """Why the policy loss may not use an answer that can be imitated all the same."""
 HIGHEST_LOGPROB = 1e-6
 """Log-probs above this are no log-probs."""
@@ -134,7 +137,8 @@ def refusal_of(interaction: Interaction, job: OnlineJob) -> str:
     """Why an interaction is never trained on, whatever is said of it; '' where nothing speaks against it."""
     tokens = len(interaction.token_ids)
     finite = all(math.isfinite(value) and value <= HIGHEST_LOGPROB for value in interaction.logprobs)
-    forbidden = bool(interaction.untrainable) and interaction.untrainable != NOT_REPLAYABLE
+    drawn_otherwise = interaction.untrainable if interaction.untrainable in DRAWN_OTHERWISE else ""
+    forbidden = bool(interaction.untrainable) and not drawn_otherwise
     checks = {
         interaction.untrainable if forbidden else "": forbidden,
         f"split_{interaction.split}": interaction.split != "train",
@@ -143,7 +147,7 @@ def refusal_of(interaction: Interaction, job: OnlineJob) -> str:
         "completion_too_long": tokens > job.sampling.max_new_tokens,
         "lengths_differ": len(interaction.logprobs) != tokens or not _covers(interaction, tokens),
         "not_finite": not finite,
-        NOT_REPLAYABLE: interaction.untrainable == NOT_REPLAYABLE,
+        drawn_otherwise or NOT_REPLAYABLE: bool(drawn_otherwise),
         "other_temperature": interaction.sampling.temperature <= 0,  # any other one is trained at
         TRUNCATED: _is_cut(interaction) and job.online.truncated == "leave_out",
     }

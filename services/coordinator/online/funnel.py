@@ -24,7 +24,7 @@ REASONS = frozenset(
         "stale", "no_feedback", "opted_out", "no_consent", "sampling_not_replayable", "other_temperature", "side_turn",
         "train_false", "split_val", "canary", "canary_not_compared", "redacted", "client_disconnected", "truncated",
         "episode_over", "too_many_turns", "too_many_waiting", "job_ended", "no_tokens", "prompt_too_long",
-        "completion_too_long", "lengths_differ", "not_finite", "rolled_back", "over_share",
+        "completion_too_long", "constrained", "lengths_differ", "not_finite", "rolled_back", "over_share",
     }
 )  # fmt: skip
 """Values of the label; others are `other`, for each value is a series for good."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 import msgspec
 
 from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.online.admission import DRAWN_OTHERWISE
 from penstock.services.coordinator.online.credit import Item
 from penstock.services.coordinator.online.episode import UNKNOWN
 from penstock.services.coordinator.online.holdings import Holdings
@@ -326,7 +327,7 @@ class Offers:
             checks["completion_too_long"] = any(r.num_tokens > self._job.sampling.max_new_tokens for r in records)
         for record in records:
             checks |= {
-                record.untrainable: record.untrainable not in ("", "sampling_not_replayable", "client_disconnected"),
+                record.untrainable: record.untrainable not in ("", *DRAWN_OTHERWISE, "client_disconnected"),
                 f"split_{record.split}": record.split != "train",
             }
         return next((reason for reason, found in checks.items() if found), "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from penstock.services.rollout.engines.base import Engine, UpdateMode
+from penstock.services.rollout.engines.constraint import Grammars
 from penstock.services.rollout.engines.embedded import EmbeddedEngine
 from penstock.shared.config.model import ModelConfig
 from penstock.shared.errors import ConfigError
@@ -47,15 +48,18 @@ def open_engine(
     def detokenize(token_ids: list[int]) -> str:
         return str(tokenizer.decode(token_ids, skip_special_tokens=False))
 
+    stop_ids = stop_token_ids(tokenizer, model)
+    vocab_size = model.get_output_embeddings().weight.shape[0]
     return EmbeddedEngine(
         model,
         max_running=max_running,
-        stop_ids=stop_token_ids(tokenizer, model),
+        stop_ids=stop_ids,
         detokenize=detokenize,
         version=version,
         digest=digest,
         base=base,
         record_routes=config.replay_bytes_per_token > 0,
+        grammars=Grammars(tokenizer, vocab_size=vocab_size, stop_ids=stop_ids),
     )
 
 

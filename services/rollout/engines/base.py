@@ -8,7 +8,16 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from penstock.services.rollout.held_weights import HeldWeights
-from penstock.shared.protocol.generation import Caps, GenRequest, GenResult, PauseMode, Scores, Token, WeightInfo
+from penstock.shared.protocol.generation import (
+    Caps,
+    Constraint,
+    GenRequest,
+    GenResult,
+    PauseMode,
+    Scores,
+    Token,
+    WeightInfo,
+)
 
 __all__ = ["Engine", "Listener", "UpdateMode"]
 
@@ -60,10 +69,19 @@ class Engine(Protocol):
         loop, when the first completion leaves the queue and joins the batch.
 
         Raises:
-            ConfigError: the request cannot be served by this engine (empty prompt, too long, unknown token).
+            ConfigError: the request cannot be served by this engine (empty prompt, too long, unknown token); a
+                ConstraintError where the form of its answer cannot be kept to.
             Conflict: the id is in use.
             WeightsError: the engine is dirty.
             Unavailable: the engine is closed, asleep or broken.
+        """
+        ...
+
+    async def prepare(self, constraint: Constraint) -> None:
+        """Make ready for answers of a form; ``generate`` does it, too, but says late that it cannot be done.
+
+        Raises:
+            ConstraintError: there can be no such answer here.
         """
         ...
 

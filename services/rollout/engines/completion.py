@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 from numpy.typing import NDArray
 
+from penstock.services.rollout.engines.constraint import Matcher
 from penstock.shared.protocol.generation import Likely, Sample, Sampling, Span
 
 __all__ = ["Completion", "Finish", "Finished", "finished"]
@@ -42,6 +43,8 @@ class Completion:
     top_logprobs: int = 0
     top: list[Likely] = field(default_factory=list)
     """An entry per output token where ``top_logprobs`` is set."""
+    matcher: Matcher | None = None
+    """Says which tokens keep to the form that was asked for."""
 
     def adopt(self, version: int, num_output: int) -> None:
         """Tokens from ``num_output`` on are produced by ``version``."""
@@ -63,7 +66,9 @@ class Finished:
 
 
 def finished(completion: Completion, token_ids: list[int], logprobs: list[float], finish: Finish) -> Finished:
-    """Close a completion; version spans cover every token."""
+    """Close a completion; version spans cover every token. One that lost its form did not stop by itself."""
+    if finish == "stop" and completion.matcher is not None and completion.matcher.stuck:
+        finish = "length"
     ends = [start for _, start in completion.starts[1:]] + [len(token_ids)]
     spans = [
         Span(version, start, end) for (version, start), end in zip(completion.starts, ends, strict=False) if end > start

@@ -15,12 +15,22 @@ from transformers import PreTrainedModel
 from penstock.services.rollout.engines.base import Listener, UpdateMode
 from penstock.services.rollout.engines.batch import Batch, Outcome, TornWeights
 from penstock.services.rollout.engines.completion import Completion
+from penstock.services.rollout.engines.constraint import Grammars
 from penstock.services.rollout.engines.requests import Requests
-from penstock.services.rollout.engines.updates import WeightUpdate, lent
+from penstock.services.rollout.engines.updates import WeightUpdate, drop, lent
 from penstock.services.rollout.held_weights import HeldWeights
 from penstock.shared.errors import ConfigError, Conflict, Unavailable, WeightsError
 from penstock.shared.models.lora import adapter_parameters, base_parameters
-from penstock.shared.protocol.generation import Caps, GenRequest, GenResult, PauseMode, Scores, Token, WeightInfo
+from penstock.shared.protocol.generation import (
+    Caps,
+    Constraint,
+    GenRequest,
+    GenResult,
+    PauseMode,
+    Scores,
+    Token,
+    WeightInfo,
+)
 
 __all__ = ["EmbeddedEngine"]
 
@@ -51,8 +61,9 @@ class EmbeddedEngine:
         digest: str = "",
         base: str = "",
         record_routes: bool = False,
+        grammars: Grammars | None = None,
     ) -> None:
-        self._model = model
+        self._model, self._grammars = model, grammars or Grammars()
         self._max_running = max_running
         self.max_length = max_length or model.config.max_position_embeddings
         self.stop_ids = tuple(sorted(stop_ids))
@@ -67,10 +78,8 @@ class EmbeddedEngine:
         self._driver: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failure: str | None = "not started"
-        self._interrupt = False
         self._paused: PauseMode | None = None
-        self._asleep = False
-        self._dirty = False
+        self._interrupt, self._asleep, self._dirty = False, False, False
         self._version, self._digest, self._base = version, digest, base
         self._update: WeightUpdate | None = None
         self._frozen_at: float | None = None
@@ -104,6 +113,7 @@ class EmbeddedEngine:
             self._driver.cancel()
             await asyncio.wait([self._driver])
         await asyncio.to_thread(self._thread.shutdown)
+        await self._grammars.close()
         self._requests.fail(self._unavailable)
 
     async def health(self) -> dict[str, Any]:
@@ -135,10 +145,11 @@ class EmbeddedEngine:
         self, request: GenRequest, on_token: Listener | None = None, *, on_start: Callable[[], None] | None = None
     ) -> GenResult:
         """Complete a prompt; see ``Engine.generate``."""
+        matchers = await self._grammars.matchers(request)
         self._check(request)
         own = set(request.sampling.stop_token_ids)
         stop_ids = own if request.sampling.ignore_eos else own.union(self.stop_ids)
-        serial, answer = self._requests.open(request, tuple(sorted(stop_ids)), on_token, on_start)
+        serial, answer = self._requests.open(request, tuple(sorted(stop_ids)), on_token, on_start, matchers)
         self._notify(interrupt=self.running < self._max_running)
         try:
             return await answer
@@ -147,6 +158,10 @@ class EmbeddedEngine:
             self._cancelled.add(serial)
             self._notify(interrupt=True)
             raise
+
+    async def prepare(self, constraint: Constraint) -> None:
+        """Compile the form of an answer; see ``Engine.prepare``."""
+        await self._grammars.compile(constraint)
 
     async def score(
         self, token_ids: Sequence[int], *, top_logprobs: int = 0, held: HeldWeights | None = None
@@ -293,7 +308,7 @@ class EmbeddedEngine:
         except WeightsError:
             await self._close_update(failed=update.mode == "in_place")
             raise
-        await asyncio.to_thread(_drop, update.replaced)
+        await asyncio.to_thread(drop, update.replaced)
         if update.base:
             self._base = update.digest
         else:
@@ -383,9 +398,3 @@ class EmbeddedEngine:
     def _notify(self, *, interrupt: bool) -> None:
         self._interrupt = self._interrupt or interrupt
         self._changed.set()
-
-
-def _drop(tensors: list[Tensor]) -> None:
-    """One by one: to free the memory of a whole model at once would hold up every thread."""
-    while tensors:
-        tensors.pop()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
 from penstock.services.rollout.engines.base import Listener
 from penstock.services.rollout.engines.completion import Completion, Finished, finished
+from penstock.services.rollout.engines.constraint import Matcher
 from penstock.shared.errors import Conflict
 from penstock.shared.protocol.generation import GenRequest, GenResult, Sample, Token
 
@@ -58,6 +59,7 @@ class Requests:
         stop_ids: tuple[int, ...],
         on_token: Listener | None = None,
         on_start: Callable[[], None] | None = None,
+        matchers: Sequence[Matcher | None] | None = None,
     ) -> tuple[int, asyncio.Future[GenResult]]:
         """Queue the completions of a request; returns its serial number and the future answer.
 
@@ -77,6 +79,7 @@ class Requests:
             Completion(
                 serial, i, prompt_ids, request.sampling, stop_ids, base + i, streamed=on_token is not None,
                 session=session, keep=bool(session) and not request.last, top_logprobs=request.top_logprobs,
+                matcher=matchers[i] if matchers is not None else None,
             )
             for i in range(request.n)
         )  # fmt: skip

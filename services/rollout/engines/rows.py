@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.services.rollout.engines.completion import Completion, Finish, Finished, finished
+from penstock.services.rollout.engines.constraint import allowed_tokens
 from penstock.services.rollout.engines.sampling import Draws, stream_of
 
 __all__ = ["Rows"]
@@ -81,6 +82,10 @@ class Rows:
         forbidden = None
         if has["minimum"]:
             forbidden = torch.where((length_R < self._minimum_R[rows])[:, None], self._stops_RK[rows], -1)
+        allowed = None
+        if has["constrained"]:
+            matchers = [completion.matcher for completion in self.completions[rows]]
+            allowed = allowed_tokens(matchers, self.tokens_RC[rows], length_R, self._prompt_R[rows], vocab)
         return Draws(
             stream_R=self._stream_R[rows],
             index_R=length_R - self._prompt_R[rows],
@@ -91,6 +96,7 @@ class Rows:
             top_k_R=self._top_k_R[rows] if has["top_k"] else None,
             forbidden_RK=forbidden,
             nudge_RV=self._nudges(start, stop, vocab) if has["nudged"] else None,
+            allowed_RV=allowed,
         )
 
     def _nudges(self, start: int, stop: int, vocab: int) -> Tensor:
@@ -214,5 +220,6 @@ def _features(completion: Completion) -> list[str]:
         "nudged": bool(s.frequency_penalty or s.presence_penalty or s.logit_bias),
         "streamed": completion.streamed,
         "top": completion.top_logprobs > 0,
+        "constrained": completion.matcher is not None,
     }
     return [name for name, present in wanted.items() if present]

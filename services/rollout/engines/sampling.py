@@ -64,12 +64,14 @@ class Draws:
     """Tokens that may not be drawn now; -1 is none."""
     nudge_RV: Tensor | None = None
     """Added to the logits before a token is drawn, and not part of its log-prob."""
+    allowed_RV: Tensor | None = None
+    """Tokens that may be drawn at all; at least one per row."""
 
 
 def draw(logits_RV: Tensor, how: Draws) -> tuple[Tensor, Tensor]:
     """One token per row and its log-probability, float32, under softmax(logits / temperature).
 
-    Truncation (top-p, top-k), nudges and forbidden tokens change what is drawn, not the log-probability.
+    Truncation (top-p, top-k), nudges, forbidden and allowed tokens change what is drawn, not the log-probability.
     """
     logits_RV = logits_RV.float()
     if how.temperature_R1 is not None:
@@ -79,6 +81,8 @@ def draw(logits_RV: Tensor, how: Draws) -> tuple[Tensor, Tensor]:
     if how.nudge_RV is not None:
         nudge_RV = how.nudge_RV if how.temperature_R1 is None else how.nudge_RV / how.temperature_R1
         allowed_RV = torch.log_softmax(logprobs_RV + nudge_RV, -1)
+    if how.allowed_RV is not None:  # normalised: what is left may be so unlikely that its mass would vanish
+        allowed_RV = torch.log_softmax(allowed_RV.masked_fill(~how.allowed_RV, float("-inf")), -1)
     if how.forbidden_RK is not None:
         allowed_RV = _without(allowed_RV, how.forbidden_RK)
     token_R = allowed_RV.argmax(-1) if how.all_greedy else _sample(allowed_RV, how)

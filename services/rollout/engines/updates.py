@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from penstock.services.rollout.engines.base import UpdateMode
 from penstock.shared.errors import WeightsError
 
-__all__ = ["WeightUpdate", "lent"]
+__all__ = ["WeightUpdate", "drop", "lent"]
 
 
 @dataclass(slots=True)
@@ -92,3 +92,9 @@ def _check(name: str, tensor: Tensor, parameter: nn.Parameter | None) -> None:
         raise WeightsError(
             f"'{name}' is {tensor.dtype}{list(tensor.shape)}, the model has {parameter.dtype}{list(parameter.shape)}"
         )
+
+
+def drop(tensors: list[Tensor]) -> None:
+    """One by one: to free the memory of a whole model at once would hold up every thread."""
+    while tensors:
+        tensors.pop()

@@ -14,8 +14,12 @@ __all__ = ["NOT_REPLAYABLE", "as_trained", "replayable", "sampling_for"]
 NOT_REPLAYABLE = "sampling_not_replayable"
 
 
-def sampling_for(config: SamplingConfig, client: ClientSampling, *, num_prompt: int, max_length: int) -> Sampling:
+def sampling_for(
+    config: SamplingConfig, client: ClientSampling, *, num_prompt: int, max_length: int, constrained: bool = False
+) -> Sampling:
     """The client's wishes over the job's defaults; a default length is cut to what is left beside the prompt.
+
+    A ``constrained`` answer ends where its form does, however short it is.
 
     Raises:
         ConfigError: prompt and completion are longer than the model takes.
@@ -28,6 +32,8 @@ def sampling_for(config: SamplingConfig, client: ClientSampling, *, num_prompt: 
             "shorten the prompt or lower max_tokens"
         )
     least = client.min_new_tokens if client.min_new_tokens is not None else config.min_new_tokens
+    if constrained:
+        least = 0
     return Sampling(
         max_new_tokens=most,
         min_new_tokens=min(least, most),

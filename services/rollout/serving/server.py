@@ -38,7 +38,7 @@ from penstock.shared.protocol.inference import (
     InferenceRequest,
     Present,
 )
-from penstock.shared.protocol.interaction import CANARY, NOT_COMPARED
+from penstock.shared.protocol.interaction import CANARY, CONSTRAINED, NOT_COMPARED
 from penstock.shared.runtime import metrics
 from penstock.shared.runtime.tasks import end_tasks, unexpected
 from penstock.shared.transport.bus import Bus
@@ -174,6 +174,8 @@ class InferenceServer:
             if in_hand and in_hand + len(request.ids) > WAITING_PER_SLOT * self.max_running:
                 return pack(InferenceReply(worker=self.id, accepted=False, version=self.version()), job=self.job)
             prompts = await asyncio.to_thread(self._renderer.prompts, request)
+            if request.constraint is not None:
+                await self.engine.prepare(request.constraint)
             live = self._open(request, prompts)
         prompt_ids = [choice.prompt_ids for choice in live.choices[:: request.n]]
         version = self.version() if live.engine is self.engine else request.canary
@@ -188,7 +190,13 @@ class InferenceServer:
         choices = []
         for index in range(len(request.ids)):
             prompt_ids = prompts[index // request.n]
-            sampling = sampling_for(self.sampling, asked, num_prompt=len(prompt_ids), max_length=self.engine.max_length)
+            sampling = sampling_for(
+                self.sampling,
+                asked,
+                num_prompt=len(prompt_ids),
+                max_length=self.engine.max_length,
+                constrained=request.constraint is not None,
+            )
             sampling = replace(sampling, seed=request.sampling.seed + index)
             choices.append(Choice(request, index, prompt_ids, sampling, stop, self._decode, self._spell))
             if index in request.begun:
@@ -261,9 +269,9 @@ class InferenceServer:
         reason = await self._complete(live, choice)
         finish = choice.finished(reason)
         cut = finish == "client_disconnected" and not live.gone
-        untrainable = _untrainable(
-            request.untrainable, broken_off=live.gone or cut, repeatable=replayable(choice.sampling, live.sampling)
-        )
+        repeatable = replayable(choice.sampling, live.sampling)
+        drawn = CONSTRAINED if request.constraint is not None else "" if repeatable else NOT_REPLAYABLE
+        untrainable = _untrainable(request.untrainable, broken_off=live.gone or cut, drawn=drawn)
         recorded = False
         if request.store and choice.token_ids:
             record = choice.interaction(
@@ -317,7 +325,7 @@ class InferenceServer:
 
         wanted = GenRequest(
             request_id=choice.engine_id, prompt_ids=prompt_ids, sampling=sampling,
-            top_logprobs=max(0, request.logprobs),
+            top_logprobs=max(0, request.logprobs), constraint=request.constraint, answered=len(choice.token_ids),
         )  # fmt: skip
         sample = (await engine.generate(wanted, push if request.stream or choice.pauses else None)).samples[0]
         if choice.ended:
@@ -372,13 +380,13 @@ class InferenceServer:
                     self._break_off(live)
 
 
-def _untrainable(asked: str, *, broken_off: bool, repeatable: bool) -> str:
-    """Why an answer may not be trained on: what its request says (``asked``), and how it came to be."""
+def _untrainable(asked: str, *, broken_off: bool, drawn: str) -> str:
+    """Why an answer may not be trained on: what its request says (``asked``), and how it was ``drawn``."""
     if asked == CANARY:
-        return NOT_COMPARED if broken_off or not repeatable else CANARY
+        return NOT_COMPARED if broken_off or drawn else CANARY
     if broken_off:
         return "client_disconnected"
-    return asked if asked or repeatable else NOT_REPLAYABLE
+    return asked or drawn
 
 
 def _failure(request: str, error: BaseException) -> Failure:

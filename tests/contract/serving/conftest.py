@@ -10,8 +10,9 @@ import asyncio
 import re
 import shutil
 import socket
+import string
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +34,9 @@ from penstock.services.coordinator.serving import Gateway
 from penstock.services.coordinator.store import JobStore
 from penstock.services.rollout.session import RolloutSession
 from penstock.shared.config.kinds import parse_training
+from penstock.shared.config.model import ArchitectureConfig, ModelConfig
 from penstock.shared.config.service import ServiceSettings
+from penstock.shared.models import build_model, build_tokenizer
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.interaction import Interaction
@@ -97,6 +100,20 @@ def save_chain(folder: Path, *, away: bool = False) -> None:
                 follower = "<eos>" if away else following.get(word, "<eos>")
                 model.lm_head.weight[WORDS.index(follower), place] = 10.0
     model.save_pretrained(folder)
+
+
+def save_characters(folder: Path) -> None:
+    """A model of random weights that writes characters, and its tokenizer."""
+    config = ModelConfig(
+        config=ArchitectureConfig(
+            arch="qwen2", hidden_size=HIDDEN, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1,
+            max_position_embeddings=2048, tie_word_embeddings=False,
+        ),
+        tokenizer="char", characters=string.printable,
+    )  # fmt: skip
+    tokenizer = build_tokenizer(config)
+    build_model(config, len(tokenizer), seed=0).save_pretrained(folder)
+    tokenizer.save_pretrained(folder / "tokenizer")
 
 
 @dataclass
@@ -221,9 +238,11 @@ async def running_front(bus: Bus, settings: ServiceSettings) -> AsyncIterator[Fr
 
 
 @asynccontextmanager
-async def running_stack(directory: Path, **online: Any) -> AsyncIterator[Stack]:
-    """A stack with one rollout worker that serves version 0 of job `agent`."""
-    save_chain(directory / "model")
+async def running_stack(
+    directory: Path, *, save: Callable[[Path], None] = save_chain, **online: Any
+) -> AsyncIterator[Stack]:
+    """A stack with one rollout worker that serves version 0 of job `agent`, the model that ``save`` makes."""
+    save(directory / "model")
     settings = ServiceSettings(
         worker_id="api-0", host_id="test", data_dir=directory, shm_dir=directory, rate_limit="100000/minute",
     )  # fmt: skip
@@ -287,3 +306,16 @@ async def agent(memory: Path) -> AsyncIterator[Stack]:
 def stack_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Make a stack of the test's own: ``async with stack_of(hold_s=1) as stack``."""
     return lambda **online: running_stack(tmp_path_factory.mktemp("stack"), **online)
+
+
+@pytest.fixture
+def writer_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """As ``stack_of``, over a model that may write anything."""
+    return lambda **online: running_stack(tmp_path_factory.mktemp("stack"), save=save_characters, **online)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def writer(memory: Path) -> AsyncIterator[Stack]:
+    """As ``agent``, over a model that may write anything."""
+    async with running_stack(memory, save=save_characters) as stack:
+        yield stack

@@ -25,8 +25,14 @@ TEXT: dict[str, Any] = {"model": "agent", "prompt": "hi"}
         ("chat/completions", {**CHAT, "max_tokens": 4000}, 400, "context_length_exceeded"),
         ("chat/completions", {**CHAT, "n": 0}, 422, "invalid_body"),
         ("chat/completions", {**CHAT, "top_logprobs": 21, "logprobs": True}, 422, "invalid_body"),
-        ("chat/completions", {**CHAT, "tool_choice": "required"}, 400, "unsupported_parameter"),
-        ("chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, 400, "unsupported_parameter"),
+        ("chat/completions", {**CHAT, "tool_choice": "required"}, 400, "invalid_schema"),
+        ("chat/completions", {**CHAT, "response_format": {"type": "xml"}}, 400, "unsupported_parameter"),
+        (
+            "chat/completions",
+            {**CHAT, "response_format": {"type": "json_object"}},
+            400,
+            "invalid_schema",
+        ),  # no such words
         ("chat/completions", {**CHAT, "repetition_penalty": 1.5}, 400, "unsupported_parameter"),
         ("chat/completions", {**CHAT, "logit_bias": {"x": 1}}, 422, "invalid_body"),
         ("chat/completions", {**CHAT, "logit_bias": {"900": 1}}, 400, "invalid_prompt"),

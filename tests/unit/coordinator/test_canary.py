@@ -473,21 +473,24 @@ def test_a_correction_of_an_answer_of_the_trial_is_not_imitated() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "broken_off", "repeatable", "found"),
+    ("asked", "broken_off", "drawn", "found"),
     [
-        ("", False, True, ""),
-        ("", False, False, "sampling_not_replayable"),
-        ("side_turn", False, False, "side_turn"),
-        ("side_turn", True, True, "client_disconnected"),
-        (CANARY, False, True, CANARY),
-        (CANARY, False, False, NOT_COMPARED),
-        (CANARY, True, True, NOT_COMPARED),
+        ("", False, "", ""),
+        ("", False, "sampling_not_replayable", "sampling_not_replayable"),
+        ("", False, "constrained", "constrained"),
+        ("", True, "constrained", "client_disconnected"),
+        ("side_turn", False, "constrained", "side_turn"),
+        ("side_turn", True, "", "client_disconnected"),
+        (CANARY, False, "", CANARY),
+        (CANARY, False, "sampling_not_replayable", NOT_COMPARED),
+        (CANARY, False, "constrained", NOT_COMPARED),
+        (CANARY, True, "", NOT_COMPARED),
     ],
 )
 def test_a_record_says_whether_it_may_be_trained_or_compared(
-    asked: str, broken_off: bool, repeatable: bool, found: str
+    asked: str, broken_off: bool, drawn: str, found: str
 ) -> None:
-    assert _untrainable(asked, broken_off=broken_off, repeatable=repeatable) == found
+    assert _untrainable(asked, broken_off=broken_off, drawn=drawn) == found
 
 
 # -- audit -------------------------------------------------------------------------------------------------------------

@@ -114,6 +114,11 @@ def test_a_good_answer_that_was_sampled_otherwise_is_imitated_unless_something_e
     assert told(met([item("metric", value=-0.5)], [served("i1", **greedy)])) == [
         ("rejected", "sampling_not_replayable")
     ]
+    formed = {"untrainable": "constrained", "constraint": "response_format"}
+    (trajectory,) = met([item("metric")], [served("i1", **formed)]).ready["i1"]
+    assert trajectory.objective == "supervised"
+    assert told(met([item("metric", value=-0.5)], [served("i1", **formed)])) == [("rejected", "constrained")]
+    assert told(met([item("metric")], [served("i1", **formed)], off_policy=None)) == [("rejected", "constrained")]
     refused: tuple[tuple[dict[str, Any], str], ...] = (
         ({"untrainable": "opted_out"}, "opted_out"),
         ({"untrainable": "client_disconnected"}, "client_disconnected"),

@@ -339,6 +339,7 @@ def turns(*, rendered_anew: bool = False) -> list[Interaction]:
         (interaction(version=0), [said()], "stale"),
         (interaction(at=NOW - 1800.0, alone=False, episode=EPISODE), [], "no_feedback"),
         (interaction(untrainable="opted_out"), [], "opted_out"),
+        (interaction(untrainable="constrained"), [said()], "constrained"),
         (interaction(split="val"), [said()], "split_val"),
     ],
 )

@@ -85,6 +85,8 @@ class Interaction(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[float]
     spans: list[Span]
     sampling: dict[str, Any]
+    constraint: str = ""
+    """The field of the request that prescribed the form of the answer: `response_format`, `tool_choice`, or empty."""
     finish: str
     template: str
     """Digest of tokenizer and chat template."""

@@ -1,0 +1,297 @@
+"""Answers of a given form: what each token may be, from the grammar of the form and the tokens before it.
+
+Grammars are compiled and followed by llguidance (extra `structured`). A matcher belongs to one completion and knows its
+output alone, so neither other weights nor a cache that is computed anew change what it allows.
+
+Shape legend: R = rows, V = vocabulary, W = bytes of a mask (8 tokens each, the first one in the lowest bit).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from penstock.shared.errors import ConstraintError
+from penstock.shared.protocol.generation import Constraint, GenRequest
+from penstock.shared.runtime.tasks import end_tasks
+
+__all__ = ["COMPILE_S", "MAX_KEPT", "Grammars", "Matcher", "allowed_tokens", "grammar_of"]
+
+COMPILE_S = 5.0
+"""Longest that a grammar may take to be compiled, and that a request waits for it."""
+MAX_KEPT = 64
+"""Compiled grammars that are kept; the one that was used longest ago makes room."""
+AT_ONCE = 2
+"""Grammars that are compiled at the same time."""
+WHITESPACE = r"[ \n\t]{0,16}"
+"""Between the parts of JSON. Without a bound a model may write nothing else."""
+MAX_SYMBOLS, START_FUEL = 100_000, 1_000_000
+"""Size of a grammar, and work for its regular expressions (20 ms per million), beyond which it is refused."""
+STEP_FUEL, STEP_ITEMS = 100_000, 20_000
+"""Work for one token of one row (7 and 1 ms) beyond which its answer ends: others are decoded by the same thread."""
+
+
+def grammar_of(constraint: Constraint) -> str:
+    """The form in Lark, as llguidance reads it: JSON, tool calls as ``ToolCalls`` takes them, or either."""
+    whole, rules = [], []
+    if constraint.json_schema:
+        whole.append("json")
+        rules.append(f"json: %json {_schema(constraint.json_schema)}")
+    if constraint.tools:
+        whole.append("calls")
+        rules.append("calls: call" + (r" (/\n{0,2}/ call)*" if constraint.parallel else ""))
+        named = " | ".join(f"call_{place}" for place in range(len(constraint.tools)))
+        rules.append(rf"call: /<tool_call>\n?/ ({named}) /\}}\n?<\/tool_call>/")
+    for place, (name, schema) in enumerate(constraint.tools):
+        written = name.replace(".", r"\.")
+        rules.append(rf'call_{place}: /\{{[ ]?"name":[ ]?"{written}",[ ]?"arguments":[ ]?/ arguments_{place}')
+        rules.append(f"arguments_{place}: %json {_schema(schema)}")
+    return "\n".join([f"start: {' | '.join(whole)}", *rules])
+
+
+def _schema(text: str) -> str:
+    return json.dumps({**json.loads(text), "x-guidance": {"whitespace_pattern": WHITESPACE}})
+
+
+class Followed(Protocol):
+    """What is used of ``llguidance.LLMatcher``. Nothing raises: it is in an error state from some token on."""
+
+    def compute_bitmask(self) -> bytes:
+        """A bit per token that may follow."""
+        ...
+
+    def consume_tokens(self, sampled_tokens: list[int]) -> bool:
+        """Whether these tokens may follow; they are part of the text from now on."""
+        ...
+
+    def is_error(self) -> bool:
+        """Whether nothing may follow any more because something went wrong."""
+        ...
+
+    def get_error(self) -> str:
+        """What went wrong, in its words."""
+        ...
+
+    def validate_tokens(self, tokens: list[int]) -> int:
+        """How many of these tokens may follow."""
+        ...
+
+    def deep_copy(self) -> Followed:
+        """Another one in the same state."""
+        ...
+
+
+class Matcher:
+    """Follows one completion. ``stuck``: nothing that may follow can be written, or to find out takes too much."""
+
+    def __init__(self, followed: Followed, stop_ids: Sequence[int]) -> None:
+        self._followed, self._stop_ids = followed, stop_ids
+        self.num_consumed = 0
+        """Output tokens that it knows."""
+        self.stuck = False
+
+    def begin(self, token_ids: Sequence[int]) -> None:
+        """Go on with an answer that has these tokens already; they are no output of this completion."""
+        self.stuck = not self._followed.consume_tokens(list(token_ids))
+
+    def consume(self, token_ids: Sequence[int]) -> None:
+        """Take the next output tokens."""
+        self.num_consumed += len(token_ids)
+        self.stuck = self.stuck or not self._followed.consume_tokens(list(token_ids))
+
+    def mask(self, num_tokens: int) -> bytes:
+        """A bit for each token that may follow, of ``num_tokens``; where it is stuck, only the end may."""
+        if not self.stuck:
+            found = self._followed.compute_bitmask()
+            bits = int.from_bytes(found, "little")
+            count = bits.bit_count()
+            if count > 1 and not self._followed.is_error():
+                return found
+            only = bits.bit_length() - 1
+            # For a character that no token has, the token that stands for such ones is named: it may not follow either.
+            self.stuck = (
+                self._followed.is_error()
+                or count != 1
+                or not (only in self._stop_ids or self._followed.validate_tokens([only]))
+            )
+        if self.stuck:
+            allowed_V = np.zeros(num_tokens, np.uint8)
+            allowed_V[list(self._stop_ids)] = 1
+            found = np.packbits(allowed_V, bitorder="little").tobytes()
+        return found
+
+
+def allowed_tokens(
+    matchers: Sequence[Matcher | None], tokens_RC: Tensor, length_R: Tensor, prompt_R: Tensor, vocab: int
+) -> Tensor:
+    """Which tokens may come next, bool [R, V]. Matchers learn the tokens that were sampled since they were asked last.
+
+    Args:
+        matchers: one per row; None: every token may.
+        tokens_RC: prompt and output of each row, ``length_R`` tokens of which ``prompt_R`` are the prompt.
+    """
+    width = -(-vocab // 8)
+    mask_RW = np.full((len(matchers), width), 0xFF, np.uint8)
+    newest = tokens_RC.gather(1, (length_R - 1)[:, None])[:, 0].tolist()
+    lengths, prompts = length_R.tolist(), prompt_R.tolist()
+    for row, matcher in enumerate(matchers):
+        if matcher is None:
+            continue
+        unread = lengths[row] - prompts[row] - matcher.num_consumed
+        if unread == 1:
+            matcher.consume([newest[row]])
+        elif unread:
+            matcher.consume(tokens_RC[row, lengths[row] - unread : lengths[row]].tolist())
+        bits = np.frombuffer(matcher.mask(vocab), np.uint8)[:width]
+        mask_RW[row, : len(bits)] = bits
+        mask_RW[row, len(bits) :] = 0
+    packed_RW = torch.from_numpy(mask_RW).to(tokens_RC.device)
+    place_8 = torch.arange(8, dtype=torch.uint8, device=tokens_RC.device)
+    return ((packed_RW[:, :, None] >> place_8) & 1).bool().flatten(1)[:, :vocab]
+
+
+class Grammars:
+    """Compiles the forms that requests ask for, once each, beside the event loop.
+
+    Args:
+        tokenizer: None: nothing can be compiled.
+        vocab_size: columns of the logits; those beyond the tokenizer's are never drawn.
+        stop_ids: what may follow a whole answer.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast | None = None, *, vocab_size: int = 0, stop_ids: Sequence[int] = ()
+    ) -> None:
+        self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, tuple(stop_ids)
+        self._vocabulary: asyncio.Task[Any] | None = None
+        self._compiled: OrderedDict[Constraint, asyncio.Task[Followed]] = OrderedDict()
+        self._slots = asyncio.Semaphore(AT_ONCE)
+
+    async def matchers(self, request: GenRequest) -> list[Matcher | None]:
+        """One for each completion of a request, which has ``answered`` tokens of its answer already.
+
+        Raises:
+            ConstraintError: as ``compile``, or the request forbids the end where the form asks for it.
+        """
+        if request.constraint is None:
+            return [None] * request.n
+        if request.sampling.ignore_eos or request.sampling.min_new_tokens:
+            raise ConstraintError("an answer of a given form ends where the form does: no min_tokens, no ignore_eos")
+        compiled = await self.compile(request.constraint)
+        found = [Matcher(compiled.deep_copy(), self._stop_ids) for _ in range(request.n)]
+        for matcher in found if request.answered else ():
+            matcher.begin(request.prompt_ids[-request.answered :])
+        return list(found)
+
+    async def compile(self, constraint: Constraint) -> Followed:
+        """The matcher of an answer that has no token yet; it is copied, never followed.
+
+        Raises:
+            ConstraintError: there is no llguidance here, or it cannot compile the form, or not within ``COMPILE_S``, or
+                this tokenizer cannot write it.
+        """
+        task = self._compiled.get(constraint)
+        if task is None:
+            task = asyncio.create_task(self._compile(constraint), name="compile a grammar")
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+            self._compiled[constraint] = task
+            if len(self._compiled) > MAX_KEPT:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(constraint)
+        done, _ = await asyncio.wait([task], timeout=COMPILE_S)
+        if not done:
+            raise ConstraintError(f"what the answer is to be like is not compiled within {COMPILE_S:g} s: simplify it")
+        return task.result()
+
+    async def close(self) -> None:
+        """Compile nothing more. Safe to repeat."""
+        await end_tasks([*self._compiled.values(), *([self._vocabulary] if self._vocabulary is not None else [])])
+
+    async def _compile(self, constraint: Constraint) -> Followed:
+        if importlib.util.find_spec("llguidance") is None:
+            raise ConstraintError(
+                "answers of a given form need the package 'llguidance' on the rollout workers: "
+                "install penstock[structured] there"
+            )
+        if self._tokenizer is None or not self._stop_ids:
+            raise ConstraintError(
+                "this model has no tokenizer or no stop token, so no answer of a given form could end"
+            )
+        async with self._slots:
+            if self._vocabulary is None:
+                self._vocabulary = asyncio.create_task(
+                    asyncio.to_thread(_vocabulary, self._tokenizer, self._vocab_size, self._stop_ids)
+                )
+                self._vocabulary.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+            try:
+                vocabulary = await asyncio.shield(self._vocabulary)
+            except ValueError as error:
+                raise ConstraintError(
+                    f"the tokens of this model cannot be read as text, so no form can be kept to: {error}"
+                ) from None
+            return await asyncio.to_thread(_compiled, constraint, vocabulary, self._stop_ids, self._vocab_size)
+
+
+def _compiled(constraint: Constraint, vocabulary: Any, stop_ids: Sequence[int], vocab_size: int) -> Followed:
+    import llguidance
+
+    limits = llguidance.LLParserLimits(
+        max_grammar_size=MAX_SYMBOLS,
+        initial_lexer_fuel=START_FUEL,
+        step_lexer_fuel=STEP_FUEL,
+        step_max_items=STEP_ITEMS,
+        verbose_errors=False,
+    )
+    try:
+        grammar = llguidance.LLMatcher.grammar_from_lark(grammar_of(constraint))
+        matcher: Followed = llguidance.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+    except ValueError as error:
+        raise ConstraintError(_flaw(str(error))) from None
+    if matcher.is_error():
+        raise ConstraintError(_flaw(matcher.get_error()))
+    first = Matcher(matcher.deep_copy(), stop_ids)
+    first.mask(vocab_size)
+    if first.stuck:
+        raise ConstraintError("this model's tokenizer has no tokens for an answer of that form")
+    return matcher
+
+
+def _flaw(text: str) -> str:
+    """What is wrong, for whoever wrote the schema: llguidance's words without its state and our grammar."""
+    text = text.partition("\n   1 | ")[0].removeprefix("failed to compile JSON schema: ")
+    return f"no grammar can be made of the schema: {text.partition('<state>')[0].strip()[:400]}"
+
+
+def _vocabulary(tokenizer: PreTrainedTokenizerFast, vocab_size: int, stop_ids: Sequence[int]) -> Any:
+    """The tokens as bytes. Raises ValueError: they are neither of a byte-level tokenizer nor texts of their own."""
+    import llguidance
+    from llguidance.hf import from_tokenizer
+
+    backend: Any = tokenizer.backend_tokenizer
+    decoder = json.loads(backend.to_str())["decoder"] or {}
+    if decoder.get("type") != "Fuse":
+        return from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(stop_ids))
+    wrapper = llguidance.TokenizerWrapper(_Texts(tokenizer, stop_ids))
+    return llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=list(stop_ids))
+
+
+class _Texts:
+    """A tokenizer whose text is that of its tokens one after the other (decoder `Fuse`), as llguidance wants it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, stop_ids: Sequence[int]) -> None:
+        self._backend: Any = tokenizer.backend_tokenizer
+        self.eos_token_id, self.bos_token_id = stop_ids[0], tokenizer.bos_token_id
+        self.special_token_ids = list(tokenizer.all_special_ids)
+        self.tokens = [str(self._backend.id_to_token(token) or "").encode() for token in range(len(tokenizer))]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(self._backend.encode(text.decode(), add_special_tokens=False).ids)
