@@ -105,7 +105,7 @@ class OnlineConfig(StrictModel):
     """When feedback is held back for somebody to look at; null: never."""
     forced_sampling: bool = False
     """Sample as the job's `sampling` says whatever clients ask for, so that answers can be trained on; they still
-    choose length, stop strings and seed."""
+    choose length, stop strings, seed and the form of the answer."""
     strict_recording: bool = False
     """An answer that could not be recorded is refused with 503 instead of served with `x-recorded: false`."""
     truncated: Literal["judge", "mask", "penalise", "leave_out"] = "judge"
