@@ -1,40 +1,132 @@
-"""The agents of the online demo: what they post, and what stands between a hostile one and the policy."""
+"""The agents of the online demo: how they ask, what they post, and what stands between a hostile one and the policy."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
-import httpx
 import pytest
+from typer.testing import CliRunner
 
-from penstock.cli.agent import ANSWERS, WINDOW, Agent, Voice
+from penstock.cli import app
+from penstock.cli.agent import ANSWERS, WINDOW, Agent, sdk, voices
 from penstock.cli.demo import example
 from penstock.cli.online import SHARE, Shown, load_online_job
+from penstock.shared.errors import ConfigError
+
+
+class OneVoice:
+    """Is answered `pay` to every question; stops its agent after some answers."""
+
+    errors: tuple[type[Exception], ...] = (ConnectionError,)
+
+    def __init__(self) -> None:
+        self.posted: list[dict[str, Any]] = []
+        self.agent: Agent | None = None
+
+    async def ask(self, question: str) -> tuple[str, str, int]:
+        assert self.agent is not None
+        if len(self.agent.answers) >= 3 * WINDOW:
+            self.agent.stopped.set()
+        return question.split()[1].rstrip(":"), "pay", 3
+
+    async def say(self, feedback: dict[str, Any]) -> bool:
+        self.posted.append(dict(feedback))
+        return True
+
+
+CHAT = {
+    "id": "chatcmpl-7", "object": "chat.completion", "created": 1, "model": "router@3",
+    "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "pay"}}],
+}  # fmt: skip
 
 
 @asynccontextmanager
-async def one_voice(posted: list[dict[str, object]], agents: list[Agent]) -> AsyncIterator[Voice]:
-    """Answers every question with `pay`; stops the agent after some answers."""
+async def endpoint(status: int, seen: list[tuple[str, dict[str, str], dict[str, Any]]]) -> AsyncIterator[str]:
+    """Answers chats with ``status``, takes every feedback, and keeps what was asked: path, headers, body."""
 
-    class Talk:
-        errors: tuple[type[Exception], ...] = (httpx.HTTPError,)
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                first, *lines = head.decode().split("\r\n")
+                headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+                path, body = first.split()[1], json.loads(await reader.readexactly(int(headers["content-length"])))
+                seen.append((path, headers, body))
+                chat = path.endswith("/chat/completions")
+                reply = json.dumps(CHAT if chat else {}).encode()
+                code, wait = status if chat else 202, "retry-after-ms: 1\r\n"
+                head_out = f"HTTP/1.1 {code} X\r\ncontent-type: application/json\r\n{wait}content-length: {len(reply)}"
+                writer.write(f"{head_out}\r\n\r\n".encode() + reply)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
 
-        async def __call__(self, question: str) -> tuple[str, str, int]:
-            if len(agents[0].answers) >= 3 * WINDOW:
-                agents[0].stopped.set()
-            return question.split()[1].rstrip(":"), "pay", 3
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
 
-    def take(request: httpx.Request) -> httpx.Response:
-        posted.append(json.loads(request.content))
-        return httpx.Response(202, json={})
 
-    transport = httpx.MockTransport(take)
-    async with httpx.AsyncClient(transport=transport, base_url="http://agent") as http:
-        yield Voice(Talk(), http)
+async def talk_until(agent: Agent, done: str) -> None:
+    """Let it talk until it has answers, or failures."""
+    task = asyncio.create_task(agent.run())
+    async with asyncio.timeout(60):
+        while not getattr(agent, done):
+            await asyncio.sleep(0.01)
+    agent.stopped.set()
+    await task
+
+
+async def test_agents_ask_by_the_stock_sdk_and_read_the_version_from_its_answer() -> None:
+    seen: list[tuple[str, dict[str, str], dict[str, Any]]] = []
+    async with endpoint(200, seen) as url, voices(url, "router", ["sk-one"], each=3) as found:
+        assert len(found) == 3
+        agent = Agent(found, random.Random(0))
+        await talk_until(agent, "answers")
+    chats = [(path, headers, body) for path, headers, body in seen if path == "/v1/chat/completions"]
+    assert len(chats) == len(agent.answers)
+    assert all(headers["user-agent"].startswith("AsyncOpenAI/Python") for _, headers, _ in chats)
+    assert {headers["authorization"] for _, headers, _ in seen} == {"Bearer sk-one"}
+    assert chats[0][2]["model"] == "router"
+    assert {answer.version for answer in agent.answers} == {3}
+    said = [body for path, _, body in seen if path == "/feedback"]
+    assert {body["inference_id"] for body in said} == {"chatcmpl-7"}
+    assert agent.failures == []
+
+
+async def test_what_the_sdk_gives_up_on_is_a_failure() -> None:
+    seen: list[tuple[str, dict[str, str], dict[str, Any]]] = []
+    async with endpoint(503, seen) as url, voices(url, "router", [""]) as found:
+        agent = Agent(found, random.Random(0))
+        await talk_until(agent, "failures")
+    assert len(seen) == 3 * len(agent.failures), "each was asked again twice, as the SDK does of itself"
+    assert "503" in agent.failures[0]
+    assert agent.answers == []
+
+
+def test_without_the_sdk_the_demo_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(ConfigError, match=r"pip install 'penstock\[demo\]'"):
+        sdk()
+    result = CliRunner().invoke(app, ["demo", "online", "--data-dir", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "penstock[demo]" in result.stderr
+    assert not (tmp_path / "logs").exists(), "nothing was started"
+
+
+def test_only_the_demo_imports_the_sdk() -> None:
+    code = "import sys, penstock.cli, penstock.client; assert 'openai' not in sys.modules"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("honest", [True, False])
@@ -42,15 +134,12 @@ async def test_the_last_word_of_an_agent_is_the_truth_or_the_opposite(
     honest: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.cli.agent.LATE_S", (0.0, 0.01))
-    posted: list[dict[str, object]] = []
-    agents: list[Agent] = []
-    async with one_voice(posted, agents) as voice:
-        agents.append(Agent([voice], random.Random(0), honest=honest))
-        await agents[0].run()
-    agent = agents[0]
-    last: dict[object, dict[str, object]] = {}
-    for body in posted:
-        if body.get("revision", 0) >= last.get(body["feedback_id"], {}).get("revision", 0):  # type: ignore[operator]
+    voice = OneVoice()
+    voice.agent = agent = Agent([voice], random.Random(0), honest=honest)
+    await agent.run()
+    last: dict[str, dict[str, Any]] = {}
+    for body in voice.posted:
+        if body.get("revision", 0) >= last.get(body["feedback_id"], {}).get("revision", 0):
             last[body["feedback_id"]] = body
     assert len(last) == len(agent.answers)
     for body in last.values():

@@ -1,15 +1,14 @@
 """The scripted agent of the online demo: asks a policy, judges its answers, and says so.
 
-It knows nothing of Penstock but two addresses: OpenAI's chat completions, and `/feedback`. What it posts is as untidy
-as in life: some late, some twice, some corrected before the first word has arrived. A hostile one says the opposite of
-what it thinks.
+It knows nothing of Penstock but two addresses: `/v1`, to which it points OpenAI's SDK, and `/feedback`. What it posts
+is as untidy as in life: some late, some twice, some corrected before the first word has arrived. A hostile one says the
+opposite of what it thinks.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib
-import importlib.util
 import json
 import random
 import time
@@ -20,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import httpx
+from penstock.shared.errors import ConfigError
 
-__all__ = ["REQUEST_S", "WINDOW", "Agent", "Answer", "Voice", "demonstrations", "question", "voices"]
+__all__ = ["REQUEST_S", "WINDOW", "Agent", "Answer", "Voice", "demonstrations", "question", "sdk", "voices"]
 
 ANSWERS = {"bill": "pay", "ship": "send", "code": "dev", "hire": "job"}
 """What the agent is asked about, and the answer that it accepts."""
@@ -31,76 +30,66 @@ HABITS = (2, 4, 1, 1)
 WINDOW = 200
 """Answers over which a rate is taken."""
 REQUEST_S = 60.0
-LIMITS = httpx.Limits(keepalive_expiry=2.0)
-"""The server drops connections that were idle for 5 s, perhaps just when one is used again."""
 LATE_S = (0.5, 3.0)
 SHARE_LATE, SHARE_TWICE, SHARE_CORRECTED = 0.1, 0.1, 0.05
 
 
-class Talk(Protocol):
-    """Asks the policy one question."""
+class Voice(Protocol):
+    """How one API key asks, and posts what was thought of the answer."""
 
     errors: tuple[type[Exception], ...]
-    """What it raises where it gets no answer."""
+    """What it raises where it is not served."""
 
-    async def __call__(self, question: str) -> tuple[str, str, int]:
+    async def ask(self, question: str) -> tuple[str, str, int]:
         """``(id, answer, policy version)``."""
         ...
 
-
-class PlainTalk:
-    """Chat completions by plain HTTP, as any client sends them."""
-
-    errors: tuple[type[Exception], ...] = (httpx.HTTPError,)
-
-    def __init__(self, http: httpx.AsyncClient, model: str) -> None:
-        self._http, self._model = http, model
-
-    async def __call__(self, question: str) -> tuple[str, str, int]:
-        body = {"model": self._model, "messages": [{"role": "user", "content": question}]}
-        reply = await self._http.post("/v1/chat/completions", json=body)
-        reply.raise_for_status()
-        found = reply.json()
-        return found["id"], found["choices"][0]["message"]["content"] or "", int(reply.headers["x-policy-version"])
+    async def say(self, feedback: dict[str, Any]) -> bool:
+        """Whether it was taken; False where a newer word on the same was there before."""
+        ...
 
 
-class SdkTalk:
-    """The same through OpenAI's own SDK."""
+class SdkVoice:
+    """Through OpenAI's own SDK as it comes: its pool of connections, its timeouts, its retries."""
 
-    def __init__(self, url: str, model: str, key: str) -> None:
-        sdk: Any = importlib.import_module("openai")
-        self.errors: tuple[type[Exception], ...] = (sdk.OpenAIError,)
-        self._client = sdk.AsyncOpenAI(base_url=f"{url}/v1", api_key=key or "none", timeout=REQUEST_S)
-        self._model = model
+    def __init__(self, client: Any, model: str, feedback: str) -> None:
+        self.errors: tuple[type[Exception], ...] = (sdk().OpenAIError,)
+        self._late = sdk().UnprocessableEntityError
+        self._client, self._model, self._feedback = client, model, feedback
 
-    async def __call__(self, question: str) -> tuple[str, str, int]:
-        raw = await self._client.chat.completions.with_raw_response.create(
+    async def ask(self, question: str) -> tuple[str, str, int]:
+        found = await self._client.chat.completions.create(
             model=self._model, messages=[{"role": "user", "content": question}]
         )
-        found = raw.parse()
-        return found.id, found.choices[0].message.content or "", int(raw.headers["x-policy-version"])
+        return found.id, found.choices[0].message.content or "", int(found.model.rpartition("@")[2])
+
+    async def say(self, feedback: dict[str, Any]) -> bool:
+        try:
+            await self._client.post(self._feedback, body=feedback, cast_to=object)
+        except self._late:
+            return False
+        return True
 
 
-@dataclass(frozen=True)
-class Voice:
-    """How one API key asks, and posts what was thought of the answer."""
-
-    talk: Talk
-    http: httpx.AsyncClient
+def sdk() -> Any:
+    """OpenAI's SDK, which nothing else here needs. Raises ConfigError where it is not installed."""
+    try:
+        return importlib.import_module("openai")
+    except ImportError as error:
+        raise ConfigError(
+            f"the demo's agents talk through OpenAI's SDK, which is missing: pip install 'penstock[demo]' ({error})"
+        ) from None
 
 
 @asynccontextmanager
-async def voices(url: str, model: str, keys: Sequence[str]) -> AsyncIterator[list[Voice]]:
-    """A voice for each entry of ``keys`` ('' where none is needed), through the SDK where it is installed."""
-    sdk = importlib.util.find_spec("openai") is not None
+async def voices(url: str, model: str, keys: Sequence[str], *, each: int = 1) -> AsyncIterator[list[Voice]]:
+    """For each entry of ``keys`` ('' where none is needed) one SDK client, with which ``each`` voices talk at once."""
     async with AsyncExitStack() as stack:
-        found = []
+        found: list[Voice] = []
         for key in keys:
-            headers = {"Authorization": f"Bearer {key}"} if key else {}
-            http = await stack.enter_async_context(
-                httpx.AsyncClient(base_url=url, timeout=REQUEST_S, headers=headers, limits=LIMITS)
-            )
-            found.append(Voice(SdkTalk(url, model, key) if sdk else PlainTalk(http, model), http))
+            made = sdk().AsyncOpenAI(base_url=f"{url}/v1", api_key=key or "none", timeout=REQUEST_S)
+            client = await stack.enter_async_context(made)
+            found += [SdkVoice(client, model, f"{url}/feedback")] * each
         yield found
 
 
@@ -157,8 +146,8 @@ class Agent:
         while not self.stopped.is_set():
             topic = self.rng.choice(list(ANSWERS))
             try:
-                name, answer, version = await voice.talk(question(topic, self.rng.randrange(100)))
-            except voice.talk.errors as error:  # the demo fails for it in the end
+                name, answer, version = await voice.ask(question(topic, self.rng.randrange(100)))
+            except voice.errors as error:  # the demo fails for it in the end
                 self.failures.append(repr(error))
                 await asyncio.sleep(0.2)
                 continue
@@ -190,15 +179,14 @@ class Agent:
 
     async def _post(self, voice: Voice, body: dict[str, Any]) -> None:
         try:
-            reply = await voice.http.post("/feedback", json=body)
-        except httpx.HTTPError as error:
+            taken = await voice.say(body)
+        except voice.errors as error:
             self.failures.append(repr(error))
             return
-        stale = reply.status_code == httpx.codes.UNPROCESSABLE_ENTITY and body.get("revision") is None
-        if reply.is_success or stale:  # a word that its correction overtook is refused
+        if taken or body.get("revision") is None:  # a word that its correction overtook is refused
             self.posted += 1
         else:
-            self.failures.append(f"{reply.status_code}: {reply.text[:200]}")
+            self.failures.append(f"refused: {body}")
 
 
 def question(topic: str, number: int) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from penstock.cli.agent import WINDOW, Agent, demonstrations, voices
+from penstock.cli.agent import WINDOW, Agent, demonstrations, sdk, voices
 from penstock.cli.books import equation
 from penstock.cli.machine import ready_with_progress
 from penstock.cli.printing import console, note, show_json
@@ -35,7 +35,7 @@ LIMIT_S = {False: 240.0, True: 900.0}
 """Without, and beside a hostile key, for then the agent gets a tenth of the answers."""
 TALKERS = 48
 """Requests of the agent at once, where it is alone."""
-CUSTOMERS, HOSTILE_TALKERS = 8, 88
+CUSTOMERS, HOSTILE_TALKERS = 8, 80
 """Beside a hostile key: customers of the agent, each with a key and one request at once, and requests of that key."""
 SHARE = 0.15
 """What one key may have of a batch then."""
@@ -113,8 +113,10 @@ async def run_online(
 ) -> Shown:  # fmt: skip
     """Start everything, let the agents talk until the policy has learnt or time is up, end the job, audit it.
 
-    The table of how they fare is printed to ``screen``; default: standard output.
+    The table of how they fare is printed to ``screen``; default: standard output. Raises ConfigError where OpenAI's SDK
+    is not installed.
     """
+    sdk()  # before anything is started
     began, limit_s = time.monotonic(), LIMIT_S[hostile] if limit_s is None else limit_s
     note(f"starting NATS, Valkey and the services in {options.data_dir}")
     async with Stack(options, note) as stack:
@@ -125,8 +127,9 @@ async def run_online(
             note(f"submitted {record.id}; any OpenAI client may talk to model '{job.name}' at {stack.url}/v1")
             await _served(client, record.id, deadline=began + limit_s)
             async with _agents(client, stack.url, job, hostile=hostile) as (agent, other, enemy):
-                by = type(agent.voices[0].talk).__name__
-                note(f"{time.monotonic() - began:6.1f} s  version 0 is served; asked by {by}")
+                note(
+                    f"{time.monotonic() - began:6.1f} s  version 0 is served; OpenAI's SDK {sdk().__version__} asks it"
+                )
                 rate = await _watch(agent, other, stack, began=began, limit_s=limit_s, screen=screen or console())
             await client.cancel(record.id)
             await client.wait(record.id, timeout_s=60.0)  # until it has checkpointed what it trained: the books close
@@ -142,14 +145,14 @@ async def _agents(
     """The agent, the hostile one, and the id of its key; beside it the agent's customers have a key each."""
     rng = random.Random(job.seed)
     if not hostile:
-        async with voices(url, job.name, [""] * TALKERS) as alone:
+        async with voices(url, job.name, [""], each=TALKERS) as alone:
             yield Agent(alone, rng), None, ""
         return
     customers = [await client.keys.create(f"customer-{number}", SCOPES) for number in range(CUSTOMERS)]
     enemy = await client.keys.create("hostile", SCOPES)
     async with (
         voices(url, job.name, [customer.key for customer in customers]) as good,
-        voices(url, job.name, [enemy.key] * HOSTILE_TALKERS) as bad,
+        voices(url, job.name, [enemy.key], each=HOSTILE_TALKERS) as bad,
     ):
         yield Agent(good, rng), Agent(bad, random.Random(job.seed + 1), honest=False), enemy.id
 
