@@ -2,10 +2,10 @@
 
     python benchmarks/online.py [--seeds 3] [--kinds honest hostile] [--limit-s S] [--out STEM] [--report]
 
-Each run is `penstock demo online`: a scripted agent asks a small policy over HTTP and posts what it thinks of the
-answers, some late, some twice, some corrected out of order. The hostile runs have a second key beside it that sends
-nine tenths of the traffic and says the opposite of the truth about its own answers; the agent's customers have a key
-each, and no key may have more than 15 % of a batch. A run ends once 0.8 of the agent's newest 200 answers are
+Each run is `penstock demo online`: a scripted agent asks a small policy through OpenAI's SDK and posts what it thinks
+of the answers, some late, some twice, some corrected out of order. The hostile runs have a second key beside it that
+sends nine tenths of the traffic and says the opposite of the truth about its own answers; the agent's customers have a
+key each, and no key may have more than 15 % of a batch. A run ends once 0.8 of the agent's newest 200 answers are
 accepted, or at its limit.
 
 The targets, for every seed: accepted at most 0.35 of the first 200 answers and at least 0.8 of the last 200, no request
@@ -33,7 +33,7 @@ from resumable import Finished, digest, run_all
 
 from penstock.cli.agent import WINDOW, Answer
 from penstock.cli.demo import demo_options
-from penstock.cli.online import GOAL, START, load_online_job, run_online, summary
+from penstock.cli.online import GOAL, LIMIT_S, START, load_online_job, run_online, summary
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "online.yaml"
 HONEST, HOSTILE = "honest", "hostile"
@@ -62,7 +62,7 @@ class Run:
     load: float
 
 
-def one_run(limit_s: float | None, key: tuple[str, ...]) -> dict[str, Any]:
+def one_run(limit_s: float, key: tuple[str, ...]) -> dict[str, Any]:
     """The demo once."""
     kind, seed = key[0], int(key[1])
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
@@ -140,7 +140,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--kinds", nargs="+", choices=[HONEST, HOSTILE], default=[HONEST, HOSTILE])
-    parser.add_argument("--limit-s", type=float, help="end a run after so many seconds; default: as the demo does")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="end a run after so many seconds")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--report", action="store_true", help="run nothing, report on the finished runs of --out")
     args = parser.parse_args()

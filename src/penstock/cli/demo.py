@@ -18,7 +18,7 @@ import penstock
 from penstock.cli.exits import INTERRUPTED
 from penstock.cli.jobs import Overrides, load_job
 from penstock.cli.machine import DataDir, ready_with_progress
-from penstock.cli.online import load_online_job, run_online, tell_online
+from penstock.cli.online import LIMIT_S, load_online_job, run_online, tell_online
 from penstock.cli.outcome import GOAL, Outcome, scores_of
 from penstock.cli.printing import Json, console, note, show_json
 from penstock.cli.view import REWARD, View
@@ -54,9 +54,7 @@ def demo(
     overrides: Overrides = None,
     data_dir: DataDir = None,
     rollouts: Annotated[int, typer.Option(min=1, max=64, help="Rollout workers.")] = 1,
-    limit_s: Annotated[
-        float | None, typer.Option(min=1, help="online: give up after this many seconds; 240, hostile 900.")
-    ] = None,
+    limit_s: Annotated[float, typer.Option(min=1, help="online: give up after this many seconds.")] = LIMIT_S,
     hostile: Annotated[
         bool, typer.Option("--hostile", help="online: beside a key with 90 % of the traffic that judges inversely.")
     ] = False,

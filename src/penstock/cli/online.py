@@ -31,8 +31,8 @@ from penstock.shared.errors import ConfigError
 __all__ = ["GOAL", "LIMIT_S", "START", "Shown", "load_online_job", "run_online", "summary", "tell_online"]
 
 GOAL, START = 0.8, 0.35
-LIMIT_S = {False: 240.0, True: 900.0}
-"""Without, and beside a hostile key, for then the agent gets a tenth of the answers."""
+LIMIT_S = 240.0
+"""Of a run, from its start."""
 TALKERS = 48
 """Requests of the agent at once, where it is alone."""
 CUSTOMERS, HOSTILE_TALKERS = 8, 80
@@ -108,7 +108,7 @@ def load_online_job(file: Path, overrides: Sequence[str], directory: Path, *, ho
 
 
 async def run_online(
-    job: OnlineJob, options: StackOptions, *, hostile: bool = False, limit_s: float | None = None,
+    job: OnlineJob, options: StackOptions, *, hostile: bool = False, limit_s: float = LIMIT_S,
     screen: Console | None = None,
 ) -> Shown:  # fmt: skip
     """Start everything, let the agents talk until the policy has learnt or time is up, end the job, audit it.
@@ -117,7 +117,7 @@ async def run_online(
     is not installed.
     """
     sdk()  # before anything is started
-    began, limit_s = time.monotonic(), LIMIT_S[hostile] if limit_s is None else limit_s
+    began = time.monotonic()
     note(f"starting NATS, Valkey and the services in {options.data_dir}")
     async with Stack(options, note) as stack:
         await ready_with_progress(stack)
