@@ -1,0 +1,105 @@
+"""The first steps of docs/online.md, as they stand there: submit an example, ask by OpenAI's SDK, post feedback."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
+
+API_KEY = "e2e-key"
+ROOT = Path(__file__).resolve().parents[2]
+SECTION = (ROOT / "docs/online.md").read_text(encoding="utf-8").partition("## First steps\n")[2].partition("\n## ")[0]
+BATCH = 16
+SMALLER = "limits.byte_budget=33554432"
+"""The streams of the tests are small."""
+
+
+def blocks(language: str) -> list[str]:
+    """What the section shows in one language."""
+    return re.findall(rf"```{language}\n(.*?)```", SECTION, flags=re.DOTALL)
+
+
+@pytest.fixture
+def url(stack: Any) -> Iterator[str]:
+    """Where the job of the example is served; it is ended after the test."""
+    start, _ = blocks("bash")
+    _, submit = (shlex.split(line) for line in start.splitlines())
+    assert submit[:2] == ["penstock", "submit"]
+    result = stack.cli("submit", str(ROOT / submit[2]), "--set", SMALLER, "--json")
+    assert result.exit_code == 0, result.output
+    job = json.loads(result.stdout)["id"]
+    stack.until(lambda: stack.status(job).phase == "running", "the job to run", 90, lambda: stack.client.why(job))
+    yield stack.stack.url
+    stack.client.cancel(job)
+    assert stack.finish(job).status.phase == "cancelled"
+    stack.check_books(job)
+
+
+def ask(url: str, question: str) -> tuple[str, str]:
+    """Run the Python of the section: id and model of the answer."""
+    (code,) = blocks("python")
+    for old, new in {"http://127.0.0.1:8000": url, 'api_key="none"': f'api_key="{API_KEY}"', "3+4=": question}.items():
+        assert old in code
+        code = code.replace(old, new)
+    found: dict[str, Any] = {}
+    try:
+        exec(code, found)
+    finally:
+        found["client"].close()
+    return found["answer"].id, found["answer"].model
+
+
+def judge(url: str, answer: str, *, value: bool) -> str:
+    """Send what the section has curl send: the id of the feedback."""
+    _, curl = blocks("bash")
+    words = shlex.split(curl.replace("\\\n", " "))
+    assert words[:2] == ["curl", "http://127.0.0.1:8000/feedback"]
+    options = list(zip(words[2::2], words[3::2], strict=True))
+    headers = dict(value.split(": ") for name, value in options if name == "-H")
+    (body,) = (json.loads(value) for name, value in options if name == "-d")
+    body |= {"inference_id": answer, "value": value}
+    headers["Authorization"] = headers["Authorization"].replace("none", API_KEY)
+    reply = httpx.post(f"{url}/feedback", content=json.dumps(body), headers=headers, timeout=60)
+    assert reply.status_code == 202, reply.text
+    return str(reply.json()["feedback_id"])
+
+
+def test_an_agent_that_is_asked_and_judged_gets_new_versions(stack: Any, url: str) -> None:
+    first, model = stack.until(lambda: answered(url), "an answer", 60)
+    assert model == "agent@0"
+    told = [judge(url, first, value=True)]
+    for number in range(BATCH - 1):
+        told.append(judge(url, ask(url, f"{number % 10}+2=")[0], value=number % 2 == 0))
+    fates: dict[str, str] = {}
+
+    def all_are_trained() -> bool:
+        fates.update({name: stack.client.feedback_status(name).status for name in told})
+        return set(fates.values()) == {"trained"}
+
+    stack.until(all_are_trained, "the feedback to be trained", 90, lambda: (fates, stack.client.why("agent")))
+    stack.until(lambda: version(ask(url, "3+4=")[1]) >= 1, "a later version to answer", 60)
+
+
+def version(model: str) -> int:
+    """That which wrote an answer."""
+    name, _, number = model.partition("@")
+    assert name == "agent"
+    return int(number)
+
+
+def answered(url: str) -> tuple[str, str] | None:
+    """The first answer, once there is one."""
+    import openai
+
+    try:
+        return ask(url, "3+4=")
+    except openai.APIStatusError:
+        return None
