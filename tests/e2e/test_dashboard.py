@@ -78,6 +78,25 @@ def test_a_job_can_be_watched_and_cancelled(stack: Any, page: Page) -> None:
     assert hosts == {stack.stack.url.split("/")[2]}, "everything came from the coordinator"
 
 
+def test_the_events_of_a_job_that_is_over_have_an_end(stack: Any, page: Page) -> None:
+    """All of them once, then that nothing follows, and no other connection for more."""
+    job = stack.submit("train.max_updates=2", name="brief")
+    assert stack.finish(job).status.phase == "succeeded"
+    connections: list[str] = []
+    page.on("request", lambda request: connections.append(request.url) if request.url.endswith("/events") else None)
+    enter(page, stack, "e2e-key")
+    page.goto(f"{stack.stack.url}/#/jobs/{job}")
+    log = page.locator(".events")
+    log.get_by_text("The job is over: no event follows.").wait_for()
+    rows = log.locator("div").all_inner_texts()
+    assert len(rows) == 1 + len(list(stack.client.events(job)))
+    assert not any("undefined" in row or "NaN" in row for row in rows)
+    assert not page.locator("section:has(h2:text('Feedback'))").is_visible(), "it has none"
+    page.wait_for_timeout(3000)  # three times as long as the page waits before it connects again
+    assert log.locator("div").count() == len(rows)
+    assert len(connections) == 1, connections
+
+
 def test_a_wrong_key_is_asked_for_again(stack: Any, page: Page) -> None:
     enter(page, stack, "wrong")
     page.wait_for_selector("#ask-key[open]")

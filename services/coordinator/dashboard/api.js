@@ -45,7 +45,7 @@ export async function post(path) {
 
 const WAIT_MS = 1000;
 
-/** Follow the events of a job from the first on, over lost connections, until `signal` aborts. */
+/** Follow the events of a job from the first on, over lost connections, to their end: true, or until `signal` aborts. */
 export async function follow(job, onEvent, signal) {
   let last = 0;
   while (!signal.aborted) {
@@ -53,14 +53,17 @@ export async function follow(job, onEvent, signal) {
       const headers = { Accept: "text/event-stream", ...(last ? { "Last-Event-ID": String(last) } : {}) };
       const reply = await ask(`/v1/jobs/${encodeURIComponent(job)}/events`, { headers, signal });
       for await (const event of messages(reply.body)) {
+        if (event.event === "end" && !event.id) return true;
+        if (event.event === "error" && !event.id) break; // its source failed: from `last` on, on another connection
         if (event.id) last = Number(event.id);
         if (event.data) onEvent(last, JSON.parse(event.data));
       }
     } catch (error) {
-      if (error.name === "AbortError" || [401, 403, 404].includes(error.status)) return;
+      if (error.name === "AbortError" || [401, 403, 404].includes(error.status)) return false;
     }
     await new Promise((resolve) => setTimeout(resolve, WAIT_MS));
   }
+  return false;
 }
 
 /** Server-sent events of a byte stream. EventSource cannot send a key, so this reads them itself. */
@@ -79,13 +82,13 @@ async function* messages(body) {
 }
 
 function parse(block) {
-  const event = { id: "", data: "" };
+  const event = { id: "", event: "", data: "" };
   for (const line of block.split("\n")) {
     const at = line.indexOf(":");
     if (at <= 0) continue; // a comment, or a field without a value
     const [name, value] = [line.slice(0, at), line.slice(at + 1).replace(/^ /, "")];
     if (name === "data") event.data += (event.data ? "\n" : "") + value;
-    else if (name === "id") event.id = value;
+    else if (name === "id" || name === "event") event[name] = value;
   }
   return event;
 }

@@ -41,10 +41,13 @@ export function showJob(page, signal, loop, id) {
     const columns = await get(`${path}/metrics?max_points=600&names=${encodeURIComponent(names)}`, signal);
     for (const chart of charts) chart.draw(columns);
   });
-  follow(id, (_, event) => {
-    events.prepend(eventRow(event));
+  const log = (row) => {
+    events.prepend(row);
     while (events.childElementCount > EVENTS_SHOWN) events.lastElementChild.remove();
-  }, signal);
+  };
+  follow(id, (_, event) => log(eventRow(event)), signal).then((ended) => {
+    if (ended) log(make("div", { class: "soft" }, "The job is over: no event follows."));
+  });
 }
 
 function heading(job, path) {
