@@ -15,6 +15,7 @@ __all__ = [
     "ErrorCode",
     "JobFailure",
     "JobLinks",
+    "JobProgress",
     "JobRecord",
     "JobStatus",
     "Operation",
@@ -96,6 +97,21 @@ class JobLinks(BaseModel):
     logs: str
 
 
+class JobProgress(BaseModel):
+    """How far a job is."""
+
+    model_config = ConfigDict(frozen=True)
+
+    step: int
+    """Policy updates completed."""
+    max_steps: int | None
+    """Those that it is to have at most; None where their number is not set."""
+    fraction: float | None
+    """Of ``max_steps``, 0 to 1; a job may end earlier."""
+    groups: int
+    """Groups that were trained."""
+
+
 class JobStatus(BaseModel):
     """What the coordinator last observed."""
 
@@ -141,6 +157,14 @@ class JobStatus(BaseModel):
     started_at: datetime | None = None
     finished_at: datetime | None = None
 
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def progress(self) -> JobProgress:
+        """How far it is."""
+        fraction = min(1.0, self.step / self.total_steps) if self.total_steps else None
+        trained = self.draws.get("trained", 0)
+        return JobProgress(step=self.step, max_steps=self.total_steps, fraction=fraction, groups=trained)
+
 
 class JobRecord(BaseModel):
     """A job. ``spec`` is the validated job file; ``revision`` is the store's and serves as ETag.
@@ -182,4 +206,4 @@ class JobRecord(BaseModel):
 
     def stored(self) -> bytes:
         """As the store keeps it: without what follows from the rest."""
-        return self.model_dump_json(exclude={"links"}).encode()
+        return self.model_dump_json(exclude={"links": True, "status": {"progress"}}).encode()

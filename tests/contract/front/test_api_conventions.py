@@ -40,6 +40,20 @@ async def test_submit_list_get(connect: Any, books: Any, job: Any) -> None:
     assert books.jobs[record.id].spec == job
 
 
+async def test_a_job_says_how_far_it_is(connect: Any, books: Any, job: Any) -> None:
+    """Of what else the status says, so it is not stored, and a client that does not know it reads the rest."""
+    async with connect() as client:
+        id = (await client.post("/v1/jobs", json=job)).json()["id"]
+        books.advance(id, "running", step=3, total_steps=12, draws={"drawn": 9, "trained": 6, "in_flight": 3})
+        status = (await client.get(f"/v1/jobs/{id}")).json()["status"]
+        assert status["progress"] == {"step": 3, "max_steps": 12, "fraction": 0.25, "groups": 6}
+        books.advance(id, "running", step=13, total_steps=None)
+        status = (await client.get(f"/v1/jobs/{id}")).json()["status"]
+        assert (status["progress"]["max_steps"], status["progress"]["fraction"]) == (None, None)
+    assert JobRecord.model_validate_json(books.jobs[id].stored()) == books.jobs[id]
+    assert b"progress" not in books.jobs[id].stored()
+
+
 async def test_a_job_says_where_the_rest_of_it_is_and_why_it_failed(connect: Any, books: Any, job: Any) -> None:
     async with connect() as client:
         record = JobRecord.model_validate((await client.post("/v1/jobs", json=job)).json())
