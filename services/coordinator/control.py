@@ -305,11 +305,14 @@ class CoordinatorControl:
         folder = self.settings.data_dir / "logs"
         return await asyncio.to_thread(read_logs, folder, job=job, service=service, tail=tail, after=after)
 
-    async def replay(self, job: str, *, from_batch: int | None, to_batch: int | None) -> AsyncIterator[Row]:
+    async def replay(
+        self, job: str, *, from_batch: int | None, to_batch: int | None, feedback: bool = False
+    ) -> AsyncIterator[Row]:
         """See ``Control.replay``."""
         if not trains((await self.store.get(job)).spec):
             raise Conflict(f"job '{job}' is an evaluation: it trained nothing that could be repeated")
-        async with contextlib.aclosing(replay_rows(self.bus, job, from_batch=from_batch, to_batch=to_batch)) as rows:
+        wanted = replay_rows(self.bus, job, from_batch=from_batch, to_batch=to_batch, feedback=feedback)
+        async with contextlib.aclosing(wanted) as rows:
             async for row in rows:
                 yield row
 

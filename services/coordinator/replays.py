@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 
 import msgspec
 
 from penstock.services.coordinator.api.control import Row
+from penstock.services.coordinator.told import told_by_batch
 from penstock.shared.errors import Conflict
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.events import decode_events
 from penstock.shared.protocol.ids import new_attempt
 from penstock.shared.protocol.messages import Ack, ReplayRequest, ReplayRow
 from penstock.shared.transport.bus import Bus
@@ -22,8 +24,14 @@ MAX_WAITING = 4096
 """Rows that wait for a slow watcher; one that is further behind is told that it missed some."""
 
 
-async def replay_rows(bus: Bus, job: str, *, from_batch: int | None, to_batch: int | None) -> AsyncGenerator[Row, None]:
+async def replay_rows(
+    bus: Bus, job: str, *, from_batch: int | None, to_batch: int | None, feedback: bool = False
+) -> AsyncGenerator[Row, None]:
     """See ``Control.replay``."""
+    told: dict[int, list[Row]] = {}
+    if feedback:
+        entries = [message.data for message in await bus.read(subjects.LEDGER, subjects.ledger(job))]
+        told = await asyncio.to_thread(_told, entries)
     request = ReplayRequest(id=new_attempt(), from_batch=from_batch, to_batch=to_batch)
     rows: asyncio.Queue[ReplayRow] = asyncio.Queue(MAX_WAITING)
     missed = False
@@ -46,9 +54,14 @@ async def replay_rows(bus: Bus, job: str, *, from_batch: int | None, to_batch: i
                 row = ReplayRow(done=True, summary=f"this client reads too slowly: {MAX_WAITING} rows waited for it")
             else:
                 row = await _next(rows)
-            yield msgspec.to_builtins(row)
+            shown: Row = msgspec.to_builtins(row)
+            yield {**shown, "told": told.get(row.batch, [])} if feedback else shown
     finally:
         await progress.close()
+
+
+def _told(entries: Iterable[bytes]) -> dict[int, list[Row]]:
+    return told_by_batch(event for data in entries for event in decode_events(data))
 
 
 async def _next(rows: asyncio.Queue[ReplayRow]) -> ReplayRow:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import pytest
 
 from penstock.services.coordinator import replays as module
@@ -12,6 +13,8 @@ from penstock.services.coordinator.replays import replay_rows
 from penstock.shared.errors import Conflict
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.events import Admission, Admitted, BatchSealed, SealedGroup, encode_events
+from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import Ack, ReplayRequest, ReplayRow
 from penstock.shared.transport.bus import Bus
 
@@ -36,6 +39,29 @@ async def test_rows_come_in_order_to_the_last_one(bus: Bus) -> None:
         rows = [row async for row in replay_rows(bus, "job_a", from_batch=None, to_batch=None)]
     assert [row["batch"] for row in rows] == [1, 2, 3, 4, 5]
     assert rows[-1]["ok"]
+
+
+async def test_rows_say_what_a_batch_was_told(bus: Bus) -> None:
+    """Of the newest revision of each batch; a draw that no live answer made is left out."""
+    sealed = [SealedGroup(Draw(ordinal), "a", 1, "d", 0, 0, [1.0], 3, "w") for ordinal in (7, 8, 9)]
+    batch = BatchSealed(writer_epoch=1, time=2.0, number=2, revision=1, start_version=0, update_index=0, groups=sealed)
+    about = [
+        Admission(7, {"a": 1, "b": 2}, {"f": 1}, 0.5, 1, "k", "", "feedback", 1.0),
+        Admission(8, {}, {"g": 2}, 1.0, 0, "k", "", "correction", 1.0, "supervised", {"c": 3}),
+    ]
+    admitted = Admitted(writer_epoch=1, time=1.0, admissions=about, low_interactions=0, low_feedback=0)
+    await bus.publish(subjects.ledger("job_a"), encode_events([admitted, batch]))
+    again = msgspec.structs.replace(batch, revision=2, groups=sealed[1:])
+    async with await bus.serve(subjects.REPLAY, trainer(bus, 3)):
+        rows = [row async for row in replay_rows(bus, "job_a", from_batch=None, to_batch=None, feedback=True)]
+        assert [row["batch"] for row in rows if row["told"]] == [2]
+        first, second = rows[1]["told"]
+        assert (first["draw"], first["interactions"], first["feedback"]) == ("7.0", ["a", "b"], ["f"])
+        assert (second["objective"], second["context"], second["feedback"]) == ("supervised", ["c"], ["g"])
+        assert (first["reward"], first["reason"], first["lag"]) == (0.5, "feedback", 1)
+        await bus.publish(subjects.ledger("job_a"), encode_events([again]))
+        rows = [row async for row in replay_rows(bus, "job_a", from_batch=None, to_batch=None, feedback=True)]
+    assert [one["draw"] for one in rows[1]["told"]] == ["8.0"]
 
 
 async def test_a_refusal_is_told(bus: Bus) -> None:

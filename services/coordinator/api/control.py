@@ -323,11 +323,13 @@ class Control(Protocol):
         cursor that an earlier reply gave. The cursor is opaque to the API."""
         ...
 
-    def replay(self, job: str, *, from_batch: int | None, to_batch: int | None) -> AsyncIterator[Row]:
+    def replay(
+        self, job: str, *, from_batch: int | None, to_batch: int | None, feedback: bool = False
+    ) -> AsyncIterator[Row]:
         """Have the trainer repeat sealed batches from a retained checkpoint and compare; rows of progress.
 
         An async generator. Rows: ``{"batch", "total", "match", "detail"}``; the last one has ``"done": true``,
-        ``"ok": bool`` and ``"summary": str``.
+        ``"ok": bool`` and ``"summary": str``. With ``feedback`` each has ``"told"``: see ``told_by_batch``.
 
         Raises:
             Conflict: nothing can be replayed now (before the first row).

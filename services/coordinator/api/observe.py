@@ -223,7 +223,7 @@ async def replay(request: Request, job: JobId, backend: BackendDep) -> Response:
     """Train sealed batches again from a checkpoint and compare; one JSON row of progress per line."""
     body = await read_model(request, ReplayRequest)
     await backend.control.get(job)
-    rows = backend.control.replay(job, from_batch=body.from_batch, to_batch=body.to_batch)
+    rows = backend.control.replay(job, **body.model_dump())
     first = await anext(rows, None)  # a refusal is still a proper status
     return StreamingResponse(_lines(first, rows), media_type="application/x-ndjson", headers=HEADERS)
 

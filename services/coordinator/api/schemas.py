@@ -127,6 +127,7 @@ class ReplayRequest(BaseModel):
 
     from_batch: int | None = Field(None, ge=0, lt=1 << 53)
     to_batch: int | None = Field(None, ge=0, lt=1 << 53)
+    feedback: bool = Field(False, description="Rows say by `told` which answers a batch trained, by which feedback")
 
 
 class Health(BaseModel):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from penstock.cli.exits import FAILED, OK
-from penstock.cli.printing import Job, Json, console, note, show_json, show_line, table
+from penstock.cli.printing import Job, Json, console, note, number, show_json, show_line, table
 from penstock.client import Client
 from penstock.shared.errors import Unavailable
 
@@ -45,12 +45,15 @@ def replay(
     job: Job,
     from_batch: Annotated[int | None, typer.Option("--from", min=0, help="First batch.")] = None,
     to_batch: Annotated[int | None, typer.Option("--to", min=0, help="Last batch.")] = None,
+    feedback: Annotated[
+        bool, typer.Option("--feedback", help="Of live agents: which answers each batch trained, by which feedback.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train sealed batches again and compare digests; exit 1 where they differ (on another environment: too much)."""
     done, ok = False, False
     with Client() as client:
-        for row in client.replay(client.find(job).id, from_batch=from_batch, to_batch=to_batch):
+        for row in client.replay(client.find(job).id, from_batch=from_batch, to_batch=to_batch, feedback=feedback):
             done, ok = bool(row.get("done")), bool(row.get("ok"))
             if as_json:
                 show_line(row)
@@ -59,6 +62,17 @@ def replay(
             else:
                 verdict = "identical" if row.get("match") else "near" if row.get("near") else "DIFFERENT"
                 typer.echo(f"batch {row.get('batch')}: {verdict}  {row.get('detail', '')}".rstrip())
+                for one in row.get("told", []):
+                    typer.echo(f"  {_told(one)}")
     if not done:
         raise Unavailable("the replay ended without a verdict; try again")
     raise typer.Exit(OK if ok else FAILED)
+
+
+def _told(row: dict[str, Any]) -> str:
+    """``draw 7.0: reward 1 (feedback), lag 0: INTERACTION by FEEDBACK``."""
+    answers = ", ".join(row["interactions"] or row["context"]) or "posted material"
+    by = ", ".join(row["feedback"]) or "nobody"
+    what = row["draw"] if row["objective"] == "policy" else f"{row['draw']} {row['objective']}"
+    reward = f"reward {number(row['reward'])} ({row['reason']})"
+    return f"draw {what}: {reward}, lag {row['lag']}: {answers} by {by}"

@@ -225,10 +225,13 @@ class AsyncClient:
                     yield read(line)
 
     async def replay(
-        self, job: str, *, from_batch: int | None = None, to_batch: int | None = None
+        self, job: str, *, from_batch: int | None = None, to_batch: int | None = None, feedback: bool = False
     ) -> AsyncIterator[Row]:
-        """Train sealed batches again and compare; rows of progress, the last with ``done``, ``ok`` and ``summary``."""
-        body = {"from_batch": from_batch, "to_batch": to_batch}
+        """Train sealed batches again and compare; rows of progress, the last with ``done``, ``ok`` and ``summary``.
+
+        ``feedback``: rows say by ``told`` which answers of live agents a batch trained, and by which feedback.
+        """
+        body = calls.replay_of(from_batch, to_batch, feedback=feedback)
         async with aclosing(self._streams.rows(f"/v1/jobs/{job}/replay", body)) as rows:
             async for row in rows:
                 yield row

@@ -149,6 +149,12 @@ def result_of(operation: Row) -> Row:
     return dict(operation["result"])
 
 
+def replay_of(from_batch: int | None, to_batch: int | None, *, feedback: bool) -> Row:
+    """The body that asks for a replay."""
+    body = {"from_batch": from_batch, "to_batch": to_batch}
+    return {**body, "feedback": True} if feedback else body
+
+
 def events_page(job: str, after: int, limit: int) -> Call[tuple[Rows, bool]]:
     """One page of events, and whether there is another."""
     params = {"after": after, "limit": limit}

@@ -218,9 +218,14 @@ class Client:
             for line in row["lines"]:
                 yield read(line)
 
-    def replay(self, job: str, *, from_batch: int | None = None, to_batch: int | None = None) -> Iterator[Row]:
-        """Train sealed batches again and compare; rows of progress, the last with ``done``, ``ok`` and ``summary``."""
-        body = {"from_batch": from_batch, "to_batch": to_batch}
+    def replay(
+        self, job: str, *, from_batch: int | None = None, to_batch: int | None = None, feedback: bool = False
+    ) -> Iterator[Row]:
+        """Train sealed batches again and compare; rows of progress, the last with ``done``, ``ok`` and ``summary``.
+
+        ``feedback``: rows say by ``told`` which answers of live agents a batch trained, and by which feedback.
+        """
+        body = calls.replay_of(from_batch, to_batch, feedback=feedback)
         yield from self._streams.rows(f"/v1/jobs/{job}/replay", body)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------

@@ -330,11 +330,18 @@ class Books:
         lines = [{"service": service or "trainer", "text": f"line {i}"} for i in range(3)] if after is None else []
         return {"lines": lines[-tail:], "next": "trainer:3"}
 
-    async def replay(self, job: str, *, from_batch: int | None, to_batch: int | None) -> AsyncIterator[dict[str, Any]]:
+    async def replay(
+        self, job: str, *, from_batch: int | None, to_batch: int | None, feedback: bool = False
+    ) -> AsyncIterator[dict[str, Any]]:
         if self._known(job).status.phase == "pending":
             raise Conflict("nothing was trained yet")
         for batch in range(from_batch or 0, min(to_batch or 2, 2) + 1):  # three were trained
-            yield {"batch": batch, "total": 3, "match": True, "detail": "identical"}
+            row = {"batch": batch, "total": 3, "match": True, "detail": "identical"}
+            told = {
+                "draw": f"{batch}.0", "objective": "policy", "reward": 1.0, "reason": "feedback", "lag": 0,
+                "interactions": ["itx"], "context": [], "feedback": ["fb"],
+            }  # fmt: skip
+            yield {**row, "told": [told]} if feedback else row
         yield {"done": True, "ok": True, "summary": "3 of 3 batches are bit-identical"}
 
     async def limits(self) -> dict[str, Any]:

@@ -312,6 +312,8 @@ def test_replay_is_a_verdict(run: Run, books: Any, file: str) -> None:
     assert result.stdout.splitlines() == [
         "batch 1: identical  identical", "batch 2: identical  identical", "3 of 3 batches are bit-identical"
     ]  # fmt: skip
+    told = run("replay", id, "--from", "2", "--feedback").stdout.splitlines()
+    assert told[1] == "  draw 2.0: reward 1 (feedback), lag 0: itx by fb"
 
 
 def test_debug_shows_the_traceback(run: Run, monkeypatch: Any) -> None:
