@@ -18,6 +18,7 @@ __all__ = [
     "EPISODE_HEADER",
     "MAX_TURNS",
     "NOT_COMPARED",
+    "RESTORED_HEADER",
     "TOO_LATE",
     "USER_TAG",
     "Erasure",
@@ -50,6 +51,8 @@ USER_TAG = "user_id"
 """The tag that names a user; stored as an HMAC, wherever it comes from."""
 EPISODE_HEADER = "Penstock-Episode"
 """Header of an interaction's message: what an index of episodes needs without reading the interaction."""
+RESTORED_HEADER = "Penstock-Restored"
+"""Header of a message of FEEDBACK with what a deletion left of others: the sequences at which that stood before."""
 
 TOO_LATE = "too_late"
 """What becomes of a revision of feedback that was decided before."""

@@ -24,7 +24,15 @@ from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
 from penstock.shared.protocol.episode import KEEP_S, EpisodeRecord
 from penstock.shared.protocol.events import decode_events
-from penstock.shared.protocol.interaction import Erasure, FateBatch, Feedback, FeedbackBatch, bare_id, named_users
+from penstock.shared.protocol.interaction import (
+    RESTORED_HEADER,
+    Erasure,
+    FateBatch,
+    Feedback,
+    FeedbackBatch,
+    bare_id,
+    named_users,
+)
 from penstock.shared.protocol.parts import PARTS
 from penstock.shared.transport.bus import MSG_ID, Bus, Message, Outgoing
 from penstock.shared.transport.kv import Entry
@@ -37,7 +45,7 @@ PREFIX = "erasure"
 NAMED = 10_000
 """Ids of each kind in one message."""
 UNDECIDED = frozenset({"received", "matched", "quarantined"})
-"""Fates that others follow. What has its last one is not stored anew: a later leader would decide it again."""
+"""Fates that others follow. What has its last one is not stored anew."""
 
 
 class Report(msgspec.Struct, kw_only=True):
@@ -95,9 +103,11 @@ class Eraser:
             for letter in mine.letters:
                 await erase_letter(self._bus, letter)
             for place, rest in mine.mixed:
-                waits = [item for item in rest if _target(item) not in decided | made.decided]
-                is_over = isinstance(place, Message) and place.seq < made.low_feedback
-                await self._rewrite(job, place, [] if is_over else waits)
+                is_below = isinstance(place, Message) and place.seq < made.low_feedback
+                over = {_target(item) for item in rest} if is_below else decided | made.decided
+                needed = made.needed if isinstance(place, Message) else frozenset[str]()
+                left = [item for item in rest if item.id in needed or _target(item) not in over]
+                await self._rewrite(job, place, left)
             for message in chain.from_iterable(mine.interactions.values()):
                 await erase_message(self._bus, subjects.INTERACTIONS, message)
             report.interactions += len(mine.interactions)
@@ -186,13 +196,15 @@ class Eraser:
         return ended
 
     async def _rewrite(self, job: str, place: Place, rest: list[Feedback]) -> None:
-        """Store what a message or a letter holds of others and is undecided once more, then delete it."""
+        """Store what a message or a letter holds of others and somebody needs once more, then delete it."""
         if isinstance(place, Message):  # what is newer stays newer
             rest = [msgspec.structs.replace(item, seq=item.seq or place.seq) for item in rest]
         data = pack(FeedbackBatch(items=rest), job=job)
         if isinstance(place, Message):
             if rest:
-                await self._bus.publish_whole([Outgoing(subjects.feedback(job), data)])
+                places = [*place.headers.get(RESTORED_HEADER, "").split(), str(place.seq)]
+                copy = Outgoing(subjects.feedback(job), data, {RESTORED_HEADER: " ".join(places)})
+                await self._bus.publish_whole([copy])
             await erase_message(self._bus, subjects.FEEDBACK, place)
             return
         if rest:  # several items are never more than one message holds

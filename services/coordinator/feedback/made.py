@@ -5,13 +5,21 @@ The ledger tells, which is never purged.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container
+from collections.abc import Collection, Container, Iterable
 
 from penstock.services.coordinator.buried import buried
 from penstock.services.coordinator.feedback.pieces import erase_letter, erase_message
 from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.events import Admission, Admitted, BatchSealed, BatchTrained, Event
+from penstock.shared.protocol.events import (
+    Admission,
+    Admitted,
+    BatchSealed,
+    BatchTrained,
+    Checkpointed,
+    Dropped,
+    Event,
+)
 from penstock.shared.protocol.interaction import bare_id
 from penstock.shared.protocol.trajectory import parse_group_header
 from penstock.shared.transport.bus import Bus, Message
@@ -43,6 +51,14 @@ class Made:
         self._about: set[int] = set()
         """Draws that hold it, or whose reward comes from it."""
         self._sealed: dict[int, set[int]] = {}
+        self._trained: dict[int, set[int]] = {}
+        self._bodies: dict[int, list[str]] = {}
+        """What draws are made of among ``others``, until a checkpoint is behind them."""
+
+    @property
+    def needed(self) -> frozenset[str]:
+        """Those of ``others`` of which a group may still be made."""
+        return frozenset(name for names in self._bodies.values() for name in names)
 
     def take(self, event: Event) -> None:
         """The next event of the ledger."""
@@ -54,8 +70,14 @@ class Made:
             case BatchSealed():
                 self._sealed[event.number] = {group.draw.ordinal for group in event.groups}
             case BatchTrained():
-                if not self._about.isdisjoint(self._sealed.pop(event.number, ())):
+                ordinals = self._trained[event.number] = self._sealed.pop(event.number, set())
+                if not self._about.isdisjoint(ordinals):
                     self.versions.add(event.version)
+            case Dropped() if not event.redraw:
+                self._forget(draw.ordinal for draw in event.draws)
+            case Checkpointed():
+                for number in [number for number in self._trained if number <= event.number]:
+                    self._forget(self._trained.pop(number))
             case _:
                 pass
 
@@ -66,8 +88,15 @@ class Made:
         ):
             self.ordinals.add(admission.ordinal)
             self._about.add(admission.ordinal)
-        elif any(name in self._feedback for name in admission.feedback):
+            return
+        if not admission.interactions:
+            self._bodies[admission.ordinal] = [name for name in admission.feedback if name in self._others]
+        if any(name in self._feedback for name in admission.feedback):
             self._about.add(admission.ordinal)
+
+    def _forget(self, ordinals: Iterable[int]) -> None:
+        for ordinal in ordinals:
+            self._bodies.pop(ordinal, None)
 
 
 def is_made_of(admission: Admission, interactions: Container[str], feedback: Container[str]) -> bool:

@@ -8,20 +8,16 @@ below the mark, and would take it for new.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from penstock.services.coordinator.feedback.erasure import UNDECIDED
-from penstock.services.coordinator.feedback.pieces import data_of
 from penstock.services.coordinator.online.episode import CUT
+from penstock.services.coordinator.online.known import known_of
 from penstock.services.coordinator.online.matching import Matching
-from penstock.services.coordinator.online.names import canonical
 from penstock.services.coordinator.online.quarantine import Quarantine
 from penstock.services.coordinator.supply import LiveLetter
 from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.events import Admitted, decode_events
-from penstock.shared.protocol.interaction import Erasure, FateBatch, Feedback, FeedbackBatch, Interaction
+from penstock.shared.protocol.interaction import Erasure, Feedback, FeedbackBatch, Interaction
 from penstock.shared.transport.bus import Bus, Outgoing
 
 __all__ = ["put_back"]
@@ -46,7 +42,7 @@ async def put_back(bus: Bus, job: str, letter: LiveLetter, matching: Matching, q
         subject, count = subjects.erasures(job), 1
     else:
         items = unpack(data, FeedbackBatch)[0].items
-        known, waiting = await _known(bus, job), {one.id: one.revision for one in (*_waiting(matching), *quarantine)}
+        known, waiting = await known_of(bus, job), {one.id: one.revision for one in (*_waiting(matching), *quarantine)}
         new = [one for one in items if one.revision > waiting.get(one.id, -1) and not known.has_item(one)]
         subject, count = subjects.feedback(job), len(new)
         if count < len(items):
@@ -64,7 +60,7 @@ async def _is_new(bus: Bus, job: str, seq: int, record: Interaction, matching: M
         return False
     turns = (turn.interaction for episode in matching.episodes.values() for turn in episode.turns)
     is_here = any(turn.id == record.id and turn.finish != CUT for turn in turns)
-    return not is_here and not (await _known(bus, job)).has_record(record)
+    return not is_here and not (await known_of(bus, job)).has_record(record)
 
 
 def _is_erasure(data: bytes) -> bool:
@@ -82,36 +78,3 @@ def _waiting(matching: Matching) -> Iterator[Feedback]:
         held += [episode.items, *(turn.items for turn in episode.turns)]
     yield from (item.feedback for items in held for item in items.values())
     yield from (item.feedback for item in matching.parked)
-
-
-class _Known(NamedTuple):
-    """Ids of interactions and feedback that were decided, and of those that were deleted with a user's data."""
-
-    decided: set[str]
-    deleted: set[str]
-
-    def has_item(self, item: Feedback) -> bool:
-        """Whether an item is over; what was said of a deleted interaction is."""
-        about = {item.id, item.inference, str(item.body.get("rejected", ""))}
-        return item.id in self.decided or not self.deleted.isdisjoint(about)
-
-    def has_record(self, record: Interaction) -> bool:
-        """Whether an interaction is over."""
-        return canonical(record.id) in self.decided | self.deleted
-
-
-async def _known(bus: Bus, job: str) -> _Known:
-    """What the ledger admitted, what DECISIONS tells of the rest, and what deletions named."""
-    decided, deleted, newest = set[str](), set[str](), dict[str, str]()
-    async for message in bus.scan(subjects.LEDGER, subjects.ledger(job)):
-        for event in decode_events(message.data):
-            for admission in event.admissions if isinstance(event, Admitted) else ():
-                decided.update(map(canonical, (*admission.interactions, *admission.feedback)))
-    async for message in bus.scan(subjects.DECISIONS, subjects.decisions(job)):
-        batch = unpack(await data_of(bus, subjects.DECISIONS, message), FateBatch)[0]
-        newest |= {fate.feedback: fate.status for fate in batch.items}
-        decided |= {canonical(one.interaction) for one in batch.interactions if one.reason != CUT}
-    async for message in bus.scan(subjects.FEEDBACK, subjects.erasures(job)):
-        erasure = unpack(message.data, Erasure)[0]
-        deleted.update(map(canonical, (*erasure.interactions, *erasure.feedback)))
-    return _Known(decided | {name for name, status in newest.items() if status not in UNDECIDED}, deleted)

@@ -11,6 +11,7 @@ import xxhash
 
 from penstock.services.coordinator.ledger import LOGPROBS_DIFFER
 from penstock.services.coordinator.online.groups import gone_group, group_of, made_group, turn_of
+from penstock.services.coordinator.online.restored import find_restored
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.errors import PenstockError, Unavailable
 from penstock.shared.protocol import subjects
@@ -200,6 +201,7 @@ class Maker:
         for name, seq in seqs.items():
             batch = unpack(found[seq].data, FeedbackBatch)[0].items if seq in found else []
             mine = [item for item in batch if item.id == name]
+            mine = mine or await find_restored(self._bus, self._job, name, seq)
             if not mine:
                 raise Unusable("feedback_gone")
             items.append(max(mine, key=lambda item: item.revision))

@@ -85,6 +85,10 @@ class Matching:
         """Feedback up to this sequence that has no last fate."""
         return [name for name, held in self._items.items() if held.item.seq <= seq]
 
+    def knows(self, item: str) -> bool:
+        """Whether feedback waits here, or has its last fate."""
+        return item in self._items or item in self.verdicts
+
     def ended(self, admissions: Iterable[Admission]) -> list[float]:
         """When the last answer of each was given; these are not taken yet."""
         keys = ((one, self._places.get(next(reversed(one.interactions), ""), "")) for one in admissions)
@@ -161,8 +165,7 @@ class Matching:
             if key in self.episodes:
                 fates += self._erase(key, name, now)
             self._decide(name, ERASED)
-        about = self.offers.about(map(canonical, erasure.interactions))
-        return fates + self.reject(about, ERASED, now)
+        return fates + self.reject(self.offers.about(map(canonical, erasure.interactions)), ERASED, now)
 
     def _erase(self, key: str, name: str, now: float) -> list[Fate]:
         """Take a turn out of its episode, which is over where it was the last one."""
@@ -243,16 +246,14 @@ class Matching:
         if key is None:
             oldest = self.parked.put(target, item)
             return [] if oldest is None else self._expired(oldest, now, "too_many_parked")
-        holder, asker = self.episodes[key].holder(target)
-        return self._hold(held, key, holder, asker, now)
+        return self._hold(held, key, *self.episodes[key].holder(target), now)
 
     def _hold(self, held: Held, key: str, holder: dict[str, Item], asker: str, now: float) -> list[Fate]:
         """An item has found its target, which ``asker`` (a key) was served."""
         name = held.item.feedback.id
         if self.job.online.raters == "same_key" and held.item.feedback.key_id != asker:
             return self._close(name, fate(name, "rejected", "other_key", now))
-        held.key, held.holder = key, holder
-        holder[name] = held.item
+        held.key, held.holder, holder[name] = key, holder, held.item
         self._unready(key)
         return [fate(name, "matched", "", now, [held.target])]
 

@@ -22,6 +22,7 @@ from penstock.services.coordinator.online.making import Maker
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.names import canonical
 from penstock.services.coordinator.online.quarantine import Quarantine
+from penstock.services.coordinator.online.restored import Restored
 from penstock.services.coordinator.online.source import LiveSource
 from penstock.services.coordinator.online.telling import Telling
 from penstock.services.coordinator.online.told import told_of, undecided_since
@@ -93,6 +94,7 @@ class LiveSupply:
         self._maker = Maker(bus, job, config, epoch=epoch, publish=lambda group: self._publish([group]))
         self._funnel, self._lookups = Funnel(config), Lookups(bus, job, lambda: self.retry)
         self._telling = Telling(bus, job, epoch=epoch, funnel=self._funnel, retry=lambda: self.retry)
+        self._restored = Restored(bus, job)
         self._state = LedgerState()
         self._untold: list[Fate] = []
         self._unreadable: list[Unreadable] = []
@@ -193,7 +195,8 @@ class LiveSupply:
                 self._lookups.heard(canonical(interaction.id))
                 self._untold += self.matching.on_interaction(message.seq, interaction)
             else:
-                items = (await whole_of(self.bus, stream, message, FeedbackBatch)).items
+                batch = await whole_of(self.bus, stream, message, FeedbackBatch)
+                items = await self._restored.left(message, batch.items, self.matching.knows)
                 await self._find_records(items)
                 for item in items:
                     self._funnel.on_feedback(item)

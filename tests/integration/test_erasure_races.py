@@ -1,0 +1,246 @@
+"""What others said in messages that a deletion takes apart while a leader admits it counts, once. On a real bus."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.services.coordinator.feedback.erasure import Eraser
+from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.online.supply import LiveSupply
+from penstock.services.coordinator.runner import JobRunner
+from penstock.services.coordinator.store import JobStore
+from penstock.services.rollout.engines import open_engine
+from penstock.services.rollout.held_weights import WeightRing
+from penstock.services.rollout.rendering import Renderer
+from penstock.services.rollout.serving.reading import Reader
+from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.errors import Unavailable
+from penstock.shared.models.loading import build_tokenizer
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.events import (
+    Admission,
+    Admitted,
+    BatchSealed,
+    Checkpointed,
+    Drawn,
+    Dropped,
+    Event,
+    JobStarted,
+    decode_events,
+    encode_events,
+)
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.interaction import RESTORED_HEADER, Feedback, FeedbackBatch, new_marked_id
+from penstock.shared.protocol.jobs import JobRecord
+from penstock.shared.protocol.messages import Ack, Report
+from penstock.shared.protocol.trajectory import parse_group_header
+from penstock.shared.transport.bus import Bus
+
+DEADLINE_S = 40
+CONFIG = OnlineJob.parse(
+    {
+        "kind": "online_rl", "name": "live", "sampling": {"max_new_tokens": 8},
+        "model": {
+            "config": {"arch": "qwen3", "hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "num_heads": 2,
+                       "num_kv_heads": 2, "max_position_embeddings": 64},
+            "tokenizer": "char",
+        },
+        "train": {"batch_size": 2, "max_lag": 1},
+        "online": {"max_wait_s": 3600, "posted": {"trusted_keys": ["trusted"], "audit_share": 0.0}},
+    }
+)  # fmt: skip
+
+
+class Scene:
+    """One job: what is posted to it, and what its ledger says."""
+
+    def __init__(self, bus: Bus, record: JobRecord, data_dir: Path) -> None:
+        self.bus, self.record, self.job, self._dir, self._epoch = bus, record, record.id, data_dir, 0
+
+    def posted(self, user: str) -> Feedback:
+        """An answer that somebody else's engine gave."""
+        body: dict[str, Any] = {
+            "policy_version": 0, "prompt_token_ids": [10, 11], "token_ids": [12, 2], "logprobs": [-3.0, -3.0],
+            "reward": 1.0, "done": True,
+        }  # fmt: skip
+        return Feedback(
+            id=new_marked_id(self.job), job=self.job, kind="interaction", key_id="trusted", received=time.time(),
+            user=user, body=body,
+        )  # fmt: skip
+
+    async def post(self, *items: Feedback) -> None:
+        await self.bus.publish(subjects.feedback(self.job), pack(FeedbackBatch(items=list(items)), job=self.job))
+
+    @asynccontextmanager
+    async def leader(self) -> AsyncIterator[None]:
+        """Leads until it is killed at the end of the block."""
+        self._epoch += 1
+        supply = LiveSupply(self.bus, self.job, CONFIG, epoch=self._epoch)
+        runner = JobRunner(
+            self.bus, JobStore(self.bus), Members(), self.record, epoch=self._epoch, data_dir=self._dir, supply=supply
+        )
+        task = asyncio.create_task(runner.lead())
+        try:
+            await self.report(kind="checkpointed", batch=0, version=0, digest="w0", path="c")
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    async def report(self, **fields: Any) -> None:
+        """As the trainer does: again until the leader has it."""
+        data = pack(Report(epoch=1, **fields), job=self.job)
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                with suppress(Unavailable):
+                    ack, _ = unpack(await self.bus.request(subjects.report(self.job), data, deadline_s=5), Ack)
+                    assert ack.ok, ack.reason
+                    return
+
+    @asynccontextmanager
+    async def worker(self) -> AsyncIterator[None]:
+        """Somebody who turns posted answers into tokens: without it nothing is made."""
+        tokenizer = build_tokenizer(CONFIG.model)
+        engine = await asyncio.to_thread(
+            open_engine, CONFIG.model, tokenizer, max_running=2, seed=CONFIG.seed, version=0
+        )
+        await engine.start()
+        found = Reader(self.job, Renderer(tokenizer, {}), tokenizer, engine, WeightRing(0))
+        server = await self.bus.serve(subjects.reading(self.job), found.read)
+        try:
+            yield
+        finally:
+            await server.close()
+            await engine.close()
+
+    async def events(self) -> list[Event]:
+        entries = await self.bus.read(subjects.LEDGER, subjects.ledger(self.job))
+        return [event for entry in entries for event in decode_events(entry.data)]
+
+    async def admissions(self) -> dict[str, list[Admission]]:
+        """By item."""
+        found: dict[str, list[Admission]] = {}
+        for event in await self.events():
+            for one in event.admissions if isinstance(event, Admitted) else ():
+                for name in one.feedback:
+                    found.setdefault(name, []).append(one)
+        return found
+
+    async def groups(self) -> list[int]:
+        """Ordinals of what can be trained on."""
+        found = await self.bus.read(subjects.EXPERIENCE, subjects.experience(self.job), headers_only=True)
+        headers = [parse_group_header(message.headers) for message in found]
+        return [header.draw.ordinal for header in headers if header.lengths]
+
+    async def until(self, ask: Callable[[], Any], what: Callable[[Any], bool]) -> Any:
+        """Ask until it is so."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not what(found := await ask()):
+                await asyncio.sleep(0.02)
+        return found
+
+    async def admitted(self, items: Sequence[Feedback]) -> dict[str, list[Admission]]:
+        names = {item.id for item in items}
+        found: dict[str, list[Admission]] = await self.until(self.admissions, lambda found: names <= found.keys())
+        return found
+
+
+@pytest.fixture
+async def scene(bus: Bus, tmp_path: Path) -> Scene:
+    return Scene(bus, await JobStore(bus).create(CONFIG), tmp_path)
+
+
+async def erase(bus: Bus, user: str) -> None:
+    eraser = Eraser(bus, str)
+    await eraser.run(await eraser.begin(user))
+
+
+async def test_what_others_posted_and_is_admitted_keeps_its_body(scene: Scene) -> None:
+    """However often what it lies in is taken apart before its group is made."""
+    items = [scene.posted(user) for user in ("gone", "too", "other")]
+    await scene.post(*items)
+    async with scene.leader():
+        ordinals = {name: one[0].ordinal for name, one in (await scene.admitted(items)).items()}
+        await erase(scene.bus, "gone")
+        await erase(scene.bus, "too")
+        (copy,) = await scene.bus.read(subjects.FEEDBACK, subjects.feedback(scene.job))
+        assert copy.headers[RESTORED_HEADER].split()[0] == "1"
+        async with scene.worker():
+            mine = ordinals[items[2].id]
+            assert await scene.until(scene.groups, lambda found: mine in found) == [mine]
+
+
+@pytest.mark.parametrize("later", ["the same leader", "another leader"])
+async def test_what_is_admitted_while_it_is_stored_anew_is_admitted_once(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, later: str
+) -> None:
+    """The deletion has read the ledger, in which nothing was admitted; then it is trained; then it is stored anew."""
+    items = [scene.posted(user) for user in ("gone", "other", "another")]
+    waits = Feedback(
+        id=new_marked_id(scene.job), job=scene.job, kind="metric", key_id="k", received=time.time(),
+        inference=new_marked_id(scene.job), metric="reward", value=1.0,
+    )  # fmt: skip
+    await scene.post(*items)
+    await scene.post(waits)  # keeps the mark below the copy, and above what it is a copy of
+    told = Eraser._told
+    async with AsyncExitStack() as leaders, scene.worker():
+
+        async def train_first(self: Eraser, *args: Any) -> Any:
+            found = await told(self, *args)
+            await leaders.enter_async_context(scene.leader())
+            await scene.until(scene.events, lambda found: any(isinstance(event, BatchSealed) for event in found))
+            await scene.report(kind="trained", batch=1, revision=1, version=1, digest="w1")
+            await scene.report(kind="checkpointed", batch=1, version=1, digest="w1", path="c1")
+            behind = scene.posted("behind")
+            await scene.post(behind)
+            await scene.admitted([behind])
+            if later == "another leader":
+                await leaders.aclose()
+            return found
+
+        monkeypatch.setattr(Eraser, "_told", train_first)
+        await erase(scene.bus, "gone")
+        messages = await scene.bus.read(subjects.FEEDBACK, subjects.feedback(scene.job))
+        assert [RESTORED_HEADER in message.headers for message in messages] == [False, False, True]
+        if later == "another leader":
+            await leaders.enter_async_context(scene.leader())
+        last = scene.posted("last")
+        await scene.post(last)
+        found = await scene.admitted([last])
+    assert [len(found[item.id]) for item in items[1:]] == [1, 1]
+
+
+async def test_a_new_leader_asks_the_ledger_about_what_was_stored_anew(scene: Scene) -> None:
+    """Its own memory begins at the mark, and what was trained below that the folded state names no longer."""
+    known, new = (scene.posted(user) for user in ("other", "another"))
+    base: dict[str, Any] = {"writer_epoch": 1, "time": 0.0}
+    state = LedgerState()
+    one = Admission(0, {}, {known.id: 1}, 1.0, 0, "trusted", "other", "posted", 0.0)
+    entry = [
+        JobStarted(**base, config_digest="c", settings={}),
+        Checkpointed(**base, number=0, version=0, digest="w0", path="c", trainer_epoch=1, low_seq=0),
+        Drawn(**base, start=0, stop=1, min_version=0, deadline=time.time() + 60),
+        Admitted(**base, low_interactions=1, low_feedback=2, admissions=[one]),
+        Dropped(**base, draws=[Draw(0)], reason="failed", lengths=[0], redraw=False, min_version=0, deadline=0.0),
+    ]  # fmt: skip
+    for event in entry:
+        state.apply(event)
+    state.admissions.clear()  # a checkpoint is behind it
+    await scene.bus.publish(subjects.ledger(scene.job), encode_events(entry))
+    copy = pack(FeedbackBatch(items=[known, new]), job=scene.job)
+    await scene.bus.publish(subjects.feedback(scene.job), copy, headers={RESTORED_HEADER: "1"})
+    await scene.post(new)
+    supply = LiveSupply(scene.bus, scene.job, CONFIG, epoch=2)
+    state.read_from = (1, 1)
+    await supply.recover(state)
+    assert list(supply.matching.offers.ready) == [new.id]
