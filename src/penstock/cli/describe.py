@@ -62,7 +62,8 @@ def _parts(found: dict[str, Any]) -> Iterator[tuple[str, RenderableType]]:
         yield "Workers", workers_table(found["workers"]) if found["workers"] else "none"
         yield "Waits", waits_table(found["waits"]) if found["waits"] else "for nothing"
     if found["feedback"] is not None:
-        yield "Feedback", table(("STATUS", "ITEMS#"), ((word, number(n)) for word, n in found["feedback"].items()))
+        items = [(status, number(count)) for status, count in found["feedback"].items()]
+        yield "Feedback", table(("STATUS", "ITEMS#"), items) if items else "none"
     rows = found["checkpoints"]
     more = f", the newest {_CHECKPOINTS} of {len(rows)}" if len(rows) > _CHECKPOINTS else ""
     yield f"Checkpoints{more}", checkpoint_table(rows[-_CHECKPOINTS:]) if rows else "none"
