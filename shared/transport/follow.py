@@ -179,8 +179,10 @@ class Reader:
         headers = raw.headers or {}
         if "Status" in headers:
             if raw.subject == self._reply_to():
-                self._outstanding = 0
+                is_empty, self._outstanding = self._outstanding == BATCH and not self._buffer, 0
                 self._broken = self._broken or not ended_well(headers["Status"], headers.get("Description", ""))
+                # Of what was pending when the consumer began the rest was deleted: a new one knows what is left.
+                self._broken = self._broken or (is_empty and not self._follow)
                 self._wake.set()
             return
         message, info = from_consumer(raw)

@@ -177,6 +177,24 @@ async def test_reading_ends_at_the_present_end(bus: Bus) -> None:
     assert len(await bus.read(subjects.EXPERIENCE, "experience.*")) == 701
 
 
+@pytest.mark.parametrize("kept", [0, 2])
+async def test_reading_ends_though_what_it_waits_for_is_deleted(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    seqs = [await bus.publish(EXPERIENCE, b"x") for _ in range(kept + 1)]
+    reader = bus.scan(subjects.EXPERIENCE, EXPERIENCE)
+    ask = reader._ask
+
+    async def ask_late() -> bool:
+        with contextlib.suppress(NotFound):
+            await bus.delete_message(subjects.EXPERIENCE, seqs[-1])
+        return await ask()
+
+    monkeypatch.setattr(reader, "_ask", ask_late)
+    async with asyncio.timeout(30):
+        assert [message.seq async for message in reader] == seqs[:kept]
+
+
 async def test_headers_can_be_read_without_bodies(bus: Bus) -> None:
     await bus.publish_many([Outgoing(EXPERIENCE, bytes(100_000), {"n": str(i)}) for i in range(20)])
     heads = await bus.read(subjects.EXPERIENCE, EXPERIENCE, headers_only=True)
