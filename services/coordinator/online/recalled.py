@@ -42,7 +42,7 @@ class Told:
         over: Iterable[tuple[str, str]] = (),
     ) -> Told:
         """What stands after these, in their order. Where they have an ordinal the ledger knows it, too."""
-        newest = {fate.feedback: fate for fate in fates}
+        newest = {fate.feedback: fate for fate in fates if not fate.revision}  # else it is about a late one alone
         last = [fate for fate in newest.values() if fate.status in LAST and fate.ordinal < 0]
         first: dict[str, str] = {}
         for one in interactions:

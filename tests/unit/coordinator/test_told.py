@@ -101,6 +101,10 @@ def test_only_what_came_last_of_an_item_and_first_of_an_answer_is_recalled() -> 
         InteractionFate(interaction=name, status="rejected", reason=reason, time=1.0)
         for name, reason in (("i1", "stale"), ("i1", "later"), ("cut", "client_disconnected"))
     ]
+    fates += [
+        Fate(feedback="learnt", status="trained", time=1.0),
+        Fate(feedback="learnt", status="rejected", reason="too_late", revision=2, time=2.0),  # of its revision alone
+    ]
     told = Told.of(fates, refused)
     assert told == Told([], {"nowhere": "expired"}, {"i1": "stale"}, {"held": 5.0})
 
