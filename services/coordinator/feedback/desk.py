@@ -68,7 +68,7 @@ class FeedbackDesk:
         self.ingest = Ingest(bus, self.index)
         self.index.on_projected = self.ingest.projected
         self.held = HeldFeedback(bus, self.index, self.ingest, self.pseudonyms)
-        self._bus, self._eraser = bus, Eraser(bus, self.pseudonyms.of)
+        self._bus, self._eraser = bus, Eraser(bus, self.pseudonyms.of, forgotten=self._forget)
         self._erasing: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -283,11 +283,16 @@ class FeedbackDesk:
         """Delete until it is done; the next start goes on with what is left."""
         while True:
             try:
-                await self.index.reach(await self._eraser.run(report), REACH_S)
+                await self._eraser.run(report)
                 return
             except Unavailable as error:
                 log.warning("deleting the data of user %s goes on: %s", report.user, error)
             await asyncio.sleep(RETRY_S)
+
+    async def _forget(self, seq: int) -> None:
+        """What is deleted up to there is in no index of this host any more. Raises Unavailable."""
+        await self.index.forget_abandoned()
+        await self.index.reach(seq, REACH_S)
 
 
 def _identity(post: Posted, caller: Caller, key: str | None, place: int, digest: Callable[[str], bytes]) -> Identity:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from itertools import chain
 
@@ -42,6 +42,7 @@ __all__ = ["UNDECIDED", "Eraser", "Report"]
 logger = logging.getLogger(__name__)
 
 PREFIX = "erasure"
+Forgotten = Callable[[int], Awaitable[None]]
 NAMED = 10_000
 """Ids of each kind in one message."""
 UNDECIDED = frozenset({"received", "matched", "quarantined"})
@@ -63,10 +64,14 @@ class Report(msgspec.Struct, kw_only=True):
 
 
 class Eraser:
-    """Deletes what the streams hold of a user."""
+    """Deletes what the streams hold of a user.
 
-    def __init__(self, bus: Bus, pseudonym: Callable[[str], str]) -> None:
-        self._bus, self._pseudonym = bus, pseudonym
+    Args:
+        forgotten: waited for before a deletion is done, with the sequence in FEEDBACK up to which indexes must read.
+    """
+
+    def __init__(self, bus: Bus, pseudonym: Callable[[str], str], *, forgotten: Forgotten | None = None) -> None:
+        self._bus, self._pseudonym, self._forgotten = bus, pseudonym, forgotten
         self._kv, self._opened = bus.kv(subjects.PRIVACY), bus.kv(subjects.EPISODES)
 
     async def begin(self, user: str) -> Report:
@@ -86,11 +91,11 @@ class Eraser:
         reports = [msgspec.json.decode(entry.value, type=Report) for entry in entries if entry.value]
         return [report for report in reports if report.status != "done"]
 
-    async def run(self, report: Report) -> int:
-        """Delete; the sequence in FEEDBACK that an index must reach to have forgotten it, too. Safe to repeat.
+    async def run(self, report: Report) -> None:
+        """Delete. Safe to repeat.
 
         Raises:
-            Unavailable: the bus went away; what is left is deleted by the next run.
+            Unavailable: the bus went away, or an index; what is left is deleted by the next run.
         """
         found = await Search(self._bus, report.user, self._pseudonym).run()
         report.episodes += await self._end_episodes(report.user, found)
@@ -115,9 +120,10 @@ class Eraser:
             if versions | made.versions:
                 report.trained_versions = {**report.trained_versions, job: sorted(versions | made.versions)}
             await self._save(report)
+        if self._forgotten is not None:
+            await self._forgotten(last)
         report.status, report.finished = "done", time.time()
         await self._save(report)
-        return last
 
     async def _save(self, report: Report) -> None:
         await self._kv.put(f"{PREFIX}.{report.user}", msgspec.json.encode(report))

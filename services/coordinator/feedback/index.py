@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.services.coordinator.feedback.ingest import Known
-from penstock.services.coordinator.feedback.projection import Place, Projection, Target, open_projection
+from penstock.services.coordinator.feedback.projection import Place, Projection, Target, drop_abandoned, open_projection
 from penstock.shared.errors import ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
@@ -49,6 +49,10 @@ TARGETS = 65_536
 """Interactions and episodes that are known without a query: the newest."""
 
 
+class _Damaged(Exception):  # noqa: N818
+    """The file is not to be read any more."""
+
+
 @dataclass(slots=True)
 class _Read:
     """What some messages said."""
@@ -73,7 +77,7 @@ class FeedbackIndex:
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="feedback-write")
         self._places: dict[str, Place] = {}
         self._queue: asyncio.Queue[tuple[str, Message]] = asyncio.Queue(QUEUE)
-        self._caught_up = asyncio.Event()
+        self._caught_up, self._damaged = asyncio.Event(), asyncio.Event()
         self._targets: OrderedDict[str, None] = OrderedDict()
         self._all_targets = False
         """``_targets`` leaves none out."""
@@ -81,20 +85,15 @@ class FeedbackIndex:
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Keep the projection up until cancelled."""
+        """Keep the projection up until cancelled; a file that turns out to be damaged is built anew."""
         try:
-            await self._write(self._open)
-            projection = self._projection
-            assert projection is not None
-            await self._find_places(projection)
-            self.erased |= await self._write(projection.all_erased)
-            some = await self._write(projection.some_targets, TARGETS + 1)
-            self._targets, self._all_targets = OrderedDict.fromkeys(some), len(some) <= TARGETS
-            async with asyncio.TaskGroup() as tasks:
-                for stream in STREAMS:
-                    tasks.create_task(self._follow(stream))
-                tasks.create_task(self._take_over(projection))
-                tasks.create_task(self._see_end())
+            while True:
+                try:
+                    await self._keep_up()
+                except* _Damaged as found:
+                    log.error("the feedback index is built anew from the streams: %s", found.exceptions[0])
+                await self._discard()
+                await asyncio.sleep(RETRY_S)
         finally:
             self._caught_up.clear()
             for pool in (self._reading, self._writing):
@@ -102,6 +101,47 @@ class FeedbackIndex:
             if self._projection is not None:
                 self._projection.close()
             self._projection = None
+
+    async def _keep_up(self) -> None:
+        """Until cancelled. Raises an ExceptionGroup of _Damaged."""
+        self._damaged.clear()
+        self._queue = asyncio.Queue(QUEUE)
+        async with asyncio.TaskGroup() as tasks:
+            projection = await self._load()
+            for stream in STREAMS:
+                tasks.create_task(self._follow(stream))
+            tasks.create_task(self._take_over(projection))
+            tasks.create_task(self._see_end())
+            tasks.create_task(self._see_damage())
+
+    async def _load(self) -> Projection:
+        try:
+            await self._write(self._open)
+            projection = self._projection
+            assert projection is not None
+            await self._find_places(projection)
+            self.erased |= await self._write(projection.all_erased)
+            some = await self._write(projection.some_targets, TARGETS + 1)
+        except sqlite3.DatabaseError as error:
+            raise _damage(error) from error
+        self._targets, self._all_targets = OrderedDict.fromkeys(some), len(some) <= TARGETS
+        return projection
+
+    async def _see_damage(self) -> None:
+        await self._damaged.wait()
+        raise _Damaged("a question to it failed")
+
+    async def _discard(self) -> None:
+        """Remove the file, once nobody reads it."""
+        self._caught_up.clear()
+        projection, self._projection = self._projection, None
+        await asyncio.get_running_loop().run_in_executor(self._reading, lambda: None)  # whoever was asked has answered
+        if projection is not None:
+            await self._write(projection.discard)
+
+    async def forget_abandoned(self) -> None:
+        """Delete the indexes of processes that are gone: nobody deletes anything from them."""
+        await self._write(drop_abandoned, self.directory)
 
     def _open(self) -> None:
         self._projection = open_projection(self.directory)
@@ -165,6 +205,8 @@ class FeedbackIndex:
             except sqlite3.OperationalError as error:  # no room on the disk, a lock that will be free again
                 log.error("the feedback index cannot be written: %s", error)
                 await asyncio.sleep(RETRY_S)
+            except sqlite3.DatabaseError as error:
+                raise _damage(error) from error
 
     async def _see_end(self) -> None:
         """Say when everything is known that was in FEEDBACK at the start."""
@@ -265,10 +307,20 @@ class FeedbackIndex:
         return self._projection
 
     async def _read(self, ask: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._reading, ask, *args)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._reading, ask, *args)
+        except sqlite3.DatabaseError as error:
+            if type(error) is sqlite3.DatabaseError:  # the others say nothing of the file
+                self._damaged.set()
+            raise Unavailable(f"the index of feedback cannot be read now: {error}; retry in a moment") from error
 
     async def _write(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._writing, work, *args)
+
+
+def _damage(error: sqlite3.DatabaseError) -> Exception:
+    """What an error of SQLite means; only that class itself says that a file is malformed, or none."""
+    return _Damaged(str(error)) if type(error) is sqlite3.DatabaseError else error
 
 
 def _apply(projection: Projection, some: list[tuple[str, Message]], places: list[Place]) -> _Read:

@@ -2,6 +2,8 @@
 
 One file per process: the first free one of a numbered series in the data directory, held by a kernel lock, so that a
 process that starts again finds its own or another complete one. It remembers how far in which stream it has read.
+
+No user is named in it, and no text: SQLite leaves copies of rows behind where it splits pages, also with secure_delete.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import fcntl
 import json
 import logging
 import sqlite3
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -19,13 +22,15 @@ import msgspec
 from penstock.services.coordinator.feedback.ingest import Known
 from penstock.shared.protocol.interaction import Erasure, Fate, Feedback, InteractionFate
 
-__all__ = ["Place", "Projection", "Target", "open_projection"]
+__all__ = ["Place", "Projection", "Target", "drop_abandoned", "open_projection"]
 
 log = logging.getLogger(__name__)
 
 SCHEMA = 4
 """Files of another one are built anew."""
 MAX_FILES = 64
+CHECKPOINTS, CHECKPOINT_S = 3, 0.5
+"""How often, and after which pauses, what was deleted is tried to be taken out of the log."""
 CHUNK = 256
 """Ids in one query."""
 
@@ -41,7 +46,7 @@ _TABLES = """
 CREATE TABLE IF NOT EXISTS place (stream TEXT PRIMARY KEY, created TEXT NOT NULL, seq INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS feedback (
   id TEXT PRIMARY KEY, job TEXT NOT NULL DEFAULT '', kind TEXT NOT NULL DEFAULT '', metric TEXT NOT NULL DEFAULT '',
-  source TEXT NOT NULL DEFAULT '', user TEXT NOT NULL DEFAULT '', revision INTEGER NOT NULL DEFAULT 0,
+  source TEXT NOT NULL DEFAULT '', revision INTEGER NOT NULL DEFAULT 0,
   fingerprint TEXT NOT NULL DEFAULT '', seq INTEGER NOT NULL DEFAULT 0, received REAL NOT NULL DEFAULT 0,
   retracted INTEGER NOT NULL DEFAULT 0, status TEXT NOT NULL DEFAULT 'received', reason TEXT NOT NULL DEFAULT '',
   interactions TEXT NOT NULL DEFAULT '', ordinal INTEGER NOT NULL DEFAULT -1, batch INTEGER NOT NULL DEFAULT 0,
@@ -67,20 +72,23 @@ def _columns(count: int) -> str:
     return ", ".join(f"json_extract(value, '$[{place}]')" for place in range(count))
 
 
+_REMAINS = "json_extract(value, '$[0]') NOT IN (SELECT id FROM erased)"
+"""The streams are read each for itself: what is deleted already may be read of in another one."""
+
 # One statement writes all rows: sqlite3 gives the interpreter's lock back at every step, and while the event loop is
 # busy it gets it again only after the switch interval. Row by row that is a few hundred rows per second.
 _POST = f"""
-INSERT INTO feedback (id, job, kind, metric, source, user, revision, fingerprint, seq, received, time)
-SELECT {_columns(11)} FROM json_each(?1) WHERE true
+INSERT INTO feedback (id, job, kind, metric, source, revision, fingerprint, seq, received, time)
+SELECT {_columns(10)} FROM json_each(?1) WHERE true
 ON CONFLICT (id) DO UPDATE SET job = excluded.job, kind = excluded.kind, metric = excluded.metric,
-  source = excluded.source, user = excluded.user, revision = excluded.revision, fingerprint = excluded.fingerprint,
+  source = excluded.source, revision = excluded.revision, fingerprint = excluded.fingerprint,
   seq = excluded.seq, received = excluded.received, time = max(feedback.time, excluded.received)
 WHERE feedback.fingerprint = '' OR (excluded.revision > feedback.revision AND excluded.source = feedback.source)
   OR excluded.fingerprint = feedback.fingerprint
 """
 _FATE = f"""
 INSERT INTO feedback (id, status, reason, interactions, ordinal, batch, version, time)
-SELECT {_columns(8)} FROM json_each(?1) WHERE true
+SELECT {_columns(8)} FROM json_each(?1) WHERE {_REMAINS}
 ON CONFLICT (id) DO UPDATE SET status = excluded.status, reason = excluded.reason, time = excluded.time,
   interactions = excluded.interactions, ordinal = excluded.ordinal, batch = excluded.batch, version = excluded.version
 """
@@ -89,22 +97,29 @@ INSERT INTO feedback (id, late) SELECT {_columns(2)} FROM json_each(?1) WHERE tr
 ON CONFLICT (id) DO UPDATE SET late = max(feedback.late, excluded.late)
 """
 _TARGET = f"""
-INSERT INTO target (id, episode, seq) SELECT {_columns(3)} FROM json_each(?1) WHERE true
+INSERT INTO target (id, episode, seq) SELECT {_columns(3)} FROM json_each(?1) WHERE {_REMAINS}
 ON CONFLICT (id) DO UPDATE SET episode = excluded.episode, seq = excluded.seq
 WHERE target.episode = '' AND excluded.episode != ''
 """
 _DECIDED = f"""
 INSERT INTO decided (id, job, status, reason, ordinal, batch, version, time)
-SELECT {_columns(8)} FROM json_each(?1) WHERE json_extract(value, '$[0]') NOT IN (SELECT id FROM erased)
+SELECT {_columns(8)} FROM json_each(?1) WHERE {_REMAINS}
 ON CONFLICT (id) DO UPDATE SET status = excluded.status, reason = excluded.reason, ordinal = excluded.ordinal,
   batch = excluded.batch, version = excluded.version, time = excluded.time WHERE excluded.ordinal >= 0
 """
 _PLACE = f"INSERT OR REPLACE INTO place (stream, created, seq) SELECT {_columns(3)} FROM json_each(?1)"
 _RETRACT = f"""
-INSERT INTO feedback (id, retracted) SELECT {_columns(2)} FROM json_each(?1) WHERE true
+INSERT INTO feedback (id, retracted) SELECT {_columns(2)} FROM json_each(?1) WHERE {_REMAINS}
 ON CONFLICT (id) DO UPDATE SET retracted = 1
 """
 _ERASED = f"INSERT OR IGNORE INTO erased (id) SELECT {_columns(1)} FROM json_each(?1)"
+_LEFT = """
+DELETE FROM target WHERE seq = 0 AND id IN (SELECT episode FROM target WHERE id IN (SELECT id FROM erased))
+  AND NOT EXISTS (
+    SELECT 1 FROM target AS turn WHERE turn.episode = target.id AND turn.id NOT IN (SELECT id FROM erased)
+  )
+"""
+"""Episodes of which no turn is left once what is deleted is gone."""
 _DELETE = f"DELETE FROM {{}} WHERE id IN (SELECT {_columns(1)} FROM json_each(?1))"
 
 
@@ -123,10 +138,25 @@ def open_projection(directory: Path) -> Projection:
             return Projection(path, lock)
         except sqlite3.DatabaseError as error:
             log.warning("%s is built anew: %s", path, error)
-            for broken in directory.glob(f"{path.name}*"):
-                broken.unlink()
+            _remove(path)
             return Projection(path, lock)
     raise OSError(f"{MAX_FILES} processes hold a projection in {directory}")
+
+
+def drop_abandoned(directory: Path) -> None:
+    """Delete the files that no process holds: nobody keeps them up, so nobody would delete from them."""
+    for path in directory.glob("feedback-*.sqlite"):
+        with path.with_suffix(".lock").open("wb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                continue
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    for file in path.parent.glob(f"{path.name}*"):
+        file.unlink(missing_ok=True)
 
 
 class Projection:
@@ -136,14 +166,33 @@ class Projection:
         self.path = path
         self._lock = lock
         self._writer = _connect(path)
-        version = self._writer.execute("PRAGMA user_version").fetchone()[0]
-        if version not in (0, SCHEMA):
+        try:
+            self._check()
+        except sqlite3.DatabaseError:
             self._writer.close()
-            raise sqlite3.DatabaseError(f"schema {version}, this build writes {SCHEMA}")
+            raise
         with self._writer:
             self._writer.executescript(_TABLES)
             self._writer.execute(f"PRAGMA user_version = {SCHEMA}")
         self._reader = _connect(path)
+
+    def _check(self) -> None:
+        """Raise sqlite3.DatabaseError where this build cannot go on with the file."""
+        version = self._writer.execute("PRAGMA user_version").fetchone()[0]
+        tables = self._writer.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        if version != SCHEMA and (version or tables):
+            raise sqlite3.DatabaseError(f"schema {version}, this build writes {SCHEMA}")
+        flaw = self._writer.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if flaw != "ok":
+            raise sqlite3.DatabaseError(f"it is damaged: {flaw}")
+
+    def discard(self) -> None:
+        """Remove the file, and give its name back."""
+        self._reader.close()
+        self._writer.close()
+        _remove(self.path)
+        if self._lock is not None:
+            self._lock.close()
 
     def close(self) -> None:
         """Give the file back."""
@@ -186,11 +235,20 @@ class Projection:
                 feedback, interactions = ([(id,) for id in ids] for ids in (erasure.feedback, erasure.interactions))
                 self._put(_ERASED, feedback + interactions)
                 self._put(_DELETE.format("feedback"), feedback)
+                self._writer.execute(_LEFT)
                 for table in ("target", "decided"):
                     self._put(_DELETE.format(table), interactions)
             self._put(_PLACE, places)
-        if erasures:  # the log still holds what was deleted
-            self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        if erasures:
+            self._empty_log()
+
+    def _empty_log(self) -> None:
+        """Take out of the log what was deleted: while somebody reads, it is kept. Raises sqlite3.OperationalError."""
+        for _ in range(CHECKPOINTS):
+            if not self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
+                return
+            time.sleep(CHECKPOINT_S)
+        raise sqlite3.OperationalError("the log of the feedback index still holds what was deleted: somebody reads it")
 
     def _put(self, statement: str, rows: Iterable[tuple[Any, ...]]) -> None:
         if some := list(rows):
@@ -280,7 +338,7 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 def _post_row(seq: int, item: Feedback) -> tuple[Any, ...]:
     return (
-        item.id, item.job, item.kind, item.metric, item.key_id, item.user, item.revision, item.fingerprint, seq,
+        item.id, item.job, item.kind, item.metric, item.key_id, item.revision, item.fingerprint, seq,
         item.received, item.received,
     )  # fmt: skip
 
