@@ -176,5 +176,6 @@ async def test_a_file_that_breaks_meanwhile_is_built_anew(desk: Any, caplog: pyt
         await desk.until(again, "new index")
     assert [record for record in caplog.records if "feedback index is built anew" in record.message]
     assert (await desk.accept())["duplicate"] is False
+    await index.catch_up(subjects.FEEDBACK)
     reply = await desk.client.get(f"/v1/jobs/{desk.job}/feedback")
     assert (reply.status_code, reply.json()["items"]) == (200, 201)
