@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import xxhash
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.inference import InferenceRequest
 
-__all__ = ["DEFAULT_TEMPLATE", "Renderer", "content_text"]
+__all__ = ["DEFAULT_TEMPLATE", "Prompt", "Renderer", "content_text"]
 
 DEFAULT_TEMPLATE = (
     "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
@@ -24,32 +24,47 @@ DEFAULT_TEMPLATE = (
 """For tokenizers without a chat template: a line for each message, and one that the model is to continue."""
 
 
+class Prompt(NamedTuple):
+    """Token ids, and the text that they are of, special tokens included."""
+
+    token_ids: list[int]
+    text: str
+
+
 class Renderer:
     """Renders with the tokenizer's chat template, or with ``DEFAULT_TEMPLATE``. Made off the event loop."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, template_args: dict[str, Any]) -> None:
         self._tokenizer, self._template_args = tokenizer, template_args
         self._template = tokenizer.chat_template or DEFAULT_TEMPLATE
+        self._backend: Any = tokenizer.backend_tokenizer
         digest = xxhash.xxh3_128(tokenizer.backend_tokenizer.to_str().encode())
         digest.update(json.dumps([self._template, template_args], sort_keys=True, default=str).encode())
         self.digest = digest.hexdigest()
 
-    def prompts(self, request: InferenceRequest) -> list[list[int]]:
-        """Token ids of each prompt of a request; a chat has one.
+    def prompts(self, request: InferenceRequest) -> list[Prompt]:
+        """The prompts of a request; a chat has one.
 
         Raises:
             ConfigError: the template refuses the messages, or a prompt is empty.
         """
         if request.kind == "chat":
-            found = [self.chat(request.messages, tools=request.tools, template_args=request.template_args)]
+            text = self.text(request.messages, tools=request.tools, template_args=request.template_args)
+            found = [Prompt(self.encode(text), text)]
         else:
             found = [
-                self._tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
+                Prompt(self._tokenizer.encode(prompt, add_special_tokens=True), prompt)
+                if isinstance(prompt, str)
+                else Prompt(prompt, self.spell(prompt))
                 for prompt in request.prompts
             ]
-        if not all(found):
+        if not all(prompt.token_ids for prompt in found):
             raise ConfigError("the prompt is empty: it needs at least one token")
         return found
+
+    def spell(self, token_ids: list[int]) -> str:
+        """The text of tokens, special ones included; of those that do not exist nothing."""
+        return str(self._backend.decode(token_ids, skip_special_tokens=False))
 
     def chat(
         self,

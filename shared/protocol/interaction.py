@@ -102,6 +102,8 @@ class Interaction(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the request's body: the same again with a retry count is the same request."""
     text: str
     """The completion as the client saw it, for people and preference losses."""
+    prompt: str = ""
+    """The prompt as the policy read it, special tokens included, for people; empty where a record cannot hold it."""
     tool_calls_valid: bool | None = None
     """Whether the completion's tool calls could be parsed; None where there are none."""
     calls: list[ToolCall] = []

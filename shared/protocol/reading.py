@@ -32,7 +32,8 @@ class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
 class ReadReply(msgspec.Struct, frozen=True, kw_only=True):
     """The tokens of both, an answer that came as text with the end of sequence; or the ``flaw`` that they have.
 
-    ``logprobs`` are of logits (temperature 1), by the policy ``version``.
+    ``logprobs`` are of logits (temperature 1), by the policy ``version``. ``prompt`` and ``text`` are what the tokens
+    say, for people, cut where it is long.
     """
 
     flaw: str = ""
@@ -40,3 +41,5 @@ class ReadReply(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int] = []
     logprobs: list[float] = []
     version: int = -1
+    prompt: str = ""
+    text: str = ""

@@ -13,6 +13,7 @@ from penstock.services.coordinator.audit import audit_group, audit_ledger, seale
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.online.supply import LiveSupply
 from penstock.services.coordinator.runner import JobRunner
+from penstock.services.coordinator.samples import sample_rows
 from penstock.services.coordinator.store import JobStore
 from penstock.services.rollout.engines import Engine, open_engine
 from penstock.services.rollout.held_weights import WeightRing
@@ -173,6 +174,8 @@ async def test_material_is_trained_once_audited_and_repeated(bus: Bus, tmp_path:
         found = await groups_of(bus, manifest)
         assert sorted(found) == ["preference", "supervised"]
         assert tokenizer.decode(found["supervised"].token_ids.tolist()) == "7+8<eos>"
+        (shown,) = sample_rows(1, [found["supervised"]])
+        assert (shown["prompt"], shown["completion"]) == (tokenizer.decode([10, 11]), "7+8<eos>")
         assert found["supervised"].prompt_ids.tolist() == [10, 11]
         assert found["preference"].token_ids.tolist() == [20, 21, 22], "the better one first"
         first = await train(bus, learner, manifest)

@@ -134,7 +134,8 @@ def record(prompt: str, completion: str, **changes: Any) -> Interaction:
         "id": "i", "request": "i", "index": 0, "job": "j", "episode": "e", "key_id": "k", "user": "u", "split": "train",
         "untrainable": "", "prompt_ids": prompt_ids, "token_ids": token_ids, "logprobs": [-0.5] * len(token_ids),
         "spans": [Span(0, 0, len(token_ids))], "sampling": Sampling(max_new_tokens=64), "finish": "stop",
-        "template": "t", "body_digest": "b", "text": completion, "started": 0.0, "first_token": 0.0, "ended": 0.0,
+        "template": "t", "body_digest": "b", "text": completion, "prompt": prompt,
+        "started": 0.0, "first_token": 0.0, "ended": 0.0,
     }  # fmt: skip
     return Interaction(**fields | changes)
 
@@ -167,6 +168,7 @@ def test_what_begins_in_the_prompt_and_ends_in_the_completion_is_blanked_in_both
     redactor = RecordRedactor(config(patterns={"email": EMAIL, "phone": PHONE}), TOKENIZER, spell)
     found = redactor.redact(record("a@b.c write to ann", "@x.org or 555-1234"))
     assert spell(found.prompt_ids) == "<pad>" * 5 + " write to <pad><pad><pad>"
+    assert found.prompt == "[email] write to [email]"
     assert spell(found.token_ids) == "<pad>" * 6 + " or " + "<pad>" * 8
     assert found.text == "[email] or [phone]"
     assert found.redacted == [
@@ -181,6 +183,11 @@ def test_what_begins_in_the_prompt_and_ends_in_the_completion_is_blanked_in_both
 def test_a_prompt_alone_makes_it_untrainable_and_tags_do_not() -> None:
     redactor = RecordRedactor(config(patterns={"email": EMAIL}), TOKENIZER, spell)
     assert redactor.redact(record("a@b.c", "yes", untrainable="sampling_not_replayable")).untrainable == UNTRAINABLE
+    assert redactor.redact(record("to a@b.c!", "yes")).prompt == "to [email]!"
+    assert redactor.redact(replace(record("to anne", "yes"), prompt="to a@b.c")).prompt == "to [email]", (
+        "tokens may say less"
+    )
+    assert redactor.redact(record("to anne", "yes")).prompt == "to anne"
     tagged = redactor.redact(record("hello", "yes", tags={"who": "a@b.c", "task": "t"}))
     assert (tagged.tags, tagged.untrainable) == ({"who": "[email]", "task": "t"}, "")
     redactor = RecordRedactor(config(patterns={"phone": PHONE}), TOKENIZER, spell)

@@ -71,9 +71,17 @@ def group_of(
         parts={"feedback": np.array([reward], np.float32)},
         meta={
             "worker": WORKER, "episode": last.episode, "interactions": [turn.id for turn in turns],
-            "completions": [turn.text for turn in turns[-1:]],
+            "prompt": turns[0].prompt, "completions": [turn.text for turn in turns[-1:]], **_said(turns),
         },
     )  # fmt: skip
+
+
+def _said(turns: Sequence[Interaction]) -> dict[str, list[str]]:
+    """All that was said after the first prompt, where there were several turns and their prompts are stored."""
+    first, last = turns[0].prompt, turns[-1]
+    if len(turns) == 1 or not first or not last.prompt.startswith(first):
+        return {}
+    return {"transcripts": [last.prompt[len(first) :] + last.text]}
 
 
 def made_group(
@@ -87,6 +95,7 @@ def made_group(
     epoch: int,
     logprobs: Sequence[float] | None = None,
     version: int = -1,
+    prompt: str = "",
     texts: Sequence[str] = (),
     assumed: bool = False,
     temperature: float = 1.0,
@@ -115,7 +124,7 @@ def made_group(
         objective=objective,
         assumed=assumed,
         temperature=temperature,
-        meta={"worker": WORKER, "completions": list(texts)} if texts else {"worker": WORKER},
+        meta={"worker": WORKER, "prompt": prompt, "completions": list(texts) or [""] * len(answers)},
     )  # fmt: skip
 
 
@@ -126,7 +135,8 @@ def turn_of(
     return Interaction(
         id=item.id, request=item.id, index=0, job=item.job, episode=item.episode, key_id=item.key_id, user=item.user,
         split="train", untrainable="", prompt_ids=read.prompt_ids, token_ids=read.token_ids, logprobs=list(logprobs),
-        spans=[Span(version, 0, len(read.token_ids))], finish="stop", template="", body_digest="", text="",
+        spans=[Span(version, 0, len(read.token_ids))], finish="stop", template="", body_digest="", text=read.text,
+        prompt=read.prompt,
         sampling=Sampling(max_new_tokens=len(read.token_ids), temperature=temperature),
         started=item.received, first_token=item.received, ended=item.received,
     )  # fmt: skip

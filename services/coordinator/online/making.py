@@ -92,7 +92,7 @@ class Maker:
                 return made_group(
                     self._job, draw, chosen.prompt_ids, [chosen.token_ids, rejected.token_ids],
                     objective=admission.objective, reward=admission.reward, epoch=self._epoch,
-                    texts=[chosen.text, rejected.text], temperature=temperature,
+                    prompt=chosen.prompt, texts=[chosen.text, rejected.text], temperature=temperature,
                 )  # fmt: skip
             case "interaction":
                 return await self._posted(draw, admission, items, temperature)
@@ -115,7 +115,8 @@ class Maker:
             raise Unusable("same_answer")
         return made_group(
             self._job, draw, chosen.prompt_ids, [chosen.token_ids, rejected.token_ids], objective=admission.objective,
-            reward=admission.reward, epoch=self._epoch, temperature=temperature,
+            reward=admission.reward, epoch=self._epoch, temperature=temperature, prompt=chosen.prompt,
+            texts=[chosen.text, rejected.text],
         )  # fmt: skip
 
     async def _posted(self, draw: Draw, admission: Admission, items: Sequence[Feedback], temperature: float) -> Group:
@@ -170,7 +171,7 @@ class Maker:
         return made_group(
             self._job, draw, read.prompt_ids, [read.token_ids], objective=admission.objective, reward=admission.reward,
             epoch=self._epoch, logprobs=logprobs, version=admission.version, assumed=admission.reason == "assumed",
-            temperature=temperature,
+            temperature=temperature, prompt=read.prompt, texts=[read.text],
         )  # fmt: skip
 
     def _check_lengths(self, read: ReadReply) -> None:

@@ -34,6 +34,8 @@ class Choice:
     decode: Decode
     spell: Decode
     """As ``decode``, special tokens included."""
+    prompt: str = ""
+    """What the prompt says."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
@@ -141,7 +143,7 @@ class Choice:
             episode=bare_id(request.episode) or request.episode, alone=request.alone, key_id=request.key_id,
             user=request.user, split=request.split, untrainable=untrainable, prompt_ids=self.prompt_ids,
             token_ids=self.token_ids, logprobs=self.logprobs, spans=self.spans, sampling=self.sampling, finish=finish,
-            constraint=request.constraint.asked_by if request.constraint is not None else "",
+            prompt=self.prompt, constraint=request.constraint.asked_by if request.constraint is not None else "",
             template=template, body_digest=request.body_digest, text=self.text, calls=self.calls,
             tool_calls_valid=self._tools.valid if self._tools is not None else None, tags=request.tags,
             started=request.started, first_token=self.first_token, ended=time.time(),

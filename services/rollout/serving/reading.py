@@ -22,6 +22,9 @@ __all__ = ["Reader", "answer_text"]
 
 logger = logging.getLogger(__name__)
 
+MAX_SHOWN = 1 << 16
+"""Characters of a prompt or an answer that are said beside its tokens."""
+
 
 class Reader:
     """Reads for one job with the tokenizer and the engine that serve it, and with weights that are ``held``."""
@@ -57,7 +60,10 @@ class Reader:
             "unknown_tokens": not all(0 <= token < len(self._tokenizer) for token in (*prompt_ids, *token_ids)),
         }
         flaw = next((name for name, found in checks.items() if found), "")
-        return ReadReply(flaw=flaw) if flaw else ReadReply(prompt_ids=prompt_ids, token_ids=token_ids)
+        if flaw:
+            return ReadReply(flaw=flaw)
+        prompt, text = (self._renderer.spell(ids)[:MAX_SHOWN] for ids in (prompt_ids, token_ids))
+        return ReadReply(prompt_ids=prompt_ids, token_ids=token_ids, prompt=prompt, text=text)
 
     def _answer(self, message: dict[str, Any]) -> list[int] | None:
         """Tokens that the policy should have sampled for a message; None where they do not say the same text."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from msgspec.structs import replace
+
 from penstock.services.rollout.serving.redaction import RecordRedactor
 from penstock.shared.errors import Conflict, DataError, PenstockError
 from penstock.shared.protocol import subjects
@@ -71,6 +73,8 @@ class Recorder:
                 logger.error("interaction %s is not recorded: %s", interaction.id, error)
                 return None
         data = pack(interaction, job=self._job, id=interaction.id)
+        if len(data) > MAX_INLINE_BYTES and interaction.prompt:  # people can do without, learning cannot without tokens
+            data = pack(replace(interaction, prompt=""), job=self._job, id=interaction.id)
         if len(data) > MAX_INLINE_BYTES:
             logger.error("interaction %s has %d bytes, too many for a record", interaction.id, len(data))
             return None

@@ -69,13 +69,23 @@ class RecordRedactor:
             for name, tag in interaction.tags.items()
         }
         calls = [replace(call, arguments=self._redactor.replace(call.arguments)) for call in interaction.calls]
+        shown = self._shown(prompt_ids, in_prompt) if in_prompt else self._redactor.replace(interaction.prompt)
         found = [Redacted("prompt", *place) for place in in_prompt]
         found += [Redacted("completion", *place) for place in in_completion]
         changed = bool(found) or text != interaction.text or calls != interaction.calls
         return replace(
             interaction, prompt_ids=prompt_ids, token_ids=token_ids, text=text, tags=tags, calls=calls, redacted=found,
+            prompt=shown,
             untrainable=UNTRAINABLE if changed else interaction.untrainable,
         )  # fmt: skip
+
+    def _shown(self, prompt_ids: list[int], places: Sequence[Place]) -> str:
+        """What the prompt says, with a name where it has blanks."""
+        text, end = "", 0
+        for start, stop, name in places:
+            text += self._spell(prompt_ids[end:start]) + f"[{name}]"
+            end = max(end, stop)
+        return self._redactor.replace(text + self._spell(prompt_ids[end:]))
 
     def _across(self, interaction: Interaction) -> _Across:
         """What begins in the prompt and ends in the completion: neither shows it alone."""

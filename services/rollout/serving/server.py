@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from penstock.services.rollout.candidate import Candidate
 from penstock.services.rollout.engines import Engine
 from penstock.services.rollout.held_weights import WeightRing
-from penstock.services.rollout.rendering import Renderer
+from penstock.services.rollout.rendering import Prompt, Renderer
 from penstock.services.rollout.serving.choice import Choice
 from penstock.services.rollout.serving.outbox import Outbox
 from penstock.services.rollout.serving.presence import Presence
@@ -182,14 +182,14 @@ class InferenceServer:
         reply = InferenceReply(worker=self.id, accepted=True, version=version, prompt_ids=prompt_ids)
         return pack(reply, job=self.job)
 
-    def _open(self, request: InferenceRequest, prompts: list[list[int]]) -> _Live:
+    def _open(self, request: InferenceRequest, prompts: list[Prompt]) -> _Live:
         if len(request.ids) != len(prompts) * request.n:
             raise ProtocolError(f"{len(request.ids)} ids for {request.n} choices of {len(prompts)} prompts")
         stop = frozenset({*self.sampling.stop_token_ids, *request.sampling.stop_token_ids, *self.engine.stop_ids})
         asked = as_trained(request.sampling) if self.forced_sampling else request.sampling
         choices = []
         for index in range(len(request.ids)):
-            prompt_ids = prompts[index // request.n]
+            prompt_ids, text = prompts[index // request.n]
             sampling = sampling_for(
                 self.sampling,
                 asked,
@@ -198,7 +198,7 @@ class InferenceServer:
                 constrained=request.constraint is not None,
             )
             sampling = replace(sampling, seed=request.sampling.seed + index)
-            choices.append(Choice(request, index, prompt_ids, sampling, stop, self._decode, self._spell))
+            choices.append(Choice(request, index, prompt_ids, sampling, stop, self._decode, self._spell, text))
             if index in request.begun:
                 choices[-1].resume(request.begun[index])
         live = self._live[request.id] = _Live(request, choices, self.sampling, self._engine_for(request))

@@ -42,7 +42,7 @@ async def test_a_chat_is_answered_and_recorded(agent: Any) -> None:
     assert all(-1e-3 < logprob <= 0 for logprob in record.logprobs)
     assert [(span.version, span.start, span.end) for span in record.spans] == [(0, 0, 6)]
     assert (record.user, record.untrainable, record.alone, record.text) == ("p-ann", "", True, "hello world and more")
-    assert record.tags == {"task": "greet"}
+    assert (record.prompt, record.tags) == ("hi", {"task": "greet"})
     assert f"ep_{record.episode}" == response.headers["x-episode-id"]
     shown = (await agent.client.get(f"/v1/interactions/{body['id']}")).json()
     assert (shown["id"], shown["token_ids"], shown["spans"]) == (id, record.token_ids, [[0, 0, 6]])

@@ -43,7 +43,7 @@ async def test_what_must_not_be_stored_is_blanked_and_sampling_is_the_jobs(stack
         asked = await stack.chat("hello world")
         prompt = await stack.recorded(asked.headers["x-interaction-id"])
         assert (prompt.prompt_ids[1:], prompt.untrainable) == ([0, 0], "redacted")
-        assert prompt.text == " and more"
+        assert (prompt.prompt, prompt.text) == ("hello[place]", " and more")
 
         plain = await stack.chat("again", temperature=0, max_tokens=3, stop="xyz")
         record = await stack.recorded(plain.headers["x-interaction-id"])

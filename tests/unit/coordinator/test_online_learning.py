@@ -18,6 +18,7 @@ from penstock.services.coordinator.online.groups import group_of
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.refusals import refused
 from penstock.services.coordinator.online.sources import weight_of
+from penstock.services.coordinator.samples import sample_rows
 from penstock.shared.config.kinds import parse_job
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.errors import ConfigError
@@ -506,6 +507,18 @@ def test_the_tokens_of_an_episode_are_one_trajectory_with_what_it_was_told_maske
     data, header = encode_group(group)
     assert np.array_equal(decode_group(data).logprobs, np.float32([-0.5, -0.5, 0, 0, -0.5]))
     assert (header.min_version, header.max_version, header.rewards) == (5, 6, [0.5])
+
+
+def test_people_see_the_prompt_and_all_that_was_said_after_it() -> None:
+    first, second = (replace(turn, text=f"answer {n}") for n, turn in enumerate(turns()))
+    (row,) = sample_rows(1, [group_of("j", Draw(3), [replace(first, prompt="ask: ")], reward=0.5, epoch=1)])
+    assert (row["prompt"], row["completion"]) == ("ask: ", "answer 0")
+    told = [replace(first, prompt="ask: "), replace(second, prompt="ask: answer 0 and then? ")]
+    for made in (group_of("j", Draw(3), told, reward=0.5, epoch=1), group_of("j", Draw(3), told, reward=0.5, epoch=1)):
+        (row,) = sample_rows(1, [decode_group(encode_group(made)[0])])
+        assert (row["prompt"], row["completion"]) == ("ask: ", "answer 0 and then? answer 1")
+    (row,) = sample_rows(1, [group_of("j", Draw(3), [first, second], reward=0.5, epoch=1)])
+    assert (row["prompt"], row["completion"]) == ("", "answer 1"), "records of earlier versions have no prompt"
 
 
 def test_turns_of_two_temperatures_are_two_trajectories_each_trained_at_its_own() -> None:

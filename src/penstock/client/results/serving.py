@@ -92,6 +92,8 @@ class Interaction(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of tokenizer and chat template."""
     body_digest: str
     text: str
+    prompt: str = ""
+    """As the policy read it; empty where the record would not hold it."""
     tool_calls_valid: bool | None = None
     calls: list[ToolCall] = []
     tags: dict[str, str] = {}
