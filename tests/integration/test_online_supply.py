@@ -50,8 +50,9 @@ from penstock.shared.protocol.interaction import (
 )
 from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.protocol.messages import Ack, Report
+from penstock.shared.protocol.parts import PARTS
 from penstock.shared.protocol.trajectory import decode_group
-from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.bus import Bus, Outgoing
 
 DEADLINE_S = 40
 CONFIG = OnlineJob.parse(
@@ -78,16 +79,16 @@ async def leader(
             await task
 
 
-async def serve(bus: Bus, job: str, *, version: int = 0) -> str:
+async def serve(bus: Bus, job: str, *, version: int = 0, prompt: str = "") -> str:
     """One answer, recorded."""
     name, now = new_marked_id(job), time.time()
     record = Interaction(
         id=name, request=name, index=0, job=job, episode=new_marked_id(job), alone=True, key_id="k", user="u",
         split="train", untrainable="", prompt_ids=[4, 5], token_ids=[6, 7, 2], logprobs=[-0.1, -0.2, -0.3],
         spans=[Span(version, 0, 3)], sampling=Sampling(max_new_tokens=4), finish="stop", template="t", body_digest="b",
-        text="ab", started=now, first_token=now, ended=now,
+        text="ab", prompt=prompt, started=now, first_token=now, ended=now,
     )  # fmt: skip
-    await bus.publish(subjects.interaction(job, name), pack(record, job=job), msg_id=name)
+    await bus.publish_whole([Outgoing(subjects.interaction(job, name), pack(record, job=job), msg_id=name)])
     return name
 
 
@@ -230,6 +231,18 @@ async def test_a_reward_that_is_not_declared_is_in_what_is_trained_and_decided_a
     assert sorted(group.rewards for group in sealed.groups) == [[-0.75], [0.5]]
     entries = await ledger(bus, job)
     assert await decide_again(bus, job, config, entries) == (2, [])
+
+
+async def test_a_record_in_parts_is_read_and_decided(bus: Bus, tmp_path: Path) -> None:
+    record = await JobStore(bus).create(CONFIG)
+    job = record.id
+    async with leader(bus, record, 1, tmp_path):
+        await report(bus, job, kind="checkpointed", batch=0, version=0, digest="w0", path="ckpt-0")
+        long = await serve(bus, job, prompt="once upon a time " * 100_000)
+        await say(bus, job, ("f-long", long, 0.5))
+        await until_fates(bus, job, **{"f-long": "admitted"})
+    messages = await bus.read(subjects.INTERACTIONS, "interactions.>")
+    assert [int(message.headers.get(PARTS, 0)) for message in messages] == [2, 0]
 
 
 async def test_an_outlier_is_held_across_the_crash_of_a_leader_until_it_is_released(bus: Bus, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -9,12 +10,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from penstock.services.coordinator.api.completion_format import ChatFormat
 from penstock.services.coordinator.api.serving import Served
 from penstock.services.coordinator.serving.answer import Answer
 from penstock.services.rollout.serving.choice import Choice
+from penstock.services.rollout.serving.outbox import messages_of
 from penstock.services.rollout.serving.presence import MAX_SILENT, Presence
+from penstock.shared.protocol.codec import MAX_INLINE_BYTES, unpack
 from penstock.shared.protocol.generation import Sampling, Token
-from penstock.shared.protocol.inference import Chunk, ClientSampling, InferenceReply, InferenceRequest, ToolCall
+from penstock.shared.protocol.inference import Chunk, Chunks, ClientSampling, InferenceReply, InferenceRequest, ToolCall
 
 CALL = '<tool_call>{"name": "f", "arguments": {"x": "é"}}</tool_call>'
 EOS = 0
@@ -149,3 +153,26 @@ def test_the_ids_of_calls_are_the_same_at_every_worker_and_differ_between_choice
         written(choice, CALL.encode())
         ids.append(choice.calls[0].id)
     assert ids[0] == ids[1] != ids[2]
+
+
+def test_a_whole_answer_with_likeliest_tokens_is_sent_in_pieces_that_read_as_one() -> None:
+    request = replace(request_of(), logprobs=20, stream=False)
+    ids = list(range(9000))
+    top = [[(f"token {token + k}", -float(k)) for k in range(20)] for token in ids]
+    whole = Chunk(
+        ID, 0, 0, ids, [-0.5] * len(ids), 3, "the text", [ToolCall("c", "f", "{}")],
+        [f"token {token}" for token in ids], top, "stop", True,
+    )  # fmt: skip
+    messages = messages_of(Chunks("w", [whole], in_hand=[ID]))
+    assert len(messages) > 2
+    assert max(map(len, messages)) <= MAX_INLINE_BYTES
+    answer, one = answer_of(request), answer_of(request)
+    read = [unpack(message, Chunks)[0] for message in messages]
+    for chunk in (chunk for message in read for chunk in message.chunks):
+        assert not answer.done
+        assert answer.feed(chunk)
+    assert [message.in_hand for message in read] == [None] * (len(read) - 1) + [[ID]]
+    assert one.feed(whole)
+    pieces, entire = asyncio.run(answer.read(0)), asyncio.run(one.read(0))
+    kinds = (ChatFormat(answer, True, False), ChatFormat(one, True, False))
+    assert kinds[0].whole(pieces) == kinds[1].whole(entire)

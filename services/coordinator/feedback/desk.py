@@ -32,12 +32,12 @@ from penstock.services.coordinator.feedback.items import (
 )
 from penstock.services.coordinator.feedback.jobs import LiveJobs
 from penstock.services.coordinator.feedback.privacy import Consents, Pseudonyms
+from penstock.services.coordinator.payload import whole_of
 from penstock.services.coordinator.store import JobStore
 from penstock.shared.errors import NotFound, PenstockError, ProtocolError, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.interaction import Feedback, Interaction, bare_id, marked_id
-from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.bus import Bus, Message
 
 __all__ = ["FeedbackDesk"]
 
@@ -194,6 +194,13 @@ class FeedbackDesk:
             found = await self.index.episodes(interactions)
         return found
 
+    async def _record(self, message: Message) -> Interaction | None:
+        """An interaction; None for one that was overwritten because its user wanted to be forgotten."""
+        try:
+            return await whole_of(self._bus, subjects.INTERACTIONS, message, Interaction)
+        except (ProtocolError, NotFound):
+            return None
+
     async def turns(self, episode: str, *, after: str | None, limit: int) -> list[Row]:
         """See ``api.feedback_desk.FeedbackDesk.turns``."""
         await self.index.catch_up(subjects.INTERACTIONS)
@@ -203,7 +210,7 @@ class FeedbackDesk:
             return []
         ids = await self.index.turns(marked[0], bare_id(after or "") or "", limit)
         found = [await self._bus.last(subjects.INTERACTIONS, subjects.interaction(job, id)) for id in ids]
-        records = [_record(message.data) for message in found if message is not None]
+        records = [await self._record(message) for message in found if message is not None]
         decisions = await self.decisions(ids)
         return [
             {
@@ -353,11 +360,3 @@ def _decision(row: Row) -> Row:
 
 def _shown(report: Report) -> Row:
     return dict(msgspec.to_builtins(report))
-
-
-def _record(data: bytes) -> Interaction | None:
-    """An interaction; None for one that was overwritten because its user wanted to be forgotten."""
-    try:
-        return unpack(data, Interaction)[0]
-    except ProtocolError:
-        return None

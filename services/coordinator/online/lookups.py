@@ -12,15 +12,15 @@ import msgspec
 
 from penstock.services.coordinator.online.material import Record
 from penstock.services.coordinator.online.remembered import Remembered
+from penstock.services.coordinator.payload import whole_of
 from penstock.services.coordinator.retry import Retry
 from penstock.shared.errors import NotFound, ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.interaction import Interaction
-from penstock.shared.protocol.parts import count_of
-from penstock.shared.transport.bus import Bus, Message
+from penstock.shared.transport.bus import Bus
 
-__all__ = ["Lookups", "whole_of"]
+__all__ = ["Lookups"]
 
 LOOK_UP = "a look at interactions"
 AT_ONCE = 64
@@ -84,14 +84,3 @@ class Lookups:
         with contextlib.suppress(ProtocolError, NotFound):  # then nobody can use it
             return Record.of(message.seq, await whole_of(self._bus, subjects.INTERACTIONS, message, Interaction))
         return None
-
-
-async def whole_of(bus: Bus, stream: str, message: Message, kind: type[T]) -> T:
-    """What a message and its parts hold. Raises ProtocolError, NotFound: a part of it was deleted, Unavailable."""
-    data = message.data
-    if count_of(message.headers) > 1:
-        found = await bus.get_whole(stream, [message.seq])
-        if message.seq not in found:
-            raise NotFound("a part of it is missing")
-        data = found[message.seq].data
-    return unpack(data, kind)[0]

@@ -17,7 +17,7 @@ from penstock.services.coordinator.online.fates import fates_of, interaction_fat
 from penstock.services.coordinator.online.funnel import Funnel
 from penstock.services.coordinator.online.groups import gone_group, group_of
 from penstock.services.coordinator.online.letters import put_back
-from penstock.services.coordinator.online.lookups import Lookups, whole_of
+from penstock.services.coordinator.online.lookups import Lookups
 from penstock.services.coordinator.online.making import Maker
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.names import canonical
@@ -26,6 +26,7 @@ from penstock.services.coordinator.online.restored import Restored
 from penstock.services.coordinator.online.source import LiveSource
 from penstock.services.coordinator.online.telling import Telling
 from penstock.services.coordinator.online.told import told_of, undecided_since
+from penstock.services.coordinator.payload import whole_of
 from penstock.services.coordinator.restart import earliest_start
 from penstock.services.coordinator.retry import Retry
 from penstock.services.coordinator.run import JobRun

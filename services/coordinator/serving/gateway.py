@@ -15,6 +15,7 @@ from penstock.services.coordinator.api.replies import HttpProblem
 from penstock.services.coordinator.api.serving import Ask, Served
 from penstock.services.coordinator.canary import is_in_canary
 from penstock.services.coordinator.feedback.privacy import objection
+from penstock.services.coordinator.payload import whole_of
 from penstock.services.coordinator.serving.answer import Answer
 from penstock.services.coordinator.serving.episodes import Episodes
 from penstock.services.coordinator.serving.handover import Notes
@@ -23,7 +24,7 @@ from penstock.services.coordinator.serving.replicas import Replicas
 from penstock.services.coordinator.serving.retries import Retries, key_of
 from penstock.services.coordinator.serving.threads import KEEP_S, Threads
 from penstock.shared import errors
-from penstock.shared.errors import PenstockError, ProtocolError, Unavailable
+from penstock.shared.errors import NotFound, PenstockError, ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.episode import EpisodeRecord
@@ -134,9 +135,11 @@ class Gateway:
     async def interaction(self, job: str, id: str) -> Interaction | None:
         """See ``Serving.interaction``."""
         message = await self._bus.last(subjects.INTERACTIONS, subjects.interaction(job, id))
+        if message is None:
+            return None
         try:
-            return None if message is None else unpack(message.data, Interaction)[0]
-        except ProtocolError:  # overwritten, because its user wanted to be forgotten
+            return await whole_of(self._bus, subjects.INTERACTIONS, message, Interaction)
+        except (ProtocolError, NotFound):  # overwritten, because its user wanted to be forgotten
             return None
 
     async def remember(self, answer: Answer, message: dict[str, object]) -> None:

@@ -6,13 +6,15 @@ import asyncio
 import logging
 from collections import defaultdict
 
+from msgspec.structs import replace
+
 from penstock.shared.errors import PenstockError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import MAX_INLINE_BYTES, pack
 from penstock.shared.protocol.inference import SIGN_EVERY_S, Chunk, Chunks, Failure
 from penstock.shared.transport.bus import Bus
 
-__all__ = ["Outbox"]
+__all__ = ["Outbox", "messages_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +70,7 @@ class Outbox:
             chunks, failures = self._chunks.pop(gateway, []), self._failures.pop(gateway, [])
             in_hand = sorted(self._in_hand[gateway]) if sign else None
             try:
-                for message in _messages(Chunks(self._worker, chunks, failures, in_hand)):
+                for message in messages_of(Chunks(self._worker, chunks, failures, in_hand)):
                     await self._bus.notify(subjects.inference_chunks(gateway), message)
             except PenstockError as error:  # the gateway sees the gap and asks elsewhere
                 logger.warning("%d chunks for gateway %s are lost: %s", len(chunks), gateway, error)
@@ -76,11 +78,32 @@ class Outbox:
                 del self._in_hand[gateway]
 
 
-def _messages(chunks: Chunks) -> list[bytes]:
-    """One message, or several where one would be too large."""
+def messages_of(chunks: Chunks) -> list[bytes]:
+    """One message, or several where one would be too large: likeliest tokens make a whole answer long."""
     data = pack(chunks)
-    if len(data) <= MAX_INLINE_BYTES or len(chunks.chunks) < 2:
+    if len(data) <= MAX_INLINE_BYTES:
         return [data]
+    if len(chunks.chunks) == 1:
+        (only,) = chunks.chunks
+        if only.start < 0 or len(only.token_ids) < 2:  # an echoed prompt is one piece
+            return [data]
+        chunks = Chunks(chunks.worker, _halves(only), chunks.failures, chunks.in_hand)
     middle = len(chunks.chunks) // 2
     first = Chunks(chunks.worker, chunks.chunks[:middle])
-    return _messages(first) + _messages(Chunks(chunks.worker, chunks.chunks[middle:], chunks.failures, chunks.in_hand))
+    return messages_of(first) + messages_of(
+        Chunks(chunks.worker, chunks.chunks[middle:], chunks.failures, chunks.in_hand)
+    )
+
+
+def _halves(chunk: Chunk) -> list[Chunk]:
+    """The same in two: what it says, and how it ends, is in the second."""
+    middle = len(chunk.token_ids) // 2
+    first = Chunk(
+        chunk.request, chunk.choice, chunk.start, chunk.token_ids[:middle], chunk.logprobs[:middle], chunk.version,
+        pieces=chunk.pieces[:middle], top=chunk.top[:middle],
+    )  # fmt: skip
+    rest = replace(
+        chunk, start=chunk.start + middle, token_ids=chunk.token_ids[middle:], logprobs=chunk.logprobs[middle:],
+        pieces=chunk.pieces[middle:], top=chunk.top[middle:],
+    )  # fmt: skip
+    return [first, rest]

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 MAX_AT_ONCE = 64
 BYTES_AT_ONCE = 4 << 20
+MAX_RECORD_BYTES = 8 << 20
+"""Longest record, in parts where it is longer than a message; what agents post has the same bound."""
 DEADLINE_S = 5.0
 """Longest that the last token of a completion is held back for its record."""
 
@@ -39,6 +41,8 @@ class Recorder:
         outgoing = await self._outgoing(interaction, interaction.id)
         if outgoing is None:
             return _counted(False)
+        if len(outgoing.data) > MAX_INLINE_BYTES:
+            return _counted(await self._send_parts(outgoing))
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         await self._queue.put((outgoing, done))
         return _counted(await done)
@@ -50,6 +54,9 @@ class Recorder:
         never follows it.
         """
         outgoing = await self._outgoing(interaction, f"{interaction.id}/cut")
+        if outgoing is not None and len(outgoing.data) > MAX_INLINE_BYTES:  # parts cannot give way to what is there
+            logger.error("interaction %s was broken off with %d bytes", interaction.id, len(outgoing.data))
+            outgoing = None
         if outgoing is None:
             return _counted(False)
         try:
@@ -75,7 +82,7 @@ class Recorder:
         data = pack(interaction, job=self._job, id=interaction.id)
         if len(data) > MAX_INLINE_BYTES and interaction.prompt:  # people can do without, learning cannot without tokens
             data = pack(replace(interaction, prompt=""), job=self._job, id=interaction.id)
-        if len(data) > MAX_INLINE_BYTES:
+        if len(data) > MAX_RECORD_BYTES:
             logger.error("interaction %s has %d bytes, too many for a record", interaction.id, len(data))
             return None
         subject = subjects.interaction(self._job, interaction.id)
@@ -93,6 +100,14 @@ class Recorder:
             for _, done in batch:
                 if not done.done():
                     done.set_result(recorded)
+
+    async def _send_parts(self, message: Outgoing) -> bool:
+        try:
+            await self._bus.publish_whole([message], deadline_s=DEADLINE_S)
+        except PenstockError as error:
+            logger.error("an interaction of %s with %d bytes is not recorded: %s", self._job, len(message.data), error)
+            return False
+        return True
 
     async def _send(self, messages: list[Outgoing]) -> bool:
         try:

@@ -33,7 +33,7 @@ from penstock.shared.protocol.interaction import (
     Interaction,
     new_marked_id,
 )
-from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.bus import Bus, Outgoing
 
 DEADLINE_S = 30.0
 METRICS = {
@@ -110,7 +110,7 @@ class Desk:
         )  # fmt: skip
         subject = subjects.interaction(self.job, found.id)
         headers = {EPISODE_HEADER: found.episode}
-        await self.bus.publish(subject, pack(found, job=self.job), headers=headers, msg_id=found.id)
+        await self.bus.publish_whole([Outgoing(subject, pack(found, job=self.job), headers, found.id)])
         return found
 
 

@@ -54,7 +54,8 @@ async def test_no_byte_of_a_deleted_user_is_left(desk: Any, nats_server: Any, tm
     mine = await desk.record(USER, text=MARKER)
     twice = subjects.interaction(desk.job, mine.id)  # recorded when it was broken off, and when it was completed
     await desk.bus.publish(twice, pack(mine, job=desk.job), msg_id=f"{mine.id}/cut")
-    large = await desk.record(USER, text=MARKER + "x" * 2000)
+    large = await desk.record(USER, text=MARKER + "x" * 2000, prompt=MARKER * 60_000)
+    assert large.prompt, "a record in parts"
     other = await desk.record("somebody else", text="kept")
     await desk.record(text=MARKER, tags={"user_id": mine.user})
     theirs, spoken, kept = [

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from penstock.services.rollout.serving.recorder import Recorder
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.interaction import Redacted
+from penstock.shared.protocol.generation import Span
+from penstock.shared.protocol.interaction import Redacted, new_marked_id
 
 FINDER = """
 def find(text):
@@ -89,3 +92,26 @@ async def test_a_job_may_want_no_answer_without_its_record(stack_of: Any, finder
         assert '"code":"not_recorded"' in stream.text
         assert "[DONE]" not in stream.text
         assert (await stack.chat("bad", store=False)).status_code == 200, "which asks for none"
+
+
+async def test_a_record_that_no_message_holds_is_stored_in_parts(stack_of: Any) -> None:
+    async with stack_of() as stack:
+        short = await stack.recorded((await stack.chat("hi")).headers["x-interaction-id"])
+        count = 120_000
+        spoken = {
+            "token_ids": [7] * count, "logprobs": [-0.1] * count, "spans": [Span(0, 0, count)],
+            "prompt": "x" * 9_000_000,
+        }  # fmt: skip
+        recorder, id = Recorder(stack.bus, stack.job), new_marked_id(stack.job)
+        assert await recorder.record(replace(short, id=id, **spoken))
+        shown = (await stack.client.get(f"/v1/interactions/{id}")).json()
+        assert (shown["token_ids"], shown["spans"], shown["prompt"]) == ([7] * count, [[0, 0, count]], "")
+        turns = (await stack.client.get(f"/v1/episodes/ep_{short.episode}/interactions")).json()["data"]
+        assert [len(turn["token_ids"]) for turn in turns] == [len(short.token_ids), count]
+
+        before = len(await stack.bus.read(subjects.INTERACTIONS, "interactions.>"))
+        longer = replace(short, id=new_marked_id(stack.job), token_ids=[7] * 900_000, logprobs=[-0.1] * 900_000)
+        assert not await recorder.record(longer), "longer than any record"
+        cut = replace(short, id=new_marked_id(stack.job), finish="client_disconnected", **spoken)
+        assert not await recorder.record_cut(cut), "parts could not give way to the whole answer"
+        assert len(await stack.bus.read(subjects.INTERACTIONS, "interactions.>")) == before
