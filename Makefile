@@ -10,7 +10,7 @@ CLIENTS ?= $(sort $(basename $(notdir $(wildcard tests/clients/requirements/*.tx
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lint format type imports check test test-long e2e clients clients-venvs docs docs-serve reference compose-config compose-test up down \
-	demo bench bench-bus bench-update-path bench-ledger bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-algorithms bench-ingest bench-serving bench-online bench-length bench-rambling fresh package release clean
+	demo bench bench-bus bench-update-path bench-ledger bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-serving bench-online bench-length bench-rambling fresh package release clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -117,6 +117,9 @@ bench-trainer: $(BIN)/pytest $(TRL_VENV)/bin/trl  ## tokens/s of the training st
 
 bench-gsm8k: $(BIN)/fonttools  ## RL beside more supervised training on GSM8K's calculator expressions (GSM8K=directory of its files)
 	$(BIN)/python benchmarks/gsm8k_calc.py --train $(GSM8K)/train.jsonl --test $(GSM8K)/test.jsonl --out docs/results/gsm8k_calc $(ARGS)
+
+bench-gsm8k-tool: $(BIN)/pytest  ## does a policy learn to call its calculator on GSM8K's annotations, three seeds (GSM8K=as above)
+	$(BIN)/python benchmarks/gsm8k_tool.py --train $(GSM8K)/train.jsonl --test $(GSM8K)/test.jsonl --out docs/results/gsm8k_tool.json $(ARGS)
 
 bench-algorithms: $(BIN)/fonttools  ## learning curves of every algorithm in examples/algorithms, three seeds each
 	$(BIN)/python benchmarks/algorithms.py --out docs/results/algorithms $(ARGS)
