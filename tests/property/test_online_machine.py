@@ -65,6 +65,8 @@ class World:
     """Interactions, by the rule of ``InteractionFate``."""
     over: list[tuple[str, str]] = field(default_factory=list)
     """Posted episodes, as ``FateBatch.over``."""
+    gave_way: set[str] = field(default_factory=set)
+    """Interactions and feedback that were refused for lack of room."""
     num_groups: int = 0
 
     engine_version: int = 0
@@ -205,9 +207,9 @@ class OnlineMachine(RuleBasedStateMachine):
         else:
             self.world.feedback[newest + 1] = [item]
 
-    @rule(count=st.integers(1, 4), early=st.booleans(), key=st.sampled_from(KEYS))
-    def talk(self, count: int, early: bool, key: str) -> None:
-        """Answers that are rated at once, sometimes before they are read."""
+    @rule(count=st.integers(1, 4), early=st.booleans(), key=st.sampled_from(KEYS), full=st.booleans())
+    def talk(self, count: int, early: bool, key: str, full: bool = False) -> None:
+        """Answers that are rated at once, sometimes before they are read; or it gives way, and another one leads."""
         for n in range(count):
             if self.served < len(NAMES):
                 self.serve(episode="", old=0, broken=0)
@@ -221,6 +223,11 @@ class OnlineMachine(RuleBasedStateMachine):
             self.read_feedback(8)
         self.read_interactions(8)
         self.read_feedback(8)
+        if full:
+            self.stream_is_full(1.0)
+            self.crash()
+            self.read_interactions(8)
+            self.read_feedback(8)
         self.decide()
 
     @rule(count=st.integers(1, 4))
@@ -250,6 +257,23 @@ class OnlineMachine(RuleBasedStateMachine):
         self.now += seconds
         self.sweep(everything=True)
         self.decide()
+
+    @rule(share=st.sampled_from([0.5, 1.0]))
+    def stream_is_full(self, share: float) -> None:
+        """What waits in the older part of the stream gives way."""
+        names = self.matching.undecided(int(share * self.cursor[1]))
+        self.world.fates += self.matching.reject(names, "feedback_full", self.now)
+        self.world.gave_way.update(names)
+
+    @rule(count=st.integers(1, 3))
+    def too_many_wait(self, count: int) -> None:
+        """The oldest episodes give way, with what was said of them."""
+        for name in list(self.matching.episodes)[:count]:
+            self.world.gave_way.update(turn.interaction.id for turn in self.matching.episodes[name].turns)
+            fates = self.matching._refuse(name, "too_many_waiting", self.now)
+            self.world.gave_way.update(one.feedback for one in fates)
+            self.world.fates += fates
+        self.world.take(self.matching.refusals.drain())
 
     @rule()
     def decide_now(self) -> None:
@@ -326,6 +350,11 @@ class OnlineMachine(RuleBasedStateMachine):
         for kind in ("interactions", "feedback"):
             counts = Counter(name for one in self.admissions() for name in getattr(one, kind))
             assert not [name for name, count in counts.items() if count > 1]
+
+    @invariant()
+    def what_gave_way_is_not_admitted(self) -> None:
+        for one in self.admissions():
+            assert self.world.gave_way.isdisjoint([*one.interactions, *one.feedback])
 
     @invariant()
     def nobody_has_more_than_their_share(self) -> None:
