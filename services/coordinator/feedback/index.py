@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.services.coordinator.feedback.ingest import Known
+from penstock.services.coordinator.feedback.leaders import Leaders
 from penstock.services.coordinator.feedback.projection import Place, Projection, Target, drop_abandoned, open_projection
 from penstock.shared.errors import ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
@@ -325,17 +326,19 @@ def _damage(error: sqlite3.DatabaseError) -> Exception:
 
 def _apply(projection: Projection, some: list[tuple[str, Message]], places: list[Place]) -> _Read:
     """Runs in the writing thread."""
-    read = _Read()
+    read, leaders = _Read(), Leaders(projection.leaders.epochs)
     for stream, message in some:
         try:
-            _take(read, stream, message)
+            _take(read, stream, message, leaders)
         except ProtocolError as error:
             log.error("message %d of %s is left out of the feedback index: %s", message.seq, stream, error)
-    projection.apply(read.posts, read.fates, read.erasures, read.targets, places, decided=read.decided)
+    projection.apply(
+        read.posts, read.fates, read.erasures, read.targets, places, decided=read.decided, epochs=leaders.epochs
+    )
     return read
 
 
-def _take(read: _Read, stream: str, message: Message) -> None:
+def _take(read: _Read, stream: str, message: Message, leaders: Leaders) -> None:
     if PART in message.headers:
         return
     if stream == subjects.INTERACTIONS:
@@ -343,9 +346,11 @@ def _take(read: _Read, stream: str, message: Message) -> None:
         read.targets += [(id, episode or "", message.seq)] if id is not None else []
         read.targets += [(episode, "", 0)] if episode is not None else []
     elif stream == subjects.DECISIONS:
-        batch = unpack(message.data, FateBatch)[0]
-        read.fates += batch.items
-        read.decided += [(message.subject.rpartition(".")[2], fate) for fate in batch.interactions]
+        batch, envelope = unpack(message.data, FateBatch)
+        job = message.subject.rpartition(".")[2]
+        if not leaders.is_gone(job, envelope.epoch):
+            read.fates += batch.items
+            read.decided += [(job, fate) for fate in batch.interactions]
     elif message.subject.endswith(".erased"):
         read.erasures.append(unpack(message.data, Erasure)[0])
     else:

@@ -13,13 +13,14 @@ import json
 import logging
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 
 from penstock.services.coordinator.feedback.ingest import Known
+from penstock.services.coordinator.feedback.leaders import Leaders
 from penstock.shared.protocol.interaction import Erasure, Fate, Feedback, InteractionFate
 
 __all__ = ["Place", "Projection", "Target", "drop_abandoned", "open_projection"]
@@ -64,6 +65,7 @@ CREATE TABLE IF NOT EXISTS decided (
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS outcomes ON decided (job, status, reason);
 CREATE TABLE IF NOT EXISTS erased (id TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS leader (job TEXT PRIMARY KEY, epoch INTEGER NOT NULL) WITHOUT ROWID;
 """
 
 
@@ -108,6 +110,7 @@ ON CONFLICT (id) DO UPDATE SET status = excluded.status, reason = excluded.reaso
   batch = excluded.batch, version = excluded.version, time = excluded.time WHERE excluded.ordinal >= 0
 """
 _PLACE = f"INSERT OR REPLACE INTO place (stream, created, seq) SELECT {_columns(3)} FROM json_each(?1)"
+_LEADER = f"INSERT OR REPLACE INTO leader (job, epoch) SELECT {_columns(2)} FROM json_each(?1)"
 _RETRACT = f"""
 INSERT INTO feedback (id, retracted) SELECT {_columns(2)} FROM json_each(?1) WHERE {_REMAINS}
 ON CONFLICT (id) DO UPDATE SET retracted = 1
@@ -174,6 +177,7 @@ class Projection:
         with self._writer:
             self._writer.executescript(_TABLES)
             self._writer.execute(f"PRAGMA user_version = {SCHEMA}")
+        self.leaders = Leaders(dict(self._writer.execute("SELECT job, epoch FROM leader")))
         self._reader = _connect(path)
 
     def _check(self) -> None:
@@ -208,8 +212,9 @@ class Projection:
     def clear(self) -> None:
         """Forget everything: the streams are others than those that were read."""
         with self._writer:
-            for table in ("place", "feedback", "target", "decided", "erased"):
+            for table in ("place", "feedback", "target", "decided", "erased", "leader"):
                 self._writer.execute(f"DELETE FROM {table}")
+        self.leaders.epochs.clear()
 
     def apply(
         self,
@@ -220,9 +225,10 @@ class Projection:
         places: Iterable[Place],
         *,
         decided: Iterable[tuple[str, InteractionFate]] = (),
+        epochs: Mapping[str, int] | None = None,
     ) -> None:
-        """Take what the streams said up to ``places``, all or nothing."""
-        posts, fates = list(posts), list(fates)
+        """Take what the streams said up to ``places``, all or nothing; ``epochs``: of the leaders that told it."""
+        posts, fates, epochs = list(posts), list(fates), dict(epochs or {})
         retracted = [(item.body.get("feedback", ""), 1) for _, item in posts if item.kind == "retraction"]
         with self._writer:
             self._put(_POST, (_post_row(seq, item) for seq, item in posts))
@@ -238,7 +244,9 @@ class Projection:
                 self._writer.execute(_LEFT)
                 for table in ("target", "decided"):
                     self._put(_DELETE.format(table), interactions)
+            self._put(_LEADER, epochs.items())
             self._put(_PLACE, places)
+        self.leaders.epochs.update(epochs)
         if erasures:
             self._empty_log()
 

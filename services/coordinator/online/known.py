@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from penstock.services.coordinator.feedback.erasure import UNDECIDED
+from penstock.services.coordinator.feedback.leaders import Leaders
 from penstock.services.coordinator.feedback.pieces import data_of
 from penstock.services.coordinator.online.episode import CUT
 from penstock.services.coordinator.online.names import canonical
@@ -35,13 +36,15 @@ class Known(NamedTuple):
 
 async def known_of(bus: Bus, job: str) -> Known:
     """What the ledger admitted, what DECISIONS tells of the rest, and what deletions named. Raises Unavailable."""
-    decided, deleted, newest = set[str](), set[str](), dict[str, str]()
+    decided, deleted, newest, leaders = set[str](), set[str](), dict[str, str](), Leaders()
     async for message in bus.scan(subjects.LEDGER, subjects.ledger(job)):
         for event in decode_events(message.data):
             for admission in event.admissions if isinstance(event, Admitted) else ():
                 decided.update(map(canonical, (*admission.interactions, *admission.feedback)))
     async for message in bus.scan(subjects.DECISIONS, subjects.decisions(job)):
-        batch = unpack(await data_of(bus, subjects.DECISIONS, message), FateBatch)[0]
+        batch, envelope = unpack(await data_of(bus, subjects.DECISIONS, message), FateBatch)
+        if leaders.is_gone(job, envelope.epoch):
+            continue
         newest |= {fate.feedback: fate.status for fate in batch.items}
         decided |= {canonical(one.interaction) for one in batch.interactions if one.reason != CUT}
     async for message in bus.scan(subjects.FEEDBACK, subjects.erasures(job)):

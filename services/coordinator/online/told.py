@@ -7,6 +7,7 @@ import contextlib
 import math
 from typing import NamedTuple
 
+from penstock.services.coordinator.feedback.leaders import Leaders
 from penstock.services.coordinator.feedback.pieces import data_of
 from penstock.services.coordinator.online.recalled import Told
 from penstock.shared.errors import ProtocolError
@@ -29,14 +30,13 @@ class _Read(NamedTuple):
 
 async def told_of(bus: Bus, job: str, *, since: float = math.inf) -> Told:
     """What was told of a job since then (Unix seconds), and before as far as NEWEST reaches. Raises Unavailable."""
-    read, epoch = _Read([], [], []), 0
+    read, leaders = _Read([], [], []), Leaders()
     for message in await _messages(bus, subjects.decisions(job), since):
         await asyncio.sleep(0)  # the lease is renewed meanwhile
         with contextlib.suppress(ProtocolError):  # of another version: late turns are new episodes, as they were before
             batch, envelope = unpack(await data_of(bus, subjects.DECISIONS, message), FateBatch)
-            if envelope.epoch and envelope.epoch < epoch:
-                continue  # of a leader that was gone already
-            epoch = max(epoch, envelope.epoch)
+            if leaders.is_gone(job, envelope.epoch):
+                continue
             read.fates.extend(batch.items)
             read.interactions.extend(batch.interactions)
             read.over.extend(batch.over)
