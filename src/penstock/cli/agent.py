@@ -25,7 +25,7 @@ __all__ = ["REQUEST_S", "WINDOW", "Agent", "Answer", "Voice", "demonstrations", 
 
 ANSWERS = {"bill": "pay", "ship": "send", "code": "dev", "hire": "job"}
 """What the agent is asked about, and the answer that it accepts."""
-HABITS = (2, 5, 2, 1)
+HABITS = (2, 4, 1, 1)
 """How often the demonstrations answer a topic with its own word, and with those of the topics after it."""
 WINDOW = 200
 """Answers over which a rate is taken."""
