@@ -157,7 +157,7 @@ def test_sources_have_names(tokenizer: Any, train_file: Path) -> None:
         with pytest.raises(ConfigError, match=f"{key}: several sources have the name 'hard'"):
             DataConfig.parse(twice)
     for wrong in ("", "Hard", "a/b", "x" * 33):
-        with pytest.raises(ConfigError, match=r"train\.0\.addition\.name: String should match"):
+        with pytest.raises(ConfigError, match=r"train\.0\.name: String should match"):
             DataConfig.parse({"train": {**addition, "name": wrong}})
 
 
