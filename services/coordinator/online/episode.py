@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -41,6 +42,8 @@ UNKNOWN = 1 << 62
 """Above every sequence."""
 CUT = "client_disconnected"
 """How an answer ends that was broken off: nobody seemed to wait for it."""
+ROUNDING_S = 1.0
+"""So long after a moment it is looked at again: sums and differences of times do not agree to the last bit."""
 ALONE = Tree((ROOT,), (False,))
 """Of one turn: nothing to look for."""
 REASONS = (*sorted(MASKED), "invalid", "feedback", "default", "credit")
@@ -89,6 +92,8 @@ class Episode:
     single: bool
     turns: list[Turn] = field(default_factory=list)
     items: dict[str, Item] = field(default_factory=dict)
+    due: float = field(default=0.0, init=False)
+    """While something is missing: when time alone may change that. Infinity: only a fact or a version can."""
     _tree: tuple[tuple[int, ...], Tree] = field(default=((), Tree((), ())), init=False, repr=False)
     """The sequences of the turns that it is of, and their tree."""
 
@@ -146,8 +151,16 @@ class Episode:
         """
         if not self.turns:
             return None
-        over = self._refused_before(job, now)
-        return self._settle(job, version=version, now=now) if over is None else over
+        outcome = self._refused_before(job, now) or self._settle(job, version=version, now=now)
+        self.due = math.inf if outcome is not None else self._due(job, now)
+        return outcome
+
+    def _due(self, job: OnlineJob, now: float) -> float:
+        online, begun = job.online, self.begun
+        ends = [begun + online.max_age_s, begun + online.idle_ttl_s, self.last_active + online.idle_ttl_s]
+        waits = {metric.default_after_s for metric in online.metrics.values()}
+        ends += [turn.interaction.ended + wait for turn in self.turns for wait in waits if wait is not None]
+        return min((end for end in ends if end > now - ROUNDING_S), default=math.inf)
 
     def _refused_before(self, job: OnlineJob, now: float) -> Outcome | None:
         """That it came to nothing, where it was over by time before something else came."""

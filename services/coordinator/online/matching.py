@@ -193,7 +193,7 @@ class Matching:
         fates: list[Fate] = []
         names = [name for name in self._touched if name in self.episodes]
         if everything:
-            names = [name for name in self.episodes if name in self._touched or self._may_change(name, version)]
+            names = [name for name in self.episodes if name in self._touched or self._may_change(name, version, now)]
             self._swept = version
         offered = [name for name in self.offers.items if everything or name in self._touched]
         self._touched.clear()
@@ -310,11 +310,12 @@ class Matching:
         self._detach(name)
         return [*self._close(name, fate(name, "retracted", f"by {item.id}", now)), *fates]
 
-    def _may_change(self, key: str, version: int) -> bool:
-        """Whether an episode must be settled anew: one that is ready only where the policy or its user moved on."""
-        if key not in self.ready or version != self._swept:
+    def _may_change(self, key: str, version: int, now: float) -> bool:
+        """Whether an episode that nothing was said of must be settled anew: the policy, time or its user moved on."""
+        episode = self.episodes[key]
+        if version != self._swept:
             return True
-        return any(map(self._opted_out, self.episodes[key].users))
+        return any(map(self._opted_out, episode.users)) if key in self.ready else now >= episode.due
 
     def _settle(self, key: str, version: int, now: float) -> list[Fate]:
         episode = self.episodes[key]

@@ -136,6 +136,32 @@ def test_a_turn_is_checked_once_however_often_it_is_looked_at(monkeypatch: pytes
     assert checked == ["i1"]
 
 
+def test_what_waits_costs_nothing_until_something_may_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[float] = []
+    settle = episode_module.Episode._settle
+
+    def spy(episode: Any, job: Any, *, version: int, now: float) -> Any:
+        looked.append(now)
+        return settle(episode, job, version=version, now=now)
+
+    monkeypatch.setattr(episode_module.Episode, "_settle", spy)
+    rating = {"type": "float", "default_after_s": 60}
+    found = matching(metrics={"rating": rating}, idle_ttl_s=600, max_age_s=3600)
+    for number in range(5):
+        found.on_interaction(number, served(f"i{number}", episode=""))
+    found.sweep(version=0, now=NOW)
+    for second in range(1, 59):
+        found.sweep(version=0, now=NOW + second)
+    assert looked == [NOW] * 5
+    found.sweep(version=1, now=NOW + 59)
+    assert len(looked) == 10, "another version looks at all of them"
+    found.on_feedback(1, said("f1", "i1"), NOW + 59)
+    found.sweep(version=1, now=NOW + 59)
+    assert len(looked) == 11 and len(found.ready) == 1
+    found.sweep(version=1, now=NOW + 60)
+    assert len(found.ready) == 5, "the default counts from now on"
+
+
 def test_a_name_that_agents_made_up_is_an_episode_of_each_key() -> None:
     found = matching(gamma=1.0)
     for seq, key in enumerate(("a", "b", "a")):
