@@ -82,6 +82,7 @@ class Engine(Protocol):
 
         Raises:
             ConstraintError: there can be no such answer here.
+            Unavailable: too many other forms are made ready.
         """
         ...
 

@@ -162,6 +162,8 @@ class Batch:
         for completion, num_output in zip(self._rows.completions, self._rows.num_outputs(), strict=True):
             completion.adopt(version, num_output)
         self._version = version
+        if not self._rows.finite:
+            self._cache.zero()
         self.drop_cache()
 
     def drop_cache(self) -> None:
@@ -267,6 +269,9 @@ class Batch:
 
     def _end(self, row: int, finish: Finish) -> Finished:
         ended = self._rows.take(row, finish)
+        if not math.isfinite(sum(ended.sample.logprobs)):
+            self._cache.zero()
+            self.drop_cache()
         if self._routes is not None:
             computed = len(ended.completion.prompt_ids) + len(ended.sample.token_ids) - 1
             ended = ended.with_experts(self._routes.take(row, computed))
@@ -274,10 +279,7 @@ class Batch:
 
     def _take(self, row: int, finish: Finish) -> Finished:
         ended = self._end(row, finish)
-        if not math.isfinite(sum(ended.sample.logprobs)):
-            self._cache.zero()
-            self.drop_cache()
-        elif finish == "stop" and ended.completion.keep and self._routes is None and row < self._fresh:
+        if finish == "stop" and ended.completion.keep and self._routes is None and row < self._fresh:
             self._hold(row, ended.completion.session)  # a row that is not fresh: its cache was zeroed a moment ago
         return ended
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from penstock.shared.errors import ConstraintError
+from penstock.shared.errors import ConstraintError, Unavailable
 from penstock.shared.protocol.generation import Constraint, GenRequest
 from penstock.shared.runtime.tasks import end_tasks
 
@@ -30,8 +30,8 @@ COMPILE_S = 5.0
 """Longest that a grammar may take to be compiled, and that a request waits for it."""
 MAX_KEPT = 64
 """Compiled grammars that are kept; the one that was used longest ago makes room."""
-AT_ONCE = 2
-"""Grammars that are compiled at the same time."""
+AT_ONCE, MAX_PENDING = 2, 16
+"""Grammars that are compiled at the same time, and that are compiled or wait for it."""
 WHITESPACE = r"[ \n\t]{0,16}"
 """Between the parts of JSON. Without a bound a model may write nothing else."""
 MAX_SYMBOLS, START_FUEL = 100_000, 1_000_000
@@ -175,6 +175,8 @@ class Grammars:
         self._vocabulary: asyncio.Task[Any] | None = None
         self._compiled: OrderedDict[Constraint, asyncio.Task[Followed]] = OrderedDict()
         self._slots = asyncio.Semaphore(AT_ONCE)
+        self._begun: set[Constraint] = set()
+        """Those whose compilation has begun: the time that it takes is their own."""
 
     async def matchers(self, request: GenRequest) -> list[Matcher | None]:
         """One for each completion of a request, which has ``answered`` tokens of its answer already.
@@ -198,16 +200,21 @@ class Grammars:
         Raises:
             ConstraintError: there is no llguidance here, or it cannot compile the form, or not within ``COMPILE_S``, or
                 this tokenizer cannot write it.
+            Unavailable: others are compiled, or the tokens are read, for as long.
         """
         task = self._compiled.get(constraint)
         if task is None:
+            if sum(not known.done() for known in self._compiled.values()) >= MAX_PENDING:
+                raise Unavailable(f"{MAX_PENDING} forms of answers wait to be compiled here")
             task = asyncio.create_task(self._compile(constraint), name="compile a grammar")
             task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
             self._compiled[constraint] = task
             if len(self._compiled) > MAX_KEPT:
-                self._compiled.popitem(last=False)
+                del self._compiled[next(known for known, other in self._compiled.items() if other.done())]
         self._compiled.move_to_end(constraint)
         done, _ = await asyncio.wait([task], timeout=COMPILE_S)
+        if not done and constraint not in self._begun:
+            raise Unavailable(f"other forms of answers are compiled here for {COMPILE_S:g} s")
         if not done:
             raise ConstraintError(f"what the answer is to be like is not compiled within {COMPILE_S:g} s: simplify it")
         return task.result()
@@ -238,7 +245,11 @@ class Grammars:
                 raise ConstraintError(
                     f"the tokens of this model cannot be read as text, so no form can be kept to: {error}"
                 ) from None
-            return await asyncio.to_thread(_compiled, constraint, vocabulary, self._stop_ids, self._vocab_size)
+            self._begun.add(constraint)
+            try:
+                return await asyncio.to_thread(_compiled, constraint, vocabulary, self._stop_ids, self._vocab_size)
+            finally:
+                self._begun.discard(constraint)
 
 
 def _compiled(constraint: Constraint, vocabulary: Any, stop_ids: Sequence[int], vocab_size: int) -> Followed:

@@ -128,6 +128,11 @@ class Rows:
         """Whether somebody listens to a row's tokens."""
         return bool(self._features["streamed"])
 
+    @property
+    def finite(self) -> bool:
+        """Whether all log-probs are; what is left of earlier rows may count as well."""
+        return bool(self._logprobs_RC[: self.count].isfinite().all())
+
     def newest(self, stop: int) -> tuple[list[int], list[float]]:
         """The last token of each row before ``stop`` and its log-prob."""
         last_R1 = self.length_R[:stop, None] - 1

@@ -164,6 +164,8 @@ class InferenceServer:
 
     async def _take(self, data: bytes) -> bytes:
         request, _ = unpack(data, InferenceRequest)
+        if request.constraint is not None:
+            await self.engine.prepare(request.constraint)
         live = self._live.get(request.id)
         if live is not None and live.task is not None and (live.dropped or live.request != request):
             live.task.cancel()  # what was sent of it got lost on the way
@@ -174,8 +176,6 @@ class InferenceServer:
             if in_hand and in_hand + len(request.ids) > WAITING_PER_SLOT * self.max_running:
                 return pack(InferenceReply(worker=self.id, accepted=False, version=self.version()), job=self.job)
             prompts = await asyncio.to_thread(self._renderer.prompts, request)
-            if request.constraint is not None:
-                await self.engine.prepare(request.constraint)
             live = self._open(request, prompts)
         prompt_ids = [choice.prompt_ids for choice in live.choices[:: request.n]]
         version = self.version() if live.engine is self.engine else request.canary

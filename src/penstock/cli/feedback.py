@@ -57,7 +57,7 @@ def batch(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON lines, one item each; - for standard input.")],
     as_json: Json = False,
 ) -> None:
-    """Post the items of a file, each once, however often it is posted; exit with 1 if one is refused."""
+    """Post the items of a file, each once, however often the same key posts it; exit with 1 if one is refused."""
     with Client() as client:
         rows = client.feedback_batch(_named(_items(file)))
     refused = [(place, row) for place, row in enumerate(rows, 1) if row.problem is not None]

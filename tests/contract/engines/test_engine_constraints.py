@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import string
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,11 +13,11 @@ import jsonschema_rs
 import pytest
 import torch
 
-from penstock.services.rollout.engines import EmbeddedEngine, Engine, open_engine
+from penstock.services.rollout.engines import EmbeddedEngine, Engine, constraint, open_engine
 from penstock.services.rollout.engines.constraint import Grammars
 from penstock.services.rollout.text_stream import ToolCalls
 from penstock.shared.config.model import ArchitectureConfig, ModelConfig
-from penstock.shared.errors import ConstraintError
+from penstock.shared.errors import ConstraintError, Unavailable
 from penstock.shared.models import build_model, build_tokenizer
 from penstock.shared.protocol.generation import Constraint, GenRequest, Sample, Sampling
 
@@ -274,3 +275,26 @@ async def test_a_form_is_compiled_once() -> None:
     one, two, other = await asyncio.gather(*(grammars.compile(form(s)) for s in (PERSON, PERSON, SCHEMAS[1])))
     assert one is two is not other
     await grammars.close()
+
+
+async def test_who_waits_for_the_forms_of_others_is_asked_to_come_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    compiled = constraint._compiled
+
+    def slow(*args: Any) -> Any:
+        assert go_on.wait(30)
+        return compiled(*args)
+
+    await engine.prepare(form({"type": "null"}))  # the vocabulary is there
+    monkeypatch.setattr(constraint, "_compiled", slow)
+    monkeypatch.setattr(constraint, "COMPILE_S", 0.2)
+    forms = [form({"type": "integer", "minimum": low}) for low in range(constraint.MAX_PENDING + 1)]
+    told = await asyncio.gather(*map(engine.prepare, forms), return_exceptions=True)
+    assert [type(error) for error in told[: constraint.AT_ONCE]] == [ConstraintError] * constraint.AT_ONCE
+    assert {type(error) for error in told[constraint.AT_ONCE :]} == {Unavailable}
+    assert "wait to be compiled" in str(told[-1])
+    go_on.set()
+    monkeypatch.setattr(constraint, "COMPILE_S", 20.0)
+    await engine.prepare(forms[0])

@@ -65,6 +65,21 @@ async def test_weights_that_are_not_finite_do_not_outlive_the_next_update(bench:
         assert bench.error(result.samples[0], prompt=bench.prompt[: i + 1], seeds=(0, 1, 2)) < 1e-4
 
 
+async def test_rows_that_are_not_finite_leave_nothing_when_they_are_cut_off(bench: Any) -> None:
+    nan = {name: torch.full_like(tensor, math.nan) for name, tensor in bench.weights(1).items()}
+    await bench.engine.begin_update(version=1, digest="d1", mode="swap")
+    await bench.engine.load_chunk(nan)
+    await bench.engine.commit_update()
+    asked = (bench.ask(str(i), max_new_tokens=200) for i in range(bench.max_running))
+    broken = [asyncio.create_task(bench.engine.generate(request)) for request in asked]
+    await bench.until_tokens(100 * bench.max_running)
+    await bench.engine.abort([str(i) for i in range(1, bench.max_running)])
+    await bench.update(2, seed=2)
+    results = await asyncio.gather(*(bench.engine.generate(bench.ask(f"w{i}", max_new_tokens=20)) for i in range(4)))
+    assert all(bench.error(result.samples[0], seeds=(0, 1, 2)) < 1e-4 for result in results)
+    await asyncio.gather(*broken)
+
+
 async def test_a_step_that_fails_is_reported_to_everybody(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     task = asyncio.create_task(bench.engine.generate(bench.ask("victim")))
     await bench.until_tokens(10)
