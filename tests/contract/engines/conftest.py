@@ -71,7 +71,8 @@ class Bench:
             logits = reference(seeds[span.version])(ids).logits[0].float() / (temperature or 1.0)
             start, stop = len(prompt) + span.start, len(prompt) + span.end
             expected = torch.log_softmax(logits[start - 1 : stop - 1], -1).gather(-1, ids[0, start:stop, None])[:, 0]
-            worst = max(worst, float((expected - torch.tensor(sample.logprobs[span.start : span.end])).abs().max()))
+            away = (expected - torch.tensor(sample.logprobs[span.start : span.end])).abs()
+            worst = max(worst, float(away.nan_to_num(nan=torch.inf).max()))
         return worst
 
     @torch.no_grad()
