@@ -8,14 +8,19 @@ from dataclasses import dataclass, field
 from penstock.services.coordinator.online.episode import CUT
 from penstock.shared.protocol.interaction import Fate, InteractionFate
 
-__all__ = ["NOTHING", "Told"]
+__all__ = ["ADMITTED", "NOTHING", "Told"]
+
+ADMITTED = "admitted"
 
 HELD = "quarantine_"
 """What the reasons begin with for which the quarantine rejects what it held."""
+BY = "by "
+"""What the reason of an item begins with that is taken back; its retraction follows."""
 MAX_TOLD = 500_000
 """Items, and interactions, that are recalled: the newest ones."""
 LAST = frozenset({"rejected", "expired"})
 """Fates after which an item counts for nothing. A retraction is read again: what it takes back may still come."""
+COUNTED = frozenset({ADMITTED, "trained"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +29,7 @@ class Told:
 
     Attributes:
         over: posted episodes that are decided, see ``FateBatch.over``.
-        feedback: items that are rejected or expired, and which of these.
+        feedback: items that are rejected, expired, taken back or admitted, and which of these.
         interactions: those that are never trained on, with the reason.
         let_go: items that the quarantine rejected, and when; their senders may have revised them since.
     """
@@ -41,20 +46,41 @@ class Told:
         interactions: Iterable[InteractionFate] = (),
         over: Iterable[tuple[str, str]] = (),
     ) -> Told:
-        """What stands after these, in their order. Where they have an ordinal the ledger knows it, too."""
-        newest = {fate.feedback: fate for fate in fates if not fate.revision}  # else it is about a late one alone
-        last = [fate for fate in newest.values() if fate.status in LAST and fate.ordinal < 0]
+        """What stands after these, in their order. What was admitted the ledger names only for a while."""
+        newest, late = dict[str, Fate](), set[str]()
+        for fate in fates:
+            if fate.revision:  # it is about a late one alone
+                late.add(fate.feedback)
+            else:
+                newest[fate.feedback] = fate
+        ends = dict.fromkeys((name for name in late if name not in newest), ADMITTED)
+        for fate in newest.values():
+            ends |= _ends_by(fate)
         first: dict[str, str] = {}
         for one in interactions:
-            if one.status == "rejected" and one.ordinal < 0:
+            if one.status == "rejected" and one.ordinal < 0 and one.reason != CUT:  # that may be completed
                 first.setdefault(one.interaction, one.reason)
         return cls(
             over=list(over),
-            feedback=_newest((fate.feedback, fate.status) for fate in last if not fate.reason.startswith(HELD)),
-            # What was broken off may be completed.
-            interactions=_newest((name, reason) for name, reason in first.items() if reason != CUT),
-            let_go={fate.feedback: fate.time for fate in last if fate.reason.startswith(HELD)},
+            feedback=_newest(ends.items()),
+            interactions=_newest(first.items()),
+            let_go={name: fate.time for name, fate in newest.items() if _is_let_go(fate)},
         )
+
+
+def _is_let_go(fate: Fate) -> bool:
+    return fate.status in LAST and fate.ordinal < 0 and fate.reason.startswith(HELD)
+
+
+def _ends_by(fate: Fate) -> dict[str, str]:
+    """What has its end by the newest fate of an item."""
+    if fate.ordinal >= 0 or fate.status in COUNTED:
+        return {fate.feedback: ADMITTED}
+    if fate.status in LAST and not _is_let_go(fate):
+        return {fate.feedback: fate.status}
+    if fate.status == "retracted" and fate.reason.startswith(BY):  # both or neither: it has met what takes it back
+        return {fate.feedback: fate.status, fate.reason.removeprefix(BY): fate.status}
+    return {}
 
 
 def _newest(found: Iterable[tuple[str, str]]) -> dict[str, str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.fates import fate
-from penstock.services.coordinator.online.recalled import Told
+from penstock.services.coordinator.online.recalled import ADMITTED, Told
 from penstock.services.coordinator.online.remembered import Remembered
 from penstock.shared.protocol.events import Admission
 from penstock.shared.protocol.interaction import TOO_LATE, Fate, Feedback
@@ -14,7 +14,7 @@ from penstock.shared.protocol.interaction import TOO_LATE, Fate, Feedback
 __all__ = ["CONSUMED", "Verdicts"]
 
 CONSUMED = "late_after_training"
-ADMITTED, UNKNOWN = "admitted", 1 << 62
+UNKNOWN = 1 << 62
 
 
 class Verdicts:

@@ -96,17 +96,53 @@ def test_only_what_came_last_of_an_item_and_first_of_an_answer_is_recalled() -> 
         fate("again", "rejected", "quarantine_full", 1.0), fate("again", "matched", "", 2.0),
         fate("dropped", "rejected", "lost", 2.0, ordinal=3), fate("taken-back", "retracted", "by r", 2.0),
         fate("nowhere", "expired", "unknown_target", 2.0), fate("held", "rejected", "quarantine_full", 5.0),
+        fate("waits", "matched", "", 2.0), fate("r2", "retracted", "retracts never", 2.0),
     ]  # fmt: skip
     refused = [
         InteractionFate(interaction=name, status="rejected", reason=reason, time=1.0)
-        for name, reason in (("i1", "stale"), ("i1", "later"), ("cut", "client_disconnected"))
+        for name, reason in (
+            ("i1", "stale"),
+            ("i1", "later"),
+            ("cut", "client_disconnected"),
+            ("whole", "client_disconnected"),
+            ("whole", "too_many_waiting"),
+        )
     ]
     fates += [
         Fate(feedback="learnt", status="trained", time=1.0),
         Fate(feedback="learnt", status="rejected", reason="too_late", revision=2, time=2.0),  # of its revision alone
+        Fate(feedback="long-ago", status="rejected", reason="too_late", revision=1, time=2.0),
     ]
     told = Told.of(fates, refused)
-    assert told == Told([], {"nowhere": "expired"}, {"i1": "stale"}, {"held": 5.0})
+    items = {
+        "dropped": "admitted", "taken-back": "retracted", "r": "retracted", "nowhere": "expired", "learnt": "admitted",
+        "long-ago": "admitted",
+    }  # fmt: skip
+    assert told == Told([], items, {"i1": "stale", "whole": "too_many_waiting"}, {"held": 5.0})
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_late_word_of_what_was_trained_is_late_whoever_leads(is_known: bool) -> None:
+    """A checkpoint is behind it and the mark has passed it: the ledger does not name it any more."""
+    item = said("f1", "i1")
+    fates = [Fate(feedback="f1", status="trained", ordinal=3, batch=1, version=1, time=NOW)] if is_known else []
+    fates.append(fate("f1", "rejected", "too_late", NOW, revision=1))
+    successor = Matching(job())
+    successor.recall(LedgerState(), Told.of(fates))
+    assert read(successor, [served("i1"), said("f1", "i1", revision=1)]) == []
+    assert not any(one.feedback for found in successor.ready.values() for one in found)
+    retraction = said("r1", "", kind="retraction", body={"feedback": item.id}, metric="", value=None)
+    assert [one.reason for one in successor.on_feedback(9, retraction, NOW)] == ["late_after_training"]
+
+
+def test_what_was_taken_back_stays_so_with_what_takes_it_back() -> None:
+    retraction = said("r1", "", kind="retraction", body={"feedback": "f1"}, metric="", value=None)
+    fates = read(Matching(job()), [said("f1", "i1"), retraction])
+    assert {one.feedback: one.status for one in fates} == {"f1": "retracted", "r1": "retracted"}
+    successor = Matching(job())
+    successor.recall(LedgerState(), Told.of(fates))
+    assert read(successor, [said("f1", "i1", revision=1), retraction]) == []
+    assert len(successor.parked) == 0
 
 
 def test_what_the_quarantine_let_go_is_not_held_again_but_its_revision_counts() -> None:
