@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from penstock.services.coordinator.decision import Draft
 from penstock.services.coordinator.ledger import LedgerState
@@ -49,8 +49,8 @@ class Quarantine:
         self._recorded: dict[str, int] = {}
         """Held according to the ledger, released or not; the sequences of what they said then."""
         self._used: frozenset[str] = frozenset()
-        self._let_go: Mapping[str, float] = {}
-        """Rejected by an earlier leader, and when: what was said by then is over."""
+        self._let_go: OrderedDict[str, float] = OrderedDict()
+        """Rejected, and when it was said, or an earlier leader let it go: what was said by then is over."""
         self._judged: OrderedDict[str, int] = OrderedDict()
         """Item -> its newest revision that was judged."""
         self._released: set[str] = set()
@@ -58,7 +58,7 @@ class Quarantine:
 
     def recall(self, state: LedgerState, told: Told = NOTHING) -> None:
         """What the ledger says of items that may be read again, and what earlier leaders told."""
-        self._let_go = told.let_go
+        self._let_go = OrderedDict(told.let_go)
         self._recorded, self._used = dict(state.quarantined), frozenset(state.used)
 
     @property
@@ -177,14 +177,14 @@ class Quarantine:
 
     def _decide(self, item: Feedback, now: float) -> list[Fate]:
         name = bare_id(str(item.body.get("feedback", ""))) or ""
-        held = self._held.pop(name, None)
+        held = self._held.get(name)
         if held is None:
             if item.kind == "release" and len(self._released) < MAX_HELD:
                 self._released.add(name)
             return []
-        said = held.feedback
         if item.kind == "drop":
-            return [fate(name, "rejected", "quarantine_dropped", now)]
+            return [self._reject(name, "quarantine_dropped", now)]
+        said = self._held.pop(name).feedback
         self._learn_released(said)
         self._recorded.pop(name, None)
         return self._pass_on(held.seq, said, now)
@@ -200,5 +200,8 @@ class Quarantine:
             self._outliers.learn(item.key_id, item.metric, item.value)
 
     def _reject(self, name: str, reason: str, now: float) -> Fate:
-        self._held.pop(name, None)
+        """Nor does it count where a deletion stores it anew; its sender may still revise it."""
+        self._let_go[name] = self._held.pop(name).feedback.received
+        if len(self._let_go) > REMEMBERED:
+            self._let_go.popitem(last=False)
         return fate(name, "rejected", reason, now)

@@ -243,6 +243,16 @@ def test_what_was_released_counts_where_a_deletion_stored_it_anew() -> None:
     assert status == "quarantined", "another word of its sender is another item"
 
 
+def test_what_was_rejected_is_over_where_a_deletion_stored_it_anew() -> None:
+    reader = Reader()
+    reader.read(*usual(20), said(50, 1.0), said(51, 1.0), decided("drop", 50))
+    assert [fate.feedback for fate in reader.quarantine.sweep(NOW + 120)] == [name_of(51)]
+    assert reader.read(said(50, 1.0), said(51, 1.0), start=40) == []
+    assert not {name_of(50), name_of(51)} & {*reader.passed}
+    reader.read(said(50, 0.05, revision=1, received=NOW + 1), start=50)
+    assert reader.passed[-1] == name_of(50), "its sender may say it anew"
+
+
 # -- another leader ----------------------------------------------------------------------------------------------------
 
 
