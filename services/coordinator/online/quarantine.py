@@ -190,10 +190,13 @@ class Quarantine:
         return self._pass_on(held.seq, said, now)
 
     def _take_back(self, item: Feedback, now: float) -> list[Fate]:
-        """What a retraction does to what is held."""
+        """What a retraction does to what is held: who takes the retraction must know what it takes back."""
         name = bare_id(str(item.body.get("feedback", ""))) or ""
         gone = self._held.pop(name, None) if item.kind == "retraction" else None
-        return [] if gone is None else [fate(name, "retracted", f"by {item.id}", now)]
+        if gone is None:
+            return []
+        self._recorded.pop(name, None)
+        return self._pass_on(gone.seq, gone.feedback, now)
 
     def _learn_released(self, item: Feedback) -> None:
         if isinstance(item.value, bool | int | float):

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 
 from penstock.services.coordinator.decision import Draft
 from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.outliers import Outliers
 from penstock.services.coordinator.online.quarantine import Quarantine
 from penstock.services.coordinator.online.window import Window
@@ -195,11 +196,26 @@ def test_release_lets_it_count_and_drop_rejects_it() -> None:
 def test_a_retraction_or_a_revision_of_its_sender_ends_the_wait() -> None:
     reader = Reader()
     reader.read(*usual(20), said(50, 1.0), said(51, 1.0))
-    assert reader.read(decided("retraction", 50), start=30) == [("retracted", "by retraction-50")]
+    assert reader.read(decided("retraction", 50), start=30) == []
+    assert reader.passed[-2:] == [name_of(50), "retraction-50"], "both, in this order"
     assert reader.read(said(51, 0.0, revision=1, key_id="k2"), start=31) == [], "nobody revises what others said"
     assert reader.read(said(51, 0.05, revision=1), start=32) == []
     assert reader.passed[-1] == name_of(51)
     assert reader.quarantine.num_held == 0
+
+
+def test_what_was_taken_back_while_it_was_held_is_over_with_its_retraction() -> None:
+    matching = Matching(CONFIG)
+    found, items = Quarantine(CONFIG, matching.on_feedback), [*usual(20), said(50, 1.0), decided("retraction", 50)]
+    fates = [fate for seq, item in enumerate(items, 1) for fate in found.on_feedback(seq, item, NOW)]
+    ends = {fate.feedback: (fate.status, fate.reason) for fate in fates}
+    assert ends[name_of(50)] == ("retracted", "by retraction-50")
+    assert ends["retraction-50"] == ("retracted", f"retracts {name_of(50)}")
+    assert found.on_feedback(40, items[20], NOW) == [], "stored anew by a deletion"
+    later = NOW + CONFIG.online.match_ttl_s + 1
+    expired = [fate.feedback for fate in matching.sweep(version=0, now=later) if fate.status == "expired"]
+    assert sorted(expired) == [name_of(number) for number in range(20)], "the retraction does not wait for anything"
+    assert matching.lowest()[1] == 40
 
 
 def test_what_nobody_looks_at_expires_and_the_end_of_the_job_rejects_the_rest() -> None:
