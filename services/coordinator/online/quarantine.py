@@ -96,7 +96,7 @@ class Quarantine:
         waiting = self._held.get(item.id)
         if waiting is not None and not waiting.is_revised_by(item):
             if waiting.is_again(seq, item):
-                self._held[item.id] = Item(seq, waiting.feedback)
+                self._held[item.id] = Item(seq, item)  # which says where it stood before
             return []
         reason = self._judge(item)
         if item.received <= self._let_go.get(item.id, -math.inf):

@@ -315,6 +315,21 @@ def test_a_newer_word_that_was_let_through_is_let_through_by_a_new_leader() -> N
     assert reader.quarantine.num_held == 0, "the word before, which a deletion stored anew"
 
 
+def test_what_is_held_and_was_stored_anew_is_no_newer_for_that() -> None:
+    passed: list[tuple[int, int]] = []
+
+    def take(seq: int, item: Feedback, now: float) -> list[Fate]:
+        passed.append((seq, item.seq))
+        return []
+
+    found = Quarantine(CONFIG, take)
+    for seq, item in enumerate([*usual(20), said(50, 1.0)], 1):
+        found.on_feedback(seq, item, NOW)
+    found.on_feedback(40, said(50, 1.0, seq=21), NOW)
+    found.on_feedback(41, decided("release", 50), NOW)
+    assert passed[-1] == (40, 21), "where it is now, and where it was said"
+
+
 def test_what_is_held_is_found_where_a_deletion_stored_it_anew() -> None:
     reader, run = Reader(), JobRun(CONFIG, LedgerState(), num_ordinals=None, writer_epoch=1)
     reader.read(*usual(20), said(50, 1.0))
