@@ -39,7 +39,7 @@ from penstock.shared.protocol.events import (
     encode_events,
 )
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import RESTORED_HEADER, Feedback, FeedbackBatch, new_marked_id
+from penstock.shared.protocol.interaction import RESTORED_HEADER, FateBatch, Feedback, FeedbackBatch, new_marked_id
 from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.protocol.messages import Ack, Report
 from penstock.shared.protocol.trajectory import parse_group_header
@@ -180,6 +180,38 @@ async def test_what_others_posted_and_is_admitted_keeps_its_body(scene: Scene) -
             assert await scene.until(scene.groups, lambda found: mine in found) == [mine]
 
 
+async def test_what_is_admitted_between_what_a_deletion_reads_keeps_its_body(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads what was told and what the ledger says, whichever comes first, and an item is admitted in between."""
+    items = [scene.posted(user) for user in ("gone", "other", "another")]
+    await scene.post(*items)
+
+    async def told() -> set[str]:
+        found = await scene.bus.read(subjects.DECISIONS, subjects.decisions(scene.job))
+        fates = [fate for message in found for fate in unpack(message.data, FateBatch)[0].items]
+        return {fate.feedback for fate in fates if fate.status == "admitted"}
+
+    async with AsyncExitStack() as leaders:
+
+        def then_admit(read: Callable[..., Any]) -> Callable[..., Any]:
+            async def reads(*args: Any) -> Any:
+                found = await read(*args)
+                if not await told():
+                    await leaders.enter_async_context(scene.leader())
+                    await scene.until(told, lambda found: found >= {item.id for item in items[1:]})
+                return found
+
+            return reads
+
+        for name in ("_made", "_told"):
+            monkeypatch.setattr(Eraser, name, then_admit(getattr(Eraser, name)))
+        await erase(scene.bus, "gone")
+        mine = {one[0].ordinal for one in (await scene.admitted(items[1:])).values()}
+        async with scene.worker():
+            assert mine <= {*await scene.until(scene.groups, lambda found: mine <= {*found})}
+
+
 @pytest.mark.parametrize("later", ["the same leader", "another leader"])
 async def test_what_is_admitted_while_it_is_stored_anew_is_admitted_once(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, later: str
@@ -192,11 +224,11 @@ async def test_what_is_admitted_while_it_is_stored_anew_is_admitted_once(
     )  # fmt: skip
     await scene.post(*items)
     await scene.post(waits)  # keeps the mark below the copy, and above what it is a copy of
-    told = Eraser._told
+    made = Eraser._made
     async with AsyncExitStack() as leaders, scene.worker():
 
         async def train_first(self: Eraser, *args: Any) -> Any:
-            found = await told(self, *args)
+            found = await made(self, *args)
             await leaders.enter_async_context(scene.leader())
             await scene.until(scene.events, lambda found: any(isinstance(event, BatchSealed) for event in found))
             await scene.report(kind="trained", batch=1, revision=1, version=1, digest="w1")
@@ -208,7 +240,7 @@ async def test_what_is_admitted_while_it_is_stored_anew_is_admitted_once(
                 await leaders.aclose()
             return found
 
-        monkeypatch.setattr(Eraser, "_told", train_first)
+        monkeypatch.setattr(Eraser, "_made", train_first)
         await erase(scene.bus, "gone")
         messages = await scene.bus.read(subjects.FEEDBACK, subjects.feedback(scene.job))
         assert [RESTORED_HEADER in message.headers for message in messages] == [False, False, True]

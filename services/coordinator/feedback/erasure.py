@@ -100,10 +100,12 @@ class Eraser:
         found = await Search(self._bus, report.user, self._pseudonym).run()
         report.episodes += await self._end_episodes(report.user, found)
         last = max([0, *[await self._announce(report.user, job, mine) for job, mine in found.items()]])
+        # What was told is read before the ledger: what is admitted in between is known to be needed.
+        told = {job: await self._told(job, mine) for job, mine in found.items()}
         # What a leader admits after this search it drops itself: it reads what was announced.
         for job, made in (await self._made(report.user, found)).items():
             mine = found.get(job, Found())
-            versions, decided = await self._told(job, mine)
+            versions, decided = told.get(job, (set[int](), set[str]()))
             report.groups += await erase_groups(self._bus, job, made.ordinals) if made.ordinals else 0
             for letter in mine.letters:
                 await erase_letter(self._bus, letter)
