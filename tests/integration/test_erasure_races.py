@@ -39,7 +39,14 @@ from penstock.shared.protocol.events import (
     encode_events,
 )
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import RESTORED_HEADER, FateBatch, Feedback, FeedbackBatch, new_marked_id
+from penstock.shared.protocol.interaction import (
+    RESTORED_HEADER,
+    Fate,
+    FateBatch,
+    Feedback,
+    FeedbackBatch,
+    new_marked_id,
+)
 from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.protocol.messages import Ack, Report
 from penstock.shared.protocol.trajectory import parse_group_header
@@ -276,3 +283,25 @@ async def test_a_new_leader_asks_the_ledger_about_what_was_stored_anew(scene: Sc
     state.read_from = (1, 1)
     await supply.recover(state)
     assert list(supply.matching.offers.ready) == [new.id]
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+async def test_a_retraction_that_came_first_and_was_stored_anew_still_takes_back(scene: Scene, is_over: bool) -> None:
+    """That it was told to be taken does not say that it has met what it takes back."""
+    item = scene.posted("other")
+    retraction = Feedback(
+        id=new_marked_id(scene.job), job=scene.job, kind="retraction", key_id="trusted", received=time.time(),
+        body={"feedback": item.id},
+    )  # fmt: skip
+    fates = [Fate(feedback=retraction.id, status="retracted", reason=f"retracts {item.id}", time=1.0)]
+    if is_over:
+        fates.append(Fate(feedback=item.id, status="rejected", reason="stale", time=1.0))
+    await scene.bus.publish(subjects.decisions(scene.job), pack(FateBatch(items=fates), job=scene.job))
+    copy = pack(FeedbackBatch(items=[retraction]), job=scene.job)
+    await scene.bus.publish(subjects.feedback(scene.job), copy, headers={RESTORED_HEADER: "1"})
+    if not is_over:
+        await scene.post(item)
+    supply = LiveSupply(scene.bus, scene.job, CONFIG, epoch=2)
+    await supply.recover(LedgerState())
+    assert list(supply.matching.offers.ready) == []
+    assert supply.matching.knows(retraction.id) is not is_over

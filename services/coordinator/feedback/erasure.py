@@ -37,7 +37,7 @@ from penstock.shared.protocol.parts import PARTS
 from penstock.shared.transport.bus import MSG_ID, Bus, Message, Outgoing
 from penstock.shared.transport.kv import Entry
 
-__all__ = ["UNDECIDED", "Eraser", "Report"]
+__all__ = ["UNDECIDED", "Eraser", "Report", "target_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -111,9 +111,9 @@ class Eraser:
                 await erase_letter(self._bus, letter)
             for place, rest in mine.mixed:
                 is_below = isinstance(place, Message) and place.seq < made.low_feedback
-                over = {_target(item) for item in rest} if is_below else decided | made.decided
+                over = {target_of(item) for item in rest} if is_below else decided | made.decided
                 needed = made.needed if isinstance(place, Message) else frozenset[str]()
-                left = [item for item in rest if item.id in needed or _target(item) not in over]
+                left = [item for item in rest if item.id in needed or target_of(item) not in over]
                 await self._rewrite(job, place, left)
             for message in chain.from_iterable(mine.interactions.values()):
                 await erase_message(self._bus, subjects.INTERACTIONS, message)
@@ -223,11 +223,11 @@ class Eraser:
 
 
 def _made_of(user: str, mine: Found) -> Made:
-    others = {_target(item) for _, rest in mine.mixed for item in rest}
+    others = {target_of(item) for _, rest in mine.mixed for item in rest}
     return Made(user, mine.interactions.keys() | mine.gone, mine.feedback | mine.gone, others)
 
 
-def _target(item: Feedback) -> str:
+def target_of(item: Feedback) -> str:
     """The feedback by whose fate an item is over: its own, of a retraction what it retracts."""
     name = str(item.body.get("feedback", "")) if item.kind == "retraction" else item.id
     return bare_id(name) or name

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock.services.coordinator.online.episode import CUT
-from penstock.services.coordinator.online.known import known_of
+from penstock.services.coordinator.online.known import known_of, names_in
 from penstock.services.coordinator.online.matching import Matching
+from penstock.services.coordinator.online.names import canonical
 from penstock.services.coordinator.online.quarantine import Quarantine
 from penstock.services.coordinator.supply import LiveLetter
 from penstock.shared.errors import ProtocolError
@@ -42,7 +43,8 @@ async def put_back(bus: Bus, job: str, letter: LiveLetter, matching: Matching, q
         subject, count = subjects.erasures(job), 1
     else:
         items = unpack(data, FeedbackBatch)[0].items
-        known, waiting = await known_of(bus, job), {one.id: one.revision for one in (*_waiting(matching), *quarantine)}
+        known = await known_of(bus, job, names_in(items))
+        waiting = {one.id: one.revision for one in (*_waiting(matching), *quarantine)}
         new = [one for one in items if one.revision > waiting.get(one.id, -1) and not known.has_item(one)]
         subject, count = subjects.feedback(job), len(new)
         if count < len(items):
@@ -60,7 +62,7 @@ async def _is_new(bus: Bus, job: str, seq: int, record: Interaction, matching: M
         return False
     turns = (turn.interaction for episode in matching.episodes.values() for turn in episode.turns)
     is_here = any(turn.id == record.id and turn.finish != CUT for turn in turns)
-    return not is_here and not (await known_of(bus, job)).has_record(record)
+    return not is_here and not (await known_of(bus, job, {canonical(record.id)})).has_record(record)
 
 
 def _is_erasure(data: bytes) -> bool:

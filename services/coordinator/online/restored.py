@@ -6,9 +6,9 @@ and whoever reads it asks whether it is over by then: an item is admitted once, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
-from penstock.services.coordinator.online.known import Known, known_of
+from penstock.services.coordinator.online.known import Known, known_of, names_in
 from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
@@ -44,9 +44,8 @@ class Restored:
         """Once for all that there is by now: a deletion stores many."""
         places = await _places(self._bus, self._job, message.seq)
         copies = await self._bus.get_whole(subjects.FEEDBACK, places)
-        known = await known_of(self._bus, self._job)
-        names = {name for items in map(_items_of, copies.values()) for item in items for name in _names(item)}
-        self._known, self._until = Known(known.decided & names, known.deleted & names), max([message.seq, *places])
+        names = names_in(item for items in map(_items_of, copies.values()) for item in items)
+        self._known, self._until = await known_of(self._bus, self._job, names), max([message.seq, *places])
 
 
 async def find_restored(bus: Bus, job: str, name: str, seq: int) -> list[Feedback]:
@@ -68,7 +67,3 @@ def _items_of(message: Message) -> Sequence[Feedback]:
         return unpack(message.data, FeedbackBatch)[0].items
     except ProtocolError:
         return ()
-
-
-def _names(item: Feedback) -> Iterable[str]:
-    return item.id, item.inference, str(item.body.get("rejected", ""))

@@ -192,6 +192,7 @@ async def test_nothing_comes_back_that_is_over_or_waits(desk: Any) -> None:
     async def newest() -> list[str]:
         return [item.id for item in (await desk.stored())[-1]]
 
+    await bus.publish(subjects.decisions(job), b"\xff is no envelope")
     await bus.publish(subjects.feedback(job), pack(FeedbackBatch(items=[item("waits")]), job=job))
     await desk.decide(Fate(feedback=ids["expired"], status="expired", time=1.0))
     admission = Admission(0, {desk.new_id(): 1}, {ids["trained"]: 1}, 1.0, 0, "k", "u", "feedback", 1.0)
