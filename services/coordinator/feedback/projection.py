@@ -95,7 +95,7 @@ ON CONFLICT (id) DO UPDATE SET status = excluded.status, reason = excluded.reaso
   interactions = excluded.interactions, ordinal = excluded.ordinal, batch = excluded.batch, version = excluded.version
 """
 _LATE = f"""
-INSERT INTO feedback (id, late) SELECT {_columns(2)} FROM json_each(?1) WHERE true
+INSERT INTO feedback (id, late) SELECT {_columns(2)} FROM json_each(?1) WHERE {_REMAINS}
 ON CONFLICT (id) DO UPDATE SET late = max(feedback.late, excluded.late)
 """
 _TARGET = f"""

@@ -14,6 +14,7 @@ import pytest
 from penstock.services.coordinator.feedback.projection import open_projection
 from penstock.shared.errors import Unavailable
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.interaction import Erasure, Fate
 
 USER = "alice@example.org"
 
@@ -102,6 +103,20 @@ async def test_indexes_that_nobody_keeps_up_go_with_a_deletion(desk: Any) -> Non
 
     await desk.until(alone, "end of the other file")
     assert "feedback-0.sqlite" in files(directory)
+
+
+@pytest.mark.parametrize("revision", [0, 2])
+def test_what_is_told_of_what_is_deleted_leaves_no_row(tmp_path: Path, revision: int) -> None:
+    """A late word of it is told in another stream, and read once the deletion was."""
+    gone = str(uuid.uuid4())
+    late: dict[str, Any] = {"status": "rejected", "reason": "too_late", "revision": revision, "time": 2.0}
+    index = open_projection(tmp_path)
+    index.apply([], [], [Erasure(user="u", interactions=[], feedback=[gone], time=1.0)], [], [])
+    index.apply([], [Fate(feedback=gone, **late)], [], [], [])
+    index.close()
+    found = sqlite3.connect(tmp_path / "feedback-0.sqlite")
+    assert list(found.execute("SELECT id FROM feedback")) == []
+    found.close()
 
 
 def _garbage(path: Path) -> None:
