@@ -109,17 +109,22 @@ def one_thread() -> Iterator[None]:
 def test_an_evaluation_is_of_its_version(stack: Any, user_code: Any) -> None:
     """Train the log again here, and at each point let the weights of that very version write."""
     every, total = 4, 12
-    job = stack.submit(
-        f"train.max_updates={total}", "checkpoint.every=1000", "optimizer.learning_rate=5e-2",
-        "data.eval={type: addition, digits: 1}", f"evaluation={{every: {every}, num_prompts: 16}}",
-        reward={"scorers": [{"type": "function", "path": "e2e_scorers:fingerprint"}]},
-    )  # fmt: skip
-    record = stack.finish(job)
-    assert record.status.step == total
-    stack.check_books(job)
-    columns = stack.client.metrics(job, names="eval/greedy")
-    pairs = zip(columns["steps"], columns["series"]["eval/greedy"], strict=True)
-    measured = {step: value for step, value in pairs if value is not None}
+    for seed in range(4):  # where greedy answers stay the same, every version would do
+        job = stack.submit(
+            f"train.max_updates={total}", "checkpoint.every=1000", "optimizer.learning_rate=5e-2",
+            "data.eval={type: addition, digits: 1}", f"evaluation={{every: {every}, num_prompts: 16}}", f"seed={seed}",
+            reward={"scorers": [{"type": "function", "path": "e2e_scorers:fingerprint"}]},
+        )  # fmt: skip
+        record = stack.finish(job)
+        assert record.status.step == total
+        stack.check_books(job)
+        columns = stack.client.metrics(job, names="eval/greedy")
+        pairs = zip(columns["steps"], columns["series"]["eval/greedy"], strict=True)
+        measured = {step: value for step, value in pairs if value is not None}
+        if len({round(value, 6) for value in measured.values()}) > 1:
+            break
+    else:
+        pytest.fail("versions write different things")
 
     config, events, groups = JobConfig.parse(record.spec), stack.ledger(job), stack.groups(job)
     learner = Learner(config)
@@ -132,7 +137,6 @@ def test_an_evaluation_is_of_its_version(stack: Any, user_code: Any) -> None:
         if batch.number % every == 0:
             expected[batch.number] = greedy_score(learner.model, config, user_code.fingerprint)
     assert measured == pytest.approx(expected, abs=1e-6)
-    assert len({round(value, 6) for value in measured.values()}) > 1, "versions write different things"
 
 
 def test_a_cancel_without_a_checkpoint_drains_only(stack: Any) -> None:

@@ -68,6 +68,11 @@ def test_arrays_of_an_aligned_buffer_are_views_of_it(tree: Any) -> None:
 
 def decodes_or_refuses(data: bytes) -> None:
     """Nothing but FrameError, and no more memory than a small multiple of the input."""
+    peak = min(peak_of(data) for _ in range(2))  # other threads of the process allocate, too, now and then
+    assert peak < 100_000 + 200 * len(data), peak
+
+
+def peak_of(data: bytes) -> int:
     tracemalloc.start()
     try:
         decode_frame(data)
@@ -76,7 +81,7 @@ def decodes_or_refuses(data: bytes) -> None:
     finally:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    assert peak < 100_000 + 200 * len(data), peak
+    return peak
 
 
 @given(st.binary(max_size=300))
