@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from penstock.services.coordinator.ledger import LedgerState
+from penstock.shared.config.service import checkpoint_path
 from penstock.shared.errors import ConfigError, Conflict, NotFound
 from penstock.shared.protocol.events import Checkpointed
 
@@ -54,25 +55,26 @@ class StoredCheckpoint:
     files: dict[str, StoredFile]
 
 
-def checkpoint_rows(state: LedgerState) -> list[dict[str, Any]]:
+def checkpoint_rows(state: LedgerState, data_dir: Path) -> list[dict[str, Any]]:
     """Every checkpoint of the present lineage, oldest first. Reads the disk: call it in a thread."""
-    return [checkpoint_row(state, number) for number in sorted(state.checkpoints)]
+    return [checkpoint_row(state, data_dir, number) for number in sorted(state.checkpoints)]
 
 
-def checkpoint_row(state: LedgerState, number: int) -> dict[str, Any]:
+def checkpoint_row(state: LedgerState, data_dir: Path, number: int) -> dict[str, Any]:
     """One checkpoint. ``available``: its files are on this host; without them ``files`` is empty.
 
     Raises:
         NotFound: the ledger knows no such checkpoint.
     """
     event = _event(state, number)
-    stored = _stored(event)
+    path = checkpoint_path(data_dir, event.path)
+    stored = read_stored(path)
     files = {} if stored is None else stored.files
     return {
         "number": number,
         "version": event.version,
         "digest": event.digest,
-        "path": event.path,
+        "path": str(path),
         "time": event.time,
         "reason": event.reason,
         "initial": number == 0,
@@ -105,14 +107,14 @@ def choose_checkpoint(state: LedgerState, name: str) -> Checkpointed:
     return _event(state, 0 if name == "initial" else numbers[-1])
 
 
-def find_file(state: LedgerState, number: int, name: str) -> tuple[Path, StoredFile]:
+def find_file(state: LedgerState, data_dir: Path, number: int, name: str) -> tuple[Path, StoredFile]:
     """Where a file of a checkpoint lies. Only names of its manifest, and the manifest itself, are found.
 
     Raises:
         NotFound: no such checkpoint or file.
         Conflict: its files are not on this host, or not any more.
     """
-    stored = _stored(_event(state, number))
+    stored = read_stored(checkpoint_path(data_dir, _event(state, number).path))
     if stored is None:
         raise Conflict(f"the files of checkpoint {number} are not on the coordinator's host (deleted, or never there)")
     file = stored.files.get(name)
@@ -132,24 +134,20 @@ def _event(state: LedgerState, number: int) -> Checkpointed:
         raise NotFound(f"no checkpoint {number}; there are: {known}") from None
 
 
-def delete_checkpoint(state: LedgerState, number: int) -> None:
+def delete_checkpoint(state: LedgerState, data_dir: Path, number: int) -> None:
     """Remove the files of a checkpoint from this host; the ledger goes on to name it.
 
     Raises:
         NotFound: no such checkpoint.
         Conflict: the run still needs it (it is the initial, the best or the newest one), or its files are not here.
     """
-    stored = _stored(_event(state, number))
+    stored = read_stored(checkpoint_path(data_dir, _event(state, number).path))
     if not state.finished and number in (*state.pinned, max(state.checkpoints)):
         raise Conflict(f"checkpoint {number} is needed while the job runs: it is the initial, the best or the newest")
     if stored is None:
         raise Conflict(f"the files of checkpoint {number} are not on the coordinator's host (deleted, or never there)")
     (stored.path / COMMIT).unlink(missing_ok=True)  # first: a removal that breaks off leaves nothing that looks whole
     shutil.rmtree(stored.path)
-
-
-def _stored(event: Checkpointed) -> StoredCheckpoint | None:
-    return read_stored(Path(event.path))
 
 
 def read_stored(path: Path) -> StoredCheckpoint | None:

@@ -94,7 +94,7 @@ class CoordinatorControl:
         id = await self._once.job_id(key, json.dumps(raw, default=str).encode()) if key else ""
         if id and (known := await self.store.find(id)) is not None:
             return known
-        spec = await resolve_model(spec, self._state)
+        spec = await resolve_model(spec, self._state, self.settings.data_dir)
         try:
             plan = await self._plan(spec)
         except ConfigError:
@@ -107,7 +107,7 @@ class CoordinatorControl:
 
     async def dry_run(self, spec: AnyJob) -> Row:
         """See ``Control.dry_run``."""
-        return await self._plan(await resolve_model(spec, self._state))
+        return await self._plan(await resolve_model(spec, self._state, self.settings.data_dir))
 
     async def _plan(self, spec: AnyJob) -> Row:
         if isinstance(spec, JobConfig):
@@ -246,22 +246,22 @@ class CoordinatorControl:
     async def checkpoints(self, job: str) -> list[Row]:
         """See ``Control.checkpoints``."""
         state = await self._state(job)
-        return await asyncio.to_thread(checkpoint_rows, state)
+        return await asyncio.to_thread(checkpoint_rows, state, self.settings.data_dir)
 
     async def checkpoint(self, job: str, number: int) -> Row:
         """See ``Control.checkpoint``."""
         state = await self._state(job)
-        return await asyncio.to_thread(checkpoint_row, state, number)
+        return await asyncio.to_thread(checkpoint_row, state, self.settings.data_dir, number)
 
     async def checkpoint_file(self, job: str, number: int, name: str) -> tuple[Path, str]:
         """See ``Control.checkpoint_file``."""
         state = await self._state(job)
-        path, file = await asyncio.to_thread(find_file, state, number, name)
+        path, file = await asyncio.to_thread(find_file, state, self.settings.data_dir, number, name)
         return path, file.sha256
 
     async def delete_checkpoint(self, job: str, number: int) -> None:
         """See ``Control.delete_checkpoint``."""
-        await asyncio.to_thread(delete_checkpoint, await self._state(job), number)
+        await asyncio.to_thread(delete_checkpoint, await self._state(job), self.settings.data_dir, number)
 
     async def artifact(self, sha256: str) -> Path:
         """See ``Control.artifact``."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import xxhash
 
@@ -19,6 +20,7 @@ from penstock.services.coordinator.promotion import PromotionGate, Rollback
 from penstock.services.coordinator.reports import events_of_report
 from penstock.shared.config.amendable import settings_of
 from penstock.shared.config.job import JobConfig
+from penstock.shared.config.service import checkpoint_path
 from penstock.shared.errors import Conflict
 from penstock.shared.protocol.events import (
     BatchRefused,
@@ -69,6 +71,7 @@ class JobRun:
         hold: whether the update after so many completed ones must not be sealed yet (evaluation pins its version).
         source: where draws come from; default: the data order, by tickets.
         promotion: decides which version is served; None: the newest.
+        data_dir: below it lie the checkpoints.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class JobRun:
         hold: Callable[[int], bool] = lambda point: False,
         source: DrawSource | None = None,
         promotion: PromotionGate | None = None,
+        data_dir: Path = Path(),
     ) -> None:
         self.config = config
         self.state = state
@@ -91,6 +95,7 @@ class JobRun:
         self.hold = hold
         self.source: DrawSource = source or TicketSource()
         self.promotion = promotion
+        self.data_dir = data_dir
         self.asked_rollback: Rollback | None = None
         """Where somebody wants training to go back to."""
         self.failed_rollbacks: dict[str, str] = {}
@@ -132,6 +137,10 @@ class JobRun:
         if self.asked_rollback is not None:
             self.failed_rollbacks[self.asked_rollback.operation] = reason
             self.asked_rollback = None
+
+    def path_of(self, checkpoint: Checkpointed) -> Path:
+        """Directory of a checkpoint on this host."""
+        return checkpoint_path(self.data_dir, checkpoint.path)
 
     @property
     def rollback(self) -> Rollback | None:

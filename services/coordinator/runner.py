@@ -69,7 +69,7 @@ class JobRunner:
     ) -> None:  # fmt: skip
         self.bus, self.store, self.members = bus, store, members
         self.job, self.record, self.epoch = record.id, record, epoch
-        self.config = parse_training(record.spec)
+        self.config, self._data_dir = parse_training(record.spec), data_dir
         self.outbox = Outbox(bus, store, self.job, attempt=record.status.attempt + 1)
         self.retry = Retry(self.job, tell=lambda text: self.outbox.event("warning", "blocked", text))
         self.supply = supply
@@ -130,6 +130,7 @@ class JobRunner:
             hold=lambda point: self.measures.holds(self.run.state, point),
             source=None if self.supply is None else self.supply.source,
             promotion=self.measures.gate,
+            data_dir=self._data_dir,
         )
         self.run.failure = self.journal.failure()
         rows = await self.bus.read(subjects.METRICS, subjects.metrics(self.job))

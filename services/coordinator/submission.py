@@ -28,7 +28,7 @@ from penstock.shared.config.kinds import AnyJob
 from penstock.shared.config.needs import needs
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.reward import RewardConfig
-from penstock.shared.config.service import ServiceSettings
+from penstock.shared.config.service import ServiceSettings, checkpoint_path
 from penstock.shared.data.check import DataSummary, check_data
 from penstock.shared.errors import ConfigError, DataError, NotFound, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
@@ -42,7 +42,7 @@ REFERENCE = re.compile(r"job:(job_[0-9a-f]{32})@(\w+)", re.ASCII)
 """A checkpoint of another job as a model path."""
 
 
-async def resolve_model(spec: AnyJob, ledger: Callable[[str], Awaitable[LedgerState]]) -> AnyJob:
+async def resolve_model(spec: AnyJob, ledger: Callable[[str], Awaitable[LedgerState]], data_dir: Path) -> AnyJob:
     """``spec`` with the directory of the checkpoint that ``model.path: job:ID@NUMBER`` names.
 
     Args:
@@ -64,7 +64,8 @@ async def resolve_model(spec: AnyJob, ledger: Callable[[str], Awaitable[LedgerSt
         checkpoint = choose_checkpoint(await ledger(found[1]), found[2])
     except (NotFound, ConfigError) as error:
         raise ConfigError(f"model.path: '{path}': {error}") from None
-    return spec.model_copy(update={"model": spec.model.model_copy(update={"path": checkpoint.path})})
+    directory = str(checkpoint_path(data_dir, checkpoint.path))
+    return spec.model_copy(update={"model": spec.model.model_copy(update={"path": directory})})
 
 
 async def plan_job(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from penstock.services.coordinator.canary import row_of
 from penstock.services.coordinator.gate import Verdict
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.run import JobRun
+from penstock.shared.config.service import checkpoint_path
 
 __all__ = [
     "best_of",
@@ -34,12 +36,12 @@ def draws_of(state: LedgerState) -> dict[str, Any]:
     }
 
 
-def best_of(state: LedgerState) -> dict[str, Any] | None:
+def best_of(state: LedgerState, data_dir: Path = Path()) -> dict[str, Any] | None:
     """The best checkpoint, and by what it is the best."""
     best = state.best
     if best is None:
         return None
-    path = state.checkpoints[best.number].path
+    path = str(checkpoint_path(data_dir, state.checkpoints[best.number].path))
     return {"number": best.number, "metric": best.metric, "value": best.value, "step": best.step, "path": path}
 
 
@@ -79,8 +81,8 @@ def status_of(run: JobRun, desired: str) -> dict[str, Any]:
         "canary": canary_of(run),
         "draws": draws_of(state),
         "queues": queues_of(run),
-        "checkpoint": state.checkpoint.path if state.checkpoint is not None else None,
-        "best_checkpoint": best_of(state),
+        "checkpoint": None if state.checkpoint is None else str(run.path_of(state.checkpoint)),
+        "best_checkpoint": best_of(state, run.data_dir),
     }
 
 

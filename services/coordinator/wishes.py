@@ -166,7 +166,7 @@ class Wishes:
         goal = self._goals.setdefault(operation.id, state.last_trained)
         if state.checkpoint is None or state.checkpoint.number < goal:
             return None
-        return _succeeded({"number": state.checkpoint.number, "path": state.checkpoint.path})
+        return _succeeded({"number": state.checkpoint.number, "path": str(run.path_of(state.checkpoint))})
 
     def _pending(self, kind: str) -> list[Operation]:
         asked = (one for one in self.record.operations if one.kind == kind and one.state == "pending")

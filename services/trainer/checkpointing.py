@@ -16,6 +16,7 @@ from penstock.services.trainer.crew import Crew
 from penstock.services.trainer.progress import Progress
 from penstock.services.trainer.reports import Reporter
 from penstock.shared.config.job import JobConfig
+from penstock.shared.config.service import recorded_path
 from penstock.shared.errors import CheckpointError
 from penstock.shared.protocol.messages import Report
 
@@ -31,7 +32,7 @@ class Checkpointing:
     """Takes checkpoints when asked; one at a time is written.
 
     Args:
-        root: directory of all jobs' checkpoints.
+        root: directory of all jobs' checkpoints, in the data directory.
         pinned: batch numbers whose checkpoints the coordinator wants to keep.
         wake: called when one is due, for somebody may be waiting for a batch.
     """
@@ -104,7 +105,7 @@ class Checkpointing:
 
     async def _record(self, report: Report, path: Path) -> None:
         await self._reporter.settled()
-        data = await self._reporter.ask(msgspec.structs.replace(report, path=str(path)))
+        data = await self._reporter.ask(msgspec.structs.replace(report, path=recorded_path(self._root.parent, path)))
         self._pinned = pinned_in(data) or self._pinned
         keep = int(data.get("keep", self._config.checkpoint.keep))
         try:

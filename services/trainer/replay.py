@@ -31,7 +31,7 @@ from penstock.services.trainer.replica import Replica
 from penstock.shared.config.backend import MegatronConfig
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.kinds import parse_training
-from penstock.shared.config.service import ServiceSettings, load_settings
+from penstock.shared.config.service import CHECKPOINTS, ServiceSettings, checkpoint_path, load_settings
 from penstock.shared.errors import CheckpointError, NotFound, PenstockError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
@@ -94,10 +94,10 @@ class Replay:
         base = self._base(checkpoints, from_batch, purged)
         last = min(to_batch, max(trained, default=0)) if to_batch is not None else max(trained, default=0)
         replica = await self._open(config)
-        await replica.load(Path(base.path))
+        await replica.load(self._path(base))
         compare = partial(_digest, np.zeros(replica.learner.layout().nbytes, np.uint8))
-        pins = read_manifest(Path(base.path)).manifest.environment
-        written = [base, *(c for c in checkpoints if base.number < c.number)]
+        pins = read_manifest(self._path(base)).manifest.environment
+        written = [self._path(c) for c in (base, *(c for c in checkpoints if base.number < c.number))]
         differences = _differences(written, replica.learner.environment())
         recorded = await self._recorded(checkpoints) if differences else None
         near = Nearness(await replica.write(copy_weights) if differences else {}, pins.get("dtype", ""))
@@ -129,7 +129,7 @@ class Replay:
         messages = await self._bus.read(subjects.METRICS, subjects.metrics(self._job))
         rows = [msgspec.json.decode(message.data) for message in messages]
         norms = {row["step"]: row["values"].get(GRADIENT_NORM) for row in rows if row["kind"] == "train"}
-        return Recorded(norms, {c.number: Path(c.path) for c in checkpoints if (Path(c.path) / "COMMIT").exists()})
+        return Recorded(norms, {c.number: self._path(c) for c in checkpoints if self._exists(c)})
 
     async def _open(self, config: JobConfig) -> Replica:
         """The job on this process alone; a model that is cut over ranks gets one rank."""
@@ -140,7 +140,7 @@ class Replay:
         ranks = await meet(Place(), deadline_s=settings.rank_deadline_s) if cut else None
         replica = Replica(
             self._bus, self._job, config, world=None if ranks is None else ranks.world,
-            threads=Threads() if ranks is None else ranks.threads, checkpoints=settings.data_dir / "checkpoints",
+            threads=Threads() if ranks is None else ranks.threads, checkpoints=settings.data_dir / CHECKPOINTS,
         )  # fmt: skip
         await replica.open()
         return replica
@@ -164,7 +164,7 @@ class Replay:
 
         ``purged`` is the last batch that lost groups to a purge.
         """
-        kept = [c for c in checkpoints if (Path(c.path) / "COMMIT").exists()]
+        kept = [c for c in checkpoints if self._exists(c)]
         if from_batch is not None:
             kept = [c for c in kept if c.number < from_batch][-1:]
         else:
@@ -173,16 +173,22 @@ class Replay:
             raise CheckpointError("no checkpoint is left from which these batches could be repeated")
         return kept[0]
 
+    def _path(self, checkpoint: Checkpointed) -> Path:
+        return checkpoint_path(self._settings.data_dir, checkpoint.path)
+
+    def _exists(self, checkpoint: Checkpointed) -> bool:
+        return (self._path(checkpoint) / "COMMIT").exists()
+
     async def _tell(self, row: ReplayRow) -> None:
         await self._bus.notify(subjects.replay_progress(self._request), pack(row, job=self._job))
 
 
-def _differences(written: list[Checkpointed], here: dict[str, str]) -> list[str]:
+def _differences(written: list[Path], here: dict[str, str]) -> list[str]:
     """How the environments of those who wrote these checkpoints differ from this one, each way once."""
     found: dict[str, None] = {}
-    for event in written:
-        if (Path(event.path) / "COMMIT").exists():
-            pins = read_manifest(Path(event.path)).manifest.environment
+    for path in written:
+        if (path / "COMMIT").exists():
+            pins = read_manifest(path).manifest.environment
             found |= dict.fromkeys(environment_differences(pins, here))
     return list(found)
 

@@ -20,7 +20,7 @@ from penstock.services.trainer.ranks import Ranks, meet
 from penstock.services.trainer.session import TrainerSession
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.kinds import AnyJob
-from penstock.shared.config.service import ServiceSettings
+from penstock.shared.config.service import CHECKPOINTS, ServiceSettings
 from penstock.shared.errors import RankLost
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
@@ -110,7 +110,7 @@ class TrainerService:
 
     async def _follow(self) -> None:
         ranks = await self._meet()
-        self._follower = Follower(self.bus, ranks, self.settings.data_dir / "checkpoints")
+        self._follower = Follower(self.bus, ranks, self.settings.data_dir / CHECKPOINTS)
         self.ready = True
         if (error := await unexpected(_follow(self._follower, ranks))) is not None:
             logger.error("ending, for the ranks of this trainer to start over: %s", _first(error))

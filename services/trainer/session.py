@@ -31,7 +31,7 @@ from penstock.services.trainer.update_rules.on_policy import NonFiniteStep
 from penstock.services.trainer.wanted import is_wanted
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.online_job import OnlineJob
-from penstock.shared.config.service import ServiceSettings
+from penstock.shared.config.service import CHECKPOINTS, ServiceSettings
 from penstock.shared.errors import (
     CheckpointError,
     ConfigError,
@@ -74,7 +74,7 @@ class TrainerSession:
         assert threads is not None
         replica = Replica(
             bus, job, config, world=ranks.world if ranks is not None else None, threads=threads,
-            checkpoints=settings.data_dir / "checkpoints",
+            checkpoints=settings.data_dir / CHECKPOINTS,
         )  # fmt: skip
         self._crew = Crew(replica, ranks)
         gated = isinstance(config, OnlineJob) and config.online.promotion is not None
@@ -162,7 +162,7 @@ class TrainerSession:
         start = await self._reporter.ask(Report(kind="hello", epoch=self._epoch))
         self.progress, self._going_back = Progress(), ""
         checkpointing = self._checkpointing = Checkpointing(
-            self._crew, self._reporter, self.job, self.config, root=self._settings.data_dir / "checkpoints",
+            self._crew, self._reporter, self.job, self.config, root=self._settings.data_dir / CHECKPOINTS,
             epoch=self._epoch, pinned=pinned_in(start) or {0}, wake=self._wake,
         )  # fmt: skip
         async with asyncio.TaskGroup() as tasks:
@@ -201,7 +201,7 @@ class TrainerSession:
             logger.warning("unfinished checkpoints of job %s are not deleted: %s", self.job, error)
         begin = Start(
             self._bus, self.job, self.config, crew=self._crew, publishing=self._publishing, reporter=self._reporter,
-            progress=self.progress, epoch=self._epoch, wait=self._wait,
+            progress=self.progress, epoch=self._epoch, wait=self._wait, data_dir=self._settings.data_dir,
         )  # fmt: skip
         if start["checkpoint"] is not None:
             await begin.restore(start)

@@ -13,6 +13,7 @@ from penstock.services.trainer.publishing import Publishing
 from penstock.services.trainer.reports import Reporter
 from penstock.services.trainer.update_rules.on_policy import NonFiniteStep
 from penstock.shared.config.job import JobConfig
+from penstock.shared.config.service import checkpoint_path
 from penstock.shared.errors import CheckpointError, Fenced, ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.messages import Report
@@ -29,11 +30,11 @@ class Start:
 
     def __init__(
         self, bus: Bus, job: str, config: JobConfig, *, crew: Crew, publishing: Publishing, reporter: Reporter,
-        progress: Progress, epoch: int, wait: Wait,
+        progress: Progress, epoch: int, wait: Wait, data_dir: Path,
     ) -> None:  # fmt: skip
         self._bus, self._job, self._config = bus, job, config
         self._crew, self._publishing, self._reporter = crew, publishing, reporter
-        self._progress, self._epoch, self._wait = progress, epoch, wait
+        self._progress, self._epoch, self._wait, self._data_dir = progress, epoch, wait, data_dir
 
     async def begin(self) -> None:
         """Version 0: warm start, publish. Its checkpoint is still to be taken."""
@@ -57,8 +58,9 @@ class Start:
             Fenced: the ledger says otherwise by now.
         """
         checkpoint, progress = start["checkpoint"], self._progress
-        self._wait(f"checkpoint {checkpoint['path']} to load", checkpoint["path"])
-        await self._load(Path(checkpoint["path"]), start)
+        path = checkpoint_path(self._data_dir, checkpoint["path"])
+        self._wait(f"checkpoint {path} to load", str(path))
+        await self._load(path, start)
         progress.batch = checkpoint["number"]
         await self._repeat(start)
         await self._crew.forget()

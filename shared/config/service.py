@@ -13,7 +13,10 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from penstock.shared.errors import ConfigError
 
-__all__ = ["ServiceSettings", "load_settings"]
+__all__ = ["CHECKPOINTS", "ServiceSettings", "checkpoint_path", "load_settings", "recorded_path"]
+
+CHECKPOINTS = "checkpoints"
+"""Directory under the data directory: one directory per job, one per checkpoint in it."""
 
 
 class ServiceSettings(BaseSettings):
@@ -132,3 +135,20 @@ def load_settings(environment: Mapping[str, str] | None = None) -> ServiceSettin
     except ValidationError as error:
         lines = [f"PENSTOCK_{str(e['loc'][0]).upper()}: {e['msg']}" for e in error.errors(include_url=False)]
         raise ConfigError("environment is not valid:\n  " + "\n  ".join(lines)) from None
+
+
+def recorded_path(data_dir: Path, path: Path) -> str:
+    """How a ledger names the checkpoint in the directory ``path``: relative to the data directory, which may move."""
+    return path.relative_to(data_dir).as_posix() if path.is_relative_to(data_dir) else str(path)
+
+
+def checkpoint_path(data_dir: Path, recorded: str) -> Path:
+    """Directory of the checkpoint that a ledger names ``recorded``.
+
+    Ledgers of earlier versions name it absolutely: of such a path the part below the data directory of then counts, so
+    that a deployment whose data was moved or copied reads its own files.
+    """
+    path = Path(recorded)
+    if path.is_absolute() and path.parts[-3:-2] == (CHECKPOINTS,):
+        path = Path(*path.parts[-3:])
+    return data_dir / path

@@ -101,8 +101,9 @@ class Deployment:
             "PENSTOCK_WEBHOOK_PRIVATE": "true",
             "PYTHONPATH": f"{USER_CODE}{os.pathsep}{TASKSETS}",
         }
+        self.data_dir = directory / "data"
         options = StackOptions(
-            data_dir=directory / "data", environment=self.environment, trainer_ranks=trainer_ranks, drain_s=5,
+            data_dir=self.data_dir, environment=self.environment, trainer_ranks=trainer_ranks, drain_s=5,
             workers=dict(workers or {"rollout": 1}), launch=launch,
         )  # fmt: skip
         self.stack = Stack(options, self.told.append)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -32,7 +31,7 @@ def test_actor_and_critic_continue_after_a_crash(stack: Any) -> None:
     trained = [event for event in events if isinstance(event, BatchTrained)]
     assert not any(isinstance(event, LineageForked) for event in events)
     assert len({event.trainer_epoch for event in trained}) == 2
-    newest = [Path(event.path) for event in events if isinstance(event, Checkpointed)][-1]
+    newest = [stack.data_dir / event.path for event in events if isinstance(event, Checkpointed)][-1]
     files = msgspec.json.decode((newest / "manifest.json").read_bytes())["files"]
     assert {"critic/model.safetensors", "critic/optimizer.safetensors", "rule.safetensors"} <= files.keys()
     stack.check_replay(job, at_least=1)

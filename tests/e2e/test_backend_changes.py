@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -37,8 +36,8 @@ def submitted(stack: Any) -> str:
     )  # fmt: skip
 
 
-def pins(checkpoint: Checkpointed) -> tuple[str | None, ...]:
-    manifest = msgspec.json.decode((Path(checkpoint.path) / "manifest.json").read_bytes())
+def pins(stack: Any, checkpoint: Checkpointed) -> tuple[str | None, ...]:
+    manifest = msgspec.json.decode((stack.data_dir / checkpoint.path / "manifest.json").read_bytes())
     return tuple(manifest["environment"].get(key) for key in CUT)
 
 
@@ -79,7 +78,7 @@ def test_backends_come_and_go(stack_of_ranks: Any) -> None:
     sealed = {event.number: event for event in events if isinstance(event, BatchSealed)}
     order = [group.draw.ordinal for number in trained for group in sealed[number].groups]
     assert order == list(range(total * GROUPS)), "the data order has a gap or a repeat"
-    assert [pins(checkpoint) for checkpoint in taken] == [(None, None), (None, "2"), ("2", "2")]
+    assert [pins(stack, checkpoint) for checkpoint in taken] == [(None, None), (None, "2"), ("2", "2")]
 
     *updates, done = stack.client.replay(job)
     assert done["ok"], done
@@ -96,7 +95,7 @@ def test_a_change_of_mind_and_the_end_of_a_job_that_cannot_be_opened(stack_of_ra
     stack.reach(job, step + 4, 120)
     stack.client.checkpoint_now(job)
     newest = [event for event in stack.ledger(job) if isinstance(event, Checkpointed)][-1]
-    assert pins(newest) == (None, None), "the job file says local"
+    assert pins(stack, newest) == (None, None), "the job file says local"
 
     stack.client.amend(job, {"backend": TOO_LARGE})
     stack.until(lambda: stack.status(job).phase == "paused", "the pause of a job that two ranks cannot hold")

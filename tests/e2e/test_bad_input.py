@@ -215,7 +215,7 @@ def test_a_checkpoint_that_was_damaged_ends_the_job(stack: Any) -> None:
     stack.reach(job, 2)
     stack.client.pause(job)
     stack.client.wait(job, goal="paused", timeout_s=60)
-    newest = [Path(event.path) for event in stack.ledger(job) if isinstance(event, Checkpointed)][-1]
+    newest = [stack.data_dir / event.path for event in stack.ledger(job) if isinstance(event, Checkpointed)][-1]
     weights = newest / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[len(data) // 2] ^= 1

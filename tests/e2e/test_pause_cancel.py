@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -36,7 +35,7 @@ def test_pause_resume_cancel(stack: Any) -> None:
     events = stack.ledger(job)
     last = [newest(events, kind).number for kind in (BatchSealed, BatchTrained, Checkpointed)]
     assert last == [paused.step] * 3, "a step boundary, and durable"
-    assert Path(newest(events, Checkpointed).path, "COMMIT").exists()
+    assert (stack.data_dir / newest(events, Checkpointed).path / "COMMIT").exists()
     time.sleep(1.0)
     assert stack.status(job).step == paused.step
     assert stack.ledger(job) == events
@@ -129,7 +128,7 @@ def test_an_evaluation_is_of_its_version(stack: Any, user_code: Any) -> None:
     config, events, groups = JobConfig.parse(record.spec), stack.ledger(job), stack.groups(job)
     learner = Learner(config)
     initial = next(event for event in events if isinstance(event, Checkpointed))
-    learner.load_state(load_checkpoint(Path(initial.path)).state)
+    learner.load_state(load_checkpoint(stack.data_dir / initial.path).state)
     expected = {0: greedy_score(learner.model, config, user_code.fingerprint)}
     for batch in (event for event in events if isinstance(event, BatchSealed)):
         shard = BatchShard.whole([groups[group.seq] for group in batch.groups])

@@ -12,7 +12,6 @@ import random
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -69,12 +68,12 @@ def lineage(events: list[Event]) -> tuple[dict[int, BatchSealed], list[BatchTrai
 
 def has_checkpoint_of(stack: Any, job: str, size: int) -> bool:
     """Whether one counts that so many ranks wrote: it is written while updates go on."""
-    return any(ranks_of(checkpoint) == str(size) for checkpoint in lineage(stack.ledger(job))[2])
+    return any(ranks_of(stack, checkpoint) == str(size) for checkpoint in lineage(stack.ledger(job))[2])
 
 
-def ranks_of(checkpoint: Checkpointed) -> str:
+def ranks_of(stack: Any, checkpoint: Checkpointed) -> str:
     """How many ranks wrote it."""
-    manifest = msgspec.json.decode((Path(checkpoint.path) / "manifest.json").read_bytes())
+    manifest = msgspec.json.decode((stack.data_dir / checkpoint.path / "manifest.json").read_bytes())
     return str(manifest["environment"]["ranks"])
 
 
@@ -109,7 +108,7 @@ def test_ranks_come_and_go(stack_without_trainer: Any) -> None:
     assert len({event.trainer_epoch for event in events if isinstance(event, BatchTrained)}) == 3
     forks = [event for event in events if isinstance(event, LineageForked)]
     assert all("another weight digest" in fork.reason for fork in forks), forks
-    assert {ranks_of(checkpoint) for checkpoint in checkpoints} == {"1", "2", "3"}
+    assert {ranks_of(stack, checkpoint) for checkpoint in checkpoints} == {"1", "2", "3"}
 
     *updates, done = rows
     assert done["ok"], done

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -42,7 +41,7 @@ def test_a_rank_is_killed_and_another_one_hangs(stack_of_ranks: Any) -> None:
     assert len({event.trainer_epoch for event in trained}) >= 2, "one of three lives may have begun or ended idle"
     assert len({event.digest for event in trained}) > TOTAL / 2, "the updates changed the weights"
 
-    checkpoints = [Path(event.path) for event in events if isinstance(event, Checkpointed)]
+    checkpoints = [stack.data_dir / event.path for event in events if isinstance(event, Checkpointed)]
     manifest = msgspec.json.decode((checkpoints[-1] / "manifest.json").read_bytes())
     assert manifest["number"] == TOTAL
     assert manifest["environment"]["ranks"] == "2"

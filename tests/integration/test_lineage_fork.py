@@ -1,8 +1,9 @@
-"""A trainer whose inputs are gone forks the lineage once; whoever trains after it goes on where the fork did."""
+"""A trainer that starts again: inputs that are gone, a data directory that moved, checkpoints that were damaged."""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -10,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.runner import JobRunner
 from penstock.services.coordinator.store import JobStore
+from penstock.services.trainer import checkpointing
 from penstock.services.trainer.session import TrainerSession
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
@@ -147,3 +150,32 @@ async def test_a_job_goes_back_to_a_checkpoint_by_request_and_ends_as_it_should(
     assert done["op_0"] == ("succeeded", "")
     assert done["op_7"][0] == "failed"
     assert "there is no checkpoint 7" in done["op_7"][1]
+
+
+@pytest.mark.parametrize("absolute", [False, True], ids=["relative", "absolute_as_in_earlier_ledgers"])
+async def test_a_job_goes_on_after_its_data_directory_moved(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absolute: bool
+) -> None:
+    if absolute:
+        monkeypatch.setattr(checkpointing, "recorded_path", lambda data_dir, path: str(path))
+    record = JobRecord(id=JOB, name=JOB, created_at=datetime.now(UTC), spec=SPEC)
+    await bus.kv(subjects.JOBS).put(JOB, record.model_dump_json().encode())
+    allowed, before, after = 4, tmp_path / "before", tmp_path / "after"
+
+    def trainer(data_dir: Path) -> TrainerSession:
+        settings = ServiceSettings(data_dir=data_dir, shm_dir=tmp_path, worker_id="trainer-0", lease_s=0.5)
+        return TrainerSession(bus, settings, JOB, JobConfig.parse(SPEC))
+
+    async with running(generate(bus, lambda: allowed)) as rollout:
+        runner = JobRunner(bus, JobStore(bus), Members(), record, epoch=1, data_dir=before)
+        async with running(runner.lead()) as leading, running(trainer(before).run()) as training:
+            await until(lambda: runner.ready and runner.run.state.last_trained == 2, leading, rollout, training)
+        shutil.move(before, after)
+        allowed = 1000
+        runner = JobRunner(bus, JobStore(bus), Members(), record, epoch=2, data_dir=after)
+        async with running(runner.lead()) as leading, running(trainer(after).run()):
+            await until(lambda: runner.ready and bool(runner.run.state.finished), rollout)
+    state = runner.run.state
+    assert (state.finished, state.updates, state.rolled_back) == ("succeeded", UPDATES, ())
+    assert state.checkpoint is not None
+    assert (runner.run.path_of(state.checkpoint) / "COMMIT").exists()

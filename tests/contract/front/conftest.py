@@ -295,22 +295,22 @@ class Books:
 
     async def delete_checkpoint(self, job: str, number: int) -> None:
         self._known(job)
-        delete_checkpoint(self.ledger, number)
+        delete_checkpoint(self.ledger, Path(), number)
 
     async def artifact(self, sha256: str) -> Path:
         return self.artifacts.find(sha256)
 
     async def checkpoints(self, job: str) -> list[dict[str, Any]]:
         self._known(job)
-        return checkpoint_rows(self.ledger)
+        return checkpoint_rows(self.ledger, Path())
 
     async def checkpoint(self, job: str, number: int) -> dict[str, Any]:
         self._known(job)
-        return checkpoint_row(self.ledger, number)
+        return checkpoint_row(self.ledger, Path(), number)
 
     async def checkpoint_file(self, job: str, number: int, name: str) -> tuple[Path, str]:
         self._known(job)
-        path, file = find_file(self.ledger, number, name)
+        path, file = find_file(self.ledger, Path(), number, name)
         return path, file.sha256
 
     async def why(self, job: str) -> list[dict[str, Any]]:

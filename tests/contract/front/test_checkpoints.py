@@ -93,7 +93,7 @@ def test_an_adapter_is_told_from_whole_weights(tmp_path: Path, books: Any) -> No
     """The base lies beside it where another job cannot find it otherwise."""
     write(tmp_path, {"adapter_model.safetensors": b"a", "model.safetensors": b"base"})
     record(books, 4, tmp_path)
-    assert checkpoint_row(books.ledger, 4)["format"] == "lora"
+    assert checkpoint_row(books.ledger, tmp_path, 4)["format"] == "lora"
 
 
 async def test_ranges_resume_only_what_is_unchanged(connect: Any, books: Any, job: Any, tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ async def test_a_model_path_may_name_a_checkpoint(submitted: tuple[Client, str],
 
     async def resolved(path: str) -> str | None:
         spec = JobConfig.parse({**job, "model": {"path": path}})
-        return (await resolve_model(spec, ledger)).model.path
+        return (await resolve_model(spec, ledger, Path())).model.path
 
     paths = {number: checkpoint.path for number, checkpoint in books.ledger.checkpoints.items()}
     assert await resolved(f"job:{name}@best") == paths[4]
