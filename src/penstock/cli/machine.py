@@ -101,14 +101,19 @@ async def _serve(options: StackOptions, *, as_json: bool) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, _on_signal, stop)
     note(f"starting in {options.data_dir}")
-    async with Stack(options, note) as stack:
-        await _first(stop, ready_with_progress(stack))
+    stack = Stack(options, note)
+    try:
+        await _first(stop, stack.__aenter__())  # the bus may have a large store to open
+        if not stop.is_set():
+            await _first(stop, ready_with_progress(stack))
         if not stop.is_set():
             if as_json:
                 show_line(_facts(stack.url, os.getpid(), options.data_dir, stack.processes))
             note(f"ready at {stack.url}; submit with: penstock submit FILE   (Ctrl-C stops everything)")
             await _first(stop, stack.broken())
         note("stopping; services finish what they have in hand (Ctrl-C again: at once)")
+    finally:
+        await stack.close()
 
 
 def _on_signal(stop: asyncio.Event) -> None:
@@ -141,10 +146,11 @@ def _detached(options: StackOptions, rollouts: int, *, as_json: bool) -> None:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
-    deadline = time.monotonic() + READY_S + 10
+    seen = time.monotonic()
     shown = start
-    while time.monotonic() < deadline:
-        shown = _copy_new_lines(log, shown)
+    while time.monotonic() < seen + READY_S + 10:  # it says what it does while the bus opens its store
+        before, shown = shown, _copy_new_lines(log, shown)
+        seen = time.monotonic() if shown > before else seen
         if process.poll() is not None:
             _copy_new_lines(log, shown)
             raise typer.Exit(process.returncode or FAILED)

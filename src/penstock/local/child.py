@@ -25,6 +25,8 @@ from penstock.shared.transport.server import NatsServer, ValkeyServer
 __all__ = ["Backoff", "Child", "KeptAlive", "LeashedNats", "LeashedValkey", "ServiceProcess", "ServiceRanks"]
 
 POLL_S = 0.1
+STOP_S = 10.0
+"""A server whose start is given up has this long to end."""
 LOG_BYTES = 64 << 20
 """A longer log file is set aside as ``.1`` when its process starts again."""
 LAST_BYTES = 64 << 10
@@ -275,12 +277,16 @@ class KeptAlive:
     async def start(self) -> None:
         """The first start. Raises ConfigError, DeadlineError or OSError.
 
-        Cancelled, it waits for the start's end before it says so: what runs then is there to be stopped.
+        Cancelled, it ends a start that takes long: whatever runs then is there to be stopped.
         """
         started = asyncio.get_running_loop().run_in_executor(self._starter, self.child.start)
         try:
             await asyncio.shield(started)
         except asyncio.CancelledError:
+            while not started.done():
+                if isinstance(self.child, NatsServer | ValkeyServer):
+                    await self.stop(STOP_S)
+                await asyncio.wait([started], timeout=POLL_S)
             await asyncio.gather(started, return_exceptions=True)
             raise
 

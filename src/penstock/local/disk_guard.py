@@ -22,7 +22,7 @@ LOOK_S = 2.0
 FAILED_WRITE = "write error"
 """In what the server says of a stream that takes nothing any more."""
 PATIENCE = 15
-"""Anything else (JetStream is off) has to be said this often in a row: a server that starts is not well, either."""
+"""Anything else (JetStream is off) has to be said this often in a row; one that still opens its store is let be."""
 SETTLE_S = 5.0
 ROOM_BYTES = 8 << 20
 """Enough for the server to start and to write a while."""
@@ -48,7 +48,7 @@ class DiskGuard:
         times = 0
         while True:
             await asyncio.sleep(LOOK_S)
-            flaw = await asyncio.to_thread(self._nats.flaw)
+            flaw = "" if self._nats.starting else await asyncio.to_thread(self._nats.flaw)
             times = times + 1 if flaw else 0
             if FAILED_WRITE in flaw or times >= PATIENCE:
                 return flaw

@@ -219,7 +219,7 @@ class Stack:
         if self._nats_url is None:
             nats = self._nats = LeashedNats(data_dir / "nats")
             room = self._room = plan_room(nats.store, self.options.environment, largest=self.options.largest)
-            nats.max_file_store = room.max_file_store
+            nats.max_file_store, nats.tell = room.max_file_store, self._tell
             if not room.fits:
                 self._tell(f"warning: the disk may fill up before the streams do: {room.story}")
             elif room.sizes.reserved_bytes < self.options.largest.reserved_bytes:
