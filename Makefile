@@ -10,7 +10,7 @@ CLIENTS ?= $(sort $(basename $(notdir $(wildcard tests/clients/requirements/*.tx
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lint format type imports check test test-long e2e clients clients-venvs docs docs-serve reference compose-config compose-test up down \
-	demo bench bench-bus bench-update-path bench-ledger bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-serving bench-online bench-length bench-rambling fresh package release clean
+	demo bench bench-bus bench-update-path bench-ledger bench-jobs bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-serving bench-online bench-length bench-rambling fresh package release clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -100,6 +100,9 @@ bench-update-path: $(BIN)/pytest  ## what a strictly on-policy update waits for 
 
 bench-ledger: $(BIN)/pytest  ## how long a new leader takes to know the state of a long job
 	$(BIN)/python benchmarks/ledger.py $(ARGS)
+
+bench-jobs: $(BIN)/pytest  ## pages and submissions per second with ten thousand jobs
+	$(BIN)/python benchmarks/jobs.py $(ARGS)
 
 bench-weights: $(BIN)/pytest  ## publish, stage, commit: time and pause
 	$(BIN)/python benchmarks/weights.py $(ARGS)

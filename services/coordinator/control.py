@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import time
 from collections import OrderedDict
@@ -23,6 +22,7 @@ from penstock.services.coordinator.checkpoints import checkpoint_row, checkpoint
 from penstock.services.coordinator.files import FileStore
 from penstock.services.coordinator.finetuning.desk import FineTuningDesk
 from penstock.services.coordinator.graders import GraderBench
+from penstock.services.coordinator.job_index import JobEntry
 from penstock.services.coordinator.journal import Journal, read_snapshots
 from penstock.services.coordinator.keystore import KeyStore
 from penstock.services.coordinator.leader import Leader
@@ -113,7 +113,8 @@ class CoordinatorControl:
         if isinstance(spec, JobConfig):
             await reserve_ledger(self.bus)
         atomic = (await self.bus.stream_state(subjects.EXPERIENCE)).atomic
-        return await plan_job(spec, await self.store.list_all(), self.settings, self.members, stores_parts=atomic)
+        running = (await self.store.index()).unfinished()
+        return await plan_job(spec, running, self.settings, self.members, stores_parts=atomic)
 
     async def _state(self, job: str) -> LedgerState:
         """The fold of the job's ledger, to read only. A finished job has one for good and no snapshots any more."""
@@ -137,16 +138,16 @@ class CoordinatorControl:
         labels: Mapping[str, str], models: frozenset[str] | None = None,
     ) -> list[JobRecord]:  # fmt: skip
         """See ``Control.list_jobs``."""
-        records = [r for r in await self.store.list_all() if models is None or not models.isdisjoint((r.name, r.id))]
-        if order == "desc":
-            records.reverse()
-        if after is not None:
-            records = [r for r in records if (r.id > after if order == "asc" else r.id < after)]
-        chosen = (r for r in records if phase in (None, r.status.phase) and name in (None, r.name))
-        chosen = (r for r in chosen if kind in (None, r.spec.get("kind", "rl")))
-        return list(
-            itertools.islice((r for r in chosen if labels.items() <= r.spec.get("metadata", {}).items()), limit)
+        index = await self.store.index()
+        page = index.page(
+            after=after, limit=limit, order=order, phase=phase, name=name, kind=kind, labels=labels, models=models
         )
+        return [entry.record() for entry in page]
+
+    async def job_entries(self, models: frozenset[str] | None = None) -> list[JobEntry]:
+        """See ``Control.job_entries``."""
+        index = await self.store.index()
+        return index.all() if models is None else index.of_models(models)
 
     async def set_desired(
         self, job: str, state: DesiredState, *, by: str, force: bool = False, checkpoint: bool = True

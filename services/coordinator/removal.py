@@ -8,11 +8,12 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+from penstock.services.coordinator.job_index import JobEntry
 from penstock.services.coordinator.retention import GIVEN_UP
 from penstock.services.coordinator.store import JobStore
 from penstock.shared.errors import Conflict, Unavailable
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
+from penstock.shared.protocol.jobs import TERMINAL_PHASES
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["delete_job"]
@@ -50,7 +51,7 @@ async def delete_job(bus: Bus, store: JobStore, job: str, *, checkpoints: Path |
     if record.status.phase not in TERMINAL_PHASES:
         raise Conflict(f"job '{job}' is {record.status.phase}: only what has ended is deleted; cancel it first")
     if checkpoints is not None:
-        _check_unused(checkpoints / job, await store.list_all())
+        _check_unused(checkpoints / job, (await store.index()).unfinished())
         await asyncio.to_thread(_delete_files, checkpoints / job)
     for stream, subject in STREAMS:
         await bus.purge(stream, subject(job))
@@ -63,12 +64,11 @@ async def delete_job(bus: Bus, store: JobStore, job: str, *, checkpoints: Path |
     logger.info("job %s (%s) is deleted%s", job, record.name, "" if checkpoints is None else ", with its checkpoints")
 
 
-def _check_unused(folder: Path, records: Iterable[JobRecord]) -> None:
-    running = [record for record in records if record.status.phase not in TERMINAL_PHASES]
-    for record in running:
-        path = (record.spec.get("model") or {}).get("path")
+def _check_unused(folder: Path, running: Iterable[JobEntry]) -> None:
+    for job in running:
+        path = (job.record().spec.get("model") or {}).get("path")
         if path and Path(path).resolve().is_relative_to(folder.resolve()):
-            raise Conflict(f"job '{record.id}', which runs, began with the checkpoint {path}; wait for its end")
+            raise Conflict(f"job '{job.id}', which runs, began with the checkpoint {path}; wait for its end")
 
 
 def _delete_files(folder: Path) -> None:

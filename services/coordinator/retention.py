@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
+from penstock.services.coordinator.job_index import JobEntry
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
 from penstock.shared.protocol.parts import part_subject
 
 __all__ = ["FULL_SHARE", "GIVEN_UP", "check_room", "oldest_finished", "without_interactions"]
@@ -23,39 +23,38 @@ GIVEN_UP: Mapping[str, Callable[[str], str]] = {
     subjects.DECISIONS: subjects.decisions,
 }
 """The streams that finished jobs make room in, and a job's subject there."""
-DEFAULT_BUDGET = 256 << 20
 
 
 def oldest_finished(
-    records: Iterable[JobRecord], counts: Mapping[str, int], stream: str = subjects.EXPERIENCE
+    jobs: Iterable[JobEntry], counts: Mapping[str, int], stream: str = subjects.EXPERIENCE
 ) -> str | None:
     """The finished job that was created first and still has messages in a stream; ``counts``: those by subject."""
-    for record in sorted(records, key=lambda record: record.id):
-        subject = GIVEN_UP[stream](record.id)
-        if record.status.phase in TERMINAL_PHASES and any(counts.get(s, 0) for s in (subject, part_subject(subject))):
-            return record.id
+    for job in sorted(jobs, key=lambda job: job.id):
+        subject = GIVEN_UP[stream](job.id)
+        if job.finished and any(counts.get(s, 0) for s in (subject, part_subject(subject))):
+            return job.id
     return None
 
 
-def without_interactions(records: Iterable[JobRecord]) -> list[str]:
+def without_interactions(jobs: Iterable[JobEntry]) -> list[str]:
     """Jobs that can do without their interactions, in the order in which they give them up.
 
     Finished ones first; then those that run and do not learn from them. Online jobs give up what is decided themselves.
     """
-    records = sorted(records, key=lambda record: record.id)
-    finished = [record.id for record in records if record.status.phase in TERMINAL_PHASES]
-    others = [record.id for record in records if record.spec.get("kind") != "online_rl"]
+    jobs = sorted(jobs, key=lambda job: job.id)
+    finished = [job.id for job in jobs if job.finished]
+    others = [job.id for job in jobs if job.kind != "online_rl"]
     return list(dict.fromkeys([*finished, *others]))
 
 
-def check_room(records: Iterable[JobRecord], byte_budget: int, *, experience_bytes: int) -> None:
+def check_room(jobs: Iterable[JobEntry], byte_budget: int, *, experience_bytes: int) -> None:
     """Refuse a job whose byte budget does not fit beside those of the jobs that run.
 
     Raises:
         ConfigError: names the numbers.
     """
-    running = [record for record in records if record.status.phase not in TERMINAL_PHASES]
-    taken = sum(int(record.spec.get("limits", {}).get("byte_budget", DEFAULT_BUDGET)) for record in running)
+    running = [job for job in jobs if not job.finished]
+    taken = sum(job.byte_budget for job in running)
     if taken + byte_budget > experience_bytes:
         raise ConfigError(
             f"limits.byte_budget: {byte_budget} bytes beside the {taken} of {len(running)} running jobs exceed the "

@@ -44,10 +44,10 @@ class Scaler:
     async def run(self) -> None:
         """Until cancelled."""
         try:
-            async for record in self._store.watch():
-                for operation in record.operations:
+            async for job in self._store.watch():
+                for operation in job.record().operations if job.scales else ():
                     if operation.kind == "scale" and operation.state == "pending":
-                        await self._begin(record.id, operation)
+                        await self._begin(job.id, operation)
         finally:
             await end_tasks([task for _, _, task in self._under_way.values()])
             self._under_way.clear()

@@ -176,12 +176,12 @@ class CoordinatorService:
                 raise result
 
     async def _watch_jobs(self, epoch: int) -> None:
-        async for record in self.store.watch():
-            runner = self.runners.get(record.id)
+        async for job in self.store.watch():
+            runner = self.runners.get(job.id)
             if runner is not None:
-                runner.want(record)
-            elif record.status.phase not in TERMINAL_PHASES and record.id not in self._tasks:
-                self._tasks[record.id] = asyncio.create_task(self._run_job(record.id, epoch))
+                runner.want(job.record())
+            elif not job.finished and job.id not in self._tasks:
+                self._tasks[job.id] = asyncio.create_task(self._run_job(job.id, epoch))
 
     async def _run_job(self, job: str, epoch: int) -> None:
         """Lead one job; an error of one job never ends another. What keeps breaking for no known reason is failed."""
@@ -281,7 +281,7 @@ class CoordinatorService:
             await self._drop_interactions()
             return
         counts = await self.bus.subject_counts(stream)
-        job = oldest_finished(await self.store.list_all(), counts, stream)
+        job = oldest_finished((await self.store.index()).all(), counts, stream)
         if job is None and stream == subjects.BATCHES:
             await self._shorten_batches()
         if job is None and stream == subjects.DECISIONS:
@@ -295,7 +295,7 @@ class CoordinatorService:
 
     async def _drop_interactions(self) -> None:
         """Have one job give up its interactions; a subject for each is too much to count them by subject."""
-        for job in without_interactions(await self.store.list_all()):
+        for job in without_interactions((await self.store.index()).all()):
             if count := await self.bus.purge(subjects.INTERACTIONS, subjects.interactions(job)):
                 logger.warning("INTERACTIONS is nearly full: giving up the %d of job %s", count, job)
                 return

@@ -46,7 +46,7 @@ class Steering:
 
     async def amend(self, job: str, edit: Callable[[JobRecord], AnyJob], *, by: str) -> JobRecord:
         """See ``Control.amend``."""
-        others = [record for record in await self._store.list_all() if record.id != job]
+        others = [entry for entry in (await self._store.index()).unfinished() if entry.id != job]
         before = await self._store.get(job)
         await self._check_smaller_budget(before, edit)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 from typing import Any
 
+from penstock.services.coordinator.job_index import JobEntry, JobIndex, decode_stored, entry_of
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.kinds import AnyJob, trains
 from penstock.shared.errors import Conflict, NotFound, ProtocolError
@@ -17,6 +19,8 @@ from penstock.shared.transport.bus import Bus, Entry
 
 __all__ = ["JobStore"]
 
+logger = logging.getLogger(__name__)
+
 CAS_TRIES = 20
 MAX_OPERATIONS = 16
 """Operations that a record remembers."""
@@ -27,6 +31,7 @@ class JobStore:
 
     def __init__(self, bus: Bus) -> None:
         self._kv = bus.kv(subjects.JOBS)
+        self._index = JobIndex(self._kv)
 
     async def create(self, config: AnyJob, id: str = "", *, fine_tuning: dict[str, Any] | None = None) -> JobRecord:
         """Store a new job durably; with an ``id`` that exists already, nothing, and return that one.
@@ -72,10 +77,9 @@ class JobStore:
         """Leave a marker instead of the record of a job; whoever still changes it finds none."""
         await self._kv.delete(job)
 
-    async def list_all(self) -> list[JobRecord]:
-        """Every job, oldest first."""
-        entries = await self._kv.entries()
-        return sorted((decode_record(e) for e in entries if e.value is not None), key=lambda record: record.id)
+    async def index(self) -> JobIndex:
+        """All jobs in short, with every change that is stored by now. Raises Unavailable."""
+        return await self._index.current()
 
     async def change(self, job: str, edit: Callable[[JobRecord], JobRecord]) -> JobRecord:
         """Compare-and-set ``edit(record)``, again on a conflict; an edit that changes nothing writes nothing."""
@@ -165,11 +169,17 @@ class JobStore:
 
         return await self.change(job, edit)
 
-    async def watch(self) -> AsyncIterator[JobRecord]:
-        """Every record now and on each change."""
+    async def watch(self) -> AsyncIterator[JobEntry]:
+        """Every job now and on each change; one whose record does not decode is logged and left out."""
         async for entry in self._kv.watch(""):
-            if entry.value is not None:
-                yield decode_record(entry)
+            if entry.value is None:
+                continue
+            try:
+                found = entry_of(entry.key, entry.value, entry.revision)
+            except ProtocolError as error:
+                logger.error("%s", error)
+                continue
+            yield found
 
 
 def _total_steps(config: AnyJob) -> int | None:
@@ -183,8 +193,4 @@ def _wanted(record: JobRecord, changes: dict[str, Any]) -> JobRecord:
 
 def decode_record(entry: Entry) -> JobRecord:
     """A record with the store's revision. Raises ProtocolError for bytes that are none."""
-    try:
-        record = JobRecord.model_validate_json(entry.value or b"")
-    except ValueError as error:
-        raise ProtocolError(f"job record '{entry.key}' does not decode: {error}") from None
-    return record.model_copy(update={"revision": entry.revision})
+    return decode_stored(entry.key, entry.value or b"", entry.revision)

@@ -16,6 +16,7 @@ import msgspec
 
 from penstock.services.coordinator.api.auth import is_loopback
 from penstock.services.coordinator.checkpoints import choose_checkpoint
+from penstock.services.coordinator.job_index import JobEntry
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.retention import check_room
@@ -33,7 +34,6 @@ from penstock.shared.data.check import DataSummary, check_data
 from penstock.shared.errors import ConfigError, DataError, NotFound, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import MAX_INLINE_BYTES
-from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["check_budget", "check_groups", "check_packages", "plan_job", "resolve_model", "tell"]
@@ -70,7 +70,7 @@ async def resolve_model(spec: AnyJob, ledger: Callable[[str], Awaitable[LedgerSt
 
 async def plan_job(
     spec: AnyJob,
-    records: Sequence[JobRecord],
+    running: Sequence[JobEntry],
     settings: ServiceSettings,
     members: Members | None = None,
     *,
@@ -84,12 +84,12 @@ async def plan_job(
 
     Raises:
         ConfigError: it cannot run: model or data missing, a package missing everywhere, groups too large, or no room
-            beside the jobs that run (``records``).
+            beside the jobs that run.
     """
     _check_model(spec)
-    check_room(records, spec.limits.byte_budget, experience_bytes=settings.experience_bytes)
+    check_room(running, spec.limits.byte_budget, experience_bytes=settings.experience_bytes)
     if isinstance(spec, OnlineJob):
-        check_alias(spec, records)
+        check_alias(spec, running)
     data = _with_unmeasured(spec, await _open_data(spec))
     plan = await _plan_training(spec, data) if isinstance(spec, JobConfig) else _plan_evaluation(spec, data)
     check_groups(spec, data.row_bytes, stores_parts=stores_parts)
@@ -195,17 +195,16 @@ async def _plan_training(spec: JobConfig, data: DataSummary) -> dict[str, Any]:
     return {"batch": batch}
 
 
-def check_alias(spec: OnlineJob, records: Sequence[JobRecord]) -> None:
+def check_alias(spec: OnlineJob, running: Sequence[JobEntry]) -> None:
     """Refuse an online job whose name clients already use for another one that runs.
 
     Raises:
         ConfigError: names that job.
     """
-    for record in records:
-        runs = record.spec.get("kind") == spec.kind and record.status.phase not in TERMINAL_PHASES
-        if runs and record.name == spec.name:
+    for job in running:
+        if job.kind == spec.kind and job.name == spec.name:
             raise ConfigError(
-                f"name: '{spec.name}' is the model of job '{record.id}', which runs: clients address an online job "
+                f"name: '{spec.name}' is the model of job '{job.id}', which runs: clients address an online job "
                 "by its name; choose another one, or cancel that job"
             )
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import stat
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,7 +26,13 @@ __all__ = ["DataSummary", "SourceSummary", "check_data"]
 _ROWS_RENDERED = 64
 _ROWS_MEASURED = 50_000
 """Of a longer source every so-manieth row is measured."""
+MAX_SUMMARIES = 64
+SETTLED_S = 2.0
+"""A file that was written this short a time ago may be written again without a change of its time."""
 _encoder = msgspec.msgpack.Encoder(enc_hook=str)
+
+
+_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +57,13 @@ class DataSummary:
     notes: tuple[str, ...]
 
 
+_summaries_known: dict[str, DataSummary] = {}
+
+
 def check_data(config: DataConfig, reward: RewardConfig | None = None) -> DataSummary:
     """Open every source, parse every row and render the first ones. Reads files: call it off the event loop.
+
+    The summary of data that did not change since is remembered: many jobs train on the same files.
 
     With ``reward`` the rows must also hold what its scorers need. The curriculum function is code of the user and is
     not loaded here.
@@ -56,6 +71,38 @@ def check_data(config: DataConfig, reward: RewardConfig | None = None) -> DataSu
     Raises:
         DataError: a source cannot be used; names the file, the line and the field.
     """
+    key = _key(config, reward)
+    with _lock:
+        known = _summaries_known.get(key) if key is not None else None
+    if known is not None:
+        return known
+    found = _check(config, reward)
+    if key is not None:
+        with _lock:
+            _summaries_known[key] = found
+            while len(_summaries_known) > MAX_SUMMARIES:
+                del _summaries_known[next(iter(_summaries_known))]
+    return found
+
+
+def _key(config: DataConfig, reward: RewardConfig | None) -> str | None:
+    """What a summary depends on; None where that cannot be seen without reading, or may still change unseen."""
+    parts = [config.model_dump_json(), "" if reward is None else reward.model_dump_json()]
+    for source in (*config.train, *config.eval):
+        for path in (getattr(source, "path", None), getattr(source, "exclude_path", None)):
+            if path is None:
+                continue
+            try:
+                found = Path(path).stat()
+            except OSError:
+                return None
+            if not stat.S_ISREG(found.st_mode) or time.time() - found.st_mtime < SETTLED_S:
+                return None
+            parts.append(f"{path}:{found.st_ino}:{found.st_size}:{found.st_mtime_ns}:{found.st_ctime_ns}")
+    return "\n".join(parts)
+
+
+def _check(config: DataConfig, reward: RewardConfig | None) -> DataSummary:
     use = _renderer(config.prompt, reward)
     train, eval_ = _open(config.train, use), _open(config.eval, use)
     return DataSummary(

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 
+import msgspec
+
 from penstock.shared.config.evaluation_job import EvaluationJob
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.kinds import AnyJob, parse_job
@@ -23,6 +25,19 @@ __all__ = ["watch_jobs"]
 logger = logging.getLogger(__name__)
 
 RESTART_S = 1.0
+
+
+class _Status(msgspec.Struct, frozen=True):
+    phase: str = "pending"
+
+
+class _Stored(msgspec.Struct, frozen=True):
+    """Of a record only what says whether its job is over: most jobs of an old deployment are."""
+
+    status: _Status = _Status()
+
+
+_decoder = msgspec.json.Decoder(_Stored)
 
 Open = Callable[[str, JobConfig], Awaitable[None]]
 OpenEvaluation = Callable[[str, EvaluationJob], Awaitable[None]]
@@ -52,14 +67,14 @@ async def watch_jobs(
                 on_end(entry.key)
                 continue
             try:
+                if _decoder.decode(entry.value).status.phase in TERMINAL_PHASES:
+                    await sessions.end(entry.key)
+                    on_end(entry.key)
+                    continue
                 record = JobRecord.model_validate_json(entry.value)
                 config = parse_job(record.spec)
             except (ValueError, ConfigError) as error:
                 logger.error("job record '%s' is unreadable: %s", entry.key, error)
-                continue
-            if record.status.phase in TERMINAL_PHASES:
-                await sessions.end(record.id)
-                on_end(record.id)
             else:
                 with bound(job=record.id), tracing(record.trace):
                     sessions.follow(record.id, config)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 
 from penstock.shared.errors import Conflict, NotFound, ProtocolError
@@ -125,6 +126,13 @@ class KeyValue:
     async def keys(self, prefix: str = "") -> list[str]:
         """Keys that have a value and begin with the tokens of ``prefix``."""
         return sorted(entry.key for entry in await self._read(prefix, headers_only=True) if entry.value is not None)
+
+    async def changes(self, *, after: int) -> AsyncGenerator[Entry]:
+        """The newest change of each key past revision ``after``, deletions too, up to the present end."""
+        reader = self.reader(self.subjects("")[0], follow=False, start_seq=after + 1 if after else None)
+        async with contextlib.aclosing(reader):
+            async for message in reader:
+                yield self.entry(message)
 
     def watch(self, prefix: str = "", *, include_current: bool = True) -> Watch:
         """Follow all changes below ``prefix`` (deletions have value None), by default starting with what is there.

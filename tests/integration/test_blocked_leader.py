@@ -202,7 +202,7 @@ async def test_the_last_of_the_ledger_is_kept_for_jobs_that_run(small: Bus, tmp_
         with pytest.raises(HttpProblem, match="penstock rm JOB") as problem:
             await refused
         assert (problem.value.status, problem.value.code) == (507, "ledger_full")
-    assert len(await service.store.list_all()) == 2
+    assert len((await service.store.index()).all()) == 2
     await small.purge(subjects.LEDGER, junk(subjects.LEDGER))
     await service.watch_ledger()
     assert (await control.submit(CONFIG, SPEC)).id

@@ -59,7 +59,7 @@ async def traces_of(bus: Bus, job: str) -> list[str]:
     streams = {stream for stream, _ in STREAMS}
     found = [subject for stream in sorted(streams) for subject in await bus.subject_counts(stream) if job in subject]
     found += [key for name in (subjects.POLICY, subjects.MANIFESTS) for key in await bus.kv(name).keys(job)]
-    return found + [record.id for record in await JobStore(bus).list_all() if record.id == job]
+    return found + [entry.id for entry in (await JobStore(bus).index()).all() if entry.id == job]
 
 
 async def test_a_deleted_job_leaves_nothing_and_its_neighbours_everything(
@@ -114,7 +114,7 @@ async def test_the_id_of_a_deleted_job_is_not_used_again(bus: Bus, control: Coor
     await control.delete(job, checkpoints=False)
     with pytest.raises(Conflict, match="was deleted; use a new Idempotency-Key"):
         await control.submit(CONFIG, SPEC, key="k")
-    assert not await control.store.list_all()
+    assert not (await control.store.index()).all()
 
 
 async def test_a_job_that_is_deleted_while_its_leader_ends_is_not_led_again(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,10 @@ from transformers import PreTrainedTokenizerFast
 
 from penstock.shared.config.data import DataConfig, PromptConfig, source_names
 from penstock.shared.config.job import JobConfig
+from penstock.shared.data import check
 from penstock.shared.data.check import check_data
 from penstock.shared.data.prompts import PromptBuilder, PromptSource
+from penstock.shared.data.rows import open_rows
 from penstock.shared.errors import ConfigError, DataError
 
 CHAT = (
@@ -225,6 +228,21 @@ def test_check_data_counts_and_names_the_fault(train_file: Path) -> None:
     train_file.write_text("\n".join([*lines[:9], "{", *lines[10:]]))
     with pytest.raises(DataError, match="line 10: not valid JSON"):
         check_data(good)
+
+
+def test_files_that_did_not_change_are_read_once(train_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, opened = make_config(train_file), []
+    config = config.model_copy(update={"eval": []})
+    monkeypatch.setattr(check, "open_rows", lambda source: (opened.append(source), open_rows(source))[1])
+    check_data(config)
+    check_data(config)
+    assert len(opened) == 2  # a file that was just written may be written again
+    os.utime(train_file, (1e9, 1e9))
+    first, second = check_data(config), check_data(config)
+    assert (first, len(opened)) == (second, 3)
+    train_file.write_text(train_file.read_text() * 2)
+    os.utime(train_file, (1e9, 1e9))
+    assert check_data(config).rows_per_epoch == 2 * first.rows_per_epoch
 
 
 def test_checking_needs_no_ml_library() -> None:

@@ -13,6 +13,7 @@ from penstock.services.coordinator.api.fine_tuning_desk import FineTuning
 from penstock.services.coordinator.api.graders_desk import Graders
 from penstock.services.coordinator.api.scaling_desk import Scaling
 from penstock.services.coordinator.api.webhooks_desk import Webhooks
+from penstock.services.coordinator.job_index import JobEntry
 from penstock.shared.config.kinds import AnyJob
 from penstock.shared.protocol.jobs import DesiredState, JobRecord, Operation
 from penstock.shared.protocol.keys import Scope, StoredKey
@@ -142,6 +143,10 @@ class Control(Protocol):
 
     async def get(self, job: str) -> JobRecord:
         """The newest record (from memory or the bucket; called up to four times a second by each long poll)."""
+        ...
+
+    async def job_entries(self, models: frozenset[str] | None = None) -> list[JobEntry]:
+        """Every job in short, oldest first, or those with one of these names or ids; costs no read of the records."""
         ...
 
     async def list_jobs(

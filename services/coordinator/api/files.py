@@ -19,7 +19,6 @@ from penstock.services.coordinator.api.open_file import open_file, reply_of
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem, Json
 from penstock.services.coordinator.api.scopes import require
 from penstock.shared.errors import Conflict, NotFound
-from penstock.shared.protocol.jobs import TERMINAL_PHASES
 
 __all__ = ["router"]
 
@@ -140,12 +139,9 @@ async def get_content(file_id: FileId, backend: BackendDep) -> Response:
 async def delete_file(file_id: FileId, backend: BackendDep) -> Response:
     """Delete a file that no job needs any more."""
     path = str(await asyncio.to_thread(backend.control.files.content, file_id))
-    jobs = await backend.control.list_jobs(
-        after=None, limit=1_000_000, order="desc", phase=None, name=None, kind=None, labels={}
-    )
-    for record in jobs:
-        if record.status.phase not in TERMINAL_PHASES and path in _paths(record.spec.get("data", {})):
-            raise Conflict(f"job '{record.id}' reads file '{file_id}'; cancel it first")
+    for job in await backend.control.job_entries():
+        if not job.finished and path in _paths(job.record().spec.get("data", {})):
+            raise Conflict(f"job '{job.id}' reads file '{file_id}'; cancel it first")
     await asyncio.to_thread(backend.control.files.delete, file_id)
     return Json(FileDeleted(id=file_id))
 

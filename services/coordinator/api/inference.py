@@ -25,7 +25,7 @@ from penstock.services.coordinator.api.serving import Ask, Served, Serving
 from penstock.services.coordinator.api.sse import CONTENT
 from penstock.services.coordinator.api.user_limits import check_user
 from penstock.shared.errors import NotFound, PenstockError, Unavailable
-from penstock.shared.protocol.interaction import Interaction, job_mark, marked_id
+from penstock.shared.protocol.interaction import Interaction, marked_id
 
 __all__ = ["DIRECT", "InteractionRow", "router", "served_of", "serving_of"]
 
@@ -219,14 +219,11 @@ async def get_interaction(
     """Show what is recorded of a choice: tokens, log-probs, versions, sampling; and what became of it."""
     marked = marked_id(interaction)
     if marked is not None:
-        jobs = await backend.control.list_jobs(
-            after=None, limit=MAX_JOBS, order="desc", phase=None, name=None, kind=None, labels={}
-        )
-        for record in jobs:
-            if job_mark(record.id) == marked[1]:
-                found = await serving_of(backend).interaction(record.id, marked[0])
+        for job in await backend.control.job_entries():
+            if job.mark == marked[1]:
+                found = await serving_of(backend).interaction(job.id, marked[0])
                 if found is not None:
-                    check_model(caller, record.name, record.id)
+                    check_model(caller, job.name, job.id)
                     return Json(msgspec.to_builtins(found) | await _decision(backend, marked[0], found))
     raise NotFound(f"no interaction '{interaction}' is recorded")
 

@@ -12,7 +12,6 @@ from starlette.responses import Response
 
 from penstock.services.coordinator.api.access import Backend, BackendDep
 from penstock.services.coordinator.api.bodies import body_schema, read_model
-from penstock.services.coordinator.api.own_models import jobs_named
 from penstock.services.coordinator.api.ratelimit import parse_rate
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem, Json
 from penstock.services.coordinator.api.scopes import require
@@ -108,7 +107,7 @@ async def _unreached(backend: Backend, models: list[str]) -> list[str]:
     """
     if not models:
         return []
-    jobs = await jobs_named(backend, frozenset(models))
+    jobs = await backend.control.job_entries(frozenset(models))
     known = {name for job in jobs for name in (job.id, job.name)}
     flaws = [
         Flaw(pointer=f"/models/{place}", detail=f"there is no job '{name}', and none will get this id")

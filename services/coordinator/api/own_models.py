@@ -5,11 +5,8 @@ from __future__ import annotations
 from penstock.services.coordinator.api.access import Backend
 from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.replies import HttpProblem
-from penstock.shared.protocol.jobs import JobRecord
 
-__all__ = ["check_job", "check_model", "jobs_named", "jobs_of", "reaches_all"]
-
-MAX_JOBS = 1_000_000
+__all__ = ["check_job", "check_model", "jobs_of", "reaches_all"]
 
 
 def check_model(caller: Caller, name: str, job: str) -> None:
@@ -34,14 +31,7 @@ async def jobs_of(backend: Backend, caller: Caller) -> list[str] | None:
     """Ids of all jobs of the caller's models; None: of all models. Raises Unavailable."""
     if caller.models is None:
         return None
-    return [record.id for record in await jobs_named(backend, caller.models)]
-
-
-async def jobs_named(backend: Backend, models: frozenset[str]) -> list[JobRecord]:
-    """All jobs with these names or ids. Raises Unavailable."""
-    return await backend.control.list_jobs(
-        after=None, limit=MAX_JOBS, order="asc", phase=None, name=None, kind=None, labels={}, models=models
-    )
+    return [entry.id for entry in await backend.control.job_entries(caller.models)]
 
 
 def reaches_all(caller: Caller) -> HttpProblem:

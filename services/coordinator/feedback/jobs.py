@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem
+from penstock.services.coordinator.job_index import JobEntry
 from penstock.services.coordinator.store import JobStore
 from penstock.shared.config.online import RESERVED_METRICS, REWARD, MetricConfig, OnlineConfig
 from penstock.shared.data.redaction import Redactor
-from penstock.shared.errors import ConfigError, Unavailable
-from penstock.shared.protocol.interaction import job_mark
-from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
+from penstock.shared.errors import ConfigError, ProtocolError, Unavailable
+from penstock.shared.protocol.jobs import TERMINAL_PHASES
 
 __all__ = ["LiveJob", "LiveJobs"]
 
@@ -79,28 +79,28 @@ class LiveJobs:
         """Follow the bucket until cancelled."""
         while True:
             try:
-                async for record in self._store.watch():
-                    self.know(record)
+                async for job in self._store.watch():
+                    self.know(job)
             except Unavailable as error:
                 log.info("jobs are not followed: %s", error)
             await asyncio.sleep(RETRY_S)
 
-    def know(self, record: JobRecord) -> None:
-        """Take a job's record."""
-        kind = str(record.spec.get("kind", "rl"))
-        if kind != ONLINE:
-            self._others[job_mark(record.id)] = _Other(record.id, record.name, kind)
+    def know(self, entry: JobEntry) -> None:
+        """Take up a job as its record is now."""
+        if entry.kind != ONLINE:
+            self._others[entry.mark] = _Other(entry.id, entry.name, entry.kind)
             return
         try:
+            record = entry.record()
             online = OnlineConfig.parse(record.spec.get("online", {}), where=record.id)
-        except ConfigError as error:
-            log.error("feedback for job %s cannot be taken: %s", record.id, error)
+        except (ConfigError, ProtocolError) as error:
+            log.error("feedback for job %s cannot be taken: %s", entry.id, error)
             return
         finished = record.status.phase in TERMINAL_PHASES
         redactor = Redactor(online.redaction) if online.redaction is not None else None
         ended = record.status.finished_at.timestamp() if finished and record.status.finished_at is not None else None
         job = LiveJob(record.id, record.name, finished, online, redactor, ended)
-        self._jobs[job.id] = self._marks[job_mark(job.id)] = job
+        self._jobs[job.id] = self._marks[entry.mark] = job
 
     def get(self, job: str) -> LiveJob | None:
         """A job by its id."""
@@ -164,8 +164,10 @@ class LiveJobs:
         if time.monotonic() - self._looked < LOOK_AGAIN_S:
             return
         self._looked = time.monotonic()
-        for record in await self._store.list_all():
-            self.know(record)
+        for entry in (await self._store.index()).all():
+            known = self._jobs.get(entry.id)
+            if known is None or known.finished != entry.finished:
+                self.know(entry)
 
 
 def _open(job: LiveJob) -> LiveJob:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 
 from penstock.services.coordinator.api.serving import Served
-from penstock.services.coordinator.store import decode_record
+from penstock.services.coordinator.job_index import entry_of
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.kinds import parse_job
 from penstock.shared.config.online import OnlineConfig
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.errors import ConfigError, NotFound, ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
-from penstock.shared.transport.bus import Bus
+from penstock.shared.protocol.jobs import JobRecord
+from penstock.shared.transport.bus import Bus, Entry
 
 __all__ = ["ModelTable"]
 
@@ -31,22 +31,22 @@ class ModelTable:
     async def run(self) -> None:
         """Follow until cancelled."""
         for entry in await self._bus.kv(subjects.JOBS).entries():
-            if entry.value is not None:
-                self._take(decode_record(entry))
+            self._change(entry)
         self.current = True
         async for entry in self._bus.kv(subjects.JOBS).watch(""):
-            if entry.value is None:
+            self._change(entry)
+
+    def _change(self, entry: Entry) -> None:
+        try:
+            job = entry_of(entry.key, entry.value, entry.revision) if entry.value is not None else None
+            if job is None or job.finished:
                 self._served.pop(entry.key, None)
-                continue
-            try:
-                self._take(decode_record(entry))
-            except ProtocolError as error:
-                logger.error("%s", error)
+            else:
+                self._take(job.record())
+        except ProtocolError as error:
+            logger.error("%s", error)
 
     def _take(self, record: JobRecord) -> None:
-        if record.status.phase in TERMINAL_PHASES:
-            self._served.pop(record.id, None)
-            return
         known = self._served.get(record.id)
         if known is not None and known.generation == record.generation:
             self._served[record.id] = known.at(_served_version(record), _canary(record), _promoted_at(record))

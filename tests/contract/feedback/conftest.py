@@ -131,7 +131,7 @@ def open_desk(bus: Bus, tmp_path: Path) -> Open:
         app = create_app(control, settings, desk=desk, serving=gateway)
         running = asyncio.gather(desk.run(), desk.finish_deletions(), gateway.run())
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        jobs = await store.list_all() or [await store.create(parse_job(online_job()))]
+        jobs = (await store.index()).all() or [await store.create(parse_job(online_job()))]
         await desk.pseudonyms.load()
         await asyncio.wait_for(desk.index._caught_up.wait(), DEADLINE_S)
         try:

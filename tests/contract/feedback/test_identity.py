@@ -190,7 +190,7 @@ async def test_what_comes_after_the_end_of_a_job_is_told_so(desk: Any) -> None:
     await desk.bus.publish(subjects.feedback(desk.job), pack(FeedbackBatch(items=[late]), job=desk.job))
     over = datetime.fromtimestamp(later - 30, UTC)
     await desk.store.set_status(desk.job, phase="succeeded", finished_at=over)
-    desk.desk.jobs.know(await desk.store.get(desk.job))
+    desk.desk.jobs.know((await desk.store.index()).get(desk.job))
     found = await desk.fate(late.id)
     assert (found["status"], found["reason"]) == ("rejected", "job_ended"), "nobody leads that could tell it"
     assert (await desk.fate(waits))["status"] == "received", "the leader tells of what came before"

@@ -265,7 +265,7 @@ async def test_what_an_interaction_earned_is_said_as_its_metrics_are_declared(de
 async def test_the_job_is_found_by_mark_by_name_or_alone(desk: Any) -> None:
     assert (await desk.accept(inference_id=TARGET))["job"] == desk.job
     other = await desk.store.create(parse_job({**(await desk.store.get(desk.job)).spec, "name": "second"}))
-    desk.desk.jobs.know(other)
+    desk.desk.jobs.know((await desk.store.index()).get(other.id))
     problem = refused(
         await desk.post({"inference_id": TARGET, "metric_name": "accepted", "value": True}), 422, "no_such_target"
     )
@@ -275,7 +275,7 @@ async def test_the_job_is_found_by_mark_by_name_or_alone(desk: Any) -> None:
     whole = {"kind": "interaction", "model": "second", "completion": {"content": "x"}}
     assert (await desk.post(whole)).json()["job"] == other.id
     await desk.store.set_status(other.id, phase="succeeded")
-    desk.desk.jobs.know(await desk.store.get(other.id))
+    desk.desk.jobs.know((await desk.store.index()).get(other.id))
     refused(await desk.post({**whole, "model": other.id}), 410, "job_finished")
 
 
@@ -288,7 +288,7 @@ async def test_what_a_job_of_another_kind_said_is_not_judged(desk: Any, is_follo
     }  # fmt: skip
     other = await desk.store.create(parse_job(spec))
     if is_followed:
-        desk.desk.jobs.know(other)
+        desk.desk.jobs.know((await desk.store.index()).get(other.id))
     id = new_marked_id(other.id)
     for target in ({"inference_id": id}, {"episode_id": f"ep_{id}", "turn": 0}):
         body = {**target, "metric_name": "accepted", "value": True}

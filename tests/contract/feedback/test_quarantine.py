@@ -37,7 +37,7 @@ async def test_what_is_held_is_listed_and_shown(desk: Any) -> None:
 
 async def test_what_is_held_in_all_jobs_is_one_list(desk: Any) -> None:
     other = await desk.store.create(parse_job({**(await desk.store.get(desk.job)).spec, "name": "other"}))
-    desk.desk.jobs.know(other)
+    desk.desk.jobs.know((await desk.store.index()).get(other.id))
     here = sorted([await held(desk), await held(desk)])
     there = await held(desk, inference_id=new_marked_id(other.id))
     await desk.accept()
@@ -75,7 +75,7 @@ async def test_a_key_for_some_models_sees_what_is_held_in_these(open_desk: Any) 
     async with open_desk(api_keys="root") as desk:
         desk.client.headers.update(root)
         other = await desk.store.create(parse_job({**(await desk.store.get(desk.job)).spec, "name": "other"}))
-        desk.desk.jobs.know(other)
+        desk.desk.jobs.know((await desk.store.index()).get(other.id))
         here, there = await held(desk), await held(desk, inference_id=new_marked_id(other.id))
         for model, job, seen, hidden in (("policy", desk.job, here, there), (other.id, other.id, there, here)):
             body = {"name": "k", "scopes": ["feedback:admin"], "models": [model]}

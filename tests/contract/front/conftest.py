@@ -24,6 +24,7 @@ from penstock.services.coordinator.artifacts import Artifacts
 from penstock.services.coordinator.checkpoints import checkpoint_row, checkpoint_rows, delete_checkpoint, find_file
 from penstock.services.coordinator.files import FileStore
 from penstock.services.coordinator.finetuning.desk import FineTuningDesk
+from penstock.services.coordinator.job_index import JobEntry, entry_of
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.samples import check_env
 from penstock.shared.config.data import source_names
@@ -185,6 +186,10 @@ class Books:
 
     async def get(self, job: str) -> JobRecord:
         return self._known(job)
+
+    async def job_entries(self, models: frozenset[str] | None = None) -> list[JobEntry]:
+        found = [entry_of(id, record.stored(), record.revision) for id, record in sorted(self.jobs.items())]
+        return [e for e in found if models is None or not models.isdisjoint((e.name, e.id))]
 
     async def list_jobs(
         self, *, after: str | None, limit: int, order: str, phase: str | None, name: str | None, kind: str | None,

@@ -10,6 +10,7 @@ import pytest
 from penstock.services.coordinator.serving.models import ModelTable
 from penstock.shared.errors import NotFound, Unavailable
 from penstock.shared.protocol.jobs import JobRecord, JobStatus
+from penstock.shared.transport.bus import Entry
 
 SPEC = {"kind": "online_rl", "name": "agent", "model": {"config": {"hidden_size": 64}, "tokenizer": "char"}}
 
@@ -36,6 +37,7 @@ def test_a_model_is_served_at_the_promoted_version_since_it_was() -> None:
     for version, second in ((3, 100), (5, 260)):
         table._take(record(served_version=version, promoted_at=datetime.fromtimestamp(second, UTC)))
         assert (table.find("job_1").version, table.find("job_1").promoted_at) == (version, second)
-    table._take(record(phase="succeeded"))
+    over = record(phase="succeeded")
+    table._change(Entry(over.id, over.stored(), 9, 0.0))
     with pytest.raises(NotFound):
         table.find("agent")
