@@ -43,11 +43,11 @@ class Loop:
     ) -> None:
         self._learner = Learner(config)
         self._tokenizer = self._learner.tokenizer
-        self._stop = (int(self._tokenizer.eos_token_id),)
+        self._stop = () if workload.min_new_tokens else (int(self._tokenizer.eos_token_id),)
         self._batch = Batch(
             self._learner.model, max_running=task.BATCH, max_length=128, detokenize=self._decode, version=0
         )
-        self._sampling = Sampling(max_new_tokens=workload.max_new_tokens, min_new_tokens=workload.min_new_tokens)
+        self._sampling = Sampling(max_new_tokens=workload.max_new_tokens)
         self._reward = getattr(task, workload.reward)
         self._rows, self._seed, self._lag = rows, seed, lag
         self._updates, self._drawn = 0, 0
@@ -120,7 +120,7 @@ def job(workload: task.Workload, model: str, rows: Path, *, seed: int, updates: 
         "data": {"train": {"type": "file", "path": str(rows)}, "shuffle": False, "prompt": {"max_tokens": 8}},
         "reward": {"scorers": [score]},
         "algorithm": {"type": "grpo", "group_size": task.GROUP},
-        "sampling": {"max_new_tokens": workload.max_new_tokens, "min_new_tokens": workload.min_new_tokens},
+        "sampling": {"max_new_tokens": workload.max_new_tokens, "ignore_eos": workload.min_new_tokens > 0},
         "optimizer": {"learning_rate": task.LEARNING_RATE},
         "train": {"batch_size": task.BATCH, "max_updates": updates},
         "checkpoint": {"every": 1_000_000},  # the others write none either

@@ -103,9 +103,7 @@ def account(walls: list[float], series: dict[str, list[float]], meter: CpuMeter)
     """
     first, last, number = WARM_UP, len(walls) - 1, len(walls) - 1 - WARM_UP
     wall = (walls[last] - walls[first]) / number
-    trainer = {
-        stage: (series[f"seconds/{stage}"][last] - series[f"seconds/{stage}"][first]) / number for stage in STAGES
-    }
+    trainer = {stage: sum(series[f"seconds/{stage}"][first + 1 : last + 1]) / number for stage in STAGES}
     trainer["rest"] = wall - sum(trainer.values())
     used, before = meter.at(walls[last]), meter.at(walls[first])
     update = {

@@ -45,7 +45,10 @@ MEAN_OVER = 10
 
 @dataclass(frozen=True)
 class Workload:
-    """``min_new_tokens`` forbids an earlier end; ``reward`` names a function of this file."""
+    """``min_new_tokens``: no earlier end. TRL masks the end of sequence, the others take it for a token like others.
+
+    ``reward`` names a function of this file.
+    """
 
     name: str
     digits: int

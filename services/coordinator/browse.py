@@ -38,6 +38,7 @@ class SampleBrowser:
         """Rows of one page; ``spec`` is the job file. Raises NotFound: it has no source ``env``."""
         if env is not None:
             check_env(spec, env)
+        after = None if after is None else after.removeprefix(f"{job}-")  # ids of an earlier release had no job
         wanted = partial(_is_wanted, min_reward=min_reward, env=env)
         if trains(spec):
             rows = await self._trained(job, step=step, limit=limit, sort=sort, after=after, wanted=wanted)
@@ -45,7 +46,7 @@ class SampleBrowser:
             headers = await self._headers(job)
             chosen = choose_samples(headers, sort=sort, after=after, limit=limit, min_reward=min_reward, env=env)
             rows = await self._evaluated(chosen)
-        return [{**row, "href": f"/v1/samples/{job}-{row['id']}"} for row in rows]
+        return [_named(job, row) for row in rows]
 
     async def one(self, job: str, row_id: str, *, trains: bool) -> Row:
         """One completion; ``trains``: of a batch, not of an evaluation. Raises NotFound: there is none, or its group is
@@ -61,7 +62,7 @@ class SampleBrowser:
         group = await asyncio.to_thread(decode_group, messages[seq].data)
         if index >= group.num_trajectories:
             raise NotFound(f"draw {draw} has {group.num_trajectories} completions, none with index {index}")
-        return {**sample_detail(step, group, index), "href": f"/v1/samples/{job}-{row_id}"}
+        return _named(job, sample_detail(step, group, index))
 
     async def _trained(
         self, job: str, *, step: int | None, limit: int, sort: str | None, after: str | None,
@@ -116,6 +117,12 @@ class SampleBrowser:
 
     async def _seq_in_stream(self, job: str, draw: Draw) -> int | None:
         return next((seq for seq, header in await self._headers(job) if header.draw == draw), None)
+
+
+def _named(job: str, row: Row) -> Row:
+    """The row with ids that are good in every job, as `GET /v1/samples/{id}` takes them."""
+    named = {**row, "id": f"{job}-{row['id']}", "href": f"/v1/samples/{job}-{row['id']}"}
+    return named | {"siblings": [f"{job}-{id}" for id in row["siblings"]]} if "siblings" in row else named
 
 
 def _is_wanted(row: Row, *, min_reward: float | None, env: str | None) -> bool:

@@ -96,7 +96,7 @@ async def plan_job(
     return {
         "spec": spec.model_dump(mode="json"),
         **plan,
-        "data": msgspec.to_builtins(data),
+        "data": msgspec.to_builtins(replace(data, notes=(*data.notes, *await asyncio.to_thread(_beginning, spec)))),
         "bytes": {"group_max": spec.max_group_bytes + data.row_bytes, "budget": spec.limits.byte_budget},
         "warnings": _warnings(spec, settings.http_host) + check_packages(spec, members or Members(), time.monotonic()),
     }
@@ -254,6 +254,37 @@ def _check_model(spec: AnyJob) -> None:
         if not (folder / "config.json").is_file():
             raise ConfigError(f"model.path: '{path}' holds no config.json; is it a Hugging Face model directory?")
         _check_room(folder / "config.json", spec)
+
+
+def _beginning(spec: AnyJob) -> list[str]:
+    """A note on the first token of plain prompts where the job file leaves it to a tokenizer on this host.
+
+    The post-processor of its file decides, as it does in the library that the workers read it with.
+    """
+    prompt = spec.data_config.prompt
+    source = spec.model.tokenizer or spec.model.path or "char"
+    folder = Path(source).expanduser()
+    if prompt.add_bos is not None or prompt.chat or prompt.messages is not None or not folder.is_dir():
+        return []
+    try:
+        described = msgspec.json.decode((folder / "tokenizer_config.json").read_bytes(), type=dict[str, Any])
+        rules = msgspec.json.decode((folder / "tokenizer.json").read_bytes(), type=dict[str, Any])["post_processor"]
+    except (OSError, msgspec.MsgspecError, KeyError):
+        return [f"data.prompt.add_bos: prompts begin as the tokenizer in {source} begins a text"]
+    token = described.get("bos_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    if token is None or token not in _first_tokens(rules):
+        return [f"data.prompt.add_bos: prompts begin with their text, as the tokenizer in {source} has it"]
+    return [f"data.prompt.add_bos: prompts begin with '{token}', as the tokenizer in {source} has it; false: without"]
+
+
+def _first_tokens(rules: Any) -> set[str]:
+    """Special tokens that the post-processors of a tokenizer's file put before a single text."""
+    if not isinstance(rules, dict):
+        return set()
+    inner = [_first_tokens(each) for each in rules.get("processors", ())]
+    first = [piece["SpecialToken"]["id"] for piece in rules.get("single", ())[:1] if "SpecialToken" in piece]
+    return set().union(*inner, first, [rules["cls"][0]] if "cls" in rules else [])
 
 
 def _check_room(file: Path, spec: AnyJob) -> None:

@@ -51,6 +51,7 @@ def _sampling(config: SamplingConfig, seed: int) -> Sampling:
         top_k=config.top_k,
         stop_token_ids=tuple(config.stop_token_ids),
         stop_strings=tuple(config.stop),
+        ignore_eos=config.ignore_eos,
         seed=seed,
     )
 

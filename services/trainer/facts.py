@@ -57,10 +57,14 @@ class BatchFacts:
         """int64 [B + 1]: cuts the scored tokens of the batch into rows."""
         return torch.from_numpy(np.concatenate([[0], np.cumsum(self.scored_B)]))
 
-    def minibatch_of_rows(self, number: int) -> Ints:
-        """Minibatch of each row: ``number`` contiguous runs of whole groups, as equal as they can be."""
+    def minibatch_of_rows(self, number: int, order_G: Ints | None = None) -> Ints:
+        """Minibatch of each row: ``number`` contiguous runs of whole groups, as equal as they can be, of the groups in
+        ``order_G``; None: in manifest order."""
         runs = np.array_split(np.arange(self.num_groups), number)
-        return np.repeat(np.arange(number), [len(run) for run in runs])[self.group_B]
+        minibatch_G = np.repeat(np.arange(number), [len(run) for run in runs])
+        if order_G is not None:
+            minibatch_G = minibatch_G[np.argsort(order_G)]  # the place of each group
+        return minibatch_G[self.group_B]
 
     def over_batch(self, flat_L: Mapping[str, Tensor], collective: Collective) -> dict[str, Tensor]:
         """Scored tokens of every rank, [N], from each rank's flat arrays."""

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from penstock.services.trainer.collective import Collective
 from penstock.services.trainer.facts import BatchFacts
-from penstock.services.trainer.packing import Columns, Microbatch, microbatches
+from penstock.services.trainer.packing import Columns, Ints, Microbatch, microbatches
 
 __all__ = ["Minibatch", "minibatches"]
 
@@ -38,15 +38,17 @@ def minibatches(
     max_tokens: int,
     skip_B: NDArray[np.bool_],
     excluded_B: NDArray[np.bool_],
+    order_G: Ints | None = None,
 ) -> list[Minibatch]:
-    """Cut the batch into ``number`` contiguous runs of whole groups in manifest order, as equal as they can be.
+    """Cut the batch into ``number`` contiguous runs of whole groups, as equal as they can be.
 
     Args:
         columns: of this rank's groups.
         skip_B: rows of the batch that are not packed, but that the denominators count.
         excluded_B: rows that are neither packed nor counted.
+        order_G: order of the groups that is cut; None: that of the manifest. Rows of a minibatch keep the manifest's.
     """
-    of_rows = facts.minibatch_of_rows(number)
+    of_rows = facts.minibatch_of_rows(number, order_G)
     packed_B = ~(skip_B | excluded_B)[facts.own_B]
     own = [
         microbatches(columns, np.flatnonzero((of_rows[facts.own_B] == i) & packed_B), max_tokens) for i in range(number)

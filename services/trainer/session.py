@@ -94,6 +94,7 @@ class TrainerSession:
         """Why this trainer is to start over from an earlier batch."""
         self.progress = Progress()
         self._seconds = {"wait": 0.0, "publish": 0.0}
+        self._reported_seconds: dict[str, float] = {}
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -291,7 +292,7 @@ class TrainerSession:
         metrics |= {
             **lag_facts(manifest),
             "tokens/trained": float(sum(group.tokens for group in manifest.groups)),
-            **{f"seconds/{name}": value for name, value in self.seconds.items()},
+            **self._second_facts(),
         }
         await self._reporter.post(
             Report(
@@ -358,6 +359,13 @@ class TrainerSession:
         """Wall time by stage, since this session began."""
         checkpoint = 0.0 if self._checkpointing is None else self._checkpointing.seconds
         return {**self._seconds, **self._crew.seconds, "checkpoint": checkpoint}
+
+    def _second_facts(self) -> dict[str, float]:
+        """Seconds by stage since the last call, and since this session began."""
+        totals, before = self.seconds, self._reported_seconds
+        self._reported_seconds = totals
+        of_update = {f"seconds/{name}": total - before.get(name, 0.0) for name, total in totals.items()}
+        return of_update | {f"seconds_total/{name}": total for name, total in totals.items()}
 
     def _wait(self, what: str, subject: str) -> None:
         if self._waiting is None or self._waiting[:2] != (what, subject):  # else it goes on, and so does its age

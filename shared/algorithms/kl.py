@@ -32,7 +32,10 @@ def k2(logprobs_M: Tensor, reference_logprobs_M: Tensor) -> Tensor:
 
 
 def k3(logprobs_M: Tensor, reference_logprobs_M: Tensor) -> Tensor:
-    """``r - 1 - log r`` with ``r = pi_ref / pi``: unbiased, never negative. log r is cut at ±20, the result at 10."""
+    """``r - 1 - log r`` with ``r = pi_ref / pi``: unbiased, never negative.
+
+    log r is cut at ±20 and the result at 10, which r reaches at 13.6: beyond it there is no gradient.
+    """
     log_r = (reference_logprobs_M - logprobs_M).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return (log_r.expm1() - log_r).clamp(-MAX_K3, MAX_K3)
 

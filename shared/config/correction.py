@@ -36,7 +36,9 @@ class KLConfig(StrictModel):
     place: Literal["loss", "reward"] = "loss"
     """A term of the loss, or taken off the reward of each token before advantages."""
     estimator: Literal["k1", "k2", "k3", "full"] = "k3"
-    """k1, k2, k3 of each sampled token (Schulman, 2020), or the exact sum over the vocabulary; in the reward: k1."""
+    """k1, k2, k3 of each sampled token (Schulman, 2020), or the exact sum over the vocabulary; in the reward: k1.
+    k3 is cut at 10, beyond which a token has no gradient: where the policy falls below 1/13.6 of the reference's
+    probability, k3 stops pulling it back; k2 and `full` never do."""
     adaptive: AdaptiveKL | None = None
     """Adapt the coefficient after each update; null keeps it."""
     reference: str | None = None

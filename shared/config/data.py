@@ -157,8 +157,8 @@ class PromptConfig(StrictModel):
     """Format string of the reference answer; null when the scorers need none."""
     chat_template_args: dict[str, Any] = Field(default_factory=dict)
     """Passed to `apply_chat_template`, for example `enable_thinking: false`."""
-    add_bos: bool = False
-    """Put the beginning-of-sequence token before a plain prompt."""
+    add_bos: bool | None = None
+    """Put the beginning-of-sequence token before a plain prompt; null: where the tokenizer puts it before a text."""
     max_tokens: int = Field(256, ge=1)
     """Longer prompts are filtered: their draw ends as `dropped(prompt_too_long)` and is counted."""
 

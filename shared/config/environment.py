@@ -238,6 +238,8 @@ def check_completions(
     """Raise ValueError where completions do not fit into the model, or into turns; ``key`` is where sampling stands."""
     if environment is not None and sampling.min_new_tokens:
         raise ValueError(f"{key}.min_new_tokens: a turn ends with its call; leave it out")
+    if environment is not None and sampling.ignore_eos:
+        raise ValueError(f"{key}.ignore_eos: a turn ends with the end of sequence; leave it out")
     where = f"{key}.max_new_tokens" + (" with environment.max_observation_tokens" if environment else "")
     model.check_room(where, completion_tokens(sampling, environment))
 

@@ -96,6 +96,9 @@ class TrainConfig(StrictModel):
     """Passes over a batch."""
     minibatches: int = Field(1, ge=1)
     """Optimizer steps of one pass; must divide the number of groups in a batch."""
+    reshuffle: bool = False
+    """Cut each pass after the first into other minibatches: groups are permuted by the job's seed, the number of the
+    update and that of the pass, so a replay cuts alike. Pairs and demonstrations of `off_policy` keep their order."""
     max_tokens_per_microbatch: int = Field(16384, ge=16)
     """Packed tokens of one forward/backward; only memory and speed depend on it."""
     max_updates: int | None = Field(None, ge=1)
@@ -119,6 +122,12 @@ class TrainConfig(StrictModel):
     def _has_an_end(self) -> TrainConfig:
         if self.max_updates is None and self.data_epochs is None:
             raise ValueError("give max_updates or data_epochs: the run needs an end")
+        return self
+
+    @model_validator(mode="after")
+    def _has_something_to_shuffle(self) -> TrainConfig:
+        if self.reshuffle and (self.epochs == 1 or self.minibatches == 1):
+            raise ValueError("reshuffle: needs epochs > 1 and minibatches > 1: nothing else is cut more than once")
         return self
 
 
@@ -275,6 +284,12 @@ class JobConfig(StrictModel):
             raise ValueError(
                 "sampling: training needs temperature > 0, top_p = 1 and top_k = 0 (log-probs of a truncated "
                 "distribution bias the ratio); put other values under evaluation.sampling"
+            )
+        if s.min_new_tokens:
+            raise ValueError(
+                f"sampling.min_new_tokens: training needs 0, found {s.min_new_tokens}: stop tokens would be masked "
+                "while sampling, and log-probs of the whole softmax bias the ratio; for completions of one length set "
+                "sampling.ignore_eos, or put it under evaluation.sampling"
             )
         return self
 

@@ -69,6 +69,9 @@ class ModelConfig(StrictModel):
     """Alphabet of the `char` tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Parameter and compute type of trainer and sampler."""
+    fp32_head: bool = False
+    """Compute the logits of a bfloat16 model in float32, in trainer and sampler alike: probabilities close to 1 keep
+    their digits. Costs a float32 copy of the head's weights in each forward pass."""
     trust_remote_code: bool = False
     """Passed to transformers; executes code from the model directory."""
     lora: LoraConfig | None = None

@@ -15,7 +15,9 @@ class SamplingConfig(StrictModel):
     max_new_tokens: int = Field(64, ge=1)
     """Longest completion in tokens."""
     min_new_tokens: int = Field(0, ge=0)
-    """No stop before this many tokens (stop tokens are masked out until then)."""
+    """No stop before this many tokens: stop tokens are masked out until then (evaluation only; training needs 0)."""
+    ignore_eos: bool = False
+    """The end of sequence is a token like others: completions go on to `max_new_tokens`, or to `stop`."""
     temperature: float = Field(1.0, ge=0)
     """Logits are divided by this; 0 is greedy (evaluation only)."""
     top_p: float = Field(1.0, gt=0, le=1)

@@ -72,6 +72,8 @@ class PromptBuilder:
         self._demonstration = [Template(text, "warm_start.demonstration") for text in demonstration]
         if config.add_bos and tokenizer.bos_token_id is None:
             raise ConfigError("data.prompt.add_bos: the tokenizer has no beginning-of-sequence token")
+        begins = config.add_bos if config.add_bos is not None else _begins_texts(tokenizer)
+        self._bos = [tokenizer.bos_token_id] if begins and tokenizer.bos_token_id is not None else []
 
     def build(self, row: dict[str, Any], place: str = "row", source: str = "") -> Prompt:
         """Render and tokenize one row of ``source``; ``place`` names it in errors.
@@ -82,8 +84,8 @@ class PromptBuilder:
         chat = self._config.chat or self._config.messages is not None
         text = self._chat_text(row, place) if chat else self._plain_text(row, place)
         token_ids = list(self._tokenizer.encode(text, add_special_tokens=False))
-        if self._config.add_bos and not chat and self._tokenizer.bos_token_id is not None:
-            token_ids.insert(0, self._tokenizer.bos_token_id)
+        if not chat:
+            token_ids = self._bos + token_ids
         if not token_ids:
             raise DataError(f"{place}: the prompt is empty")
         answer = None if self._answer is None else self._answer.render(row, place)
@@ -125,6 +127,12 @@ class PromptBuilder:
         except (ValueError, TypeError, RuntimeError) as error:
             raise DataError(f"{place}: the chat template refuses the messages: {error}") from None
         return str(text)
+
+
+def _begins_texts(tokenizer: Tokenizer) -> bool:
+    """Whether the tokenizer itself puts its beginning-of-sequence token before a text."""
+    begun = tokenizer.encode("a", add_special_tokens=True)
+    return tokenizer.bos_token_id is not None and begun[:1] == [tokenizer.bos_token_id]
 
 
 def check_messages(row: dict[str, Any], field: str, place: str) -> list[dict[str, Any]]:

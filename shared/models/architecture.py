@@ -25,7 +25,19 @@ from transformers import (
 
 from penstock.shared.models.experts import Routing, Sparse
 
-__all__ = ["Adapted", "Dense", "Layer", "Linear", "Norm", "Plan", "RunBlock", "forget_plan", "plan_of", "run_blocks_by"]
+__all__ = [
+    "Adapted",
+    "Dense",
+    "Float32Head",
+    "Layer",
+    "Linear",
+    "Norm",
+    "Plan",
+    "RunBlock",
+    "forget_plan",
+    "plan_of",
+    "run_blocks_by",
+]
 
 _ROPE_TYPES = {"default", "linear", "llama3", "yarn"}
 """Rotary embeddings whose angles depend on the position alone; `dynamic` and `longrope` also look at the length."""
@@ -53,6 +65,14 @@ class Norm:
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.shape, self.module.weight, self.eps))
+
+
+class Float32Head(nn.Linear):
+    """An output head whose weights may have fewer bits, and whose logits do not: every product is a float32 one."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Logits in float32."""
+        return F.linear(input.float(), self.weight.float(), None if self.bias is None else self.bias.float())
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +180,7 @@ def _is_plain_decoder(model: PreTrainedModel) -> bool:
 def _is_plain(module: Any) -> bool:
     """A linear layer, or one with a single low-rank adapter of the plain kind."""
     if not hasattr(module, "base_layer"):
-        return type(module) is nn.Linear
+        return type(module) in (nn.Linear, Float32Head)
     plain = getattr(module, "lora_A", None) is not None and len(module.lora_A) == 1 and not module.lora_variant
     return plain and type(module.base_layer) is nn.Linear and not module.merged
 

@@ -9,10 +9,12 @@ from pathlib import Path
 import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from penstock.shared.config.model import ArchitectureConfig, ModelConfig
 from penstock.shared.errors import ConfigError
+from penstock.shared.models.architecture import Float32Head
 from penstock.shared.models.lora import without_adapter
 
 __all__ = ["build_model", "build_tokenizer", "resolve_device", "stop_token_ids"]
@@ -69,7 +71,16 @@ def build_model(config: ModelConfig, tokenizer_size: int, *, seed: int) -> PreTr
         raise ConfigError(
             f"the model has {rows} embeddings, the tokenizer has {tokenizer_size} tokens: they do not fit"
         )
+    if config.fp32_head:
+        _widen_head(model)
     return model.eval()
+
+
+def _widen_head(model: PreTrainedModel) -> None:
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise ConfigError(f"model.fp32_head: the head of {type(model).__name__} is a {type(head).__name__}, not linear")
+    head.__class__ = Float32Head  # the module, its name and its weights stay what they are
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerFast, model: PreTrainedModel | None = None) -> tuple[int, ...]:

@@ -28,8 +28,10 @@ from penstock.shared.config.lora import LoraConfig
 from penstock.shared.config.model import ArchitectureConfig, ModelConfig
 from penstock.shared.errors import CheckpointError
 from penstock.shared.models.critic import critic_of
+from penstock.shared.models.decoder import hidden_states
 from penstock.shared.models.loading import build_model, build_tokenizer
 from penstock.shared.models.lora import add_adapter
+from penstock.shared.models.packed import pack
 from penstock.shared.protocol.generation import GenRequest, Sample, Sampling
 
 ROWS = [([5, 6, 7], [8, 9, 2]), ([10], [11, 2]), ([12, 13, 14, 15], [16])]
@@ -297,3 +299,32 @@ def test_time_is_counted_once(open_backend: Open) -> None:
     assert min(seconds.forward, seconds.backward, seconds.optimizer) > 0
     again = backend.take_seconds()
     assert (again.forward, again.backward, again.optimizer) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_logits_of_a_float32_head_keep_their_digits_in_trainer_and_engine(wide: bool) -> None:
+    """A bfloat16 logit near 30 is a multiple of 1/8, and log-probs are off by as much."""
+    config = MODEL.model_copy(update={"dtype": "bfloat16", "fp32_head": wide})
+    tokenizer = build_tokenizer(config)
+    model = build_model(config, len(tokenizer), seed=5)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(20)
+    backend = LocalBackend(
+        model, tokenizer, OptimizerConfig(), keep_reference=False, device="cpu", role="policy", lora=None
+    )
+    sample = asyncio.run(served(build_like(model, config), tokenizer, [5, 6, 7]))
+    row = [5, 6, 7], list(sample.token_ids)
+    with torch.no_grad():
+        hidden_TD = hidden_states(model, pack([[*row[0], *row[1]]])).double()[2:-1]
+        exact_TV = torch.log_softmax(hidden_TD @ model.get_output_embeddings().weight.double().T, -1)
+    exact = exact_TV.gather(-1, torch.tensor(row[1])[:, None])[:, 0]
+    trained = backend.score(packed([row])).double()
+    off = [float((found - exact).abs().max()) for found in (trained, torch.tensor(sample.logprobs).double())]
+    assert max(off) < 1e-4 if wide else min(off) > 1e-3, off
+    assert backend.state().weights["model.embed_tokens.weight"].dtype == torch.bfloat16
+
+
+def build_like(model: Any, config: ModelConfig) -> Any:
+    copy = build_model(config, 54, seed=0)
+    copy.load_state_dict(model.state_dict())
+    return copy

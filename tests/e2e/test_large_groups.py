@@ -26,7 +26,7 @@ def test_a_group_above_eight_mebibytes(stack: Any, tmp_path: Path) -> None:
     rows.write_text("".join(json.dumps({"prompt": f"🐁+{symbol}=", "answer": symbol}) + "\n" for symbol in SYMBOLS[:4]))
     job = stack.submit(
         f"algorithm.group_size={GROUP}", f"train.batch_size={GROUP}", "train.max_updates=1", "train.max_lag=0",
-        "train.draw_timeout_s=180", f"sampling={{max_new_tokens: {TOKENS}, min_new_tokens: {TOKENS}}}",
+        "train.draw_timeout_s=180", f"sampling={{max_new_tokens: {TOKENS}, ignore_eos: true}}",
         f"placement.max_running={GROUP}", f"limits.byte_budget={68 << 20}",
         f"data.train={{type: file, path: {rows}}}",
         model={

@@ -15,6 +15,7 @@ import pytest
 
 from penstock.services.coordinator import control as control_module
 from penstock.services.coordinator import probe
+from penstock.services.coordinator.api.samples import SAMPLE_ID
 from penstock.services.coordinator.control import CoordinatorControl, chunks_of, largest_size
 from penstock.services.coordinator.journal import Journal
 from penstock.services.coordinator.leaderline import LeaderLine
@@ -140,7 +141,7 @@ async def test_pages_of_samples_go_through_every_batch(bus: Bus, tmp_path: Path)
                 BatchTrained(**base, number=number, **trained),
             ]
         )
-        expected = [f"{number}-{draw}-{index}" for index in range(4)] + expected
+        expected = [f"{job}-{number}-{draw}-{index}" for index in range(4)] + expected
 
     async def pages(min_reward: float | None, env: str | None = None) -> list[str]:
         seen: list[str] = []
@@ -155,6 +156,12 @@ async def test_pages_of_samples_go_through_every_batch(bus: Bus, tmp_path: Path)
     assert await pages(None, "addition") == expected[4:], "the newest batch has a row of another source"
     with pytest.raises(NotFound, match="they are called addition"):
         await pages(None, "gone")
+    for id in expected:
+        path = SAMPLE_ID.fullmatch(id)
+        assert path is not None, "GET /v1/samples/{id} takes the ids that the list shows"
+        one = await control.sample(path[1], path[2])
+        assert (one["id"], one["href"]) == (id, f"/v1/samples/{id}")
+        assert set(one["siblings"]) < set(expected)
 
 
 async def test_a_budget_may_shrink_no_further_than_the_groups_allow(bus: Bus, tmp_path: Path) -> None:

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from penstock.services.coordinator.submission import plan_job
 from penstock.shared.config.data import DataConfig, PromptConfig, source_names
 from penstock.shared.config.job import JobConfig
+from penstock.shared.config.service import ServiceSettings
 from penstock.shared.data import check
 from penstock.shared.data.check import check_data
 from penstock.shared.data.prompts import PromptBuilder, PromptSource
@@ -248,3 +250,44 @@ def test_files_that_did_not_change_are_read_once(train_file: Path, monkeypatch: 
 def test_checking_needs_no_ml_library() -> None:
     script = "import sys, penstock.shared.data.check as c; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+BEGINS = processors.TemplateProcessing(single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", 1)])
+STARTS = {
+    "none": (None, []),
+    "template": (BEGINS, [1]),
+    "end": (processors.TemplateProcessing(single="$A <eos>", pair="$A $B", special_tokens=[("<eos>", 2)]), []),
+    "roberta": (processors.RobertaProcessing(("<eos>", 2), ("<bos>", 1)), [1]),
+    "several": (processors.Sequence([processors.ByteLevel(trim_offsets=False), BEGINS]), [1]),
+}
+
+
+@pytest.mark.parametrize(("processor", "start"), STARTS.values(), ids=STARTS)
+async def test_a_prompt_begins_as_its_tokenizer_begins_a_text(
+    tokenizer: Any, tmp_path: Path, processor: Any, start: list[int]
+) -> None:
+    """Unless the job file says otherwise; the dry run, which loads no tokenizer, says the same."""
+    core = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    if processor is not None:
+        core.post_processor = processor
+    PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<bos>", eos_token="<eos>").save_pretrained(tmp_path)
+    saved = AutoTokenizer.from_pretrained(tmp_path)
+
+    def ids(**config: Any) -> list[int]:
+        return PromptBuilder(PromptConfig(template="{q}", answer=None, **config), saved).build({"q": "1"}).token_ids
+
+    text = saved.encode("1", add_special_tokens=False)
+    assert ids() == start + text
+    assert (ids(add_bos=True), ids(add_bos=False)) == ([1, *text], text)
+    spec: dict[str, Any] = {
+        "name": "begins", "model": {"config": {}, "tokenizer": str(tmp_path)}, "data": {"train": {"type": "addition"}},
+        "reward": {"scorers": [{"type": "exact"}]}, "train": {"batch_size": 16, "max_updates": 1},
+    }  # fmt: skip
+
+    async def notes(**prompt: Any) -> tuple[str, ...]:
+        config = JobConfig.parse({**spec, "data": {**spec["data"], "prompt": prompt}})
+        return tuple((await plan_job(config, [], ServiceSettings(), stores_parts=True))["data"]["notes"])
+
+    (note,) = await notes()
+    assert note.startswith("data.prompt.add_bos: prompts begin with " + ("'<bos>', as" if start else "their text, as"))
+    assert await notes(add_bos=False) == ()

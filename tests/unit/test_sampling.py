@@ -8,7 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.services.rollout.engines.completion import Completion
+from penstock.services.rollout.engines.rows import Rows
 from penstock.services.rollout.engines.sampling import Draws, draw, stream_of, uniforms
+from penstock.services.rollout.episode import requests_for
+from penstock.services.rollout.serving.sampling import replayable, sampling_for
+from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import parse_job
+from penstock.shared.config.sampling import SamplingConfig
+from penstock.shared.errors import ConfigError
+from penstock.shared.protocol.generation import Sampling
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.inference import ClientSampling
+from penstock.shared.protocol.messages import Ticket
 
 LOGITS_V = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 
@@ -109,3 +121,93 @@ def test_forbidden_tokens_are_not_drawn() -> None:
 def test_a_token_without_probability_is_never_drawn() -> None:
     logits = torch.tensor([float("-inf"), 0.0, float("-inf"), 0.0, float("-inf")]).expand(5_000, -1)
     assert set(draw(logits, draws(5_000))[0].tolist()) == {1, 3}
+
+
+# -- what is recorded is what was sampled --------------------------------------------------------------------------
+
+EOS = 0
+"""The likeliest token of LOGITS_V."""
+JOB = {
+    "name": "honest",
+    "model": {"config": {}, "tokenizer": "char"},
+    "data": {"train": {"type": "addition"}},
+    "reward": {"scorers": [{"type": "exact"}]},
+    "train": {"batch_size": 16, "max_updates": 1},
+}
+
+KINDS: dict[str, dict[str, object]] = {"rl": {}, "online_rl": {"kind": "online_rl", "data": {}, "reward": {}}}
+
+
+def gap(sampling: Sampling, *, num_rows: int = 4000, steps: int = 2) -> float:
+    """Largest difference at any step between the share of a token among the rows and what its log-prob claims."""
+    stop_ids = () if sampling.ignore_eos else (EOS,)
+    stop_ids = (*stop_ids, *sampling.stop_token_ids)
+    rows, worst = Rows(num_rows, torch.device("cpu")), 0.0
+    rows.reserve(1 + steps)
+    rows.add([Completion(0, i, (5,), sampling, stop_ids, seed=i) for i in range(num_rows)], version=0)
+    logits_RV = LOGITS_V.expand(num_rows, -1)
+    for _ in range(steps):
+        token_R, logprob_R = draw(logits_RV, rows.draws(0, num_rows, len(LOGITS_V)))
+        claimed_V = torch.zeros(len(LOGITS_V)).scatter(0, token_R, logprob_R.exp())
+        worst = max(worst, float((frequencies(token_R) - claimed_V).abs().max()))
+        rows.append(0, token_R, logprob_R)
+    return worst
+
+
+ASKED = [
+    ({}, True),
+    ({"ignore_eos": True}, True),
+    ({"stop": ["x"], "stop_token_ids": [3]}, True),
+    ({"temperature": 0.7}, True),
+    ({"min_new_tokens": 2}, False),
+    ({"min_new_tokens": 4}, False),
+    ({"top_p": 0.7}, False),
+    ({"top_k": 2}, False),
+    ({"logit_bias": [(1, 2.0)]}, False),
+    ({"logit_bias": [(0, -100.0)]}, False),
+    ({"frequency_penalty": 1.5}, False),
+    ({"presence_penalty": 1.5}, False),
+]
+
+
+@pytest.mark.parametrize(("asked", "honest"), ASKED, ids=str)
+def test_a_live_answer_is_trained_if_its_logprobs_are_its_frequencies(asked: dict[str, object], honest: bool) -> None:
+    """4,000 draws per step: a share is known to 0.8 % (one sigma), so 4 % is five of them."""
+    config = SamplingConfig(max_new_tokens=4, temperature=float(asked.get("temperature", 1.0)))  # type: ignore[arg-type]
+    sampling = sampling_for(config, ClientSampling(seed=1, **asked), num_prompt=1, max_length=9)  # type: ignore[arg-type]
+    assert replayable(sampling, config) is honest
+    found = gap(sampling)
+    assert found < 0.04 if honest else found > 0.08
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("asked", "key"),
+    [
+        ({"min_new_tokens": 1}, "sampling.min_new_tokens: training needs 0, found 1"),
+        ({"top_p": 0.9}, "top_p = 1"),
+        ({"top_k": 5}, "top_k = 0"),
+        ({"temperature": 0}, "temperature > 0"),
+        ({"logit_bias": {"1": 2}}, "sampling.logit_bias"),
+        ({"frequency_penalty": 0.5}, "sampling.frequency_penalty"),
+        ({"repetition_penalty": 1.1}, "sampling.repetition_penalty"),
+        ({"bad_words": ["x"]}, "sampling.bad_words"),
+    ],
+    ids=str,
+)
+def test_what_training_cannot_record_is_refused(kind: str, asked: dict[str, object], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        parse_job({**JOB, **KINDS[kind], "sampling": asked})
+
+
+@pytest.mark.parametrize(
+    "asked", [{"stop": ["x"]}, {"stop_token_ids": [3]}, {"ignore_eos": True}, {"temperature": 0.7}]
+)
+def test_what_a_job_may_sample_with_is_what_it_records(asked: dict[str, object]) -> None:
+    config = JobConfig.parse(
+        {**JOB, "sampling": asked, "evaluation": {"sampling": {"min_new_tokens": 2, "top_p": 0.9}}}
+    )
+    ticket = Ticket(draw=Draw(0), epoch=1, min_version=0, deadline=0.0, purpose="train")
+    ((sampling, _),) = requests_for(config, ticket)
+    assert sampling.ignore_eos is bool(asked.get("ignore_eos"))
+    assert gap(sampling) < 0.04

@@ -16,9 +16,9 @@ from penstock.services.coordinator.api.replies import Json
 from penstock.services.coordinator.api.scopes import require
 from penstock.shared.errors import NotFound
 
-__all__ = ["router"]
+__all__ = ["SAMPLE_ID", "router"]
 
-_SAMPLE_ID = re.compile(r"(job_[0-9a-f]{32})-(.{1,64})", re.ASCII)
+SAMPLE_ID = re.compile(r"(job_[0-9a-f]{32})-(.{1,64})", re.ASCII)
 
 router = APIRouter(prefix="/v1/samples", tags=["observe"])
 
@@ -37,17 +37,17 @@ class Sample(BaseModel):
     mask: list[int] = Field(description="1: the policy chose the token; 0: an observation")
     versions: list[int] = Field(description="Of the policy that chose the token")
     parts: dict[str, Any] = Field(description="Reward by component")
-    siblings: list[str] = Field(description="Ids of the other completions of the group, in this job")
+    siblings: list[str] = Field(description="Ids of the other completions of the group")
 
 
 @router.get("/{sample_id}", response_model=Sample)
 async def get_sample(
-    sample_id: Annotated[str, Path(max_length=128, description="JOB-STEP-DRAW-INDEX, as `href` of a sample has it")],
+    sample_id: Annotated[str, Path(max_length=128, description="JOB-STEP-DRAW-INDEX, as the list of samples has it")],
     caller: Annotated[Caller, require("jobs:read", reach="checked")],
     backend: BackendDep,
 ) -> Response:
     """A completion token by token: ids, log-probs of the sampler, mask, policy versions, reward by component."""
-    found = _SAMPLE_ID.fullmatch(sample_id)
+    found = SAMPLE_ID.fullmatch(sample_id)
     if found is None:
         raise NotFound(f"'{sample_id[:80]}' is no sample: JOB-STEP-DRAW-INDEX, as the list of samples shows it")
     await check_job(backend, caller, found[1])

@@ -45,7 +45,7 @@ def sampling_for(
         logit_bias=tuple(client.logit_bias),
         stop_token_ids=tuple({*config.stop_token_ids, *client.stop_token_ids}),
         stop_strings=tuple(client.stop or config.stop),
-        ignore_eos=client.ignore_eos,
+        ignore_eos=client.ignore_eos or (config.ignore_eos and not constrained),
         seed=client.seed,
     )
 
@@ -63,7 +63,6 @@ def as_trained(client: ClientSampling) -> ClientSampling:
 
 def replayable(sampling: Sampling, config: SamplingConfig) -> bool:
     """Whether the trainer's log-probs are of the distribution that was sampled: no truncation, no other temperature."""
-    forbidding = sampling.min_new_tokens > min(config.min_new_tokens, sampling.max_new_tokens)
     nudged = sampling.frequency_penalty or sampling.presence_penalty or sampling.logit_bias
-    plain = sampling.top_p == 1 and sampling.top_k == 0 and not forbidding and not nudged
+    plain = sampling.top_p == 1 and sampling.top_k == 0 and not sampling.min_new_tokens and not nudged
     return plain and sampling.temperature == config.temperature

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from penstock.services.trainer.backends.base import Backend, Role
 from penstock.services.trainer.collective import Collective
 from penstock.services.trainer.flops import ModelFlops, Work
 from penstock.services.trainer.minibatches import Minibatch
-from penstock.services.trainer.packing import Microbatch
+from penstock.services.trainer.packing import Ints, Microbatch
 from penstock.services.trainer.schedule import learning_rate
 from penstock.services.trainer.sharding import BatchShard
 from penstock.services.trainer.statistics import (
@@ -42,6 +43,7 @@ from penstock.services.trainer.update_rules.recipes import Credit, recipe_of
 from penstock.services.trainer.update_rules.shaping import RewardShaper
 from penstock.shared.config.job import JobConfig
 from penstock.shared.protocol.events import Hyperparameters
+from penstock.shared.protocol.ids import derive_seed
 
 __all__ = ["NonFiniteStep", "OnPolicyRule"]
 
@@ -120,8 +122,8 @@ class OnPolicyRule:
         credit = self._recipe.credit(batch.experience(self._kl_coef))
         policy = self._policy_steps(batch, credit, update_index)
         critic = self._critic_steps(batch, credit, update_index)
-        parts = self._minibatches(batch, credit)
-        critic_parts = parts if critic is None else self._cut(batch)
+        parts = self._minibatches(batch, credit, update_index)
+        critic_parts = parts if critic is None else self._passes(batch, update_index)
         skipped = self._train(parts, critic_parts, policy, critic, others, warming_up=self._warming_up(update_index))
         report = {
             **batch_facts(batch.facts),
@@ -158,24 +160,35 @@ class OnPolicyRule:
 
     # -- before the first step ---------------------------------------------------------------------------------------
 
-    def _minibatches(self, batch: PreparedBatch, credit: Credit) -> list[Minibatch]:
+    def _minibatches(self, batch: PreparedBatch, credit: Credit, update_index: int) -> list[Minibatch]:
         excluded_B = batch.facts.weight_G[batch.facts.group_B] == 0  # masked; rewards stay in the statistics
         if self._algorithm.overlong_filter:
             excluded_B = excluded_B | batch.facts.truncated_B
-        return self._cut(batch, skip_B=self._without_gradient(batch, credit), excluded_B=excluded_B)
+        skip_B = self._without_gradient(batch, credit)
+        return self._passes(batch, update_index, skip_B=skip_B, excluded_B=excluded_B)
 
-    def _cut(
+    def _passes(
         self,
         batch: PreparedBatch,
+        update_index: int,
         *,
         skip_B: NDArray[np.bool_] | None = None,
         excluded_B: NDArray[np.bool_] | None = None,
     ) -> list[Minibatch]:
+        """The minibatches of every pass over the batch, in the order of the steps."""
         nobody_B = np.zeros(len(batch.facts.group_B), np.bool_)
-        return cut(
-            self._config, batch.columns, batch.facts, self._collective,
+        of_pass = partial(
+            cut, self._config, batch.columns, batch.facts, self._collective,
             skip_B=nobody_B if skip_B is None else skip_B, excluded_B=nobody_B if excluded_B is None else excluded_B,
         )  # fmt: skip
+        train = self._config.train
+        if not train.reshuffle:
+            return of_pass() * train.epochs
+        orders_G: list[Ints | None] = [None]
+        for epoch in range(1, train.epochs):
+            seed = derive_seed(self._config.seed, "minibatches", update_index, epoch)
+            orders_G.append(np.random.default_rng(seed).permutation(batch.facts.num_groups))
+        return [part for order_G in orders_G for part in of_pass(order_G=order_G)]
 
     def _without_gradient(self, batch: PreparedBatch, credit: Credit) -> NDArray[np.bool_]:
         """Rows that no term of the loss gives a gradient: they are counted, not computed."""
@@ -235,15 +248,15 @@ class OnPolicyRule:
         from what needs no critic: nothing of the batch comes again.
         """
         made = skipped = 0
-        for index in range(len(parts) * self._config.train.epochs):
+        for index in range(len(parts)):
             if not warming_up:
-                skipped += self._policy_step(policy, parts, others, index % len(parts), changed=made > 0)
+                skipped += self._policy_step(policy, parts[index], others, index, changed=made > 0)
                 made += 1
-            elif others is not None and others.microbatches(index % len(parts)):
-                skipped += self._policy_step(policy, None, others, index % len(parts), changed=made > 0)
+            elif others is not None and others.microbatches(index % self._config.train.minibatches):
+                skipped += self._policy_step(policy, None, others, index, changed=made > 0)
                 made += 1
             if critic is not None:
-                part = critic_parts[index % len(parts)]
+                part = critic_parts[index]
                 self._begin("critic", part.microbatches)
                 skipped += self._is_skipped(critic.step(part), "critic", changed=made > 0)
                 made += 1
@@ -252,17 +265,17 @@ class OnPolicyRule:
     def _policy_step(
         self,
         policy: PolicySteps,
-        parts: list[Minibatch] | None,
+        part: Minibatch | None,
         others: OffPolicySteps | None,
-        index: int,
+        step: int,
         *,
         changed: bool,
     ) -> bool:
-        own = parts[index].microbatches if parts is not None else []
+        own, index = part.microbatches if part is not None else [], step % self._config.train.minibatches
         self._begin("policy", own + (others.microbatches(index) if others is not None else []))
         if others is not None:
             others.accumulate(index)
-        norm = policy.step(parts[index] if parts is not None else None)
+        norm = policy.step(part)
         return self._is_skipped(norm, "policy", changed=changed)
 
     def _imitate(self, others: OffPolicySteps, update_index: int) -> dict[str, float]:

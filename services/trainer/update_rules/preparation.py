@@ -19,7 +19,7 @@ from penstock.services.trainer.collective import Collective
 from penstock.services.trainer.facts import BatchFacts, gather_facts
 from penstock.services.trainer.flops import Work
 from penstock.services.trainer.minibatches import Minibatch, minibatches
-from penstock.services.trainer.packing import Columns, Microbatch, columns_of, concatenated_ranges
+from penstock.services.trainer.packing import Columns, Ints, Microbatch, columns_of, concatenated_ranges
 from penstock.services.trainer.routers import check_table
 from penstock.services.trainer.sharding import BatchShard
 from penstock.services.trainer.teacher import Teacher
@@ -114,6 +114,7 @@ def cut(
     *,
     skip_B: NDArray[np.bool_],
     excluded_B: NDArray[np.bool_],
+    order_G: Ints | None = None,
 ) -> list[Minibatch]:
     """The minibatches of the job; see ``minibatches.minibatches``."""
     train = config.train
@@ -125,6 +126,7 @@ def cut(
         max_tokens=train.max_tokens_per_microbatch,
         skip_B=skip_B,
         excluded_B=excluded_B,
+        order_G=order_G,
     )
 
 

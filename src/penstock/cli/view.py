@@ -21,7 +21,7 @@ __all__ = ["REWARD", "Observer", "View", "panel", "progress_line", "worker_table
 
 REWARD = "reward/mean"
 LAG = "lag/max"
-_STAGES = "seconds/"
+_STAGES = "seconds_total/"
 _RATE_WINDOW_S = 8.0
 _COLOURS = {"succeeded": "green", "failed": "red", "cancelled": "yellow", "paused": "yellow"}
 

@@ -185,7 +185,8 @@ def samples(
 
 def sample(job: str, id: str) -> Call[TokenSample]:
     """A completion token by token; ``id`` as ``samples`` has it. Raises NotFound: it is not stored (any more)."""
-    return Call("GET", f"/v1/samples/{job}-{quote(id, safe='')}", one(TokenSample))
+    full = id if id.startswith(f"{job}-") else f"{job}-{id}"
+    return Call("GET", f"/v1/samples/{quote(full, safe='')}", one(TokenSample))
 
 
 def timeline(job: str, *, step: int | None = None, limit: int = 20) -> Call[list[StageSpan]]:

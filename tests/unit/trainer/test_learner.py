@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from penstock.services.trainer.backends.local import open_local
+from penstock.services.trainer.collective import Alone
+from penstock.services.trainer.facts import gather_facts
 from penstock.services.trainer.learner import Learner
 from penstock.services.trainer.optimizer import decayed_names
 from penstock.services.trainer.packing import columns_of, microbatches
 from penstock.services.trainer.sharding import BatchShard
 from penstock.shared.config.job import JobConfig
+from penstock.shared.errors import ConfigError
 from penstock.shared.models.loading import build_model
 from penstock.shared.protocol.trajectory import Group
 
@@ -245,3 +248,35 @@ def test_repeated_updates_raise_the_probability_of_what_is_rewarded(
     for i in range(5):
         update(learner, [group], update_index=i)
     assert rewarded() > before + 0.5
+
+
+def test_passes_are_cut_anew_by_seed_update_and_pass(make_config: Config, make_group: Callable[..., Group]) -> None:
+    """Off, nothing changes; on, the same update gives the same bytes, and another one is cut in another way."""
+    groups = [make_group(ordinal, (1, 0, 0.5, ordinal / 4)) for ordinal in range(4)]
+
+    def trained(update_index: int = 3, **train: Any) -> dict[str, Tensor]:
+        learner = Learner(make_config(train={"epochs": 3, "minibatches": 2, **train}))
+        update(learner, groups, update_index=update_index)
+        return weights_of(learner)
+
+    def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+        return all(torch.equal(tensor, right[name]) for name, tensor in left.items())
+
+    kept, cut = trained(), trained(reshuffle=True)
+    assert same(kept, trained(reshuffle=False))
+    assert same(cut, trained(reshuffle=True))
+    assert not same(cut, kept)
+    assert not same(cut, trained(4, reshuffle=True))
+    assert same(trained(epochs=1), trained(epochs=1)), "a single pass has nothing to shuffle"
+    with pytest.raises(ConfigError, match="reshuffle: needs epochs > 1 and minibatches > 1"):
+        make_config(train={"reshuffle": True, "minibatches": 2})
+
+
+def test_a_pass_that_is_cut_anew_holds_every_group_once(make_config: Config, make_group: Callable[..., Group]) -> None:
+    columns = columns_of([make_group(ordinal) for ordinal in range(6)])
+    shard = BatchShard.whole([make_group(ordinal) for ordinal in range(6)])
+    facts = gather_facts(columns, shard, Alone())
+    assert facts.minibatch_of_rows(3).tolist() == [g // 2 for g in facts.group_B]
+    order = np.array([5, 0, 3, 1, 4, 2])
+    anew = facts.minibatch_of_rows(3, order)
+    assert [sorted(set(facts.group_B[anew == i].tolist())) for i in range(3)] == [[0, 5], [1, 3], [2, 4]]

@@ -27,7 +27,7 @@ from penstock.services.trainer.backends.megatron.experts import ParallelExperts,
 from penstock.services.trainer.backends.megatron.groups import Groups
 from penstock.shared.config.backend import MegatronConfig
 from penstock.shared.errors import ConfigError
-from penstock.shared.models.architecture import Layer, plan_of
+from penstock.shared.models.architecture import Float32Head, Layer, plan_of
 from penstock.shared.models.attention import CausalBlocks
 from penstock.shared.models.experts import Routes, Sparse
 from penstock.shared.models.packed import PackedTokens
@@ -99,6 +99,7 @@ class MegatronModel(nn.Module):
         self._rotary: Any = type(like.model.rotary_emb)(config=like.config)
         self._width, self._dtype = like.config.hidden_size, like.dtype
         self.is_critic = not hasattr(like, "lm_head")
+        self.fp32_head = isinstance(getattr(like, "lm_head", None), Float32Head)
         self.tied = not self.is_critic and like.config.tie_word_embeddings
         self.vocab_size: int = plan.embedding.weight.shape[0]
         tensor_rank, tensor_size = groups.in_tensor()
@@ -141,10 +142,12 @@ class MegatronModel(nn.Module):
         return EMBEDDING if self.tied and name == "output_layer.weight" else name
 
     def head_weight(self) -> Tensor:
-        """This rank's rows of the output head, without padding. Only the last stage has it."""
+        """This rank's rows of the output head, without padding, in the dtype that logits are computed in. Only the last
+        stage has it."""
         shared = self.gpt.share_embeddings_and_output_weights
         weight: Tensor = self.gpt.shared_embedding_or_output_weight() if shared else self.gpt.output_layer.weight
-        return weight[: self.vocab_size - self.first_of_vocabulary]
+        weight = weight[: self.vocab_size - self.first_of_vocabulary]
+        return weight.float() if self.fp32_head else weight
 
     def _route(self, routing: RealTokens | None) -> None:
         for module in self.gpt.modules():

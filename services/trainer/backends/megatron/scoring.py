@@ -129,7 +129,7 @@ def _log_softmax_of(states: States, groups: Groups, here: Selected) -> Normalise
     head_WD = states.model.head_weight()
 
     def of(places: Tensor) -> Tensor:
-        logits_NW = F.linear(hidden_ND[places], head_WD)
+        logits_NW = F.linear(hidden_ND[places].to(head_WD.dtype), head_WD)
         temperature = 1.0 if here.temperature_N is None else here.temperature_N[places]
         return vocab_parallel_log_softmax(tempered(logits_NW, temperature), groups.tensor)
 
