@@ -1,14 +1,13 @@
-"""The environments of one session: chunks, episode books, automatic resets. No bus, no clock, no threads."""
+"""The episodes of one session: their numbers, returns, lengths and successes. No bus, no clock, no threads."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
-from penstock.services.env.simulators.base import Simulator
+from penstock.services.env.simulators import Chunk, Simulator
 from penstock.shared.errors import Conflict, ProtocolError
 from penstock.shared.protocol.environment import ResetReply, ResetRequest, StepReply, StepRequest
 
@@ -16,7 +15,7 @@ __all__ = ["EnvPool"]
 
 
 class EnvPool:
-    """Keeps the episode of each of the B environments of a simulator."""
+    """Counts the episode of each of the B environments of a simulator."""
 
     def __init__(self, simulator: Simulator) -> None:
         self._simulator = simulator
@@ -26,10 +25,13 @@ class EnvPool:
         self._episode_ids_B = np.full(B, -1, np.int64)
         self._returns_B = np.zeros(B, np.float64)
         self._lengths_B = np.zeros(B, np.int32)
+        self._succeeded_B = np.zeros(B, np.bool_)
         self.num_steps = 0
         self.num_episodes = 0
         """Episodes started."""
         self.num_ended = 0
+        self.num_lost = 0
+        """Episodes that the simulator could not begin or carry to their end."""
 
     def reset(self, request: ResetRequest) -> ResetReply:
         """Start new episodes; running ones are given up.
@@ -40,12 +42,18 @@ class EnvPool:
         env_ids = self._checked_ids(request.env_ids)
         if request.state_ids.shape != env_ids.shape or (request.state_ids < 0).any():
             raise ProtocolError("state_ids: one number from 0 per environment is needed")
-        observations = self._start(env_ids, request.state_ids)
+        started = self._simulator.reset(env_ids, request.state_ids)
+        lost = _mask(started.lost, len(env_ids))
+        self._begin(env_ids[~lost], request.state_ids[~lost])
+        self._lose(env_ids[lost])
         return ResetReply(
             seq=request.seq,
-            observations=observations,
+            observations=started.observations,
             episode_ids=self._episode_ids_B[env_ids],
-            state_hashes=np.asarray([xxhash.xxh3_64_intdigest(o.tobytes()) for o in observations], np.uint64),
+            state_hashes=started.state_hashes,
+            tasks=started.tasks,
+            lost=lost,
+            reasons=[started.lost.get(i, "") for i in range(len(env_ids))],
         )
 
     def step(self, request: StepRequest) -> StepReply:
@@ -58,65 +66,63 @@ class EnvPool:
         env_ids = self._checked_ids(request.env_ids)
         actions = self._checked_actions(request.actions, len(env_ids))
         self._check_running(env_ids)
-        next_state_ids = self._next_states(request, env_ids)
-        n, C = actions.shape[:2]
-        rewards, valid = np.zeros((n, C), np.float32), np.zeros(n, np.int32)
-        terminated, truncated = np.zeros((n, C), np.bool_), np.zeros((n, C), np.bool_)
-        observations = np.zeros((n, *self._simulator.spec.observation_shape), self._simulator.spec.observation_dtype)
-        active = np.arange(n)
-        for c in range(C):
-            result = self._simulator.step(env_ids[active], actions[active, c])
-            observations[active], rewards[active, c] = result.observations, result.rewards
-            terminated[active, c], truncated[active, c] = result.terminated, result.truncated
-            valid[active] += 1
-            active = active[~(result.terminated | result.truncated)]
-            if not len(active):
-                break
-        ended = np.asarray((terminated | truncated).any(axis=1))
-        self._book(env_ids, rewards, valid, ended)
-        state_ids, episode_ids = self._state_ids_B[env_ids], self._episode_ids_B[env_ids]
-        returns, lengths = self._returns_B[env_ids].astype(np.float32), self._lengths_B[env_ids]
-        final_observations = observations[ended]
-        if request.auto_reset and ended.any():
-            observations[ended] = self._start(env_ids[ended], next_state_ids[ended])
-        return StepReply(
-            seq=request.seq,
-            observations=observations,
-            rewards=rewards,
-            terminated=terminated,
-            truncated=truncated,
-            valid=valid,
-            ended=ended,
-            final_observations=final_observations,
-            state_ids=state_ids,
-            episode_ids=episode_ids,
-            next_episode_ids=self._episode_ids_B[env_ids],
-            returns=returns,
-            lengths=lengths,
-        )
+        following = self._next_states(request, env_ids)
+        chunk = self._simulator.step(env_ids, actions, following if request.auto_reset else None)
+        reply = self._book(request.seq, env_ids, chunk)
+        if request.auto_reset:
+            begun = reply.ended & ~_mask(chunk.not_started, len(env_ids))
+            self._begin(env_ids[begun], following[begun])
+            reply.next_episode_ids[:] = self._episode_ids_B[env_ids]
+        return reply
 
-    def _start(self, env_ids: NDArray[np.int32], state_ids: NDArray[np.int64]) -> NDArray[Any]:
-        observations = self._simulator.reset(env_ids, state_ids)
+    def _book(self, seq: int, env_ids: NDArray[np.int32], chunk: Chunk) -> StepReply:
+        """Take the results of a chunk into the books; next episodes are not begun yet."""
+        n = len(env_ids)
+        broken, unstarted = _mask(chunk.lost, n), _mask(chunk.not_started, n)
+        ended = (chunk.terminated | chunk.truncated).any(axis=1) & ~broken
+        kept = ~broken
+        self._returns_B[env_ids[kept]] += chunk.rewards[kept].sum(axis=1, dtype=np.float64)
+        self._lengths_B[env_ids[kept]] += chunk.valid[kept]
+        self._succeeded_B[env_ids[kept]] |= chunk.success[kept].any(axis=1)
+        self._running_B[env_ids[ended]] = False
+        self.num_steps += int(chunk.valid.sum())
+        self.num_ended += int(ended.sum())
+        reply = StepReply(
+            seq=seq,
+            observations=chunk.observations,
+            rewards=chunk.rewards,
+            terminated=chunk.terminated,
+            truncated=chunk.truncated,
+            success=chunk.success,
+            valid=chunk.valid,
+            ended=ended,
+            lost=broken | unstarted,
+            reasons=[chunk.lost.get(i) or chunk.not_started.get(i, "") for i in range(n)],
+            final_observations={name: array[ended] for name, array in chunk.final_observations.items()},
+            state_ids=self._state_ids_B[env_ids],
+            episode_ids=self._episode_ids_B[env_ids],
+            next_episode_ids=self._episode_ids_B[env_ids],
+            returns=self._returns_B[env_ids].astype(np.float32),
+            lengths=self._lengths_B[env_ids],
+            succeeded=self._succeeded_B[env_ids],
+            state_hashes=chunk.state_hashes,
+            tasks=chunk.tasks,
+        )
+        self._lose(env_ids[broken | unstarted])
+        return reply
+
+    def _begin(self, env_ids: NDArray[np.int32], state_ids: NDArray[np.int64]) -> None:
         self._running_B[env_ids] = True
         self._state_ids_B[env_ids] = state_ids
         self._episode_ids_B[env_ids] = self.num_episodes + np.arange(len(env_ids))
         self._returns_B[env_ids] = 0
         self._lengths_B[env_ids] = 0
+        self._succeeded_B[env_ids] = False
         self.num_episodes += len(env_ids)
-        return observations
 
-    def _book(
-        self,
-        env_ids: NDArray[np.int32],
-        rewards: NDArray[np.float32],
-        valid: NDArray[np.int32],
-        ended: NDArray[np.bool_],
-    ) -> None:
-        self._returns_B[env_ids] += rewards.sum(axis=1, dtype=np.float64)
-        self._lengths_B[env_ids] += valid
-        self._running_B[env_ids[ended]] = False
-        self.num_steps += int(valid.sum())
-        self.num_ended += int(ended.sum())
+    def _lose(self, env_ids: NDArray[np.int32]) -> None:
+        self._running_B[env_ids] = False
+        self.num_lost += len(env_ids)
 
     def _next_states(self, request: StepRequest, env_ids: NDArray[np.int32]) -> NDArray[np.int64]:
         """State ids after an automatic reset; by default each environment goes on in strides of B: never two alike."""
@@ -152,3 +158,9 @@ class EnvPool:
         over = env_ids[~self._running_B[env_ids]]
         if len(over):
             raise Conflict(f"environments {over.tolist()} have no running episode: reset them first")
+
+
+def _mask(places: dict[int, str], n: int) -> NDArray[np.bool_]:
+    mask = np.zeros(n, np.bool_)
+    mask[list(places)] = True
+    return mask

@@ -94,7 +94,7 @@ class EnvService:
 
     async def _on_open(self, data: bytes) -> bytes:
         request, envelope = unpack(data, OpenEnv)
-        session = EnvSession(envelope.job, request, self._mail)
+        session = EnvSession(envelope.job, request, self._mail, self.settings.sims_dir)
         spec = await session.open()
         name = secrets.token_hex(8)
         self.sessions[name] = session

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import numpy as np
@@ -45,9 +46,9 @@ STEPS = metrics.counter("env_steps", "Actions executed, over all environments.")
 class EnvSession:
     """Answers the requests of one client. A repeated request gets the same answer and is not executed again."""
 
-    def __init__(self, job: str, request: OpenEnv, mail: FrameMail) -> None:
+    def __init__(self, job: str, request: OpenEnv, mail: FrameMail, sims_dir: Path) -> None:
         self.job = job
-        self._mail = mail
+        self._mail, self._sims_dir = mail, sims_dir
         self.closed = asyncio.Event()
         """Set when nothing more will be answered."""
         self.ended = asyncio.Event()
@@ -71,7 +72,7 @@ class EnvSession:
         """
         opened = False
         try:
-            self._simulator = await self._in_thread(open_simulator, self._request)
+            self._simulator = await self._in_thread(open_simulator, self._request, self._sims_dir)
             spec = self._simulator.spec
             self._mail.check(_reply_bytes(spec), self._request.host, f"a reply of '{spec.env_id}'")
             self._pool = EnvPool(self._simulator)
@@ -176,10 +177,11 @@ class EnvSession:
             "envs": self._request.num_envs,
             "steps": pool.num_steps if pool else 0,
             "episodes": pool.num_ended if pool else 0,
+            "lost": pool.num_lost if pool else 0,
         }
 
 
 def _reply_bytes(spec: EnvSpec) -> int:
     """Largest answer: current and final observations of all environments, and room for the rest."""
-    size = spec.num_envs * prod(spec.observation_shape) * np.dtype(spec.observation_dtype).itemsize
-    return 2 * size + REST_BYTES
+    sizes = [prod(one.shape) * np.dtype(one.dtype).itemsize for one in spec.observations.values()]
+    return 2 * spec.num_envs * sum(sizes) + REST_BYTES

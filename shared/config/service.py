@@ -38,6 +38,8 @@ class ServiceSettings(BaseSettings):
     """Name of this process in the registry; stable across restarts when a supervisor sets it."""
     data_dir: Path = Path.home() / ".penstock"
     """Checkpoints and job files."""
+    sims_dir: Path = Path.home() / ".penstock" / "sims"
+    """Where `penstock sims install` keeps an interpreter for each simulator (env service)."""
     shm_dir: Path = Path("/dev/shm")
     """Directory on tmpfs for weight slots and bulk slots."""
     bulk_host: str = ""

@@ -3,9 +3,12 @@
 Arrays travel as frames; in the place of one above 1 MiB stands a claim check of the bulk plane.
 
 Semantics, whatever a simulator does inside: ``step`` executes up to C actions of a chunk and stops for an environment
-at its first termination or truncation; rewards after that are 0 and not ``valid``. The observation at that moment is
+at its first termination or truncation; rewards after that are 0 and not ``valid``. The observations at that moment are
 in ``final_observations``. With ``auto_reset`` a new episode begins in the same step and ``observations`` shows its
-first one; without, the environment must be reset before it is stepped again.
+first ones; without, the environment must be reset before it is stepped again.
+
+An episode whose simulator raises, hangs or dies is ``lost``: it has no result, ``reasons`` says why, and the
+environment must be reset. The other environments of the request are not affected.
 
 Shapes: n environments of a request, C actions of a chunk, k episodes that ended, ... the shape of one observation.
 """
@@ -25,6 +28,7 @@ from penstock.shared.protocol.codec import SCHEMA
 from penstock.shared.protocol.frame import Buffer, decode_frame, encode_frame
 
 __all__ = [
+    "ArraySpec",
     "Body",
     "CloseRequest",
     "EnvOpened",
@@ -40,6 +44,10 @@ __all__ = [
 ]
 
 
+Observations = dict[str, NDArray[Any]]
+"""Observations by name."""
+
+
 class OpenEnv(msgspec.Struct, frozen=True, kw_only=True):
     """Asks for a session: ``num_envs`` copies of ``env_id``; closed after ``idle_s`` without a request.
 
@@ -51,24 +59,40 @@ class OpenEnv(msgspec.Struct, frozen=True, kw_only=True):
     backend: str = "gymnasium"
     options: dict[str, Any] = msgspec.field(default_factory=dict)
     """Keyword arguments of the environment."""
+    num_processes: int = 1
+    """Child processes over which the environments are spread."""
+    step_limit_s: float = 60.0
+    """A simulator that takes longer for one request has hung and is killed."""
     idle_s: float = 60.0
     host: str = ""
 
 
+class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
+    """Shape and dtype of one named observation of one environment."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
 class EnvSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy must know of an environment. ``num_actions`` is set for discrete actions, bounds for others."""
+    """What a policy must know of an environment. ``num_actions`` is set for discrete actions, bounds for others.
+
+    ``has_success``: the simulator tells whether the task is solved; ``has_snapshots``: its states can be restored.
+    """
 
     env_id: str
     backend: str
     num_envs: int
-    observation_shape: tuple[int, ...]
-    observation_dtype: str
+    observations: dict[str, ArraySpec]
+    """By name; a simulator with a single vector calls it ``state``."""
     action_shape: tuple[int, ...]
     action_dtype: str
     num_actions: int | None
     action_low: list[float]
     action_high: list[float]
     max_episode_steps: int | None
+    has_success: bool
+    has_snapshots: bool
     versions: dict[str, str]
 
 
@@ -94,12 +118,23 @@ class ResetRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ResetReply:
-    """First observations [n, ...]; ``state_hashes`` [n] lets a caller assert that a group starts equal."""
+    """How n episodes began.
+
+    Attributes:
+        observations: the first ones by name, [n, ...].
+        episode_ids: int64 [n].
+        state_hashes: uint64 [n], of the simulator's states; a caller asserts with them that a group starts equal.
+        tasks: n texts, '' where a task has no words.
+        lost: bool [n], the simulator could not begin the episode; reasons: n texts, '' where it did.
+    """
 
     seq: int
-    observations: NDArray[Any]
+    observations: Observations
     episode_ids: NDArray[np.int64]
     state_hashes: NDArray[np.uint64]
+    tasks: list[str]
+    lost: NDArray[np.bool_]
+    reasons: list[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -118,28 +153,37 @@ class StepReply:
     """What happened.
 
     Attributes:
-        observations: [n, ...], after the chunk; of the next episode where ``ended`` and auto-reset.
-        rewards: float32 [n, C]; terminated, truncated: bool [n, C].
+        observations: by name, [n, ...], after the chunk; of the next episode where ``ended`` and auto-reset.
+        rewards: float32 [n, C]; terminated, truncated, success: bool [n, C].
         valid: int32 [n], actions that were executed.
-        ended: bool [n], episodes over; ``final_observations`` [k, ...] are their last ones, in order.
+        ended: bool [n], episodes over; ``final_observations`` by name, [k, ...], are their last ones, in order.
+        lost: bool [n], episodes that broke off, and next ones that did not begin; reasons: n texts, '' for the others.
         state_ids, episode_ids: int64 [n], of the episode that was stepped.
         returns: float32 [n], undiscounted reward sum of that episode so far; lengths: int32 [n], its steps.
+        succeeded: bool [n], the task was solved at some step of that episode so far.
         next_episode_ids: int64 [n], of the episode that the next step belongs to.
+        state_hashes: uint64 [n], of the state in which the next episode began, 0 where none did; tasks: its words.
     """
 
     seq: int
-    observations: NDArray[Any]
+    observations: Observations
     rewards: NDArray[np.float32]
     terminated: NDArray[np.bool_]
     truncated: NDArray[np.bool_]
+    success: NDArray[np.bool_]
     valid: NDArray[np.int32]
     ended: NDArray[np.bool_]
-    final_observations: NDArray[Any]
+    lost: NDArray[np.bool_]
+    reasons: list[str]
+    final_observations: Observations
     state_ids: NDArray[np.int64]
     episode_ids: NDArray[np.int64]
     next_episode_ids: NDArray[np.int64]
     returns: NDArray[np.float32]
     lengths: NDArray[np.int32]
+    succeeded: NDArray[np.bool_]
+    state_hashes: NDArray[np.uint64]
+    tasks: list[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -152,10 +196,12 @@ class CloseRequest:
 _DTYPES = {
     "env_ids": "int32", "state_ids": "int64", "next_state_ids": "int64", "episode_ids": "int64",
     "next_episode_ids": "int64", "state_hashes": "uint64", "rewards": "float32", "terminated": "bool",
-    "truncated": "bool", "valid": "int32", "ended": "bool", "returns": "float32", "lengths": "int32",
-    "observations": "", "final_observations": "", "actions": "",
+    "truncated": "bool", "success": "bool", "succeeded": "bool", "lost": "bool", "valid": "int32", "ended": "bool",
+    "returns": "float32", "lengths": "int32", "actions": "",
 }  # fmt: skip
 """Of every array field, whatever message it stands in; the simulator decides where it is empty."""
+_NAMED = ("observations", "final_observations")
+_TEXTS = ("tasks", "reasons")
 
 Body = ResetRequest | ResetReply | StepRequest | StepReply | CloseRequest
 _KINDS: dict[str, type[Any]] = {c.__name__: c for c in (ResetRequest, ResetReply, StepRequest, StepReply, CloseRequest)}
@@ -195,7 +241,14 @@ def decode_env(data: bytes | memoryview, *kinds: type[B]) -> B:
 
 
 def _check_field(where: str, value: Any, dtype: str | None) -> None:
-    if dtype is None:
+    field = where.rpartition(".")[2]
+    if field in _NAMED:
+        if not isinstance(value, dict) or not all(isinstance(array, np.ndarray) for array in value.values()):
+            raise ProtocolError(f"{where} must hold arrays by name")
+    elif field in _TEXTS:
+        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+            raise ProtocolError(f"{where} must be a list of texts")
+    elif dtype is None:
         if not isinstance(value, int):
             raise ProtocolError(f"{where} must be a number, found {type(value).__name__}")
     elif not isinstance(value, np.ndarray) or (dtype and value.dtype != np.dtype(dtype)):

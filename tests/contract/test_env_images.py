@@ -25,33 +25,17 @@ from penstock.shared.transport.bulk_message import FrameMail
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.env_client import EnvClient
 from penstock.shared.transport.server import NatsServer
+from tests.contract.simulated_envs import FOLDER
 
 JOB = "job_images"
-NUM_ENVS, SHAPE = 8, (480, 640, 3)
+NUM_ENVS, CAMERA = 8, "simulated_envs:Camera-v0"
 LARGE_ACTION = (300_000,)
 
 
-class Camera(gymnasium.Env[NDArray[np.uint8], NDArray[np.float32]]):
-    """Noise of the episode's seed, shifted by the steps so far and by the sum of the action; ends after four steps."""
-
-    observation_space = gymnasium.spaces.Box(0, 255, SHAPE, np.uint8)
-
-    def __init__(self, action_shape: tuple[int, ...] = (1,)) -> None:
-        self.action_space = gymnasium.spaces.Box(-1, 1, tuple(action_shape), np.float32)
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self.steps = 0
-        self.noise = self.np_random.integers(0, 256, SHAPE, np.uint8)
-        return self.noise, {}
-
-    def step(self, action: NDArray[np.float32]) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self.steps += 1
-        self.noise = self.noise + np.uint8(self.steps + round(float(action.sum())))
-        return self.noise, float(self.steps), self.steps == 4, False, {}
-
-
-gymnasium.register("Camera-v0", entry_point=Camera)
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children of the service import the environments."""
+    monkeypatch.setenv("PYTHONPATH", FOLDER)
 
 
 @asynccontextmanager
@@ -94,25 +78,25 @@ async def test_images_arrive_as_the_environment_made_them(
     theirs, ours = ({**one, "shm_dir": shm_dir} for one in HOSTS[hosts])
     settings = ServiceSettings(**ours)
     num_envs = NUM_ENVS if action_shape == (1,) else 2
-    request = OpenEnv(env_id="Camera-v0", num_envs=num_envs, options={"action_shape": action_shape})
+    request = OpenEnv(env_id=CAMERA, num_envs=num_envs, options={"action_shape": action_shape})
     local = [gymnasium.make("Camera-v0", disable_env_checker=True, action_shape=action_shape) for _ in range(num_envs)]
     async with run_env(bus, **theirs) as service:
         with FrameMail(settings) as mail:
             client = await EnvClient.open(bus, mail, request, job=JOB)
             expected = np.stack([env.reset(seed=seed)[0] for seed, env in enumerate(local)])
             reply = await client.reset(reset_request(0, *range(num_envs)))
-            assert reply.observations.nbytes == num_envs * 921_600 > MAX_INLINE_BYTES
-            assert np.array_equal(reply.observations, expected)
+            assert reply.observations["state"].nbytes == num_envs * 921_600 > MAX_INLINE_BYTES
+            assert np.array_equal(reply.observations["state"], expected)
             for step in range(1, 5):
                 actions = np.zeros((num_envs, *action_shape), np.float32)
                 actions[:, 0] = np.arange(num_envs) % 2
                 expected = np.stack([env.step(action)[0] for env, action in zip(local, actions, strict=True)])
                 stepped = await client.step(step_request(step, actions))
                 final = stepped.final_observations if step == 4 else stepped.observations
-                assert np.array_equal(final, expected)
+                assert np.array_equal(final["state"], expected)
                 assert stepped.ended.all() == (step == 4)
             fresh = np.stack([env.reset(seed=100 + i)[0] for i, env in enumerate(local)])
-            assert np.array_equal(stepped.observations, fresh)
+            assert np.array_equal(stepped.observations["state"], fresh)
             assert service.status()[JOB]["episodes"] == num_envs
             await client.close()
     assert no_files(shm_dir), "nothing stays in shared memory"
@@ -127,10 +111,10 @@ async def test_what_is_asked_again_is_the_same_answer(bus: Bus) -> None:
     settings = ServiceSettings(host_id="here")
     async with run_env(bus, host_id="here") as service:
         with FrameMail(settings) as mail:
-            client = await EnvClient.open(bus, mail, OpenEnv(env_id="Camera-v0", num_envs=2), job=JOB)
-            first = (await client.reset(reset_request(0, 1, 2))).observations.copy()
+            client = await EnvClient.open(bus, mail, OpenEnv(env_id=CAMERA, num_envs=2), job=JOB)
+            first = (await client.reset(reset_request(0, 1, 2))).observations["state"].copy()
             again = await client.reset(reset_request(0, 1, 2))
-            assert np.array_equal(again.observations, first)
+            assert np.array_equal(again.observations["state"], first)
             assert service.status()[JOB]["steps"] == 0
             await client.close()
 
@@ -140,9 +124,9 @@ async def test_what_could_never_arrive_is_refused_at_once(bus: Bus) -> None:
     async with run_env(bus, host_id="here", bulk_bytes=16 << 20):
         with FrameMail(far) as mail:
             with pytest.raises(ConfigError, match="PENSTOCK_BULK_HOST"):
-                await EnvClient.open(bus, mail, OpenEnv(env_id="Camera-v0", num_envs=1), job=JOB)
+                await EnvClient.open(bus, mail, OpenEnv(env_id=CAMERA, num_envs=1), job=JOB)
             with pytest.raises(ConfigError, match="PENSTOCK_BULK_BYTES"):
-                await EnvClient.open(bus, mail, OpenEnv(env_id="Camera-v0", num_envs=8), job=JOB)
+                await EnvClient.open(bus, mail, OpenEnv(env_id=CAMERA, num_envs=8), job=JOB)
 
 
 CLIENT = """
@@ -159,12 +143,12 @@ async def main():
     bus = await Bus.connect(sys.argv[1], name="client")
     mail = FrameMail(settings)
     client = await EnvClient.open(
-        bus, mail, OpenEnv(env_id="Camera-v0", num_envs=8, idle_s=1.0), job="job_images"
+        bus, mail, OpenEnv(env_id="simulated_envs:Camera-v0", num_envs=8, idle_s=1.0), job="job_images"
     )
     reply = await client.reset(
         ResetRequest(seq=0, env_ids=np.arange(8, dtype=np.int32), state_ids=np.arange(8, dtype=np.int64))
     )
-    print(reply.observations.nbytes, flush=True)
+    print(reply.observations["state"].nbytes, flush=True)
     await asyncio.sleep(600)
 
 asyncio.run(main())
@@ -192,7 +176,7 @@ async def test_a_client_that_dies_gives_everything_back(bus: Bus, nats_server: N
         settings = ServiceSettings(host_id="here")
         with FrameMail(settings) as mail:
             for _ in range(3):  # more than the pool could hold had anything stayed
-                request = OpenEnv(env_id="Camera-v0", num_envs=8)
+                request = OpenEnv(env_id=CAMERA, num_envs=8)
                 client = await EnvClient.open(bus, mail, request, job=JOB)
                 await client.reset(reset_request(0, *range(8)))
                 await client.close()
@@ -202,6 +186,6 @@ async def test_a_service_that_is_gone_is_unavailable(bus: Bus) -> None:
     settings = ServiceSettings(host_id="here")
     with FrameMail(settings) as mail:
         async with run_env(bus, host_id="here"):
-            client = await EnvClient.open(bus, mail, OpenEnv(env_id="Camera-v0", num_envs=2), job=JOB)
+            client = await EnvClient.open(bus, mail, OpenEnv(env_id=CAMERA, num_envs=2), job=JOB)
         with pytest.raises(Unavailable):
             await client.reset(reset_request(0, 1, 2), deadline_s=0.5)

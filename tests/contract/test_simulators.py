@@ -2,30 +2,51 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
+import psutil
 import pytest
 from numpy.typing import NDArray
 
-from penstock.services.env.simulators import Simulator, open_simulator
-from penstock.shared.errors import ConfigError
-from penstock.shared.protocol.environment import OpenEnv
+from penstock.services.env.pool import EnvPool
+from penstock.services.env.simulators import Chunk, Named, Simulator, open_simulator
+from penstock.shared.errors import ConfigError, Unavailable
+from penstock.shared.protocol.environment import OpenEnv, ResetRequest, StepRequest
+from tests.contract.simulated_envs import DIE, FOLDER, HANG, NOT_A_NUMBER, RAISE, STEP, UNSTARTABLE
 
+NOWHERE = Path("/nonexistent")
+REACH = OpenEnv(env_id="reach-v3", num_envs=3, backend="metaworld", options={"horizon": 20})
 CASES = {
     "discrete": OpenEnv(env_id="CartPole-v1", num_envs=3),
     "continuous": OpenEnv(env_id="Pendulum-v1", num_envs=3),
     "options": OpenEnv(env_id="CartPole-v1", num_envs=3, options={"sutton_barto_reward": True}),
+    "mujoco, two processes": OpenEnv(env_id="Hopper-v5", num_envs=3, num_processes=2),
+    "metaworld": REACH,
 }
 
 
-@pytest.fixture(params=list(CASES))
+@pytest.fixture(scope="module", params=list(CASES))
 def simulator(request: pytest.FixtureRequest) -> Iterator[Simulator]:
-    opened = open_simulator(CASES[request.param])
+    opened = open_simulator(CASES[request.param], NOWHERE)
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def fragile(monkeypatch: pytest.MonkeyPatch) -> Iterator[EnvPool]:
+    """Four environments in two processes: 0 and 1 in the first."""
+    monkeypatch.setenv("PYTHONPATH", FOLDER)
+    request = OpenEnv(env_id="simulated_envs:Fragile-v0", num_envs=4, num_processes=2, step_limit_s=2.0)
+    simulator = open_simulator(request, NOWHERE)
+    yield EnvPool(simulator)
+    simulator.close()
 
 
 def ids(*numbers: int) -> NDArray[np.int32]:
@@ -36,87 +57,145 @@ def states(*numbers: int) -> NDArray[np.int64]:
     return np.asarray(numbers, np.int64)
 
 
-def random_actions(simulator: Simulator, seed: int, n: int) -> NDArray[Any]:
+def copied(observations: Named) -> Named:
+    return {name: array.copy() for name, array in observations.items()}
+
+
+def equal(one: Named, other: Named) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def row(observations: Named, i: int) -> Named:
+    return {name: array[i] for name, array in observations.items()}
+
+
+def random_actions(simulator: Simulator, seed: int, n: int, C: int = 1) -> NDArray[Any]:
     rng, spec = np.random.default_rng(seed), simulator.spec
     if spec.num_actions is not None:
-        return rng.integers(0, spec.num_actions, (n, *spec.action_shape)).astype(spec.action_dtype)
+        return rng.integers(0, spec.num_actions, (n, C, *spec.action_shape)).astype(spec.action_dtype)
     low, high = (np.reshape(bound, spec.action_shape) for bound in (spec.action_low, spec.action_high))
-    return rng.uniform(low, high, (n, *spec.action_shape)).astype(spec.action_dtype)
+    return rng.uniform(low, high, (n, C, *spec.action_shape)).astype(spec.action_dtype)
+
+
+def step(simulator: Simulator, env_ids: NDArray[np.int32], actions: NDArray[Any]) -> Chunk:
+    chunk = simulator.step(env_ids, actions, None)
+    assert chunk.lost == {}
+    return chunk
 
 
 def test_shapes_and_types_are_as_declared(simulator: Simulator) -> None:
     spec = simulator.spec
     assert spec.num_envs == 3
-    first = simulator.reset(ids(2, 0), states(5, 6))
-    assert first.shape == (2, *spec.observation_shape)
-    assert first.dtype == np.dtype(spec.observation_dtype)
-    result = simulator.step(ids(0), random_actions(simulator, 0, 1))
-    assert result.observations.shape == (1, *spec.observation_shape)
+    started = simulator.reset(ids(2, 0), states(5, 6))
+    for name, one in spec.observations.items():
+        assert started.observations[name].shape == (2, *one.shape)
+        assert started.observations[name].dtype == np.dtype(one.dtype)
+    result = step(simulator, ids(0), random_actions(simulator, 0, 1, C=2))
+    assert {name: array.shape for name, array in result.observations.items()} == {
+        name: (1, *one.shape) for name, one in spec.observations.items()
+    }
+    assert result.rewards.shape == result.terminated.shape == result.success.shape == (1, 2)
     assert result.rewards.dtype == np.float32
-    assert result.terminated.dtype == result.truncated.dtype == np.bool_
+    assert result.terminated.dtype == result.truncated.dtype == result.success.dtype == np.bool_
 
 
-def test_state_id_alone_decides_the_episode(simulator: Simulator) -> None:
-    """Equal ids in two environments, again in the same one, and in another instance."""
-    first = simulator.reset(ids(0, 1, 2), states(11, 11, 12))
-    assert np.array_equal(first[0], first[1])
-    assert not np.array_equal(first[0], first[2])
-    path = [simulator.step(ids(0, 1), np.repeat(random_actions(simulator, t, 1), 2, axis=0)) for t in range(6)]
-    for step in path:
-        assert np.array_equal(step.observations[0], step.observations[1])
-    assert np.array_equal(simulator.reset(ids(2), states(11))[0], first[0])
-    for t, step in enumerate(path):
-        again = simulator.step(ids(2), random_actions(simulator, t, 1))
-        assert np.array_equal(again.observations[0], step.observations[0])
-        assert again.rewards[0] == step.rewards[0]
+@pytest.mark.parametrize("state_id", [11, 5_000])
+def test_the_state_id_alone_decides_the_episode(simulator: Simulator, state_id: int) -> None:
+    """Equal ids in two environments, and again in a third one: equal states, observations and rewards."""
+    started = simulator.reset(ids(0, 1, 2), states(state_id, state_id, state_id + 1))
+    assert equal(row(started.observations, 0), row(started.observations, 1))
+    assert not equal(row(started.observations, 0), row(started.observations, 2))
+    assert started.state_hashes[0] == started.state_hashes[1] != started.state_hashes[2]
+    first = copied(row(started.observations, 0))
+    actions = random_actions(simulator, 1, 1, C=6)
+    chunk = step(simulator, ids(0, 1), np.repeat(actions, 2, axis=0))
+    assert equal(row(chunk.observations, 0), row(chunk.observations, 1))
+    after = copied(row(chunk.observations, 0))
+    again = simulator.reset(ids(2), states(state_id))
+    assert equal(row(again.observations, 0), first)
+    assert again.state_hashes[0] == started.state_hashes[0]
+    repeated = step(simulator, ids(2), actions)
+    assert equal(row(repeated.observations, 0), after)
+    assert repeated.rewards.tolist() == chunk.rewards[:1].tolist()
+
+
+def test_another_session_plays_the_same_episode(simulator: Simulator) -> None:
+    spec = simulator.spec
+    request = next(one for one in CASES.values() if one.env_id == spec.env_id and one.backend == spec.backend)
+    if request.env_id == "CartPole-v1":
+        request = CASES["discrete"]
+    other = open_simulator(OpenEnv(**{**_fields(request), "num_envs": 1, "num_processes": 1}), NOWHERE)
+    try:
+        here, there = (copied(one.reset(ids(0), states(77)).observations) for one in (simulator, other))
+        assert equal(here, there)
+        actions = random_actions(simulator, 2, 1, C=8)
+        ours, theirs = (copied(step(one, ids(0), actions).observations) for one in (simulator, other))
+        assert equal(ours, theirs)
+    finally:
+        other.close()
+
+
+def _fields(request: OpenEnv) -> dict[str, Any]:
+    return {name: getattr(request, name) for name in ("env_id", "backend", "options", "step_limit_s")}
 
 
 def test_environments_that_are_not_named_do_not_move(simulator: Simulator) -> None:
     simulator.reset(ids(0, 1), states(1, 1))
-    for t in range(3):
-        simulator.step(ids(0), random_actions(simulator, t, 1))
-    late = [simulator.step(ids(1), random_actions(simulator, t, 1)).observations for t in range(3)]
+    actions = random_actions(simulator, 3, 1, C=3)
+    step(simulator, ids(0), actions)
+    late = copied(step(simulator, ids(1), actions).observations)
     simulator.reset(ids(0), states(1))
-    assert [o.tolist() for o in late] == [
-        simulator.step(ids(0), random_actions(simulator, t, 1)).observations.tolist() for t in range(3)
-    ]
+    assert equal(late, step(simulator, ids(0), actions).observations)
 
 
-def test_results_are_not_changed_by_later_calls(simulator: Simulator) -> None:
-    first = simulator.reset(ids(0), states(1))
-    kept = first.copy()
-    step = simulator.step(ids(0), random_actions(simulator, 0, 1))
-    step_kept = step.observations.copy()
-    simulator.step(ids(0), random_actions(simulator, 1, 1))
-    assert np.array_equal(first, kept)
-    assert np.array_equal(step.observations, step_kept)
+def test_a_chunk_equals_its_actions_one_by_one(simulator: Simulator) -> None:
+    simulator.reset(ids(0, 1), states(2, 2))
+    actions = random_actions(simulator, 4, 1, C=5)
+    chunk = step(simulator, ids(0), actions)
+    singles = [step(simulator, ids(1), actions[:, c : c + 1]) for c in range(int(chunk.valid[0]))]
+    assert chunk.rewards[0, : len(singles)].tolist() == [float(one.rewards[0, 0]) for one in singles]
+    assert equal(chunk.observations, singles[-1].observations)
 
 
-def test_episodes_end_and_begin_again(simulator: Simulator) -> None:
+def test_episodes_end_once_and_begin_again(simulator: Simulator) -> None:
     limit = simulator.spec.max_episode_steps
     assert limit is not None
     simulator.reset(ids(1), states(3))
-    for t in range(limit):
-        result = simulator.step(ids(1), random_actions(simulator, t, 1))
-        if result.terminated[0] or result.truncated[0]:
-            break
-    assert result.terminated[0] != result.truncated[0]
+    chunk = step(simulator, ids(1), random_actions(simulator, 5, 1, C=limit + 1))
+    ends = (chunk.terminated | chunk.truncated)[0]
+    assert ends.sum() == 1
+    assert not (chunk.terminated & chunk.truncated).any()
+    assert chunk.valid.tolist() == [int(ends.argmax()) + 1], "nothing is executed after the end"
+    assert not chunk.rewards[0, int(chunk.valid[0]) :].any()
+    assert equal(chunk.final_observations, chunk.observations)
     simulator.reset(ids(1), states(4))
-    after = simulator.step(ids(1), random_actions(simulator, 0, 1))
-    assert not after.terminated[0]
-    assert not after.truncated[0]
+    after = step(simulator, ids(1), random_actions(simulator, 0, 1))
+    assert not (after.terminated | after.truncated).any()
+
+
+def test_the_next_episode_begins_in_the_same_request(simulator: Simulator) -> None:
+    limit = simulator.spec.max_episode_steps
+    assert limit is not None
+    expected = simulator.reset(ids(0), states(9))
+    first, state_hash = copied(expected.observations), int(expected.state_hashes[0])
+    simulator.reset(ids(1), states(3))
+    chunk = simulator.step(ids(1), random_actions(simulator, 5, 1, C=limit), states(9))
+    assert equal(chunk.observations, first)
+    assert not equal(chunk.final_observations, first)
+    assert int(chunk.state_hashes[0]) == state_hash
 
 
 def test_gymnasium_is_passed_through_exactly() -> None:
-    simulator = open_simulator(CASES["discrete"])
+    simulator = open_simulator(CASES["discrete"], NOWHERE)
     env = gymnasium.make("CartPole-v1")
     expected, _ = env.reset(seed=42)
-    assert np.array_equal(simulator.reset(ids(1), states(42))[0], expected)
+    assert np.array_equal(simulator.reset(ids(1), states(42)).observations["state"][0], expected)
     for t in range(200):
-        result = simulator.step(ids(1), np.asarray([t % 2]))
+        result = step(simulator, ids(1), np.asarray([[t % 2]]))
         observation, reward, terminated, truncated, _ = env.step(t % 2)
-        assert np.array_equal(result.observations[0], observation)
-        assert (result.rewards[0], result.terminated[0], result.truncated[0]) == (reward, terminated, truncated)
+        assert np.array_equal(result.observations["state"][0], observation)
+        found = (result.rewards[0, 0], result.terminated[0, 0], result.truncated[0, 0])
+        assert found == (reward, terminated, truncated)
         if terminated or truncated:
             break
     assert t > 5
@@ -124,17 +203,171 @@ def test_gymnasium_is_passed_through_exactly() -> None:
     simulator.close()
 
 
+def test_metaworld_gives_the_goals_of_its_benchmark() -> None:
+    """State ids below 50 are the library's own tasks, bit for bit; those above are different from all of them."""
+    import metaworld
+
+    benchmark = metaworld.MT1("reach-v3", seed=0)
+    env = benchmark.train_classes["reach-v3"]()
+    simulator = open_simulator(REACH, NOWHERE)
+    try:
+        for state_id in (0, 49):
+            env.set_task(benchmark.train_tasks[state_id])
+            expected = [env.reset()[0], *(env.step(np.full(4, 0.5, np.float32))[0] for _ in range(3))]
+            found = [simulator.reset(ids(0), states(state_id)).observations["state"][0].copy()]
+            for _ in range(3):
+                actions = np.full((1, 1, 4), 0.5, np.float32)
+                found.append(step(simulator, ids(0), actions).observations["state"][0].copy())
+            assert np.array_equal(found, expected)
+        goals = [simulator.reset(ids(0), states(n)).observations["state"][0, -3:].tolist() for n in range(48, 56)]
+        assert len({tuple(goal) for goal in goals}) == len(goals)
+    finally:
+        simulator.close()
+        env.close()
+
+
+def test_metaworld_ends_at_success_and_says_so() -> None:
+    """A proportional controller reaches the goal: the episode ends there, once, with success."""
+    simulator = open_simulator(OpenEnv(env_id="reach-v3", num_envs=1, backend="metaworld"), NOWHERE)
+    try:
+        state = simulator.reset(ids(0), states(0)).observations["state"][0]
+        for _ in range(150):
+            action = np.append(np.clip(10 * (state[-3:] - state[:3]), -1, 1), 0.0).astype(np.float32)
+            chunk = step(simulator, ids(0), action[None, None])
+            state = chunk.observations["state"][0]
+            if chunk.terminated[0, 0]:
+                break
+        assert chunk.success.tolist() == chunk.terminated.tolist() == [[True]]
+        assert simulator.spec.has_success
+    finally:
+        simulator.close()
+
+
+# -- what simulators do to their process -----------------------------------------------------------------------------
+
+
+def reset_all(pool: EnvPool, *numbers: int) -> Any:
+    return pool.reset(ResetRequest(seq=0, env_ids=np.arange(len(numbers), dtype=np.int32), state_ids=states(*numbers)))
+
+
+def act(pool: EnvPool, *actions: int, auto_reset: bool = False) -> Any:
+    request = StepRequest(
+        seq=1,
+        auto_reset=auto_reset,
+        env_ids=np.arange(len(actions), dtype=np.int32),
+        actions=np.asarray(actions, np.int64)[:, None],
+        next_state_ids=np.zeros(0, np.int64),
+    )
+    return pool.step(request)
+
+
+def test_named_observations_tasks_and_success_arrive(fragile: EnvPool) -> None:
+    started = reset_all(fragile, 1, 2, 3, 4)
+    assert started.tasks == ["count to four"] * 4
+    assert started.observations["image"][:, 0, 0, 0].tolist() == [1, 2, 3, 4]
+    replies = [act(fragile, STEP, STEP, STEP, STEP) for _ in range(4)]
+    assert [reply.succeeded.all() for reply in replies] == [False, False, True, True], "once, and still at the end"
+    assert [reply.success.any() for reply in replies] == [False, False, True, False]
+    assert replies[-1].final_observations["steps"].tolist() == [[4.0]] * 4
+
+
+@pytest.mark.parametrize(
+    ("action", "reason"),
+    [(RAISE, "RuntimeError: the arm left the table"), (NOT_A_NUMBER, "observation 'steps' is not finite")],
+)
+def test_an_environment_that_breaks_loses_its_episode_alone(fragile: EnvPool, action: int, reason: str) -> None:
+    reset_all(fragile, 1, 2, 3, 4)
+    reply = act(fragile, STEP, action, STEP, STEP)
+    assert reply.lost.tolist() == [False, True, False, False]
+    assert reason in reply.reasons[1]
+    assert (reply.valid.tolist(), reply.ended.any()) == ([1, 0, 1, 1], False)
+    assert reset_all(fragile, 1, 2, 3, 4).lost.tolist() == [False] * 4, "it was made anew"
+
+
+@pytest.mark.parametrize(("action", "reason"), [(DIE, "SIGKILL"), (HANG, "hung for 2 s")])
+def test_a_process_that_dies_or_hangs_is_replaced(fragile: EnvPool, action: int, reason: str) -> None:
+    """The episodes of the other process go on; those of its own are lost, also where they did nothing wrong."""
+    reset_all(fragile, 1, 2, 3, 4)
+    reply = act(fragile, action, STEP, STEP, STEP)
+    assert reply.lost.tolist() == [True, True, False, False]
+    assert reason in reply.reasons[0]
+    assert act_on(fragile, [2, 3]).lengths.tolist() == [2, 2]
+    started = reset_all(fragile, 7, 8)
+    assert (started.lost.any(), started.observations["image"][:, 0, 0, 0].tolist()) == (False, [7, 8])
+    assert fragile.num_lost == 2
+
+
+def act_on(pool: EnvPool, env_ids: list[int]) -> Any:
+    actions = np.zeros((len(env_ids), 1), np.int64)
+    return pool.step(
+        StepRequest(
+            seq=2, auto_reset=False, env_ids=ids(*env_ids), actions=actions, next_state_ids=np.zeros(0, np.int64)
+        )
+    )
+
+
+def test_an_episode_that_does_not_begin_is_lost_with_its_reason(fragile: EnvPool) -> None:
+    started = reset_all(fragile, 1, UNSTARTABLE, 3, 4)
+    assert started.lost.tolist() == [False, True, False, False]
+    assert started.reasons[1] == "RuntimeError: no scene for this seed"
+    assert act_on(fragile, [0, 2, 3]).valid.tolist() == [1, 1, 1]
+
+
+def test_the_processes_end_with_their_session_and_with_their_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(_children())
+    simulator = open_simulator(OpenEnv(env_id="CartPole-v1", num_envs=2, num_processes=2), NOWHERE)
+    assert len(set(_children()) - before) == 2
+    simulator.close()
+    assert set(_children()) <= before
+    parent = os.fork()
+    if parent == 0:  # a service that is killed with a session open
+        open_simulator(OpenEnv(env_id="CartPole-v1", num_envs=1), NOWHERE)
+        signal.pause()
+    until = time.monotonic() + 30
+    while not (orphans := [child.pid for child in psutil.Process(parent).children()]):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in orphans):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def _children() -> list[int]:
+    return [child.pid for child in psutil.Process().children()]
+
+
+def test_snapshots_are_refused_where_they_would_not_be_exact() -> None:
+    simulator = open_simulator(REACH, NOWHERE)
+    simulator.reset(ids(0), states(1))
+    with pytest.raises(ConfigError, match="'reach-v3' of metaworld offers no exact snapshots"):
+        simulator.snapshot(ids(0))
+    simulator.close()
+
+
+def test_a_process_that_cannot_come_back_says_why(fragile: EnvPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    reset_all(fragile, 1, 2, 3, 4)
+    act(fragile, DIE, STEP, STEP, STEP)
+    monkeypatch.setenv("PYTHONPATH", "/nonexistent")
+    with pytest.raises(Unavailable, match=r"broke \(.*SIGKILL.*\) and does not start: .*simulated_envs"):
+        reset_all(fragile, 1, 2)
+
+
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (OpenEnv(env_id="NoSuchTask-v1", num_envs=1), "'NoSuchTask-v1' cannot be made"),
+        (OpenEnv(env_id="NoSuchTask-v1", num_envs=1), "'NoSuchTask-v1' of gymnasium: environment cannot be made"),
         (OpenEnv(env_id="CartPole-v1", num_envs=0), "a session holds 1 to 4096"),
         (OpenEnv(env_id="CartPole-v1", num_envs=40_000), "a session holds 1 to 4096"),
         (OpenEnv(env_id="CartPole-v1", num_envs=1, options={"no_such": 1}), "cannot be made.*no_such"),
-        (OpenEnv(env_id="FrozenLake-v1", num_envs=1), "only Box is supported"),
+        (OpenEnv(env_id="FrozenLake-v1", num_envs=1), "only Box, or a Dict of Box, is supported"),
         (OpenEnv(env_id="CartPole-v1", num_envs=1, backend="warp"), "no simulator backend 'warp'"),
+        (OpenEnv(env_id="x", num_envs=1, backend="isaac"), "no simulator backend 'isaac'.*Isaac Sim"),
+        (OpenEnv(env_id="fly-v3", num_envs=1, backend="metaworld"), "has no task 'fly-v3'; it has: .*reach-v3"),
+        (OpenEnv(env_id="reach-v3", num_envs=1, backend="metaworld", options={"horizon": 501}), "1 to 500 steps"),
     ],
 )
 def test_what_cannot_be_made_says_why(request_: OpenEnv, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        open_simulator(request_)
+        open_simulator(request_, NOWHERE)

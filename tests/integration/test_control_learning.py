@@ -7,13 +7,12 @@ distance from the goal and 0.1; within 0.05 of the goal the task is over, after 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium.spaces import Box
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -27,30 +26,14 @@ from penstock.shared.algorithms.gaussian import gaussian_logprobs, squashed_samp
 from penstock.shared.config.control import GaussianPPOConfig, SoftActorCriticConfig
 from penstock.shared.models.control import to_bounds
 from penstock.shared.protocol.environment import EnvSpec, OpenEnv, ResetRequest, StepReply, StepRequest
+from tests.contract.simulated_envs import FOLDER
 
-ENV_ID, NUM_ENVS, LIMIT = "PenstockPointReach-v0", 8, 20
+ENV_ID, NUM_ENVS = "simulated_envs:PointReach-v0", 8
 HELD_OUT = 1_000_000
 """Seeds of episodes from here on are not trained on."""
 
 Act = Callable[[Tensor], Tensor]
 Floats = NDArray[np.float32]
-
-
-class PointReach(gymnasium.Env[Floats, Floats]):
-    """A point on a line."""
-
-    observation_space = Box(-2, 2, (2,), np.float32)
-    action_space = Box(-0.3, 0.3, (1,), np.float32)
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Floats, dict[str, Any]]:
-        super().reset(seed=seed)
-        self._state = self.np_random.uniform(-1, 1, 2)
-        return self._state.astype(np.float32), {}
-
-    def step(self, action: Floats) -> tuple[Floats, float, bool, bool, dict[str, Any]]:
-        self._state[0] = np.clip(self._state[0] + np.clip(action[0], -0.3, 0.3), -2, 2)
-        distance = abs(self._state[0] - self._state[1])
-        return self._state.astype(np.float32), -distance - 0.1, bool(distance < 0.05), False, {}
 
 
 @pytest.fixture(autouse=True)
@@ -62,12 +45,11 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def pool() -> Iterator[EnvPool]:
-    gymnasium.register(ENV_ID, entry_point=PointReach, max_episode_steps=LIMIT)
-    simulator = open_simulator(OpenEnv(env_id=ENV_ID, num_envs=NUM_ENVS))
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[EnvPool]:
+    monkeypatch.setenv("PYTHONPATH", FOLDER)
+    simulator = open_simulator(OpenEnv(env_id=ENV_ID, num_envs=NUM_ENVS), Path("/nonexistent"))
     yield EnvPool(simulator)
     simulator.close()
-    del gymnasium.registry[ENV_ID]
 
 
 class Driver:
@@ -77,7 +59,7 @@ class Driver:
         self._pool, self._envs = pool, np.arange(NUM_ENVS, dtype=np.int32)
         seeds = first_seed + np.arange(NUM_ENVS, dtype=np.int64)
         reply = pool.reset(ResetRequest(seq=0, env_ids=self._envs, state_ids=seeds))
-        self.observations, self.first_episode = reply.observations, int(reply.episode_ids[0])
+        self.observations, self.first_episode = reply.observations["state"].copy(), int(reply.episode_ids[0])
         self.steps_in_episode = np.zeros(NUM_ENVS, np.int64)
 
     @property
@@ -93,14 +75,14 @@ class Driver:
                 next_state_ids=np.zeros(0, np.int64),
             )
         )  # fmt: skip
-        after = reply.observations.copy()
-        after[reply.ended] = reply.final_observations
+        after = reply.observations["state"].copy()
+        after[reply.ended] = reply.final_observations["state"]
         transitions = Transitions(
             episodes_N=reply.episode_ids - self.first_episode, steps_N=self.steps_in_episode.copy(),
             observations_NO=self.observations, actions_NA=actions_BA.numpy(), rewards_N=reply.rewards[:, 0],
             next_observations_NO=after, terminated_N=reply.terminated[:, 0], truncated_N=reply.truncated[:, 0],
         )  # fmt: skip
-        self.observations = reply.observations
+        self.observations = reply.observations["state"].copy()
         self.steps_in_episode = np.where(reply.ended, 0, self.steps_in_episode + 1)
         return reply, transitions
 

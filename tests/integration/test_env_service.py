@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,7 +13,6 @@ from pathlib import Path
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium.envs.registration import EnvSpec
 
 from penstock.services.coordinator.api.logfiles import read_logs
 from penstock.services.env.service import EnvService
@@ -39,6 +37,7 @@ from penstock.shared.transport.bulk_message import FrameMail
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.env_client import EnvClient
 from penstock.shared.transport.server import NatsServer
+from tests.contract.simulated_envs import FOLDER
 
 JOB = "job_env_test"
 
@@ -98,11 +97,11 @@ async def test_episodes_over_the_bus_equal_episodes_in_place(bus: Bus) -> None:
     """A simple controller balances two poles; each observation is what Gymnasium gives for the same seed."""
     async with run_env(bus) as service:
         opened = await open_session(bus)
-        assert (opened.spec.observation_shape, opened.spec.num_actions) == ((4,), 2)
+        assert (opened.spec.observations["state"].shape, opened.spec.num_actions) == ((4,), 2)
         client = Client(bus, opened)
         local = [gymnasium.make("CartPole-v1") for _ in range(2)]
         expected = np.stack([env.reset(seed=seed)[0] for env, seed in zip(local, (3, 4), strict=True)])
-        observations = (await client.reset(3, 4)).observations
+        observations = (await client.reset(3, 4)).observations["state"]
         ended = np.zeros(2, np.bool_)
         for _ in range(120):
             assert np.array_equal(observations, expected)
@@ -110,13 +109,13 @@ async def test_episodes_over_the_bus_equal_episodes_in_place(bus: Bus) -> None:
             reply = await client.step(*actions)
             steps = [env.step(action) for env, action in zip(local, actions, strict=True)]
             expected = np.stack([step[0] for step in steps])
-            observations, ended = reply.observations, reply.ended
+            observations, ended = reply.observations["state"], reply.ended
             assert reply.rewards[:, 0].tolist() == [step[1] for step in steps]
             assert ended.tolist() == [step[2] or step[3] for step in steps]
             if ended.any():
                 break
         assert reply.lengths.min() > 100, "the controller keeps the poles up"
-        assert service.status() == {JOB: {"sessions": 1, "envs": 2, "steps": 240, "episodes": 0}}
+        assert service.status() == {JOB: {"sessions": 1, "envs": 2, "steps": 240, "episodes": 0, "lost": 0}}
         await client.close()
         await eventually(lambda: not_serving(bus, client))
         await eventually(lambda: forgotten(service))  # the simulator is closed after the last answer
@@ -158,7 +157,7 @@ async def test_repeated_request_is_answered_but_not_executed_again(bus: Bus) -> 
 
 async def test_refusals_reach_the_client_and_do_not_count(bus: Bus) -> None:
     async with run_env(bus):
-        with pytest.raises(ConfigError, match="'NoSuchTask-v1' cannot be made"):
+        with pytest.raises(ConfigError, match="'NoSuchTask-v1' of gymnasium: environment cannot be made"):
             await open_session(bus, env_id="NoSuchTask-v1")
         client = Client(bus, await open_session(bus))
         await client.reset(1, 2)
@@ -214,30 +213,19 @@ async def beaten(beats: asyncio.Queue[Heartbeat], *, steps: int) -> bool:
     return any(b.service == "env" and b.ready and b.jobs.get(JOB, {}).get("steps") == steps for b in seen)
 
 
-class Slow(gymnasium.Env[np.ndarray, int]):
-    """Takes longer to make than one attempt of a request may last."""
-
-    made = 0
-    observation_space = gymnasium.spaces.Box(0, 1, (1,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def __init__(self) -> None:
-        Slow.made += 1
-        time.sleep(0.5)
-
-
 async def test_environments_that_take_long_to_make_are_made_once(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(env_client, "ATTEMPT_S", 0.1)
-    monkeypatch.setattr(Slow, "made", 0)
-    monkeypatch.setitem(gymnasium.registry, "Slow-v0", EnvSpec("Slow-v0", entry_point=Slow, disable_env_checker=True))
+    monkeypatch.setenv("PYTHONPATH", FOLDER)
+    made = tmp_path / "made"
     settings = ServiceSettings(shm_dir=tmp_path)
     async with run_env(bus) as service:
         async with asyncio.timeout(30):
             while not service.ready:
                 await asyncio.sleep(0.02)
         with FrameMail(settings) as mail:
-            client = await EnvClient.open(bus, mail, OpenEnv(env_id="Slow-v0", num_envs=1), job=JOB)
-            assert (len(service.sessions), Slow.made) == (1, 1)
+            request = OpenEnv(env_id="simulated_envs:Slow-v0", num_envs=1, options={"made": str(made)})
+            client = await EnvClient.open(bus, mail, request, job=JOB)
+            assert (len(service.sessions), made.read_text()) == (1, "made\n")
             await client.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -11,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from penstock.services.env.pool import EnvPool
-from penstock.services.env.simulators import open_simulator
+from penstock.services.env.simulators import Simulator, open_simulator
 from penstock.shared.errors import Conflict, PenstockError, ProtocolError
 from penstock.shared.protocol.environment import (
     OpenEnv,
@@ -23,12 +24,19 @@ from penstock.shared.protocol.environment import (
     encode_env,
 )
 
+NOWHERE = Path("/nonexistent")
+
+
+@pytest.fixture(scope="module")
+def simulator() -> Iterator[Simulator]:
+    simulator = open_simulator(OpenEnv(env_id="CartPole-v1", num_envs=3), NOWHERE)
+    yield simulator
+    simulator.close()
+
 
 @pytest.fixture
-def pool() -> Iterator[EnvPool]:
-    simulator = open_simulator(OpenEnv(env_id="CartPole-v1", num_envs=3))
-    yield EnvPool(simulator)
-    simulator.close()
+def pool(simulator: Simulator) -> EnvPool:
+    return EnvPool(simulator)
 
 
 def reset(pool: EnvPool, envs: list[int], states: list[int]) -> ResetReply:
@@ -80,8 +88,8 @@ def test_chunk_stops_at_the_end_and_keeps_the_final_observation(pool: EnvPool) -
     assert reply.terminated[0].tolist() == [t == length - 1 for t in range(30)]
     assert not reply.truncated.any()
     assert reply.rewards[0].tolist() == [1.0] * length + [0.0] * (30 - length)
-    assert np.array_equal(reply.final_observations, observations[-1][None])
-    assert np.array_equal(reply.observations[0], reference(seed=100, action=1)[0][0])
+    assert np.array_equal(reply.final_observations["state"], observations[-1][None])
+    assert np.array_equal(reply.observations["state"][0], reference(seed=100, action=1)[0][0])
     assert reply.state_ids.tolist() == [5, 5]
     assert (reply.episode_ids.tolist(), reply.next_episode_ids.tolist()) == ([0, 1], [2, 1])
     assert (reply.returns.tolist(), reply.lengths.tolist()) == ([length, 30.0], [length, 30])
@@ -100,7 +108,7 @@ def test_books_run_over_chunks_and_start_anew(pool: EnvPool) -> None:
 
 
 def test_time_limit_is_a_truncation(pool: EnvPool) -> None:
-    simulator = open_simulator(OpenEnv(env_id="CartPole-v1", num_envs=1, options={"max_episode_steps": 3}))
+    simulator = open_simulator(OpenEnv(env_id="CartPole-v1", num_envs=1, options={"max_episode_steps": 3}), NOWHERE)
     short = EnvPool(simulator)
     reset(short, [0], [1])
     reply = step(short, [0], [[0, 1, 0, 1]])
@@ -113,7 +121,7 @@ def test_time_limit_is_a_truncation(pool: EnvPool) -> None:
 def test_without_automatic_reset_an_ended_episode_refuses_steps(pool: EnvPool) -> None:
     reset(pool, [0, 1], [5, 6])
     reply = step(pool, [0], np.ones((1, 30), np.int64), auto_reset=False)
-    assert np.array_equal(reply.observations, reply.final_observations)
+    assert np.array_equal(reply.observations["state"], reply.final_observations["state"])
     with pytest.raises(Conflict, match=r"environments \[0\] have no running episode"):
         step(pool, [0, 1], np.ones((2, 1), np.int64))
     reset(pool, [0], [9])
@@ -152,7 +160,7 @@ def test_state_ids_must_fit(pool: EnvPool) -> None:
 
 
 def test_continuous_actions_must_be_finite() -> None:
-    simulator = open_simulator(OpenEnv(env_id="Pendulum-v1", num_envs=1))
+    simulator = open_simulator(OpenEnv(env_id="Pendulum-v1", num_envs=1), NOWHERE)
     pool = EnvPool(simulator)
     reset(pool, [0], [1])
     with pytest.raises(ProtocolError, match="not finite"):
@@ -167,7 +175,7 @@ def test_messages_survive_the_wire(pool: EnvPool) -> None:
     assert isinstance(back, ResetRequest)
     assert (back.seq, back.env_ids.tolist(), back.state_ids.tolist()) == (4, [1], [2])
     reply = encode_env(pool.reset(back))
-    assert decode_env(reply, ResetReply).observations.shape == (1, 4)
+    assert decode_env(reply, ResetReply).observations["state"].shape == (1, 4)
     with pytest.raises(ProtocolError, match="expected StepReply, got another"):
         decode_env(reply, StepReply)
     wrong = ResetRequest(seq=0, env_ids=np.zeros(1, np.int64), state_ids=np.zeros(1, np.int64))  # type: ignore[arg-type]

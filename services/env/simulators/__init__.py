@@ -1,19 +1,47 @@
-"""Simulators. Adding one: one file here, one line in ``open_simulator``; it inherits the contract test."""
+"""Simulators. Each backend is one adapter file in ``backends``, run by ``child.py`` in a process of its own.
+
+The env service calls this package; it may import the wire's messages and errors, and no simulator: those live in the
+interpreter of the child. Adding a backend: one file, one line in ``BACKENDS``; it inherits the contract test.
+"""
 
 from __future__ import annotations
 
-from penstock.services.env.simulators.base import Simulator, Transition
-from penstock.services.env.simulators.gym import GymSimulator
+import sys
+from pathlib import Path
+
+from penstock.services.env.simulators.base import Chunk, Named, Simulator, Started
+from penstock.services.env.simulators.process import ProcessSimulator
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.environment import OpenEnv
 
-__all__ = ["Simulator", "Transition", "open_simulator"]
+__all__ = ["BACKENDS", "INSTALLED", "Chunk", "Named", "Simulator", "Started", "interpreter_of", "open_simulator"]
 
+FOLDER = Path(__file__).with_name("backends")
+BACKENDS = {
+    "gymnasium": FOLDER / "gymnasium_backend.py",
+    "metaworld": FOLDER / "metaworld_backend.py",
+}
+NOT_HERE = {
+    "behavior": "BEHAVIOR-1K needs Isaac Sim, NVIDIA GPUs and its own data licence",
+    "robotwin": "RoboTwin needs SAPIEN with a GPU renderer and its asset pack",
+    "genesis": "Genesis needs an environment of its own (genesis-world pins another MuJoCo)",
+    "isaac": "Isaac Lab needs Isaac Sim and NVIDIA GPUs",
+    "calvin": "CALVIN needs its data set and PyBullet with EGL",
+}
+"""Simulators that people ask for, and what an adapter of them would need."""
+INSTALLED = "installed.json"
+"""``penstock sims install`` writes this file into an interpreter's folder when everything is there."""
 MAX_ENVS = 4096
 """Environments of one session."""
 
 
-def open_simulator(request: OpenEnv) -> Simulator:
+def interpreter_of(backend: str, sims_dir: Path) -> str:
+    """The interpreter that runs a backend: that of ``penstock sims install``, else the env service's own."""
+    own = sims_dir / backend
+    return str(own / "bin" / "python") if (own / INSTALLED).exists() else sys.executable
+
+
+def open_simulator(request: OpenEnv, sims_dir: Path) -> Simulator:
     """Make the environments of a session. Blocking.
 
     Raises:
@@ -21,6 +49,16 @@ def open_simulator(request: OpenEnv) -> Simulator:
     """
     if not 1 <= request.num_envs <= MAX_ENVS:
         raise ConfigError(f"num_envs {request.num_envs}: a session holds 1 to {MAX_ENVS} environments")
-    if request.backend == "gymnasium":
-        return GymSimulator(request.env_id, request.num_envs, request.options)
-    raise ConfigError(f"no simulator backend '{request.backend}'; there is: gymnasium")
+    if request.backend not in BACKENDS:
+        known = ", ".join(sorted(BACKENDS))
+        reason = NOT_HERE.get(request.backend)
+        raise ConfigError(
+            f"no simulator backend '{request.backend}'; there is: {known}" + (f". {reason}" if reason else "")
+        )
+    python = interpreter_of(request.backend, sims_dir)
+    try:
+        return ProcessSimulator(request, python=python, backend=BACKENDS[request.backend], limit_s=request.step_limit_s)
+    except ConfigError as error:
+        missing = "ModuleNotFoundError" in str(error)
+        hint = f": run `penstock sims install {request.backend}`" if missing else ""
+        raise ConfigError(f"'{request.env_id}' of {request.backend}: {error}{hint}") from None

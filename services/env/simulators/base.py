@@ -1,4 +1,4 @@
-"""What every simulator does: B environments side by side, in NumPy, without automatic resets."""
+"""The environments of a session as the env service sees them: B side by side, stepped by chunks of actions."""
 
 from __future__ import annotations
 
@@ -10,24 +10,54 @@ from numpy.typing import NDArray
 
 from penstock.shared.protocol.environment import EnvSpec
 
-__all__ = ["Simulator", "Transition"]
+__all__ = ["Chunk", "Named", "Simulator", "Started"]
+
+Named = dict[str, NDArray[Any]]
+"""Observations by name, each [n, ...]. They are valid until the next call."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Transition:
-    """One step of n environments.
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Started:
+    """The beginnings of n episodes.
 
     Attributes:
-        observations: [n, ...], after the step; where an episode ended, its final one.
-        rewards: float32 [n].
-        terminated: bool [n], the task is over (success or failure): no value beyond.
-        truncated: bool [n], cut off by a limit: the value of the final observation still counts.
+        observations: the first ones, [n, ...].
+        state_hashes: uint64 [n], of the simulator's states.
+        tasks: n texts, '' where a task has no words.
+        lost: why an episode did not begin, by its place in the request.
     """
 
-    observations: NDArray[Any]
+    observations: Named
+    state_hashes: NDArray[np.uint64]
+    tasks: list[str]
+    lost: dict[int, str]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Chunk:
+    """What C actions did to n environments.
+
+    Attributes:
+        observations: [n, ...], after the chunk, or the first ones of the next episode where one began.
+        final_observations: [n, ...], of the episodes that ended; other rows mean nothing.
+        rewards: float32 [n, C]; terminated, truncated, success: bool [n, C].
+        valid: int32 [n], actions that were executed; an environment stops at the end of its episode.
+        state_hashes, tasks: of the episodes that began.
+        lost: why an episode broke off, by its place in the request: the simulator raised, hung or died.
+        not_started: why the next episode of an ended one did not begin.
+    """
+
+    observations: Named
+    final_observations: Named
     rewards: NDArray[np.float32]
     terminated: NDArray[np.bool_]
     truncated: NDArray[np.bool_]
+    success: NDArray[np.bool_]
+    valid: NDArray[np.int32]
+    state_hashes: NDArray[np.uint64]
+    tasks: list[str]
+    lost: dict[int, str]
+    not_started: dict[int, str]
 
 
 class Simulator(Protocol):
@@ -37,21 +67,31 @@ class Simulator(Protocol):
     def spec(self) -> EnvSpec:
         """Shapes, types and bounds."""
 
-    def reset(self, env_ids: NDArray[np.int32], state_ids: NDArray[np.int64]) -> NDArray[Any]:
+    def reset(self, env_ids: NDArray[np.int32], state_ids: NDArray[np.int64]) -> Started:
         """Start an episode in each of ``env_ids`` [n].
 
         Everything random in the episode follows from its state id: equal ids and equal actions give equal episodes, in
         any environment of any process.
-
-        Returns:
-            Observations [n, ...], not changed by later calls.
         """
 
-    def step(self, env_ids: NDArray[np.int32], actions: NDArray[Any]) -> Transition:
-        """One action [n, ...] in each of ``env_ids`` [n]; the others do not move.
+    def step(
+        self, env_ids: NDArray[np.int32], actions: NDArray[Any], next_state_ids: NDArray[np.int64] | None
+    ) -> Chunk:
+        """Execute ``actions`` [n, C, ...] in ``env_ids`` [n], each up to the end of its episode; others do not move.
 
-        The caller has checked that none of them has ended, and that the actions fit ``spec``.
+        The caller has checked that none of them has ended, and that the actions fit ``spec``. Where an episode ends,
+        the one of ``next_state_ids`` [n] begins; None: it stays over.
         """
+
+    def snapshot(self, env_ids: NDArray[np.int32]) -> list[bytes]:
+        """The states of environments, to be restored in any environment of an equal session.
+
+        Raises:
+            ConfigError: the simulator offers no exact snapshots.
+        """
+
+    def restore(self, env_ids: NDArray[np.int32], snapshots: list[bytes]) -> Named:
+        """Put environments into states of ``snapshot``; returns their observations [n, ...]. Raises as ``snapshot``."""
 
     def close(self) -> None:
         """Give everything back."""

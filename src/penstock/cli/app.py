@@ -20,6 +20,7 @@ from penstock.cli import (
     letters,
     machine,
     quarantine,
+    sims,
     users,
     views,
     watching,
@@ -80,6 +81,7 @@ app.add_typer(files.app)
 app.add_typer(webhooks.app)
 app.add_typer(quarantine.app)
 app.add_typer(users.app)
+app.add_typer(sims.app)
 
 
 def main() -> None:

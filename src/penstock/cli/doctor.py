@@ -17,9 +17,11 @@ import typer
 from penstock.cli.demo import DEMO_STREAMS
 from penstock.cli.exits import FAILED, OK
 from penstock.cli.printing import Json, console, note, show_json, table
+from penstock.cli.sims import find_simulators
 from penstock.client import Client
 from penstock.local import LARGEST, StreamSizes, plan_room, read_state
 from penstock.local.ports import claimable
+from penstock.services.env.simulators import INSTALLED
 from penstock.shared.config.service import ServiceSettings, load_settings
 from penstock.shared.errors import ConfigError, DeadlineError, PenstockError, Unavailable
 from penstock.shared.transport.server import NatsServer, ValkeyServer
@@ -45,7 +47,7 @@ def doctor(as_json: Json = False) -> None:
     """Check this machine, with fixes; exit 1 if something needed is missing."""
     settings = load_settings()
     findings = []
-    for check in (_python, _torch, _nats, _valkey, _shm, _disk, _streams, _port, _api):
+    for check in (_python, _torch, _nats, _valkey, _shm, _disk, _streams, _simulators, _port, _api):
         if not as_json:
             note(f"checking {check.__name__.strip('_')} ...")
         findings += list(check(settings))
@@ -111,6 +113,17 @@ def _disk(settings: ServiceSettings) -> Iterator[Finding]:
     while not folder.exists():
         folder = folder.parent
     yield _space("data directory", folder, _NEED_FILES, "free some space, or set PENSTOCK_DATA_DIR")
+
+
+def _simulators(settings: ServiceSettings) -> Iterator[Finding]:
+    """Simulators are optional: only one that was installed and does not work is a warning."""
+    found = list(find_simulators(settings))
+    missing = [name for name, _, problem in found if problem]
+    broken = [name for name in missing if (settings.sims_dir.expanduser() / name / INSTALLED).exists()]
+    ready = ", ".join(name for name, _, problem in found if not problem) or "none"
+    detail = f"{ready}; not here: {', '.join(missing)}" if missing else ready
+    fix = f"penstock sims install {broken[0]} --again" if broken else ""
+    yield Finding("simulators", "warning" if broken else "ok", detail, fix)
 
 
 def _streams(settings: ServiceSettings) -> Iterator[Finding]:

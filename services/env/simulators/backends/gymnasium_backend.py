@@ -1,0 +1,92 @@
+"""Environments registered with Gymnasium (classic control, MuJoCo, a user's own): Box observations, or a Dict of them.
+
+``env_id`` is Gymnasium's, with ``module:`` before it where a module must be imported to register it. The state id is
+the seed of the episode.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Box, Dict, Discrete
+from numpy.typing import NDArray
+
+__all__ = ["GymnasiumEnvironment", "make"]
+
+
+class GymnasiumEnvironment:
+    """One environment of Gymnasium. ``success`` is what the info of a step says under this name."""
+
+    def __init__(self, env_id: str, options: dict[str, Any]) -> None:
+        """Raises ValueError where observations or actions are of a kind that no policy here takes."""
+        self._env: gymnasium.Env[Any, Any] = gymnasium.make(env_id, disable_env_checker=True, **options)
+        self.task = str(getattr(self._env.unwrapped, "task", ""))
+        self._boxes = _boxes(env_id, self._env.observation_space)
+        self.spec = {
+            "observations": {name: (list(box.shape), str(box.dtype)) for name, box in self._boxes.items()},
+            **_action(env_id, self._env.action_space),
+            "max_episode_steps": self._env.spec.max_episode_steps if self._env.spec else None,
+            "has_success": False,
+            "has_snapshots": False,
+            "versions": {"gymnasium": gymnasium.__version__},
+        }
+
+    def reset(self, state_id: int) -> Mapping[str, NDArray[Any]]:
+        """Begin the episode of this seed."""
+        return self._named(self._env.reset(seed=state_id)[0])
+
+    def step(self, action: Any) -> tuple[Mapping[str, NDArray[Any]], float, bool, bool, bool]:
+        """Execute one action."""
+        plain = int(action) if self.spec["num_actions"] is not None else action
+        observation, reward, terminated, truncated, info = self._env.step(plain)
+        return self._named(observation), float(reward), terminated, truncated, bool(info.get("success", False))
+
+    def state(self) -> bytes:
+        """MuJoCo's physics, or the attribute ``state`` of classic control, and the random generator."""
+        inner: Any = self._env.unwrapped
+        if hasattr(inner, "data") and hasattr(inner.data, "qpos"):
+            parts: list[Any] = [inner.data.time, inner.data.qpos.tobytes(), inner.data.qvel.tobytes()]
+        else:
+            parts = [np.asarray(getattr(inner, "state", [])).astype(np.float64).tobytes()]
+        return pickle.dumps([*parts, inner.np_random.bit_generator.state], protocol=4)
+
+    def snapshot(self) -> bytes:
+        """Gymnasium has no snapshots."""
+        raise NotImplementedError("environments of Gymnasium have no snapshots")
+
+    def restore(self, snapshot: bytes) -> Mapping[str, NDArray[Any]]:
+        """Gymnasium has no snapshots."""
+        raise NotImplementedError("environments of Gymnasium have no snapshots")
+
+    def close(self) -> None:
+        """Close it."""
+        self._env.close()
+
+    def _named(self, observation: Any) -> Mapping[str, NDArray[Any]]:
+        return observation if isinstance(observation, dict) else {"state": np.asarray(observation)}
+
+
+def make(env_id: str, options: dict[str, Any]) -> GymnasiumEnvironment:
+    """One environment; ``options`` are its keyword arguments."""
+    return GymnasiumEnvironment(env_id, options)
+
+
+def _boxes(env_id: str, space: Any) -> dict[str, Box]:
+    boxes = dict(space.spaces) if isinstance(space, Dict) else {"state": space}
+    wrong = {name: one for name, one in boxes.items() if not isinstance(one, Box)}
+    if wrong:
+        raise ValueError(f"environment '{env_id}': observations are {space}; only Box, or a Dict of Box, is supported")
+    return boxes
+
+
+def _action(env_id: str, space: Any) -> dict[str, Any]:
+    if isinstance(space, Discrete) and space.start == 0:
+        return {"action": ([], str(space.dtype)), "num_actions": int(space.n), "low": [], "high": []}
+    if isinstance(space, Box):
+        low, high = space.low.ravel().tolist(), space.high.ravel().tolist()
+        return {"action": (list(space.shape), str(space.dtype)), "num_actions": None, "low": low, "high": high}
+    raise ValueError(f"environment '{env_id}': actions are {space}; only Discrete from 0 and Box are supported")

@@ -1,0 +1,107 @@
+"""Meta-World: fifty manipulation tasks of a Sawyer arm. ``env_id`` is the task, such as ``reach-v3``.
+
+State ids 0 to 49 are the goals of the benchmark of seed 0 (``MT1(name, seed=0).train_tasks``); each one above is a goal
+of its own, drawn with the id as seed. ``reset(seed=...)`` of the library does not reproduce an episode.
+
+Options: ``horizon`` (steps until an episode is cut off, at most 500), ``terminate_on_success`` (default true).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import metaworld
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["MetaWorldEnvironment", "make"]
+
+GOALS = 50
+"""Goals of a benchmark."""
+
+
+class MetaWorldEnvironment:
+    """One task. Observation ``state``: float64 [39] (hand, gripper, objects, the same a step before, goal)."""
+
+    def __init__(self, env_id: str, *, horizon: int = 500, terminate_on_success: bool = True) -> None:
+        """Raises ValueError: no such task, or a horizon out of 1..500."""
+        names = metaworld.MT1.ENV_NAMES
+        if env_id not in names:
+            raise ValueError(f"Meta-World has no task '{env_id}'; it has: {', '.join(sorted(names))}")
+        if not 1 <= horizon <= 500:
+            raise ValueError(f"horizon {horizon}: Meta-World's episodes have 1 to 500 steps")
+        self._horizon, self._stops = horizon, terminate_on_success
+        benchmark = benchmark_of(env_id)
+        self._tasks: list[Any] = benchmark.train_tasks
+        self._env: Any = benchmark.train_classes[env_id]()
+        self._steps = 0
+        self.task = env_id.removesuffix("-v3").replace("-", " ")
+        space = self._env.action_space
+        self.spec = {
+            "observations": {"state": ([39], "float64")},
+            "action": (list(space.shape), str(space.dtype)),
+            "num_actions": None,
+            "low": space.low.ravel().tolist(),
+            "high": space.high.ravel().tolist(),
+            "max_episode_steps": horizon,
+            "has_success": True,
+            "has_snapshots": False,
+            "versions": {name: importlib.metadata.version(name) for name in ("metaworld", "mujoco")},
+        }
+
+    def reset(self, state_id: int) -> Mapping[str, NDArray[Any]]:
+        """Begin with the goal that ``state_id`` names."""
+        self._env.set_task(self._tasks[state_id % GOALS])
+        self._steps = 0
+        if state_id < GOALS:
+            return {"state": self._env.reset()[0]}
+        before = np.random.get_state()
+        np.random.seed(state_id % 2**32)
+        self._env._freeze_rand_vec = False  # the library draws its goals so, from NumPy's global generator
+        try:
+            return {"state": self._env.reset()[0]}
+        finally:
+            self._env._freeze_rand_vec = True
+            np.random.set_state(before)
+
+    def step(self, action: Any) -> tuple[Mapping[str, NDArray[Any]], float, bool, bool, bool]:
+        """Execute one action, cut to [-1, 1]."""
+        observation, reward, _, _, info = self._env.step(np.clip(action, -1.0, 1.0))
+        self._steps += 1
+        success = bool(info["success"])
+        over = success and self._stops
+        return {"state": observation}, float(reward), over, not over and self._steps >= self._horizon, success
+
+    def state(self) -> bytes:
+        """Physics, the gripper's target, the goal, and the observation of the step before."""
+        data = self._env.data
+        parts = (data.qpos, data.qvel, data.mocap_pos, data.mocap_quat, self._env._target_pos, self._env._prev_obs)
+        return struct.pack("<dq", data.time, self._steps) + b"".join(np.asarray(p, np.float64).tobytes() for p in parts)
+
+    def snapshot(self) -> bytes:
+        """Meta-World's own snapshots are not exact."""
+        raise NotImplementedError("Meta-World restores its state only within 1e-2: start the episode again instead")
+
+    def restore(self, snapshot: bytes) -> Mapping[str, NDArray[Any]]:
+        """Meta-World's own snapshots are not exact."""
+        raise NotImplementedError("Meta-World restores its state only within 1e-2: start the episode again instead")
+
+    def close(self) -> None:
+        """Close it."""
+        self._env.close()
+
+
+@functools.cache
+def benchmark_of(name: str) -> Any:
+    """Meta-World's benchmark of one task; half a second of work."""
+    benchmark: Any = metaworld.MT1
+    return benchmark(name, seed=0)
+
+
+def make(env_id: str, options: dict[str, Any]) -> MetaWorldEnvironment:
+    """One environment; ``options`` are keyword arguments of ``MetaWorldEnvironment``."""
+    return MetaWorldEnvironment(env_id, **options)

@@ -1,0 +1,368 @@
+"""Environments in child processes: they may run in another interpreter, hang, crash, and be killed.
+
+The B environments of a session are spread over its processes, which step side by side. One that dies or takes too long
+is killed; the episodes that it held are lost, and its next reset starts another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.services.env.simulators.base import Chunk, Named, Started
+from penstock.services.env.simulators.child import Channel, Message, SharedObservations
+from penstock.shared.errors import ConfigError, ProtocolError, Unavailable
+from penstock.shared.protocol.environment import ArraySpec, EnvSpec, OpenEnv
+
+__all__ = ["ProcessSimulator"]
+
+CHILD = Path(__file__).with_name("child.py")
+OPEN_LIMIT_S = 180.0
+"""A simulator's libraries alone may take many seconds to import."""
+CLOSE_LIMIT_S = 2.0
+"""A child that was asked to end is killed after this."""
+
+
+class ProcessSimulator:
+    """The environments of one session, in one or several child processes.
+
+    Args:
+        request: what the client asked for.
+        python: interpreter that has the simulator.
+        backend: file of the adapter.
+        limit_s: time for one request; a child that takes longer has hung.
+
+    Raises:
+        ConfigError: the interpreter does not start, or the environments cannot be made; says why.
+    """
+
+    def __init__(self, request: OpenEnv, *, python: str, backend: Path, limit_s: float) -> None:
+        self._request, self._python, self._backend, self._limit_s = request, python, backend, limit_s
+        num_processes = max(1, min(request.num_processes, request.num_envs))
+        bounds = [round(i * request.num_envs / num_processes) for i in range(num_processes + 1)]
+        self._first = bounds[:-1]
+        self._sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
+        self._children: list[_Child | None] = [None] * num_processes
+        self._why: list[str] = [""] * num_processes
+        """Why a process is gone."""
+        try:
+            for number in range(num_processes):  # all of them start before the first is waited for
+                self._children[number] = self._launch(number)
+            specs = [child.opened(OPEN_LIMIT_S) for child in self._children if child is not None]
+        except BaseException:
+            self.close()
+            raise
+        self.spec = _spec_of(request, specs[0])
+        self._blank = {name: (one.shape, np.dtype(one.dtype)) for name, one in self.spec.observations.items()}
+
+    def reset(self, env_ids: NDArray[np.int32], state_ids: NDArray[np.int64]) -> Started:
+        """See the protocol. A process that is gone is started again."""
+        lost: dict[int, str] = {}
+        hashes, tasks = np.zeros(len(env_ids), np.uint64), [""] * len(env_ids)
+        for number in self._numbers(env_ids):
+            self._revive(number)
+        for places, header, arrays in self._ask({"kind": "reset"}, env_ids, [state_ids], lost):
+            hashes[places] = arrays[0]
+            for place, task in zip(places.tolist(), header["tasks"], strict=True):
+                tasks[place] = task
+            lost.update(_at(places, header["lost"]))
+        observations = self._gather(env_ids, final=False)
+        return Started(observations=observations, state_hashes=hashes, tasks=tasks, lost=lost)
+
+    def step(
+        self, env_ids: NDArray[np.int32], actions: NDArray[Any], next_state_ids: NDArray[np.int64] | None
+    ) -> Chunk:
+        """See the protocol."""
+        n, C = actions.shape[:2]
+        rewards, valid = np.zeros((n, C), np.float32), np.zeros(n, np.int32)
+        terminated, truncated, success = (np.zeros((n, C), np.bool_) for _ in range(3))
+        hashes, tasks = np.zeros(n, np.uint64), [""] * n
+        lost, not_started = dict[int, str](), dict[int, str]()
+        following = np.zeros(0, np.int64) if next_state_ids is None else next_state_ids
+        columns = (rewards, terminated, truncated, success, valid, hashes)
+        for places, header, arrays in self._ask({"kind": "step"}, env_ids, [actions, following], lost):
+            for column, part in zip(columns, arrays, strict=True):
+                column[places] = part
+            for place, task in zip(places.tolist(), header["tasks"], strict=True):
+                tasks[place] = task
+            lost.update(_at(places, header["lost"]))
+            not_started.update(_at(places, header["not_started"]))
+        return Chunk(
+            observations=self._gather(env_ids, final=False),
+            final_observations=self._gather(env_ids, final=True),
+            rewards=rewards, terminated=terminated, truncated=truncated, success=success, valid=valid,
+            state_hashes=hashes, tasks=tasks, lost=lost, not_started=not_started,
+        )  # fmt: skip
+
+    def snapshot(self, env_ids: NDArray[np.int32]) -> list[bytes]:
+        """See the protocol."""
+        self._check_snapshots()
+        found: dict[int, bytes] = {}
+        lost: dict[int, str] = {}
+        for places, header, arrays in self._ask({"kind": "snapshot"}, env_ids, [], lost):
+            _check_answer(header)
+            found.update({place: part.tobytes() for place, part in zip(places.tolist(), arrays, strict=True)})
+        _check_complete(lost)
+        return [found[place] for place in range(len(env_ids))]
+
+    def restore(self, env_ids: NDArray[np.int32], snapshots: list[bytes]) -> Named:
+        """See the protocol."""
+        self._check_snapshots()
+        for number in self._numbers(env_ids):
+            self._revive(number)
+        lost: dict[int, str] = {}
+        for number in self._numbers(env_ids):
+            places = self._places(env_ids, number)
+            parts = [np.frombuffer(snapshots[place], np.uint8) for place in places.tolist()]
+            child = self._children[number]
+            assert child is not None
+            child.send({"kind": "restore"}, env_ids[places] - np.int32(self._first[number]), *parts)
+            answer = self._answer(number, places, time.monotonic() + self._limit_s, lost)
+            if answer is not None:
+                _check_answer(answer[0])
+        _check_complete(lost)
+        return self._gather(env_ids, final=False)
+
+    def close(self) -> None:
+        """End all processes; one that does not end by itself is killed."""
+        children = [child for child in self._children if child is not None]
+        self._children = [None] * len(self._children)
+        for child in children:
+            child.hang_up()
+        until = time.monotonic() + CLOSE_LIMIT_S
+        for child in children:
+            child.end(max(0.0, until - time.monotonic()))
+
+    # -- processes ---------------------------------------------------------------------------------------------------
+
+    def _launch(self, number: int) -> _Child:
+        return _Child(self._python, self._backend, self._request, self._sizes[number])
+
+    def _revive(self, number: int) -> None:
+        """Start a process that is gone. Raises Unavailable where it does not come up again."""
+        if self._children[number] is not None:
+            return
+        child = self._launch(number)
+        try:
+            child.opened(OPEN_LIMIT_S)
+        except ConfigError as error:
+            raise Unavailable(
+                f"the simulator of '{self._request.env_id}' broke ({self._why[number]}) and does not start: {error}"
+            ) from None
+        self._children[number] = child
+
+    def _ask(
+        self, header: Message, env_ids: NDArray[np.int32], arrays: Sequence[NDArray[Any]], lost: dict[int, str]
+    ) -> list[tuple[NDArray[np.int64], Message, list[NDArray[Any]]]]:
+        """Send each process its rows of a request, then collect the answers; what is gone goes to ``lost``."""
+        asked = []
+        for number in self._numbers(env_ids):
+            places = self._places(env_ids, number)
+            child = self._children[number]
+            if child is None:
+                lost.update(dict.fromkeys(places.tolist(), self._why[number]))
+                continue
+            rows = [array[places] if len(array) else array for array in arrays]
+            child.send(header, env_ids[places] - np.int32(self._first[number]), *rows)
+            asked.append((number, places))
+        until = time.monotonic() + self._limit_s
+        answers = []
+        for number, places in asked:
+            answer = self._answer(number, places, until, lost)
+            if answer is not None:
+                answers.append((places, *answer))
+        return answers
+
+    def _answer(
+        self, number: int, places: NDArray[np.int64], until: float, lost: dict[int, str]
+    ) -> tuple[Message, list[NDArray[Any]]] | None:
+        """The answer of a process; None where it died or hung, which ends it."""
+        child = self._children[number]
+        assert child is not None
+        try:
+            header, arrays = child.receive(until)
+        except (OSError, TimeoutError) as error:
+            hung = isinstance(error, TimeoutError)
+            self._why[number] = (
+                f"the simulator's process hung for {self._limit_s:g} s and was killed" if hung else str(error)
+            )
+            child.end(0.0)
+            self._children[number] = None
+            lost.update(dict.fromkeys(places.tolist(), self._why[number]))
+            return None
+        if "error" in header and "lost" not in header and header["error"]:
+            raise ProtocolError(f"the simulator of '{self._request.env_id}': {header['error']}")
+        return header, arrays
+
+    def _numbers(self, env_ids: NDArray[np.int32]) -> list[int]:
+        """The processes that hold these environments."""
+        numbers: list[int] = np.unique(np.searchsorted(self._first, env_ids, side="right") - 1).tolist()
+        return numbers
+
+    def _places(self, env_ids: NDArray[np.int32], number: int) -> NDArray[np.int64]:
+        """Which rows of a request belong to a process."""
+        first = self._first[number]
+        return np.flatnonzero((env_ids >= first) & (env_ids < first + self._sizes[number]))
+
+    def _gather(self, env_ids: NDArray[np.int32], *, final: bool) -> Named:
+        """Observations of these environments from the shared memory; zeros where a process is gone."""
+        only = self._children[0]
+        if len(self._children) == 1 and only is not None and np.array_equal(env_ids, np.arange(self._sizes[0])):
+            return dict(only.shared.final if final else only.shared.current)
+        found = {name: np.zeros((len(env_ids), *shape), dtype) for name, (shape, dtype) in self._blank.items()}
+        for number in self._numbers(env_ids):
+            child, places = self._children[number], self._places(env_ids, number)
+            if child is not None:
+                source = child.shared.final if final else child.shared.current
+                for name, array in found.items():
+                    array[places] = source[name][env_ids[places] - self._first[number]]
+        return found
+
+    def _check_snapshots(self) -> None:
+        if not self.spec.has_snapshots:
+            raise ConfigError(f"'{self.spec.env_id}' of {self.spec.backend} offers no exact snapshots")
+
+
+class _Child:
+    """One running ``child.py``."""
+
+    def __init__(self, python: str, backend: Path, request: OpenEnv, num_envs: int) -> None:
+        """Start it. Raises ConfigError where no process starts."""
+        ours, theirs = socket.socketpair()
+        options = {"env_id": request.env_id, "num_envs": num_envs, "options": request.options}
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [
+                        python,
+                        "-P",
+                        str(CHILD),
+                        str(theirs.fileno()),
+                        str(os.getpid()),
+                        str(backend),
+                        json.dumps(options),
+                    ],
+                    stdin=subprocess.DEVNULL,  # a library that asks a question gets an end of file
+                    stdout=2,  # what it prints belongs to the log
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,  # killing it also kills what it started
+                )
+            except OSError as error:
+                ours.close()
+                raise ConfigError(f"interpreter '{python}' does not start: {error.strerror or error}") from None
+        self._channel = Channel(ours)
+        self._num_envs = num_envs
+        self.shared: SharedObservations
+
+    def opened(self, limit_s: float) -> Message:
+        """Wait until the environments are made; returns their spec.
+
+        Raises:
+            ConfigError: they cannot be made; says why.
+        """
+        try:
+            header, _ = self.receive(time.monotonic() + limit_s)
+            if header["error"]:
+                raise ConfigError(f"environment cannot be made: {header['error']}")
+            _, descriptors, _, _ = socket.recv_fds(self._channel.socket, 1, 1)
+            spec: Message = header["spec"]
+            self.shared = SharedObservations(descriptors[0], spec["observations"], self._num_envs)
+            os.close(descriptors[0])
+        except ConfigError:
+            self.end(0.0)
+            raise
+        except TimeoutError:
+            self.end(0.0)
+            raise ConfigError(f"the environments were not made after {limit_s:g} s") from None
+        except OSError as error:
+            self.end(0.0)
+            raise ConfigError(f"the environments cannot be made: {error}; its log says why") from None
+        return spec
+
+    def send(self, header: Message, *arrays: NDArray[Any]) -> None:
+        """Send a request; a process that is gone is noticed where its answer is read."""
+        self._channel.socket.settimeout(OPEN_LIMIT_S)
+        try:
+            self._channel.send(header, *arrays)
+        except OSError:
+            return
+
+    def receive(self, until: float) -> tuple[Message, list[NDArray[Any]]]:
+        """Read one message.
+
+        Raises:
+            TimeoutError: none came until then (monotonic seconds).
+            ConnectionError: the process is gone.
+        """
+        self._channel.socket.settimeout(max(0.001, until - time.monotonic()))
+        message = self._channel.receive()
+        if message is None:
+            raise ConnectionError(f"the simulator's process died{self._status()}")
+        return message
+
+    def hang_up(self) -> None:
+        """Ask it to end."""
+        self._channel.socket.close()
+
+    def end(self, patience_s: float) -> None:
+        """Wait so long for its end, then kill it and everything it started."""
+        self.hang_up()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(CLOSE_LIMIT_S)
+
+    def _status(self) -> str:
+        try:
+            code = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return ""
+        return f" of signal {signal.Signals(-code).name}" if code < 0 else f" with exit status {code}"
+
+
+def _spec_of(request: OpenEnv, spec: Message) -> EnvSpec:
+    shape, dtype = spec["action"]
+    return EnvSpec(
+        env_id=request.env_id,
+        backend=request.backend,
+        num_envs=request.num_envs,
+        observations={name: ArraySpec(tuple(one[0]), one[1]) for name, one in spec["observations"].items()},
+        action_shape=tuple(shape),
+        action_dtype=dtype,
+        num_actions=spec["num_actions"],
+        action_low=spec["low"],
+        action_high=spec["high"],
+        max_episode_steps=spec["max_episode_steps"],
+        has_success=spec["has_success"],
+        has_snapshots=spec["has_snapshots"],
+        versions=spec["versions"] | {"python": f"{sys.version_info.major}.{sys.version_info.minor}"},
+    )
+
+
+def _at(places: NDArray[np.int64], reasons: dict[str, str]) -> dict[int, str]:
+    """Reasons by place in the whole request; JSON made strings of a process's own places."""
+    return {int(places[int(place)]): reason for place, reason in reasons.items()}
+
+
+def _check_answer(header: Message) -> None:
+    if header.get("error"):
+        raise ProtocolError(f"the simulator: {header['error']}")
+
+
+def _check_complete(lost: dict[int, str]) -> None:
+    if lost:
+        raise Unavailable(next(iter(lost.values())))

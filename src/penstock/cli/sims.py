@@ -1,0 +1,126 @@
+"""``penstock sims``: an interpreter for each simulator, because their libraries do not fit into one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli.exits import FAILED
+from penstock.cli.printing import Json, console, note, show_json, table
+from penstock.services.env.simulators import BACKENDS, INSTALLED, interpreter_of
+from penstock.shared.config.service import ServiceSettings, load_settings
+from penstock.shared.errors import ConfigError
+
+__all__ = ["Pins", "app", "find_simulators"]
+
+app = typer.Typer(
+    name="sims",
+    help="Simulators of embodied jobs: install them, and see which are here.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What a simulator needs.
+
+    Attributes:
+        packages: pinned, for pip.
+        imports: module whose import proves that it works.
+        note: what pip cannot bring.
+    """
+
+    packages: tuple[str, ...]
+    imports: str
+    note: str = ""
+
+
+PINS = {
+    "gymnasium": Pins(("gymnasium[classic-control,mujoco]==1.4.0", "mujoco==3.3.0"), "gymnasium"),
+    "metaworld": Pins(
+        ("metaworld==3.1.1", "gymnasium==1.4.0", "mujoco==3.3.0"),
+        "metaworld",
+        "pictures and videos need OSMesa: apt-get install libosmesa6",
+    ),
+}
+"""By backend; one that is not named here comes with the env service."""
+
+IMPORT_LIMIT_S = 120.0
+
+
+@app.command()
+def install(
+    name: Annotated[str, typer.Argument(help="Simulator: gymnasium or metaworld.")],
+    *,
+    python: Annotated[Path, typer.Option(help="Interpreter from which the environment is made.")] = Path(
+        sys.executable
+    ),
+    again: Annotated[bool, typer.Option("--again", help="Remove what is there and install it anew.")] = False,
+) -> None:
+    """Make an interpreter with pinned packages of a simulator, in PENSTOCK_SIMS_DIR."""
+    pins = PINS.get(name)
+    if pins is None:
+        raise ConfigError(f"no simulator '{name}'; there is: {', '.join(sorted(PINS))}")
+    folder = load_settings().sims_dir.expanduser() / name
+    if (folder / INSTALLED).exists() and not again:
+        note(f"{name} is installed in {folder}; --again installs it anew")
+        return
+    started = time.monotonic()
+    if folder.exists():
+        shutil.rmtree(folder)
+    _run([str(python), "-m", "venv", str(folder)], f"making an environment in {folder}")
+    own = folder / "bin" / "python"
+    _run([str(own), "-m", "pip", "install", "--progress-bar", "off", *pins.packages], f"installing {name}")
+    _run([str(own), "-c", f"import {pins.imports}"], f"importing {pins.imports}")
+    (folder / INSTALLED).write_text(json.dumps({"packages": pins.packages}))
+    note(f"{name} is ready after {time.monotonic() - started:.0f} s{': ' + pins.note if pins.note else ''}")
+
+
+@app.command(name="ls")
+def list_simulators(*, as_json: Json = False) -> None:
+    """List the simulators, and the interpreter that runs each."""
+    rows = list(find_simulators(load_settings()))
+    if as_json:
+        show_json([{"name": name, "python": python, "problem": problem} for name, python, problem in rows])
+        return
+    shown = [(name, "missing" if problem else "ready", problem or python) for name, python, problem in rows]
+    console().print(table(("SIMULATOR", "", "INTERPRETER"), shown))
+
+
+def find_simulators(settings: ServiceSettings) -> Iterator[tuple[str, str, str]]:
+    """Each simulator, its interpreter, and why it does not work, or ''."""
+    for name in sorted(BACKENDS):
+        python = interpreter_of(name, settings.sims_dir.expanduser())
+        module = PINS[name].imports if name in PINS else name
+        try:
+            result = subprocess.run(
+                [python, "-c", f"import {module}"], capture_output=True, text=True, timeout=IMPORT_LIMIT_S, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            yield name, python, f"{python} does not run: {error}"
+            continue
+        last = (result.stderr.strip().splitlines() or [""])[-1]
+        yield name, python, f"{last}: penstock sims install {name}" if result.returncode else ""
+
+
+def _run(command: list[str], what: str) -> None:
+    """Run one step and show its output line by line. Raises typer.Exit where it fails."""
+    note(f"{what} ...")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(("Collecting", "Installing", "Successfully", "ERROR", "  ")) or "rror" in line:
+                note(f"  {line.rstrip()[:160]}")
+    if process.returncode:
+        note(f"{what} failed with exit status {process.returncode}")
+        raise typer.Exit(FAILED)

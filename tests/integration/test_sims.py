@@ -1,0 +1,66 @@
+"""``penstock sims``: interpreters of simulators are made, found, and named where they are missing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from penstock.cli import app
+from penstock.cli import sims as command
+from penstock.services.env.simulators import INSTALLED, interpreter_of, open_simulator
+from penstock.shared.errors import ConfigError
+from penstock.shared.protocol.environment import OpenEnv
+
+
+def test_a_simulator_that_is_not_installed_names_the_command(tmp_path: Path) -> None:
+    """The interpreter of the simulator is there, and lacks it."""
+    python = tmp_path / "metaworld" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    site = next(path for path in sys.path if path.endswith("site-packages"))
+    blocker = "import sys; sys.modules['metaworld'] = None; sys.path.append(%r)" % site  # noqa: UP031
+    python.write_text(
+        "#!/bin/sh\nshift\nexec " + sys.executable + " -c \"" + blocker
+        + "; import runpy; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')\" \"$@\"\n"
+    )  # fmt: skip
+    python.chmod(0o755)
+    (tmp_path / "metaworld" / INSTALLED).write_text("{}")
+    with pytest.raises(ConfigError, match="penstock sims install metaworld"):
+        open_simulator(OpenEnv(env_id="reach-v3", num_envs=1, backend="metaworld"), tmp_path)
+
+
+def test_an_interpreter_counts_once_its_installation_is_complete(tmp_path: Path) -> None:
+    python = tmp_path / "metaworld" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert interpreter_of("metaworld", tmp_path) == sys.executable
+    (tmp_path / "metaworld" / INSTALLED).write_text("{}")
+    assert interpreter_of("metaworld", tmp_path) == str(python)
+
+
+def test_what_cannot_be_installed_is_an_error(tmp_path: Path) -> None:
+    environment = {"PENSTOCK_SIMS_DIR": str(tmp_path)}
+    result = CliRunner().invoke(app, ["sims", "install", "holodeck"], env=environment)
+    assert (result.exit_code, "there is: gymnasium, metaworld" in result.output) == (2, True)
+    listed = CliRunner().invoke(app, ["sims", "ls", "--json"], env=environment)
+    assert [row["name"] for row in json.loads(listed.stdout)] == ["gymnasium", "metaworld"]
+
+
+@pytest.mark.long
+def test_an_installed_interpreter_runs_its_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interpreter without Penstock: the child needs none."""
+    monkeypatch.setenv("PENSTOCK_SIMS_DIR", str(tmp_path))
+    result = CliRunner().invoke(command.app, ["install", "gymnasium"])
+    assert result.exit_code == 0, result.output
+    simulator = open_simulator(OpenEnv(env_id="Hopper-v5", num_envs=2), tmp_path)
+    try:
+        started = simulator.reset(np.arange(2, dtype=np.int32), np.asarray([4, 4]))
+        assert started.lost == {}
+        assert started.state_hashes[0] == started.state_hashes[1]
+        assert interpreter_of("gymnasium", tmp_path) == str(tmp_path / "gymnasium" / "bin" / "python")
+    finally:
+        simulator.close()
