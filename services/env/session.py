@@ -34,7 +34,7 @@ from penstock.shared.transport.bulk_message import FrameMail, Sent, is_large
 __all__ = ["EnvSession"]
 
 REST_BYTES = 1 << 16
-"""What an answer holds beside observations, in all but extreme cases."""
+"""Bytes of an answer beside its observations, in all but extreme cases."""
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""What the reward service and a scorer process say to each other: length-prefixed msgpack over a socket pair."""
+"""Messages between the reward service and a scorer process: length-prefixed msgpack over a socket pair."""
 
 from __future__ import annotations
 

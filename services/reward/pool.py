@@ -34,7 +34,7 @@ class Refusal(NamedTuple):
 
 @dataclass(slots=True)
 class _Sheet:
-    """What is known of a group so far; a completion without scores has failed."""
+    """Scores of a group so far; a completion without scores has failed."""
 
     num_completions: int
     scores: dict[int, list[float]] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class ScorerPool:
         self.refused: Refusal | None = None
         """Set while the scorers cannot be opened."""
         self.about: dict[str, str] = {}
-        """What the open scorers say of themselves, by name: digests, mechanisms, addresses."""
+        """Reports of the open scorers on themselves, by name: digests, mechanisms, addresses."""
         for _ in range(num_processes):
             self._slots.put_nowait(None)
 

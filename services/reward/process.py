@@ -71,7 +71,7 @@ class ScorerProcess:
         self._transport = transport
         self._channel = channel
         self.about: dict[str, str] = {}
-        """What the open scorers say of themselves, by name."""
+        """Reports of the open scorers on themselves, by name."""
 
     @classmethod
     async def start(cls, config: RewardConfig) -> ScorerProcess:

@@ -175,7 +175,7 @@ class RewardSession:
             self._holds.pop(key, None)
 
     async def _payload(self, delivery: Delivery, parts: int) -> bytes:
-        """What was delivered, with the parts that follow it.
+        """The delivered message, with the parts that follow it.
 
         Raises:
             ProtocolError: parts are missing.
@@ -233,7 +233,7 @@ class RewardSession:
 
 
 def request_of(group: Group) -> ScoreRequest:
-    """What must be scored of an unscored group.
+    """The score request of an unscored group.
 
     Raises:
         ProtocolError: its meta data lacks the texts.

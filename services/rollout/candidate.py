@@ -46,7 +46,7 @@ class Candidate:
         await self.policy.run()
 
     def serves(self, version: int) -> bool:
-        """Whether agents may be answered with this version here."""
+        """True if agents may be answered with this version here."""
         return self.policy.version == version and self._left != (version, self.policy.epoch)
 
     async def _leave(self) -> None:
@@ -56,7 +56,7 @@ class Candidate:
 
     @staticmethod
     def is_needed(config: AnyJob) -> bool:
-        """Whether a job measures versions, or has them tried, before it serves them."""
+        """True if a job measures versions, or has them tried, before it serves them."""
         if not isinstance(config, OnlineJob) or config.online.promotion is None:
             return False
         return bool(config.data.eval) or config.online.canary is not None

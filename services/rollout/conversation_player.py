@@ -65,7 +65,7 @@ class ConversationPlayer:
         )  # fmt: skip
 
     def scored_text(self, episode: Episode) -> str:
-        """What other scorers see of it: the last turn."""
+        """The text that other scorers see: the last turn."""
         return episode.answer
 
     async def _episode(self, task: int, sampling: Sampling, keeper: StateKeeper) -> Episode:
@@ -113,7 +113,7 @@ class ConversationPlayer:
         )  # fmt: skip
 
     def _is_over(self, episode: Episode, told: list[int], sampling: Sampling) -> bool:
-        """Whether a budget is used up, so that there is no further turn."""
+        """True if a budget is used up, so that there is no further turn."""
         return (
             episode.finish == "length"
             or episode.num_turns == self._config.max_turns

@@ -24,7 +24,7 @@ QUEUE_S = 5.0
 MARGIN_S = 5.0
 """An answer may take this much longer than a call; then its env worker is taken for dead and the call asked again."""
 HOLDER_ASK_S = 2.0
-"""Who holds a state is asked again after this long, then after twice as long, and so on: it joins what is under way,
+"""The holder of a state is asked again after this long, then after twice as long, and so on: it joins its own work,
 and shows whether its process is there."""
 HOLDER_LOST_S = 10.0
 """A holder that nobody serves for for this long is dead: a broker that is started anew is back before."""

@@ -28,7 +28,7 @@ __all__ = [
 
 
 def requests_for(config: JobConfig | EvaluationJob, ticket: Ticket) -> list[tuple[Sampling, int]]:
-    """What a ticket asks an engine for: sampling parameters and number of completions; the greedy one is the last."""
+    """Engine request of a ticket: sampling parameters and number of completions; the greedy one is the last."""
     if ticket.purpose == "train" and isinstance(config, JobConfig):
         chosen, seed = config.sampling, derive_seed(config.seed, "draw", ticket.draw.ordinal, ticket.draw.n)
         num_samples, greedy = config.algorithm.group_size, config.algorithm.greedy_baseline
@@ -59,7 +59,7 @@ def _sampling(config: SamplingConfig, seed: int) -> Sampling:
 def completion_texts(
     samples: Sequence[Sample], decode: Callable[[list[int]], str], *, stop_tokens: frozenset[int], stop: Sequence[str]
 ) -> list[str]:
-    """What the scorers see: the completion without its final stop token and without a stop string at its end."""
+    """The text that scorers see: the completion without its final stop token and without a stop string at its end."""
     texts = []
     for sample in samples:
         ids = sample.token_ids

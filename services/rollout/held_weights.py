@@ -15,7 +15,7 @@ __all__ = ["HeldWeights", "WeightRing"]
 
 @dataclass(frozen=True, slots=True)
 class HeldWeights:
-    """What was published as a policy ``version``, by name; with adapters alone published, those."""
+    """The tensors published as a policy ``version``, by name; with adapters alone published, those."""
 
     version: int
     tensors: Mapping[str, Tensor]

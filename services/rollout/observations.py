@@ -70,7 +70,7 @@ class ObservationWriter:
 
 
 def without(text: str, special_tokens: Sequence[str]) -> str:
-    """What an environment says, without texts that would end the policy's turn or speak for somebody else."""
+    """Text of an environment, without texts that would end the policy's turn or speak for another role."""
     before = ""
     while before != text:  # what is left around a token that was taken out may be one
         before = text

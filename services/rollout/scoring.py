@@ -1,4 +1,4 @@
-"""What the scorers are asked about a group, in requests that fit into a message each. Pure."""
+"""Score requests about a group, each small enough for a message. Pure."""
 
 from __future__ import annotations
 

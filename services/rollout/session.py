@@ -203,7 +203,7 @@ class RolloutSession:
             await self._give_up(ticket, key, str(error))
 
     def _is_measure(self, ticket: Ticket) -> bool:
-        """Whether a training job's policy is measured: only the scores are wanted."""
+        """True if a training job's policy is measured: only the scores are wanted."""
         return ticket.purpose == "eval" and isinstance(self.config, JobConfig)
 
     async def _keep(self, delivery: Delivery, ticket: Ticket) -> None:
@@ -313,7 +313,7 @@ class RolloutSession:
 
     @property
     def busy(self) -> bool:
-        """Whether tickets or requests are in hand."""
+        """True if tickets or requests are in hand."""
         return bool(self._holds) or bool(self._serving and self._serving.num_requests)
 
     def status(self) -> dict[str, Any]:

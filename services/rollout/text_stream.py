@@ -15,7 +15,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MAX_BLOCK = 1 << 16
 """Characters between the markers of one call; a longer one is text, so that little is held back."""
 _UNFINISHED = "\ufffd"
-"""What a decoder writes for bytes that are no character yet."""
+"""Text that a decoder writes for bytes that are no character yet."""
 
 
 def held_back(text: str, markers: Sequence[str]) -> int:
@@ -52,7 +52,7 @@ class TextStream:
         return self._release(now[len(before) :], final=False)
 
     def close(self) -> str:
-        """What is left once the last token is there."""
+        """The rest once the last token is there."""
         if self.stopped:
             return ""
         before = self._decode(self._token_ids[self._start : self._read])
@@ -81,7 +81,7 @@ class ToolCalls:
 
     owner: str = ""
     valid: bool | None = None
-    """Whether all calls could be parsed; None where there was none."""
+    """True if all calls could be parsed; None where there was none."""
     num_calls: int = 0
     _pending: str = ""
     _scanned: int = 0
@@ -117,7 +117,7 @@ class ToolCalls:
         return "".join(content), calls
 
     def close(self) -> str:
-        """What is left at the end; a call that was begun and not closed is none."""
+        """The rest at the end; a call that was begun and not closed is none."""
         left, self._pending, self._scanned = self._pending, "", 0
         if OPEN in left:
             self._judge(False)

@@ -71,7 +71,7 @@ class EpisodePlayer:
         )  # fmt: skip
 
     def scored_text(self, episode: Episode) -> str:
-        """What the scorers see of it."""
+        """The text that scorers see."""
         return episode.transcript if self._config.scored == "transcript" else episode.answer
 
     async def _episode(self, prompt_ids: list[int], sampling: Sampling, ask: Ask, keeper: StateKeeper) -> Episode:
@@ -105,7 +105,7 @@ class EpisodePlayer:
         return True
 
     async def _results(self, name: str, calls: Sequence[Call], calling: _Calls) -> list[str] | ToolReply:
-        """What the policy is told, in the order of its calls; or the failure that ends its trajectory."""
+        """Text for the policy, in the order of its calls; or the failure that ends its trajectory."""
         most = self._config.calls.max_calls
         if len(calls) > most:
             return [_told("error", f"{len(calls)} calls in one turn, at most {most} are carried out")]

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a learner, and how any number of ranks reads it back.
+"""Contents of a checkpoint of a learner, and how any number of ranks reads it back.
 
 ::
 
@@ -83,7 +83,7 @@ _WHAT: dict[Part, str] = {
     "reference": "reference policy",
 }
 _EXPORTED: tuple[Part, ...] = ("weights", "adapter")
-"""What other programs read, so that it is there in one file also where ranks hold parts."""
+"""Files for other programs, each in one piece also where ranks hold parts."""
 _SHARDS, _RNG, _RULE = "shards", "rng.safetensors", "rule.safetensors"
 _EXPORT_BYTES = 1 << 28
 """Bytes that are put together at once for the export of a sharded model."""
@@ -103,7 +103,7 @@ class Checkpoint:
 
     @property
     def meta(self) -> dict[str, Any]:
-        """What the caller of ``save_checkpoint`` gave."""
+        """Facts given by the caller of ``save_checkpoint``."""
         return self.stored.manifest.meta
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of a checkpoint tell each other: which files each of them wrote."""
+"""Messages between the ranks of a checkpoint: the files that each of them wrote."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint says of itself.
+    """Facts in a checkpoint about itself.
 
     ``number`` is the last batch in it (0: none). ``environment`` holds the pins of a bit-identical replay. ``meta``
     belongs to the caller: policy version, epoch, configuration. ``files`` are named relative to the directory.

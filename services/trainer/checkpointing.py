@@ -58,7 +58,7 @@ class Checkpointing:
 
     @property
     def asked(self) -> bool:
-        """Whether one is due."""
+        """True if one is due."""
         return self._reason is not None
 
     async def take(self, progress: Progress) -> None:

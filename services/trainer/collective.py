@@ -1,4 +1,4 @@
-"""What the ranks of one update tell each other beside gradients: facts of the batch, sums of metrics, votes.
+"""Exchange between the ranks of one update beside gradients: facts of the batch, sums of metrics, votes.
 
 Every method is a collective: all ranks call it in the same order with the same names. Results are the same on every
 rank, so whatever is computed from them is too.
@@ -36,7 +36,7 @@ class Collective(Protocol):
         """Maxima over ranks."""
 
     def agree(self, ok: bool) -> bool:
-        """Whether every rank said True."""
+        """True if every rank said True."""
 
     def broadcast(self, data: bytes | None) -> bytes:
         """Rank 0's bytes; the others pass None."""

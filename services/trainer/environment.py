@@ -1,4 +1,4 @@
-"""What a bit-identical replay depends on besides the checkpoint and the batches."""
+"""Facts that a bit-identical replay depends on, besides the checkpoint and the batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rank knows of the whole batch, so that nothing computed from it depends on the number of ranks.
+"""Facts of the whole batch that every rank knows, so that nothing computed from it depends on the number of ranks.
 
 Rows are in manifest order whatever rank holds them. Per-token arrays over the batch hold the scored tokens of one row
 after the other.

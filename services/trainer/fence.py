@@ -12,7 +12,7 @@ class Fence:
         self.epoch = 0
 
     def lets_in(self, epoch: int) -> bool:
-        """Whether a message of a coordinator with this epoch counts; from then on none of a lower one does."""
+        """True if a message of a coordinator with this epoch counts; from then on none of a lower one does."""
         if epoch < self.epoch:
             return False
         self.epoch = epoch

@@ -26,7 +26,7 @@ _HEADS = ("lm_head.weight", "score.weight")
 
 @dataclass(slots=True)
 class Work:
-    """What went through a model: packed tokens, scored tokens and the sum of squared sequence lengths."""
+    """Work of a model: packed tokens, scored tokens and the sum of squared sequence lengths."""
 
     tokens: int = 0
     scored: int = 0

@@ -99,16 +99,16 @@ class Learner:
         return self._policy.model
 
     def layout(self) -> Layout:
-        """What engines get on the wire: the policy's weights, or its adapter; fixed order, tied ones once."""
+        """Layout of the tensors for engines: the policy's weights, or its adapter; fixed order, tied ones once."""
         return _layout_of(self._policy.published_layout())
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What engines get, in the order of ``layout``: see ``Backend.published``. Read only."""
+        """Tensors for engines, in the order of ``layout``: see ``Backend.published``. Read only."""
         return self._policy.published()
 
     @property
     def publishes_adapter(self) -> bool:
-        """Whether engines hold the weights under the adapter themselves."""
+        """True if engines hold the weights under the adapter themselves."""
         return self._config.model.lora is not None and self._config.model.lora.publish == "adapters"
 
     @property
@@ -117,7 +117,7 @@ class Learner:
         return self.environment()["base"] if self.publishes_adapter else ""
 
     def base_layout(self) -> Layout:
-        """What ``take_base`` gives."""
+        """Layout of what ``take_base`` gives."""
         return _layout_of(self._policy.layout())
 
     def take_base(self) -> Iterator[tuple[str, Tensor]]:
@@ -133,7 +133,7 @@ class Learner:
         return self._policy.frozen()
 
     def environment(self) -> dict[str, str]:
-        """What bit-identical results depend on besides the state: compare with a checkpoint's before a replay."""
+        """Facts beside the state that bit-identical results depend on: compare with a checkpoint's before a replay."""
         return self._policy.environment() | self._pins
 
     def state(self) -> LearnerState:
@@ -165,7 +165,7 @@ class Learner:
 
     @property
     def _pins(self) -> dict[str, str]:
-        """What no checkpoint holds and every update depends on."""
+        """Facts that no checkpoint holds and every update depends on."""
         return {"teacher": self._teacher.digest} if self._teacher is not None else {}
 
     def update(self, shard: BatchShard, *, update_index: int) -> dict[str, float]:

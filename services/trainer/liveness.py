@@ -1,4 +1,4 @@
-"""Whether the other ranks of this trainer live, and where each of them is.
+"""Liveness of the other ranks of this trainer, and where each of them is.
 
 Rank 0 listens; every other rank keeps a connection to it, beside those that carry tensors, and both ends send a sign
 once per interval. The event loop sends them, so a long step in the thread that computes holds up nothing; a process
@@ -34,7 +34,7 @@ LOOPBACK = ("127.0.0.1", "localhost")
 
 
 class Sign(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says of itself: which one it is, where it is, and what went wrong in it alone."""
+    """Report of a rank on itself: its number, its place, and its own failure."""
 
     word: str
     rank: int

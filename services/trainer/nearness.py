@@ -41,7 +41,7 @@ def distance(a: Weights, b: Weights) -> float:
 
 @dataclass(slots=True)
 class Nearness:
-    """What was compared. ``start``: weights of the checkpoint that the replay started from; ``dtype``: of them."""
+    """The comparison. ``start``: weights of the checkpoint that the replay started from; ``dtype``: of them."""
 
     start: Weights
     dtype: str = "float32"
@@ -68,12 +68,12 @@ class Nearness:
 
     @property
     def bound(self) -> float:
-        """What counts as near."""
+        """Bounds of the comparison."""
         return BOUNDS.get(self.dtype, COARSE_BOUND)
 
     @property
     def compared(self) -> bool:
-        """Whether there was anything to compare."""
+        """True if there was anything to compare."""
         return bool(self.gradients or self.weights)
 
     @property
@@ -82,7 +82,7 @@ class Nearness:
         return all(off <= self.bound for off in (*self.gradients, *self.weights.values()))
 
     def summary(self) -> str:
-        """What was compared and how far it is off, in words."""
+        """The comparison and its largest difference, in words."""
         if not self.compared:
             return "nothing that was recorded can be compared"
         parts = []

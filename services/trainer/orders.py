@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks to do, and how it gets there: numbered entries of the store that all ranks share.
+"""Orders of rank 0 to the other ranks: numbered entries of the store that all ranks share.
 
 A follower waits for its next order for as long as there is none: rank 0 may wait for a sealed batch all night. Its end
 is noticed at once, because the store is gone with it.

@@ -87,7 +87,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """What one forward and backward sees.
+    """Input of one forward and backward pass.
 
     Attributes:
         tokens: prompts and completions; the last token of each is left out: nothing follows that it could score.

@@ -69,7 +69,7 @@ def place_from_environment(environment: Mapping[str, str] = os.environ) -> Place
 
 
 class Stages:
-    """What a rank does together with the others: nested stages. One thread enters and leaves them, others read."""
+    """Stages that a rank passes together with the others, nested. One thread enters and leaves them, others read."""
 
     def __init__(self) -> None:
         self.entered = 0
@@ -165,7 +165,7 @@ class ProcessGroup:
 
 
 def _cause(error: Exception) -> str:
-    """What the library says, without its advice."""
+    """The library's message, without its advice."""
     return str(error).strip().split("\n", 1)[0].split(". This is typically", 1)[0] or type(error).__name__
 
 
@@ -274,7 +274,7 @@ def store_of_this_start(store: Store, place: Place, *, deadline_s: float) -> Sto
 
 
 def _confirmed(board: Store, start: str, place: Place, own: str) -> bool:
-    """Whether rank 0 has seen this process at ``start``; as rank 0, confirm everybody once all are there."""
+    """True if rank 0 has seen this process at ``start``; as rank 0, confirm everybody once all are there."""
     signed, confirmed = _signatures(start, place.size), f"{start}/confirmed"
     if place.rank == 0 and board.check(signed):
         board.set(confirmed, " ".join(board.get(key).decode() for key in signed))

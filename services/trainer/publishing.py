@@ -90,7 +90,7 @@ class Publishing:
         return None if entry is None or entry.value is None else unpack(entry.value, WeightManifest)[0]
 
     async def _entry(self, key: str) -> Entry | None:
-        """What stands under a key; waits while the bus is away."""
+        """The value of a key; waits while the bus is away."""
         while True:
             try:
                 return await self._bus.kv(subjects.MANIFESTS).get(key)

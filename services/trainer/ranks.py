@@ -1,4 +1,4 @@
-"""What a process keeps for models that are cut over ranks: its place, the orders, the threads that own torch."""
+"""State of a process whose models are cut over ranks: its place, the orders, the threads that own torch."""
 
 from __future__ import annotations
 

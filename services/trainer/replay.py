@@ -48,7 +48,7 @@ GRADIENT_NORM = "optimizer/grad_norm"
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What is left of the training beside digests: gradient norms by batch, and checkpoints."""
+    """Traces of the training beside digests: gradient norms by batch, and checkpoints."""
 
     gradient_norms: dict[int, float | None]
     checkpoints: dict[int, Path]

@@ -1,4 +1,4 @@
-"""What the trainer tells the coordinator: in order, again until it is in the ledger."""
+"""Reports of the trainer to the coordinator: in order, repeated until they are in the ledger."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Reporter:
         self._fence = fence or Fence()
         self._queue: asyncio.Queue[Report] = asyncio.Queue(maxsize=256)
         self.unanswered: tuple[str, float] | None = None
-        """What the coordinator does not answer, and since when (Unix seconds)."""
+        """The report that the coordinator does not answer, and since when (Unix seconds)."""
 
     async def ask(self, report: Report) -> dict[str, Any]:
         """Send one report and wait for its answer for as long as it takes; ``unanswered`` says what is waited for.

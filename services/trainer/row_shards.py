@@ -34,10 +34,10 @@ def gathered(local: Tensor, mesh: DeviceMesh, shape: torch.Size) -> Tensor:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a rank holds only a part of it."""
+    """True if a rank holds only a part of it."""
     return isinstance(tensor, DTensor)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of ``tensor``; shares its memory."""
+    """The part of ``tensor`` that this rank holds; shares its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

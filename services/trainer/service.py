@@ -148,7 +148,7 @@ class TrainerService:
             del self._files[job]
 
     async def _run_session(self, job: str) -> bool:
-        """Whether it ended because the job moves to another backend."""
+        """True if it ended because the job moves to another backend."""
         torch.set_num_threads(self._files[job].placement.trainer_threads)
         if self._files[job].backend.type != "local":
             await self._meet()

@@ -213,7 +213,7 @@ class TrainerSession:
 
     @property
     def leaves(self) -> bool:
-        """Whether it ends because of ``leave``."""
+        """True if it ends because of ``leave``."""
         return bool(self._leaving)
 
     def leave(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""What an update reports about itself: facts of the batch, and sums over the scored tokens that went forward.
+"""Metrics of an update: facts of the batch, and sums over the scored tokens that went forward.
 
 Shape legend: B = trajectories that count, N = scored tokens of the batch, M = scored tokens of a microbatch.
 """

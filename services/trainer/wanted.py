@@ -1,4 +1,4 @@
-"""Whether a job is to go on, as its record says."""
+"""The desired state of a job, as its record says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["is_wanted"]
 
 
 async def is_wanted(bus: Bus, job: str) -> bool:
-    """Whether there is such a job and nobody wants it paused; False while the bus is away."""
+    """True if there is such a job and nobody wants it paused; False while the bus is away."""
     try:
         entry = await bus.kv(subjects.JOBS).get(job)
     except Unavailable:  # asked again soon

@@ -86,7 +86,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def tensor_table(path: Path) -> TensorTable:
-    """What a file holds, without reading it. Raises CheckpointError."""
+    """Tensors of a file by name, without reading them. Raises CheckpointError."""
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118

@@ -121,25 +121,25 @@ class _Algorithm(StrictModel):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a frozen reference policy is kept."""
+        """True if a frozen reference policy is kept."""
         return self.kl is not None
 
     @property
     def needs_critic(self) -> bool:
-        """Whether a value model is trained beside the policy."""
+        """True if a value model is trained beside the policy."""
         return False
 
     @property
     def greedy_baseline(self) -> bool:
-        """Whether each group holds one more completion, decoded greedily, whose reward is the baseline."""
+        """True if each group holds one more completion, decoded greedily, whose reward is the baseline."""
         return False
 
 
 class _Rewarded(StrictModel):
-    """It learns from rewards."""
+    """The policy learns from rewards."""
 
     shaping: RewardShaping = RewardShaping()
-    """What happens to rewards before advantages."""
+    """Changes of rewards before advantages."""
     overlong_punishment: OverlongPunishment | None = None
     """Soft punishment of long completions; null: none."""
 

@@ -32,7 +32,7 @@ AMENDABLE = (
     "sampling.temperature",
     "train.max_updates",
 )
-"""What a run follows from one batch to the next, beside its free labels. Everything else is fixed when it begins."""
+"""Settings that a run follows from one batch to the next, beside its free labels. All others are fixed at its start."""
 BACKEND = "backend"
 """Section that may change as a whole: the trainer goes on from a checkpoint that it takes for that. Not where a gate
 decides over versions: one that is served is made again to the bit from an earlier checkpoint, and needs its backend."""
@@ -48,7 +48,7 @@ def settings_of(config: JobConfig) -> dict[str, Any]:
 
 
 def is_amendable(config: BaseModel, key: str) -> bool:
-    """Whether ``key`` may change in a job that is ``config`` now."""
+    """True if ``key`` may change in a job that is ``config`` now."""
     if key == LABELS or key.startswith(f"{LABELS}."):
         return True
     if not isinstance(config, JobConfig):

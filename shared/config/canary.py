@@ -25,4 +25,4 @@ class CanaryConfig(StrictModel):
     max_wait_s: float = Field(3600.0, gt=0)
     """After this long `on_timeout` decides."""
     on_timeout: Literal["refuse", "promote"] = "refuse"
-    """What becomes of a version of which too little was said; `promote`: unless that little shows it to be worse."""
+    """Verdict on a version with too little feedback; `promote`: unless that little shows it to be worse."""

@@ -1,4 +1,4 @@
-"""What goes around any algorithm: shaping of rewards, KL to a reference, correction of the sampler's log-probs."""
+"""Options of every algorithm: shaping of rewards, KL to a reference, correction of the sampler's log-probs."""
 
 from __future__ import annotations
 

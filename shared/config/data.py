@@ -32,7 +32,7 @@ SORTING_SYMBOLS = "#" + string.digits + "@" + string.ascii_uppercase + string.as
 
 class _AnySource(StrictModel):
     name: str | None = Field(None, pattern=r"^[a-z0-9_.-]{1,32}$")
-    """What metrics and samples call this source; default: its type, with `-2`, `-3` for further ones of that type."""
+    """Name of this source in metrics and samples; default: its type, with `-2`, `-3` for further ones of that type."""
     weight: float = Field(1.0, gt=0)
     """Share of this source in a mixture, relative to the others."""
 
@@ -123,7 +123,7 @@ Source = Annotated[
 
 
 def source_names(sources: Sequence[Source]) -> list[str]:
-    """What each source is called: its `name`, or else its type, numbered from the second one of that type on."""
+    """Names of the sources: `name`, or else the type, numbered from the second one of that type on."""
     names = [source.name or "" for source in sources]
     for place, source in enumerate(sources):
         numbered = (source.type if number == 1 else f"{source.type}-{number}" for number in count(1))

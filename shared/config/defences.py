@@ -1,4 +1,4 @@
-"""What `online.defences: standard` sets: bounds on what one sender, one user and one update can do."""
+"""Settings of `online.defences: standard`: bounds on what one sender, one user and one update can do."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class CallFormat(StrictModel):
 
 
 class ObservationFormat(StrictModel):
-    """What the policy reads after its calls. Results never hold special tokens of the tokenizer."""
+    """Format of what the policy reads after its calls. Results never hold special tokens of the tokenizer."""
 
     before: str = ""
     """Before the results of a turn, for example the end of the turn in a chat format."""
@@ -69,7 +69,7 @@ class ObservationFormat(StrictModel):
 
 
 class EpisodeConfig(StrictModel):
-    """What every environment bounds."""
+    """Bounds of every environment."""
 
     max_turns: int = Field(4, ge=1, le=64)
     """Turns of the policy in one episode; what it asks for in the last one is not carried out, and the episode counts
@@ -97,7 +97,7 @@ class EpisodeConfig(StrictModel):
 
     @property
     def gives_rewards(self) -> bool:
-        """Whether an episode has a reward of its environment's own, for the scorer `environment`."""
+        """True if an episode has a reward of its environment's own, for the scorer `environment`."""
         return False
 
 
@@ -105,9 +105,9 @@ class EnvironmentConfig(EpisodeConfig):
     """Episodes in which the policy calls tools of the env service and reads what they answer."""
 
     type: Literal["tools"] = "tools"
-    """What kind of environment this is."""
+    """Kind of environment."""
     tools: list[ToolConfig] = Field(min_length=1, max_length=16)
-    """What may be called."""
+    """Tools that may be called."""
     calls: CallFormat = CallFormat()
     """How calls are written."""
     observations: ObservationFormat = ObservationFormat()
@@ -119,7 +119,7 @@ class EnvironmentConfig(EpisodeConfig):
     told. Mistakes of the policy (a wrong expression, a program that raises) are always told. Where the object of a
     `method` is lost with its process, the trajectory has failed in any case."""
     scored: Literal["answer", "transcript"] = "answer"
-    """What scorers see as the completion: the last turn, or everything after the prompt."""
+    """The completion as scorers see it: the last turn, or everything after the prompt."""
 
     @model_validator(mode="after")
     def _tools_can_be_told_apart(self) -> EnvironmentConfig:
@@ -179,7 +179,7 @@ class VerifiersConfig(EpisodeConfig):
     """An environment of the library `verifiers`: its tasks, its turns and tools, its rewards."""
 
     type: Literal["verifiers"] = "verifiers"
-    """What kind of environment this is."""
+    """Kind of environment."""
     env: dict[str, Any]
     """The library's own configuration of an environment, with at least `taskset: {id: ...}`. Roles that name none get
     the harness `penstock-chat`, which calls tools and needs no program of its own, and the runtime `subprocess`."""

@@ -13,7 +13,7 @@ __all__ = ["EvaluationConfig", "MeasureConfig"]
 
 
 class MeasureConfig(StrictModel):
-    """What is measured on held-out prompts."""
+    """Measurement on held-out prompts."""
 
     num_prompts: int = Field(128, ge=1)
     """Held-out prompts, from the start of the evaluation data: of its sources one after another."""

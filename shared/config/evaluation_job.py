@@ -43,7 +43,7 @@ class EvaluationJob(StrictModel):
     """Measure one policy: a model directory, or a checkpoint of another job (`model.path: job:ID@NUMBER`)."""
 
     kind: Literal["evaluation"]
-    """What kind of job this is; `evaluation` samples and scores, and trains nothing."""
+    """Kind of job; `evaluation` samples and scores, and trains nothing."""
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
     """Short name, for people."""
     seed: int = Field(0, ge=0, lt=1 << 63)
@@ -59,7 +59,7 @@ class EvaluationJob(StrictModel):
     sampling: SamplingConfig = SamplingConfig()
     """How completions are sampled; greedy ones take its lengths and stops."""
     evaluation: MeasureConfig = MeasureConfig()
-    """What is measured."""
+    """The measurement."""
     limits: LimitsConfig = LimitsConfig()
     """Budgets of the job on shared streams, and its longest wall time."""
     placement: PlacementConfig = PlacementConfig()

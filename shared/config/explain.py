@@ -1,4 +1,4 @@
-"""What is wrong with a document, a line per flaw: the key as the document has it, what was found, what may be there."""
+"""Flaws of a document, one line each: the key as the document has it, the value found, the values allowed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def explain(model: type[BaseModel], error: ValidationError) -> list[tuple[str, s
 
 
 def _detail(item: Mapping[str, Any], kinds: Sequence[Any]) -> str:
-    """What is wrong with a value: what it is, and what it may be."""
+    """The flaw of a value: what it is, and what it may be."""
     context = item.get("ctx", {})
     match item["type"]:
         case "union_tag_invalid":
@@ -54,7 +54,7 @@ def _detail(item: Mapping[str, Any], kinds: Sequence[Any]) -> str:
 
 
 def _unknown(model: type[BaseModel], loc: Sequence[int | str]) -> str:
-    """What an unknown key may have been meant as."""
+    """The nearest known key to an unknown one."""
     kinds = _walk(model, loc[:-1])[1]
     names = sorted({name for kind in kinds if _is_model(kind) for name in kind.model_fields})
     near = difflib.get_close_matches(str(loc[-1]), names, n=1, cutoff=0.5)
@@ -82,7 +82,7 @@ def _walk(model: type[BaseModel], loc: Iterable[int | str]) -> tuple[list[str], 
 
 
 def _inside(kind: Any, part: int | str) -> list[Any]:
-    """What may stand at ``part`` of a value of that kind."""
+    """The values allowed at ``part`` of a value of that kind."""
     if _is_model(kind):
         field = kind.model_fields.get(part)
         return [] if field is None else _members(field.annotation)
@@ -93,7 +93,7 @@ def _inside(kind: Any, part: int | str) -> list[Any]:
 
 
 def _members(annotation: Any) -> list[Any]:
-    """What an annotation allows, None aside."""
+    """The types that an annotation allows, None aside."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return _members(get_args(annotation)[0])

@@ -21,7 +21,7 @@ class EarlyStopConfig(StrictModel):
     """A metric of the updates, or one of the evaluations (`eval/greedy`, `eval/avg@k`, `eval/pass@k`; of one of
     several sources `eval/greedy/NAME` and so on)."""
     mode: Literal["max", "min"] = "max"
-    """Whether more or less is better."""
+    """`max` if more is better, `min` if less is."""
     window: int = Field(1, ge=1)
     """The mean of this many newest values is looked at; there is no verdict before so many exist."""
     goal: float | None = None
@@ -52,4 +52,4 @@ class KeepBestConfig(StrictModel):
     """A metric of the updates, or one of the evaluations (`eval/greedy`, `eval/avg@k`, `eval/pass@k`; of one of
     several sources `eval/greedy/NAME` and so on)."""
     mode: Literal["max", "min"] = "max"
-    """Whether more or less is better."""
+    """`max` if more is better, `min` if less is."""

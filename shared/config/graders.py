@@ -67,7 +67,7 @@ class TextSimilarityGrader(_Grader):
 
 
 class PythonGrader(_Grader):
-    """What the function ``grade(sample, item)`` of a program returns; the program runs in a sandbox."""
+    """Value of the function ``grade(sample, item)`` of a program; the program runs in a sandbox."""
 
     type: Literal["python"] = "python"
     source: str = Field(min_length=1, max_length=MAX_SOURCE)

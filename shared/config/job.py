@@ -44,7 +44,7 @@ __all__ = [
 BYTES_PER_TOKEN = 24
 """A token's share in a stored group: id, log-prob and mask (9), its text, spans, frame padding."""
 KIND_NAMES = ("rl", "online_rl", "evaluation")
-"""What a job file may be."""
+"""Kinds of jobs that a file may describe."""
 MAX_GROUP_BYTES = 64 << 20
 """Largest group: it is stored all or none, in parts of 1 MiB, and held in memory by who writes and who reads it."""
 GROUP_OVERHEAD_BYTES = 4096
@@ -76,7 +76,7 @@ class WarmStartConfig(StrictModel):
     data: list[Source] = Field(default_factory=list)
     """Demonstrations; empty: the rows of `data.train`. Few answers may precede many prompts with only a checker."""
     demonstration: list[str] = Field(default_factory=list)
-    """What a row demonstrates, as format strings over its fields: what the policy writes and what its environment
+    """A demonstration made of a row, as format strings over its fields: what the policy writes and what its environment
     answers, in turn, the policy first and last. Only the former is learnt. Empty: the reference answer."""
 
     @field_validator("demonstration")
@@ -108,7 +108,7 @@ class TrainConfig(StrictModel):
     max_lag: int = Field(0, ge=0, le=64)
     """Bound on (trainer version at the start of an update) - (oldest version in a group). 0 is strictly on-policy."""
     staleness: Literal["wait", "in_order", "drop"] = "wait"
-    """What happens when an in-flight draw would pass the bound: wait for it, train in draw order, or drop it later."""
+    """Treatment of an in-flight draw that would pass the bound: wait for it, train in draw order, or drop it later."""
     oversample: float = Field(1.0, ge=1, le=8)
     """Draws in flight relative to what the bound needs; those above it make up for groups that a batch lacks, and what
     is not trained in time is dropped as stale."""
@@ -167,7 +167,7 @@ class PlacementConfig(StrictModel):
 
 
 def _known_kind(kind: Any) -> Any:
-    """What cannot be told apart by its kind is read as a job that trains on prompts."""
+    """Read a job of an unknown kind as one that trains on prompts."""
     if kind not in KIND_NAMES:
         raise ValueError(f"found {kind!r}; must be {', '.join(map(repr, KIND_NAMES[:-1]))} or {KIND_NAMES[-1]!r}")
     return kind
@@ -177,7 +177,7 @@ class JobConfig(StrictModel):
     """A reinforcement-learning job over a causal language model."""
 
     kind: Annotated[Literal["rl"], BeforeValidator(_known_kind)] = "rl"
-    """What kind of job this is; `rl` trains on a data set of prompts."""
+    """Kind of job; `rl` trains on a data set of prompts."""
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
     """Short name, for people."""
     seed: int = Field(0, ge=0, lt=1 << 63)
@@ -348,7 +348,7 @@ class JobConfig(StrictModel):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a frozen reference policy is kept."""
+        """True if a frozen reference policy is kept."""
         return self.algorithm.needs_reference
 
     @property

@@ -20,7 +20,7 @@ KINDS: dict[str, type[JobConfig] | type[EvaluationJob]] = {
     "online_rl": OnlineJob,
     "evaluation": EvaluationJob,
 }
-"""What a job file may be."""
+"""Kinds of jobs that a file may describe."""
 
 
 def job_model(data: Any) -> type[JobConfig] | type[EvaluationJob]:
@@ -30,7 +30,7 @@ def job_model(data: Any) -> type[JobConfig] | type[EvaluationJob]:
 
 
 def trains(data: Any) -> bool:
-    """Whether a job file is of a kind that has a trainer, a ledger and checkpoints."""
+    """True if a job file is of a kind that has a trainer, a ledger and checkpoints."""
     return issubclass(job_model(data), JobConfig)
 
 

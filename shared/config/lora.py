@@ -26,4 +26,4 @@ class LoraConfig(StrictModel):
     target_modules: list[str] | Literal["all-linear"] = "all-linear"
     """Names of the linear layers inside a block that get an adapter, such as `q_proj`; default: all of them."""
     publish: Literal["adapters", "merged"] = "adapters"
-    """What engines get: the adapters alone, or whole weights with the adapters added, for engines that have none."""
+    """Weights that engines get: the adapters alone, or merged with the model for engines without adapters."""

@@ -33,12 +33,12 @@ class Need:
 
     @property
     def extra(self) -> str:
-        """What to install: ``penstock[EXTRA]``."""
+        """The extra to install: ``penstock[EXTRA]``."""
         return OPTIONAL[self.package]
 
 
 def needs(spec: AnyJob) -> list[Need]:
-    """What a job needs that a service may lack; weights and data sets may need more."""
+    """Packages that a job needs and a service may lack; weights and data sets may need more."""
     found = [*_of_rollouts(spec)]
     if isinstance(spec, JobConfig):
         found += _of_training(spec)

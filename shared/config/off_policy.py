@@ -36,7 +36,7 @@ class PreferenceConfig(StrictModel):
 
 
 class OffPolicyConfig(StrictModel):
-    """What is learnt beside the policy loss, from what may not be used on-policy."""
+    """Losses beside the policy loss, for material that may not be used on-policy."""
 
     supervised: SupervisedConfig | None = None
     """Imitate corrections, demonstrations and good answers; null rejects them."""

@@ -30,9 +30,9 @@ class MetricConfig(StrictModel):
     """One declared metric of feedback."""
 
     type: Literal["boolean", "float"]
-    """What its values are."""
+    """Type of its values."""
     level: Level = "interaction"
-    """What it judges; an episode's metric goes to the last interaction of each of its branches."""
+    """Its target; an episode's metric goes to the last interaction of each of its branches."""
     when_true: float = 1.0
     """Reward of `true` (boolean metrics)."""
     when_false: float = -1.0
@@ -44,7 +44,7 @@ class MetricConfig(StrictModel):
     default_after_s: float | None = Field(None, gt=0)
     """Missing this long after the interaction, the metric counts as `default_value`; null: it is waited for."""
     default_value: bool | float = 0.0
-    """What a missing metric counts as."""
+    """Value of a missing metric."""
 
     @model_validator(mode="after")
     def _bounds_are_ordered(self) -> MetricConfig:
@@ -54,7 +54,7 @@ class MetricConfig(StrictModel):
 
 
 UNDECLARED_REWARD = MetricConfig(type="float")
-"""What `reward` is in a job that does not declare it."""
+"""Definition of `reward` in a job that does not declare it."""
 
 
 class OnlineConfig(StrictModel):
@@ -70,12 +70,12 @@ class OnlineConfig(StrictModel):
     idle_ttl_s: float = Field(1800.0, gt=0)
     """An episode without a request for this long is over."""
     episodes: Literal["named", "found"] = "named"
-    """What is credited as one episode: turns that name theirs; or also a conversation that nobody named, found by its
+    """Turns credited as one episode: those that name theirs; or also a conversation that nobody named, found by its
     messages: each answer to a chat then waits for the end of its episode, as those of named ones do."""
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount of later rewards along the branches of an episode."""
     balance: Literal["episodes", "trajectories"] = "episodes"
-    """What weighs the same in the policy loss: episodes, whose branches share the weight of one, or every trajectory:
+    """Unit of equal weight in the policy loss: episodes, whose branches share the weight of one, or every trajectory:
     an episode with three branches then weighs as much as three."""
     invalid_reward: float | None = None
     """Reward of a completion whose tool calls cannot be parsed; null: the lowest bound of the declared metrics."""
@@ -90,11 +90,11 @@ class OnlineConfig(StrictModel):
     raters: Literal["any", "same_key"] = "any"
     """Whose feedback counts: that of `any` key that may post it, or only of the key that the answer was served to."""
     new_sources: NewSourcesConfig | None = None
-    """What feedback of API keys counts for that nobody knows yet; null: as much as that of others."""
+    """Weight of feedback from API keys that are not known yet; null: that of all others."""
     off_policy: OffPolicyConfig | None = None
-    """What is learnt from what may not be used on-policy; null: nothing."""
+    """Losses on material that may not be used on-policy; null: none."""
     posted: PostedConfig = PostedConfig()
-    """What posted interactions may be used for."""
+    """Uses of posted interactions."""
     consent: Literal["opt_out", "opt_in"] = "opt_out"
     """Whose conversations are trained on: all but those of users who said no, or only those of users who said yes."""
     hold_s: float = Field(30.0, gt=0)
@@ -117,7 +117,7 @@ class OnlineConfig(StrictModel):
     max_age_s: float = Field(86400.0, gt=0)
     """An episode is over this long after its first request, even if requests go on: later turns are `episode_over`."""
     redaction: RedactionConfig | None = None
-    """What is blanked in requests, answers and feedback before they are stored; null: nothing."""
+    """Texts blanked in requests, answers and feedback before they are stored; null: none."""
 
     @field_validator("metrics")
     @classmethod
@@ -134,7 +134,7 @@ class OnlineConfig(StrictModel):
         return self.metrics.get(name, UNDECLARED_REWARD if name == REWARD else None)
 
     def of_level(self, level: Level) -> dict[str, MetricConfig]:
-        """What adds up to the reward of a turn, or of a whole episode, by name.
+        """Metrics that add up to the reward of a turn, or of a whole episode, by name.
 
         Undeclared, `reward` is of both, for it judges what its feedback names; where it is missing, it adds nothing.
         """
@@ -143,14 +143,14 @@ class OnlineConfig(StrictModel):
 
     @property
     def is_defended(self) -> bool:
-        """Whether anything bounds what one sender of feedback, or one update, can do."""
+        """True if anything bounds what one sender of feedback, or one update, can do."""
         shares = (self.max_share_per_key, self.max_share_per_asker, self.max_share_per_user)
         sections = (self.new_sources, self.quarantine, self.promotion)
         return min(shares) < 1 or self.raters != "any" or any(section is not None for section in sections)
 
     @property
     def has_credit(self) -> bool:
-        """Whether what is said of one turn, or of the whole, concerns other turns of an episode."""
+        """True if feedback on one turn, or on the whole, concerns other turns of an episode."""
         return self.gamma > 0 or any(metric.level == "episode" for metric in self.metrics.values())
 
     @property

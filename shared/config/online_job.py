@@ -82,7 +82,7 @@ class OnlineJob(JobConfig):
     """A policy that is served to live agents under its name and trained on their feedback."""
 
     kind: Literal["online_rl"]  # type: ignore[assignment]  # kinds exclude each other, their jobs train alike
-    """What kind of job this is; `online_rl` serves agents and learns from their feedback."""
+    """Kind of job; `online_rl` serves agents and learns from their feedback."""
     data: OnlineData = OnlineData()
     """Held-out prompts, and the longest prompt that is trained on (`prompt.max_tokens`)."""
     reward: OnlineReward = OnlineReward()
@@ -127,7 +127,7 @@ class OnlineJob(JobConfig):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a frozen reference policy is kept: for a KL, or because preferences are measured against it."""
+        """True if a frozen reference policy is kept: for a KL, or because preferences are measured against it."""
         off_policy = self.online.off_policy
         return super().needs_reference or (off_policy is not None and off_policy.preference is not None)
 

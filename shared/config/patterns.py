@@ -13,7 +13,7 @@ import re2
 __all__ = ["compile_pattern"]
 
 CLASSES = {"w": r"\p{L}\p{M}\p{N}_", "d": r"\p{Nd}", "s": r"\s\x1c-\x1f\x{85}\p{Z}"}
-"""What Python means by these, and combining marks: what is searched for is rather found once too often."""
+"""Python's meaning of these classes, and combining marks: a match too many is better than one too few."""
 OUTSIDE = re.compile(r"\\.|\[\^?\]?|.", re.DOTALL)
 INSIDE = re.compile(r"\\.|.", re.DOTALL)
 """Parts of a pattern outside and inside of brackets; a bracket that closes may come first in them as a character."""

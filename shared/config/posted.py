@@ -10,7 +10,7 @@ __all__ = ["PostedConfig"]
 
 
 class PostedConfig(StrictModel):
-    """What posted interactions may be used for beside imitation."""
+    """Uses of posted interactions beside imitation."""
 
     trusted_keys: list[str] = Field(default_factory=list, max_length=64)
     """Ids of the API keys whose posted tokens the policy loss may use; `*`: of every key that may post feedback."""

@@ -24,7 +24,7 @@ class QuarantineConfig(StrictModel):
     smoothing: float = Field(0.1, gt=0, le=1)
     """Weight of the newest value in the moving average."""
     hold_s: float = Field(86400.0, gt=0)
-    """What nobody releases or drops within this time is rejected; sooner where it stands in the way of room."""
+    """Held items that nobody releases or drops within this time are rejected; sooner where room is needed."""
 
     @model_validator(mode="after")
     def _window_holds_the_minimum(self) -> QuarantineConfig:

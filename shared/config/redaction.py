@@ -1,4 +1,4 @@
-"""What is blanked in the texts of live requests and feedback before they are stored."""
+"""Texts blanked in live requests and feedback before they are stored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Pattern = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 
 
 class RedactionConfig(StrictModel):
-    """What must not reach a disk; whatever is found stands there as `[NAME]`."""
+    """Patterns that must not reach a disk; each match becomes `[NAME]`."""
 
     patterns: dict[Name, Pattern] = Field(default_factory=dict, max_length=32)
     """Regular expressions by name, for live requests and for the texts in feedback; as

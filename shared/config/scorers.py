@@ -289,7 +289,7 @@ class GraderScorer(_Scorer):
 
 
 class EnvironmentScorer(_Scorer):
-    """What the environment itself says of an episode: the rewards of a task of `verifiers`, or `reward(answer)` of the
+    """The environment's own verdict on an episode: the rewards of a task of `verifiers`, or `reward(answer)` of the
     object behind tools of type `method`. Where several objects judge, the sum."""
 
     type: Literal["environment"] = "environment"

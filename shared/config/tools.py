@@ -69,7 +69,7 @@ class _UserTool(StrictModel):
     name: ToolName
     """Its name in calls."""
     description: str = Field(min_length=1)
-    """What it does, for the policy."""
+    """Description of the tool, for the policy."""
     parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
     """JSON schema of its arguments, for the policy; `required` ones must be there, others that it does not know not."""
 

@@ -1,4 +1,4 @@
-"""What can be known of a job's data without a tokenizer: used when a job is submitted."""
+"""Facts of a job's data that need no tokenizer: read when a job is submitted."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class DataSummary:
     rows_per_epoch: int
     num_eval: int
     row_bytes: int
-    """What the largest row has beyond ROW_BYTES; every group carries its row."""
+    """Bytes of the largest row beyond ROW_BYTES; every group carries its row."""
     notes: tuple[str, ...]
 
 
@@ -86,7 +86,7 @@ def check_data(config: DataConfig, reward: RewardConfig | None = None) -> DataSu
 
 
 def _key(config: DataConfig, reward: RewardConfig | None) -> str | None:
-    """What a summary depends on; None where that cannot be seen without reading, or may still change unseen."""
+    """The files' state that a summary depends on; None where it needs a read, or may still change unseen."""
     parts = [config.model_dump_json(), "" if reward is None else reward.model_dump_json()]
     for source in (*config.train, *config.eval):
         for path in (getattr(source, "path", None), getattr(source, "exclude_path", None)):

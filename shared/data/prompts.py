@@ -130,7 +130,7 @@ class PromptBuilder:
 
 
 def _begins_texts(tokenizer: Tokenizer) -> bool:
-    """Whether the tokenizer itself puts its beginning-of-sequence token before a text."""
+    """True if the tokenizer itself puts its beginning-of-sequence token before a text."""
     begun = tokenizer.encode("a", add_special_tokens=True)
     return tokenizer.bos_token_id is not None and begun[:1] == [tokenizer.bos_token_id]
 

@@ -33,7 +33,7 @@ class Redactor:
         self._function = function
 
     def find(self, text: str) -> list[Found]:
-        """What is found, in order; what overlaps is one place under the name of its first part.
+        """Matches, in order; matches that overlap are one place under the name of its first part.
 
         Raises:
             DataError: the function raised something, or returned what is no place in the text.

@@ -21,7 +21,7 @@ class Rows(Protocol):
 
     @property
     def name(self) -> str:
-        """What the source is, for messages: a path or a short description."""
+        """Name of the source for messages: a path or a short description."""
 
     @property
     def endless(self) -> bool:
@@ -29,7 +29,7 @@ class Rows(Protocol):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was left out while opening, in words."""
+        """Parts of the source that were left out while opening, in words."""
 
     def __len__(self) -> int: ...
 

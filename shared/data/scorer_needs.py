@@ -1,4 +1,4 @@
-"""What the scorers of a job need in each row, checked before anything runs."""
+"""Needs of a job's scorers in each row, checked before anything runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job file names by a dotted path: functions and classes of the user."""
+"""Objects that a job file names by a dotted path: functions and classes of the user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether two models mean the same by a token id, and are of one shape: checked before anything is trained."""
+"""Compatibility of two models, checked before training: equal meaning of token ids, equal shapes."""
 
 from __future__ import annotations
 

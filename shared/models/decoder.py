@@ -35,7 +35,7 @@ MAX_LOGITS = 1 << 25
 
 
 def supports(model: PreTrainedModel) -> bool:
-    """Whether the functional decoder computes what ``model`` does; other architectures use the module's own forward."""
+    """True if the functional decoder computes what ``model`` does; other architectures use the module's own forward."""
     return plan_of(model) is not None
 
 

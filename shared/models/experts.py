@@ -154,7 +154,7 @@ class Recorder:
         return self._chosen[-1]
 
     def table(self) -> Tensor:
-        """What was chosen, int64 [T, N, K]."""
+        """The chosen experts, int64 [T, N, K]."""
         return torch.stack(self._chosen, 1)
 
 

@@ -66,7 +66,7 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> Pre
 
 
 def has_adapter(model: nn.Module) -> bool:
-    """Whether ``add_adapter`` was called."""
+    """True if ``add_adapter`` was called."""
     return any(is_adapter(name) for name, _ in model.named_parameters())
 
 
@@ -131,7 +131,7 @@ def share_base(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def adapter_files(model: PreTrainedModel, config: LoraConfig, *, base: str | None) -> dict[str, bytes]:
-    """What describes the adapter on disk in peft's format, by file name. ``base``: directory of the base model."""
+    """Description of the adapter on disk in peft's format, by file name. ``base``: directory of the base model."""
     described = _peft_config(config, _targets(model, config), base_model_name_or_path=base, inference_mode=True)
     with tempfile.TemporaryDirectory() as name:
         described.save_pretrained(name)
@@ -170,12 +170,12 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether this parameter of a module, by its name there, belongs to an adapter."""
+    """True if this parameter of a module, by its name there, belongs to an adapter."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def stored_name(name: str) -> str:
-    """What a parameter of a module is called elsewhere: an adapter's as in peft's files, others as without adapters."""
+    """Name of a module's parameter elsewhere: an adapter's as in peft's files, others as without adapters."""
     if is_adapter(name):
         return _FILE_PREFIX + name.replace(f".{_ADAPTER}.", ".")
     return name.replace(".base_layer.", ".")

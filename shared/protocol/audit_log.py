@@ -1,4 +1,4 @@
-"""Who asked for what over HTTP: a record of each request that changes something, as stored in AUDIT."""
+"""Requests over HTTP that changed something and who made them: the records of AUDIT."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class AuditRecord(msgspec.Struct, frozen=True, kw_only=True):
     route: str
     """Template of the path."""
     path: dict[str, str] = {}
-    """What stands in the template's places."""
+    """Values of the template's places."""
     query: dict[str, str] = {}
     """Parameters that the route knows."""
     status: int

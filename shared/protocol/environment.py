@@ -75,7 +75,7 @@ class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EnvSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy must know of an environment. ``num_actions`` is set for discrete actions, bounds for others.
+    """Facts of an environment for a policy. ``num_actions`` is set for discrete actions, bounds for others.
 
     ``has_success``: the simulator tells whether the task is solved; ``has_snapshots``: its states can be restored.
     """
@@ -150,7 +150,7 @@ class StepRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepReply:
-    """What happened.
+    """Results of a chunk of actions.
 
     Attributes:
         observations: by name, [n, ...], after the chunk; of the next episode where ``ended`` and auto-reset.

@@ -33,5 +33,5 @@ class EpisodeRecord(BaseModel):
 
     @property
     def over(self) -> bool:
-        """Whether it takes no more requests."""
+        """True if the episode takes no more requests."""
         return self.ended_at is not None or self.expires_at < datetime.now(UTC)

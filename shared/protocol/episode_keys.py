@@ -13,11 +13,11 @@ __all__ = ["EPISODE_SCOPES", "PREFIX", "EpisodeGrant", "EpisodeScope", "episode_
 PREFIX = "rle_"
 EpisodeScope = Literal["inference:write", "feedback:write"]
 EPISODE_SCOPES: tuple[EpisodeScope, ...] = get_args(EpisodeScope)
-"""What the key of an episode may be for."""
+"""Uses of an episode's key."""
 
 
 class EpisodeGrant(msgspec.Struct, frozen=True, array_like=True):
-    """What a key says: for which episode (`ep_` and a UUID), by which API key (its id), until when (Unix seconds)."""
+    """Contents of a key: its episode (`ep_` and a UUID), the API key that made it (its id), its end (Unix seconds)."""
 
     episode: str
     maker: str
@@ -34,5 +34,5 @@ def episode_key(grant: EpisodeGrant, secret: bytes) -> str:
 
 
 def read_episode_key(text: str, secret: bytes) -> EpisodeGrant | None:
-    """What a key says; None for one that was not signed with ``secret``. Whether it has expired is for the caller."""
+    """Contents of a key; None for one that was not signed with ``secret``. The caller checks whether it has expired."""
     return _KEYS.read(text, secret)

@@ -12,7 +12,7 @@ PREFIX = "rlt_"
 
 
 class FeedbackGrant(msgspec.Struct, frozen=True, array_like=True):
-    """What a token says: the verdict that it is for, by which API key (its id), until when (Unix seconds).
+    """Contents of a token: the verdict that it allows, the API key that made it (its id), its end (Unix seconds).
 
     ``id`` is the item of feedback that it becomes, which is why it becomes only one. ``target`` (a canonical UUID) is
     a response, or with ``by_episode`` an episode.

@@ -79,7 +79,7 @@ _tensors = msgspec.msgpack.Decoder(_Tensor)
 
 
 def is_frame(data: Buffer) -> bool:
-    """Whether the bytes begin as a frame does; an envelope never does."""
+    """True if the bytes begin as a frame does; an envelope never does."""
     return bytes(data[: len(MAGIC)]) == MAGIC
 
 

@@ -70,7 +70,7 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     tools: tuple[tuple[str, str], ...] = ()
     """Name and schema of the arguments of those that may be called."""
     parallel: bool = True
-    """Whether several calls may follow each other."""
+    """True if several calls may follow each other."""
 
 
 class GenRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,7 +134,7 @@ class Scores(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Caps(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine can do."""
+    """Capabilities of an engine."""
 
     transports: tuple[str, ...]
     pause_modes: tuple[str, ...]

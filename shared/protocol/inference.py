@@ -35,7 +35,7 @@ SIGN_EVERY_S = 1.0
 
 
 class ClientSampling(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client says about sampling; None leaves it to the job. The seed is always given."""
+    """Sampling parameters of a request; None leaves one to the job. The seed is always given."""
 
     seed: int
     max_new_tokens: int | None = None
@@ -52,7 +52,7 @@ class ClientSampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Begun(msgspec.Struct, frozen=True, kw_only=True):
-    """What the client has of a choice already: the next worker goes on from there."""
+    """The part of a choice that the client has already: the next worker goes on from there."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -103,7 +103,7 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InferenceReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether ``worker`` (one session of one process) takes a request; if not, another one may."""
+    """True if ``worker`` (one session of one process) takes a request; if not, another one may."""
 
     worker: str
     accepted: bool
@@ -120,7 +120,7 @@ class ToolCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """What is new in a choice. ``start`` counts its output tokens before these; -1: the prompt, echoed.
+    """New tokens of a choice. ``start`` counts its output tokens before these; -1: the prompt, echoed.
 
     ``pieces`` and ``top`` (texts and log-probs of tokens) are there where log-probs were asked for. The chunk with
     ``finish`` is the last one of the choice, sent when its interaction is durable (``recorded``), or cannot be.
@@ -184,7 +184,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Claimed(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the answer is handed over (``given``), and what is known of it; ``worker`` is where its chunks come from.
+    """``given`` once the answer is handed over, and its facts; its chunks come from ``worker``.
 
     It is not where it was read, or where another client waits for it.
     """

@@ -55,7 +55,7 @@ RESTORED_HEADER = "Penstock-Restored"
 """Header of a message of FEEDBACK with what a deletion left of others: the sequences at which that stood before."""
 
 TOO_LATE = "too_late"
-"""What becomes of a revision of feedback that was decided before."""
+"""Outcome of a revision of feedback that was decided before."""
 MAX_TURNS = 1000
 """Turns of one episode, served or posted: those that come when it has so many are never trained on."""
 
@@ -105,7 +105,7 @@ class Interaction(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str = ""
     """The prompt as the policy read it, special tokens included, for people; empty where a record cannot hold it."""
     tool_calls_valid: bool | None = None
-    """Whether the completion's tool calls could be parsed; None where there are none."""
+    """True if the completion's tool calls could be parsed; None where there are none."""
     calls: list[ToolCall] = []
     """Those that could."""
     tags: dict[str, str] = msgspec.field(default_factory=dict)
@@ -159,7 +159,7 @@ class FeedbackBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Erasure(msgspec.Struct, frozen=True, kw_only=True):
-    """What was deleted of one user in one job, in FEEDBACK beside the feedback: ids only, they tell nothing of anybody.
+    """Deletions of one user's data in one job, in FEEDBACK beside the feedback: ids only, which identify nobody.
 
     ``user`` is an HMAC. Neither the interactions nor the feedback exist any more; feedback on them is refused.
     """
@@ -174,7 +174,7 @@ FateStatus = Literal["received", "matched", "admitted", "quarantined", "rejected
 
 
 class Fate(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one item of feedback; the newest one of an id counts. Appended to DECISIONS, never changed."""
+    """Outcome of one item of feedback; the newest one of an id counts. Appended to DECISIONS, never changed."""
 
     feedback: str
     status: FateStatus
@@ -191,7 +191,7 @@ class Fate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InteractionFate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What became of one interaction. One with an ``ordinal`` follows from the ledger, and the newest of these counts;
+    """Outcome of one interaction. One with an ``ordinal`` follows from the ledger, and the newest of these counts;
     else the first one does.
     """
 
@@ -230,7 +230,7 @@ def named_users(user: str, tags: Mapping[str, str], pseudonym: Callable[[str], s
 
 
 def job_mark(job: str) -> int:
-    """What the ids of a job's interactions and episodes end in, so that feedback finds its job before its target."""
+    """Common end of the ids of a job's interactions and episodes, by which feedback finds its job before its target."""
     return xxhash.xxh32_intdigest(job.encode())
 
 

@@ -113,7 +113,7 @@ class JobProgress(BaseModel):
 
 
 class JobStatus(BaseModel):
-    """What the coordinator last observed."""
+    """The coordinator's last observation."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -149,7 +149,7 @@ class JobStatus(BaseModel):
     draws: dict[str, Any] = Field(default_factory=dict)
     """drawn, trained, in_flight and dropped by reason: the ledger equation."""
     queues: dict[str, int] = Field(default_factory=dict)
-    """What waits at each stage: tickets without a group, groups without a batch, batches that are not trained."""
+    """Work waiting at each stage: tickets without a group, groups without a batch, batches that are not trained."""
     checkpoint: str | None = None
     best_checkpoint: dict[str, Any] | None = None
     """number, path, and by which metric, value and update: where `checkpoint.keep_best` is set."""
@@ -191,7 +191,7 @@ class JobRecord(BaseModel):
     operations: list[Operation] = Field(default_factory=list)
     """The newest ones, oldest first."""
     fine_tuning: dict[str, Any] | None = None
-    """What `POST /v1/fine_tuning/jobs` was given, where the job came from there."""
+    """Body of `POST /v1/fine_tuning/jobs`, where the job came from there."""
     trace: str = ""
     """Trace id of the request that submitted it: in everything that is sent and logged for the job."""
     status: JobStatus = JobStatus()

@@ -58,12 +58,12 @@ class StoredKey(KeyRecord):
     digest: str = Field(repr=False)
 
     def fits(self, text: str) -> bool:
-        """Whether ``text`` is this key, in constant time."""
+        """True if ``text`` is this key; compares in constant time."""
         return hmac.compare_digest(_digest(text), self.digest)
 
     @property
     def expired(self) -> bool:
-        """Whether it is past its end."""
+        """True if the key is past its end."""
         return self.expires_at is not None and self.expires_at <= datetime.now(UTC)
 
     def shown(self) -> KeyRecord:

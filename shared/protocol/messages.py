@@ -98,7 +98,7 @@ class BatchManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trainer tells the coordinator; answered by an Ack once it is in the ledger. Safe to repeat.
+    """Report of a trainer to the coordinator; answered by an Ack once it is in the ledger. Safe to repeat.
 
     ``hello``: a trainer holds the lease and asks where to start; the Ack's data holds a checkpoint, the last trained
     batch, the digests recorded after that checkpoint, and where the lineage is to be given up.
@@ -131,7 +131,7 @@ CommandKind = Literal["checkpoint", "rollback"]
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
-    """What the coordinator asks of a job's trainer; ``args["reason"]`` says why.
+    """Command of the coordinator to a job's trainer; ``args["reason"]`` says why.
 
     ``rollback``: a trainer at ``args["version"]`` starts over; the answer to its `hello` says from where.
     """

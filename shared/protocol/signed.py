@@ -38,7 +38,7 @@ class SignedTexts(Generic[G]):
         return f"{self.prefix}{body}.{self._signature(body, secret)}"
 
     def read(self, text: str, secret: bytes) -> G | None:
-        """What a text says; None for one that was not signed with ``secret`` for this purpose."""
+        """Contents of a text; None for one that was not signed with ``secret`` for this purpose."""
         found = self._pattern.fullmatch(text)
         if found is None or not hmac.compare_digest(self._signature(found[1], secret), found[2]):
             return None

@@ -168,12 +168,12 @@ def feedback(job: str) -> str:
 
 
 def erasures(job: str) -> str:
-    """What was deleted of the interactions and the feedback of a job, in FEEDBACK."""
+    """Deletions among the interactions and the feedback of a job, in FEEDBACK."""
     return f"feedback.{job}.erased"
 
 
 def decisions(job: str) -> str:
-    """What became of the feedback of a job."""
+    """Outcomes of the feedback of a job."""
     return f"decisions.{job}"
 
 
@@ -183,7 +183,7 @@ def inference(job: str) -> str:
 
 
 def inference_chunks(gateway: str) -> str:
-    """What rollout workers send to one HTTP gateway (core NATS)."""
+    """Chunks of rollout workers for one HTTP gateway (core NATS)."""
     return f"inference.gateway.{token(gateway)}"
 
 
@@ -198,7 +198,7 @@ def reading(job: str) -> str:
 
 
 def inference_worker(worker: str) -> str:
-    """What gateways tell one rollout worker about requests that it has in hand (core NATS)."""
+    """Notices of gateways to one rollout worker about requests that it has in hand (core NATS)."""
     return f"inference.worker.{token(worker)}"
 
 

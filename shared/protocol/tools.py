@@ -1,4 +1,4 @@
-"""What a rollout worker asks env workers for: calls of tools, and the turns of episodes that keep state.
+"""Requests of rollout workers to env workers: calls of tools, and the turns of episodes that keep state.
 
 A call without state goes to any env worker. The first one of an episode that uses state does, too: who takes it holds
 the state from then on, says so (``ToolReply.holder``), and is asked for everything else of the episode.
@@ -39,7 +39,7 @@ class EpisodeState(msgspec.Struct, frozen=True, kw_only=True):
     number: int = 0
     row: dict[str, Any] = {}
     holder: str = ""
-    """Who holds it, so that its subject is ``subjects.env(holder)``; empty before the first answer."""
+    """The worker that holds it, whose subject is ``subjects.env(holder)``; empty before the first answer."""
 
 
 class ToolRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +56,7 @@ class ToolRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a request.
+    """Result of a request.
 
     ``ok``: ``text`` is the result. ``error``: the call was wrong, ``text`` says why and is told to the policy.
     ``failed``: the tool broke or took too long, which says nothing about the call. ``lost``: the state of the episode
@@ -66,13 +66,13 @@ class ToolReply(msgspec.Struct, frozen=True, kw_only=True):
     status: Literal["ok", "error", "failed", "lost"]
     text: str
     holder: str = ""
-    """Who holds the state of the episode now."""
+    """The worker that holds the state of the episode now."""
     gone: bool = False
-    """It failed because the state of the episode is no more, so that whatever follows fails, too."""
+    """The request failed because the state of the episode is gone, so that all that follow fail, too."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """What an environment that leads the conversation does: it says something, or the episode is over.
+    """Step of an environment that leads the conversation: it says something, or the episode is over.
 
     ``messages`` are new since the policy's last turn, in OpenAI's form; None: the episode is over, with a reward, or
     with an error that says nothing about the policy.

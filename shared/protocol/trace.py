@@ -38,7 +38,7 @@ def trace_of(traceparent: str) -> str:
 
 @contextmanager
 def tracing(trace: str) -> Iterator[None]:
-    """What is sent and logged inside, also by tasks started inside, belongs to this trace."""
+    """Put messages and log lines inside, also those of tasks started inside, into this trace."""
     token = _trace.set(trace)
     try:
         yield

@@ -43,7 +43,7 @@ FINISH_REASONS = ("stop", "length", "abort")
 
 
 class GroupHeader(msgspec.Struct, frozen=True, array_like=True, omit_defaults=False):
-    """What the gate needs to know of a group; travels as one message header, so no payload is read.
+    """Facts of a group for the gate; they travel as one message header, so no payload is read.
 
     ``lengths``, ``rewards``, ``failed`` and ``truncated`` have one entry per trajectory. ``skipped`` names why there is
     no trajectory at all (`prompt_too_long`); then the draw is dropped for that reason and its ordinal is not redrawn.
@@ -94,7 +94,7 @@ class GroupHeader(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fa
 
     @property
     def has_signal(self) -> bool:
-        """Whether the rewards that count, the baseline's among them, differ: without that no advantage is above 0."""
+        """True if the rewards that count, the baseline's among them, differ: without that no advantage is above 0."""
         rewards = {self.rewards[i] for i in self.counted}
         return len(rewards if self.baseline is None else rewards | {self.baseline}) > 1
 

@@ -52,5 +52,5 @@ class StoredWebhook(WebhookRecord):
         return WebhookRecord(**{name: getattr(self, name) for name in WebhookRecord.model_fields})
 
     def wants(self, type: str) -> bool:
-        """Whether events of a type go there; a trailing ``*`` stands for any ending."""
+        """True if events of a type go there; a trailing ``*`` stands for any ending."""
         return any(type == one or (one.endswith("*") and type.startswith(one[:-1])) for one in self.types)

@@ -1,1 +1,1 @@
-"""What every service process needs: life cycle, leases, deadlines, health, metrics, logs."""
+"""Runtime of every service process: life cycle, leases, deadlines, health, metrics, logs."""

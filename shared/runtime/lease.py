@@ -1,4 +1,4 @@
-"""Who may write: a compare-and-set lease in the ``leases`` bucket, with an epoch that only grows.
+"""The right to write: a compare-and-set lease in the ``leases`` bucket, with an epoch that only grows.
 
 A lease is taken over by *observed silence*: whoever saw the entry unchanged for the lease's length on its own
 monotonic clock may replace it. No clocks are compared between hosts, and the store expires nothing: an expiry that the
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class LeaseRecord(msgspec.Struct, frozen=True):
-    """What the bucket holds. ``holder`` is empty after a release."""
+    """Content of the bucket. ``holder`` is empty after a release."""
 
     holder: str
     epoch: int
@@ -50,7 +50,7 @@ class Lease:
 
     @property
     def held(self) -> bool:
-        """Whether the lease is held and was renewed recently enough that nobody else can have it."""
+        """True if the lease is held and was renewed recently enough that nobody else can have it."""
         return self._held and time.monotonic() - self._renewed < self.lease_s
 
     def check(self) -> None:

@@ -16,7 +16,7 @@ OTHER_UNITS = ("_milliseconds", "_ms", "_us", "_minutes", "_hours", "_kb", "_mb"
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 REGISTRY = CollectorRegistry()
-"""What ``/metrics`` shows."""
+"""Text that ``/metrics`` shows."""
 
 _known: dict[str, MetricWrapperBase] = {}
 W = TypeVar("W", bound=MetricWrapperBase)

@@ -48,10 +48,10 @@ BUS_RECONNECTS = metrics.gauge("bus_reconnects", "How often the bus connection w
 
 
 class Service(Protocol):
-    """What ``run_service`` runs."""
+    """A service that ``run_service`` runs."""
 
     ready: bool
-    """Whether work can be given to it."""
+    """True if work can be given to it."""
 
     async def run(self) -> None:
         """Serve until cancelled, or return when there is nothing left to do."""
@@ -196,7 +196,7 @@ class _Process:
                 log.warning("waiting for the bus: %s", error)
 
     async def _ensure_streams(self, bus: Bus) -> bool:
-        """Nobody depends on who starts first. Only the coordinator changes sizes, or two settings would fight."""
+        """Services start in any order. Only the coordinator changes sizes, or two settings would fight."""
         settings = self._settings
         while True:
             try:

@@ -35,7 +35,7 @@ class Deadline:
 
     @property
     def over(self) -> bool:
-        """Whether the time is used up."""
+        """True if the time is used up."""
         return self.left_s == 0.0
 
     def check(self, what: str) -> None:

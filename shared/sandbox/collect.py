@@ -1,4 +1,4 @@
-"""What one run comes to: reads what it writes, and stops it where its time is over or it writes too much."""
+"""Result of one run: reads its output, and stops it where its time is over or it writes too much."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Outcome:
     verdict: Verdict
     stdout: bytes
     flooded: bool
-    """It wrote more than it may, and was ended for that."""
+    """The run wrote more than it may, and was ended for that."""
     steps: dict[int, Any]
     """Value by number of the step; a step that failed is not in it."""
 
     @property
     def ok(self) -> bool:
-        """It came to its end and said that all is well."""
+        """The run came to its end and reported success."""
         return self.verdict == Verdict("exit", 0) and not self.flooded
 
 
@@ -74,7 +74,7 @@ class _Run:
         return max(0.0, self._deadline - time.monotonic())
 
     def read(self, descriptor: int) -> bool:
-        """Whether nothing more comes from there."""
+        """True if nothing more comes from there."""
         if descriptor not in self._written:
             message = self._channel.recv(256)
             if not message:
@@ -112,7 +112,7 @@ class _Run:
 
 
 def _steps(reported: bytes, nonce: str) -> dict[int, Any]:
-    """What the run reported; lines that the program wrote there itself lack the nonce and are passed over."""
+    """The run's report; lines that the program wrote there itself lack the nonce and are passed over."""
     values = {}
     for line in reported.splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):

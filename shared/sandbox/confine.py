@@ -1,4 +1,4 @@
-"""What a run gives up for good, in the order that works."""
+"""Rights that a run gives up for good, in the order that works."""
 
 from __future__ import annotations
 

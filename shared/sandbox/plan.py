@@ -1,4 +1,4 @@
-"""What the handle, the warden and a run agree on: limits, how to contain, one job, its outcome."""
+"""Messages between handle, warden and run: limits, means of containment, one job, its outcome."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Plan(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What a run executes. ``steps`` empty: run the program as a script, standard input to standard output."""
+    """The program of a run. ``steps`` empty: run the program as a script, standard input to standard output."""
 
     program: str
     steps: list[dict[str, Any]]

@@ -50,7 +50,7 @@ def breaches(folder, port, parent):
 
 
 def breaches(run: Callable[[Job], dict[int, Any]]) -> list[str]:
-    """What a program could do that it must not, by running one; empty where containment holds."""
+    """Forbidden things that a program could do, found by running one; empty where containment holds."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as tcp, socket.socket(socket.AF_UNIX) as local:
         secret = Path(folder, "secret")
         secret.write_text("secret")

@@ -29,7 +29,7 @@ _STANDARD_LIBRARY = sys.path[1:]
 _compile, _eval, _exec, _dumps, _write, _exit = compile, eval, exec, json.dumps, os.write, os._exit
 """A program may replace the originals."""
 _WHATEVER = (Exception, SystemExit, KeyboardInterrupt)
-"""What a program may raise."""
+"""Errors that a program may raise."""
 
 
 def run(plan: Plan, descriptors: list[int], warden: int) -> NoReturn:
@@ -96,7 +96,7 @@ def _execute(job: Job, names: dict[str, Any]) -> int:
 
 
 def _wind_up(names: dict[str, Any]) -> None:
-    """What an interpreter does at its end and programs rely on; the rest of it would take longer than most runs."""
+    """Steps of an interpreter's end that programs rely on; the rest of it would take longer than most runs."""
     with contextlib.suppress(*_WHATEVER):
         for thread in threading.enumerate():
             if thread is not threading.main_thread() and not thread.daemon:

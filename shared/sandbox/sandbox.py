@@ -44,7 +44,7 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_S
 
 
 class Limits(Protocol):
-    """What a program may use: a part of the configuration of whoever runs programs."""
+    """Limits of a program: a part of the configuration of its caller."""
 
     @property
     def time_limit_s(self) -> float:
@@ -63,7 +63,7 @@ class Limits(Protocol):
 
     @property
     def output_bytes(self) -> int:
-        """What it may write."""
+        """Bytes that it may write."""
         ...
 
     @property
@@ -73,7 +73,7 @@ class Limits(Protocol):
 
     @property
     def site_packages(self) -> bool:
-        """Whether it sees what is installed beside this process."""
+        """True if it sees what is installed beside this process."""
         ...
 
     @property

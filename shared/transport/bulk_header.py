@@ -16,7 +16,7 @@ __all__ = ["PREFIX", "SEGMENT_NAME", "BulkHeader", "lock_content", "read_header"
 PREFIX = "penstock-bulk-"
 """File names of bulk segments start with this."""
 SEGMENT_NAME = re.compile(re.escape(PREFIX) + "[0-9a-f]{16}-[0-9]{1,12}")
-"""What the name in a claim must look like."""
+"""Form of the name in a claim."""
 _MAGIC = b"PSBULK01"
 _FORMAT = struct.Struct("<8sQQQQ")
 _TAKEN = struct.Struct("<Q")
@@ -24,7 +24,7 @@ _TAKEN_OFFSET = 24
 
 
 class BulkHeader(msgspec.Struct, frozen=True):
-    """What a segment holds: content number ``generation`` (0: nothing) of ``nbytes`` bytes.
+    """Content of a segment: number ``generation`` (0: none) of ``nbytes`` bytes.
 
     ``single_use``: free once ``taken`` equals ``generation`` (a consumer locked it) and nobody holds a lock any more.
     """

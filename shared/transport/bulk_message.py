@@ -30,7 +30,7 @@ class BulkFrame(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_large(frame: Sequence[Buffer]) -> bool:
-    """Whether a frame goes through the bulk plane."""
+    """True if a frame goes through the bulk plane."""
     return sum(len(buffer) for buffer in frame) > MAX_INLINE_BYTES
 
 

@@ -77,7 +77,7 @@ class LockedFile:
         return sorted({int(row[4]) for row in rows if len(row) > 5 and row[1] == "FLOCK" and row[5] == file})
 
     def is_current(self) -> bool:
-        """Whether the path still names this file."""
+        """True if the path still names this file."""
         try:
             return os.path.samestat(self.path.stat(), os.fstat(self.fd))
         except FileNotFoundError:

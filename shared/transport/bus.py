@@ -76,7 +76,7 @@ class Bus:
 
     @property
     def connected(self) -> bool:
-        """Whether a message could be sent now."""
+        """True if a message could be sent now."""
         return self._connection.connected
 
     @property

@@ -42,11 +42,11 @@ PENDING_BYTES = 64 << 20
 
 
 class NoResponders(Unavailable):
-    """Nobody listens on the subject."""
+    """No process listens on the subject."""
 
 
 class NoAnswer(Unavailable):
-    """Somebody may listen on the subject, and did not answer in time."""
+    """A process may listen on the subject, and did not answer in time."""
 
 
 Callback = Callable[[Raw], Awaitable[None]]
@@ -127,12 +127,12 @@ class Connection:
 
     @property
     def connected(self) -> bool:
-        """Whether messages can be sent now."""
+        """True if messages can be sent now."""
         return self._up.is_set() and bool(self._client.is_connected)
 
     @property
     def closed(self) -> bool:
-        """Whether ``close`` was called."""
+        """True if ``close`` was called."""
         return self._closing
 
     async def wait_connected(self, timeout_s: float) -> None:

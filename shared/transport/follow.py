@@ -227,7 +227,7 @@ class Reader:
 
 
 class _Weak:
-    """What the connection holds of a reader, so that a forgotten one can be collected."""
+    """State of a reader that the connection holds, so that an abandoned reader can be collected."""
 
     def __init__(self, reader: Reader) -> None:
         self.inbox: Subscription | None = None

@@ -49,7 +49,7 @@ class Code:
 
 
 NO_SPACE = ("no space left on device", "disk quota exceeded")
-"""What the server's operating system says of a full disk, at the end of the description of an error."""
+"""Text of the server's operating system for a full disk, at the end of the description of an error."""
 CONFLICTS = frozenset({Code.WRONG_LAST_SEQUENCE, Code.WRONG_LAST_SEQUENCE_CONSTANT})
 
 
@@ -66,7 +66,7 @@ class ApiError(Unavailable):
 
 
 def is_disk_full(error: Mapping[str, Any]) -> bool:
-    """Whether an ``error`` object of the API says that the server could not write for want of space."""
+    """True if an ``error`` object of the API says that the server could not write for want of space."""
     return str(error.get("description", "")).endswith(NO_SPACE)
 
 
@@ -158,7 +158,7 @@ async def create_consumer(
 
 
 def ended_well(status: str, description: str) -> bool:
-    """Whether a pull request ended as it should: nothing there (404), time over (408), everything delivered (409).
+    """True if a pull request ended as it should: nothing there (404), time over (408), everything delivered (409).
 
     Anything else (deleted, moved, shut down, no responders) means that the consumer may not exist any more.
     """

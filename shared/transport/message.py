@@ -1,4 +1,4 @@
-"""What the bus hands out: messages as values, without any client library in them."""
+"""Messages as values that the bus hands out, without any client library in them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class AckInfo:
-    """What the reply subject of a delivered message says."""
+    """Facts in the reply subject of a delivered message."""
 
     stream: str
     consumer: str

@@ -74,7 +74,7 @@ class _Process:
 
     @property
     def running(self) -> bool:
-        """Whether the process lives."""
+        """True if the process lives."""
         return self._process is not None and self._process.poll() is None
 
     @property
@@ -84,7 +84,7 @@ class _Process:
 
     @property
     def starting(self) -> bool:
-        """Whether the process lives and ``start`` still waits for it."""
+        """True if the process lives and ``start`` still waits for it."""
         return self._starting and self.running
 
     def start(self, *, silence_s: float = SILENCE_S) -> None:
@@ -268,7 +268,7 @@ class NatsServer(_Process):
         return f"http://127.0.0.1:{self.monitor_port}"
 
     def flaw(self, *, deadline_s: float = 2.0) -> str:
-        """What its own health check finds wrong; '' for nothing, or where it does not answer. Blocks."""
+        """Fault that its own health check reports; '' for none, or without an answer. Blocks."""
         return _flaw(self.monitor_url, deadline_s)
 
     def _command(self) -> list[str]:
@@ -365,7 +365,7 @@ def _valkey_binary() -> str:
 
 
 async def durability(monitor_url: str | None, *, deadline_s: float = 2.0) -> Durability:
-    """What the server behind this HTTP monitor promises of an acknowledged message.
+    """Durability of an acknowledged message that the server behind this HTTP monitor promises.
 
     ``fsync``: it is on the disk (``sync_interval: always``). ``page-cache``: a crash of the operating system loses it.
     ``unverified``: no monitor was given, or it does not answer.
@@ -380,7 +380,7 @@ async def durability(monitor_url: str | None, *, deadline_s: float = 2.0) -> Dur
 
 
 async def flaw(monitor_url: str | None, *, deadline_s: float = 2.0) -> str:
-    """What the server behind this HTTP monitor finds wrong with itself; '' for nothing, or where nobody answers.
+    """Fault that the server behind this HTTP monitor reports of itself; '' for none, or without an answer.
 
     A stream whose write failed (a full disk) takes nothing until the server is started again, and gives publishers no
     answer: only this tells.

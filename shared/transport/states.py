@@ -1,4 +1,4 @@
-"""What a stream and a durable consumer look like from outside."""
+"""States of a stream and of a durable consumer as clients see them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["ConsumerState", "StreamState"]
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """What a stream holds. ``bytes`` counts the server's overhead; ``max_bytes`` is -1 without a limit; ``created``
+    """State of a stream. ``bytes`` counts the server's overhead; ``max_bytes`` is -1 without a limit; ``created``
     (RFC 3339) tells a stream from another one of its name; ``atomic``: it stores parts of a payload all or none.
     """
 

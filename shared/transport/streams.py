@@ -28,7 +28,7 @@ STREAMS = (
     subjects.AUDIT,
 )
 LIVE = frozenset({subjects.INTERACTIONS, subjects.FEEDBACK})
-"""What people said and were told."""
+"""Streams of live traffic and of its feedback."""
 WORK_QUEUES = frozenset({subjects.TICKETS, subjects.RAW})
 BUCKETS = (
     subjects.JOBS, subjects.KEYS, subjects.PRIVACY, subjects.EPISODES, subjects.POLICY, subjects.MANIFESTS,
@@ -55,7 +55,7 @@ NO_ROOM = (Code.STORAGE_RESOURCES, Code.INSUFFICIENT_RESOURCES)
 
 
 def max_bytes(*, experience_bytes: int, stream_bytes: int, ledger_bytes: int | None = None) -> dict[str, int]:
-    """What each stream may hold, by its name at the server, which calls the stream of a bucket ``KV_BUCKET``.
+    """Bytes allowed to each stream, by its name at the server, which calls the stream of a bucket ``KV_BUCKET``.
 
     ``ledger_bytes``: of LEDGER; None: as much as the others.
     """
@@ -120,7 +120,7 @@ async def _exists(connection: Connection, stream: str, deadline_s: float) -> boo
 
 
 async def _for_good(connection: Connection, config: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-    """What an existing stream was made with and the server never takes back.
+    """Settings of an existing stream that the server never takes back.
 
     Raises:
         ConfigError: it holds more than it is to have; the server would remove the oldest messages at once.

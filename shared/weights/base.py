@@ -1,4 +1,4 @@
-"""What every weight transport offers: publish on the trainer's side, stage on the engine's.
+"""Protocol of every weight transport: publish on the trainer's side, stage on the engine's.
 
 ``publish`` copies a policy version out of the trainer's tensors and returns a manifest; the trainer may change its
 weights as soon as it returns. ``stage`` makes the version reachable and verifies it while the engine serves on; the
@@ -23,13 +23,13 @@ class Staged(Protocol):
 
     @property
     def manifest(self) -> WeightManifest:
-        """What was announced."""
+        """The announced version."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Views of the staged bytes, by name, without a copy. Not to be used after ``release``."""
 
     def intact(self) -> bool:
-        """Whether nobody has written to the bytes since; cheap enough for every decode step."""
+        """True if nobody has written to the bytes since; cheap enough for every decode step."""
 
     def release(self) -> None:
         """Give the memory back. May be called twice."""
@@ -57,7 +57,7 @@ class WeightReceiver(Protocol):
     """Stages policy versions on one host."""
 
     def accepts(self, ref: SlotRef) -> bool:
-        """Whether this receiver can reach such a reference."""
+        """True if this receiver can reach such a reference."""
 
     def stage(self, manifest: WeightManifest) -> Staged:
         """Reach, check and verify the bytes of ``manifest``.

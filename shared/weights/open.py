@@ -57,7 +57,7 @@ class Receiver:
         self._epochs: dict[str, int] = {}
 
     def accepts(self, ref: SlotRef) -> bool:
-        """Whether one of the transports can reach ``ref``."""
+        """True if one of the transports can reach ``ref``."""
         return any(receiver.accepts(ref) for receiver in self._receivers)
 
     def stage(self, manifest: WeightManifest) -> Staged:

@@ -120,7 +120,7 @@ class ShmStaged:
         return self._tensors
 
     def intact(self) -> bool:
-        """Whether the slot was not written since it was staged: one read of its sequence counter."""
+        """True if the slot was not written since it was staged: one read of its sequence counter."""
         return sequence_of(self._page) == self._sequence
 
     def release(self) -> None:

@@ -31,7 +31,7 @@ class SlotHeader(msgspec.Struct, frozen=True):
 
     @property
     def sealed(self) -> bool:
-        """Whether the slot holds a complete version."""
+        """True if the slot holds a complete version."""
         return self.sequence > 0 and self.sequence % 2 == 0
 
     def mismatch(self, manifest: WeightManifest) -> str:

@@ -26,7 +26,7 @@ def slot_name(job: str, number: int) -> str:
 
 
 def is_slot_name(job: str, name: str) -> bool:
-    """Whether ``name`` came from ``slot_name``."""
+    """True if ``name`` came from ``slot_name``."""
     number = name.rpartition(".")[2]
     return number.isascii() and number.isdecimal() and len(number) < 10 and name == slot_name(job, int(number))
 

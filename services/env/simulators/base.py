@@ -35,7 +35,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Chunk:
-    """What C actions did to n environments.
+    """Results of C actions in n environments.
 
     Attributes:
         observations: [n, ...], after the chunk, or the first ones of the next episode where one began.

@@ -72,7 +72,7 @@ def _check(schema: dict[str, Any], arguments: dict[str, Any]) -> None:
 
 
 def describe(what: str, error: BaseException) -> str:
-    """What code of the user raised."""
+    """Error that code of the user raised."""
     return f"{what} raised {type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
 
 

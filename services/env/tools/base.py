@@ -1,4 +1,4 @@
-"""What every tool does: take the arguments of one call, answer with text."""
+"""Protocol of every tool: take the arguments of one call, answer with text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the env service and a tool process say to each other: JSON with its length before it, over a socket pair."""
+"""Messages between the env service and a tool process: JSON with its length before it, over a socket pair."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Python:
             raise ToolError(str(error)) from None
 
     def call(self, arguments: dict[str, Any]) -> str:
-        """What the program prints.
+        """Output of the program.
 
         Raises:
             CallError: it raised, exited with an error, wrote or took too much; says what it printed, too.

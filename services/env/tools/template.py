@@ -124,7 +124,7 @@ class _Forker:
 
     @property
     def alive(self) -> bool:
-        """Whether it can go on. Its end of the channel is closed before its death kills its children."""
+        """True if it can go on. Its end of the channel is closed before its death kills its children."""
         return not self._broken and self._is_there()
 
     def _is_there(self) -> bool:

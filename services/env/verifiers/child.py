@@ -71,7 +71,7 @@ class Episode:
         self.problem = ""
         self.task: asyncio.Task[None] | None = None
         self._known: list[Message] = []
-        """What was said so far, as it is compared."""
+        """The conversation so far, in the form that is compared."""
         self._tools: list[Message] = []
 
     def take(self, trace: Any, body: Message) -> list[Message]:
@@ -100,11 +100,11 @@ class Episode:
         self.steps.put_nowait({"messages": messages, "tools": tools})
 
     def say(self, message: Message) -> None:
-        """What the policy said."""
+        """Take the policy's turn."""
         self._known.append(comparable(message))
 
     def give_up(self) -> None:
-        """Nobody waits for it any more: end all that waits in it."""
+        """End all that waits in the episode: the env service gave it up."""
         if self.task is not None:
             self.task.cancel()
         if self.turn is not None and not self.turn.done():
@@ -113,7 +113,7 @@ class Episode:
 
 
 def comparable(message: Message) -> Message:
-    """What of a message must stay the same when it is sent again."""
+    """The part of a message that must stay the same when it is sent again."""
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = "".join(str(part.get("text", part)) for part in content)

@@ -1,4 +1,4 @@
-"""What every scorer does."""
+"""Protocol of every scorer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the environment of an episode said of it."""
+"""Verdict of the environment of an episode."""
 
 from __future__ import annotations
 

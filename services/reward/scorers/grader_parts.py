@@ -1,4 +1,4 @@
-"""What graders are made of: each grades all samples of one data row."""
+"""Parts of graders: each grades all samples of one data row."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class PythonPart:
             return GradingError("python_grader_runtime_error", "grade() returned an integer beyond all floats")
 
     def _run(self, sample: Sample, item: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        """What the call came to. Raises GradingError where it came to nothing."""
+        """Result of the call. Raises GradingError where it has none."""
         if limit_s <= 0:
             raise GradingError("unresponsive_reward_error", "no time was left before the deadline")
         step = {"call": "_penstock_grade", "args": [sample, item], "kwargs": {}}

@@ -44,7 +44,7 @@ class Http:
     def score_group(
         self, prompt: str, completions: Sequence[str], answer: str | None, row: dict[str, Any]
     ) -> Sequence[float | ScoringError]:
-        """What the service answers, for each completion on its own."""
+        """The service's answer, for each completion on its own."""
         size = self._config.batch_size
         batches = [list(completions[start : start + size]) for start in range(0, len(completions), size)]
         calls = [self._call(prompt, batch, answer, row) for batch in batches]

@@ -124,7 +124,7 @@ class Judge:
 
 
 def _text(reply: bytes | ScoringError) -> str | ScoringError:
-    """What the model wrote."""
+    """The model's answer."""
     if isinstance(reply, ScoringError):
         return reply
     try:

@@ -22,7 +22,7 @@ _PREFIX = "penstock:judge:"
 
 
 class ReplyCache:
-    """What is lost is asked again: a server that is away is passed over for a while and never fails a completion."""
+    """Lost entries are asked for again: a server that is away is passed over for a while and fails no completion."""
 
     def __init__(self, url: str | None) -> None:
         """``url`` of Redis or Valkey; None keeps replies in this process only."""

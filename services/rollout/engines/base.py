@@ -1,4 +1,4 @@
-"""What every rollout engine can do. Tokens in, tokens out; each token is labelled with the policy version behind it."""
+"""Protocol of every rollout engine. Tokens in, tokens out; each token is labelled with its policy version."""
 
 from __future__ import annotations
 

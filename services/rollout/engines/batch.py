@@ -54,7 +54,7 @@ class TornWeights(WeightsError):  # noqa: N818
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run did. ``torn``: the weights changed under a pass; its tokens were thrown away."""
+    """Result of a run. ``torn``: the weights changed under a pass; its tokens were thrown away."""
 
     finished: list[Finished] = field(default_factory=list)
     tokens: int = 0

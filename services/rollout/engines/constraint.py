@@ -63,22 +63,22 @@ def _schema(text: str) -> str:
 
 
 class Followed(Protocol):
-    """What is used of ``llguidance.LLMatcher``. Nothing raises: it is in an error state from some token on."""
+    """The used part of ``llguidance.LLMatcher``. Nothing raises: it is in an error state from some token on."""
 
     def compute_bitmask(self) -> bytes:
         """A bit per token that may follow."""
         ...
 
     def consume_tokens(self, sampled_tokens: list[int]) -> bool:
-        """Whether these tokens may follow; they are part of the text from now on."""
+        """True if these tokens may follow; they are part of the text from now on."""
         ...
 
     def is_error(self) -> bool:
-        """Whether nothing may follow any more because something went wrong."""
+        """True if nothing may follow any more because something went wrong."""
         ...
 
     def get_error(self) -> str:
-        """What went wrong, in its words."""
+        """The error, in its words."""
         ...
 
     def validate_tokens(self, tokens: list[int]) -> int:
@@ -277,7 +277,7 @@ def _compiled(constraint: Constraint, vocabulary: Any, stop_ids: Sequence[int], 
 
 
 def _flaw(text: str) -> str:
-    """What is wrong, for whoever wrote the schema: llguidance's words without its state and our grammar."""
+    """The flaw, for the author of the schema: llguidance's words without its state and our grammar."""
     text = text.partition("\n   1 | ")[0].removeprefix("failed to compile JSON schema: ")
     return f"no grammar can be made of the schema: {text.partition('<state>')[0].strip()[:400]}"
 

@@ -322,11 +322,11 @@ class EmbeddedEngine:
             await self._close_update(failed=self._update.touched)
 
     async def weight_info(self) -> WeightInfo:
-        """What is served."""
+        """The served version."""
         return WeightInfo(version=self._version, digest=self._digest, dirty=self._dirty, base=self._base)
 
     def _policy_parameters(self) -> Mapping[str, nn.Parameter]:
-        """What a policy version consists of; tied parameters stand there under all their names."""
+        """The tensors of a policy version; tied parameters stand there under all their names."""
         return adapter_parameters(self._model) or base_parameters(self._model, remove_duplicate=False)
 
     def _open_update(self) -> WeightUpdate:

@@ -27,7 +27,7 @@ class Group:
 
     @property
     def positions(self) -> int:
-        """What attention reads, padding included."""
+        """Tokens that attention reads, padding included."""
         return (self.stop - self.start) * self.longest
 
 

@@ -16,7 +16,7 @@ __all__ = ["HeldSequence", "HeldSequences"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldSequence:
-    """What was computed of ``token_ids`` [L]: keys and values [K, L, d] of each layer."""
+    """The computed prefix ``token_ids`` [L]: keys and values [K, L, d] of each layer."""
 
     token_ids: list[int]
     keys: list[Tensor]
@@ -38,7 +38,7 @@ class HeldSequences:
             self._held.popitem(last=False)
 
     def take(self, session: str, prompt_ids: Sequence[int]) -> HeldSequence | None:
-        """What is held of the session, where ``prompt_ids`` goes on from it; it is held no longer."""
+        """The held prefix of the session, where ``prompt_ids`` goes on from it; it is held no longer."""
         found = self._held.pop(session, None)
         if found is None or len(found.token_ids) >= len(prompt_ids):
             return None

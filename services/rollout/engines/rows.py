@@ -125,12 +125,12 @@ class Rows:
 
     @property
     def streamed(self) -> bool:
-        """Whether somebody listens to a row's tokens."""
+        """True if somebody listens to a row's tokens."""
         return bool(self._features["streamed"])
 
     @property
     def finite(self) -> bool:
-        """Whether all log-probs are; what is left of earlier rows may count as well."""
+        """True if all log-probs are; what is left of earlier rows may count as well."""
         return bool(self._logprobs_RC[: self.count].isfinite().all())
 
     def newest(self, stop: int) -> tuple[list[int], list[float]]:
@@ -177,7 +177,7 @@ class Rows:
         return list(self.tokens_RC[row, length - num : length].tolist())
 
     def take(self, row: int, finish: Finish) -> Finished:
-        """What a row produced. The row stays until ``drop``."""
+        """The tokens of a row. The row stays until ``drop``."""
         completion = self.completions[row]
         output = slice(len(completion.prompt_ids), int(self.length_R[row]))
         tokens, logprobs = self.tokens_RC[row, output].tolist(), self._logprobs_RC[row, output].tolist()

@@ -28,7 +28,7 @@ class WeightUpdate:
     touched: bool = False
     """A parameter was changed, and the update is not complete."""
     replaced: list[Tensor] = field(default_factory=list)
-    """What the parameters were before the swap: to be dropped by who does not decode, for memory is freed slowly."""
+    """The parameters before the swap: a thread that does not decode drops them, for memory is freed slowly."""
     _staged: dict[int, Tensor] = field(default_factory=dict)
     """By identity of the parameter: tied parameters have several names."""
 

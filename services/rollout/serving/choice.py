@@ -35,7 +35,7 @@ class Choice:
     spell: Decode
     """As ``decode``, special tokens included."""
     prompt: str = ""
-    """What the prompt says."""
+    """Text of the prompt."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Choice:
 
     @property
     def ended(self) -> bool:
-        """Whether a stop string is complete that began before an interruption: an engine sees only its own tokens."""
+        """True if a stop string is complete that began before an interruption: an engine sees only its own tokens."""
         return self.pauses > 0 and self._text.stopped and len(self.token_ids) >= self.sampling.min_new_tokens
 
     def resume(self, begun: Begun) -> None:

@@ -1,4 +1,4 @@
-"""What goes to the gateways: one message per gateway and decode step, and a sign of life while nothing is new."""
+"""Messages to the gateways: one per gateway and decode step, and a sign of life while nothing is new."""
 
 from __future__ import annotations
 

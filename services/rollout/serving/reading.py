@@ -77,7 +77,7 @@ class Reader:
 
 
 def answer_text(message: dict[str, Any]) -> str:
-    """What a message is as a completion: its text, then its tool calls as the policy writes them (Hermes, Qwen).
+    """A message as a completion: its text, then its tool calls as the policy writes them (Hermes, Qwen).
 
     Raises:
         ConfigError: it holds something else than text and calls.

@@ -37,7 +37,7 @@ class Recorder:
         self._queue: asyncio.Queue[tuple[Outgoing, asyncio.Future[bool]]] = asyncio.Queue(maxsize=4096)
 
     async def record(self, interaction: Interaction) -> bool:
-        """Whether the interaction is durable now. Serving goes on without a record; it is counted and logged."""
+        """True if the interaction is durable now. Serving goes on without a record; it is counted and logged."""
         outgoing = await self._outgoing(interaction, interaction.id)
         if outgoing is None:
             return _counted(False)

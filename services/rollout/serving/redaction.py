@@ -20,7 +20,7 @@ __all__ = ["UNTRAINABLE", "RecordRedactor"]
 UNTRAINABLE = "redacted"
 """Why an interaction is not trained on: its tokens are not those that were read and sampled."""
 PART = "\ufffd"
-"""What a decoder writes for bytes that are no character yet."""
+"""Text that a decoder writes for bytes that are no character yet."""
 
 Spell = Callable[[list[int]], str]
 Place = tuple[int, int, str]
@@ -80,7 +80,7 @@ class RecordRedactor:
         )  # fmt: skip
 
     def _shown(self, prompt_ids: list[int], places: Sequence[Place]) -> str:
-        """What the prompt says, with a name where it has blanks."""
+        """Text of the prompt, with a name where it has blanks."""
         text, end = "", 0
         for start, stop, name in places:
             text += self._spell(prompt_ids[end:start]) + f"[{name}]"
@@ -88,7 +88,7 @@ class RecordRedactor:
         return self._redactor.replace(text + self._spell(prompt_ids[end:]))
 
     def _across(self, interaction: Interaction) -> _Across:
-        """What begins in the prompt and ends in the completion: neither shows it alone."""
+        """Matches that begin in the prompt and end in the completion: neither shows them alone."""
         prompt_ids, text = interaction.prompt_ids, interaction.text
         whole = [*prompt_ids, *interaction.token_ids]
         spelt, border = self._spell(whole), len(self._spell(prompt_ids))

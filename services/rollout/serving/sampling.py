@@ -62,7 +62,7 @@ def as_trained(client: ClientSampling) -> ClientSampling:
 
 
 def replayable(sampling: Sampling, config: SamplingConfig) -> bool:
-    """Whether the trainer's log-probs are of the distribution that was sampled: no truncation, no other temperature."""
+    """True if the trainer's log-probs are of the distribution that was sampled: no truncation, no other temperature."""
     nudged = sampling.frequency_penalty or sampling.presence_penalty or sampling.logit_bias
     plain = sampling.top_p == 1 and sampling.top_k == 0 and not sampling.min_new_tokens and not nudged
     return plain and sampling.temperature == config.temperature

@@ -64,7 +64,7 @@ class _Live:
     sampling: SamplingConfig
     """How the job sampled when it was taken."""
     engine: Engine
-    """What writes the answer: that of the version on trial, or that of the one served."""
+    """Writer of the answer: that of the version on trial, or that of the one served."""
     task: asyncio.Task[None] | None = None
     gone: bool = False
     """The client went away."""
@@ -208,7 +208,7 @@ class InferenceServer:
         return live
 
     def _engine_for(self, request: InferenceRequest) -> Engine:
-        """Who has the version that is to answer; where nobody here does, the one that is served answers."""
+        """Writer of the version that is to answer; where no worker here has it, that of the served one."""
         if request.canary < 0:
             return self.engine
         candidate = self.candidate
@@ -350,7 +350,7 @@ class InferenceServer:
         self._break_off(live)
 
     def _break_off(self, live: _Live) -> None:
-        """Nobody waits for the answer any more: what there is of it is recorded."""
+        """Record the part of the answer that there is: its client is gone."""
         self._abort(live.engine, [choice.engine_id for choice in live.choices])
 
     def _abort(self, engine: Engine, engine_ids: list[str]) -> None:

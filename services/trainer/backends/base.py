@@ -1,4 +1,4 @@
-"""What an update rule needs of a trainer backend.
+"""Protocol of a trainer backend, as update rules use it.
 
 Shape legend: M = scored tokens of a microbatch.
 """
@@ -24,7 +24,7 @@ Role = Literal["policy", "critic"]
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What a forward pass says of the M scored tokens of a microbatch; all float32 and differentiable.
+    """Results of a forward pass for the M scored tokens of a microbatch; all float32 and differentiable.
 
     Attributes:
         values_M: log-probs of the tokens (policy), or values of the states before them (critic).
@@ -152,7 +152,7 @@ class Backend(Protocol):
         """
 
     def published_layout(self) -> TensorLayout:
-        """What engines get, in the order of ``published``."""
+        """Weights for engines, in the order of ``published``."""
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
         """The adapter by the names of peft's files where engines hold the weights under it, else ``weights``."""
@@ -173,7 +173,7 @@ class Backend(Protocol):
         """Time spent since the last call."""
 
     def environment(self) -> dict[str, str]:
-        """What bit-identical results depend on besides the state."""
+        """Facts beside the state that bit-identical results depend on."""
 
     def state(self) -> BackendState:
         """A copy of all state."""

@@ -85,7 +85,7 @@ class Parameters:
         self._base_digest: str | None = None
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """What the optimizer changes after the warm start."""
+        """Parameters that the optimizer changes after the warm start."""
         return dict(self._model.named_parameters()) if self._lora is None else adapter_parameters(self._model)
 
     def train_base(self, whole: bool) -> None:

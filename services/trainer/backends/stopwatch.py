@@ -1,4 +1,4 @@
-"""What the stages of training cost in wall time, with what the device still had to do."""
+"""Wall time of the stages of training, including the work that the device still had to do."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ class Stopwatch:
         setattr(self._seconds, stage, getattr(self._seconds, stage) + time.perf_counter() - start)
 
     def take(self) -> Seconds:
-        """What was counted since the last call."""
+        """Counts since the last call."""
         taken, self._seconds = self._seconds, Seconds()
         return taken

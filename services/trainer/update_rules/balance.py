@@ -1,4 +1,4 @@
-"""What the load-balancing loss of a minibatch has to know before its first gradient."""
+"""Sums that the load-balancing loss of a minibatch needs before its first gradient."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ class GaussianPPORule:
 
     @torch.no_grad()
     def _prepare(self, rollout: Rollout) -> _Batch:
-        """What all steps of an update share; on every rank from the whole rollout."""
+        """Tensors that all steps of an update share; on every rank from the whole rollout."""
         observations_NO = self._tensor(rollout.observations_NO)
         values_N = self._value(observations_NO)
         bootstrap_S = self._value(self._tensor(rollout.last_observations_SO))

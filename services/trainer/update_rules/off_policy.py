@@ -32,7 +32,7 @@ __all__ = ["OffPolicySteps", "off_policy_steps"]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one optimizer step computes of one objective; ``denominator`` counts it over all ranks."""
+    """Work of one optimizer step for one objective; ``denominator`` counts it over all ranks."""
 
     microbatches: list[Microbatch | None]
     denominator: int
@@ -78,7 +78,7 @@ class OffPolicySteps:
         return len(self._answers)
 
     def microbatches(self, index: int) -> list[Microbatch | None]:
-        """What step ``index`` of a pass computes on this rank."""
+        """Work of step ``index`` of a pass on this rank."""
         return [*self._answers[index].microbatches, *self._pairs[index].microbatches]
 
     def accumulate(self, index: int) -> None:

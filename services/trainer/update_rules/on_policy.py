@@ -90,7 +90,7 @@ class OnPolicyRule:
         self._work: dict[Role, Work] = {}
 
     def state(self) -> dict[str, Tensor]:
-        """What the rule remembers from one update to the next, float64 by name."""
+        """State of the rule between updates, float64 by name."""
         return self._shaper.state() | (self._kl.state() if self._kl is not None else {})
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:

@@ -25,7 +25,7 @@ __all__ = ["PolicySteps", "TokenColumns"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenColumns:
-    """What an update knows of this rank's tokens before its first step, float32 [L] each.
+    """Facts of this rank's tokens before the first step of an update, float32 [L] each.
 
     ``proximal_L`` is the denominator of the ratio. None: with ``on_behaviour`` the sampler's log-probs, else those of
     the step itself, which are the ones at the start of an update of a single step.

@@ -53,7 +53,7 @@ class PreparedBatch:
     whole_N: dict[str, Tensor]
 
     def experience(self, kl_coef: float) -> Experience:
-        """What advantages are computed from."""
+        """Inputs of the advantages."""
         return Experience(
             rewards_B=self.shaped.rewards_B,
             groups_B=torch.from_numpy(self.facts.group_B),
@@ -184,7 +184,7 @@ def _kl_in_reward(config: JobConfig) -> bool:
 
 
 def _score_tokens(score: Callable[[Microbatch | None], Tensor], parts: Sequence[Minibatch], num_flat: int) -> Tensor:
-    """What ``score`` says of every scored token, float32 [L] on the CPU; 0 where nothing is scored."""
+    """Results of ``score`` for every scored token, float32 [L] on the CPU; 0 where nothing is scored."""
     flat_L = torch.zeros(num_flat)
     for microbatch in (m for part in parts for m in part.microbatches):
         values_M = score(microbatch)

@@ -1,4 +1,4 @@
-"""What tells the algorithms apart: how a batch turns into advantages, and what a token's loss is.
+"""Differences between the algorithms: how a batch turns into advantages, and the loss of a token.
 
 Each algorithm is one pair of functions; everything around them (epochs, KL, entropy, critic steps) is shared.
 
@@ -123,7 +123,7 @@ class Credit:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What a loss knows of a microbatch. ``proximal_M`` is the denominator of the ratio, ``rows_M`` the trajectory."""
+    """Inputs of a loss from a microbatch. ``proximal_M`` is the denominator of the ratio, ``rows_M`` the trajectory."""
 
     logprobs_M: Tensor
     proximal_M: Tensor

@@ -1,4 +1,4 @@
-"""What happens to rewards before advantages, and the running statistics that it needs.
+"""Shaping of rewards before advantages, and the running statistics that it needs.
 
 Shape legend: B = trajectories of the batch.
 """

@@ -86,7 +86,7 @@ class SoftActorCriticRule:
 
     @property
     def ready(self) -> bool:
-        """Whether the buffer has got enough for an update."""
+        """True if the buffer has got enough for an update."""
         return self.buffer.inserted >= self._config.warmup_transitions
 
     def update(self, *, update_index: int) -> dict[str, float]:

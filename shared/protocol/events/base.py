@@ -1,4 +1,4 @@
-"""What every ledger event says."""
+"""Fields of every ledger event."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ __all__ = ["Admission", "Admitted", "Quarantined"]
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True):
-    """What one draw of an online job trains: turns of an episode that nobody trained before, and what was said of them.
+    """Contents of one draw of an online job: turns of an episode that were not trained before, and their feedback.
 
     ``interactions`` (in turn) and ``feedback`` map ids to sequences in their streams. ``reward`` is the return of the
     turns; ``lag`` how many versions lie between the oldest token and the update that was next. ``key_id`` and ``user``

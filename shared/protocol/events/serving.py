@@ -48,7 +48,7 @@ class CanaryBegun(Event, frozen=True, kw_only=True, tag=True):
 
 
 class Judged(msgspec.Struct, frozen=True, array_like=True):
-    """What one conversation, or where there is no credit over turns one answer of it, earned while a version was tried.
+    """Reward of one conversation, or without credit over turns of one answer, while a version was tried.
 
     ``interactions`` are its answers, all by the version of its arm; ``judges``, ``askers`` and ``users`` own it, as in
     ``Admission``.

@@ -107,7 +107,7 @@ class SealedGroup(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hyperparameters(msgspec.Struct, frozen=True, array_like=True):
-    """What an update takes from the settings: peak learning rate, weight of the KL, length of the run.
+    """Settings of an update: peak learning rate, weight of the KL, length of the run.
 
     ``kl_coef`` is None without a KL and where the trainer adapts it; ``max_updates`` None where only the data ends it.
     """
@@ -118,7 +118,7 @@ class Hyperparameters(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tracking(msgspec.Struct, frozen=True, array_like=True):
-    """What a batch adds to tracked values; not what they are then, for a batch before it may be refused.
+    """Additions of a batch to tracked values; not the values themselves, for a batch before it may be refused.
 
     ``rewards``: by kind of prompt, ``(sum of rewards, how many)``. ``keep``: how much of what was tracked of these
     kinds remains. See algorithms.baseline.
@@ -141,7 +141,7 @@ class BatchSealed(Event, frozen=True, kw_only=True, tag=True):
     hyperparameters: Hyperparameters | None = None
     """Those of this update; None in ledgers of earlier versions: those of the job file."""
     tracking: Tracking = Tracking()
-    """What the batch adds to what is tracked of kinds of prompts, once it is trained."""
+    """Additions of the batch to the tracked values of kinds of prompts, once it is trained."""
 
 
 class BatchRefused(Event, frozen=True, kw_only=True, tag=True):

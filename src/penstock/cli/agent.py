@@ -24,7 +24,7 @@ from penstock.shared.errors import ConfigError
 __all__ = ["REQUEST_S", "WINDOW", "Agent", "Answer", "Voice", "demonstrations", "question", "sdk", "voices"]
 
 ANSWERS = {"bill": "pay", "ship": "send", "code": "dev", "hire": "job"}
-"""What the agent is asked about, and the answer that it accepts."""
+"""Questions to the agent, and the answer that it accepts."""
 HABITS = (2, 4, 1, 1)
 """How often the demonstrations answer a topic with its own word, and with those of the topics after it."""
 WINDOW = 200
@@ -38,14 +38,14 @@ class Voice(Protocol):
     """How one API key asks, and posts what was thought of the answer."""
 
     errors: tuple[type[Exception], ...]
-    """What it raises where it is not served."""
+    """Error of a model that is not served."""
 
     async def ask(self, question: str) -> tuple[str, str, int]:
         """``(id, answer, policy version)``."""
         ...
 
     async def say(self, feedback: dict[str, Any]) -> bool:
-        """Whether it was taken; False where a newer word on the same was there before."""
+        """True if it was taken; False where a newer word on the same was there before."""
         ...
 
 
@@ -190,7 +190,7 @@ class Agent:
 
 
 def question(topic: str, number: int) -> str:
-    """What the agent asks."""
+    """Question of the agent."""
     return f"{number:02d} {topic}:"
 
 

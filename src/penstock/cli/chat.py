@@ -63,7 +63,7 @@ def chat(
 
 @dataclass
 class Answer:
-    """What the model said: ``interaction`` is what feedback names."""
+    """The model's answer: ``interaction`` is what feedback names."""
 
     interaction: str = ""
     episode: str = ""
@@ -76,7 +76,7 @@ class Answer:
 
 @dataclass
 class Conversation:
-    """What was said so far. ``last`` is the newest answer."""
+    """The conversation so far. ``last`` is the newest answer."""
 
     http: httpx.Client
     model: str
@@ -115,7 +115,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Thumbs:
-    """What a thumb up and a thumb down are posted as."""
+    """Values that a thumb up and a thumb down are posted as."""
 
     metric: str
     up: bool | float
@@ -146,7 +146,7 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
 
 
 def _pieces(delta: dict[str, Any]) -> Iterator[str]:
-    """What is new as text."""
+    """New text of a chunk."""
     if delta.get("content"):
         yield delta["content"]
     for call in delta.get("tool_calls") or []:
@@ -217,7 +217,7 @@ def _rate(client: Client, talk: Conversation, thumbs: Thumbs | None, as_json: bo
 
 
 def _lines(terminal: bool) -> Iterator[str]:
-    """What is typed, line by line, to the end of the input."""
+    """Lines that the user types, to the end of the input."""
     while True:
         if terminal:
             typer.echo("> ", nl=False, err=True)

@@ -39,7 +39,7 @@ DEMO_STREAMS = StreamSizes(experience_bytes=256 << 20, stream_bytes=128 << 20)
 
 
 class Show(StrEnum):
-    """What the demo shows."""
+    """Facts that the demo shows."""
 
     ADDITION = "addition"
     ONLINE = "online"
@@ -83,7 +83,7 @@ def demo(
 
 
 def demo_options(directory: Path, *, rollouts: int = 1) -> StackOptions:
-    """What a demo starts. No key is needed: the port is chosen at the start and open to this machine only."""
+    """Processes of a demo. No key is needed: the port is chosen at the start and open to this machine only."""
     environment = {"PENSTOCK_API_KEYS": "", **RATE}
     return StackOptions(
         data_dir=directory, workers={"rollout": rollouts}, environment=environment, largest=DEMO_STREAMS

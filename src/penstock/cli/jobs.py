@@ -65,7 +65,7 @@ def submit(
 
 
 def _tell_warnings(client: Client, record: JobRecord) -> None:
-    """What the coordinator thought of the job when it took it; a key that only submits may not ask."""
+    """The coordinator's advice on the job when it was submitted; a key that only submits may not ask."""
     with contextlib.suppress(PenstockError):
         for row in client.events(record.id, follow=False):
             if row["type"] == "submitted" and row["level"] == "warning":

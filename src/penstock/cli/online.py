@@ -38,7 +38,7 @@ TALKERS = 48
 CUSTOMERS, HOSTILE_TALKERS = 8, 80
 """Beside a hostile key: customers of the agent, each with a key and one request at once, and requests of that key."""
 SHARE = 0.15
-"""What one key may have of a batch then."""
+"""Share of a batch that one key may have then."""
 SCOPES = ("inference:write", "feedback:write")
 ROW_S = 5.0
 COLUMNS = {"seconds": 8, "answers": 9, "version": 9, "accepted": 10, "feedback": 10, "late": 6, "twice": 7, "failed": 8}
@@ -47,7 +47,7 @@ HOSTILE_COLUMN = "hostile"
 
 @dataclass(frozen=True)
 class Shown:
-    """What a run of the demo came to.
+    """Outcome of a run of the demo.
 
     ``report`` is the audit of the job; ``trained`` counts the items of feedback that were trained on, by whether they
     are the hostile key's.
@@ -63,7 +63,7 @@ class Shown:
 
     @property
     def learnt(self) -> bool:
-        """Whether the agent's answers got better, as far as the demo promises."""
+        """True if the agent's answers got better, as far as the demo promises."""
         return self.agent.start <= START and self.rate >= GOAL
 
     @property
@@ -220,7 +220,7 @@ async def _trained(client: AsyncClient, job: str, enemy: str) -> dict[bool, int]
 
 
 def summary(shown: Shown, data_dir: Path) -> list[str]:
-    """What the demo says in the end."""
+    """Closing text of the demo."""
     agent, report = shown.agent, shown.report
     said = f"{agent.late} late, {agent.twice} twice, {agent.corrected} corrected out of order"
     lines = [

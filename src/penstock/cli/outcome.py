@@ -1,4 +1,4 @@
-"""What a run of ``penstock demo`` came to: did the reward rise to its goal, do the books hold."""
+"""Outcome of a run of ``penstock demo``: did the reward rise to its goal, is the audit clean."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Outcome:
 
     @property
     def reached(self) -> bool:
-        """Whether the goal, where there is one, was reached."""
+        """True if the goal, where there is one, was reached."""
         return self.goal is None or (self.ends is not None and self.ends[1] >= self.goal)
 
     @property

@@ -1,4 +1,4 @@
-"""What commands print: tables for people, JSON for programs."""
+"""Output of commands: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def show_line(value: Any) -> None:
 
 
 def show_done(text: str, value: Any, as_json: bool) -> None:
-    """What a command that answers nothing has done: a remark, or as JSON."""
+    """Effect of a command that answers nothing: a remark, or as JSON."""
     if as_json:
         show_json(value)
     else:

@@ -32,7 +32,7 @@ app = typer.Typer(
 
 @dataclass(frozen=True)
 class Pins:
-    """What a simulator needs.
+    """Requirements of a simulator.
 
     Attributes:
         packages: pinned, for pip.

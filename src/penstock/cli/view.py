@@ -148,7 +148,7 @@ def panel(view: View) -> RenderableType:
 
 
 def worker_table(view: View) -> RenderableType:
-    """Who works for the job."""
+    """Workers of the job."""
     rows = [
         (row["worker"], "alive" if row.get("alive") else "lost", row.get("version"), row.get("waiting_for") or "")
         for row in view.workers

@@ -191,7 +191,7 @@ def why(job: Job, as_json: Json = False) -> None:
 
 
 def waits_table(rows: Rows) -> Table:
-    """What is waited for, a line each."""
+    """Waits of the job, a line each."""
     shown = [(r["waiting_for"], number(r["age_s"]), r.get("holder"), r.get("id"), r.get("subject")) for r in rows]
     return table(("WAITS FOR", "S#", "HELD BY", "ID", "SUBJECT"), shown)
 

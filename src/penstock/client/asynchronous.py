@@ -196,11 +196,11 @@ class AsyncClient:
     timeline = awaits(calls.timeline)
 
     async def workers(self, job: str) -> Rows:
-        """Who works for the job."""
+        """Workers of the job."""
         return await self._send(calls.rows(job, "workers"))
 
     async def why(self, job: str) -> Rows:
-        """What the job waits for."""
+        """Waits of the job."""
         return await self._send(calls.rows(job, "why"))
 
     async def audit(self, job: str) -> Row:
@@ -304,11 +304,11 @@ class AsyncClient:
         return await complete_async(flows.scale(job, pool, replicas, timeout_s), self._send)
 
     async def limits(self) -> Row:
-        """What the deployment allows and guarantees."""
+        """Limits and guarantees of the deployment."""
         return await self._send(calls.about("limits"))
 
     async def version(self) -> Row:
-        """What the server runs."""
+        """Versions that the server runs."""
         return await self._send(calls.about("version"))
 
     # -- live agents -------------------------------------------------------------------------------------------------

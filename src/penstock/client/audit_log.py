@@ -1,4 +1,4 @@
-"""Who asked for what of a deployment, for both clients: ``client.audit_log``. Needs the scope ``admin``."""
+"""Audit log of a deployment, for both clients: ``client.audit_log``. Needs the scope ``admin``."""
 
 from __future__ import annotations
 

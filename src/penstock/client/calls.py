@@ -143,7 +143,7 @@ def operation(job: str, id: str, wait_s: float) -> Call[Row]:
 
 
 def result_of(operation: Row) -> Row:
-    """What an operation that is over came to. Raises Conflict where it failed."""
+    """Result of an operation that is over. Raises Conflict where it failed."""
     if operation["state"] == "failed":
         raise Conflict(str(operation["message"]))
     return dict(operation["result"])
@@ -205,7 +205,7 @@ def funnel(job: str) -> Call[Funnel]:
 
 
 def interaction(id: str) -> Call[Interaction]:
-    """What is recorded of an answer, and what became of it. Raises NotFound."""
+    """Record and outcome of an answer. Raises NotFound."""
     return Call("GET", f"/v1/interactions/{quote(id, safe='')}", one(Interaction))
 
 

@@ -38,7 +38,7 @@ __all__ = [
 Message = Mapping[str, Any]
 """A chat message, as OpenAI's API has it."""
 Answer = str | Message
-"""What an assistant says: a text, or a message."""
+"""Words of an assistant: a text, or a message."""
 Value = bool | float | str | Message | Sequence[Message]
 Tags = Mapping[str, str]
 Items = Iterable[Mapping[str, Any]]
@@ -187,7 +187,7 @@ def batch(items: Items) -> Steps[list[ItemReply]]:
 
 
 def status(id: str) -> Call[Fate]:
-    """What became of an item. Raises NotFound."""
+    """Outcome of an item. Raises NotFound."""
     return Call("GET", f"/v1/feedback/{id}", one(Fate))
 
 

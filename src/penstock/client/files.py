@@ -70,7 +70,7 @@ def _run(grader: Mapping[str, Any], sample: str, item: Mapping[str, Any] | None 
 
 
 def _validate(grader: Mapping[str, Any]) -> Call[CheckedGrader]:
-    """Whether a grader can be opened. Raises ConfigError."""
+    """True if a grader can be opened. Raises ConfigError."""
     return _grade("validate", one(CheckedGrader), {"grader": dict(grader)})
 
 

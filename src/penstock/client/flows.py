@@ -1,4 +1,4 @@
-"""What takes several calls that depend on each other, as steps for both clients."""
+"""Flows of several calls that depend on each other, as steps for both clients."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def scale(job: str, pool: str, replicas: int, timeout_s: float) -> Steps[Row]:
 
 
 def until_done(job: str, asked: Row, timeout_s: float, what: str) -> Steps[Row]:
-    """What an operation came to. Raises Conflict: it failed; DeadlineError."""
+    """Result of an operation. Raises Conflict: it failed; DeadlineError."""
     deadline = time.monotonic() + timeout_s
     while asked["state"] == "pending":
         left = deadline - time.monotonic()

@@ -62,7 +62,7 @@ class _Walk(Generic[T]):
         self.result: T
 
     def goes_on(self) -> bool:
-        """Whether there is another step; else ``result`` is there."""
+        """True if there is another step; else ``result`` is there."""
         reply, error, self.reply, self.error = self.reply, self.error, None, None
         try:
             self.step = self._steps.send(reply) if error is None else self._steps.throw(error)

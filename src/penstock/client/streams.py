@@ -1,4 +1,4 @@
-"""What both clients read piece by piece: event streams that resume, JSON lines, files."""
+"""Streams that both clients read piece by piece: events that resume, JSON lines, files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RECONNECT_S = 0.5
 _SILENCE_S = 45.0
 """The server pings every 15 s."""
 _PAST_THE_END = 416
-"""What is here of a file is all of it, or more: it was never verified."""
+"""The local part of a file is all of it, or more: it was never verified."""
 _JSON = {"Content-Type": "application/json"}
 
 

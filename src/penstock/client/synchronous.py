@@ -191,11 +191,11 @@ class Client:
     timeline = sends(calls.timeline)
 
     def workers(self, job: str) -> Rows:
-        """Who works for the job."""
+        """Workers of the job."""
         return self._send(calls.rows(job, "workers"))
 
     def why(self, job: str) -> Rows:
-        """What the job waits for."""
+        """Waits of the job."""
         return self._send(calls.rows(job, "why"))
 
     def audit(self, job: str) -> Row:
@@ -296,11 +296,11 @@ class Client:
         return complete(flows.scale(job, pool, replicas, timeout_s), self._send)
 
     def limits(self) -> Row:
-        """What the deployment allows and guarantees."""
+        """Limits and guarantees of the deployment."""
         return self._send(calls.about("limits"))
 
     def version(self) -> Row:
-        """What the server runs."""
+        """Versions that the server runs."""
         return self._send(calls.about("version"))
 
     # -- live agents -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What is stored of a user, and whether it may be trained on, for both clients: ``client.users``.
+"""Stored data and consent of a user, for both clients: ``client.users``.
 
 Needs the scope ``feedback:admin``. Users are named as requests and feedback name them.
 """

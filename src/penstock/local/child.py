@@ -40,7 +40,7 @@ class Child(Protocol):
 
     @property
     def running(self) -> bool:
-        """It lives."""
+        """The process lives."""
         ...
 
     @property
@@ -92,7 +92,7 @@ class ServiceProcess:
 
     @property
     def running(self) -> bool:
-        """It lives."""
+        """The process lives."""
         return self._process is not None and self._process.poll() is None
 
     @property
@@ -141,7 +141,7 @@ class ServiceProcess:
             return
 
     def last_words(self) -> str:
-        """What the last line of the log says."""
+        """Message of the last line of the log."""
         try:
             lines = self.log.read_bytes()[-LAST_BYTES:].decode("utf-8", "replace").strip().splitlines()
         except OSError:
@@ -226,7 +226,7 @@ class ServiceRanks:
             rank.end(deadline_s=max(0.0, deadline - time.monotonic()))
 
     def last_words(self) -> str:
-        """What the last line of its log says."""
+        """Message of the last line of its log."""
         return self._first_to_end.last_words()
 
     @property

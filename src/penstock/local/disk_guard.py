@@ -61,7 +61,7 @@ class DiskGuard:
 
 
 def has_room(folder: Path) -> bool:
-    """Whether some MiB can be written there; quotas count, too. Blocks."""
+    """True if some MiB can be written there; quotas count, too. Blocks."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(os.urandom(ROOM_BYTES))

@@ -125,7 +125,7 @@ class Front:
 
 
 def load_name() -> str:
-    """What makes the load: wrk where it is installed."""
+    """Generator of the load: wrk where it is installed."""
     return "wrk" if shutil.which("wrk") else "Python sockets in a process of their own (wrk is not installed)"
 
 
@@ -155,7 +155,7 @@ def begun(plan: Plan) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def ended(process: subprocess.Popen[bytes], plan: Plan) -> Result:
-    """What a load says at its end."""
+    """Report of a load at its end."""
     output, _ = process.communicate(timeout=plan.seconds + READY_S)
     if process.returncode:
         raise ConfigError("the load broke off; is the machine short of file descriptors?")

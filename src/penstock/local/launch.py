@@ -13,7 +13,7 @@ __all__ = ["Launch", "Process", "interpreter"]
 
 
 class Process(Protocol):
-    """What a supervisor uses of a ``subprocess.Popen``. Its process id is also that of its session."""
+    """The part of ``subprocess.Popen`` that a supervisor uses. The process id is also that of its session."""
 
     @property
     def pid(self) -> int:

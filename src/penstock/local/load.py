@@ -31,7 +31,7 @@ _IDS = re.compile(rb'"(?:feedback_id|id)":"([0-9a-f-]{36})"')
 
 
 class Plan(msgspec.Struct, kw_only=True):
-    """What to send where. ``items`` is what one request carries, for the rate."""
+    """Requests and their target. ``items`` is what one request carries, for the rate."""
 
     host: str
     port: int
@@ -45,7 +45,7 @@ class Plan(msgspec.Struct, kw_only=True):
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """What came of it; latencies are of whole requests that were answered well."""
+    """Results of a load; latencies are of whole requests that were answered well."""
 
     requests: int
     items_per_s: float
@@ -86,7 +86,7 @@ class _Link(asyncio.Protocol):
         self._send()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Whoever opened it opens another one."""
+        """The load opens another connection."""
         if not self.over.done():
             self.over.set_result(None)
 

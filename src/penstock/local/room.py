@@ -68,18 +68,18 @@ SMALLEST = StreamSizes(256 * MIB, 64 * MIB)
 
 @dataclass(frozen=True)
 class Room:
-    """What streams may hold and where; ``max_file_store`` is for the server, and counts what existing streams have."""
+    """Sizes and place of streams; ``max_file_store`` is for the server, and counts what existing streams have."""
 
     sizes: StreamSizes
     max_file_store: int
     folder: Path
     free_bytes: int
     held_bytes: int
-    """What the store has on the disk already."""
+    """Bytes of the store on the disk."""
 
     @property
     def fits(self) -> bool:
-        """Whether the disk holds all that the streams may."""
+        """True if the disk holds all that the streams may."""
         return self.max_file_store <= self.free_bytes + self.held_bytes
 
     @property

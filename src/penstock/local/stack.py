@@ -39,7 +39,7 @@ __all__ = ["Stack", "StackOptions"]
 
 SERVICES = ("coordinator", "reward", "env", "rollout", "trainer")
 STOPPING = (("env",), ("rollout", "trainer"), ("reward",), ("coordinator",))
-"""Who stops together, in order: env asks rollout for actions, rollout asks reward for scores, all report."""
+"""Services that stop together, in order: env asks rollout for actions, rollout asks reward for scores, all report."""
 REACH_S = 4.0
 """A bus that is not ours has this long to answer."""
 _POLL_S = 0.2
@@ -47,7 +47,7 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True)
 class StackOptions:
-    """What to start. ``nats_url`` or ``redis_url``: use that server and start none."""
+    """Processes to start. ``nats_url`` or ``redis_url``: use that server and start none."""
 
     data_dir: Path
     http_host: str = "127.0.0.1"

@@ -1,4 +1,4 @@
-"""Who runs a stack in a data directory: a lock that ends with its holder, and a file that says where things are."""
+"""Owner of a stack in a data directory: a lock that ends with its holder, and a file that says where things are."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ __all__ = ["PackedCausalAttention", "PackedSequences"]
 
 @dataclass
 class PackedSequences(PackedSeqParams):  # type: ignore[misc]
-    """What attention needs to know of a microbatch; travels through megatron-core's layers as its packed parameters."""
+    """Facts of a microbatch for attention; they travel through megatron-core's layers as its packed parameters."""
 
     blocks: CausalBlocks | None = None
     rope: tuple[Tensor, Tensor] | None = None

@@ -262,7 +262,7 @@ class MegatronBackend:
         return microbatch is not None or self._groups.experts.size() > 1
 
     def _somebody(self, has: bool) -> bool:
-        """Whether any rank of those that exchange tokens has a microbatch."""
+        """True if any rank of those that exchange tokens has a microbatch."""
         if self._groups.experts.size() == 1:
             return has
         flag = torch.tensor(float(has), device=self._device)

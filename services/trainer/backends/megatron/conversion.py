@@ -93,12 +93,12 @@ class Parameter:
 
     @property
     def is_cut(self) -> bool:
-        """Whether tensor-parallel ranks hold different parts."""
+        """True if tensor-parallel ranks hold different parts."""
         return self.pieces[0].dim is not None
 
     @property
     def is_dealt(self) -> bool:
-        """Whether expert-parallel ranks hold different parts."""
+        """True if expert-parallel ranks hold different parts."""
         return self.pieces[0].dealt_to > 1
 
 
@@ -141,7 +141,7 @@ def dealt(whole: Tensor, piece: Piece, *, rank: int) -> Tensor:
 
 
 def cut(whole: Tensor, piece: Piece, *, rank: int, size: int) -> Tensor:
-    """What ``rank`` of ``size`` holds of ``whole``: a contiguous run, of each half. The last ranks may hold less."""
+    """Part of ``whole`` held by ``rank`` of ``size``: a contiguous run, of each half. The last ranks may hold less."""
     if piece.dim is None:
         return whole
     halves = whole.chunk(2 if piece.halves else 1, piece.dim)

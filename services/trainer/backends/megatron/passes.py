@@ -112,7 +112,7 @@ class Passes:
 
     @torch.no_grad()
     def route(self, tokens: PackedTokens, model: MegatronModel) -> RouterLoad:
-        """What the routers of all stages choose."""
+        """Choices of the routers of all stages."""
         start, load = self._now(), RouterLoad()
         run_stages(model, self._groups, self._device, [tokens], lambda _: model.run_stage(tokens, Routes(load=load)))
         self.seconds.forward += self._now() - start
@@ -202,7 +202,7 @@ class Passes:
 
 
 def _detached_load(load: RouterLoad) -> RouterLoad:
-    """What it is now: where activations are computed again, the backward pass counts once more."""
+    """The count now: where activations are computed again, the backward pass counts once more."""
     now = RouterLoad()
     now.num_tokens, now.chosen, now.entropy = load.num_tokens, dict(load.chosen), dict(load.entropy)
     now.probs = {layer: probs_E.detach() for layer, probs_E in load.probs.items()}

@@ -1,4 +1,4 @@
-"""What the API answers about live agents, what was sampled, and what a deployment keeps, as values with types.
+"""Results of the API about live agents, samples and the deployment, as values with types.
 
 Frozen structs, for both clients: the attribute that you misspell is found by mypy and by Python, and a reply that does
 not fit is a ProtocolError where it is read. Keys that a struct does not have are left out, and words that the server

@@ -1,4 +1,4 @@
-"""What a deployment keeps beside its jobs: keys, webhooks, files, graders' answers, who asked for what."""
+"""Results about a deployment beside its jobs: keys, webhooks, files, graders' answers, audit log."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     rate_limit: str | None = None
     models: list[str] | None = None
     max_weight: float = 1.0
-    """What its feedback counts at most."""
+    """Largest weight of its feedback."""
 
 
 class NewKey(Key, frozen=True, kw_only=True):
@@ -81,7 +81,7 @@ class WebhookState(Webhook, frozen=True, kw_only=True):
 
 
 class WebhookTrial(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the receiver took a test event; ``error``: why not."""
+    """True if the receiver took a test event; ``error``: why not."""
 
     delivered: bool
     error: str = ""
@@ -112,7 +112,7 @@ class RunMetadata(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     type: str
     errors: dict[str, bool | str | None]
-    """What went wrong, by kind; false, or None, for what did not."""
+    """Failures, by kind; false, or None, for none."""
     execution_time: float
     scores: dict[str, float]
     token_usage: int | None = None

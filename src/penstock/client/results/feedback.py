@@ -51,7 +51,7 @@ class ItemReply(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ok(self) -> bool:
-        """Whether it was taken."""
+        """True if it was taken."""
         return self.problem is None
 
 
@@ -73,7 +73,7 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fate(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of an item of feedback.
+    """Outcome of an item of feedback.
 
     ``status``: received, matched, admitted, quarantined, rejected, expired, retracted, trained. ``ordinal``: the place
     of its trajectory in the job's data order, once admitted. ``late_revision``: came when the item was decided, and has
@@ -134,7 +134,7 @@ class FeedbackToken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Consent(msgspec.Struct, frozen=True, kw_only=True):
-    """What a user (a pseudonym) allows."""
+    """Consent of a user (a pseudonym)."""
 
     user: str
     train: bool
@@ -180,7 +180,7 @@ class HeldItem(HeldRow, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What was decided about an item that is held: ``verdict`` is `release` or `drop`, and it is on disk."""
+    """Decision about an item that is held: ``verdict`` is `release` or `drop`, and it is on disk."""
 
     feedback_id: str
     verdict: str

@@ -1,4 +1,4 @@
-"""What is served: interactions and their decisions, episodes and their keys, models and their versions."""
+"""Results about serving: interactions and their decisions, episodes and their keys, models and their versions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Redacted(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of an interaction: `admitted`, `trained`, or `rejected` for ``reason``."""
+    """Outcome of an interaction: `admitted`, `trained`, or `rejected` for ``reason``."""
 
     status: str
     reason: str

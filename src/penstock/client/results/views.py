@@ -1,4 +1,4 @@
-"""What a job shows of its updates: samples, timelines, names of metrics, logs, dead letters."""
+"""Results about a job's updates: samples, timelines, names of metrics, logs, dead letters."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Letter(LetterRow, frozen=True, kw_only=True):
 
 
 class LetterReplay(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What became of a dead letter that was replayed: a new ``draw`` of its prompt.
+    """Outcome of a dead letter that was replayed: a new ``draw`` of its prompt.
 
     Of interactions and feedback: how many were ``stored`` in their ``stream`` again.
     """
