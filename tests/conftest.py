@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from penstock.shared.protocol.bus_clock import forget_bus_clock
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.server import NatsServer
 
@@ -102,6 +103,14 @@ def fill() -> Callable[[Path], Path]:
         return ballast
 
     return fill
+
+
+@pytest.fixture(autouse=True)
+def _wall_clock() -> Iterator[None]:
+    """Bus time is the wall clock until the test measures it."""
+    forget_bus_clock()
+    yield
+    forget_bus_clock()
 
 
 @pytest.fixture

@@ -6,12 +6,15 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 
+import msgspec
+
 from penstock.services.coordinator.batch_log import batch_id
 from penstock.services.coordinator.retry import Retry
 from penstock.services.coordinator.run import Effects, JobRun
 from penstock.services.coordinator.supply import Unreadable
 from penstock.shared.errors import NotFound, ProtocolError, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.codec import pack
 from penstock.shared.protocol.events import BatchRefused, Dropped, Event
 from penstock.shared.protocol.ids import Draw
@@ -82,15 +85,17 @@ class Carrier:
 
     async def publish_tickets(self, tickets: list[Ticket]) -> None:
         """Publish tickets, all or none; waits while the bus is away."""
-        subject = subjects.tickets(self.job)
-        outgoing = [
-            Outgoing(
-                subject, pack(t, job=self.job, id=str(t.draw), epoch=t.epoch), headers_of(t), ticket_id(self.job, t)
-            )
-            for t in tickets
-        ]
-        publish = partial(self.bus.publish_many, outgoing, deadline_s=5)
-        await self.retry.until_taken(f"{len(tickets)} tickets", subject, publish)
+
+        async def publish() -> None:
+            await self.bus.publish_many([self._sent(ticket) for ticket in tickets], deadline_s=5)
+
+        await self.retry.until_taken(f"{len(tickets)} tickets", subjects.tickets(self.job), publish)
+
+    def _sent(self, ticket: Ticket) -> Outgoing:
+        """A ticket as it is published now, with the seconds that are left of its draw's deadline."""
+        timed = msgspec.structs.replace(ticket, deadline_s=max(0.0, ticket.deadline - bus_time()))
+        data = pack(timed, job=self.job, id=str(ticket.draw), epoch=ticket.epoch)
+        return Outgoing(subjects.tickets(self.job), data, headers_of(ticket), ticket_id(self.job, ticket))
 
     async def delete(self, seqs: Iterable[int], *, stream: str = subjects.EXPERIENCE) -> None:
         """Delete messages that nobody needs; harmless if they stay."""

@@ -8,11 +8,14 @@ from typing import Literal
 
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.run import JobRun
+from penstock.shared.protocol.bus_clock import MAX_SKEW_S
 from penstock.shared.protocol.jobs import Condition
 
 __all__ = ["conditions"]
 
-Type = Literal["WorkersReady", "WeightsSynced", "MakingProgress", "Checkpointed", "PromotionAllowed", "Succeeded"]
+Type = Literal[
+    "WorkersReady", "WeightsSynced", "ClocksAgree", "MakingProgress", "Checkpointed", "PromotionAllowed", "Succeeded"
+]  # fmt: skip
 
 
 def conditions(
@@ -56,11 +59,22 @@ def _facts(run: JobRun, job: str, members: Members, clock: float) -> dict[Type, 
     return {
         "WorkersReady": workers,
         "WeightsSynced": synced,
+        "ClocksAgree": _clocks(run, members, clock),
         "MakingProgress": _progress(run, lost),
         "Checkpointed": checkpoint,
         **promotion,
         "Succeeded": succeeded,
     }
+
+
+def _clocks(run: JobRun, members: Members, clock: float) -> Fact:
+    """Of the hosts of coordinators and of the job's workers. Bus time decides all the same."""
+    alive = [member.beat for service in ("coordinator", *run.config.services) for member in members.of(service, clock)]
+    known = [(beat.worker, beat.clock_skew_s) for beat in alive if beat.clock_skew_s is not None]
+    wrong = [f"{worker} {skew_s:+.1f} s" for worker, skew_s in known if abs(skew_s) > MAX_SKEW_S]
+    if wrong:
+        return "False", "ClockSkew", f"clocks of hosts differ from that of NATS: {', '.join(wrong)}"
+    return ("True", "WithinASecond", "") if known else ("Unknown", "NotMeasured", "")
 
 
 def _progress(run: JobRun, lost: Sequence[str]) -> Fact:

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from typing import Any
 
 from penstock.services.coordinator.carrier import Carrier
@@ -24,6 +23,7 @@ from penstock.shared.config.evaluation_job import EvaluationJob
 from penstock.shared.data.check import SourceSummary, check_data
 from penstock.shared.errors import DataError, NotFound, ProtocolError
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.bus_clock import bus_datetime, bus_time
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.jobs import JobFailure, JobRecord
@@ -53,7 +53,7 @@ class EvaluationRunner:
         self._pace = Pace()
         self.expected: set[int] = set()
         self.ready = False
-        self._leads_since = time.time()
+        self._leads_since = bus_time()
         self._num_prompts = 0
         self._held_out: tuple[SourceSummary, ...] = ()
         self._next_seq = 1
@@ -108,7 +108,7 @@ class EvaluationRunner:
         """The terminal phase, or '' while there is something to wait for."""
         if self.record.desired_state == "cancelled":
             return "cancelled"
-        if not self._failure and self.expected and time.time() > deadline:
+        if not self._failure and self.expected and bus_time() > deadline:
             unanswered = f"{len(self.expected)} of {self._num_prompts} prompts were not answered"
             longest = f"the {LONGEST_S / 86400:g} days that an evaluation may take without limits.timeout_s are over"
             text = f"{'limits.timeout_s' if self.config.limits.timeout_s else longest}: {unanswered}"
@@ -204,10 +204,10 @@ class EvaluationRunner:
             "error": self._failure if phase == "failed" else None,
             "step": done,
             "total_steps": self._num_prompts,
-            "expected_end": self._pace.end(done, self._num_prompts, time.time(), running=not over),
+            "expected_end": self._pace.end(done, self._num_prompts, bus_time(), running=not over),
             "reward": sum(rewards) / len(rewards) if rewards else None,
-            "started_at": self.record.status.started_at or datetime.now(UTC),
-            "finished_at": datetime.now(UTC) if over else None,
+            "started_at": self.record.status.started_at or bus_datetime(),
+            "finished_at": bus_datetime() if over else None,
         }
         self.outbox.status(fields, force=over)
 
@@ -217,7 +217,7 @@ class EvaluationRunner:
 
     def why(self) -> list[dict[str, Any]]:
         """What the job waits for."""
-        now = time.time()
+        now = bus_time()
         if not self.ready:
             return recovery_waits(self.job, self.retry.blocked, now, self._leads_since)
         rows = blocked_waits(self.job, self.retry.blocked, now)

@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import shutil
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -103,7 +104,8 @@ class FileStore:
 
     def _clear_away(self) -> None:
         """Remove what crashes left half written, or half deleted."""
-        old = time.time() - ABANDONED_S
+        with tempfile.NamedTemporaryFile(dir=self._root) as probe:  # the clock of this file system, as of the others
+            old = Path(probe.name).stat().st_mtime - ABANDONED_S
         for folder in self._root.glob("file-*"):
             with contextlib.suppress(OSError):
                 if not (folder / RECORD).exists() and folder.stat().st_mtime < old:

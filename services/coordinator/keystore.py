@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from datetime import UTC, datetime
+from datetime import datetime
 
 from penstock.shared.errors import Conflict, NotFound, Unavailable
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.bus_clock import bus_datetime
 from penstock.shared.protocol.keys import Scope, StoredKey, new_key
 from penstock.shared.transport.bus import Bus
 
@@ -30,7 +31,7 @@ class KeyStore:
         """See ``Keys.create``."""
         id, text, digest = new_key()
         key = StoredKey(
-            id=id, name=name, scopes=scopes, created_at=datetime.now(UTC), expires_at=expires_at,
+            id=id, name=name, scopes=scopes, created_at=bus_datetime(), expires_at=expires_at,
             rate_limit=rate_limit, models=models, max_weight=max_weight, digest=digest,
         )  # fmt: skip
         await self._kv.create(id, key.model_dump_json().encode())

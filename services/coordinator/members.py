@@ -58,6 +58,7 @@ class Members:
                 "ready": m.beat.ready,
                 "alive": m.alive(now),
                 "age_s": round(now - m.heard, 3),
+                "clock_skew_s": None if m.beat.clock_skew_s is None else round(m.beat.clock_skew_s, 3),
                 **m.beat.jobs.get(job, {}),
             }
             for m in self.everybody()

@@ -15,6 +15,7 @@ from penstock.services.coordinator.gauges import JobGauges
 from penstock.services.coordinator.store import JobStore
 from penstock.shared.errors import Conflict, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.jobs import JobFailure
 from penstock.shared.transport.bus import Bus
 
@@ -49,13 +50,13 @@ class Outbox:
         """One row of METRICS, measured with the weights that ``batch`` made; ``step`` is where people see it."""
         self._gauges.show(kind, values)
         row = {
-            "kind": kind, "step": step, "batch": batch, "version": version, "time": time.time(), "values": values,
+            "kind": kind, "step": step, "batch": batch, "version": version, "time": bus_time(), "values": values,
         }  # fmt: skip
         self._publish(subjects.metrics(self._job), row, f"metrics:{self._job}:{kind}:{step}:{version}")
 
     def event(self, level: str, type: str, message: str, **data: Any) -> None:
         """One row of EVENTS."""
-        row = {"time": time.time(), "level": level, "type": type, "message": message, "data": data}
+        row = {"time": bus_time(), "level": level, "type": type, "message": message, "data": data}
         self._publish(subjects.events(self._job), row, None)
 
     def _publish(self, subject: str, row: dict[str, Any], msg_id: str | None) -> None:
@@ -75,7 +76,7 @@ class Outbox:
 
     def clock(self, version: int, digest: str, epoch: int) -> None:
         """The policy clock of the job."""
-        self._clock = msgspec.json.encode({"version": version, "digest": digest, "epoch": epoch, "time": time.time()})
+        self._clock = msgspec.json.encode({"version": version, "digest": digest, "epoch": epoch, "time": bus_time()})
         self._changed.set()
 
     def status(self, fields: dict[str, Any], *, force: bool = False) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from penstock.shared.errors import StreamFull, Unavailable
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.runtime import metrics
 
 __all__ = ["Blocked", "Retry"]
@@ -54,7 +55,7 @@ class Retry:
     async def until_taken(self, what: str, subject: str, work: Callable[[], Awaitable[T]]) -> T:
         """What ``work`` returns, once it does not raise Unavailable any more; ``blocked`` says so meanwhile."""
         began = seen = time.monotonic()
-        since, logged, told, key = time.time(), float("-inf"), False, object()
+        since, logged, told, key = bus_time(), float("-inf"), False, object()
         try:
             while True:
                 try:

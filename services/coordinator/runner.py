@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +40,14 @@ from penstock.services.coordinator.why import Onsets, explain_waits, recovery_wa
 from penstock.services.coordinator.wishes import Wishes
 from penstock.shared.config.kinds import parse_training
 from penstock.shared.data.check import check_data
-from penstock.shared.errors import Conflict, DataError, ProtocolError
+from penstock.shared.errors import Conflict, DataError, NotFound, ProtocolError
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.bus_clock import bus_datetime, bus_time
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.events import Event, LineageForked
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.jobs import Condition, JobFailure, JobRecord
-from penstock.shared.protocol.messages import Ack, EvalResult, Report
+from penstock.shared.protocol.messages import Ack, EvalResult, Report, Ticket
 from penstock.shared.protocol.parts import count_of
 from penstock.shared.protocol.trajectory import parse_group_header
 from penstock.shared.transport.bus import Bus
@@ -85,7 +85,7 @@ class JobRunner:
         self.wishes = Wishes(record)
         self._known: list[Condition] = list(record.status.conditions)
         self._absences, self._onsets = Absences(), Onsets()
-        self._leads_since = time.time()
+        self._leads_since = bus_time()
         self.ready = False
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class JobRunner:
         self.run.failure = self.journal.failure()
         rows = await self.bus.read(subjects.METRICS, subjects.metrics(self.job))
         self.measures.recall(
-            (msgspec.json.decode(row.data) for row in rows), state, held_out=found.eval, now=time.time()
+            (msgspec.json.decode(row.data) for row in rows), state, held_out=found.eval, now=bus_time()
         )
         self._next_seq = 1
         for message in await self.bus.read(subjects.EXPERIENCE, subjects.experience(self.job), headers_only=True):
@@ -154,9 +154,9 @@ class JobRunner:
             self.run.last_checkpoint = self.wishes.record.last_checkpoint
             self.run.replays = self.wishes.replays
             self.wishes.steer(self.run)
-            await self._commit(self.wishes.amend(self.run, time.time()))
+            await self._commit(self.wishes.amend(self.run, bus_time()))
             self._check_limits()
-            await self._commit(self.run.decide(time.time()))
+            await self._commit(self.run.decide(bus_time()))
             if self.run.state.finished:
                 break
             await self._evaluate()
@@ -165,7 +165,7 @@ class JobRunner:
             self.commands.follow(self.run)
             self._report_status()
             if self._may_finish():
-                await self._commit(self.run.finish(time.time(), summary.summary_of(self.run.state)))
+                await self._commit(self.run.finish(bus_time(), summary.summary_of(self.run.state)))
                 break
             await self.inbox.take(TICK_S)
         await self._close_supply()
@@ -180,7 +180,7 @@ class JobRunner:
 
     def _check_limits(self) -> None:
         limit, started = self.run.config.limits.timeout_s, self.record.created_at.timestamp()
-        if limit is not None and time.time() - started > limit:
+        if limit is not None and bus_time() - started > limit:
             text = f"limits.timeout_s: {limit:g} s are over"
             self.run.failure = self.run.failure or JobFailure(code="timeout", message=text)
         self.run.stop_early = self.measures.goals.stop_reason
@@ -268,7 +268,7 @@ class JobRunner:
     async def _take_report(self, report: Report) -> Ack:
         if report.kind == "hello":
             return Ack(ok=True, data=summary.start_of(self.run))
-        now, state = time.time(), self.run.state
+        now, state = bus_time(), self.run.state
         batch = state.sealed.get(report.batch)
         try:
             events = self.run.on_report(report, now)
@@ -316,16 +316,31 @@ class JobRunner:
         await self.inbox.put(lambda: self._bury(stream, seq, draw, reason, attempts))
 
     async def _bury(self, stream: str, seq: int, draw: Draw | None, reason: str, attempts: int) -> None:
+        if stream == subjects.TICKETS and await self._is_over(seq, draw):
+            await self.carrier.delete([seq], stream=stream)
+            return
         count = await self.carrier.keep_dead(stream, seq, reason=reason, attempts=attempts)
         if draw is not None:
-            await self._commit(self.run.on_dead_letter(draw, time.time()))
+            await self._commit(self.run.on_dead_letter(draw, bus_time()))
         self.outbox.event("warning", "dead_letter", f"message {seq} of {stream}: {reason} ({attempts} attempts)")
         await self.carrier.delete(range(seq, seq + count), stream=stream)
+
+    async def _is_over(self, seq: int, draw: Draw | None) -> bool:
+        """Whether nothing waits for a ticket that workers gave back until its deliveries were used up."""
+        if draw is not None:
+            return draw not in self.run.state.open
+        with contextlib.suppress(NotFound, ProtocolError):
+            ticket, current = (
+                unpack((await self.bus.get(subjects.TICKETS, seq)).data, Ticket)[0],
+                self.measures.plan.current,
+            )
+            return ticket.purpose == "eval" and (current is None or current.version != ticket.version)
+        return False
 
     # -- evaluation and checkpoints ----------------------------------------------------------------------------------
 
     async def _evaluate(self) -> None:
-        state, measures, now = self.run.state, self.measures, time.time()
+        state, measures, now = self.run.state, self.measures, bus_time()
         if state.checkpoint is None or state.finished:
             return
         if measures.plan.waits(now, batch_ready=self.run.batch_ready):
@@ -341,7 +356,7 @@ class JobRunner:
     async def _follow_best(self) -> None:
         """Name the best checkpoint once it exists; until then it is wanted."""
         goals, state = self.measures.goals, self.run.state
-        await self._commit([*goals.mark(state, writer_epoch=self.epoch, now=time.time())])
+        await self._commit([*goals.mark(state, writer_epoch=self.epoch, now=bus_time())])
         self.run.new_best = goals.wanted(state)
 
     async def _settle_operations(self) -> None:
@@ -352,28 +367,39 @@ class JobRunner:
     # -- what people see ---------------------------------------------------------------------------------------------
 
     def _report_status(self, *, force: bool = False) -> None:
-        self._onsets.look(self.job, self.run, self.measures.plan, time.time())
+        self._onsets.look(self.job, self.run, self.measures.plan, bus_time())
         state, seen = self.run.state, summary.status_of(self.run, self.wishes.desired)
         fields = {
             **seen,
             "observed_generation": self.wishes.followed,
             "applies_at_step": self.wishes.applies_at_step(state),
             "expected_end": self.measures.pace.end(
-                state.updates, self.run.max_batches, time.time(), running=seen["phase"] == "running"
+                state.updates, self.run.max_batches, bus_time(), running=seen["phase"] == "running"
             ),
             "reward": self.measures.reward if self.measures.reward is not None else self.record.status.reward,
             "conditions": self._conditions(),
             "started_at": self.record.status.started_at or self.record.created_at,
-            "finished_at": datetime.now(UTC) if state.finished else None,
+            "finished_at": bus_datetime() if state.finished else None,
         }
         self.outbox.status(fields, force=force)
 
     def _conditions(self) -> list[Condition]:
-        clock, now = time.monotonic(), datetime.now(UTC)
+        clock, now = time.monotonic(), bus_datetime()
         for absence in self._absences.look(self.members, self.run.config.services, clock):
             self.outbox.event(absence.level, absence.type, absence.text, worker=absence.worker, service=absence.service)
-        self._known = conditions(self.run, self.job, self.members, self._known, clock=clock, now=now)
+        before, self._known = (
+            self._known,
+            conditions(self.run, self.job, self.members, self._known, clock=clock, now=now),
+        )
+        self._tell_of_clocks(before)
         return self._known
+
+    def _tell_of_clocks(self, before: list[Condition]) -> None:
+        was, now = ({one.type: one for one in found}.get("ClocksAgree") for found in (before, self._known))
+        if now is not None and now.status == "False" and (was is None or was.status != "False"):
+            self.outbox.event("warning", "clock_skew", now.message)
+        elif now is not None and now.status == "True" and was is not None and was.status == "False":
+            self.outbox.event("info", "clock_skew", "the clocks of all hosts agree again")
 
     def status(self) -> dict[str, Any]:
         """What this leader sees."""
@@ -381,7 +407,7 @@ class JobRunner:
 
     def why(self) -> list[dict[str, Any]]:
         """What the job waits for."""
-        now, blocked = time.time(), self.retry.blocked
+        now, blocked = bus_time(), self.retry.blocked
         if not self.ready:
             return recovery_waits(self.job, blocked, now, self._leads_since)
         rows = explain_waits(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -13,6 +12,7 @@ import msgspec
 from penstock.services.coordinator.store import JobStore
 from penstock.shared.errors import Conflict, PenstockError, Unavailable
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.bus_clock import bus_datetime
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.jobs import Operation
 from penstock.shared.protocol.scaling import Pool, ScaleReply, ScaleRequest
@@ -96,7 +96,7 @@ class Scaler:
         return unpack(data, ScaleReply)[0]
 
     async def _finish(self, job: str, operation: Operation, **over: Any) -> None:
-        done = operation.model_copy(update={**over, "finished_at": datetime.now(UTC)})
+        done = operation.model_copy(update={**over, "finished_at": bus_datetime()})
         while (error := await unexpected(self._store.finish_operation(job, done))) is not None:
             logger.warning("how operation %s of job %s ended is not written yet: %s", operation.id, job, error)
             if not isinstance(error, Unavailable):

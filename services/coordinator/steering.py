@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from penstock.shared.config.kinds import AnyJob, parse_job
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import StreamFull, Unavailable
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, DesiredState, JobRecord, Operation
 from penstock.shared.transport.bus import Bus
 
@@ -82,7 +82,7 @@ class Steering:
         shown = ", ".join(f"{name} {value}" for name, value in details.items() if name not in ("keys", "operation"))
         what = " ".join((action.replace("_", " "), *details.get("keys", ()))) + (f" ({shown})" if shown else "")
         row = {
-            "time": time.time(), "level": "info", "type": "asked", "message": f"{what}, by key {by}",
+            "time": bus_time(), "level": "info", "type": "asked", "message": f"{what}, by key {by}",
             "data": {"action": action, "by": by, **details},
         }  # fmt: skip
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable
-from datetime import UTC, datetime
 from typing import Any
 
 from penstock.services.coordinator.job_index import JobEntry, JobIndex, decode_stored, entry_of
@@ -12,6 +11,7 @@ from penstock.shared.config.job import JobConfig
 from penstock.shared.config.kinds import AnyJob, trains
 from penstock.shared.errors import Conflict, NotFound, ProtocolError
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.bus_clock import bus_datetime
 from penstock.shared.protocol.ids import new_job_id
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, DesiredState, JobRecord, JobStatus, Operation
 from penstock.shared.protocol.trace import current_trace
@@ -42,7 +42,7 @@ class JobStore:
         record = JobRecord(
             id=id or new_job_id(),
             name=config.name,
-            created_at=datetime.now(UTC),
+            created_at=bus_datetime(),
             spec=config.model_dump(mode="json", exclude_unset=True),
             status=JobStatus(total_steps=_total_steps(config)),
             fine_tuning=fine_tuning,
@@ -164,7 +164,7 @@ class JobStore:
         """Merge fields into the observed status, which its leader writes and nobody else."""
 
         def edit(record: JobRecord) -> JobRecord:
-            seen = {**fields, "heartbeat_at": datetime.now(UTC)}
+            seen = {**fields, "heartbeat_at": bus_datetime()}
             return record.model_copy(update={"status": record.status.model_copy(update=seen)})
 
         return await self.change(job, edit)

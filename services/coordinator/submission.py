@@ -33,6 +33,7 @@ from penstock.shared.config.service import ServiceSettings, checkpoint_path
 from penstock.shared.data.check import DataSummary, check_data
 from penstock.shared.errors import ConfigError, DataError, NotFound, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.codec import MAX_INLINE_BYTES
 from penstock.shared.transport.bus import Bus
 
@@ -105,7 +106,7 @@ async def plan_job(
 async def tell(bus: Bus, job: str, warnings: Sequence[str]) -> None:
     """Put warnings among the events of a job, which is submitted by now whatever becomes of them."""
     for text in warnings:
-        row = {"time": time.time(), "level": "warning", "type": "submitted", "message": text, "data": {}}
+        row = {"time": bus_time(), "level": "warning", "type": "submitted", "message": text, "data": {}}
         with contextlib.suppress(Unavailable, StreamFull):
             await bus.publish(subjects.events(job), msgspec.json.encode(row))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime
 from typing import Any
 
 from penstock.services.coordinator.ledger import LedgerState
@@ -15,6 +14,7 @@ from penstock.services.coordinator.run import JobRun
 from penstock.services.coordinator.supply import LiveLetter, Supply
 from penstock.shared.config.kinds import parse_training
 from penstock.shared.errors import ConfigError, Conflict, NotFound, ProtocolError, Unavailable
+from penstock.shared.protocol.bus_clock import bus_datetime, bus_time
 from penstock.shared.protocol.events import Event, Redrawn
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.jobs import JobRecord, Operation
@@ -101,7 +101,7 @@ class Wishes:
         """
         done = []
         for operation in self._pending("replay_dead_letter"):
-            id, now = int(operation.args["id"]), datetime.now(UTC)
+            id, now = int(operation.args["id"]), bus_datetime()
             try:
                 live = await letters.live(self.record.id, id)
                 if live is not None:
@@ -129,7 +129,7 @@ class Wishes:
         """Ask for the prompt of a letter again; None where it waits for room. Raises Conflict: it cannot be drawn."""
         if self._may_wait(run, letter):
             return None
-        events = run.replay_dead_letter(letter, draw, time.time())
+        events = run.replay_dead_letter(letter, draw, bus_time())
         await commit(events)
         drawn = [str(event.draw) for event in events if isinstance(event, Redrawn)]
         return {"draw": drawn[0]} if drawn else {}
@@ -158,7 +158,7 @@ class Wishes:
                     over = _failed(f"the job {run.state.finished} before")
                 if over is not None:
                     self._settled.add(operation.id)
-                    done.append(operation.model_copy(update=over | {"finished_at": datetime.now(UTC)}))
+                    done.append(operation.model_copy(update=over | {"finished_at": bus_datetime()}))
         return done
 
     def _saved(self, operation: Operation, run: JobRun) -> dict[str, Any] | None:

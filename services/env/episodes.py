@@ -12,6 +12,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from penstock.shared.errors import ToolError, Unavailable
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.tools import EpisodeState, ToolReply, ToolRequest
 from penstock.shared.runtime.tasks import unexpected
 
@@ -122,7 +123,7 @@ class EpisodeBook:
             return held.last
         if request.state.number != held.number:
             return _lost(request.state)
-        if time.time() > request.start_by:
+        if bus_time() > request.start_by:
             if not held.number:
                 await self._forget(request.state.episode)
             raise _late(request.state)
@@ -141,7 +142,7 @@ class EpisodeBook:
             try:
                 if held.handle is None:
                     held.handle = await self._world.begin(request.state)
-                    if time.time() > request.start_by:  # a machine may take long to have one, and nobody waits now
+                    if bus_time() > request.start_by:  # a machine may take long to have one, and nobody waits now
                         await self._forget(request.state.episode)
                         raise _late(request.state)
                 return await held.handle.ask(request, limit_s)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from penstock.services.reward.channel import Result, Score
 from penstock.services.reward.process import ScorerProcess
 from penstock.shared.config.reward import RewardConfig
 from penstock.shared.errors import ScoringError
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.messages import ScoreReply, ScoreRequest, row_for
 from penstock.shared.runtime import metrics
 
@@ -182,14 +182,14 @@ class ScorerPool:
         Raises:
             ScoringError: the scorers cannot be opened.
         """
-        now = time.time()
+        now = bus_time()
         if self.refused is not None and now < self.refused.tried + _RETRY_OPEN_S:
             raise ScoringError(self.refused.error)
         try:
             process = await ScorerProcess.start(self._config)
         except ScoringError as error:
             since = self.refused.since if self.refused else now
-            self.refused = Refusal(str(error), since, time.time())
+            self.refused = Refusal(str(error), since, bus_time())
             raise
         self.refused = None
         self.about = process.about

@@ -18,6 +18,7 @@ from penstock.shared.config.reward import RewardConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.messages import ScoreReply, ScoreRequest
 from penstock.shared.protocol.parts import count_of
@@ -204,7 +205,7 @@ class RewardSession:
             try:
                 await self._bus.publish_whole([message], deadline_s=deadline_s)
             except Unavailable as error:
-                since = self._blocked[0] if self._blocked else time.time()
+                since = self._blocked[0] if self._blocked else bus_time()
                 self._blocked = (since, str(error), subject)
                 await asyncio.sleep(UNREADABLE_PAUSE_S)
             else:

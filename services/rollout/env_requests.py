@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from penstock.services.rollout.turn_clock import TurnClock
 from penstock.shared.errors import PenstockError, Unavailable
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.tools import ToolReply, ToolRequest
 from penstock.shared.transport.bus import Bus
@@ -99,6 +100,6 @@ class EnvRequests:
             await asyncio.sleep(RETRY_S)
 
     async def _attempt(self, subject: str, name: str, request: ToolRequest, deadline_s: float) -> ToolReply:
-        timed = replace(request, start_by=time.time() + QUEUE_S)
+        timed = replace(request, start_by=bus_time() + QUEUE_S)
         data = await self._bus.request(subject, pack(timed, job=self._job, id=name), deadline_s=deadline_s)
         return unpack(data, ToolReply)[0]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 
 from penstock.shared.errors import Unavailable
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.trajectory import Group, encode_group, group_headers
 from penstock.shared.transport.bus import Bus, Outgoing
 
@@ -59,7 +59,7 @@ class GroupPublisher:
             try:
                 await self._bus.publish_whole(messages, deadline_s=deadline_s)
             except Unavailable as error:
-                self.blocked = (self.blocked[0] if self.blocked else time.time(), str(error))
+                self.blocked = (self.blocked[0] if self.blocked else bus_time(), str(error))
                 logger.warning("groups of %s wait: %s", self._job, error)
                 await asyncio.sleep(RETRY_S)
             else:

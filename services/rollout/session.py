@@ -28,6 +28,7 @@ from penstock.shared.data.prompts import Prompt, PromptSource
 from penstock.shared.errors import ConfigError, DataError, DeadlineError, ProtocolError, Unavailable
 from penstock.shared.models.loading import build_tokenizer, resolve_device
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.messages import EvalResult, Report, ScoreReply, Ticket
 from penstock.shared.protocol.trajectory import Group
@@ -46,6 +47,12 @@ ASK_DEADLINE_S = 5.0
 FETCH_WAIT_S = 1.0
 RETRY_S = 0.2
 UNREADABLE_PAUSE_S = 0.5
+LATE_PAUSE_S = 5.0
+"""A ticket that cannot be answered in time comes again after this long, unless the coordinator drops its draw."""
+
+
+class _LeftBehind(Exception):  # noqa: N818  no error: the coordinator has its answer, or went on without
+    """The policy passed the version that a ticket asks for, and versions rise."""
 
 
 class RolloutSession:
@@ -59,6 +66,8 @@ class RolloutSession:
         self._waits: dict[str, tuple[float, str, str]] = {}
         self._holds: dict[str, tuple[int, int | None]] = {}
         """Work in hand -> sequence of its ticket, version it asks for."""
+        self._ends: dict[str, float] = {}
+        """Work in hand -> deadline of its ticket (monotonic)."""
         self._engine: Engine | None = None
         self._policy: PolicyFollower | FixedPolicy | None = None
         self._candidate: Candidate | None = None
@@ -179,17 +188,26 @@ class RolloutSession:
                 await delivery.ack()
             return  # redelivered while in hand (a stalled process): the first delivery's ack counts
         self._holds[key] = delivery.seq, ticket.version
-        keeper = asyncio.create_task(self._keep(delivery, ticket))
+        left_s, is_late = ticket.left_s(delivery.time), False
+        self._ends[key] = time.monotonic() + left_s
+        keeper = asyncio.create_task(self._keep(delivery, self._ends[key]))
         try:
-            async with asyncio.timeout(max(0.0, ticket.deadline - time.time())):
+            async with asyncio.timeout(left_s):
                 await self._attempt(ticket, key)
+        except _LeftBehind as error:
+            logger.info("ticket %s is over: %s", key, error)
         except (TimeoutError, DeadlineError) as error:
-            logger.info("ticket %s is given up: %s", key, str(error) or "past its deadline")
+            logger.info("ticket %s is given back: %s", key, str(error) or "past its deadline")
+            is_late = True
         finally:
             keeper.cancel()
+            self._ends.pop(key, None)
             self._holds.pop(key, None)
             self._done(key)
-        await delivery.ack()
+        if is_late:
+            await delivery.nak(LATE_PAUSE_S)  # the coordinator alone drops a draw
+        else:
+            await delivery.ack()
 
     async def _attempt(self, ticket: Ticket, key: str) -> None:
         """Answer a ticket. One that cannot be is a failure of its own: its neighbours and the session go on."""
@@ -206,11 +224,11 @@ class RolloutSession:
         """True if a training job's policy is measured: only the scores are wanted."""
         return ticket.purpose == "eval" and isinstance(self.config, JobConfig)
 
-    async def _keep(self, delivery: Delivery, ticket: Ticket) -> None:
+    async def _keep(self, delivery: Delivery, end: float) -> None:
         """Extend the lease while the engine makes progress or the ticket waits its turn, never past its deadline."""
         assert self._engine is not None
         before = -1
-        while time.time() < ticket.deadline:
+        while time.monotonic() < end:
             await asyncio.sleep(ACK_WAIT_S / 4)
             tokens = self._engine.generated_tokens
             if tokens != before or self._engine.running == 0 or self._waits:
@@ -264,16 +282,17 @@ class RolloutSession:
         await self._ask(subjects.evaluation(self.job), data, key, "the coordinator to take an evaluation result")
 
     async def _generate(self, ticket: Ticket, prompt: Prompt, key: str, *, wanted: Any) -> Group:
-        """Raises DeadlineError where the version that a ticket asks for is not there in time, or not any more."""
+        """Raises _LeftBehind where the version that a ticket asks for is not there any more."""
         source = self._candidate if self._is_measure(ticket) else None
         policy, maker = (self._policy, self._maker) if source is None else (source.policy, source.maker)
         assert policy is not None
         if not wanted(policy.version):
             self._wait(key, f"policy version {ticket.min_version} (serving {policy.version})", subjects.MANIFESTS)
-            await policy.reach(wanted, deadline_s=ticket.deadline - time.time(), what=f"version {ticket.min_version}")
+            left_s = self._ends[key] - time.monotonic()
+            await policy.reach(wanted, deadline_s=left_s, what=f"version {ticket.min_version}")
             self._done(key)
         if ticket.version is not None and policy.version > ticket.version:  # versions rise: it will not come again
-            raise DeadlineError(f"version {ticket.version} was left behind for {policy.version}")
+            raise _LeftBehind(f"version {ticket.version} was left behind for {policy.version}")
         return await maker.make(ticket, prompt, key, partial(self._env.ask, key))
 
     async def _score(self, group: Group, key: str) -> ScoreReply:
@@ -306,7 +325,7 @@ class RolloutSession:
     # -- what others see ---------------------------------------------------------------------------------------------
 
     def _wait(self, key: str, what: str, subject: str) -> None:
-        self._waits.setdefault(key, (time.time(), what, subject))
+        self._waits.setdefault(key, (bus_time(), what, subject))
 
     def _done(self, key: str) -> None:
         self._waits.pop(key, None)

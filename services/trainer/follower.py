@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from penstock.services.trainer.update_rules.on_policy import NonFiniteStep
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.kinds import parse_training
 from penstock.shared.errors import CheckpointError, ConfigError, DataError, ProtocolError
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.runtime.tasks import Background
 from penstock.shared.transport.bus import Bus
 
@@ -48,7 +48,7 @@ class Follower:
         self._inputs: BatchInputs | None = None
         self._following: asyncio.Task[None] | None = None
         self._saving: asyncio.Task[None] | None = None
-        self._doing, self._since = "", time.time()
+        self._doing, self._since = "", bus_time()
 
     async def run(self) -> None:
         """Until rank 0 says that it is over.
@@ -76,12 +76,12 @@ class Follower:
         return {replica.job: row}
 
     async def _next(self) -> Order | None:
-        self._doing, self._since = "", time.time()
+        self._doing, self._since = "", bus_time()
         order = await asyncio.to_thread(self._ranks.orders.take)
         return None if isinstance(order, Leave) else order
 
     async def _obey(self, order: Order, background: Background) -> None:
-        self._doing, self._since = type(order).__name__.lower(), time.time()
+        self._doing, self._since = type(order).__name__.lower(), bus_time()
         try:
             await self._carry_out(order, background)
         except (ConfigError, DataError, CheckpointError, Untrainable, ProtocolError, NonFiniteStep) as error:

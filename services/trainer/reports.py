@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from typing import Any
 
 from penstock.services.trainer.fence import Fence
 from penstock.shared.errors import Fenced, Unavailable
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.messages import Ack, Report
 from penstock.shared.transport.bus import Bus
@@ -42,7 +42,7 @@ class Reporter:
             Fenced: refused.
         """
         data = pack(report, job=self._job, id=f"{report.kind}:{report.batch}", epoch=report.epoch)
-        began = time.time()
+        began = bus_time()
         while True:
             try:
                 reply = await self._bus.request(subjects.report(self._job), data, deadline_s=ANSWER_DEADLINE_S)

@@ -42,6 +42,7 @@ from penstock.shared.errors import (
     RankLost,
 )
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.messages import Ack, BatchManifest, Command, Report
 from penstock.shared.runtime.lease import Lease
@@ -369,7 +370,7 @@ class TrainerSession:
 
     def _wait(self, what: str, subject: str) -> None:
         if self._waiting is None or self._waiting[:2] != (what, subject):  # else it goes on, and so does its age
-            self._waiting = (what, subject, time.time())
+            self._waiting = (what, subject, bus_time())
 
     def status(self) -> dict[str, Any]:
         """This worker's entry for the job, for its heartbeat."""

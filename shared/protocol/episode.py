@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from penstock.shared.protocol.bus_clock import bus_datetime
 
 __all__ = ["KEEP_S", "EpisodeRecord"]
 
@@ -34,4 +36,4 @@ class EpisodeRecord(BaseModel):
     @property
     def over(self) -> bool:
         """True if the episode takes no more requests."""
-        return self.ended_at is not None or self.expires_at < datetime.now(UTC)
+        return self.ended_at is not None or self.expires_at < bus_datetime()

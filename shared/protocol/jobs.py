@@ -45,7 +45,10 @@ class Condition(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    type: Literal["WorkersReady", "WeightsSynced", "MakingProgress", "Checkpointed", "PromotionAllowed", "Succeeded"]
+    type: Literal[
+        "WorkersReady", "WeightsSynced", "ClocksAgree", "MakingProgress", "Checkpointed", "PromotionAllowed",
+        "Succeeded",
+    ]  # fmt: skip
     status: Literal["True", "False", "Unknown"]
     reason: str
     message: str = ""

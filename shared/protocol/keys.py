@@ -6,10 +6,12 @@ import hashlib
 import hmac
 import re
 import secrets
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from penstock.shared.protocol.bus_clock import bus_datetime
 
 __all__ = ["SCOPES", "KeyRecord", "Scope", "StoredKey", "key_id", "new_key"]
 
@@ -64,7 +66,7 @@ class StoredKey(KeyRecord):
     @property
     def expired(self) -> bool:
         """True if the key is past its end."""
-        return self.expires_at is not None and self.expires_at <= datetime.now(UTC)
+        return self.expires_at is not None and self.expires_at <= bus_datetime()
 
     def shown(self) -> KeyRecord:
         """Without the digest."""

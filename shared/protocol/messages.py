@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from penstock.shared.protocol.bus_clock import bus_time, clock_skew_s
 from penstock.shared.protocol.events import Hyperparameters, SealedGroup
 from penstock.shared.protocol.ids import Draw
 
@@ -38,19 +39,33 @@ JUDGEMENTS = "environment_rewards"
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """Asks a rollout worker for one draw, or for one evaluation prompt.
 
-    A worker whose engine is older than ``min_version`` does not start it. ``deadline`` is absolute (Unix seconds); work
-    past it is worthless.
+    A worker whose engine is older than ``min_version`` does not start it. Work past the deadline is worthless; the
+    coordinator decides when that is, and a worker gives a late ticket back.
     """
 
     draw: Draw
     min_version: int
     deadline: float
+    """In bus time, by the clock of the coordinator (Unix seconds). Read where ``deadline_s`` is missing, in tickets of
+    0.1 and by workers of 0.1."""
     epoch: int
     purpose: Literal["train", "eval"] = "train"
     version: int | None = None
     """Evaluation only: the exact policy version asked for."""
     temperature: float | None = None
     """At which to sample; None: what the job file says for this purpose."""
+    deadline_s: float | None = None
+    """Seconds left when it was published: its stream says when that was."""
+
+    def left_s(self, published: float) -> float:
+        """Seconds that a worker has for it where its stream stored it at ``published`` (bus time), however often and
+        late it is delivered. The wall clock of the worker's host has no part in it.
+        """
+        if self.deadline_s is None:  # made by 0.1
+            return max(0.0, self.deadline - bus_time())
+        if clock_skew_s() is None:  # a server that does not tell its time
+            return self.deadline_s
+        return min(self.deadline_s, max(0.0, published + self.deadline_s - bus_time()))
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,3 +205,5 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     packages: list[str] | None = None
     """Packages of which a job may need some and a process may lack some (`config.needs.OPTIONAL`), as far as they are
     installed; null: unknown."""
+    clock_skew_s: float | None = None
+    """Seconds that the wall clock of its host is ahead of the bus's; null: unknown."""

@@ -20,8 +20,9 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 from penstock.shared.config.needs import OPTIONAL
 from penstock.shared.config.service import ServiceSettings, load_settings
-from penstock.shared.errors import ConfigError, DeadlineError, Unavailable
+from penstock.shared.errors import ConfigError, DeadlineError, NotFound, Unavailable
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.bus_clock import MAX_SKEW_S, clock_skew_s
 from penstock.shared.protocol.codec import pack
 from penstock.shared.protocol.messages import Heartbeat
 from penstock.shared.runtime import metrics
@@ -41,9 +42,11 @@ EXIT_OK, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
 CONNECT_S = 5.0
 """Length of one round of connecting; after each the wait is logged."""
 RETRY_S = 0.5
+CLOCK_EVERY_S = 10.0
 
 LOOP_LAG = metrics.gauge("event_loop_lag_seconds", "How late the event loop woke the heartbeat.")
 BUS_UP = metrics.gauge("bus_connected", "1 while the bus is connected.")
+CLOCK_SKEW = metrics.gauge("clock_skew_seconds", "How far the wall clock of this host is ahead of the bus's.")
 BUS_RECONNECTS = metrics.gauge("bus_reconnects", "How often the bus connection was re-established.")
 
 
@@ -130,6 +133,7 @@ class _Process:
         self._bus: Bus | None = None
         self._service: Service | None = None
         self._health_port = 0
+        self._is_wrong = False
         self._started = time.time()
         self._packages = [name for name in OPTIONAL if importlib.util.find_spec(name) is not None]
 
@@ -154,11 +158,15 @@ class _Process:
         self._waiting_for = "the streams"
         if await self._unless_stopped(self._ensure_streams(bus)) is None:
             return EXIT_OK
+        self._waiting_for = "the clock of the bus"
+        if await self._unless_stopped(self._measure_clock(bus)) is None:
+            return EXIT_OK
         self._bus, self._service = bus, self._factory(bus, self._settings)
         self._waiting_for = ""
         async with Background() as background:
             self._health_port = health_port
             background.spawn(self._beat(), name="heartbeat")
+            background.spawn(self._follow_clock(bus), name="clock")
             running = asyncio.create_task(self._service.run(), name=self._factory.name)
             try:
                 await self._first(running, self._stop)
@@ -209,6 +217,27 @@ class _Process:
                 log.warning("waiting for the streams: %s", error)
                 await asyncio.sleep(RETRY_S)
 
+    async def _measure_clock(self, bus: Bus) -> bool:
+        """Set bus time, before the service compares anything with it; a wrong clock of this host is told once."""
+        while True:
+            try:
+                skew_s = await bus.measure_clock()
+            except (Unavailable, NotFound) as error:
+                log.warning("waiting for the time of the bus: %s", error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            was_wrong, self._is_wrong = self._is_wrong, abs(skew_s or 0.0) > MAX_SKEW_S
+            if self._is_wrong and not was_wrong:
+                how = f"{abs(skew_s or 0.0):.1f} s {'ahead of' if (skew_s or 0.0) > 0 else 'behind'}"
+                log.warning("the clock of this host is %s the clock of NATS: bus time decides; set one of them", how)
+            CLOCK_SKEW.set(skew_s or 0.0)
+            return True
+
+    async def _follow_clock(self, bus: Bus) -> None:
+        while True:
+            await asyncio.sleep(CLOCK_EVERY_S)
+            await self._measure_clock(bus)
+
     async def _beat(self) -> None:
         interval_s, loop = self._settings.heartbeat_s, asyncio.get_running_loop()
         while True:
@@ -233,6 +262,7 @@ class _Process:
             ready=self._ready()[0],
             jobs=service.status(),
             packages=self._packages,
+            clock_skew_s=clock_skew_s(),
         )
         BUS_UP.set(bus.connected)
         BUS_RECONNECTS.set(bus.reconnects)

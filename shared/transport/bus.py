@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -16,6 +17,8 @@ from typing import Any, Self
 import msgspec
 
 from penstock.shared.errors import NotFound
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.bus_clock import ClockSample, clock_skew_s, set_bus_clock
 from penstock.shared.protocol.parts import part_subject
 from penstock.shared.transport import read as reading
 from penstock.shared.transport import streams
@@ -24,7 +27,7 @@ from penstock.shared.transport.follow import Reader
 from penstock.shared.transport.inbox import Raw
 from penstock.shared.transport.jetstream import ApiError, Code, call
 from penstock.shared.transport.kv import Entry, KeyValue
-from penstock.shared.transport.message import MSG_ID, Message, Outgoing
+from penstock.shared.transport.message import MSG_ID, Message, Outgoing, unix_time
 from penstock.shared.transport.publish import Publisher
 from penstock.shared.transport.pull import Delivery, Puller
 from penstock.shared.transport.serve import Server, answer_of
@@ -46,6 +49,9 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+
+CLOCK_SAMPLES = 3
+"""Questions of one measurement of the server's clock; the fastest answer counts."""
 
 
 class Bus:
@@ -91,6 +97,29 @@ class Bus:
     async def rtt(self, *, deadline_s: float = 2.0) -> float:
         """Seconds for a message to the server and back. Raises Unavailable."""
         return await self._connection.echo(deadline_s)
+
+    async def measure_clock(self, *, deadline_s: float = 2.0) -> float | None:
+        """Ask the server for its time and set bus time by it; returns seconds that this host's clock is ahead.
+
+        None from a server that does not tell its time (before 2.10): bus time stays as it was. In a cluster the node
+        answers that stamps the tickets.
+
+        Raises:
+            NotFound: no stream of tickets yet.
+            Unavailable: no answer until the deadline.
+        """
+        samples = []
+        for _ in range(CLOCK_SAMPLES):
+            wall, asked = time.time(), time.monotonic()
+            what = "the time of the server"
+            info = await call(
+                self._connection, f"STREAM.INFO.{subjects.TICKETS}", deadline_s=deadline_s, what=what
+            )  # fmt: skip
+            if not (text := info.get("ts")):
+                return None
+            samples.append(ClockSample(wall, asked, time.monotonic(), unix_time(text)))
+        set_bus_clock(min(samples, key=lambda sample: sample.round_trip_s))
+        return clock_skew_s()
 
     async def close(self, deadline_s: float = 5.0) -> None:
         """Let handlers finish, flush, and disconnect. Harmless when repeated."""

@@ -136,6 +136,21 @@ async def test_a_scan_finds_what_no_advisory_told(bus: Bus) -> None:
         assert len(await job.dead()) == 2, "what is under nobody's lease and not delivered yet is not dead"
 
 
+async def test_a_late_ticket_of_a_dropped_draw_is_no_dead_letter(bus: Bus) -> None:
+    """Workers give back what is late until its deliveries are used up; its draw was dropped and asked for anew."""
+    async with led(bus, draw_timeout_s=1.0) as job:
+        tickets = await bus.walk(subjects.TICKETS, subjects.tickets(JOB), last_seq=2)
+        async with asyncio.timeout(30):
+            while Draw(0) not in await job.dropped():
+                await asyncio.sleep(0.05)
+        assert (await job.dropped())[Draw(0)] == "deadline"
+        await job.runner.bury(subjects.TICKETS, tickets[0].seq, Draw(0), reason="max deliveries", attempts=5)
+        async with asyncio.timeout(30):
+            while Draw(0) in await job.waiting():
+                await asyncio.sleep(0.05)
+        assert not await job.dead()
+
+
 async def test_an_advisory_is_faster_than_the_scan(bus: Bus) -> None:
     async with led(bus) as job:
         listening = asyncio.create_task(job.letters.run())

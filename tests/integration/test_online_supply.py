@@ -233,6 +233,32 @@ async def test_a_reward_that_is_not_declared_is_in_what_is_trained_and_decided_a
     assert await decide_again(bus, job, config, entries) == (2, [])
 
 
+@pytest.mark.parametrize("ahead_s", [3600.0, -3600.0])
+async def test_a_wrong_clock_of_the_coordinator_decides_nothing(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    """An hour ahead it took all feedback for too late, and every draw for past its deadline, without a word."""
+    online = {"max_wait_s": 3600, "idle_ttl_s": 1800, "match_ttl_s": 1800}
+    config = CONFIG.model_copy(update={"online": CONFIG.online.model_validate(online)})
+    record = await JobStore(bus).create(config)
+    job = record.id
+    unmatched = new_marked_id(job)
+    first, second = await serve(bus, job), await serve(bus, job)
+    await say(bus, job, ("a", first, 1.0), ("b", second, 0.5), ("early", unmatched, 1.0))
+    right = time.time()
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + ahead_s)
+    assert await bus.measure_clock() == pytest.approx(ahead_s, abs=5)
+    async with leader(bus, record, 1, tmp_path, config) as runner:
+        await report(bus, job, kind="checkpointed", batch=0, version=0, digest="w0", path="ckpt-0")
+        found = await until_fates(bus, job, a="admitted", b="admitted")
+        await until_sealed(bus, job, 1)
+        assert "early" not in found, "its interaction may still come"
+        assert all(info.deadline > right for info in runner.run.state.open.values())
+    times = [event.time for entry in await ledger(bus, job) for event in entry]
+    assert all(abs(one - right) < 600 for one in times), "in bus time"
+
+
 async def test_a_record_in_parts_is_read_and_decided(bus: Bus, tmp_path: Path) -> None:
     record = await JobStore(bus).create(CONFIG)
     job = record.id

@@ -129,6 +129,57 @@ async def test_a_ticket_of_an_earlier_leader_is_answered(bus: Bus, tmp_path: Pat
         await until(lambda: answered(2))
 
 
+@pytest.mark.parametrize("made_by", ["0.1", "now"])
+async def test_a_fast_clock_of_a_worker_drops_nothing(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made_by: str
+) -> None:
+    """It took each ticket for late, and acknowledged it: 40 in a tenth of a second."""
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 130)
+    assert await bus.measure_clock() == pytest.approx(130, abs=5)
+    async with working(bus, tmp_path, ["1+1="] * 8) as worker:
+        worker.scores.set()
+        left = {"deadline_s": 60.0} if made_by == "now" else {}
+        for i in range(8):
+            ticket = Ticket(
+                draw=Draw(i), min_version=0, deadline=real() + 60, epoch=1, purpose="eval", version=0, **left
+            )
+            await bus.publish(subjects.tickets(JOB), pack(ticket, job=JOB))
+
+        async def answered() -> bool:
+            assert await worker.tickets_left() + len(await worker.groups()) >= 8, "a ticket was consumed for nothing"
+            return len(await worker.groups()) == 8
+
+        await until(answered)
+
+
+async def test_a_late_ticket_is_given_back(bus: Bus, tmp_path: Path) -> None:
+    """The coordinator alone drops a draw, by its own clock."""
+    await bus.measure_clock()
+    async with working(bus, tmp_path, ["1+1=", "1+2="]) as worker:
+        late = Ticket(
+            draw=Draw(0), min_version=0, deadline=time.time() + 0.5, deadline_s=0.5, epoch=1, purpose="eval", version=0
+        )  # fmt: skip
+        await bus.publish(subjects.tickets(JOB), pack(late, job=JOB))
+        await asyncio.wait_for(worker.asked.wait(), 60)
+
+        async def given_up() -> bool:
+            return not worker.session.busy
+
+        await until(given_up)
+        await worker.ask(1)
+        worker.scores.set()
+
+        async def answered() -> bool:
+            return set(await worker.groups()) == {1}
+
+        await until(answered)
+        await bus.rtt()
+        assert await worker.tickets_left() >= 1, "it was acknowledged"
+        state = await bus.consumer_state(subjects.TICKETS, f"rollout-{JOB}")
+        assert state.pending + state.ack_pending == 1
+
+
 async def test_the_age_of_a_full_stream_grows(bus: Bus, tmp_path: Path) -> None:
     await bus.ensure_streams(experience_bytes=1 << 20, stream_bytes=16 << 20)
     with pytest.raises(StreamFull):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -27,6 +26,7 @@ from penstock.services.coordinator.api.replies import from_error
 from penstock.services.coordinator.api.scopes import ScopeCheck, check_of
 from penstock.shared.errors import PenstockError, Unavailable
 from penstock.shared.protocol.audit_log import AuditRecord
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.trace import current_trace
 from penstock.shared.runtime import metrics
 
@@ -173,7 +173,7 @@ class _Request:
         location = reply.get("location", "")
         about = _JOB.search(self._path.get("job_id", "")) or _JOB.search(location)
         return AuditRecord(
-            request=self.id, time=time.time(), key=self._caller.id, key_name=self._caller.name,
+            request=self.id, time=bus_time(), key=self._caller.id, key_name=self._caller.name,
             address=client[0] if client else "", method=self._route.method, route=self._route.template,
             path=self._path, query={n: v[:MAX_VALUE] for n, v in query.items() if n in self._route.query},
             status=status, job=about[1] if about is not None else "", location=location,

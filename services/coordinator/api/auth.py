@@ -15,6 +15,7 @@ from penstock.services.coordinator.api.control import Keys
 from penstock.services.coordinator.api.replies import HttpProblem
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.episode_keys import PREFIX as EPISODE_PREFIX
 from penstock.shared.protocol.episode_keys import read_episode_key
 from penstock.shared.protocol.feedback_tokens import PREFIX as TOKEN_PREFIX
@@ -131,7 +132,7 @@ class KeyRing:
         grant = read_episode_key(text, await self._store.secret())
         if grant is None:
             raise _unauthorized("this key of an episode was not made here")
-        if grant.expires <= time.time():
+        if grant.expires <= bus_time():
             raise _unauthorized(f"this key of episode '{grant.episode}' has expired; ask for another one")
         return replace(await self._maker(grant.maker), scopes=frozenset(grant.scopes), episode=grant.episode)
 
@@ -140,7 +141,7 @@ class KeyRing:
         grant = TOKENS.read(text, await self._store.secret())
         if grant is None:
             raise _unauthorized("this token was not made here")
-        if grant.expires <= time.time():
+        if grant.expires <= bus_time():
             raise _unauthorized("this token has expired; ask for another one")
         return replace(await self._maker(grant.maker), scopes=frozenset({"feedback:write"}), token=grant)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import secrets
-import time
 from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Annotated, Any
@@ -14,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from penstock.services.coordinator.api.completion_form import constraint_of
 from penstock.services.coordinator.api.completion_metadata import MAX_USER, RequestMetadata
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.generation import Constraint
 from penstock.shared.protocol.inference import ClientSampling, InferenceRequest
 
@@ -221,7 +221,7 @@ def draft_of(body: ChatBody | CompletionBody, raw: bytes, headers: Mapping[str, 
         split=about.split or "train",
         body_digest=blake2b(raw, digest_size=16).hexdigest(),
         tags=about.tags,
-        started=time.time(),
+        started=bus_time(),
     )
 
 

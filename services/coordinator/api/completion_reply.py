@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from penstock.services.coordinator.api.replies import Flaw, HttpProblem, from_er
 from penstock.services.coordinator.api.serving import Answer, Serving
 from penstock.services.coordinator.api.sse import HEADERS
 from penstock.shared.errors import ConfigError, ConstraintError, PenstockError, ProtocolError
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.generation import Constraint
 from penstock.shared.protocol.inference import Chunk
 from penstock.shared.runtime import metrics
@@ -102,7 +102,7 @@ class CompletionReply(Response):
         """Wait for new chunks; False after the last one."""
         self._new = await self._answer.read(len(self._chunks))
         if self._new and not self._chunks:
-            FIRST.observe(max(0.0, time.time() - self._answer.request.started))
+            FIRST.observe(max(0.0, bus_time() - self._answer.request.started))
         self._chunks += self._new
         return bool(self._new)
 

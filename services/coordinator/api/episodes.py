@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
@@ -22,6 +21,7 @@ from penstock.services.coordinator.api.scopes import require
 from penstock.services.coordinator.api.serving import EpisodeBook, Served
 from penstock.services.coordinator.api.tags import Tags
 from penstock.shared.errors import NotFound
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.episode import EpisodeRecord
 from penstock.shared.protocol.episode_keys import EPISODE_SCOPES, EpisodeGrant, EpisodeScope, episode_key
 from penstock.shared.protocol.interaction import USER_TAG, bare_id, job_mark, marked_id, named_tags
@@ -217,7 +217,7 @@ def _check_giveable(caller: Caller, wanted: KeyBody) -> None:
 
 async def _signed(backend: Backend, caller: Caller, record: EpisodeRecord, wanted: KeyBody) -> tuple[str, datetime]:
     """The text of a key for an episode, and when it ends."""
-    expires = int(min(time.time() + wanted.expires_in_s, _book(backend).remembered_until(record)))
+    expires = int(min(bus_time() + wanted.expires_in_s, _book(backend).remembered_until(record)))
     grant = EpisodeGrant(episode=record.id, maker=caller.id, scopes=sorted(set(wanted.scopes)), expires=expires)
     return episode_key(grant, await backend.control.keys.secret()), datetime.fromtimestamp(expires, UTC)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
@@ -18,6 +17,7 @@ from penstock.services.coordinator.api.control import Row
 from penstock.services.coordinator.api.feedback_models import EpisodeId, InferenceId, Metric, MetricName
 from penstock.services.coordinator.api.replies import HttpProblem, Json
 from penstock.services.coordinator.api.scopes import require
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.feedback_tokens import TOKENS, FeedbackGrant
 from penstock.shared.protocol.interaction import bare_id
 
@@ -71,7 +71,7 @@ async def make_token(
     that made it does. It is stored nowhere.
     """
     body = await read_model(request, FeedbackTokenRequest)
-    expires = int(time.time() + body.expires_in_s)
+    expires = int(bus_time() + body.expires_in_s)
     grant = FeedbackGrant(
         id=str(uuid6.uuid7()), target=bare_id(body.inference_id or body.episode_id or "") or "",
         by_episode=body.episode_id is not None, metric=body.metric_name, maker=caller.id, expires=expires,

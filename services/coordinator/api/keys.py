@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Request
@@ -16,6 +16,7 @@ from penstock.services.coordinator.api.ratelimit import parse_rate
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem, Json
 from penstock.services.coordinator.api.scopes import require
 from penstock.shared.errors import NotFound
+from penstock.shared.protocol.bus_clock import bus_datetime
 from penstock.shared.protocol.keys import KeyRecord, Scope
 
 __all__ = ["router"]
@@ -67,7 +68,7 @@ class KeyRequest(BaseModel):
         """When the key expires."""
         if self.expires_in_s is None:
             return self.expires_at
-        return datetime.now(UTC) + timedelta(seconds=self.expires_in_s)
+        return bus_datetime() + timedelta(seconds=self.expires_in_s)
 
 
 class NewKey(KeyRecord):

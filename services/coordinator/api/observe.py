@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
@@ -28,6 +27,7 @@ from penstock.services.coordinator.api.scopes import require
 from penstock.services.coordinator.api.sse import CONTENT, HEADERS, event_stream
 from penstock.services.coordinator.api.tables import CSV, PARQUET, as_csv, as_parquet
 from penstock.shared.errors import PenstockError
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.cloudevents import CLOUD_EVENT, cloud_event
 
 __all__ = ["router"]
@@ -242,7 +242,7 @@ async def _after_reset(
     after: int, rows: AsyncIterator[tuple[int | None, dict[str, Any]]]
 ) -> AsyncIterator[tuple[int | None, dict[str, Any]]]:
     message = f"event {after} is not kept any more: some after it may be missing here"
-    row = {"type": "reset", "time": time.time(), "level": "warning", "message": message, "data": {"after": after}}
+    row = {"type": "reset", "time": bus_time(), "level": "warning", "message": message, "data": {"after": after}}
     try:
         yield None, row
         async for kept in rows:

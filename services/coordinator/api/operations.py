@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import Any
 
 import uuid6
@@ -11,6 +10,7 @@ from starlette.responses import Response
 from penstock.services.coordinator.api.access import Backend
 from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.replies import Json
+from penstock.shared.protocol.bus_clock import bus_datetime
 from penstock.shared.protocol.jobs import Operation, OperationKind
 
 __all__ = ["begin"]
@@ -21,7 +21,7 @@ async def begin(
 ) -> Response:
     """Have it done; the reply shows the operation. Raises Conflict: the job is terminal."""
     operation = Operation(
-        id=f"op_{uuid6.uuid7().hex}", kind=kind, by=caller.id, created_at=datetime.now(UTC), args=args or {}
+        id=f"op_{uuid6.uuid7().hex}", kind=kind, by=caller.id, created_at=bus_datetime(), args=args or {}
     )
     await backend.control.begin_operation(job, operation)
     return Json(operation, 202, {"Location": f"/v1/jobs/{job}/operations/{operation.id}"})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,6 +35,7 @@ from penstock.services.coordinator.payload import whole_of
 from penstock.services.coordinator.store import JobStore
 from penstock.shared.errors import NotFound, PenstockError, ProtocolError, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.interaction import Feedback, Interaction, bare_id, marked_id
 from penstock.shared.transport.bus import Bus, Message
 
@@ -272,14 +272,14 @@ class FeedbackDesk:
 
         At the start that is everything, for nobody knows who died; later what is older than ABANDONED_S.
         """
-        newest = time.time()
+        newest = bus_time()
         while True:
             with contextlib.suppress(Unavailable):
                 for report in await self._eraser.unfinished():
                     if report.requested < newest and report.user not in self._erasing:
                         self._delete(report)
             await asyncio.sleep(ABANDONED_S / 2)
-            newest = time.time() - ABANDONED_S
+            newest = bus_time() - ABANDONED_S
 
     def _delete(self, report: Report) -> asyncio.Task[None]:
         task = self._erasing[report.user] = asyncio.create_task(self._delete_all(report))

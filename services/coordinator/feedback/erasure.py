@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Awaitable, Callable, Mapping
-from datetime import UTC, datetime
 from itertools import chain
 
 import msgspec
@@ -21,6 +19,7 @@ from penstock.services.coordinator.feedback.pieces import data_of, erase_letter,
 from penstock.services.coordinator.feedback.search import Found, Place, Search, decoded
 from penstock.shared.errors import Conflict, ProtocolError, StreamFull
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.bus_clock import bus_datetime, bus_time
 from penstock.shared.protocol.codec import pack
 from penstock.shared.protocol.episode import KEEP_S, EpisodeRecord
 from penstock.shared.protocol.events import decode_events
@@ -76,7 +75,7 @@ class Eraser:
 
     async def begin(self, user: str) -> Report:
         """Write down that a user (a pseudonym) wants to be forgotten. Raises Unavailable."""
-        report = Report(user=user, status="running", requested=time.time())
+        report = Report(user=user, status="running", requested=bus_time())
         await self._save(report)
         return report
 
@@ -124,7 +123,7 @@ class Eraser:
             await self._save(report)
         if self._forgotten is not None:
             await self._forgotten(last)
-        report.status, report.finished = "done", time.time()
+        report.status, report.finished = "done", bus_time()
         await self._save(report)
 
     async def _save(self, report: Report) -> None:
@@ -171,7 +170,7 @@ class Eraser:
         for start in range(0, max(len(interactions), len(feedback)), NAMED):
             some = slice(start, start + NAMED)
             erasure = Erasure(
-                user=user, interactions=interactions[some], feedback=feedback[some], time=time.time()
+                user=user, interactions=interactions[some], feedback=feedback[some], time=bus_time()
             )  # fmt: skip
             last = await self._bus.publish(subjects.erasures(job), pack(erasure, job=job))
         return last
@@ -192,7 +191,7 @@ class Eraser:
                     break
                 names = named_users(record.user, record.tags, self._pseudonym)
                 spoke = not names and record.job in found and bare_id(record.id) in found[record.job].episodes
-                over = record.ended_at or datetime.now(UTC)
+                over = record.ended_at or bus_datetime()
                 blank = record.model_copy(update={"user": "", "tags": {}, "group_id": None, "ended_at": over})
                 if blank == record or not (spoke or user in names):
                     break

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,6 +23,7 @@ from penstock.services.coordinator.api.replies import Flaw, HttpProblem
 from penstock.services.coordinator.feedback.jobs import LiveJob
 from penstock.shared.config.online import REWARD, MetricConfig
 from penstock.shared.data.redaction import Redactor
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.interaction import USER_TAG, Feedback
 
 __all__ = ["Identity", "derived_id", "item_of", "retraction_of", "target_of", "verdict_of"]
@@ -94,7 +94,7 @@ def item_of(post: Posted, job: LiveJob, who: Identity, pseudonym: Callable[[str]
     if post.observed_at is not None:
         fields["body"] = {**fields.get("body", {}), "observed_at": post.observed_at.timestamp()}
     item = Feedback(
-        id=who.id, job=job.id, key_id=who.key_id, received=time.time(), user=pseudonym(post.named_user),
+        id=who.id, job=job.id, key_id=who.key_id, received=bus_time(), user=pseudonym(post.named_user),
         revision=post.revision, tags=tags, **fields,
     )  # fmt: skip
     if item.weight > who.max_weight:
@@ -105,7 +105,7 @@ def item_of(post: Posted, job: LiveJob, who: Identity, pseudonym: Callable[[str]
 def retraction_of(feedback: str, job: str, who: Identity) -> Feedback:
     """The item that takes another one back."""
     item = Feedback(
-        id=who.id, job=job, kind="retraction", key_id=who.key_id, received=time.time(), body={"feedback": feedback}
+        id=who.id, job=job, kind="retraction", key_id=who.key_id, received=bus_time(), body={"feedback": feedback}
     )  # fmt: skip
     return msgspec.structs.replace(item, fingerprint=_fingerprint(item))
 
@@ -113,7 +113,7 @@ def retraction_of(feedback: str, job: str, who: Identity) -> Feedback:
 def verdict_of(kind: Literal["release", "drop"], feedback: str, job: str, who: Identity) -> Feedback:
     """The item that decides on one which is held back."""
     item = Feedback(
-        id=who.id, job=job, kind=kind, key_id=who.key_id, received=time.time(), body={"feedback": feedback}
+        id=who.id, job=job, kind=kind, key_id=who.key_id, received=bus_time(), body={"feedback": feedback}
     )  # fmt: skip
     return msgspec.structs.replace(item, fingerprint=_fingerprint(item))
 

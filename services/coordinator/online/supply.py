@@ -36,6 +36,7 @@ from penstock.shared.config.amendable import TEMPERATURE
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.errors import NotFound, ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.events import (
     Admitted,
@@ -99,7 +100,7 @@ class LiveSupply:
         self._state = LedgerState()
         self._untold: list[Fate] = []
         self._unreadable: list[Unreadable] = []
-        self._idle_since = time.time()
+        self._idle_since = bus_time()
         """When nothing was left to train, as far as this leader saw it."""
         self._next = {subjects.interactions(job): 1, subjects.feedback(job): 1, subjects.erasures(job): 1}
         """Sequence from which each subject is read on; each for itself, for they are not read in one go."""
@@ -183,7 +184,7 @@ class LiveSupply:
     async def _take(self, subject: str, message: Message) -> None:
         """One message of one of the subjects; what cannot be read is passed over, and is a dead letter."""
         self._next[subject] = max(self._next[subject], message.seq + 1)
-        now, stream = time.time(), self._stream(subject)
+        now, stream = bus_time(), self._stream(subject)
         try:
             if subject == subjects.erasures(self.job):
                 erasure = unpack(message.data, Erasure)[0]
@@ -234,9 +235,9 @@ class LiveSupply:
         self.matching.trials.forget(state)
         self.matching.offers.temperature = self._temperature(state.settings.get(TEMPERATURE))
         self._untold += self.matching.sweep(
-            version=state.start_version(state.next_number), newest=state.version, now=time.time(), everything=everything
+            version=state.start_version(state.next_number), newest=state.version, now=bus_time(), everything=everything
         )
-        self._untold += self.quarantine.sweep(time.time()) if everything else []
+        self._untold += self.quarantine.sweep(bus_time()) if everything else []
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 
@@ -271,7 +272,7 @@ class LiveSupply:
             for message in await self.bus.read(self._stream(subject), subject, start_seq=self._next[subject]):
                 await self._take(subject, message)
                 await asyncio.sleep(0)  # the lease is renewed meanwhile
-        now = time.time()
+        now = bus_time()
         self._untold += [*self.matching.end(now), *self.quarantine.end(now)]
         await self.flush()
 
@@ -297,7 +298,7 @@ class LiveSupply:
                 stream = await self.bus.stream_state(self._stream(subject))
                 if stream.bytes > FULL_SHARE * stream.max_bytes:
                     await self.bus.purge(self._stream(subject), subject, below_seq=low)
-            self._untold += self._give_way(stream, time.time())  # gone at the next look
+            self._untold += self._give_way(stream, bus_time())  # gone at the next look
         except Unavailable as error:  # the next look tries again
             logger.info("%s: no room is made among its interactions and feedback: %s", self.job, error)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 import uuid
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 
 from penstock.services.coordinator.api.replies import HttpProblem
 from penstock.services.coordinator.api.serving import Served
 from penstock.shared.errors import Conflict, NotFound
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.bus_clock import bus_datetime, bus_time
 from penstock.shared.protocol.codec import pack
 from penstock.shared.protocol.episode import KEEP_S, EpisodeRecord
 from penstock.shared.protocol.interaction import Feedback, FeedbackBatch, bare_id, job_mark, marked_id, new_marked_id
@@ -31,7 +32,7 @@ class Episodes:
 
     async def create(self, served: Served, key_id: str, ttl_s: float, about: dict[str, object]) -> EpisodeRecord:
         """See ``EpisodeBook.create``."""
-        now = datetime.now(UTC)
+        now = bus_datetime()
         record = EpisodeRecord.model_validate(
             {
                 **about, "id": f"ep_{new_marked_id(served.job)}", "job": served.job, "model": served.name,
@@ -68,7 +69,7 @@ class Episodes:
                 raise NotFound(f"model '{served.name}' has no episode '{id[:80]}'")
             record = EpisodeRecord.model_validate_json(entry.value)
             if record.ended_at is None:
-                record = record.model_copy(update={"ended_at": datetime.now(UTC)})
+                record = record.model_copy(update={"ended_at": bus_datetime()})
                 try:
                     await self._kv.update(key, record.model_dump_json().encode(), entry.revision, keep_s=KEEP_S)
                 except Conflict:
@@ -110,7 +111,7 @@ class Episodes:
         episode = bare_id(record.id) or record.id
         end = Feedback(
             id=str(uuid.uuid5(uuid.UUID(episode), "end")), job=record.job, kind="metric", key_id=record.key_id,
-            received=time.time(), episode=episode, final=True,
+            received=bus_time(), episode=episode, final=True,
         )  # fmt: skip
         data = pack(FeedbackBatch(items=[end]), job=record.job)
         await self._bus.publish(subjects.feedback(record.job), data, msg_id=end.id)

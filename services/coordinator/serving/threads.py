@@ -16,6 +16,7 @@ from typing import Any
 
 from penstock.shared.errors import Unavailable
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["KEEP_S", "Threads"]
@@ -69,7 +70,7 @@ class Threads:
         with contextlib.suppress(Unavailable, TimeoutError):
             async with asyncio.timeout(ASK_S):
                 entry = await self._kv.get(_name(digest))
-                is_young = entry is not None and entry.time + within_s > time.time()
+                is_young = entry is not None and entry.time + within_s > bus_time()
                 return entry.value.decode() if is_young and entry is not None and entry.value is not None else ""
         return ""
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 import orjson
 import uuid6
 
+from penstock.shared.protocol.bus_clock import bus_datetime
 from penstock.shared.protocol.cloudevents import cloud_event
 from penstock.shared.transport.bus import Message
 
@@ -41,7 +41,7 @@ def trial_event(webhook: str) -> CloudEvent:
         "source": f"/webhooks/{webhook}",
         "type": kind,
         "subject": webhook,
-        "time": datetime.now(UTC).isoformat(),
+        "time": bus_datetime().isoformat(),
         "datacontenttype": "application/json",
         "data": {"object": "rl.event", "type": "test", "message": "a test"},
     }

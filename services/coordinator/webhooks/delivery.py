@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 
 import httpx
 
@@ -15,6 +15,7 @@ from penstock.services.coordinator.webhooks.posting import GoneError, open_http,
 from penstock.services.coordinator.webhooks.store import WebhookStore
 from penstock.shared.errors import NotFound, Unavailable
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.bus_clock import bus_datetime
 from penstock.shared.protocol.webhooks import DeliveryState, StoredWebhook
 from penstock.shared.runtime import metrics
 from penstock.shared.runtime.tasks import end_tasks, unexpected
@@ -82,7 +83,7 @@ class Courier:
                 if hook.wants(event.type):
                     state = await self._until_taken(http, hook, state, event)
                     state = DeliveryState(
-                        sequence=message.seq, delivered=state.delivered + 1, last_delivery_at=datetime.now(UTC)
+                        sequence=message.seq, delivered=state.delivered + 1, last_delivery_at=bus_datetime()
                     )
                 elif message.seq - saved < SAVE_EVERY:
                     continue
@@ -103,13 +104,13 @@ class Courier:
                 state = state.model_copy(
                     update={
                         "attempts": state.attempts + 1,
-                        "failing_since": state.failing_since or datetime.now(UTC),
+                        "failing_since": state.failing_since or bus_datetime(),
                         "last_error": str(error),
                     }
                 )
                 await self._store.save(hook.id, state)
                 assert state.failing_since is not None
-                if datetime.now(UTC) - state.failing_since > GIVE_UP_AFTER:
+                if bus_datetime() - state.failing_since > GIVE_UP_AFTER:
                     raise GoneError(f"event {event.id} was not taken for {GIVE_UP_AFTER}: {error}") from None
                 await asyncio.sleep(_pause_s(state.attempts))
             else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import httpx
 
@@ -11,6 +10,7 @@ from penstock.services.coordinator.webhooks.address import reachable_address
 from penstock.services.coordinator.webhooks.cloudevent import CloudEvent
 from penstock.services.coordinator.webhooks.signing import signature_headers
 from penstock.shared.errors import PenstockError, Unavailable
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.cloudevents import CLOUD_EVENT
 from penstock.shared.protocol.webhooks import StoredWebhook
 
@@ -44,7 +44,7 @@ async def post_event(http: httpx.AsyncClient, hook: StoredWebhook, event: CloudE
             "Host": url.netloc.decode("ascii"),
             "Content-Type": CLOUD_EVENT,
             "User-Agent": "penstock",
-            **signature_headers(hook.secret, event.id, int(time.time()), event.body),
+            **signature_headers(hook.secret, event.id, int(bus_time()), event.body),
         }
         async with asyncio.timeout(TIMEOUT_S):
             async with http.stream(

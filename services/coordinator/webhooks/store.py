@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime
 from typing import Any
 
 import uuid6
@@ -18,6 +17,7 @@ from penstock.services.coordinator.webhooks.posting import GoneError, open_http,
 from penstock.services.coordinator.webhooks.signing import new_secret
 from penstock.shared.errors import Conflict, NotFound, Unavailable
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.bus_clock import bus_datetime
 from penstock.shared.protocol.webhooks import DeliveryState, StoredWebhook
 from penstock.shared.transport.bus import Bus, Entry
 
@@ -49,7 +49,7 @@ class WebhookStore:
         if len(await self._kv.keys(HOOKS)) >= MAX_WEBHOOKS:
             raise Conflict(f"there are {MAX_WEBHOOKS} webhooks already; delete one")
         hook = StoredWebhook(
-            id=id, url=url, types=types, job=job, description=description, created_at=datetime.now(UTC),
+            id=id, url=url, types=types, job=job, description=description, created_at=bus_datetime(),
             secret=new_secret(),
         )  # fmt: skip
         begun = DeliveryState(sequence=(await self._bus.stream_state(subjects.EVENTS)).last_seq)

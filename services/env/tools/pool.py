@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from penstock.services.env.tools.process import ToolProcess
 from penstock.shared.config.tools import ToolConfig
 from penstock.shared.errors import ToolError, Unavailable
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.tools import ToolReply, ToolRequest
 
 __all__ = ["ToolPool"]
@@ -66,7 +67,7 @@ class ToolPool:
 
     @staticmethod
     def _check_time(request: ToolRequest) -> None:
-        if time.time() > request.start_by:
+        if bus_time() > request.start_by:
             raise Unavailable(f"no process was free in time for a call of tool '{request.name}'")
 
     async def close(self) -> None:
@@ -83,7 +84,7 @@ class ToolPool:
         try:
             process = await ToolProcess.start(self._tools)
         except ToolError as error:
-            self.refused = self.refused or (time.time(), str(error))
+            self.refused = self.refused or (bus_time(), str(error))
             raise
         self.refused = None
         return process

@@ -15,6 +15,7 @@ from functools import partial
 from penstock.services.env.tools.process import OPEN_LIMIT_S, ToolProcess, kill_group, start_module
 from penstock.shared.config.tools import MethodTool
 from penstock.shared.errors import ToolError
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.tools import EpisodeState, ToolReply, ToolRequest
 
 __all__ = ["ObjectTemplate"]
@@ -76,7 +77,7 @@ class ObjectTemplate:
         try:
             self._running = await _Forker.start(self._tools)
         except ToolError as error:
-            self.refused = self.refused or (time.time(), str(error))
+            self.refused = self.refused or (bus_time(), str(error))
             raise
         self.refused = None
         return self._running

@@ -17,6 +17,7 @@ from penstock.services.env.tools.channel import LENGTH, encode
 from penstock.services.env.tools.process import kill_group
 from penstock.shared.config.environment import VerifiersConfig
 from penstock.shared.errors import ToolError
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.tools import MAX_STEP_BYTES, EpisodeState, ToolReply, ToolRequest
 
 __all__ = ["VerifiersHost"]
@@ -70,7 +71,7 @@ class VerifiersHost:
             try:
                 self._running = await _Process.start(self._config)
             except ToolError as error:
-                self.refused = self.refused or (time.time(), str(error))
+                self.refused = self.refused or (bus_time(), str(error))
                 raise
             self.refused = None
             return self._running

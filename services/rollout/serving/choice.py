@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
 from penstock.services.rollout.text_stream import TextStream, ToolCalls
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.generation import Likely, Sample, Sampling, Scores, Span, Token
 from penstock.shared.protocol.ids import derive_seed
 from penstock.shared.protocol.inference import Begun, Chunk, InferenceRequest, ToolCall
@@ -106,7 +106,7 @@ class Choice:
 
     def finished(self, reason: str) -> FinishReason:
         """Read the last tokens; why the choice ended, as its client sees it."""
-        self.first_token = self.first_token or time.time()
+        self.first_token = self.first_token or bus_time()
         unread = self.token_ids[self._told :]
         if reason == "stop" and unread and unread[-1] in self.stop_tokens:
             unread = unread[:-1]
@@ -146,12 +146,12 @@ class Choice:
             prompt=self.prompt, constraint=request.constraint.asked_by if request.constraint is not None else "",
             template=template, body_digest=request.body_digest, text=self.text, calls=self.calls,
             tool_calls_valid=self._tools.valid if self._tools is not None else None, tags=request.tags,
-            started=request.started, first_token=self.first_token, ended=time.time(),
+            started=request.started, first_token=self.first_token, ended=bus_time(),
         )  # fmt: skip
 
     def _add(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
         if token_ids and not self.token_ids:
-            self.first_token = time.time()
+            self.first_token = bus_time()
         start, end = len(self.token_ids), len(self.token_ids) + len(token_ids)
         self.token_ids += token_ids
         self.logprobs += logprobs
