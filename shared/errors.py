@@ -18,6 +18,7 @@
     ├── NotFound (KeyError)             no such job, message or checkpoint
     ├── WeightsError                    a weight transfer failed; the engine stays on its old version
     ├── CheckpointError                 a checkpoint is missing, partial or does not match
+    ├── ArchiveError                    a segment of an archived ledger is missing or was changed
     ├── ScoringError                    a scorer failed or hung; the trajectory is failed, never scored by default
     ├── ToolError                       a tool broke or hung; says nothing about the call
     └── SandboxError                    programs cannot be contained here, or a sandbox failed; nothing runs without one
@@ -28,6 +29,7 @@ A message says what went wrong, where, and what to do. All are picklable (plain 
 from __future__ import annotations
 
 __all__ = [
+    "ArchiveError",
     "CheckpointError",
     "ConfigError",
     "Conflict",
@@ -115,6 +117,10 @@ class WeightsError(PenstockError):
 
 class CheckpointError(PenstockError):
     """A checkpoint is missing, partial, or belongs to something else."""
+
+
+class ArchiveError(PenstockError):
+    """A segment of an archived ledger is missing or was changed; the message names it."""
 
 
 class ScoringError(PenstockError):

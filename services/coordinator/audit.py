@@ -48,6 +48,7 @@ CHECKS = {
     "decisions": "decided again from what is stored, live interactions earn what the ledger says",
     "canaries": "a version on trial was served to all as its feedback said, and nothing it answered was trained",
     "promotions": "a version that was served kept the bounds of online.promotion, or somebody wanted it",
+    "archive": "segments of the ledger that were archived are whole, in order, and hash to what the ledger names",
     "snapshots": "each snapshot equals the fold of the entries that it covers",
 }
 

@@ -18,6 +18,7 @@ from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import BatchSealed, BatchTrained, decode_events
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.trajectory import GroupHeader, decode_group, parse_group_header
+from penstock.shared.runtime.ledger import LedgerArchive, read_ledger
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["SampleBrowser"]
@@ -28,8 +29,8 @@ _ROW_ID = re.compile(r"(\d{1,15})-(\d{1,15}\.\d{1,18})-(\d{1,6})", re.ASCII)
 class SampleBrowser:
     """See ``Control.samples`` and ``Control.sample``."""
 
-    def __init__(self, bus: Bus) -> None:
-        self._bus = bus
+    def __init__(self, bus: Bus, archive: LedgerArchive) -> None:
+        self._bus, self._archive = bus, archive
 
     async def page(
         self, job: str, spec: Mapping[str, Any], *, step: int | None, limit: int, sort: str | None, after: str | None,
@@ -108,7 +109,7 @@ class SampleBrowser:
         return headers
 
     async def _batches(self, job: str) -> dict[int, BatchSealed]:
-        messages = await self._bus.read(subjects.LEDGER, subjects.ledger(job))
+        messages = await read_ledger(self._bus, job, self._archive)
         return await asyncio.to_thread(_trained_of, [message.data for message in messages])
 
     async def _seq_in_batch(self, job: str, step: int, draw: Draw) -> int | None:

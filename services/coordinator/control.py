@@ -47,10 +47,11 @@ from penstock.shared.config.job import JobConfig, group_bytes
 from penstock.shared.config.kinds import AnyJob, parse_job, trains
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.service import ServiceSettings
-from penstock.shared.errors import ConfigError, Conflict, NotFound, PenstockError
+from penstock.shared.errors import ArchiveError, ConfigError, Conflict, NotFound, PenstockError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import SealedGroup, decode_events
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, DesiredState, JobRecord, Operation
+from penstock.shared.runtime.ledger import ledger_archive, read_ledger
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.server import durability
 
@@ -83,7 +84,8 @@ class CoordinatorControl:
         self.fine_tuning = FineTuningDesk(self, self.files, settings)
         self.scaling = Scaler(bus, store)
         self.webhooks = WebhookStore(bus, private=settings.webhook_private)
-        self._browser, self._artifacts = SampleBrowser(bus), Artifacts(settings.data_dir / "checkpoints")
+        self.archive = ledger_archive(settings.data_dir)
+        self._browser, self._artifacts = SampleBrowser(bus, self.archive), Artifacts(settings.data_dir / "checkpoints")
         self._finished: OrderedDict[str, LedgerState] = OrderedDict()
         self._folding = asyncio.Lock()
 
@@ -120,9 +122,9 @@ class CoordinatorControl:
         """The fold of the job's ledger, to read only. A finished job has one for good and no snapshots any more."""
         record = await self.store.get(job)
         if record.status.phase not in TERMINAL_PHASES:
-            return await Journal(self.bus, job).load()
+            return await Journal(self.bus, job, archive=self.archive).load()
         async with self._folding:
-            state = self._finished.pop(job, None) or await Journal(self.bus, job).load()
+            state = self._finished.pop(job, None) or await Journal(self.bus, job, archive=self.archive).load()
             if state.finished:
                 self._finished[job] = state
             while len(self._finished) > KEPT_STATES:
@@ -162,7 +164,7 @@ class CoordinatorControl:
     async def delete(self, job: str, *, checkpoints: bool) -> None:
         """See ``Control.delete``."""
         folder = self.settings.data_dir / "checkpoints" if checkpoints else None
-        await delete_job(self.bus, self.store, job, checkpoints=folder)
+        await delete_job(self.bus, self.store, job, checkpoints=folder, archive=self.archive)
         self._finished.pop(job, None)
 
     async def begin_operation(self, job: str, operation: Operation) -> JobRecord:
@@ -225,7 +227,7 @@ class CoordinatorControl:
     async def timeline(self, job: str, *, step: int | None, limit: int) -> list[Row]:
         """See ``Control.timeline``."""
         await self.store.get(job)
-        entries = await self.bus.read(subjects.LEDGER, subjects.ledger(job))
+        entries = await read_ledger(self.bus, job, self.archive)
         return await asyncio.to_thread(_timeline, [entry.data for entry in entries], step, limit)
 
     async def samples(
@@ -284,7 +286,12 @@ class CoordinatorControl:
         if not isinstance(config, JobConfig):
             raise Conflict(f"job '{job}' is an evaluation: it has no ledger to check")
         snapshots = await read_snapshots(self.bus, job)  # before the ledger, which then has every entry that they cover
-        messages = await self.bus.read(subjects.LEDGER, subjects.ledger(job))
+        try:
+            messages = await read_ledger(self.bus, job, self.archive)
+        except ArchiveError as error:
+            flawed = Audit()
+            flawed.find("archive", str(error))
+            return flawed.report()
         place = {message.seq: count for count, message in enumerate(messages, 1)}
         folds = {place.get(snapshot.seq, 0): state for snapshot, state, _ in snapshots}
         audit = await asyncio.to_thread(audit_entries, [message.data for message in messages], config, folds)
@@ -312,7 +319,9 @@ class CoordinatorControl:
         """See ``Control.replay``."""
         if not trains((await self.store.get(job)).spec):
             raise Conflict(f"job '{job}' is an evaluation: it trained nothing that could be repeated")
-        wanted = replay_rows(self.bus, job, from_batch=from_batch, to_batch=to_batch, feedback=feedback)
+        wanted = replay_rows(
+            self.bus, job, archive=self.archive, from_batch=from_batch, to_batch=to_batch, feedback=feedback
+        )
         async with contextlib.aclosing(wanted) as rows:
             async for row in rows:
                 yield row

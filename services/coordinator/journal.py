@@ -1,28 +1,49 @@
-"""The ledger on the bus: read it, append to it as its one writer, and keep snapshots of its fold."""
+"""The ledger on the bus: read it, append to it as its one writer, keep snapshots of its fold, archive the rest."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from penstock.services.coordinator.decision import copy_state
 from penstock.services.coordinator.ledger import LedgerState, fold
 from penstock.services.coordinator.retry import Retry
 from penstock.services.coordinator.snapshot import Snapshot, decode_snapshot, digest_of, encode_snapshot
-from penstock.shared.errors import ConfigError, Conflict, Fenced, ProtocolError, Unavailable
+from penstock.shared.errors import ConfigError, Conflict, Fenced, ProtocolError, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import Event, PhaseChanged, decode_events, encode_events
 from penstock.shared.protocol.jobs import JobFailure
-from penstock.shared.transport.bus import Bus, Message, Outgoing
+from penstock.shared.runtime.ledger import (
+    ARCHIVED,
+    LedgerArchive,
+    LedgerEntry,
+    Segment,
+    encode_segment,
+    newest_segment,
+    read_ledger,
+)
+from penstock.shared.transport.bus import Bus, Outgoing
 
-__all__ = ["Journal", "read_snapshots"]
+__all__ = ["Journal", "archive_whole", "read_snapshots"]
 
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_ENTRIES = 256
 """A snapshot is due after this many entries, and after as many bytes of entries as the last snapshot has: snapshots
 never write more than the ledger itself, and a leader never reads much more than one of them."""
+MIN_SEGMENT_BYTES, MAX_SEGMENT_BYTES = 64 << 10, 16 << 20
+SEGMENT_SHARE = 256
+"""A running job archives what its snapshots cover once that is this part of LEDGER, within the bounds above."""
+JOB_SHARE = 8
+"""A job that has more than this part of LEDGER archives before it appends, and waits where it cannot."""
+RESERVED_SHARE = 0.97
+"""From this share on only jobs that have little there append at once: the rest is for entries that name segments."""
+ENTRY_BYTES = 250
+"""What LEDGER needs for an entry beyond its events."""
+FREE_EVERY_S, LOOK_EVERY_S = 5.0, 1.0
 KEEP = 2
 """Newest snapshots that stay; the older one serves when the newer cannot be verified."""
 
@@ -33,39 +54,56 @@ class Journal:
     An append names the last sequence it knows. A refused or timed-out append is resolved by reading back the tail: the
     own entry there means success, a foreign one means that somebody else leads (Fenced). ``retry``: says what an append
     waits for.
+
+    ``archive``: where old entries go, so that LEDGER, which all jobs share, does not fill; None: they stay there.
     """
 
-    def __init__(self, bus: Bus, job: str, retry: Retry | None = None) -> None:
-        self._bus, self._job = bus, job
+    def __init__(self, bus: Bus, job: str, retry: Retry | None = None, *, archive: LedgerArchive | None = None) -> None:
+        self._bus, self._job, self._archive = bus, job, archive
         self.retry = retry or Retry(job)
         self._subject = subjects.ledger(job)
         self._last_seq = 0
         self._last_data = b""
         self._entries = self._bytes = self._snapshot_bytes = 0  # since the last snapshot, and its size
+        self._segment: Segment | None = None  # the newest that an entry names
+        self._written: Segment | None = None  # the next one, which the next entry names
+        self._purged = 0  # number of the newest segment whose entries are purged
+        self._held = self._budget = 0  # bytes of this job in LEDGER, as far as known, and what it may have there
+        self._looked = self._tried = float("-inf")
+        self._is_crowded = False
+        self._upkeep_due = True
+        self._archiving = asyncio.Lock()
 
     async def load(self) -> LedgerState:
         """The fold of everything that was ever appended: the newest snapshot that can be verified, and what followed.
 
         A snapshot that cannot be verified is ignored; without one the fold starts at the first entry.
+
+        Raises:
+            ArchiveError: no snapshot can be verified, and a segment of the archive is missing or was changed.
         """
+        self._written = None
         for snapshot, state, nbytes in await read_snapshots(self._bus, self._job):
             tail = await self._bus.read(subjects.LEDGER, self._subject, start_seq=snapshot.seq)
             if not tail or tail[0].seq != snapshot.seq or digest_of(tail[0].data) != snapshot.entry:
                 logger.warning("%s: the snapshot of entry %d is of another ledger; ignored", self._job, snapshot.seq)
                 continue
-            self._snapshot_bytes = nbytes
+            self._snapshot_bytes, self._segment = nbytes, newest_segment(tail, self._job)
+            last = LedgerEntry(tail[0].seq, tail[0].data)
             try:
-                return await asyncio.to_thread(self._fold, state, tail[1:], tail[0])
+                return await asyncio.to_thread(self._fold, state, [LedgerEntry(m.seq, m.data) for m in tail[1:]], last)
             except (AssertionError, KeyError) as error:
                 logger.error("%s: the snapshot of entry %d is wrong (%r); ignored", self._job, snapshot.seq, error)
-        entries = await self._bus.read(subjects.LEDGER, self._subject)
+        entries = await read_ledger(self._bus, self._job, self._archive)
+        newest = await self._bus.last(subjects.LEDGER, self._subject)
+        self._segment = newest_segment([newest], self._job) if newest is not None else None
         return await asyncio.to_thread(self._fold, LedgerState(), entries, None)
 
-    def _fold(self, state: LedgerState, tail: Sequence[Message], last: Message | None) -> LedgerState:
-        for message in tail:
-            fold(decode_events(message.data), state)
-            last = message
-        self._entries, self._bytes = len(tail), sum(len(message.data) for message in tail)
+    def _fold(self, state: LedgerState, tail: Sequence[LedgerEntry], last: LedgerEntry | None) -> LedgerState:
+        for entry in tail:
+            fold(decode_events(entry.data), state)
+            last = entry
+        self._entries, self._bytes = len(tail), sum(len(entry.data) for entry in tail)
         if last is not None:
             self._last_seq, self._last_data = last.seq, last.data
         return state
@@ -80,34 +118,184 @@ class Journal:
         return None
 
     async def append(self, events: Sequence[Event]) -> int:
-        """Commit one decision; returns its sequence. Waits while the bus is away or the ledger has no room (the caller
-        is cancelled when it loses its lease).
+        """Commit one decision; returns its sequence. Waits while the bus is away, or the ledger or the job's part of it
+        has no room (the caller is cancelled when it loses its lease).
 
         Raises:
             Fenced: another writer appended.
         """
         data = encode_events(events)
-        seq = await self.retry.until_taken("an entry of the ledger", self._subject, lambda: self._append(data))
+        seq = await self.retry.until_taken("an entry of the ledger", self._subject, lambda: self._append_within(data))
         self._last_seq, self._last_data = seq, data
-        self._entries, self._bytes = self._entries + 1, self._bytes + len(data)
         return seq
 
-    async def _append(self, data: bytes) -> int:
+    async def _append_within(self, data: bytes) -> int:
+        """Append; the job's part of LEDGER and LEDGER itself get room first where they have none."""
+        if self._archive is None:
+            return await self._append(data)
+        await self._look()
+        if self._held + len(data) > self._budget:
+            await self._free(f"{self._held} bytes of {subjects.LEDGER} are of this job, which may have {self._budget}")
+        elif self._is_crowded and self._held > MIN_SEGMENT_BYTES:
+            await self._free(f"stream {subjects.LEDGER} is nearly full")
         try:
-            return await self._bus.publish(self._subject, data, expect_last_subject_seq=self._last_seq, deadline_s=5)
-        except Conflict as error:
-            if seq := await self._resolve(data):
-                return seq
-            raise Unavailable(f"{error}, and what it wrote cannot be read yet") from None
+            return await self._append(data)
+        except StreamFull as error:
+            await self._free(str(error))
+            return await self._append(data)
 
-    async def _resolve(self, data: bytes) -> int:
+    async def _look(self) -> None:
+        """See how full LEDGER is, at most once in LOOK_EVERY_S."""
+        if time.monotonic() - self._looked >= LOOK_EVERY_S:
+            state = await self._bus.stream_state(subjects.LEDGER)
+            self._looked, self._budget = time.monotonic(), max(state.max_bytes // JOB_SHARE, MIN_SEGMENT_BYTES)
+            self._is_crowded = state.bytes > RESERVED_SHARE * state.max_bytes
+
+    async def _append(self, data: bytes) -> int:
+        named = self._written or self._segment
+        headers = {ARCHIVED: named.name} if named is not None else {}
+        try:
+            seq = await self._bus.publish(
+                self._subject, data, headers=headers, expect_last_subject_seq=self._last_seq, deadline_s=5
+            )
+        except Conflict as error:
+            seq = await self._resolve(data, headers)
+            if not seq:
+                raise Unavailable(f"{error}, and what it wrote cannot be read yet") from None
+        if named is not self._segment:
+            self._segment, self._written, self._upkeep_due = named, None, True
+        self._entries, self._bytes = self._entries + 1, self._bytes + len(data)
+        self._held += len(data) + ENTRY_BYTES
+        return seq
+
+    async def _resolve(self, data: bytes, headers: Mapping[str, str]) -> int:
         """Sequence of the own entry if it is the next one in the tail, 0 if there is none yet."""
         tail = await self._bus.read(subjects.LEDGER, self._subject, start_seq=self._last_seq + 1)
         if not tail:
             return 0
-        if tail[0].data == data:
+        if tail[0].data == data and tail[0].headers.get(ARCHIVED) == headers.get(ARCHIVED):
             return tail[0].seq
         raise Fenced(f"{self._subject}: entry {tail[0].seq} was written by somebody else; stepping down")
+
+    # -- the archive -------------------------------------------------------------------------------------------------
+
+    def upkeep(self) -> Callable[[], Awaitable[None]] | None:
+        """What purges archived entries and archives others, to be done beside decisions; None while nothing is due."""
+        if self._archive is None or not self._upkeep_due:
+            return None
+        self._upkeep_due = False
+        return self.keep_up
+
+    async def keep_up(self) -> None:
+        """Purge what is archived and named, and write the next segment. Raises Unavailable."""
+        try:
+            await self._purge()
+            await self.archive()
+        except Unavailable:
+            self._upkeep_due = True
+            raise
+        except OSError as error:
+            logger.error("%s: the ledger is not archived: %s", self._job, error)
+
+    async def archive(self, *, below: int | None = None, least: int | None = None) -> None:
+        """Write the next segment, which the next entry names: of entries below sequence ``below``, by default those
+        that the older one of two sound snapshots covers, if they have ``least`` bytes.
+
+        Raises:
+            OSError: the archive does not take it.
+            Unavailable: the bus does not answer.
+        """
+        async with self._archiving:
+            if self._archive is None or self._written is not None:
+                return
+            if least is None:
+                size = (await self._bus.stream_state(subjects.LEDGER)).max_bytes
+                least = min(max(size // SEGMENT_SHARE, MIN_SEGMENT_BYTES), MAX_SEGMENT_BYTES)
+            stop = await self._covered(KEEP) if below is None else below
+            entries = await self._old_entries(stop)
+            if sum(len(entry.data) + ENTRY_BYTES for entry in entries) < least or not entries:
+                return
+            segment, data = await asyncio.to_thread(encode_segment, self._job, entries, self._segment)
+            await asyncio.to_thread(self._archive.put, self._job, segment.name, data)
+            self._written = segment
+            logger.info("%s: entries up to %d are archived as %s", self._job, segment.last_seq, segment.name)
+
+    async def _old_entries(self, stop: int) -> list[LedgerEntry]:
+        """The first entries of LEDGER below ``stop`` that no segment has; counts the bytes of all there are."""
+        start = self._segment.last_seq + 1 if self._segment is not None else 1
+        entries, taken, held = list[LedgerEntry](), 0, 0
+        async with contextlib.aclosing(self._bus.scan(subjects.LEDGER, self._subject, start_seq=start)) as messages:
+            async for message in messages:
+                size = len(message.data) + ENTRY_BYTES
+                held += size
+                if message.seq < stop and taken < MAX_SEGMENT_BYTES:
+                    entries.append(LedgerEntry(message.seq, message.data))
+                    taken += size
+        self._held = held
+        return entries
+
+    async def _purge(self) -> None:
+        if self._segment is not None and self._segment.number > self._purged:
+            await self._bus.purge(subjects.LEDGER, self._subject, below_seq=self._segment.last_seq + 1)
+            self._purged = self._segment.number
+
+    async def _free(self, why: str) -> None:
+        """Archive what can be, name it in an entry of its own, and purge it.
+
+        Raises:
+            StreamFull: there is nothing to archive, or the archive does not take it; says ``why`` it is needed.
+        """
+        if time.monotonic() - self._tried < FREE_EVERY_S:
+            raise StreamFull(why)
+        self._tried = time.monotonic()
+        try:
+            await self.archive(below=await self._covered(1), least=1)
+            await self.archive(below=self._last_seq, least=1)
+        except OSError as error:
+            if isinstance(error, Unavailable):
+                raise
+            raise StreamFull(f"{why}, and its archive cannot be written: {error}") from None
+        if self._written is None:
+            raise StreamFull(why)
+        await self.name_segment()
+        self._tried = self._looked = float("-inf")
+
+    async def resume(self) -> int:
+        """Learn where the ledger ends, without a fold; returns the sequence of the last entry, 0: there is none."""
+        newest = await self._bus.last(subjects.LEDGER, self._subject)
+        if newest is not None:
+            self._last_seq, self._last_data = newest.seq, newest.data
+            self._segment = newest_segment([newest], self._job)
+        return self._last_seq
+
+    async def name_segment(self) -> bool:
+        """Append an entry without events that names the segment that was written, and purge what stands in it; whether
+        there was one.
+
+        Raises: as ``append``, but nothing is repeated.
+        """
+        if self._written is None:
+            return False
+        data = encode_events([])
+        self._last_seq, self._last_data = await self._append(data), data
+        await self._purge()
+        await self._old_entries(0)
+        return True
+
+    async def _covered(self, place: int) -> int:
+        """Sequence of the entry that the ``place``-th newest snapshot is of, if it is sound; 0: there is none."""
+        begun = await _begun(self._bus, self._job)
+        for message in (await self._bus.get_whole(subjects.SNAPSHOTS, begun[-place:][:1])).values():
+            if len(begun) < place:
+                break
+            try:
+                snapshot, _ = await asyncio.to_thread(decode_snapshot, message.data, job=self._job)
+            except ProtocolError as error:
+                logger.warning("%s: a snapshot cannot be verified: %s", self._job, error)
+                break
+            found = await self._bus.read(subjects.LEDGER, self._subject, start_seq=snapshot.seq, end_seq=snapshot.seq)
+            return snapshot.seq if found and digest_of(found[0].data) == snapshot.entry else 0
+        return 0
 
     # -- snapshots ---------------------------------------------------------------------------------------------------
 
@@ -129,9 +317,27 @@ class Journal:
         except (ConfigError, ProtocolError) as error:  # too large for this server: leaders fold more
             logger.warning("%s: the snapshot of entry %d is not stored: %s", self._job, seq, error)
             return
+        self._upkeep_due = True
         begun = await _begun(self._bus, self._job)
         if len(begun) > KEEP:
             await self._bus.purge(subjects.SNAPSHOTS, subject, below_seq=begun[-KEEP])
+
+
+async def archive_whole(bus: Bus, job: str, archive: LedgerArchive, *, least: int) -> None:
+    """Move the ledger of a job that nobody leads to the archive, if LEDGER has at least ``least`` bytes of it.
+
+    Raises:
+        OSError: the archive does not take it.
+        Unavailable: the bus does not answer.
+        Fenced: somebody appended.
+    """
+    journal = Journal(bus, job, archive=archive)
+    end = await journal.resume()
+    while True:
+        await journal.archive(below=end + 1, least=least)
+        if not await journal.name_segment():
+            return
+        least = 1
 
 
 async def read_snapshots(bus: Bus, job: str) -> list[tuple[Snapshot, LedgerState, int]]:

@@ -1,4 +1,4 @@
-"""How full LEDGER is. Jobs write to it for as long as they run; only the deletion of a finished one gives it room."""
+"""How full LEDGER is. Old entries leave it for the archive; where that fails the deletion of a job gives room."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ FILLING_SHARE = 0.7
 """From this share on people are warned."""
 RESERVED_SHARE = 0.9
 """From this share on the rest is for jobs that run: no further one is accepted."""
-ADVICE = "delete finished jobs (penstock rm JOB), or raise PENSTOCK_LEDGER_BYTES and restart the coordinator"
+ADVICE = (
+    "see that its archive can be written (ledgers/ in the data directory), delete finished jobs (penstock rm JOB), or "
+    "raise PENSTOCK_LEDGER_BYTES and restart the coordinator"
+)
 
 
 def is_filling(state: StreamState) -> bool:

@@ -14,6 +14,7 @@ from penstock.services.coordinator.store import JobStore
 from penstock.shared.errors import Conflict, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.jobs import TERMINAL_PHASES
+from penstock.shared.runtime.ledger import LedgerArchive
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["delete_job"]
@@ -36,11 +37,12 @@ KEYS: Mapping[str, tuple[Callable[[str], str], ...]] = {
 }
 
 
-async def delete_job(bus: Bus, store: JobStore, job: str, *, checkpoints: Path | None) -> None:
+async def delete_job(bus: Bus, store: JobStore, job: str, *, checkpoints: Path | None, archive: LedgerArchive) -> None:
     """Delete a finished job with all that the streams and buckets have of it.
 
     Args:
         checkpoints: directory of all jobs' checkpoints, to delete those of the job, too; None: they stay.
+        archive: has older entries of its ledger, which are deleted, too.
 
     Raises:
         NotFound: there is no such job.
@@ -55,6 +57,12 @@ async def delete_job(bus: Bus, store: JobStore, job: str, *, checkpoints: Path |
         await asyncio.to_thread(_delete_files, checkpoints / job)
     for stream, subject in STREAMS:
         await bus.purge(stream, subject(job))
+    try:
+        await asyncio.to_thread(archive.delete, job)
+    except OSError as error:
+        raise Unavailable(
+            f"the archived ledger of job '{job}' cannot be deleted: {error}; the job is still there"
+        ) from None
     for bucket, keys in KEYS.items():
         kv = bus.kv(bucket)
         for key in keys:

@@ -15,6 +15,7 @@ from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.events import decode_events
 from penstock.shared.protocol.ids import new_attempt
 from penstock.shared.protocol.messages import Ack, ReplayRequest, ReplayRow
+from penstock.shared.runtime.ledger import LedgerArchive, read_ledger
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["replay_rows"]
@@ -25,12 +26,18 @@ MAX_WAITING = 4096
 
 
 async def replay_rows(
-    bus: Bus, job: str, *, from_batch: int | None, to_batch: int | None, feedback: bool = False
+    bus: Bus,
+    job: str,
+    *,
+    archive: LedgerArchive | None = None,
+    from_batch: int | None,
+    to_batch: int | None,
+    feedback: bool = False,
 ) -> AsyncGenerator[Row, None]:
     """See ``Control.replay``."""
     told: dict[int, list[Row]] = {}
     if feedback:
-        entries = [message.data for message in await bus.read(subjects.LEDGER, subjects.ledger(job))]
+        entries = [entry.data for entry in await read_ledger(bus, job, archive)]
         told = await asyncio.to_thread(_told, entries)
     request = ReplayRequest(id=new_attempt(), from_batch=from_batch, to_batch=to_batch)
     rows: asyncio.Queue[ReplayRow] = asyncio.Queue(MAX_WAITING)

@@ -50,6 +50,7 @@ from penstock.shared.protocol.jobs import Condition, JobFailure, JobRecord
 from penstock.shared.protocol.messages import Ack, EvalResult, Report, Ticket
 from penstock.shared.protocol.parts import count_of
 from penstock.shared.protocol.trajectory import parse_group_header
+from penstock.shared.runtime.ledger import ledger_archive
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["JobRunner"]
@@ -75,7 +76,8 @@ class JobRunner:
         self.supply = supply
         if supply is not None:
             supply.retry = self.retry
-        self.journal, self.carrier = Journal(bus, self.job, self.retry), Carrier(bus, self.job, epoch, self.retry)
+        self.journal = Journal(bus, self.job, self.retry, archive=ledger_archive(data_dir))
+        self.carrier = Carrier(bus, self.job, epoch, self.retry)
         self.commands = TrainerCommands(bus, self.outbox, self.job, epoch)
         self.run: JobRun
         self.measures = Measures(self.config, self.outbox)
@@ -215,6 +217,8 @@ class JobRunner:
             self.measures.roll_back(self.run.state)
         if (write := self.journal.snapshot(self.run.state)) is not None:
             self.outbox.later(write, keep=False)
+        if (upkeep := self.journal.upkeep()) is not None:
+            self.outbox.later(upkeep, keep=False)
         announce(self.outbox, events)
         if self.supply is not None:
             await self.supply.committed(self.run, events)

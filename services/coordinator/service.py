@@ -21,6 +21,7 @@ from penstock.services.coordinator.control import CoordinatorControl
 from penstock.services.coordinator.deadletters import DeadLetters
 from penstock.services.coordinator.evaluation_runner import EvaluationRunner
 from penstock.services.coordinator.feedback.desk import FeedbackDesk
+from penstock.services.coordinator.journal import MIN_SEGMENT_BYTES, archive_whole
 from penstock.services.coordinator.leader import Leader
 from penstock.services.coordinator.leaderline import COORDINATOR
 from penstock.services.coordinator.ledger_room import describe_ledger, is_filling
@@ -55,6 +56,8 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 ROOM_EVERY_S = 5.0
+ARCHIVE_SHARE, ARCHIVED_AT_ONCE = 0.5, 64
+"""Above this share of LEDGER finished jobs leave it, whatever they have there; so many of them at a time."""
 BROKEN_TRIES = 3
 """A job whose leader breaks this often on something unexpected is marked failed."""
 SOUND_S = 300.0
@@ -221,7 +224,9 @@ class CoordinatorService:
         if not trains(record.spec):
             return EvaluationRunner(self.bus, self.store, self.members, record, epoch=epoch)
         config = parse_training(record.spec)
-        supply = LiveSupply(self.bus, record.id, config, epoch=epoch) if isinstance(config, OnlineJob) else None
+        supply: LiveSupply | None = None
+        if isinstance(config, OnlineJob):
+            supply = LiveSupply(self.bus, record.id, config, epoch=epoch, archive=self.control.archive)
         return JobRunner(
             self.bus, self.store, self.members, record, epoch=epoch, data_dir=self.settings.data_dir, supply=supply
         )
@@ -242,6 +247,18 @@ class CoordinatorService:
             await self.bus.purge(stream, subject)
         await self.bus.delete_consumer(subjects.TICKETS, f"rollout-{job}")
         await self.bus.delete_consumer(subjects.RAW, f"reward-{job}")
+        await self._archive(job, MIN_SEGMENT_BYTES)
+
+    async def _archive(self, job: str, least: int) -> None:
+        """Move the ledger of a finished job to the archive, if it has ``least`` bytes in LEDGER."""
+        try:
+            await archive_whole(self.bus, job, self.control.archive, least=least)
+        except Fenced as error:
+            logger.info("the ledger of job %s is not archived: %s", job, error)
+        except Unavailable:
+            raise
+        except OSError as error:
+            logger.error("the ledger of job %s is not archived: %s", job, error)
 
     async def _stop_all(self) -> None:
         await end_tasks(list(self._tasks.values()))
@@ -257,9 +274,23 @@ class CoordinatorService:
             try:
                 for stream in GIVEN_UP:
                     await self.make_room(stream)
+                await self.archive_ledgers()
                 await self.watch_ledger()
             except Unavailable as error:
                 logger.info("room is not checked: %s", error)
+
+    async def archive_ledgers(self) -> None:
+        """While LEDGER is half full, archive what jobs have there: finished ones, then those that run."""
+        state = await self.bus.stream_state(subjects.LEDGER)
+        if state.bytes <= ARCHIVE_SHARE * state.max_bytes:
+            return
+        counts = await self.bus.subject_counts(subjects.LEDGER)
+        finished = [job.id for job in (await self.store.index()).all() if job.finished]
+        for job in [job for job in finished if counts.get(subjects.ledger(job), 0) > 1][:ARCHIVED_AT_ONCE]:
+            await self._archive(job, 1)
+        for runner in list(self.runners.values()):
+            if isinstance(runner, JobRunner) and runner.ready:
+                runner.outbox.later(runner.journal.keep_up, keep=False)
 
     async def watch_ledger(self) -> None:
         """Warn once when the ledger fills, and again after it had room."""

@@ -38,6 +38,7 @@ from penstock.shared.protocol.codec import pack
 from penstock.shared.protocol.events import BatchTrained, Checkpointed, LineageForked, decode_events
 from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.protocol.messages import ReplayRow
+from penstock.shared.runtime.ledger import ledger_archive, read_ledger
 from penstock.shared.transport.bus import Bus
 from penstock.shared.weights.flat import fill
 
@@ -148,7 +149,7 @@ class Replay:
     async def _ledger(self) -> tuple[dict[int, BatchTrained], list[Checkpointed]]:
         trained: dict[int, BatchTrained] = {}
         checkpoints: list[Checkpointed] = []
-        for message in await self._bus.read(subjects.LEDGER, subjects.ledger(self._job)):
+        for message in await read_ledger(self._bus, self._job, ledger_archive(self._settings.data_dir)):
             for event in decode_events(message.data):
                 if isinstance(event, BatchTrained):
                     trained[event.number] = event

@@ -107,7 +107,7 @@ class ServiceSettings(BaseSettings):
     """Size of the EXPERIENCE stream; a full stream refuses new messages. Where neither size is set, `penstock up` keeps
     those of streams that exist, and makes new ones as large as its disk allows, up to the default."""
     ledger_bytes: int | None = Field(None, ge=1 << 20)
-    """Size of the LEDGER stream, for all jobs until they are deleted; default: that of the other streams. Near its end
+    """Size of the LEDGER stream, for what jobs have not archived yet; default: that of the other streams. Near its end
     no further job is accepted."""
     stream_bytes: int = Field(1 << 30, ge=1 << 20)
     """Size of each other stream."""

@@ -35,6 +35,7 @@ from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import Event, Finished, decode_events
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
 from penstock.shared.protocol.trajectory import Group, decode_group
+from penstock.shared.runtime.ledger import ledger_archive, read_ledger
 from penstock.shared.transport.bus import Bus, Message
 
 T = TypeVar("T")
@@ -266,8 +267,8 @@ class Deployment:
 
     def ledger(self, job: str) -> list[Event]:
         """Every event of a job."""
-        messages = self.on_bus(lambda bus: bus.read(subjects.LEDGER, subjects.ledger(job)))
-        return [event for message in messages for event in decode_events(message.data)]
+        entries = self.on_bus(lambda bus: read_ledger(bus, job, ledger_archive(self.directory / "data")))
+        return [event for entry in entries for event in decode_events(entry.data)]
 
     def groups(self, job: str) -> dict[int, Group]:
         """Every group of a job that is in the stream, by sequence."""

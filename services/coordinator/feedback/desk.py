@@ -37,6 +37,7 @@ from penstock.shared.errors import NotFound, PenstockError, ProtocolError, Strea
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.interaction import Feedback, Interaction, bare_id, marked_id
+from penstock.shared.runtime.ledger import ledger_archive
 from penstock.shared.transport.bus import Bus, Message
 
 __all__ = ["FeedbackDesk"]
@@ -68,7 +69,10 @@ class FeedbackDesk:
         self.ingest = Ingest(bus, self.index)
         self.index.on_projected = self.ingest.projected
         self.held = HeldFeedback(bus, self.index, self.ingest, self.pseudonyms)
-        self._bus, self._eraser = bus, Eraser(bus, self.pseudonyms.of, forgotten=self._forget)
+        self._bus, self._eraser = (
+            bus,
+            Eraser(bus, self.pseudonyms.of, forgotten=self._forget, archive=ledger_archive(data_dir)),
+        )
         self._erasing: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:

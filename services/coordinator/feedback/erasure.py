@@ -33,6 +33,7 @@ from penstock.shared.protocol.interaction import (
     named_users,
 )
 from penstock.shared.protocol.parts import PARTS
+from penstock.shared.runtime.ledger import LedgerArchive, scan_ledger, segment_of
 from penstock.shared.transport.bus import MSG_ID, Bus, Message, Outgoing
 from penstock.shared.transport.kv import Entry
 
@@ -69,7 +70,11 @@ class Eraser:
         forgotten: waited for before a deletion is done, with the sequence in FEEDBACK up to which indexes must read.
     """
 
-    def __init__(self, bus: Bus, pseudonym: Callable[[str], str], *, forgotten: Forgotten | None = None) -> None:
+    def __init__(
+        self, bus: Bus, pseudonym: Callable[[str], str], *, forgotten: Forgotten | None = None,
+        archive: LedgerArchive | None = None,
+    ) -> None:  # fmt: skip
+        self._archive = archive
         self._bus, self._pseudonym, self._forgotten = bus, pseudonym, forgotten
         self._kv, self._opened = bus.kv(subjects.PRIVACY), bus.kv(subjects.EPISODES)
 
@@ -132,16 +137,17 @@ class Eraser:
     async def _made(self, user: str, found: Mapping[str, Found]) -> dict[str, Made]:
         """What jobs made of it, by their ledgers: of those where something was found, and of those that admitted it."""
         made = {job: _made_of(user, mine) for job, mine in found.items()}
+        archived = set[str]()
         async for message in self._bus.scan(subjects.LEDGER, subjects.ledger("*")):
             job = message.subject.rpartition(".")[2]
-            try:
-                events = decode_events(message.data)
-            except ProtocolError as error:
-                logger.error("entry %d of %s cannot be read: %s", message.seq, subjects.LEDGER, error)
-                continue
-            ledger = made.setdefault(job, _made_of(user, Found()))
-            for event in events:
-                ledger.take(event)
+            if segment_of(message.headers, job) is not None:
+                archived.add(job)
+            elif job not in archived:
+                _take_entry(made.setdefault(job, _made_of(user, Found())), message.seq, message.data)
+        for job in archived:  # their ledgers do not begin in the stream
+            made[job] = _made_of(user, found.get(job, Found()))
+            async for entry in scan_ledger(self._bus, job, self._archive):
+                _take_entry(made[job], entry.seq, entry.data)
         return {job: one for job, one in made.items() if job in found or one.ordinals}
 
     async def _told(self, job: str, mine: Found) -> tuple[set[int], set[str]]:
@@ -219,6 +225,16 @@ class Eraser:
             with contextlib.suppress(StreamFull):  # what is left of a copy waits for no room
                 await self._bus.publish(subjects.dead(job), data, headers=headers)
         await erase_letter(self._bus, place)
+
+
+def _take_entry(made: Made, seq: int, data: bytes) -> None:
+    try:
+        events = decode_events(data)
+    except ProtocolError as error:
+        logger.error("entry %d of %s cannot be read: %s", seq, subjects.LEDGER, error)
+        return
+    for event in events:
+        made.take(event)
 
 
 def _made_of(user: str, mine: Found) -> Made:

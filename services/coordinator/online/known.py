@@ -16,6 +16,7 @@ from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.events import Admitted, decode_events
 from penstock.shared.protocol.interaction import Erasure, FateBatch, Feedback, Interaction
+from penstock.shared.runtime.ledger import LedgerArchive, scan_ledger
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["Known", "known_of", "names_in"]
@@ -49,7 +50,7 @@ def names_in(items: Iterable[Feedback]) -> set[str]:
     }
 
 
-async def known_of(bus: Bus, job: str, names: set[str]) -> Known:
+async def known_of(bus: Bus, job: str, names: set[str], archive: LedgerArchive | None = None) -> Known:
     """What the ledger admitted of ``names``, what DECISIONS tells of the rest, and what deletions named.
 
     Raises:
@@ -57,8 +58,8 @@ async def known_of(bus: Bus, job: str, names: set[str]) -> Known:
         Unavailable: the bus went away.
     """
     decided, deleted, newest, leaders = set[str](), set[str](), dict[str, str](), Leaders()
-    async for message in bus.scan(subjects.LEDGER, subjects.ledger(job)):
-        for event in decode_events(message.data):
+    async for entry in scan_ledger(bus, job, archive):
+        for event in decode_events(entry.data):
             for admission in event.admissions if isinstance(event, Admitted) else ():
                 decided.update(names.intersection(map(canonical, (*admission.interactions, *admission.feedback))))
     async for message in bus.scan(subjects.DECISIONS, subjects.decisions(job)):

@@ -19,15 +19,19 @@ from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.interaction import Erasure, Feedback, FeedbackBatch, Interaction
+from penstock.shared.runtime.ledger import LedgerArchive
 from penstock.shared.transport.bus import Bus, Outgoing
 
 __all__ = ["put_back"]
 
 
-async def put_back(bus: Bus, job: str, letter: LiveLetter, matching: Matching, quarantine: Quarantine) -> int:
+async def put_back(
+    bus: Bus, job: str, letter: LiveLetter, matching: Matching, quarantine: Quarantine, *, archive: LedgerArchive | None
+) -> int:
     """Store a letter's message where it was; how many interactions, or items of feedback, that brings back.
 
     Args:
+        archive: where older entries of the ledger are.
         matching, quarantine: what waits here; what does not any more is told in DECISIONS.
 
     Raises:
@@ -38,12 +42,12 @@ async def put_back(bus: Bus, job: str, letter: LiveLetter, matching: Matching, q
     if letter.stream == subjects.INTERACTIONS:
         record = unpack(data, Interaction)[0]
         subject = subjects.interaction(job, record.id)
-        count = int(await _is_new(bus, job, letter.seq, record, matching))
+        count = int(await _is_new(bus, job, letter.seq, record, matching, archive=archive))
     elif _is_erasure(data):
         subject, count = subjects.erasures(job), 1
     else:
         items = unpack(data, FeedbackBatch)[0].items
-        known = await known_of(bus, job, names_in(items))
+        known = await known_of(bus, job, names_in(items), archive)
         waiting = {one.id: one.revision for one in (*_waiting(matching), *quarantine)}
         new = [one for one in items if one.revision > waiting.get(one.id, -1) and not known.has_item(one)]
         subject, count = subjects.feedback(job), len(new)
@@ -55,14 +59,16 @@ async def put_back(bus: Bus, job: str, letter: LiveLetter, matching: Matching, q
     return count
 
 
-async def _is_new(bus: Bus, job: str, seq: int, record: Interaction, matching: Matching) -> bool:
+async def _is_new(
+    bus: Bus, job: str, seq: int, record: Interaction, matching: Matching, *, archive: LedgerArchive | None
+) -> bool:
     """Whether nothing newer is recorded of an interaction, and nobody has decided on it or is about to."""
     newest = await bus.last(subjects.INTERACTIONS, subjects.interaction(job, record.id))
     if newest is not None and newest.seq > seq:
         return False
     turns = (turn.interaction for episode in matching.episodes.values() for turn in episode.turns)
     is_here = any(turn.id == record.id and turn.finish != CUT for turn in turns)
-    return not is_here and not (await known_of(bus, job, {canonical(record.id)})).has_record(record)
+    return not is_here and not (await known_of(bus, job, {canonical(record.id)}, archive)).has_record(record)
 
 
 def _is_erasure(data: bytes) -> bool:

@@ -13,6 +13,7 @@ from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.interaction import RESTORED_HEADER, Feedback, FeedbackBatch
+from penstock.shared.runtime.ledger import LedgerArchive
 from penstock.shared.transport.bus import Bus, Message
 
 __all__ = ["Restored", "find_restored"]
@@ -21,8 +22,8 @@ __all__ = ["Restored", "find_restored"]
 class Restored:
     """Tells of what a deletion stored anew what is over. Of what a leader has read itself it knows that without."""
 
-    def __init__(self, bus: Bus, job: str) -> None:
-        self._bus, self._job = bus, job
+    def __init__(self, bus: Bus, job: str, archive: LedgerArchive | None = None) -> None:
+        self._bus, self._job, self._archive = bus, job, archive
         self._known, self._until = Known(set(), set()), 0
         """What is over, of the messages up to a sequence."""
 
@@ -45,7 +46,10 @@ class Restored:
         places = await _places(self._bus, self._job, message.seq)
         copies = await self._bus.get_whole(subjects.FEEDBACK, places)
         names = names_in(item for items in map(_items_of, copies.values()) for item in items)
-        self._known, self._until = await known_of(self._bus, self._job, names), max([message.seq, *places])
+        self._known, self._until = (
+            await known_of(self._bus, self._job, names, self._archive),
+            max([message.seq, *places]),
+        )
 
 
 async def find_restored(bus: Bus, job: str, name: str, seq: int) -> list[Feedback]:

@@ -57,6 +57,7 @@ from penstock.shared.protocol.interaction import (
     bare_id,
 )
 from penstock.shared.protocol.trajectory import Group, encode_group, group_headers
+from penstock.shared.runtime.ledger import LedgerArchive
 from penstock.shared.transport.bus import Bus, Message, Outgoing, StreamState
 
 __all__ = ["LiveSupply"]
@@ -86,8 +87,11 @@ Post = Callable[[Fact], Awaitable[None]]
 class LiveSupply:
     """See ``coordinator.supply.Supply``."""
 
-    def __init__(self, bus: Bus, job: str, config: OnlineJob, *, epoch: int) -> None:
+    def __init__(
+        self, bus: Bus, job: str, config: OnlineJob, *, epoch: int, archive: LedgerArchive | None = None
+    ) -> None:
         self.bus, self.job, self.config, self.epoch = bus, job, config, epoch
+        self._archive = archive
         self.retry = Retry(job)
         self._consents = Consents(bus)
         self.matching = Matching(config, opted_out=self._objects)
@@ -96,7 +100,7 @@ class LiveSupply:
         self._maker = Maker(bus, job, config, epoch=epoch, publish=lambda group: self._publish([group]))
         self._funnel, self._lookups = Funnel(config), Lookups(bus, job, lambda: self.retry)
         self._telling = Telling(bus, job, epoch=epoch, funnel=self._funnel, retry=lambda: self.retry)
-        self._restored = Restored(bus, job)
+        self._restored = Restored(bus, job, archive)
         self._state = LedgerState()
         self._untold: list[Fate] = []
         self._unreadable: list[Unreadable] = []
@@ -227,7 +231,7 @@ class LiveSupply:
     async def put_back(self, letter: LiveLetter) -> int:
         """See ``Supply.put_back``."""
         await self.flush()
-        return await put_back(self.bus, self.job, letter, self.matching, self.quarantine)
+        return await put_back(self.bus, self.job, letter, self.matching, self.quarantine, archive=self._archive)
 
     async def _sweep(self, *, everything: bool) -> None:
         state = self._state

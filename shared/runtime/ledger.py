@@ -1,0 +1,236 @@
+"""A job's whole ledger: segments in an archive, then what the stream LEDGER still has.
+
+The writer of a ledger moves old entries from the stream to segments::
+
+    segment written and fsync'd ──► named by the next entry (compare-and-set) ──► its entries purged from the stream
+
+Every entry since then carries the newest segment's name in its header ``ARCHIVED``. A segment's name holds its SHA-256,
+and each segment names the one before: who has read the newest entry knows every byte that must be in the archive. A
+writer that was replaced may leave a segment behind that no entry names; nobody reads it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import re
+import shutil
+import struct
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from penstock.shared.errors import ArchiveError, NotFound
+from penstock.shared.protocol import subjects
+from penstock.shared.transport.bus import Bus, Message
+
+__all__ = [
+    "ARCHIVED",
+    "FileArchive",
+    "LedgerArchive",
+    "LedgerEntry",
+    "Segment",
+    "encode_segment",
+    "ledger_archive",
+    "newest_segment",
+    "read_ledger",
+    "scan_ledger",
+    "segment_of",
+]
+
+ARCHIVED = "Penstock-Archived"
+"""Header of a ledger entry: name of the newest segment; everything up to its last entry stands in the archive."""
+MAGIC = b"penstock ledger segment 1\n"
+FOLDER = "ledgers"
+_NAME = re.compile(r"([0-9]{8})-([0-9]{1,20})-([0-9a-f]{64})", re.ASCII)
+_RECORD = struct.Struct(">QI")
+"""Before each entry: its sequence in LEDGER and its length in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerEntry:
+    """The events of one decision, encoded, and its sequence in LEDGER."""
+
+    seq: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The ``number``-th segment of a ledger, from 1; its last entry has sequence ``last_seq``."""
+
+    number: int
+    last_seq: int
+    digest: str
+
+    @property
+    def name(self) -> str:
+        """Under which the archive has it."""
+        return f"{self.number:08d}-{self.last_seq}-{self.digest}"
+
+
+class LedgerArchive(Protocol):
+    """Where segments are kept. Methods block: call them off the event loop."""
+
+    def put(self, job: str, name: str, data: bytes) -> None:
+        """Store durably. Raises OSError."""
+
+    def get(self, job: str, name: str) -> bytes:
+        """Raises NotFound; OSError where it cannot be read."""
+
+    def delete(self, job: str) -> None:
+        """Delete all segments of a job; harmless without any. Raises OSError."""
+
+
+class FileArchive:
+    """Segments as files ``FOLDER/JOB/NAME``."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def put(self, job: str, name: str, data: bytes) -> None:
+        """See ``LedgerArchive.put``."""
+        folder = self._folder / job
+        folder.mkdir(parents=True, exist_ok=True)
+        part = folder / f"{name}.{os.getpid()}.part"
+        try:
+            with part.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            part.rename(folder / name)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
+        for each in (folder, self._folder, self._folder.parent):
+            _sync(each)
+
+    def get(self, job: str, name: str) -> bytes:
+        """See ``LedgerArchive.get``."""
+        try:
+            return (self._folder / job / name).read_bytes()
+        except FileNotFoundError:
+            raise NotFound(f"{self._folder / job} has no file {name}") from None
+
+    def delete(self, job: str) -> None:
+        """See ``LedgerArchive.delete``."""
+        if (self._folder / job).is_dir():
+            shutil.rmtree(self._folder / job)
+
+
+def ledger_archive(data_dir: Path) -> LedgerArchive:
+    """The archive of a deployment's ledgers."""
+    return FileArchive(data_dir / FOLDER)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def segment_of(headers: Mapping[str, str], job: str) -> Segment | None:
+    """The newest segment that an entry names; None: nothing of the ledger was archived before it."""
+    text = headers.get(ARCHIVED)
+    if text is None:
+        return None
+    found = _NAME.fullmatch(text)
+    if found is None:
+        raise ArchiveError(f"an entry of the ledger of job '{job}' names no segment: '{text[:120]}'")
+    return Segment(int(found[1]), int(found[2]), found[3])
+
+
+def newest_segment(messages: Iterable[Message], job: str) -> Segment | None:
+    """The newest segment that any of these entries names."""
+    found = (segment_of(message.headers, job) for message in messages)
+    return max((segment for segment in found if segment is not None), key=lambda one: one.number, default=None)
+
+
+def encode_segment(job: str, entries: Sequence[LedgerEntry], before: Segment | None) -> tuple[Segment, bytes]:
+    """The segment behind ``before`` with these entries (at least one), and its bytes."""
+    header = {"job": job, "number": before.number + 1 if before else 1, "before": before.name if before else ""}
+    records = (_RECORD.pack(entry.seq, len(entry.data)) + entry.data for entry in entries)
+    data = b"".join([MAGIC, msgspec.json.encode(header), b"\n", *records])
+    number = before.number + 1 if before else 1
+    return Segment(number, entries[-1].seq, hashlib.sha256(data).hexdigest()), data
+
+
+def decode_segment(job: str, segment: Segment, data: bytes) -> list[LedgerEntry]:
+    """The entries of a segment that was stored under its name. Raises ArchiveError."""
+    if hashlib.sha256(data).hexdigest() != segment.digest:
+        raise ArchiveError(
+            f"segment {segment.number} of the ledger of job '{job}' was changed: it does not hash to its name "
+            f"({segment.name}); restore it from a backup"
+        )
+    place = data.index(b"\n", len(MAGIC)) + 1
+    entries: list[LedgerEntry] = []
+    while place < len(data):
+        seq, size = _RECORD.unpack_from(data, place)
+        place += _RECORD.size
+        entries.append(LedgerEntry(seq, data[place : place + size]))
+        place += size
+    return entries
+
+
+def _before(job: str, segment: Segment, data: bytes) -> Segment | None:
+    """The segment that this one names as the one before; None for the first."""
+    header = msgspec.json.decode(data[len(MAGIC) : data.index(b"\n", len(MAGIC))])
+    before = segment_of({ARCHIVED: header["before"]}, job) if header["before"] else None
+    if header["job"] != job or (before.number if before else 0) != segment.number - 1:
+        raise ArchiveError(f"segment {segment.number} of the ledger of job '{job}' is of another ledger")
+    return before
+
+
+def _fetch(archive: LedgerArchive | None, job: str, segment: Segment) -> bytes:
+    what = f"segment {segment.number} of the ledger of job '{job}'"
+    if archive is None:
+        raise ArchiveError(f"{what} stands in an archive, and this process has none")
+    try:
+        return archive.get(job, segment.name)
+    except NotFound as error:
+        raise ArchiveError(f"{what} is missing: {error}; restore it from a backup") from None
+    except OSError as error:
+        raise ArchiveError(f"{what} cannot be read: {error}") from None
+
+
+def _chain(archive: LedgerArchive | None, job: str, newest: Segment) -> list[Segment]:
+    """Every segment up to ``newest``, the first one first; each one's digest is verified on the way."""
+    found = [newest]
+    while True:
+        data = _fetch(archive, job, found[-1])
+        decode_segment(job, found[-1], data)
+        before = _before(job, found[-1], data)
+        if before is None:
+            return found[::-1]
+        found.append(before)
+
+
+async def scan_ledger(bus: Bus, job: str, archive: LedgerArchive | None) -> AsyncGenerator[LedgerEntry, None]:
+    """Every entry of a job's ledger, in order, up to its present end; at most one segment is in memory.
+
+    Raises:
+        ArchiveError: a segment is missing or was changed; says which one.
+        Unavailable: the bus does not answer.
+    """
+    # A purge during this read came after an entry that names what was purged; that entry is read, too.
+    messages: list[Message] = await bus.read(subjects.LEDGER, subjects.ledger(job))
+    newest = newest_segment(messages, job)
+    if newest is not None:
+        for segment in await asyncio.to_thread(_chain, archive, job, newest):
+            data = await asyncio.to_thread(_fetch, archive, job, segment)
+            for entry in await asyncio.to_thread(decode_segment, job, segment, data):
+                yield entry
+    for message in messages:
+        if newest is None or message.seq > newest.last_seq:
+            yield LedgerEntry(message.seq, message.data)
+
+
+async def read_ledger(bus: Bus, job: str, archive: LedgerArchive | None) -> list[LedgerEntry]:
+    """All that ``scan_ledger`` yields."""
+    return [entry async for entry in scan_ledger(bus, job, archive)]
