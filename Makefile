@@ -10,7 +10,7 @@ CLIENTS ?= $(sort $(basename $(notdir $(wildcard tests/clients/requirements/*.tx
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lint format type imports check test test-long e2e clients clients-venvs docs docs-serve reference compose-config compose-test up down \
-	demo bench bench-bus bench-update-path bench-ledger bench-jobs bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-serving bench-online bench-length bench-rambling fresh package release clean
+	demo bench bench-bus bench-update-path bench-ledger bench-jobs bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-serving bench-online bench-length bench-rambling fresh package release clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -132,6 +132,9 @@ bench-length: $(BIN)/fonttools  ## which aggregations and overlong rules make wr
 
 bench-rambling: $(BIN)/fonttools  ## which overlong rules lose right answers, three seeds each
 	$(BIN)/python benchmarks/length_bias.py --task rambling --out docs/results/rambling $(ARGS)
+
+bench-attacks: $(BIN)/pytest  ## how far a stranger or a tenant can slow the coordinator over HTTP: loop lag, lease, another tenant's latency
+	$(BIN)/python benchmarks/attacks.py $(ARGS)
 
 bench-ingest: $(BIN)/pytest  ## durable feedback per second through HTTP, and what SIGKILL loses
 	$(BIN)/python benchmarks/ingest.py $(ARGS)

@@ -176,8 +176,19 @@ class CoordinatorControl:
     async def events(self, job: str, *, after: int, limit: int) -> list[tuple[int, Row]]:
         """See ``Control.events``."""
         await self.store.get(job)
-        messages = await self.bus.read(subjects.EVENTS, subjects.events(job), start_seq=after + 1)
-        return [(m.seq, msgspec.json.decode(m.data)) for m in messages[:limit]]
+        found: list[tuple[int, Row]] = []
+        scan = self.bus.scan(subjects.EVENTS, subjects.events(job), start_seq=after + 1)
+        async with contextlib.aclosing(scan) as messages:
+            async for message in messages:
+                found.append((message.seq, msgspec.json.decode(message.data)))
+                if len(found) >= limit:
+                    break
+        return found
+
+    async def newest_event(self, job: str) -> int:
+        """See ``Control.newest_event``."""
+        last = await self.bus.last(subjects.EVENTS, subjects.events(job))
+        return last.seq if last is not None else 0
 
     async def follow_events(self, job: str, *, after: int) -> AsyncIterator[tuple[int, Row]]:
         """See ``Control.follow_events``."""
@@ -307,11 +318,13 @@ class CoordinatorControl:
                 audit.find("decisions", flaw)
         return audit.report()
 
-    async def logs(self, job: str, *, service: str | None, tail: int, after: str | None) -> Row:
+    async def logs(self, job: str, *, service: str | None, tail: int, after: str | None, unnamed: bool) -> Row:
         """See ``Control.logs``."""
         await self.store.get(job)
         folder = self.settings.data_dir / "logs"
-        return await asyncio.to_thread(read_logs, folder, job=job, service=service, tail=tail, after=after)
+        return await asyncio.to_thread(
+            read_logs, folder, job=job, service=service, tail=tail, after=after, unnamed=unnamed
+        )
 
     async def replay(
         self, job: str, *, from_batch: int | None, to_batch: int | None, feedback: bool = False

@@ -60,6 +60,23 @@ class ServiceSettings(BaseSettings):
     forwarded_allow_ips: str = ""
     """Addresses and networks of proxies, comma-separated, or `*`: who is believed when it names the client of a request
     (`X-Forwarded-For`, `X-Forwarded-Proto`; coordinator). Empty: nobody."""
+    http_connections: int = Field(4096, ge=16)
+    """Most connections of clients (coordinator), fewer where it may open fewer files; more are answered 503."""
+    http_connections_per_address: int = Field(1024, ge=1)
+    """Most connections of one client address (IPv6: one /64); proxies of forwarded_allow_ips are not counted."""
+    http_head_bytes: int = Field(64 << 10, ge=1 << 10)
+    """Longest request line with all headers; a longer one is answered 431."""
+    http_head_s: float = Field(10.0, gt=0)
+    """Longest that a connection may say nothing, or take for the headers of a request (408)."""
+    http_body_s: float = Field(30.0, gt=0)
+    """Longest that a request body may take (408), and a second more for each 16 KiB that came."""
+    key_concurrency: int = Field(1024, ge=1)
+    """Requests that one key may have in hand, event streams and long polls included (429); keys of episodes and tokens
+    count with the key that made them."""
+    key_large_bodies: int = Field(4, ge=1)
+    """Bodies above 1 MiB that are read at once for one key; others wait for up to 10 s, then 429."""
+    large_bodies: int = Field(8, ge=1)
+    """The same for all keys together."""
     lease_s: float = Field(3.0, gt=0.2)
     """A lease that was not renewed for this long may be taken over by another coordinator or trainer."""
     heartbeat_s: float = Field(1.0, gt=0.05)
@@ -79,6 +96,9 @@ class ServiceSettings(BaseSettings):
     scorer_env: str = ""
     """Names of environment variables of the reward service, comma-separated, that scorers of a job may send to the
     address in the job file (`api_key_env`, `secret_env`); none by default."""
+    scorer_private: bool = False
+    """Let scorers and judges of job files ask private, loopback and link-local addresses, too (reward). `penstock up`
+    allows it unless this is set. The address of grader_url is always allowed."""
     webhook_private: bool = False
     """Deliver webhooks to private, loopback and link-local addresses, too (coordinator)."""
     base_models: Path | None = None

@@ -45,6 +45,12 @@ RETRY_S = 0.5
 CLOCK_EVERY_S = 10.0
 
 LOOP_LAG = metrics.gauge("event_loop_lag_seconds", "How late the event loop woke the heartbeat.")
+LAG_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+LAG = metrics.histogram("loop_lag_seconds", "How late the event loop wakes a timer.", (), LAG_BUCKETS_S)
+WORST_LAG = metrics.gauge("loop_lag_worst_seconds", "The latest wake-up of the last 10 to 20 s.")
+PROBE_S = 0.05
+"""Interval of the timers whose lateness is measured."""
+WORST_OF_S = 10.0
 BUS_UP = metrics.gauge("bus_connected", "1 while the bus is connected.")
 CLOCK_SKEW = metrics.gauge("clock_skew_seconds", "How far the wall clock of this host is ahead of the bus's.")
 BUS_RECONNECTS = metrics.gauge("bus_reconnects", "How often the bus connection was re-established.")
@@ -167,6 +173,7 @@ class _Process:
             self._health_port = health_port
             background.spawn(self._beat(), name="heartbeat")
             background.spawn(self._follow_clock(bus), name="clock")
+            background.spawn(_measure_lag(), name="loop lag")
             running = asyncio.create_task(self._service.run(), name=self._factory.name)
             try:
                 await self._first(running, self._stop)
@@ -304,3 +311,18 @@ class _Process:
             await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             waiter.cancel()
+
+
+async def _measure_lag() -> None:
+    """Record how late timers of this loop come, until cancelled."""
+    loop = asyncio.get_running_loop()
+    before, worst, began = 0.0, 0.0, loop.time()
+    while True:
+        due = loop.time() + PROBE_S
+        await asyncio.sleep(PROBE_S)
+        lag_s = max(loop.time() - due, 0.0)
+        LAG.observe(lag_s)
+        if loop.time() - began > WORST_OF_S:
+            before, worst, began = worst, 0.0, loop.time()
+        worst = max(worst, lag_s)
+        WORST_LAG.set(max(before, worst))

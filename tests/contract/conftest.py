@@ -97,7 +97,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def web() -> Iterator[WebService]:
+def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[WebService]:
+    """A service on this host, which scorers may ask."""
+    monkeypatch.setenv("PENSTOCK_SCORER_PRIVATE", "true")
     service = WebService()
     thread = threading.Thread(target=service.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()

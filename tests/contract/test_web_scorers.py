@@ -237,6 +237,57 @@ def test_a_job_may_not_send_any_variable_anywhere(
     assert not web.asked
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::ffff:127.0.0.1]", "169.254.169.254", "10.0.0.1"])
+def test_private_addresses_are_asked_only_where_the_deployment_says_so(
+    web: Any, monkeypatch: pytest.MonkeyPatch, open_judge: OpenJudge, open_http: OpenHttp, host: str
+) -> None:
+    monkeypatch.delenv("PENSTOCK_SCORER_PRIVATE")
+    monkeypatch.setenv("HTTP_PROXY", web.url)
+    address = f"http://{host}:{web.server_port}"
+    for scorer in (open_judge(base_url=f"{address}/v1"), open_http(url=f"{address}/score")):
+        found = one(scorer)
+        assert isinstance(found, ScoringError)
+        assert "a private address" in str(found) and "PENSTOCK_SCORER_PRIVATE=true" in str(found)
+    assert not web.asked
+
+
+def test_the_operators_own_model_may_be_anywhere(
+    web: Any, monkeypatch: pytest.MonkeyPatch, open_judge: OpenJudge
+) -> None:
+    monkeypatch.delenv("PENSTOCK_SCORER_PRIVATE")
+    monkeypatch.setenv("PENSTOCK_GRADER_URL", f"{web.url}/v1")
+    web.answer = lambda _: web.reply(says("score: 10"))
+    assert one(open_judge()) == 1.0
+
+
+def test_a_checked_address_is_the_one_that_is_connected_to(
+    web: Any, monkeypatch: pytest.MonkeyPatch, open_http: OpenHttp
+) -> None:
+    """A name that is public when it is checked and private a moment later leads to the public address."""
+    monkeypatch.delenv("PENSTOCK_SCORER_PRIVATE")
+    resolve, asked = socket.getaddrinfo, list[str]()
+
+    def rebinding(host: Any, *more: Any, **named: Any) -> Any:
+        asked.append(str(host))
+        if host != "rebind.test":
+            return resolve(host, *more, **named)
+        address = "203.0.114.1" if len(asked) == 1 else "127.0.0.1"
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, web.server_port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", rebinding)
+    found = one(open_http(url=f"http://rebind.test:{web.server_port}/score", timeout_s=0.5, deadline_s=1.0))
+    assert isinstance(found, ScoringError)
+    assert asked[0] == "rebind.test"
+    assert not web.asked
+
+
+def test_redirects_are_not_followed(web: Any, open_judge: OpenJudge, open_http: OpenHttp) -> None:
+    web.answer = lambda _: web.reply("elsewhere", 307, Location=f"{web.url}/elsewhere")
+    for scorer in (open_judge(deadline_s=2.0), open_http(deadline_s=2.0)):
+        assert "answers 307" in str(one(scorer))
+    assert "/elsewhere" not in [asked.path for asked in web.asked]
+
+
 async def test_failed_judge_fails_its_trajectories_and_no_other(web: Any) -> None:
     """Through a real scorer process: no default reward, and each component in the reply's parts."""
 

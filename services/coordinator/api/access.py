@@ -12,13 +12,15 @@ from fastapi import Depends, Path, Query, Request
 from penstock.services.coordinator.api.auth import KeyRing
 from penstock.services.coordinator.api.control import Control
 from penstock.services.coordinator.api.feedback_desk import FeedbackDesk
+from penstock.services.coordinator.api.feeds import Feeds
+from penstock.services.coordinator.api.occupancy import Occupancy
 from penstock.services.coordinator.api.ratelimit import RateLimiter
 from penstock.services.coordinator.api.serving import Serving
 from penstock.services.coordinator.api.volatile import Volatile
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import NotFound
 
-__all__ = ["Backend", "BackendDep", "JobId", "SomeJob", "known_job_id", "stopped_within"]
+__all__ = ["Backend", "BackendDep", "JobId", "SomeJob", "known_job_id"]
 
 _JOB_ID = re.compile(r"job_[0-9a-f]{32}", re.ASCII)
 
@@ -33,6 +35,8 @@ class Backend:
     volatile: Volatile
     ring: KeyRing
     limiter: RateLimiter
+    occupancy: Occupancy
+    feeds: Feeds
     feedback: FeedbackDesk | None
     serving: Serving[Any] | None
 
@@ -57,16 +61,6 @@ def known_job_id(job: str) -> str:
     if not _JOB_ID.fullmatch(job):
         raise NotFound(f"'{job[:80]}' is not the id of a job (job_ and 32 hex digits)")
     return job
-
-
-async def stopped_within(backend: Backend, seconds: float) -> bool:
-    """Sleep; True as soon as the server wants to stop."""
-    try:
-        async with asyncio.timeout(seconds):
-            await backend.stopping.wait()
-    except TimeoutError:
-        return False
-    return True
 
 
 BackendDep = Annotated[Backend, Depends(_backend)]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Path, Query, Request
 from pydantic import BaseModel, Field, ValidationError
 from starlette.responses import Response
 
-from penstock.services.coordinator.api.access import BackendDep, JobId, stopped_within
+from penstock.services.coordinator.api.access import BackendDep, JobId
 from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.bodies import job_pointer, read_object
 from penstock.services.coordinator.api.operations import begin
@@ -33,7 +32,6 @@ from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord, Operation
 __all__ = ["router"]
 
 MERGE_PATCH = "application/merge-patch+json"
-POLL_S = 0.1
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["jobs"])
 Writer = Annotated[Caller, require("jobs:write")]
@@ -103,12 +101,10 @@ async def amend(
         return amended(record, patch)
 
     record = await backend.control.amend(job, edit, by=caller.id)
-    generation, deadline = record.generation, time.monotonic() + wait
-    while record.status.observed_generation < generation and record.status.phase not in TERMINAL_PHASES:
-        left = deadline - time.monotonic()
-        if left <= 0 or await stopped_within(backend, min(POLL_S, left)):
-            break
-        record = await backend.control.get(job)
+    generation = record.generation
+    record = await backend.feeds.until(
+        record, lambda now: now.status.observed_generation >= generation or now.status.phase in TERMINAL_PHASES, wait
+    )
     followed = record.status.observed_generation >= generation
     step = record.status.applies_at_step if followed else None
     reply = Amended(**record.model_dump(), applies_at_step=step)
@@ -204,12 +200,14 @@ async def get_operation(
     wait: Annotated[float, Query(ge=0, le=60, description="Hold the reply until it is over")] = 0,
 ) -> Response:
     """Show an operation; a job remembers its newest ones."""
-    deadline = time.monotonic() + wait
-    while True:
-        record = await backend.control.get(job)
-        found = next((one for one in record.operations if one.id == operation), None)
-        if found is None:
-            raise NotFound(f"job '{job}' remembers no operation '{operation}'")
-        left = deadline - time.monotonic()
-        if found.state != "pending" or left <= 0 or await stopped_within(backend, min(POLL_S, left)):
-            return Json(found)
+
+    def find(record: JobRecord) -> Operation | None:
+        return next((one for one in record.operations if one.id == operation), None)
+
+    def is_over(record: JobRecord) -> bool:
+        return (found := find(record)) is None or found.state != "pending"
+
+    found = find(await backend.feeds.until(await backend.control.get(job), is_over, wait))
+    if found is None:
+        raise NotFound(f"job '{job}' remembers no operation '{operation}'")
+    return Json(found)

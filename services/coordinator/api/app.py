@@ -45,8 +45,10 @@ from penstock.services.coordinator.api.auth import KeyRing
 from penstock.services.coordinator.api.control import Control
 from penstock.services.coordinator.api.direct import Direct
 from penstock.services.coordinator.api.feedback_desk import FeedbackDesk
+from penstock.services.coordinator.api.feeds import Feeds
 from penstock.services.coordinator.api.guard import Guard, Measured
 from penstock.services.coordinator.api.idempotency import Idempotency, ReplyStore
+from penstock.services.coordinator.api.occupancy import Occupancy
 from penstock.services.coordinator.api.ratelimit import RateLimiter
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem, from_error, problem_response
 from penstock.services.coordinator.api.serving import Serving
@@ -86,26 +88,32 @@ def create_app(
     """
     volatile = Volatile(settings.redis_url)
     ring = KeyRing(settings, control.keys)
-    limiter = RateLimiter(settings, volatile)
+    limiter, occupancy = RateLimiter(settings, volatile), Occupancy(settings)
+    stopping = stopping or asyncio.Event()
+    feeds = Feeds(control, stopping)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
+        await feeds.close()
+        occupancy.close()
         await volatile.close()
 
     app = FastAPI(
         title="Penstock",
         version=__version__,
         summary="Reinforcement-learning jobs over HTTP.",
+        openapi_url=None,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
         lifespan=lifespan,
     )
     app.state.backend = Backend(
-        control, settings, stopping or asyncio.Event(), volatile, ring, limiter, desk, serving
+        control, settings, stopping, volatile, ring, limiter, occupancy, feeds, desk, serving
     )  # fmt: skip
     app.openapi = lambda: openapi.describe(app, ROUTERS)  # type: ignore[method-assign]
+    app.add_api_route("/openapi.json", openapi.Document(app.openapi).__call__, include_in_schema=False)
     for router in ROUTERS:
         app.include_router(router)
     app.include_router(dashboard.router)
@@ -113,7 +121,7 @@ def create_app(
     app.add_middleware(Direct, posts={**feedback.DIRECT, **inference.DIRECT}, backend=app.state.backend)
     app.add_middleware(Idempotency, store=ReplyStore(volatile))
     app.add_middleware(Audited, routes=audited_routes(ROUTERS), backend=app.state.backend)
-    app.add_middleware(Guard, keys=ring, limiter=limiter)
+    app.add_middleware(Guard, keys=ring, limiter=limiter, occupancy=occupancy)
     app.add_middleware(Measured)
     app.add_middleware(Traced)
     return app
@@ -139,7 +147,7 @@ def _handle_errors(app: FastAPI) -> None:
         detail = f"{request.method} {request.url.path}: {error.detail}"
         headers = dict(error.headers or {})
         if error.status_code == 405:
-            headers["Allow"] = ", ".join(openapi.methods_of(app.openapi(), request.url.path))
+            headers["Allow"] = ", ".join(openapi.methods_of(ROUTERS, request.url.path))
         return problem_response(HttpProblem(error.status_code, code, detail, headers=headers), request.url.path)
 
     async def defect(request: Request, error: Exception) -> Response:

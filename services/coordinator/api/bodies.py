@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import orjson
@@ -9,11 +11,14 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from penstock.services.coordinator.api.documents import from_json, from_yaml, step, too_many_flaws
+from penstock.services.coordinator.api.occupancy import Occupancy
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem
 from penstock.shared.config.explain import explain
 from penstock.shared.config.kinds import AnyJob, job_model
 
-__all__ = ["BODIES", "YAML_TYPES", "body_schema", "job_pointer", "read_job", "read_model", "read_object"]
+__all__ = ["BODIES", "YAML_TYPES", "body_schema", "job_pointer", "read_job", "read_model", "read_object", "read_parsed"]
+
+T = TypeVar("T")
 
 MAX_SHOWN = 20
 """Flaws of a body that are listed."""
@@ -26,7 +31,11 @@ async def read_job(request: Request) -> tuple[AnyJob, dict[str, Any]]:
     Raises:
         HttpProblem: 400 not parseable, 415 another media type, 422 not a valid job.
     """
-    raw = await read_object(request, yaml_too=True)
+    return await read_parsed(request, partial(_job_of, _media_type(request)))
+
+
+def _job_of(kind: str, body: bytes) -> tuple[AnyJob, dict[str, Any]]:
+    raw = _object_of(kind, body, yaml_too=True)
     model = job_model(raw)
     try:
         return model.model_validate(raw), raw
@@ -37,10 +46,28 @@ async def read_job(request: Request) -> tuple[AnyJob, dict[str, Any]]:
         raise HttpProblem(422, "invalid_job", f"the job is not valid: {first}{more}", errors=flaws) from None
 
 
-async def read_object(request: Request, *, yaml_too: bool = False, patch_too: bool = False) -> dict[str, Any]:
-    """The body as an object; an empty body is an empty object where no job is expected."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+async def read_object(request: Request, *, patch_too: bool = False) -> dict[str, Any]:
+    """The JSON body as an object; an empty body is an empty object."""
+    return await read_parsed(request, partial(_object_of, _media_type(request), patch_too=patch_too))
+
+
+async def read_parsed(request: Request, parse: Callable[[bytes], T]) -> T:
+    """``parse(body)``, beside the event loop where the body is long. Raises HttpProblem: 429 it was not its turn."""
     body = await request.body()
+    state = request.scope.get("state", {})
+    try:
+        occupancy: Occupancy = request.app.state.backend.occupancy
+        return await occupancy.parse(state.get("owner", ""), body, partial(parse, body))
+    finally:
+        if (large := state.get("large_body")) is not None:
+            await large.leave()
+
+
+def _media_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _object_of(kind: str, body: bytes, *, yaml_too: bool = False, patch_too: bool = False) -> dict[str, Any]:
     if not body and not yaml_too:
         return {}
     if yaml_too and kind in YAML_TYPES:
@@ -68,7 +95,11 @@ async def read_model(request: Request, model: type[M]) -> M:
     Raises:
         HttpProblem: 400 not parseable, 415 another media type, 422 not valid, with a pointer to each flaw.
     """
-    data = await read_object(request)
+    return await read_parsed(request, partial(_model_of, _media_type(request), model))
+
+
+def _model_of(kind: str, model: type[M], body: bytes) -> M:
+    data = _object_of(kind, body)
     try:
         return model.model_validate_json(orjson.dumps(_with_integers(data)), strict=True)
     except ValidationError as error:

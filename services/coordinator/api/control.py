@@ -224,6 +224,10 @@ class Control(Protocol):
         """
         ...
 
+    async def newest_event(self, job: str) -> int:
+        """Sequence of the newest event of a job; 0: it has none."""
+        ...
+
     async def keeps_event(self, seq: int) -> bool:
         """Whether an event with this sequence is there; where it is not, those after it may be gone, too."""
         ...
@@ -323,7 +327,7 @@ class Control(Protocol):
         """
         ...
 
-    async def logs(self, job: str, *, service: str | None, tail: int, after: str | None) -> Row:
+    async def logs(self, job: str, *, service: str | None, tail: int, after: str | None, unnamed: bool) -> Row:
         """``{"lines": [{"service", "worker", "text"}], "next": cursor}``: the last ``tail`` lines, or those after a
         cursor that an earlier reply gave. The cursor is opaque to the API."""
         ...

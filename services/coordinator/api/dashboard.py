@@ -47,13 +47,13 @@ def is_asset(path: str) -> bool:
 
 
 @router.get("/")
-def page(request: Request) -> Response:
+async def page(request: Request) -> Response:
     """The page itself."""
     return _serve(request, "index.html")
 
 
 @router.get("/assets/{name:path}")
-def asset(request: Request, name: str) -> Response:
+async def asset(request: Request, name: str) -> Response:
     """A file that the page loads."""
     return _serve(request, name)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections import deque
 from collections.abc import Mapping
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -10,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.services.coordinator.api.auth import ANONYMOUS, KeyRing
 from penstock.services.coordinator.api.dashboard import is_asset
+from penstock.services.coordinator.api.occupancy import LargeBody, Occupancy
 from penstock.services.coordinator.api.ratelimit import RateLimiter
 from penstock.services.coordinator.api.replies import HttpProblem, from_error, problem_response
 from penstock.shared.errors import PenstockError
@@ -21,13 +24,16 @@ MAX_BODY_BYTES = 1 << 20
 """Longest request body; enforced while it is read, whatever Content-Length says."""
 MAX_LARGE_BYTES = 8 << 20
 """Longest body where whole conversations or batches of feedback are posted."""
+MAX_OPEN_BYTES = 16 << 10
+"""Longest body of a request without a key, which no such route reads."""
 MAX_FILE_BYTES = 64 << 20
 """Longest body of an uploaded data set. Larger ones are put where the services see them and named in a job file."""
 LIVE_PATHS = frozenset({"/feedback", "/v1/feedback", "/v1/feedback/batch"})
 LIVE_ENDS = ("/chat/completions", "/v1/completions")
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/v1/version", "/openapi.json"})
 """Served without a key and without counting."""
-
+PER_TURN = 16
+"""Requests that begin in one turn of the loop; each takes about a millisecond of it."""
 
 REQUESTS = metrics.counter("http_requests", "Requests of the API.", ("route", "method", "code"))
 SECONDS = metrics.histogram("http_request_duration_seconds", "Time to the start of the reply.", ("route",))
@@ -35,12 +41,14 @@ SECONDS = metrics.histogram("http_request_duration_seconds", "Time to the start 
 
 class Guard:
     """ASGI middleware: at most so many requests of an address, a key where keys exist, at most so many requests of that
-    key, at most so many bytes."""
+    key, by rate and at once, at most so many bytes."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, limiter: RateLimiter) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing, limiter: RateLimiter, occupancy: Occupancy) -> None:
         self.app = app
         self.keys = keys
         self.limiter = limiter
+        self.occupancy = occupancy
+        self._turns = _Turns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve or refuse one request."""
@@ -48,17 +56,29 @@ class Guard:
             await self.app(scope, receive, send)
             return
         reply = _Reply(send)
+        await self._turns.mine()
         try:
-            if scope["path"] not in OPEN_PATHS and not is_asset(scope["path"]):
-                await self._admit(scope, reply)
-            limit = body_limit(scope["path"])
-            await self.app(scope, _limited(Headers(scope=scope), receive, limit), reply)
+            if scope["path"] in OPEN_PATHS or is_asset(scope["path"]):
+                await self.app(scope, _limited(Headers(scope=scope), receive, MAX_OPEN_BYTES), reply)
+                return
+            owner = await self._admit(scope, reply)
+            with self.occupancy.request(owner):
+                await self._serve(scope, receive, reply, self.occupancy.large_body(owner))
         except PenstockError as error:
             if reply.started:
                 raise
             await problem_response(from_error(error), scope["path"])(scope, receive, reply)
 
-    async def _admit(self, scope: Scope, reply: _Reply) -> None:
+    async def _serve(self, scope: Scope, receive: Receive, reply: _Reply, large: LargeBody) -> None:
+        scope["state"]["large_body"] = large
+        try:
+            limit = body_limit(scope["path"])
+            await self.app(scope, _limited(Headers(scope=scope), receive, limit, large), reply)
+        finally:
+            await large.leave()
+
+    async def _admit(self, scope: Scope, reply: _Reply) -> str:
+        """Who is answerable for the request: the key, or the address where there are no keys. Raises HttpProblem."""
         client = scope.get("client")
         address = await self.limiter.hit_address(client[0] if client else "")
         if address is not None:  # before the key is looked at: who guesses keys is counted, too
@@ -66,12 +86,14 @@ class Guard:
             if not address.allowed:
                 raise address.refusal("address_rate_limited", "from this address")
         caller = await self.keys.caller(Headers(scope=scope))
-        scope.setdefault("state", {})["caller"] = caller
-        peer = f"{caller.id}@{client[0]}" if client and caller is ANONYMOUS else caller.sender
+        owner = f"{caller.id}@{client[0]}" if client and caller is ANONYMOUS else caller.id
+        scope.setdefault("state", {}).update(caller=caller, owner=owner)
+        peer = owner if caller is ANONYMOUS else caller.sender
         allowance = await self.limiter.hit(peer, caller.rate_limit, live=is_live(scope["path"]))
         reply.extra = allowance.headers()
         if not allowance.allowed:
             raise allowance.refusal("rate_limited", "of this caller")
+        return owner
 
 
 class _Reply:
@@ -103,7 +125,37 @@ def is_live(path: str) -> bool:
     return path in LIVE_PATHS or path.endswith(LIVE_ENDS)
 
 
-def _limited(headers: Headers, receive: Receive, limit: int) -> Receive:
+class _Turns:
+    """Begins at most PER_TURN requests in one turn of the loop, so that a burst of them never holds up the others."""
+
+    def __init__(self) -> None:
+        self._begun = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def mine(self) -> None:
+        """Return when the request may begin."""
+        loop = asyncio.get_running_loop()
+        if not self._begun:
+            loop.call_soon(self._next)
+        if self._begun < PER_TURN and not self._waiting:
+            self._begun += 1
+            return
+        turn = loop.create_future()
+        self._waiting.append(turn)
+        await turn
+
+    def _next(self) -> None:
+        self._begun = 0
+        while self._waiting and self._begun < PER_TURN:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                self._begun += 1
+        if self._begun:
+            asyncio.get_running_loop().call_soon(self._next)
+
+
+def _limited(headers: Headers, receive: Receive, limit: int, large: LargeBody | None = None) -> Receive:
     declared = headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise _too_large(limit)
@@ -115,6 +167,8 @@ def _limited(headers: Headers, receive: Receive, limit: int) -> Receive:
         seen += len(message.get("body", b""))
         if seen > limit:
             raise _too_large(limit)
+        if seen > MAX_BODY_BYTES and large is not None:
+            await large.enter()
         return message
 
     return counted

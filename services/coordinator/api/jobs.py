@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import re
-import time
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Header, Query, Request
 from starlette.responses import Response
 
-from penstock.services.coordinator.api.access import Backend, BackendDep, JobId, stopped_within
+from penstock.services.coordinator.api.access import Backend, BackendDep, JobId
 from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.bodies import read_job
 from penstock.services.coordinator.api.control import Order
@@ -27,7 +26,6 @@ __all__ = ["MAX_PAGE", "MAX_WAIT_S", "router"]
 
 MAX_PAGE = 100
 MAX_WAIT_S = 300.0
-_POLL_S = 0.25
 _ORIGIN = re.compile(r"job:(job_[0-9a-f]{32})@", re.ASCII)
 """How the path of a model begins that is a checkpoint of a job."""
 _LABEL = re.compile(r"metadata\[(.{1,64})\]")
@@ -105,12 +103,7 @@ async def get_job(
     record = await backend.control.get(job)
     if wait and not if_none_match and goal == "change":
         if_none_match = _etag(record)
-    deadline = time.monotonic() + wait
-    while not _reached(record, goal, if_none_match):
-        left = deadline - time.monotonic()
-        if left <= 0 or await stopped_within(backend, min(_POLL_S, left)):
-            break
-        record = await backend.control.get(job)
+    record = await backend.feeds.until(record, lambda now: _reached(now, goal, if_none_match), wait)
     if if_none_match and _matches(if_none_match, record):
         return Response(status_code=304, headers={"ETag": _etag(record)})
     return _record(record, 200)

@@ -19,11 +19,13 @@ MAX_READ_BYTES = 1 << 20
 _JOB_ID = re.compile(r"job_[0-9a-f]{32}", re.ASCII)
 
 
-def read_logs(directory: Path, *, job: str, service: str | None, tail: int, after: str | None) -> dict[str, Any]:
+def read_logs(
+    directory: Path, *, job: str, service: str | None, tail: int, after: str | None, unnamed: bool = True
+) -> dict[str, Any]:
     """``{"lines": [{"service", "worker", "text"}], "next": cursor}``: the last ``tail`` lines, or those past ``after``.
 
-    Lines that name another job and not this one are left out. Files are read one after the other; a file that was
-    truncated is read from its start. Blocks on the disk: call it in a thread.
+    Lines that name another job and not this one are left out, and without ``unnamed`` those that name no job. Files are
+    read one after the other; a file that was truncated is read from its start. Blocks on the disk: call it in a thread.
 
     Raises:
         NotFound: there is no log of ``service`` (a service or one worker).
@@ -41,7 +43,7 @@ def read_logs(directory: Path, *, job: str, service: str | None, tail: int, afte
     tail_from = -tail if after is None else 0  # behind a cursor nothing is left out
     for path in paths:
         texts, places[path.stem] = _read(path, seen.get(path.stem), fresh=after is None)
-        wanted = [text for text in texts if _concerns(text, job)]
+        wanted = [text for text in texts if _concerns(text, job, unnamed=unnamed)]
         lines += [{"service": _service(path), "worker": path.stem, "text": text} for text in wanted[tail_from:]]
     return {"lines": lines, "next": ",".join(f"{name}:{place}" for name, place in places.items())}
 
@@ -75,6 +77,6 @@ def _parse_cursor(cursor: str | None) -> dict[str, int]:
     return places
 
 
-def _concerns(text: str, job: str) -> bool:
+def _concerns(text: str, job: str, *, unnamed: bool) -> bool:
     named = _JOB_ID.findall(text)
-    return not named or job in named
+    return job in named if named else unnamed

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Header, Query, Request
 from starlette.responses import Response, StreamingResponse
 
 from penstock.services.coordinator.api.access import BackendDep, JobId
+from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.bodies import body_schema, read_model
 from penstock.services.coordinator.api.logstream import follow_logs
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem, Json, from_error
@@ -74,7 +75,7 @@ async def events(
     start = _start(after, last_event_id)
     as_cloud_events = form == "cloudevents" or (form is None and CLOUD_EVENT in accept)
     if "text/event-stream" in accept:
-        rows: AsyncIterator[tuple[int | None, dict[str, Any]]] = control.follow_events(job, after=start)
+        rows: AsyncIterator[tuple[int | None, dict[str, Any]]] = backend.feeds.events(job, after=start)
         if as_cloud_events:
             rows = _cloud_events(job, rows)
         if last_event_id.strip() and start and not await control.keeps_event(start):
@@ -190,12 +191,12 @@ async def audit(job: JobId, backend: BackendDep) -> Response:
 @router.get(
     "/logs",
     response_model=LogLines,
-    dependencies=READ,
     responses={200: {"content": CONTENT}},
 )
 async def logs(
     *,
     job: JobId,
+    caller: Annotated[Caller, require("jobs:read")],
     backend: BackendDep,
     service: Annotated[str | None, Query(max_length=64)] = None,
     tail: Annotated[int, Query(ge=1, le=10_000)] = 100,
@@ -203,13 +204,18 @@ async def logs(
     follow: bool = False,
     last_event_id: Annotated[str, Header(max_length=4096)] = "",
 ) -> Response:
-    """The last lines of the services' logs; with `follow=true` as an event stream to the end of the job."""
+    """The last lines of the services' logs; with `follow=true` as an event stream to the end of the job.
+
+    Lines that name no job are shown to keys with the scope `admin`: they may be about any of them.
+    """
+    unnamed = caller.may("admin")
     if follow:
         await backend.control.get(job)
-        rows = follow_logs(backend.control, job, service=service, tail=tail, after=last_event_id or after)
+        rows = follow_logs(backend, job, service=service, tail=tail, after=last_event_id or after, unnamed=unnamed)
         stream = event_stream(rows, stopping=backend.stopping)
         return StreamingResponse(stream, media_type="text/event-stream", headers=HEADERS)
-    return Json(await backend.control.logs(job, service=service, tail=tail, after=after))
+    found = await backend.control.logs(job, service=service, tail=tail, after=after, unnamed=unnamed)
+    return Json(found)
 
 
 @router.post(

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+import asyncio
+import hashlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
+import orjson
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
+from starlette.responses import Response
 
 from penstock.services.coordinator.api.bodies import BODIES, YAML_TYPES
 from penstock.services.coordinator.api.replies import Problem
 from penstock.services.coordinator.api.scopes import scope_of
 from penstock.shared.config.kinds import KINDS
 
-__all__ = ["describe", "methods_of"]
+__all__ = ["Document", "describe", "methods_of"]
 
 _REF = "#/components/schemas/{model}"
 _PROBLEMS = {
@@ -23,9 +26,11 @@ _PROBLEMS = {
     "401": "No valid key.",
     "403": "The key lacks a scope, or the call is not from here.",
     "404": "No such thing.",
+    "408": "The body did not come in time.",
     "413": "Body too large.",
     "422": "Not valid; `errors` points at each problem.",
-    "429": "Too many requests; see Retry-After.",
+    "429": "Too many requests, in all, at once, or of this size; see Retry-After.",
+    "431": "The headers are too long.",
     "500": "A defect.",
     "503": "The bus or the leader does not answer; see Retry-After.",
     "504": "No answer in time.",
@@ -75,13 +80,38 @@ def _scopes(routers: Sequence[APIRouter]) -> dict[tuple[str, str], str]:
     }
 
 
-def methods_of(document: dict[str, Any], path: str) -> list[str]:
+def methods_of(routers: Sequence[APIRouter], path: str) -> list[str]:
     """Methods that exist for the path of a request; the router itself knows only those of the first match."""
-    found = []
-    for template, operations in document["paths"].items():
-        if re.fullmatch(re.sub(r"{[^}]+}", "[^/]+", template), path):
-            found += [method.upper() for method in operations]
-    return found
+    found: dict[str, None] = {}
+    for router in routers:
+        for route in router.routes:
+            if isinstance(route, APIRoute) and route.path_regex.match(path):
+                found |= dict.fromkeys(sorted(route.methods or ()))
+    return list(found)
+
+
+class Document:
+    """``/openapi.json``: written once, and again only for who does not have it."""
+
+    def __init__(self, build: Callable[[], dict[str, Any]]) -> None:
+        self._build = build
+        self._written: tuple[bytes, str] | None = None
+        self._building = asyncio.Lock()
+
+    async def __call__(self, request: Request) -> Response:
+        """The document, or 304."""
+        async with self._building:
+            if self._written is None:
+                self._written = await asyncio.to_thread(self._write)
+        data, etag = self._written
+        headers = {"ETag": etag, "Cache-Control": "no-cache"}
+        if etag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        return Response(data, media_type="application/json", headers=headers)
+
+    def _write(self) -> tuple[bytes, str]:
+        data = orjson.dumps(self._build())
+        return data, f'"{hashlib.sha256(data).hexdigest()[:16]}"'
 
 
 def _complete(path: str, method: str, operation: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from penstock.services.coordinator.api.volatile import Volatile
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, Unavailable
 
-__all__ = ["Allowance", "RateLimiter", "parse_rate"]
+__all__ = ["Allowance", "RateLimiter", "parse_rate", "subscriber"]
 
 NUM_STORES = 256
 """Counters in memory are spread over so many stores, for each looks through all it has whenever it counts."""
@@ -91,7 +91,7 @@ class RateLimiter:
         """Count one request of the client at ``host``; None where addresses have no limit."""
         if self._address is None:
             return None
-        return await self._count("address", self._address, ("address", _subscriber(host)))
+        return await self._count("address", self._address, ("address", subscriber(host)))
 
     async def take_user(self, caller: str, pseudonym: str, num_requests: int) -> Allowance | None:
         """Count as many of the requests for one end user as may pass; None where users have no limit."""
@@ -128,7 +128,7 @@ async def _take(
     return granted, 0, stats.reset_time
 
 
-def _subscriber(host: str) -> str:
+def subscriber(host: str) -> str:
     """What an address is counted as; what a proxy names that is no address is one client."""
     try:
         address = ipaddress.ip_address(host)

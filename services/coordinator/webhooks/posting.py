@@ -6,13 +6,13 @@ import asyncio
 
 import httpx
 
-from penstock.services.coordinator.webhooks.address import reachable_address
 from penstock.services.coordinator.webhooks.cloudevent import CloudEvent
 from penstock.services.coordinator.webhooks.signing import signature_headers
 from penstock.shared.errors import PenstockError, Unavailable
 from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.cloudevents import CLOUD_EVENT
 from penstock.shared.protocol.webhooks import StoredWebhook
+from penstock.shared.transport.address import pinned
 
 __all__ = ["GoneError", "open_http", "post_event"]
 
@@ -37,19 +37,17 @@ async def post_event(http: httpx.AsyncClient, hook: StoredWebhook, event: CloudE
     """
     try:
         url = httpx.URL(hook.url)
-        host = url.raw_host.decode("ascii")  # a name in another script as punycode, for all that follows
-        port = url.port or (443 if url.scheme == "https" else 80)
-        address = await reachable_address(host, port, private=private)
+        target, netloc, name = await pinned(url, private=private)
         headers = {
-            "Host": url.netloc.decode("ascii"),
+            "Host": netloc,
             "Content-Type": CLOUD_EVENT,
             "User-Agent": "penstock",
             **signature_headers(hook.secret, event.id, int(bus_time()), event.body),
         }
         async with asyncio.timeout(TIMEOUT_S):
             async with http.stream(
-                "POST", url.copy_with(host=address), content=event.body, headers=headers,
-                extensions={"sni_hostname": host},
+                "POST", target, content=event.body, headers=headers,
+                extensions={"sni_hostname": name},
             ) as reply:  # fmt: skip
                 status = reply.status_code  # what it says beside that is not read
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, TimeoutError) as error:

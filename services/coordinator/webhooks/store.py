@@ -11,7 +11,6 @@ from typing import Any
 import uuid6
 from pydantic import ValidationError
 
-from penstock.services.coordinator.webhooks.address import check_url
 from penstock.services.coordinator.webhooks.cloudevent import trial_event
 from penstock.services.coordinator.webhooks.posting import GoneError, open_http, post_event
 from penstock.services.coordinator.webhooks.signing import new_secret
@@ -19,6 +18,7 @@ from penstock.shared.errors import Conflict, NotFound, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_datetime
 from penstock.shared.protocol.webhooks import DeliveryState, StoredWebhook
+from penstock.shared.transport.address import check_url
 from penstock.shared.transport.bus import Bus, Entry
 
 __all__ = ["MAX_WEBHOOKS", "WebhookStore"]

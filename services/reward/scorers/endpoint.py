@@ -7,12 +7,14 @@ import os
 import random
 import time
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 import httpx
 
 from penstock.shared.config.service import load_settings
-from penstock.shared.errors import ScoringError
+from penstock.shared.errors import ScoringError, Unavailable
+from penstock.shared.transport.address import pinned
 
 __all__ = ["Call", "Endpoint", "variable"]
 
@@ -49,11 +51,17 @@ class Endpoint:
     ) -> None:
         """``repeatable``: asking again is harmless even where the server may have worked on the first request."""
         self._url, self._repeatable, self._timeout_s = url, repeatable, timeout_s
+        settings = load_settings()
+        # The operator's own model may stand anywhere; an address in a job file may not, unless the operator says so.
+        own = bool(settings.grader_url) and url.startswith(f"{settings.grader_url.rstrip('/')}/")
+        self._private = settings.scorer_private or own
         self._runner = asyncio.Runner()
         self._client = httpx.AsyncClient(
             headers={"Content-Type": "application/json", **headers},
             timeout=timeout_s,
             limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
+            follow_redirects=False,
+            trust_env=self._private,  # a proxy of the environment would resolve names behind the check
         )
         self._concurrency = concurrency
 
@@ -96,11 +104,11 @@ class Endpoint:
     async def _post(self, call: Call) -> bytes:
         """One attempt. Raises ScoringError where another is pointless, else _Passing."""
         try:
-            async with (
-                asyncio.timeout(self._timeout_s),
-                self._client.stream("POST", self._url, content=call.body, headers=call.headers) as reply,
-            ):
-                body = await self._read(reply)
+            async with asyncio.timeout(self._timeout_s):
+                async with await self._sent(call) as reply:
+                    body = await self._read(reply)
+        except Unavailable as error:
+            raise ScoringError(f"{self._url} is not asked: {error}") from None
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise _Passing(f"{self._url} cannot be reached: {error or type(error).__name__}") from None
         except (httpx.HTTPError, TimeoutError) as error:
@@ -112,6 +120,14 @@ class Endpoint:
         if reply.status_code in (_PASSING if self._repeatable else _NOT_TAKEN):
             raise _Passing(text, _retry_after_s(reply))
         raise ScoringError(text)
+
+    async def _sent(self, call: Call) -> AbstractAsyncContextManager[httpx.Response]:
+        """The request, to an address that was checked. Raises Unavailable: it may not go there."""
+        if self._private:
+            return self._client.stream("POST", self._url, content=call.body, headers=call.headers)
+        target, netloc, name = await pinned(httpx.URL(self._url), private=False, setting="PENSTOCK_SCORER_PRIVATE")
+        headers, extensions = {**call.headers, "Host": netloc}, {"sni_hostname": name}
+        return self._client.stream("POST", target, content=call.body, headers=headers, extensions=extensions)
 
     async def _read(self, reply: httpx.Response) -> bytes:
         body = bytearray()

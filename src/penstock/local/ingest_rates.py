@@ -54,8 +54,9 @@ _MS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 class Front:
     """A coordinator that takes feedback for one online job, on a nats-server that syncs every message to disk."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, **variables: str) -> None:
+        """``variables``: further settings, without ``PENSTOCK_``."""
+        self.directory, self._variables = directory, variables
         self.nats = NatsServer(directory / "nats")
         self.port = 0
         self.job = ""
@@ -65,7 +66,8 @@ class Front:
         self.nats.start()
         self.port = free_ports(1)[0]
         self.start()
-        self.job = _request("POST", f"{self.url}/v1/jobs", JOB)["id"]
+        key = self._variables.get("API_KEYS", "").partition(",")[0]
+        self.job = _request("POST", f"{self.url}/v1/jobs", JOB, key)["id"]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -88,6 +90,7 @@ class Front:
             "NATS_URL": self.nats.url, "NATS_MONITOR_URL": self.nats.monitor_url, "HTTP_HOST": "127.0.0.1",
             "HTTP_PORT": str(self.port), "DATA_DIR": str(self.directory / "data"), "LIVE_RATE_LIMIT": "9999999/minute",
             "LOG_LEVEL": "warning", "API_KEYS": "", "WORKER_ID": "bench",
+            **self._variables,
         }  # fmt: skip
         environment = {**os.environ, **{f"PENSTOCK_{name}": value for name, value in own.items()}}
         environment.pop("PENSTOCK_REDIS_URL", None)
@@ -243,8 +246,9 @@ def _wrk(plan: Plan) -> Result:
     )  # fmt: skip
 
 
-def _request(method: str, url: str, body: Any) -> dict[str, Any]:
-    reply = httpx.request(method, url, json=body, timeout=30.0)
+def _request(method: str, url: str, body: Any, key: str = "") -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    reply = httpx.request(method, url, json=body, headers=headers, timeout=30.0)
     if not reply.is_success:
         raise ConfigError(f"{url}: {reply.status_code} {reply.text}")
     return dict(reply.json())

@@ -328,6 +328,7 @@ class Stack:
             "PENSTOCK_HEALTH_HOST": "127.0.0.1",
             "PENSTOCK_HEALTH_PORT": str(health_port),
             "PENSTOCK_DRAIN_S": str(options.drain_s),
+            "PENSTOCK_SCORER_PRIVATE": os.environ.get("PENSTOCK_SCORER_PRIVATE", "true"),  # judges run on this machine
         }
         if self._room is not None:
             found |= self._room.sizes.variables

@@ -246,6 +246,10 @@ class Books:
                 return
             await asyncio.sleep(0.02)
 
+    async def newest_event(self, job: str) -> int:
+        self._known(job)
+        return len(self.feed[job])
+
     async def keeps_event(self, seq: int) -> bool:
         return seq not in self.purged
 
@@ -330,7 +334,9 @@ class Books:
         equation = {"drawn": 6, "trained": 4, "dropped": {"failed": 1}, "in_flight": 1}
         return {"ok": self.audit_ok, "equation": equation, "checks": [check], "violations": violations}
 
-    async def logs(self, job: str, *, service: str | None, tail: int, after: str | None) -> dict[str, Any]:
+    async def logs(
+        self, job: str, *, service: str | None, tail: int, after: str | None, unnamed: bool
+    ) -> dict[str, Any]:
         self._known(job)
         lines = [{"service": service or "trainer", "text": f"line {i}"} for i in range(3)] if after is None else []
         return {"lines": lines[-tail:], "next": "trainer:3"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from penstock.services.coordinator.webhooks.address import check_url
 from penstock.shared.config.graders import AnyGrader, StringCheckGrader, parts_of
 from penstock.shared.config.slots import fill_slots
 from penstock.shared.errors import ConfigError, NotFound, Unavailable
@@ -13,6 +12,7 @@ from penstock.shared.protocol.audit_log import AuditRecord
 from penstock.shared.protocol.grading import GradeReply, error_text
 from penstock.shared.protocol.scaling import Pool, ScaleReply
 from penstock.shared.protocol.webhooks import DeliveryState, StoredWebhook
+from penstock.shared.transport.address import check_url
 
 __all__ = ["AuditLogInMemory", "GradersInMemory", "ScalingInMemory", "WebhooksInMemory", "sample_row"]
 

@@ -193,10 +193,13 @@ async def test_pings_and_cleanup() -> None:
 
 def test_a_failing_source_says_so_and_can_be_resumed(served: Any, books: Any, job: Any) -> None:
     id = submit(served.url, job)
-    books.emit(id, "step", "one")
     books.broken_after = 2
     url = f"{served.url}/v1/jobs/{id}/events"
-    last = blocks(httpx.get(url, headers={"accept": "text/event-stream"}).text)[-1]
+    with httpx.stream("GET", url, headers={"accept": "text/event-stream"}, timeout=30) as reply:
+        lines = reply.iter_lines()
+        assert "id: 1" in lines
+        books.emit(id, "step", "one")
+        last = blocks("\n".join(lines) + "\n")[-1]
     assert (last["event"], json.loads(last["data"])["code"]) == ("error", "unavailable")
     books.advance(id, "succeeded")
     rest = blocks(httpx.get(url, headers={"accept": "text/event-stream", "last-event-id": "2"}).text)

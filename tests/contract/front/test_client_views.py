@@ -48,7 +48,7 @@ async def test_logs_are_followed_across_a_restart(
     """Every line once: those before the server is started again, and those after."""
     written, asked = [f"line {number}" for number in range(3)], threading.Event()
 
-    async def logs(job: str, *, service: str | None, tail: int, after: str | None) -> dict[str, Any]:
+    async def logs(job: str, *, service: str | None, tail: int, after: str | None, **_: Any) -> dict[str, Any]:
         if service == "nobody":
             raise NotFound("no log of 'nobody'")
         if after:  # the first lines have come

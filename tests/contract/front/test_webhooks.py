@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 from penstock.cli import app as cli
 from penstock.client import AsyncClient, Client
 from penstock.services import coordinator
-from penstock.services.coordinator.webhooks import address
-from penstock.services.coordinator.webhooks.address import check_url, reachable_address
 from penstock.shared.errors import ConfigError, NotFound, Unavailable
 from penstock.shared.protocol.cloudevents import EVENT_TYPES, cloud_event
 from penstock.shared.protocol.webhooks import DEFAULT_TYPES
+from penstock.shared.transport import address
+from penstock.shared.transport.address import check_url, reachable_address
 
 
 async def test_made_shown_changed_tried_and_forgotten(connect: Any, job: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -9,7 +10,9 @@ import pytest
 from starlette.requests import Request
 
 from penstock.services.coordinator.api.feedback_bodies import MAX_ITEM_VALUES, NDJSON, read_batch, read_post
+from penstock.services.coordinator.api.occupancy import Occupancy
 from penstock.services.coordinator.api.replies import HttpProblem
+from penstock.shared.config.service import ServiceSettings
 
 ID = "0190b5a4-7d3c-7000-8000-000000000000"
 
@@ -18,7 +21,9 @@ def request_of(body: bytes, kind: str = "application/json") -> Request:
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": body, "more_body": False}
 
-    return Request({"type": "http", "method": "POST", "headers": [(b"content-type", kind.encode())]}, receive)
+    state = SimpleNamespace(backend=SimpleNamespace(occupancy=Occupancy(ServiceSettings())))
+    headers = [(b"content-type", kind.encode())]
+    return Request({"type": "http", "method": "POST", "headers": headers, "app": SimpleNamespace(state=state)}, receive)
 
 
 def metric(value: Any, **more: Any) -> dict[str, Any]:

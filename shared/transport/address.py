@@ -1,4 +1,7 @@
-"""Where deliveries may go: not into the network that the coordinator stands in, unless the deployment allows it."""
+"""Where a request to an address that a user chose may go: not into the network of the service, unless that is allowed.
+
+A name is resolved, checked and connected to by the address that was checked, so that it cannot change in between.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,15 @@ import httpx
 
 from penstock.shared.errors import ConfigError, Unavailable
 
-__all__ = ["check_url", "reachable_address"]
+__all__ = ["WEBHOOKS", "check_url", "pinned", "reachable_address"]
+
+WEBHOOKS = "PENSTOCK_WEBHOOK_PRIVATE"
+"""The setting that allows private addresses where a caller names no other."""
 
 MAX_CHARS = 2000
 RESOLVE_S = 5.0
 RESOLVER = ThreadPoolExecutor(2, thread_name_prefix="resolve")
-"""Names that resolve slowly hold up webhooks alone: the loop's own threads serve files and folds."""
+"""Names that resolve slowly hold up such requests alone: the loop's own threads serve files and folds."""
 CARRIERS = tuple(ipaddress.IPv6Network(text) for text in ("::/96", "::ffff:0:0/96", "::ffff:0:0:0/96", "64:ff9b::/96"))
 """Whose last 32 bits are an IPv4 address: compatible, mapped, translated (RFC 2765), NAT64 (RFC 6052)."""
 
@@ -44,7 +50,7 @@ def check_url(url: str, *, private: bool) -> str:
     return url
 
 
-async def reachable_address(host: str, port: int, *, private: bool) -> str:
+async def reachable_address(host: str, port: int, *, private: bool, setting: str = WEBHOOKS) -> str:
     """An address of ``host`` to connect to: the one that was checked, so that a name cannot change in between.
 
     Raises:
@@ -58,19 +64,33 @@ async def reachable_address(host: str, port: int, *, private: bool) -> str:
         raise Unavailable(f"'{host}' has no address: {error or type(error).__name__}") from None
     addresses = [str(entry[4][0]).partition("%")[0] for entry in found]
     for text in [] if private else addresses:
-        _check(ipaddress.ip_address(text), host, Unavailable)
+        _check(ipaddress.ip_address(text), host, Unavailable, setting)
     return addresses[0]
 
 
+async def pinned(url: httpx.URL, *, private: bool, setting: str = WEBHOOKS) -> tuple[httpx.URL, str, str]:
+    """``(url, Host, name for TLS)`` of a request that goes to an address of ``url`` that was checked.
+
+    Raises:
+        Unavailable: the name has no address, or one of them is private.
+    """
+    host = url.raw_host.decode("ascii")  # a name in another script as punycode, for all that follows
+    port = url.port or (443 if url.scheme == "https" else 80)
+    address = await reachable_address(host, port, private=private, setting=setting)
+    return url.copy_with(host=address), url.netloc.decode("ascii"), host
+
+
 def _check(
-    address: ipaddress.IPv4Address | ipaddress.IPv6Address, host: str, kind: type[ConfigError] | type[Unavailable]
+    address: ipaddress.IPv4Address | ipaddress.IPv6Address,
+    host: str,
+    kind: type[ConfigError] | type[Unavailable],
+    setting: str = WEBHOOKS,
 ) -> None:
     inner = _carried(address)
     site_local = isinstance(inner, ipaddress.IPv6Address) and inner.is_site_local
     if not inner.is_global or inner.is_multicast or inner.is_reserved or site_local:
         raise kind(
-            f"'{host}' is {address}, a private address; whoever runs the coordinator allows those with "
-            "PENSTOCK_WEBHOOK_PRIVATE=true"
+            f"'{host}' is {address}, a private address; whoever runs the deployment allows those with {setting}=true"
         )
 
 

@@ -1,0 +1,268 @@
+"""What one client may occupy of the server: connections, heads, bodies, requests at once, followers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.services.coordinator.api import create_app
+from penstock.services.coordinator.api.documents import MAX_VALUES, count_values, items_of
+from penstock.services.coordinator.api.replies import HttpProblem
+from penstock.services.coordinator.webserver import server_of
+from penstock.shared.config.service import ServiceSettings
+
+LONG_S = 20
+ROOT = {"authorization": "Bearer root"}
+
+
+@contextlib.asynccontextmanager
+async def serving(books: Any, **more: Any) -> AsyncIterator[tuple[httpx.AsyncClient, int]]:
+    """The application behind the server that the coordinator starts, and its port."""
+    settings = ServiceSettings(http_port=0, **more)
+    server = server_of(create_app(books, settings), settings)
+    task = asyncio.create_task(server._serve())
+    async with asyncio.timeout(LONG_S):
+        while not server.started:
+            await asyncio.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=LONG_S) as client:
+            yield client, port
+    finally:
+        server.should_exit = True
+        await task
+
+
+async def answer_to(port: int, *pieces: bytes, wait_s: float = 0.0) -> bytes:
+    """All that the server says before it ends the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    answer = b""
+    with contextlib.suppress(ConnectionError):
+        for piece in pieces:
+            writer.write(piece)
+            await asyncio.sleep(wait_s)
+        async with asyncio.timeout(LONG_S):
+            answer = await reader.read()
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+    return answer
+
+
+def head(path: str = "/healthz", *headers: str, method: str = "GET") -> bytes:
+    return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: 127.0.0.1", *headers, "", ""]).encode()
+
+
+async def test_a_head_is_bounded_before_it_is_read(books: Any) -> None:
+    async with serving(books) as (client, port):
+        long = "x-long: " + "a" * (65 << 10)
+        many = [f"x-{number}: a" for number in range(300)]
+        for sent in (head("/healthz", long), head("/healthz", *many), head("/" + "a" * (65 << 10))):
+            answer = await answer_to(port, sent)
+            assert answer.startswith(b"HTTP/1.1 431 "), answer[:100]
+            assert orjson.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "head_too_long"
+        fits = await client.get("/healthz", headers={"x-long": "a" * (60 << 10)})
+        assert fits.status_code == 200
+
+
+async def test_trailers_are_bounded_like_a_head(books: Any) -> None:
+    async with serving(books) as (_, port):
+        begun = head("/v1/jobs", "transfer-encoding: chunked", "content-type: application/json", method="POST")
+        answer = await answer_to(port, begun + b"2\r\n{}\r\n0\r\nx-long: " + b"a" * (140 << 10))
+        assert answer.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 422 ")), answer[:100]
+
+
+async def test_slow_heads_bodies_and_silence_end(books: Any) -> None:
+    async with serving(books, http_head_s=0.3, http_body_s=0.3) as (client, port):
+        assert await answer_to(port) == b""
+        assert (await answer_to(port, b"GET / HT", b"TP/1.1\r\nx", wait_s=0.1)).startswith(b"HTTP/1.1 408 ")
+        body = head("/v1/jobs", "content-length: 9", "content-type: application/json", method="POST")
+        assert (await answer_to(port, body + b"{", b" ", wait_s=0.1)).startswith(b"HTTP/1.1 408 ")
+        assert (await client.get("/healthz")).status_code == 200
+
+
+async def test_connections_of_one_address_are_bounded(books: Any) -> None:
+    async with serving(books, http_connections_per_address=3) as (_, port), contextlib.AsyncExitStack() as stack:
+        writers = [(await asyncio.open_connection("127.0.0.1", port))[1] for _ in range(3)]
+        for writer in writers:
+            stack.callback(writer.close)
+        refused = await answer_to(port, head())
+        assert refused.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in refused
+        writers[0].close()
+        async with asyncio.timeout(LONG_S):
+            while not (await answer_to(port, head("/healthz", "connection: close"))).startswith(b"HTTP/1.1 200 "):
+                await asyncio.sleep(0.05)
+
+
+async def test_a_proxy_may_have_as_many_as_there_are(books: Any) -> None:
+    bounds = {"http_connections_per_address": 1, "http_connections": 16, "forwarded_allow_ips": "127.0.0.1"}
+    async with serving(books, **bounds) as (_, port), contextlib.AsyncExitStack() as stack:
+        for _ in range(16):
+            stack.callback((await asyncio.open_connection("127.0.0.1", port))[1].close)
+        assert (await answer_to(port, head())).startswith(b"HTTP/1.1 503 ")
+
+
+async def test_requests_of_one_key_at_once_are_bounded(connect: Any, job: Any) -> None:
+    async with connect(api_keys="root,other", key_concurrency=2) as client:
+        id = (await client.post("/v1/jobs", json=job, headers=ROOT)).json()["id"]
+        path, held = f"/v1/jobs/{id}", {"params": {"wait": 30}, "headers": ROOT}
+        polls = [asyncio.create_task(client.get(path, **held)) for _ in range(2)]
+        async with asyncio.timeout(LONG_S):
+            while (reply := await client.get(path, headers=ROOT)).status_code == 200:
+                await asyncio.sleep(0.02)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (429, "too_many_at_once")
+        assert reply.headers["retry-after"] == "1"
+        assert (await client.get(path, headers={"authorization": "Bearer other"})).status_code == 200
+        for poll in polls:
+            poll.cancel()
+        await asyncio.gather(*polls, return_exceptions=True)
+        async with asyncio.timeout(LONG_S):
+            while (await client.get(path, headers=ROOT)).status_code != 200:
+                await asyncio.sleep(0.02)
+
+
+async def test_the_document_is_written_once(connect: Any) -> None:
+    async with connect(api_keys="root") as client:
+        first = await client.get("/openapi.json")
+        again = await client.get("/openapi.json", headers={"if-none-match": first.headers["etag"]})
+        assert (first.status_code, again.status_code, again.content) == (200, 304, b"")
+        assert first.json()["openapi"].startswith("3.")
+
+
+async def test_many_who_wait_for_a_job_look_at_it_once(connect: Any, books: Any, job: Any) -> None:
+    async with connect() as client:
+        id, looks, get = (await client.post("/v1/jobs", json=job)).json()["id"], 0, books.get
+
+        async def counted(name: str) -> Any:
+            nonlocal looks
+            looks += 1
+            return await get(name)
+
+        books.get = counted
+        polls = [asyncio.create_task(client.get(f"/v1/jobs/{id}", params={"wait": 30})) for _ in range(40)]
+        async with asyncio.timeout(LONG_S):
+            while looks < 45:  # 40 to begin with, and a few by which all of them were looked after
+                await asyncio.sleep(0.05)
+        began, before = time.monotonic(), looks
+        await asyncio.sleep(1.0)
+        assert looks - before <= 4 * (time.monotonic() - began) + 2
+        books.advance(id, "succeeded")
+        replies = await asyncio.gather(*polls)
+        assert {reply.json()["status"]["phase"] for reply in replies} == {"succeeded"}
+
+
+async def test_many_readers_of_events_share_a_follower(books: Any, job: Any) -> None:
+    followers, follow = 0, books.follow_events
+
+    def counted(name: str, *, after: int) -> Any:
+        nonlocal followers
+        followers += 1
+        return follow(name, after=after)
+
+    books.follow_events = counted
+    async with serving(books) as (client, _):
+        id = (await client.post("/v1/jobs", json=job)).json()["id"]
+
+        begun = set[int]()
+
+        async def read(number: int) -> list[str]:
+            found = []
+            headers = {"accept": "text/event-stream"} | ({"last-event-id": str(number % 3)} if number % 3 else {})
+            async with client.stream("GET", f"/v1/jobs/{id}/events", headers=headers) as reply:
+                async for line in reply.aiter_lines():
+                    begun.add(number)
+                    found += [line] if line.startswith(("id: ", "event: end")) else []
+            return found
+
+        books.emit(id, "step", "one")
+        readers = [asyncio.create_task(read(number)) for number in range(30)]
+        async with asyncio.timeout(LONG_S):
+            while len(begun) < 30:
+                await asyncio.sleep(0.01)
+        for number in range(5):
+            books.emit(id, "step", str(number))
+            await asyncio.sleep(0.02)
+        books.advance(id, "succeeded")
+        found = await asyncio.gather(*readers)
+    assert followers == 1
+    for number, lines in enumerate(found):
+        assert lines == [*(f"id: {seq}" for seq in range(number % 3 + 1, 9)), "event: end"]
+
+
+# -- bodies ----------------------------------------------------------------------------------------------------------
+
+
+def values_of(data: Any) -> int:
+    if isinstance(data, dict):
+        return 1 + sum(map(values_of, data.values()))
+    return 1 + sum(map(values_of, data)) if isinstance(data, list) else 1
+
+
+TEXTS = st.text(alphabet=st.sampled_from('ab,[]{}"\\:\n\u20ac'))
+DOCUMENTS = st.recursive(
+    st.none() | st.booleans() | st.integers() | TEXTS,
+    lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner),
+    max_leaves=30,
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(DOCUMENTS, st.integers(1, 7), st.booleans())
+def test_values_are_counted_before_anything_is_made_of_them(data: Any, size: int, ascii: bool) -> None:
+    body = json.dumps([data] * 3, ensure_ascii=ascii).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.services.coordinator.api.documents.CHUNK_BYTES", size)
+        patch.setattr("penstock.services.coordinator.api.documents.MAX_VALUES", 0)
+        count = count_values(body)
+        assert [json.loads(text) for text in items_of(body, 3)] == [data] * 3
+    assert values_of([data] * 3) <= count <= 2 * values_of([data] * 3)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [(b"[1}", 200), (b"[1", 400), (b"[1]]", 400), (b"[[1]", 400), (b"{}", 422), (b"[1,2,3]", 413), (b"[1]x", 400)],
+)
+def test_arrays_that_are_none(body: bytes, status: int) -> None:
+    """``[1}`` is cut into texts of which one is no JSON: that is seen where they are parsed."""
+    found = 200
+    try:
+        items_of(body, 2)
+    except HttpProblem as problem:
+        found = problem.status
+    assert found == status
+
+
+async def test_bodies_with_too_many_values_hold_nothing_up(connect: Any) -> None:
+    many = b"[" + b"{}," * ((8 << 20) // 3 - 20) + b"{}]"
+    async with connect() as client:
+        worst, done = 0.0, asyncio.Event()
+
+        async def probe() -> None:
+            nonlocal worst
+            while not done.is_set():
+                began = time.monotonic()
+                await asyncio.sleep(0.005)
+                worst = max(worst, time.monotonic() - began)
+
+        probing = asyncio.create_task(probe())
+        headers = {"content-type": "application/json"}
+        chat = b'{"model":"m","messages":' + many[: -(1 << 10)].rpartition(b",")[0] + b"]}"
+        posts = [client.post("/v1/chat/completions", content=chat, headers=headers) for _ in range(3)]
+        replies = await asyncio.gather(*posts)
+        done.set()
+        await probing
+        assert {(reply.status_code, reply.json()["error"]["code"]) for reply in replies} == {(422, "too_complex")}
+        assert worst < 0.5, "parsing such a body takes 1.5 s"
+        listed = b'{"name": [' + b"1," * MAX_VALUES + b"1]}"
+        reply = await client.post("/v1/jobs", content=listed, headers=headers)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (422, "too_complex")
