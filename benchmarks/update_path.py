@@ -5,7 +5,8 @@
 A real server with fsync, three connections, the trainer's in a process of its own. Only the last group of a batch and
 what follows it are on the path: the group is stored, the coordinator reads its header, the seal is stored in the
 ledger, the manifest is stored, the trainer reads it, fetches all groups and checks them. With ``max_lag`` of 1 or more
-all of that happens during the update before.
+all of that happens during the update before. ``recorded`` is the other end: the trainer's report of the update is
+stored in the ledger before engines hear of its weights. The slot is written first, for the report holds its digest.
 """
 
 from __future__ import annotations
@@ -19,22 +20,24 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import uvloop
-from report import Report
+from report import Report as Table
 
 from penstock.services.coordinator.journal import Journal
 from penstock.services.rollout.publisher import GroupPublisher
 from penstock.services.trainer.inputs import BatchInputs
+from penstock.services.trainer.reports import Reporter
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.codec import pack
-from penstock.shared.protocol.events import BatchSealed, SealedGroup
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.events import BatchSealed, BatchTrained, SealedGroup
 from penstock.shared.protocol.ids import Draw, new_attempt
-from penstock.shared.protocol.messages import BatchManifest
+from penstock.shared.protocol.messages import Ack, BatchManifest, Report
 from penstock.shared.protocol.trajectory import GROUP_HEADER, Group, parse_group_header
 from penstock.shared.transport.bus import Bus, Message
 from penstock.shared.transport.server import NatsServer
@@ -65,6 +68,7 @@ class Times(NamedTuple):
     sealed: float
     announced: float
     fetched: float
+    recorded: float
 
 
 def group_of(ordinal: int, size: Size) -> Group:
@@ -120,16 +124,35 @@ async def updates_of(size: Size, args: argparse.Namespace) -> list[Times]:
             await journal.load()
             publishing = asyncio.create_task(publisher.run())
             found, draws = [], iter(range(args.groups * number))
+            reporter, taking = (
+                Reporter(worker, JOB),
+                await leader.serve(subjects.report(JOB), partial(_record, journal)),
+            )
             headers = leader.follow(subjects.EXPERIENCE, subjects.experience(JOB), headers_only=True)
             async with aclosing(headers):
                 for update in range(1, number + 1):
                     groups = [group_of(next(draws), size) for _ in range(args.groups)]
                     batch = [await _publish(group, publisher, headers) for group in groups]
-                    found.append(await _seal(update, batch, leader, journal, here))
+                    times = await _seal(update, batch, leader, journal, here)
+                    began = time.monotonic()
+                    await reporter.ask(Report(kind="trained", epoch=1, batch=update, version=update, digest="0" * 32))
+                    found.append(times._replace(recorded=time.monotonic() - began))
                     await leader.purge(subjects.EXPERIENCE, subjects.experience(JOB), below_seq=batch[-1][0].seq)
             publishing.cancel()
+            await taking.close(1)
             process.join(10)
     return found[WARM_UP:]
+
+
+async def _record(journal: Journal, data: bytes) -> bytes:
+    """The coordinator's part: the event is on disk, then the trainer hears so."""
+    report, _ = unpack(data, Report)
+    trained = BatchTrained(
+        writer_epoch=1, time=0.0, number=report.batch, revision=1, version=report.version, digest=report.digest,
+        trainer_epoch=1,
+    )  # fmt: skip
+    await journal.append([trained])
+    return pack(Ack(ok=True), job=JOB, epoch=1)
 
 
 async def _publish(
@@ -166,7 +189,7 @@ async def _seal(
     await leader.publish(subjects.batches(JOB), pack(manifest, job=JOB, id=f"{number}.1", epoch=1))
     announced = time.monotonic()
     fetched = await asyncio.to_thread(trainer.recv)
-    return Times(*batch[-1][1:], sealed - began, announced - sealed, max(0.0, fetched - announced))
+    return Times(*batch[-1][1:], sealed - began, announced - sealed, max(0.0, fetched - announced), 0.0)
 
 
 def main() -> int:
@@ -176,7 +199,7 @@ def main() -> int:
     parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--groups", type=int, default=16)
     args = parser.parse_args()
-    report = Report(
+    report = Table(
         f"The bus on the path of an update, {args.groups} groups: medians, ms",
         ["group", *Times._fields, "together", "p99"],
     )

@@ -40,7 +40,7 @@ CHECKS = {
     "once only": "no draw, attempt or message was trained twice in the lineage",
     "version monotone": "policy versions rise by one per update, and above the clock at a fork",
     "digests": "stored groups hash to what the ledger sealed",
-    "spans": "version spans cover every token and agree with what the gate saw",
+    "spans": "version spans cover every token, agree with what the gate saw and name the weights of the ledger",
     "finite": "every log-prob and reward that was trained is finite",
     "resampling": "no more groups without signal were replaced than algorithm.dynamic_sampling allows",
     "hyper-parameters": "each batch was sealed with the settings that held then, and sampled with those of its draws",
@@ -260,6 +260,8 @@ def audit_group(audit: Audit, number: int, sealed: SealedGroup, group: Group, di
     versions = group.spans[:, 1]
     if len(versions) and (int(versions.min()), int(versions.max())) != (sealed.min_version, sealed.max_version):
         audit.find("spans", f"{where}: spans say {versions.min()}..{versions.max()}, the gate saw otherwise")
+    if audit.state.made_by_others((v, w) for v, w in zip(versions.tolist(), group.weights, strict=False) if w):
+        audit.find("spans", f"{where}: a span names weights that its version does not have in the ledger")
     if not np.isfinite(group.logprobs).all() or not np.isfinite(group.rewards).all():
         audit.find("finite", f"{where}: a log-prob or reward is not finite")
     if (group.logprobs > 1e-6).any():

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 from penstock.services.coordinator.draws import OpenDraw
 from penstock.services.coordinator.gate import MAX_REDRAWS, Candidate, Verdict, choose
 from penstock.services.coordinator.hyperparameters import hyperparameters_of
-from penstock.services.coordinator.ledger import NO_SIGNAL, LedgerState
+from penstock.services.coordinator.ledger import NO_SIGNAL, WRONG_WEIGHTS, LedgerState
 from penstock.services.coordinator.promotion import PromotionGate, Rollback
 from penstock.shared.config.job import JobConfig
 from penstock.shared.protocol.events import (
@@ -188,7 +188,9 @@ class Draft:
             return candidate.header.skipped, False
         if candidate.verdict is not Verdict.ACCEPT:
             return str(candidate.verdict), draw.n < MAX_REDRAWS
-        return ("stale", True) if candidate.is_stale(start, self.config.train.max_lag) else None
+        stale = candidate.is_stale(start, self.config.train.max_lag)
+        reason = WRONG_WEIGHTS if candidate.has_wrong_weights(self.state) else "stale" if stale else ""
+        return (reason, True) if reason else None
 
     def drop_draws(self, draws: list[Draw], reason: str, *, redraw: bool) -> None:
         if not draws:

@@ -53,6 +53,15 @@ class Candidate:
         """Whether an update that starts from ``start_version`` may not train it; only the policy loss knows a lag."""
         return self.header.objective == "policy" and is_stale(self.header.min_version, start_version, max_lag)
 
+    def has_wrong_weights(self, state: LedgerState) -> bool:
+        """Whether weights made it that the ledger does not know under their number.
+
+        A trainer that ended before its update was recorded may have shown them to engines: its successor's update can
+        give other bits. Groups of earlier versions do not say which weights made them.
+        """
+        newer = self.header.objective == "policy" and self.header.max_version > state.version
+        return newer or state.made_by_others(self.header.weights)
+
     @property
     def mean_length(self) -> int:
         """Mean completion length in tokens."""

@@ -46,11 +46,16 @@ from penstock.shared.protocol.events import (
     SettingsChanged,
 )
 from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.weights import short_digest
 
-__all__ = ["LOGPROBS_DIFFER", "NO_SIGNAL", "LedgerState", "OpenDraw", "TrainedBatch", "fold"]
+__all__ = ["LOGPROBS_DIFFER", "NO_SIGNAL", "WRONG_WEIGHTS", "LedgerState", "OpenDraw", "TrainedBatch", "fold"]
 
 LOGPROBS_DIFFER = "logprobs_differ"
 """Reason of a draw whose posted log-probs are not those of the policy: its sender is not believed any more."""
+WRONG_WEIGHTS = "wrong_weights"
+"""Reason of a draw whose group came from weights that the ledger does not know under their version number."""
+KEPT_WEIGHTS = 256
+"""Of so many versions the digests are kept: more than any lag bound."""
 NO_SIGNAL = "no_signal"
 """Reason of a draw that was replaced because the rewards of its group are all equal."""
 
@@ -89,6 +94,8 @@ class LedgerState:
             the ``num_refused``-th in a row; ``figures``: of the newest update, which decide on its promotion.
         canary: the version that a share of live traffic tries before it is served to all, None while there is none;
             ``judged``: what conversations of both arms earned since, by their first interaction.
+        weights: short digests of what was published as the newest ``KEPT_WEIGHTS`` versions, by version: of the policy
+            as engines get it, whole weights or an adapter, never of a critic.
         forked: the version that the newest fork began; ``fork_request``: the operation that asked for it, or ''.
     """
 
@@ -134,6 +141,7 @@ class LedgerState:
     figures: dict[str, float] = field(default_factory=dict)
     canary: CanaryBegun | None = None
     judged: dict[str, Judged] = field(default_factory=dict)
+    weights: dict[int, str] = field(default_factory=dict)
     forked: int = -1
     fork_request: str = ""
 
@@ -185,6 +193,10 @@ class LedgerState:
     def update_index(self, number: int) -> int:
         """Updates of the lineage before batch ``number``: the position in schedules, and the point of evaluations."""
         return self.updates + number - self.last_trained - 1
+
+    def made_by_others(self, weights: Iterable[tuple[int, str]]) -> bool:
+        """Whether one of these versions, with the short digest of its weights, is not the one of that number here."""
+        return any(self.weights.get(version, short) != short for version, short in weights)
 
     def balanced(self) -> bool:
         """The ledger equation."""
@@ -305,7 +317,8 @@ class LedgerState:
         self.batches[event.number] = TrainedBatch(draws, seqs, event.revision, event.version, event.digest, self.values)
         self.values = self.values | track(self.values, batch.tracking.rewards, keep=batch.tracking.keep)
         self.last_trained, self.updates = event.number, self.updates + 1
-        self.version, self.digest, self.figures = event.version, event.digest, event.figures
+        self._publish(event.version, event.digest)
+        self.figures = event.figures
         self.trainer_epoch = max(self.trainer_epoch, event.trainer_epoch)
 
     def _promoted(self, event: Promoted) -> None:
@@ -328,7 +341,7 @@ class LedgerState:
         self.checkpoint = self.checkpoints[event.number] = event
         self.trainer_epoch = max(self.trainer_epoch, event.trainer_epoch)
         if event.number == 0:
-            self.version, self.digest = event.version, event.digest
+            self._publish(event.version, event.digest)
         self.batches = {n: b for n, b in self.batches.items() if any(s >= event.low_seq for s in b.seqs)}
         if self.admissions:
             kept = {draw.ordinal for batch in self.batches.values() for draw in batch.draws}
@@ -365,8 +378,14 @@ class LedgerState:
             self.checkpoint = self.base_of(event.from_batch)
         self.refused, self.num_refused, self.figures, self.canary, self.judged = None, 0, {}, None, {}
         self.forked, self.fork_request = event.version, event.operation
-        self.version, self.digest = event.version, event.digest
+        self._publish(event.version, event.digest)
         self.trainer_epoch = max(self.trainer_epoch, event.trainer_epoch)
+
+    def _publish(self, version: int, digest: str) -> None:
+        """From now on ``version`` is the newest one, and these are its weights."""
+        self.version, self.digest = version, digest
+        known = {**self.weights, version: short_digest(digest)}
+        self.weights = {v: known[v] for v in list(known)[-KEPT_WEIGHTS:]}
 
 
 _HANDLERS: dict[type[Event], Callable[[LedgerState, Any], None]] = {

@@ -108,6 +108,7 @@ def build_group(
         failed=np.asarray([sample.finish == "abort" or not sample.token_ids for sample in samples], np.bool_),
         finish=np.asarray(finish, np.uint8),
         spans=np.asarray(spans, np.int32).reshape(-1, 4),
+        weights=tuple(span.weights for sample in samples for span in sample.spans),
         greedy=np.arange(len(samples)) >= len(samples) - num_greedy,
         experts=group_experts(samples, len(prompt.token_ids)),
         temperature=temperature,

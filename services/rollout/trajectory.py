@@ -60,7 +60,8 @@ class Episode:
         self.num_turns += 1
         if not sample.token_ids:
             return
-        self._append(self.told, [0.0] * len(self.told), 0, [Span(sample.spans[0].version, 0, len(self.told))])
+        first = sample.spans[0]
+        self._append(self.told, [0.0] * len(self.told), 0, [Span(first.version, 0, len(self.told), first.weights)])
         self._append(sample.token_ids, sample.logprobs, 1, sample.spans)
         self.answer, self.transcript = text, self.transcript + self._told_text + text
         self.told, self._told_text = [], ""
@@ -96,9 +97,9 @@ class Episode:
             if span.end == span.start:
                 continue
             begin, end = start + span.start, start + span.end
-            if self._spans and self._spans[-1].version == span.version:
+            if self._spans and (self._spans[-1].version, self._spans[-1].weights) == (span.version, span.weights):
                 begin = self._spans.pop().start
-            self._spans.append(Span(span.version, begin, end))
+            self._spans.append(Span(span.version, begin, end, span.weights))
 
 
 def with_episodes(group: Group, episodes: Sequence[Episode], *, judged: bool) -> Group:

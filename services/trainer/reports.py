@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from penstock.services.trainer.fence import Fence
@@ -21,6 +22,9 @@ logger = logging.getLogger(__name__)
 ANSWER_DEADLINE_S = 5.0
 RETRY_S = 0.2
 
+Recorded = Callable[[], Awaitable[None]]
+"""Follows a report that is in the ledger."""
+
 
 class Reporter:
     """Sends reports; a refusal means that the ledger says otherwise and this trainer must start over (Fenced).
@@ -31,7 +35,7 @@ class Reporter:
     def __init__(self, bus: Bus, job: str, fence: Fence | None = None) -> None:
         self._bus, self._job = bus, job
         self._fence = fence or Fence()
-        self._queue: asyncio.Queue[Report] = asyncio.Queue(maxsize=256)
+        self._queue: asyncio.Queue[tuple[Report, Recorded | None]] = asyncio.Queue(maxsize=256)
         self.unanswered: tuple[str, float] | None = None
         """The report that the coordinator does not answer, and since when (Unix seconds)."""
 
@@ -61,17 +65,19 @@ class Reporter:
                 raise Fenced(f"report '{report.kind}' of batch {report.batch} refused: {ack.reason}")
             return ack.data
 
-    async def post(self, report: Report) -> None:
-        """Queue a report behind the others."""
-        await self._queue.put(report)
+    async def post(self, report: Report, then: Recorded | None = None) -> None:
+        """Queue a report behind the others; ``then`` is awaited once it is in the ledger, before the next is sent."""
+        await self._queue.put((report, then))
 
     async def run(self) -> None:
-        """Send queued reports until cancelled."""
+        """Send queued reports until cancelled. Raises Fenced."""
         while True:
-            report = await self._queue.get()
+            report, then = await self._queue.get()
             await self.ask(report)
+            if then is not None:
+                await then()
             self._queue.task_done()
 
     async def settled(self) -> None:
-        """Return once every queued report is in the ledger."""
+        """Return once every queued report is in the ledger, and what was to follow it is done."""
         await self._queue.join()

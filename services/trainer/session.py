@@ -12,6 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -285,8 +286,8 @@ class TrainerSession:
         progress = self.progress
         progress.version = manifest.start_version + 1
         began = time.perf_counter()
+        await self._reporter.settled()  # there is one version at a time that engines do not know yet
         published = await self._publishing.publish(self._crew, version=progress.version, epoch=self._epoch)
-        await self._publishing.announce(published)
         self._seconds["publish"] += time.perf_counter() - began
         progress.batch, progress.digest = manifest.number, published.digest
         self._inputs.trained(manifest)
@@ -299,7 +300,9 @@ class TrainerSession:
             Report(
                 kind="trained", epoch=self._epoch, batch=manifest.number, revision=manifest.revision,
                 version=progress.version, digest=published.digest, metrics=metrics,
-            )
+            ),
+            # Not before: a successor that trains the batch again may get other bits, and engines would have seen both.
+            partial(self._publishing.announce, published),
         )  # fmt: skip
 
     async def _refuse(self, manifest: BatchManifest, error: Untrainable) -> None:

@@ -52,11 +52,15 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """Output tokens [start, end) were produced by policy ``version``."""
+    """Output tokens [start, end) were produced by policy ``version``, whose weights have the short digest ``weights``.
+
+    ``weights`` is empty where nobody knows it: in records of earlier versions, and for what was not sampled here.
+    """
 
     version: int
     start: int
     end: int
+    weights: str = ""
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,13 +98,17 @@ class GenRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):
-    """One token of sample ``index``, as soon as it is sampled. ``top`` is as long as the request's top_logprobs."""
+    """One token of sample ``index``, as soon as it is sampled; see ``Span`` for version and weights.
+
+    ``top`` is as long as the request's top_logprobs.
+    """
 
     index: int
     token_id: int
     logprob: float
     version: int
     top: Likely = []
+    weights: str = ""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):

@@ -138,6 +138,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     top: list[list[tuple[str, float]]] = []
     finish: str = ""
     recorded: bool = False
+    weights: str = ""
+    """Short digest of the weights of ``version``; empty where it is not known."""
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):

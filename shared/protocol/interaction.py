@@ -114,6 +114,10 @@ class Interaction(msgspec.Struct, frozen=True, kw_only=True):
     first_token: float
     ended: float
 
+    def row(self) -> dict[str, Any]:
+        """The record as the API shows it: each span is `[version, start, end]`."""
+        return {**msgspec.to_builtins(self), "spans": [[span.version, span.start, span.end] for span in self.spans]}
+
 
 class Feedback(msgspec.Struct, frozen=True, kw_only=True):
     """One accepted item of feedback: durable in FEEDBACK before its sender has the 202.

@@ -50,7 +50,8 @@ class GroupHeader(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fa
     ``error`` is the first scoring error, for people. ``greedy`` marks completions decoded at temperature 0; empty means
     that there are none. The gate's lag bound is one of ``objective`` `policy` alone. ``temperature`` is the group's;
     earlier versions did not say it. ``source`` is the name of the source of its prompt; empty: a live agent sent it, or
-    an earlier version wrote this.
+    an earlier version wrote this. ``weights`` are the versions in its spans with the short digests of their
+    weights, as far as its maker knew them.
     """
 
     draw: Draw
@@ -73,6 +74,7 @@ class GroupHeader(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fa
     objective: Objective = "policy"
     temperature: float | None = None
     source: str = ""
+    weights: list[tuple[int, str]] = msgspec.field(default_factory=list)
 
     @property
     def num_messages(self) -> int:
@@ -117,6 +119,7 @@ class Group:
         experts: uint8 or uint16 [P + N, layers with experts, experts of a token], the router table of prompt and
             completions where the job replays it; None otherwise.
         spans: int32 [S, 4]: trajectory, version, start, end; tokens [start, end) came from that policy version.
+        weights: short digest of the weights behind each span, "" where it is not known; () where none is.
         objective: which loss trains it. A preference has two trajectories, the better one first, whose reward is the
             strength of the preference.
         assumed: nobody knows which policy sampled it; taken as if the newest one had. Its log-probs mean nothing.
@@ -140,6 +143,7 @@ class Group:
     spans: NDArray[np.int32]
     greedy: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     experts: NDArray[Any] | None = None
+    weights: tuple[str, ...] = ()
     objective: Objective = "policy"
     assumed: bool = False
     temperature: float = 1.0
@@ -188,8 +192,8 @@ class Group:
         self._check_kinds(g)
         if not 0 <= self.temperature < math.inf:
             raise ProtocolError(f"group {self.draw}: its temperature is {self.temperature}")
-        if self.spans.ndim != 2 or self.spans.shape[1] != 4:
-            raise ProtocolError(f"group {self.draw}: spans must be [S, 4]")
+        if self.spans.ndim != 2 or self.spans.shape[1] != 4 or len(self.weights) not in (0, len(self.spans)):
+            raise ProtocolError(f"group {self.draw}: spans must be [S, 4], and weights one for each or none")
         ends = np.zeros(g, np.int64)
         for trajectory, _, start, end in self.spans.tolist():
             if not 0 <= trajectory < g or start != ends[trajectory] or end <= start:
@@ -238,6 +242,7 @@ class Group:
             objective=self.objective,
             temperature=self.temperature,
             source=str(self.meta.get("source", "")),
+            weights=sorted({(version, w) for version, w in zip(versions.tolist(), self.weights, strict=False) if w}),
         )
 
 
@@ -267,6 +272,7 @@ def encode_group(group: Group) -> tuple[bytes, GroupHeader]:
         **({} if group.experts is None else {"experts": group.experts}),
         **({} if group.objective == "policy" else {"objective": group.objective}),
         **({"assumed": True} if group.assumed else {}),
+        **({"weights": list(group.weights)} if any(group.weights) else {}),
     }
     data = b"".join(encode_frame(tree))
     return data, group.header(digest=xxhash.xxh3_128_hexdigest(data), nbytes=len(data))
@@ -300,6 +306,7 @@ def decode_group(data: bytes | bytearray | memoryview, *, temperature: float = 1
             experts=tree.get("experts"),
             objective=tree.get("objective", "policy"),
             assumed=tree.get("assumed", False),
+            weights=tuple(tree.get("weights", ())),
             **arrays,
         )
     except (KeyError, TypeError, ValueError) as error:
@@ -324,6 +331,9 @@ def _check_tree(tree: dict[str, Any]) -> None:
         raise ProtocolError(f"group {draw}: 'parts' holds something else than arrays")
     if tree.get("objective", "policy") not in OBJECTIVES or not isinstance(tree.get("assumed", False), bool):
         raise ProtocolError(f"group {draw}: 'objective' or 'assumed' is not what it may be")
+    weights = tree.get("weights", [])
+    if not isinstance(weights, list) or not all(isinstance(short, str) for short in weights):
+        raise ProtocolError(f"group {draw}: 'weights' is not a list of texts")
     if experts is not None and not isinstance(experts, np.ndarray):
         raise ProtocolError(f"group {draw}: 'experts' is not an array")
 

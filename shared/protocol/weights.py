@@ -8,7 +8,7 @@ from math import prod
 import msgspec
 import xxhash
 
-__all__ = ["ALIGN", "Layout", "SlotRef", "TensorSpec", "WeightManifest", "make_layout"]
+__all__ = ["ALIGN", "Layout", "SlotRef", "TensorSpec", "WeightManifest", "make_layout", "short_digest"]
 
 ALIGN = 64
 """Tensors start at multiples of this many bytes inside a slot."""
@@ -58,6 +58,11 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     refs: tuple[SlotRef, ...]
     created: float
     base: str = ""
+
+
+def short_digest(digest: str) -> str:
+    """The first 64 bits of a weight digest, in hex: enough to tell the weights that have one version number apart."""
+    return digest[:16]
 
 
 def make_layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Layout:

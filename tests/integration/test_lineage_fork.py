@@ -179,3 +179,27 @@ async def test_a_job_goes_on_after_its_data_directory_moved(
     assert (state.finished, state.updates, state.rolled_back) == ("succeeded", UPDATES, ())
     assert state.checkpoint is not None
     assert (runner.run.path_of(state.checkpoint) / "COMMIT").exists()
+
+
+async def test_a_trainer_that_gets_other_bits_forks_before_it_shows_them(bus: Bus, tmp_path: Path) -> None:
+    """The successor's updates differ (another library, say): its digest is not that of the ledger."""
+    record = JobRecord(id=JOB, name=JOB, created_at=datetime.now(UTC), spec=SPEC)
+    await bus.kv(subjects.JOBS).put(JOB, record.model_dump_json().encode())
+    runner = JobRunner(bus, JobStore(bus), Members(), record, epoch=1, data_dir=tmp_path)
+    settings = ServiceSettings(data_dir=tmp_path, shm_dir=tmp_path, worker_id="trainer-0", lease_s=0.5)
+    other = {**SPEC, "optimizer": {"learning_rate": 1e-3, "betas": [0.5, 0.6]}}
+    allowed = 4
+    async with running(runner.lead()) as leading, running(generate(bus, lambda: allowed)) as rollout:
+        await until(lambda: runner.ready, leading, rollout)
+        state = runner.run.state
+        async with running(TrainerSession(bus, settings, JOB, JobConfig.parse(SPEC)).run()) as training:
+            await until(lambda: state.last_trained == 2, leading, rollout, training)
+        before, allowed = dict(state.weights), 1000
+        async with running(TrainerSession(bus, settings, JOB, JobConfig.parse(other)).run()):
+            await until(lambda: bool(state.finished), rollout)
+    events = [e for m in await bus.read(subjects.LEDGER, subjects.ledger(JOB)) for e in decode_events(m.data)]
+    [fork] = [event for event in events if isinstance(event, LineageForked)]
+    assert (fork.from_batch, fork.version) == (1, 3), "version 3 is the first that has the new weights"
+    assert "gave another weight digest than before" in fork.reason
+    assert {version: state.weights[version] for version in before} == before, "one number, one policy"
+    assert (state.finished, state.updates) == ("succeeded", UPDATES)

@@ -8,8 +8,10 @@ import time
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from penstock.services.trainer.crew import Crew
@@ -25,7 +27,11 @@ from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.messages import Ack, Command, Report
+from penstock.shared.protocol.events import SealedGroup
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.messages import Ack, BatchManifest, Command, Report
+from penstock.shared.protocol.trajectory import Group, encode_group
+from penstock.shared.protocol.weights import WeightManifest
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.server import NatsServer
 
@@ -143,3 +149,92 @@ async def test_a_trainer_whose_start_failed_says_what_it_waits_for(
         assert "model.path: no such model" in row["waiting_for"]
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+
+@dataclass
+class Leader:
+    """Records what a trainer reports; ``trained`` is answered once ``recorded`` is set, with ``accepts``."""
+
+    bus: Bus
+    accepts: bool = True
+    recorded: asyncio.Event = field(default_factory=asyncio.Event)
+    heard: list[Report] = field(default_factory=list)
+
+    async def answer(self, data: bytes) -> bytes:
+        report, _ = unpack(data, Report)
+        if report.kind == "trained":
+            await self.recorded.wait()
+        self.heard.append(report)
+        start = {"checkpoint": None, "last_trained": 0, "version": 0, "digest": "", "batches": []}
+        return pack(Ack(ok=self.accepts or report.kind != "trained", reason="no", data=start), job=JOB, epoch=1)
+
+    def count(self, kind: str) -> int:
+        return sum(report.kind == kind for report in self.heard)
+
+    async def shown(self) -> tuple[int, str] | None:
+        """Version and digest that engines know."""
+        entry = await self.bus.kv(subjects.MANIFESTS).get(JOB)
+        if entry is None or entry.value is None:
+            return None
+        manifest, _ = unpack(entry.value, WeightManifest)
+        return manifest.version, manifest.digest
+
+    async def seal(self) -> None:
+        """Batch 1, of one group."""
+        ids = np.asarray([3, 4], np.int32)
+        group = Group(
+            job=JOB, draw=Draw(0), attempt="a", epoch=1, prompt_ids=ids, token_ids=ids,
+            cu_seqlens=np.arange(3, dtype=np.int32), logprobs=np.full(2, -1, np.float32), mask=np.ones(2, np.uint8),
+            rewards=np.asarray([0, 1], np.float32), failed=np.zeros(2, np.bool_), finish=np.zeros(2, np.uint8),
+            spans=np.asarray([[i, 0, 0, 1] for i in range(2)], np.int32),
+        )  # fmt: skip
+        data, header = encode_group(group)
+        seq = await self.bus.publish(subjects.experience(JOB), data)
+        sealed = SealedGroup(Draw(0), "a", seq, header.digest, 0, 0, [0.0, 1.0], 2, "w", temperature=1.0)
+        manifest = BatchManifest(number=1, revision=1, start_version=0, update_index=0, groups=[sealed])
+        await self.bus.publish(subjects.batches(JOB), pack(manifest, job=JOB, id="1.1", epoch=1))
+
+
+@asynccontextmanager
+async def training(bus: Bus, directory: Path, leader: Leader) -> AsyncIterator[TrainerSession]:
+    """A session that has made the update of batch 1 and reports it."""
+    await leader.seal()
+    session = session_of(bus, directory)
+    async with await bus.serve(subjects.report(JOB), leader.answer, max_concurrent=4):
+        running = asyncio.create_task(session.run())
+        try:
+            async with asyncio.timeout(60):
+                while session.progress.digest == "" or session.progress.batch != 1:
+                    assert not running.done(), running.exception()
+                    await asyncio.sleep(0.01)
+            yield session
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_engines_hear_of_weights_once_their_update_is_recorded(bus: Bus, tmp_path: Path) -> None:
+    leader = Leader(bus)
+    async with training(bus, tmp_path, leader) as session, asyncio.timeout(60):
+        first = await leader.shown()
+        assert first is not None
+        assert first[0] == 0
+        await asyncio.sleep(0.3)  # long enough for an announcement that waits for nothing
+        assert await leader.shown() == first, "the ledger does not know of version 1 yet"
+        leader.recorded.set()
+        while await leader.shown() == first:
+            await asyncio.sleep(0.01)
+        assert leader.count("trained") == 1
+        assert await leader.shown() == (1, session.progress.digest)
+
+
+async def test_an_update_that_the_ledger_refuses_is_never_shown_to_engines(bus: Bus, tmp_path: Path) -> None:
+    leader = Leader(bus, accepts=False)
+    leader.recorded.set()
+    async with training(bus, tmp_path, leader), asyncio.timeout(60):
+        while leader.count("hello") < 2:
+            await asyncio.sleep(0.01)
+        assert leader.count("trained") == 1
+        shown = await leader.shown()
+        assert shown is not None
+        assert shown[0] == 0, "the trainer started over instead"

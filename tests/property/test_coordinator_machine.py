@@ -67,6 +67,7 @@ class World:
     tickets: dict[Draw, int] = field(default_factory=dict)  # draw -> min_version
     temperatures: dict[Draw, float] = field(default_factory=dict)
     engine_version: int = 0
+    engine_weights: str = "w0"
 
     def append(self, entry: list[Event], expected: int) -> bool:
         """As the stream does it: whoever does not know the last entry is refused."""
@@ -203,9 +204,24 @@ class CoordinatorMachine(RuleBasedStateMachine):
             lengths=[2] * size, rewards=rewards[:size], failed=[bad == "failed"] * size, truncated=[False] * size,
             finite=bad != "nan", min_version=oldest, max_version=self.world.engine_version, worker="w",
             skipped="prompt_too_long" if bad == "skipped" else "", temperature=self.world.temperatures[draw],
+            weights=sorted({self.made_by(oldest), self.made_by(self.world.engine_version)}),
         )  # fmt: skip
         self.world.next_seq += self.world.stored[seq].num_messages
         self.world.later_parts |= set(range(seq + 1, self.world.next_seq))
+
+    def made_by(self, version: int) -> tuple[int, str]:
+        """A version and its weights, as an engine knows them."""
+        world = self.world
+        return version, world.engine_weights if version == world.engine_version else self.recorded()[version]
+
+    def recorded(self) -> dict[int, str]:
+        """The weights of each version, as the ledger has them."""
+        events = [event for entry in self.world.entries for event in entry]
+        return {0: "w0"} | {e.version: e.digest for e in events if isinstance(e, BatchTrained | LineageForked)}
+
+    def show(self) -> None:
+        """Engines take in the newest version that is in the ledger."""
+        self.world.engine_version, self.world.engine_weights = self.run.state.version, self.run.state.digest
 
     @rule(
         data=st.data(),
@@ -242,7 +258,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @rule()
     def answer_until_nothing_is_left(self) -> None:
         """Engines with the newest policy that answer every ticket they may start always fill a batch."""
-        self.world.engine_version = max(self.world.engine_version, self.run.state.version)
+        self.show()
         for _ in range(MAX_REDRAWS + 2):
             self.answer_all()
         run = self.run
@@ -290,7 +306,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         if sealed is None:
             return
         version = sealed.start_version + 1
-        digest = f"w{version}"
+        digest = f"w{version}.{self.trainer_epoch}"  # a successor's bits are others
         assert self.report(
             Report(
                 kind="trained", epoch=self.trainer_epoch, batch=sealed.number, revision=sealed.revision,
@@ -298,11 +314,20 @@ class CoordinatorMachine(RuleBasedStateMachine):
             )
         )  # fmt: skip
         if publish:
-            self.world.engine_version = max(self.world.engine_version, self.run.state.version)
+            self.show()
 
     @rule()
     def publish(self) -> None:
-        self.world.engine_version = max(self.world.engine_version, self.run.state.version)
+        self.show()
+
+    @rule()
+    def trainer_shows_an_update_and_ends_before_its_report(self) -> None:
+        """As earlier releases did: engines have weights under a number that its successor gives to others."""
+        sealed = self.run.state.sealed.get(self.run.state.last_trained + 1)
+        if sealed is not None:
+            self.world.engine_version = sealed.start_version + 1
+            self.world.engine_weights = f"w{sealed.start_version + 1}.{self.trainer_epoch}"
+            self.trainer_epoch += 1
 
     @rule()
     def train_again(self) -> None:
@@ -364,7 +389,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
                 kind="forked", epoch=self.trainer_epoch, batch=min(lost), version=version, digest=digest, reason="gone"
             )
         )
-        self.world.engine_version = version
+        self.show()
 
     @rule()
     def snapshot(self) -> None:
@@ -484,6 +509,16 @@ class CoordinatorMachine(RuleBasedStateMachine):
         if self.config.train.max_lag == 0:
             for batch in audit.trained.values():
                 assert all(g.min_version == g.max_version == batch.start_version for g in batch.groups)
+
+    @invariant()
+    def what_is_trained_came_from_the_weights_of_its_versions(self) -> None:
+        """One number, one policy: whatever engines saw under it before."""
+        if not hasattr(self, "run"):
+            return
+        recorded = self.recorded()
+        for batch in audit_ledger(self.world.entries, self.config).trained.values():
+            for seq in (group.seq for group in batch.groups if group.seq in self.world.stored):
+                assert all(recorded[version] == weights for version, weights in self.world.stored[seq].weights)
 
     @invariant()
     def resampling_is_bounded_and_replaces(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any, Literal
 
-import msgspec
 from fastapi import APIRouter, Path, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
@@ -224,7 +223,7 @@ async def get_interaction(
                 found = await serving_of(backend).interaction(job.id, marked[0])
                 if found is not None:
                     check_model(caller, job.name, job.id)
-                    return Json(msgspec.to_builtins(found) | await _decision(backend, marked[0], found))
+                    return Json(found.row() | await _decision(backend, marked[0], found))
     raise NotFound(f"no interaction '{interaction}' is recorded")
 
 

@@ -218,7 +218,7 @@ class FeedbackDesk:
         decisions = await self.decisions(ids)
         return [
             {
-                **msgspec.to_builtins(record),
+                **record.row(),
                 "decision": decisions.get(bare_id(record.id) or "") or self.after_end(record),
             }
             for record in records

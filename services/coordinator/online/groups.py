@@ -40,16 +40,18 @@ def group_of(
     ``temperature``: at which it is trained; None: at that of its turns, which they share.
     """
     prompt, tokens, mask = list(turns[0].prompt_ids), list[int](), list[int]()
-    logprobs, spans = list[float](), list[list[int]]()
+    logprobs, spans, weights = list[float](), list[list[int]](), list[str]()
     for turn in turns:
         told = turn.prompt_ids[len(prompt) + len(tokens) :]
         if told:
             spans.append([0, turn.spans[0].version, len(tokens), len(tokens) + len(told)])
+            weights.append(turn.spans[0].weights)
             tokens += told
             logprobs += [0.0] * len(told)
             mask += [0] * len(told)
         start = len(tokens)
         spans += [[0, span.version, start + span.start, start + span.end] for span in turn.spans]
+        weights += [span.weights for span in turn.spans]
         tokens += turn.token_ids
         logprobs += turn.logprobs
         mask += [1] * len(turn.token_ids)
@@ -66,6 +68,7 @@ def group_of(
         failed=np.zeros(1, np.bool_),
         finish=np.array([FINISH_REASONS.index(finish)], np.uint8),
         spans=np.array(spans, np.int32).reshape(-1, 4),
+        weights=tuple(weights),
         objective=objective,
         temperature=turns[0].sampling.temperature if temperature is None else temperature,
         parts={"feedback": np.array([reward], np.float32)},

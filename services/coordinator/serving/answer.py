@@ -99,10 +99,11 @@ class Answer:
         choice.token_ids += chunk.token_ids
         choice.logprobs += [logprob for logprob in chunk.logprobs if logprob is not None]
         end = len(choice.token_ids)
-        if choice.spans and choice.spans[-1].version == chunk.version:
+        before = choice.spans[-1] if choice.spans else None
+        if before is not None and (before.version, before.weights) == (chunk.version, chunk.weights):
             start = choice.spans.pop().start
         if end > start:
-            choice.spans.append(Span(chunk.version, start, end))
+            choice.spans.append(Span(chunk.version, start, end, chunk.weights))
 
     def finish_from(self, index: int, record: Interaction) -> None:
         """End a choice as its record says: the worker's last words were lost."""

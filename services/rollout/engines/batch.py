@@ -77,6 +77,7 @@ class Batch:
         max_length: int,
         detokenize: Callable[[list[int]], str],
         version: int,
+        weights: str = "",
         record_routes: bool = False,
         tell: Tell = lambda tokens: None,
     ) -> None:
@@ -96,7 +97,7 @@ class Batch:
         self._position_L = torch.arange(max_length, device=self._device)
         self._rope = rope_at(plan, self._position_L[:0])
         self._fresh = 0
-        self._version = version
+        self._version, self._weights = version, weights
         self.guard: Callable[[], bool] | None = None
 
     @property
@@ -115,7 +116,7 @@ class Batch:
             if held is not None:
                 self._cache.restore(row, held.keys, held.values)
                 completion.num_cached = len(held.token_ids)
-        self._rows.add([completion for completion, _ in ordered], self._version)
+        self._rows.add([completion for completion, _ in ordered], self._version, self._weights)
 
     @torch.inference_mode()
     def run(self, max_steps: int, interrupted: Callable[[], bool]) -> Outcome:
@@ -157,11 +158,12 @@ class Batch:
         self._drop(rows)
         return ended
 
-    def adopt(self, version: int) -> None:
-        """The weights are now those of ``version``: label what follows, and drop every cached key and value."""
+    def adopt(self, version: int, weights: str = "") -> None:
+        """The weights are now those of ``version``, with this short digest: label what follows, and drop every cached
+        key and value."""
         for completion, num_output in zip(self._rows.completions, self._rows.num_outputs(), strict=True):
-            completion.adopt(version, num_output)
-        self._version = version
+            completion.adopt(version, weights, num_output)
+        self._version, self._weights = version, weights
         if not self._rows.finite:
             self._cache.zero()
         self.drop_cache()
@@ -256,8 +258,9 @@ class Batch:
     def _new_tokens(self, stop: int, ends: Collection[int]) -> list[tuple[int, Token]]:
         """The last token of each streamed row before ``stop`` that goes on."""
         token_ids, logprobs = self._rows.newest(stop)
+        version, weights = self._version, self._weights
         return [
-            (c.request, Token(c.index, token_ids[row], logprobs[row], self._version, c.top[-1] if c.top else []))
+            (c.request, Token(c.index, token_ids[row], logprobs[row], version, c.top[-1] if c.top else [], weights))
             for row, c in enumerate(self._rows.completions[:stop])
             if c.streamed and row not in ends
         ]

@@ -30,8 +30,8 @@ class Completion:
     sampling: Sampling
     stop_ids: tuple[int, ...]
     seed: int
-    starts: list[tuple[int, int]] = field(default_factory=list)
-    """(policy version, output tokens before its first one), oldest first."""
+    starts: list[tuple[int, str, int]] = field(default_factory=list)
+    """(policy version, short digest of its weights, output tokens before its first one), oldest first."""
     streamed: bool = False
     """Its tokens are told as they are sampled."""
     session: str = ""
@@ -46,11 +46,11 @@ class Completion:
     matcher: Matcher | None = None
     """Says which tokens keep to the form that was asked for."""
 
-    def adopt(self, version: int, num_output: int) -> None:
-        """Tokens from ``num_output`` on are produced by ``version``."""
-        if self.starts and self.starts[-1][1] == num_output:
+    def adopt(self, version: int, weights: str, num_output: int) -> None:
+        """Tokens from ``num_output`` on are produced by ``version`` with these ``weights``."""
+        if self.starts and self.starts[-1][2] == num_output:
             self.starts.pop()
-        self.starts.append((version, num_output))
+        self.starts.append((version, weights, num_output))
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -69,9 +69,8 @@ def finished(completion: Completion, token_ids: list[int], logprobs: list[float]
     """Close a completion; version spans cover every token. One that lost its form did not stop by itself."""
     if finish == "stop" and completion.matcher is not None and completion.matcher.stuck:
         finish = "length"
-    ends = [start for _, start in completion.starts[1:]] + [len(token_ids)]
-    spans = [
-        Span(version, start, end) for (version, start), end in zip(completion.starts, ends, strict=False) if end > start
-    ]
+    ends = [start for _, _, start in completion.starts[1:]] + [len(token_ids)]
+    begun = zip(completion.starts, ends, strict=False)
+    spans = [Span(version, start, end, weights) for (version, weights, start), end in begun if end > start]
     sample = Sample(token_ids=token_ids, logprobs=logprobs, finish=finish, spans=spans, top=completion.top)
     return Finished(completion, sample)

@@ -31,6 +31,7 @@ from penstock.shared.protocol.generation import (
     Token,
     WeightInfo,
 )
+from penstock.shared.protocol.weights import short_digest
 
 __all__ = ["EmbeddedEngine"]
 
@@ -69,7 +70,7 @@ class EmbeddedEngine:
         self.stop_ids = tuple(sorted(stop_ids))
         self._batch = Batch(
             model, max_running=max_running, max_length=self.max_length, detokenize=detokenize, version=version,
-            record_routes=record_routes, tell=self._tell,
+            weights=short_digest(digest), record_routes=record_routes, tell=self._tell,
         )  # fmt: skip
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode")
         self._requests = Requests()
@@ -299,7 +300,7 @@ class EmbeddedEngine:
                 self._batch.drop_cache()
             else:
                 self._batch.guard = update.guard
-                self._batch.adopt(update.version)
+                self._batch.adopt(update.version, short_digest(update.digest))
             return time.perf_counter() - start
 
         frozen_at = self._frozen_at

@@ -51,14 +51,14 @@ class Rows:
             self.tokens_RC = torch.nn.functional.pad(self.tokens_RC, (0, extra))
             self._logprobs_RC = torch.nn.functional.pad(self._logprobs_RC, (0, extra))
 
-    def add(self, completions: Sequence[Completion], version: int) -> None:
+    def add(self, completions: Sequence[Completion], version: int, weights: str) -> None:
         """Append completions that have no output yet."""
         start, stop = self.count, self.count + len(completions)
         ints, floats, stops = [], [], []
         width = max(self._stops_RK.shape[1], *(len(c.stop_ids) for c in completions))
         self._stops_RK = torch.nn.functional.pad(self._stops_RK, (0, width - self._stops_RK.shape[1]), value=-1)
         for c in completions:
-            c.adopt(version, 0)
+            c.adopt(version, weights, 0)
             s, prompt = c.sampling, len(c.prompt_ids)
             limits = prompt + s.max_new_tokens, prompt + s.min_new_tokens
             ints.append((prompt, prompt, *limits, stream_of(c.seed), s.top_k, int(s.temperature == 0)))

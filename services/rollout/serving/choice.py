@@ -69,7 +69,7 @@ class Choice:
     def resume(self, begun: Begun) -> None:
         """Take over what another worker produced; its client has the text of it."""
         for span in begun.spans:
-            self._add(begun.token_ids[span.start : span.end], begun.logprobs[span.start : span.end], span.version)
+            self._add(begun.token_ids[span.start : span.end], begun.logprobs[span.start : span.end], span)
         self._read_one_by_one(self.token_ids)
         self._top += [[] for _ in self.token_ids]
         self._told = len(self.token_ids)
@@ -88,7 +88,7 @@ class Choice:
 
     def push(self, token: Token) -> Chunk:
         """A token that is not the last one."""
-        self._add([token.token_id], [token.logprob], token.version)
+        self._add([token.token_id], [token.logprob], token)
         self._top.append(token.top)
         return self._chunk(*self._read_one_by_one(self.token_ids[self._told :]))
 
@@ -97,7 +97,7 @@ class Choice:
         for span in sample.spans:
             start = max(span.start, len(self.token_ids) - before)
             if start < span.end:
-                self._add(sample.token_ids[start : span.end], sample.logprobs[start : span.end], span.version)
+                self._add(sample.token_ids[start : span.end], sample.logprobs[start : span.end], span)
                 self._top += sample.top[start : span.end]
 
     def last(self, finish: str, *, recorded: bool) -> Chunk:
@@ -149,15 +149,15 @@ class Choice:
             started=request.started, first_token=self.first_token, ended=bus_time(),
         )  # fmt: skip
 
-    def _add(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
+    def _add(self, token_ids: Sequence[int], logprobs: Sequence[float], by: Span | Token) -> None:
         if token_ids and not self.token_ids:
             self.first_token = bus_time()
         start, end = len(self.token_ids), len(self.token_ids) + len(token_ids)
         self.token_ids += token_ids
         self.logprobs += logprobs
-        if self.spans and self.spans[-1].version == version:
+        if self.spans and (self.spans[-1].version, self.spans[-1].weights) == (by.version, by.weights):
             start = self.spans.pop().start
-        self.spans.append(Span(version, start, end))
+        self.spans.append(Span(by.version, start, end, by.weights))
 
     def _read_one_by_one(self, token_ids: Sequence[int]) -> tuple[str, list[ToolCall]]:
         """As ``_read``. What is certain depends on how much is read at once: this way on the tokens alone, so that
@@ -187,7 +187,7 @@ class Choice:
             self.spans[-1].version if self.spans else -1, text, calls,
             [self.spell([token]) for token in ids] if wanted >= 0 else [],
             [self._named(likely) for likely in self._top[start:]] if wanted > 0 else [],
-            finish, recorded,
+            finish, recorded, self.spans[-1].weights if self.spans else "",
         )  # fmt: skip
 
     def _named(self, likely: Likely) -> list[tuple[str, float]]:

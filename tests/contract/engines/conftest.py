@@ -92,10 +92,16 @@ class Bench:
                 await asyncio.sleep(0.001)
 
     async def update(
-        self, version: int, *, seed: int, mode: UpdateMode = "swap", guard: Callable[[], bool] | None = None
+        self,
+        version: int,
+        *,
+        seed: int,
+        mode: UpdateMode = "swap",
+        guard: Callable[[], bool] | None = None,
+        digest: str = "",
     ) -> float:
         """A full update to ``peaked_model(seed)``."""
-        await self.engine.begin_update(version=version, digest=f"d{version}", mode=mode, guard=guard)
+        await self.engine.begin_update(version=version, digest=digest or f"d{version}", mode=mode, guard=guard)
         tensors = self.weights(seed)
         half = len(tensors) // 2
         await self.engine.load_chunk(dict(list(tensors.items())[:half]))

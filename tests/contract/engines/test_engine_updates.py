@@ -43,6 +43,16 @@ async def test_a_version_without_tokens_leaves_no_span(bench: Any) -> None:
     assert bench.error(sample, seeds=(0, 1, 2)) < 1e-4
 
 
+async def test_tokens_tell_apart_weights_that_had_the_same_version(bench: Any) -> None:
+    """A trainer was replaced, and its successor made another policy of that number."""
+    task = asyncio.create_task(bench.engine.generate(bench.ask("ghost")))
+    await bench.update(1, seed=1, digest="1" * 32)
+    await bench.until_tokens(20)
+    await bench.update(1, seed=2, digest="2" * 32)
+    sample = (await task).samples[0]
+    assert [(span.version, span.weights) for span in sample.spans[-2:]] == [(1, "1" * 16), (1, "2" * 16)]
+
+
 async def test_new_requests_see_the_new_weights_only(bench: Any) -> None:
     old = (await bench.engine.generate(bench.ask("old", max_new_tokens=30))).samples[0]
     await bench.update(1, seed=1)

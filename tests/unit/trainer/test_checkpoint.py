@@ -132,6 +132,31 @@ def test_a_crash_leaves_nothing_that_is_picked(tmp_path: Path, monkeypatch: pyte
     assert len(list((tmp_path / "job_1").iterdir())) == 3, "two checkpoints, and what is not ours"
 
 
+def test_a_checkpoint_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file and its directory are synced, then comes the name, then the marker, each synced with its directory."""
+    done: list[tuple[str, str]] = []
+    sync, rename = os.fsync, Path.rename
+
+    def synced(descriptor: int) -> None:
+        sync(descriptor)
+        done.append(("sync", str(Path(f"/proc/self/fd/{descriptor}").readlink().relative_to(tmp_path / "job_1"))))
+
+    def renamed(path: Path, target: Path) -> Path:
+        done.append(("rename", target.name))
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    path = save_checkpoint(tmp_path, "job_1", 1, small_state(), {})
+    files = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()} - {"COMMIT"}
+    named = done.index(("rename", path.name))
+    before = {place.partition("/")[2] for what, place in done[:named] if what == "sync"}
+    assert files <= before, "no file has its name before its bytes are on disk"
+    assert "" in before, "nor before its directory knows the files"
+    marker = f"{path.name}/COMMIT.partial"
+    assert done[named + 1 :] == [("sync", "."), ("sync", marker), ("rename", "COMMIT"), ("sync", path.name)]
+
+
 def test_what_could_not_be_written_takes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_at(tmp_path, monkeypatch, "fsync 3", OSError(28, "No space left on device"))
     assert [path.name[:9] for path in (tmp_path / "job_1").iterdir()] == ["00000001-"]

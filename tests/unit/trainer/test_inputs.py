@@ -1,4 +1,4 @@
-"""Groups that were fetched ahead of their turn."""
+"""Groups that were fetched ahead of their turn, and what a trainer checks of each."""
 
 from __future__ import annotations
 
@@ -61,4 +61,37 @@ async def test_groups_of_earlier_versions_are_trained_at_the_temperature_of_the_
     [(name, text)] = group_headers(header).items()
     fields = msgspec.json.decode(text)
     assert parse_group_header({name: msgspec.json.encode(fields).decode()}).temperature == 0.2
-    assert parse_group_header({name: msgspec.json.encode(fields[:-2]).decode()}).temperature is None
+    assert parse_group_header({name: msgspec.json.encode(fields[:-3]).decode()}).temperature is None
+
+
+async def sealed_as(bus: Bus, version: int, *, stored: bytes = b"") -> BatchManifest:
+    """Batch 1 from version 3 on: one group of ``version``; ``stored``: other bytes than those that were sealed."""
+    group = Group(
+        job="job_1", draw=Draw(4), attempt="a", epoch=1, prompt_ids=np.array([1], np.int32),
+        token_ids=np.array([2], np.int32), cu_seqlens=np.array([0, 1], np.int32), logprobs=np.zeros(1, np.float32),
+        mask=np.ones(1, np.uint8), rewards=np.ones(1, np.float32), failed=np.zeros(1, np.bool_),
+        finish=np.zeros(1, np.uint8), spans=np.array([[0, version, 0, 1]], np.int32),
+    )  # fmt: skip
+    data, header = encode_group(group)
+    seq = await bus.publish(subjects.experience("job_1"), stored or data)
+    sealed = SealedGroup(Draw(4), "a", seq, header.digest, 3, 3, [1.0], 1, "w", temperature=1.0)  # as a leader erred
+    return BatchManifest(number=1, revision=1, start_version=3, update_index=0, groups=[sealed])
+
+
+async def test_a_trainer_refuses_a_group_beyond_the_lag_bound_whoever_sealed_it(bus: Bus) -> None:
+    assert (await fetch_shard(bus, await sealed_as(bus, 2), [0], max_lag=1, temperature=1.0)).groups
+    with pytest.raises(Untrainable, match="from version 1") as refused:
+        await fetch_shard(bus, await sealed_as(bus, 1), [0], max_lag=1, temperature=1.0)
+    assert refused.value.bad == [Draw(4)]
+
+
+async def test_a_trainer_refuses_bytes_that_were_not_sealed(bus: Bus) -> None:
+    """They decode, they are of this draw, and somebody wrote them in place of the group that was judged."""
+    other = await sealed_as(bus, 3)
+    [message] = (await bus.get_whole(subjects.EXPERIENCE, [other.groups[0].seq])).values()
+    tree = decode_frame(message.data)
+    assert isinstance(tree, dict)
+    forged = b"".join(encode_frame({**tree, "rewards": np.array([100.0], np.float32)}))
+    with pytest.raises(Untrainable, match="do not hash to the sealed digest") as refused:
+        await fetch_shard(bus, await sealed_as(bus, 3, stored=forged), [0], max_lag=1, temperature=1.0)
+    assert refused.value.bad == [Draw(4)]
