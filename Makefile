@@ -9,8 +9,13 @@ GSM8K ?= data/gsm8k
 CLIENTS ?= $(sort $(basename $(notdir $(wildcard tests/clients/requirements/*.txt))))
 
 .DEFAULT_GOAL := help
+<<<<<<< HEAD
 .PHONY: help setup lint format type imports check test test-long e2e clients clients-venvs docs docs-serve reference compose-config compose-test up down \
 	demo bench bench-bus bench-update-path bench-ledger bench-jobs bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-serving bench-online bench-length bench-rambling fresh package release clean
+=======
+.PHONY: help setup lint format type imports check test test-long mutants chaos e2e clients clients-venvs docs docs-serve reference compose-config compose-test up down \
+	demo bench bench-bus bench-update-path bench-ledger bench-jobs bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-serving bench-online bench-length bench-rambling fresh package release clean
+>>>>>>> 6da269f (Chaos driver: four jobs under a seeded schedule of faults; mutants)
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -47,6 +52,12 @@ check: lint type imports  ## lint, types, architecture and the quick tests: what
 
 test: $(BIN)/pytest  ## all tests but the long ones
 	$(BIN)/pytest
+
+mutants: $(BIN)/pytest  ## change one rule of the core at a time: do the tests notice? (ARGS="--only gate.py")
+	$(BIN)/python tests/mutants.py $(ARGS)
+
+chaos: $(BIN)/pytest  ## four jobs under a random schedule of faults (SEED=1 MINUTES=15 ARGS="--kinds kill,stop")
+	$(BIN)/python -m tests.chaos --seed $(or $(SEED),1) --minutes $(or $(MINUTES),15) $(ARGS)
 
 test-long: $(BIN)/pytest  ## the long ones
 	$(BIN)/pytest -m long

@@ -306,7 +306,7 @@ class LedgerState:
     def _trained(self, event: BatchTrained) -> None:
         assert event.number == self.last_trained + 1, "batches are trained in order"
         batch = self.sealed.pop(event.number)
-        assert batch.revision == event.revision
+        assert batch.revision == event.revision, f"revision {event.revision} was refused or never sealed"
         assert event.version == batch.start_version + 1, "one version per update"
         draws = tuple(group.draw for group in batch.groups)
         for draw in draws:

@@ -1,0 +1,141 @@
+"""What must hold once the faults are over: books, replays, acknowledged feedback, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from penstock.client import Client
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import unpack
+from penstock.shared.protocol.events import Admitted, Event, LineageForked, decode_events
+from penstock.shared.protocol.interaction import Erasure, FateBatch, FeedbackBatch
+from penstock.shared.transport.bus import Bus
+from tests.chaos.deployment import Deployment
+
+__all__ = ["JobSummary", "check_feedback", "check_job", "left_behind", "open_files"]
+
+ERASED = ("erased", "deleted")
+"""A fork whose reason says so follows from a deletion that the books show."""
+
+
+@dataclass
+class JobSummary:
+    """One job after the faults; ``flaws`` are what must not be."""
+
+    job: str
+    name: str
+    phase: str = ""
+    step: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    forks: list[str] = field(default_factory=list)
+    replayed: int = 0
+    notes: list[str] = field(default_factory=list)
+    flaws: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        dropped = ", ".join(f"{reason} {count}" for reason, count in sorted(self.dropped.items())) or "none"
+        lines = [f"{self.name:<8} {self.phase}, {self.step} updates, {self.replayed} replayed; dropped: {dropped}"]
+        lines += [f"    fork: {fork}" for fork in self.forks] + [f"    note: {note}" for note in self.notes]
+        lines += [f"    FLAW: {flaw}" for flaw in self.flaws]
+        return "\n".join(lines)
+
+
+def check_job(deployment: Deployment, job: str, *, deletions: bool) -> JobSummary:
+    """Audit and replay of one job that is over; ``deletions``: what some users said was deleted meanwhile."""
+    client: Client = deployment.client
+    record = client.get(job)
+    status = record.status
+    found = JobSummary(job, record.name, status.phase, status.step or 0, dict(status.draws["dropped"]))
+    if status.phase != "succeeded":
+        found.flaws.append(f"{status.phase}: {status.message}")
+    audit = client.audit(job)
+    found.flaws += [f"audit: {flaw}" for flaw in audit["violations"]]
+    for event in _events(deployment, job):
+        if isinstance(event, LineageForked):
+            found.forks.append(f"from batch {event.from_batch} to version {event.version}: {event.reason}")
+            stated = job in deployment.damaged or any(word in event.reason for word in ERASED)
+            if not stated or not event.reason:
+                found.flaws.append(f"forked without a cause that was made: {event.reason}")
+    if status.phase == "succeeded":
+        _check_replay(client, found, deletions=deletions)
+    return found
+
+
+def _check_replay(client: Client, found: JobSummary, *, deletions: bool) -> None:
+    """Every update that can be repeated gives the same bits; a deletion takes the log of what it trained with it."""
+    rows = list(client.replay(found.job))
+    found.replayed = sum(row.get("match") is True for row in rows)
+    if any(row.get("match") is False for row in rows):
+        found.flaws.append(f"replay: other bits: {[row for row in rows if row.get('match') is False][:2]}")
+    last = rows[-1] if rows else {"summary": "no rows"}
+    if deletions and "is gone" in last["summary"]:
+        found.notes.append(f"replay ends early, after deletions: {last['summary']}")
+    elif not last.get("ok"):
+        found.flaws.append(f"replay: {last['summary']}")
+
+
+def _events(deployment: Deployment, job: str) -> list[Event]:
+    messages = deployment.on_bus(lambda bus: bus.read(subjects.LEDGER, subjects.ledger(job)))
+    return [event for message in messages for event in decode_events(message.data)]
+
+
+def check_feedback(deployment: Deployment, job: str, acked: dict[str, str]) -> tuple[Counter[str], list[str]]:
+    """Where each acknowledged item is, counted, and those that are nowhere."""
+
+    async def read(bus: Bus) -> dict[str, set[str]]:
+        posts = await bus.read(subjects.FEEDBACK, subjects.feedback(job))
+        erased = await bus.read(subjects.FEEDBACK, subjects.erasures(job))
+        fates = await bus.read(subjects.DECISIONS, subjects.decisions(job))
+        return {
+            "stream": {item.id for message in posts for item in unpack(message.data, FeedbackBatch)[0].items},
+            "deletion": {id for message in erased for id in unpack(message.data, Erasure)[0].feedback},
+            "decision": {fate.feedback for message in fates for fate in unpack(message.data, FateBatch)[0].items},
+        }
+
+    places = deployment.on_bus(read)
+    places["ledger"] = {
+        id
+        for event in _events(deployment, job)
+        if isinstance(event, Admitted)
+        for admission in event.admissions
+        for id in admission.feedback
+    }
+    bare = {id.removeprefix("fb_"): id for id in acked}
+    counts = Counter({place: len(ids & set(bare)) for place, ids in places.items()})
+    lost = sorted(set(bare) - set().union(*places.values()))
+    return counts, [f"{id} of {acked[bare[id]]}" for id in lost]
+
+
+def open_files(deployment: Deployment) -> dict[str, int]:
+    """File descriptors of each process that runs."""
+    found = {}
+    for name, pid in deployment.stack.processes.items():
+        with contextlib.suppress(OSError):
+            found[name] = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    return found
+
+
+def left_behind(directory: Path) -> Iterator[str]:
+    """Processes that still work in a directory after its deployment was closed, and files in its shared memory."""
+    for process in psutil.process_iter(["pid", "cmdline", "name"]):
+        if process.pid == os.getpid():
+            continue
+        told: list[Any] = [*(process.info["cmdline"] or [])]
+        with contextlib.suppress(psutil.Error, OSError):
+            told += process.environ().values()
+        if any(str(directory) in str(word) for word in told) and process.pid not in _ancestors():
+            yield f"process {process.pid} ({process.info['name']}): {' '.join(process.info['cmdline'] or [])[:120]}"
+    for path in (directory / "shm").iterdir():
+        yield f"shared memory: {path.name} ({path.stat().st_size} bytes)"
+
+
+def _ancestors() -> set[int]:
+    return {process.pid for process in psutil.Process().parents()}

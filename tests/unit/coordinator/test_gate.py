@@ -1,0 +1,141 @@
+"""Each rule of the gate by itself, and the rules of a run that only an edge shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.services.coordinator.gate import Candidate, Verdict, is_stale, judge
+from penstock.services.coordinator.ledger import LedgerState, OpenDraw
+from penstock.services.coordinator.run import FAILED_STREAK, JobRun
+from penstock.shared.config.job import JobConfig
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.messages import Report
+from penstock.shared.protocol.trajectory import GroupHeader
+
+HEADER = GroupHeader(
+    draw=Draw(0), attempt="a", epoch=1, digest="d", nbytes=100, prompt_tokens=2, lengths=[2, 2, 2],
+    rewards=[1.0, 0.0, 0.5], failed=[False] * 3, truncated=[False] * 3, finite=True, min_version=3, max_version=3,
+    worker="w", greedy=[False, False, True],
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "info", "taken", "verdict"),
+    [
+        ({}, OpenDraw(0, 9.0), False, Verdict.ACCEPT),
+        ({}, None, False, Verdict.DUPLICATE),
+        ({}, OpenDraw(0, 9.0, batch=1), False, Verdict.DUPLICATE),
+        ({}, OpenDraw(0, 9.0), True, Verdict.DUPLICATE),
+        ({"skipped": "prompt_too_long"}, OpenDraw(0, 9.0), False, Verdict.SKIPPED),
+        ({"finite": False}, OpenDraw(0, 9.0), False, Verdict.NOT_FINITE),
+        ({"failed": [False, False, True]}, OpenDraw(0, 9.0), False, Verdict.FAILED),
+        ({"failed": [True, False, False]}, OpenDraw(0, 9.0), False, Verdict.FAILED),
+    ],
+    ids=str,
+)
+def test_a_group_is_judged_by_its_header(
+    changes: dict[str, Any], info: OpenDraw | None, taken: bool, verdict: Verdict
+) -> None:
+    header = msgspec.structs.replace(HEADER, **changes)
+    assert judge(header, info, taken=taken, smallest_group=2, needs_baseline=True) is verdict
+
+
+def test_lag_is_bounded_where_there_is_one() -> None:
+    assert [is_stale(3, start, 1) for start in (3, 4, 5)] == [False, False, True]
+    old = Candidate(1, HEADER, Verdict.ACCEPT)
+    assert old.is_stale(5, 1)
+    assert not Candidate(1, msgspec.structs.replace(HEADER, objective="supervised"), Verdict.ACCEPT).is_stale(5, 1)
+
+
+def led(*, every: int = 3, **train: Any) -> JobRun:
+    """A run of two groups per batch whose initial checkpoint exists."""
+    spec = {
+        "name": "edges",
+        "model": {"config": {}, "tokenizer": "char"},
+        "data": {"train": {"type": "addition"}},
+        "reward": {"scorers": [{"type": "exact"}]},
+        "algorithm": {"group_size": 2},
+        "train": {"batch_size": 4, "max_updates": 3, **train},
+        "checkpoint": {"every": every},
+        "limits": {"byte_budget": 1 << 20},
+    }
+    run = JobRun(JobConfig.parse(spec), LedgerState(), num_ordinals=None, writer_epoch=1)
+    run.commit(run.decide(0.0))
+    tell(run, kind="checkpointed", digest="w0", path="c0")
+    return run
+
+
+def tell(run: JobRun, **fields: Any) -> None:
+    events = run.on_report(Report(epoch=1, **fields), 0.0)
+    run.commit([*events, *run.decide(0.0, after=events)])
+
+
+def answer(run: JobRun, *, nbytes: int = 100, failed: bool = False) -> None:
+    """Every draw in flight is answered; the run decides."""
+    for draw in run.state.in_flight:
+        header = msgspec.structs.replace(
+            HEADER, draw=draw, nbytes=nbytes, failed=[failed] * 3, min_version=run.state.version
+        )
+        run.on_group(len(run.stored) + 1000 * run.state.next_ordinal + draw.ordinal + draw.n, header)
+    run.commit(run.decide(0.0))
+
+
+def update(run: JobRun) -> None:
+    answer(run)
+    number = run.state.last_trained + 1
+    tell(run, kind="trained", batch=number, revision=1, version=number, digest=f"w{number}")
+
+
+def test_a_run_ends_and_checkpoints_when_it_should() -> None:
+    run = led(every=2, max_updates=3)
+    assert run.has_room is (len(run.state.open) < run.config.max_draws) is False
+    update(run)
+    assert (run.wants_checkpoint, run.training_done) == ("", False)
+    update(run)
+    assert (run.wants_checkpoint, run.training_done) == ("interval", False)
+    update(run)
+    assert (run.wants_checkpoint, run.training_done) == ("run is at an end", True)
+
+
+def test_half_of_the_byte_budget_asks_for_a_checkpoint() -> None:
+    run = led(every=50)
+    update(run)
+    assert run.wants_checkpoint == ""
+    answer(run, nbytes=300_000)
+    assert run.stored_bytes == 2 * 300_000 + 2 * 100
+    assert run.wants_checkpoint == "byte budget half used"
+
+
+def test_a_job_whose_groups_all_fail_ends_and_one_good_group_begins_the_count_anew() -> None:
+    most = FAILED_STREAK * 2
+    run = led()
+    for draws in range(most - 1):
+        header = msgspec.structs.replace(HEADER, draw=run.state.in_flight[0], failed=[True] * 3)
+        run.on_group(draws + 1, header)
+        run.commit(run.decide(0.0))
+    assert (run.failed_streak, run.failure) == (most - 1, None)
+    run.on_group(900, msgspec.structs.replace(HEADER, draw=run.state.in_flight[0]))
+    assert run.failed_streak == 0
+    for draws in range(most):
+        open_draws = [draw for draw in run.state.in_flight if draw not in run.candidates]
+        run.on_group(1000 + draws, msgspec.structs.replace(HEADER, draw=open_draws[0], failed=[True] * 3))
+        run.commit(run.decide(0.0))
+    assert run.failure is not None
+
+
+def test_nothing_is_decided_after_the_end() -> None:
+    run = led(max_updates=1)
+    update(run)
+    run.commit(run.finish(0.0, {}))
+    assert run.decide(1.0) == []
+
+
+def test_a_dead_letter_takes_no_sealed_draw() -> None:
+    run = led()
+    first = run.state.in_flight[0]
+    answer(run)
+    assert run.state.open[first].batch == 1
+    assert run.on_dead_letter(first, 0.0) == []
