@@ -9,13 +9,8 @@ GSM8K ?= data/gsm8k
 CLIENTS ?= $(sort $(basename $(notdir $(wildcard tests/clients/requirements/*.txt))))
 
 .DEFAULT_GOAL := help
-<<<<<<< HEAD
-.PHONY: help setup lint format type imports check test test-long e2e clients clients-venvs docs docs-serve reference compose-config compose-test up down \
-	demo bench bench-bus bench-update-path bench-ledger bench-jobs bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-serving bench-online bench-length bench-rambling fresh package release clean
-=======
 .PHONY: help setup lint format type imports check test test-long mutants chaos e2e clients clients-venvs docs docs-serve reference compose-config compose-test up down \
-	demo bench bench-bus bench-update-path bench-ledger bench-jobs bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-serving bench-online bench-length bench-rambling fresh package release clean
->>>>>>> 6da269f (Chaos driver: four jobs under a seeded schedule of faults; mutants)
+	demo bench bench-bus bench-update-path bench-ledger bench-jobs bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-serving bench-online bench-length bench-rambling fresh package release clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -114,6 +109,10 @@ bench-ledger: $(BIN)/pytest  ## how long a new leader takes to know the state of
 
 bench-jobs: $(BIN)/pytest  ## pages and submissions per second with ten thousand jobs
 	$(BIN)/python benchmarks/jobs.py $(ARGS)
+
+.PHONY: bench-takeover
+bench-takeover: $(BIN)/pytest  ## how long a new leader takes where very much waits, and how fast it goes on meanwhile
+	$(BIN)/python benchmarks/takeover.py $(ARGS)
 
 bench-weights: $(BIN)/pytest  ## publish, stage, commit: time and pause
 	$(BIN)/python benchmarks/weights.py $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -41,6 +42,8 @@ __all__ = [
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "client_disconnected"]
 MARK_BITS = 32
+_CANONICAL = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}").fullmatch
+"""Most ids are canonical already: a tenth of what parsing them costs."""
 CANARY = "canary"
 """Why an answer to a conversation is not trained on that a version on trial answers."""
 NOT_COMPARED = "canary_not_compared"
@@ -254,6 +257,8 @@ def marked_id(text: str) -> tuple[str, int] | None:
 
 def bare_id(text: str) -> str | None:
     """The canonical UUID in ``text``; None where there is none."""
+    if _CANONICAL(text) is not None:
+        return text
     for prefix in ("chatcmpl-", "cmpl-", "ep_", "fb_"):
         text = text.removeprefix(prefix)
     try:

@@ -112,7 +112,7 @@ async def test_what_was_unknown_is_found_once_it_is_there(bus: Bus, asked: list[
         await supply._take(subjects.interactions(JOB), message)
     assert not supply.matching.offers.missing(early)
     supply.matching.offers.remove(early.id)
-    supply.matching.offers.lonely()
+    supply.matching.offers.let_go()
     assert supply.matching.offers.missing(late), "nobody waits for it any more"
     await say(bus, late)
     *_, message = await bus.read(subjects.FEEDBACK, subjects.feedback(JOB))

@@ -410,17 +410,16 @@ async def test_what_arrives_while_a_leader_recovers_is_read_on(bus: Bus, monkeyp
     """Feedback and erasures share a stream and are read one after the other."""
     supply = LiveSupply(bus, "job_x", CONFIG, epoch=1)
     await say(bus, "job_x", ("early", new_marked_id("job_x"), 1.0))
-    read = bus.read
+    take_all = supply._take_all
 
-    async def slow(stream: str, subject: str, **options: Any) -> Any:
-        found = await read(stream, subject, **options)
+    async def slow(subject: str) -> None:
+        await take_all(subject)
         if subject == subjects.feedback("job_x"):
             await say(bus, "job_x", ("between", new_marked_id("job_x"), 1.0))
             erasure = Erasure(user="u", interactions=[], feedback=[], time=0.0)
             await bus.publish(subjects.erasures("job_x"), pack(erasure, job="job_x"))
-        return found
 
-    monkeypatch.setattr(bus, "read", slow)
+    monkeypatch.setattr(supply, "_take_all", slow)
     await supply.recover(LedgerState())
     facts: asyncio.Queue[Any] = asyncio.Queue()
     following = asyncio.create_task(supply.follow(facts.put))

@@ -223,8 +223,11 @@ def out_of_range(item: Feedback, online: OnlineConfig) -> bool:
     metric = online.metric(item.metric)
     if metric is None or isinstance(item.value, bool) or not isinstance(item.value, float | int):
         return False
+    value = metric.weight * item.value
+    if metric.clip[0] <= value <= metric.clip[1]:
+        return False
     low, high = FARTHEST * min(metric.clip[0], -metric.clip[1]), FARTHEST * max(metric.clip[1], -metric.clip[0])
-    return not math.isfinite(item.value) or not low <= metric.weight * item.value <= high
+    return not math.isfinite(item.value) or not low <= value <= high
 
 
 def age(item: Feedback) -> tuple[int, float, int, str]:

@@ -92,6 +92,8 @@ class Episode:
     single: bool
     turns: list[Turn] = field(default_factory=list)
     items: dict[str, Item] = field(default_factory=dict)
+    place: int = 0
+    """Among the episodes of its job, in the order in which they began."""
     due: float = field(default=0.0, init=False)
     """While something is missing: when time alone may change that. Infinity: only a fact or a version can."""
     _tree: tuple[tuple[int, ...], Tree] = field(default=((), Tree((), ())), init=False, repr=False)
@@ -118,10 +120,9 @@ class Episode:
         return min((turn.interaction.started for turn in self.turns), default=0.0)
 
     @property
-    def lowest(self) -> tuple[int, int]:
-        """Lowest sequences of its interactions and of its feedback; a large number where there is none."""
-        first = min((turn.seq for turn in self.turns), default=UNKNOWN)
-        return first, min((item.seq for item in self._said()), default=UNKNOWN)
+    def said_ids(self) -> list[str]:
+        """Ids of all that was said of it."""
+        return [item.feedback.id for item in self._said()]
 
     def add(self, turn: Turn) -> None:
         """Take a turn in; they may arrive in any order."""

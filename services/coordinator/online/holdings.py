@@ -26,11 +26,8 @@ class Holdings:
         self._keys: dict[str, dict[str, int]] = {}
         self._owners: dict[str, str] = {}
         self._nbytes: dict[str, int] = {}
-
-    @property
-    def nbytes(self) -> int:
+        self.nbytes = 0
         """Of all."""
-        return sum(self._nbytes.values())
 
     def add(self, key_id: str, name: str, nbytes: int) -> None:
         """An item waits."""
@@ -38,13 +35,16 @@ class Holdings:
         self._keys.setdefault(key_id, {})[name] = nbytes
         self._owners[name] = key_id
         self._nbytes[key_id] = self._nbytes.get(key_id, 0) + nbytes
+        self.nbytes += nbytes
 
     def remove(self, name: str) -> None:
         """An item waits no longer, if it did."""
         key_id = self._owners.pop(name, None)
         if key_id is None:
             return
-        self._nbytes[key_id] -= self._keys[key_id].pop(name)
+        nbytes = self._keys[key_id].pop(name)
+        self._nbytes[key_id] -= nbytes
+        self.nbytes -= nbytes
         if not self._keys[key_id]:
             del self._keys[key_id], self._nbytes[key_id]
 

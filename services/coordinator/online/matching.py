@@ -6,8 +6,12 @@ What is undecided lives here; what is decided stands in the ledger (admitted) or
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from itertools import islice
+from sys import intern
 
 import msgspec
 
@@ -18,8 +22,10 @@ from penstock.services.coordinator.online.credit import Held, Item, Trajectory, 
 from penstock.services.coordinator.online.crowding import MAX_WAITING, crowded, most_ready
 from penstock.services.coordinator.online.episode import CUT, Episode
 from penstock.services.coordinator.online.fates import fate
+from penstock.services.coordinator.online.marks import Marks
 from penstock.services.coordinator.online.material import targets_of
 from penstock.services.coordinator.online.names import canonical, episode_of
+from penstock.services.coordinator.online.offers import NOTHING as NO_BODY
 from penstock.services.coordinator.online.offers import Offers
 from penstock.services.coordinator.online.overtaken import Overtaken
 from penstock.services.coordinator.online.parked import Parked
@@ -33,7 +39,7 @@ from penstock.shared.protocol.interaction import MAX_TURNS, Erasure, Fate, Feedb
 
 __all__ = ["ERASED", "Matching"]
 
-CROWDED, ENDED, ERASED = "too_many_waiting", "job_ended", "erased"
+CROWDED, ENDED, ERASED, PARKED = "too_many_waiting", "job_ended", "erased", "too_many_parked"
 
 
 class Matching:
@@ -56,10 +62,22 @@ class Matching:
         self._items: dict[str, Held] = {}
         """Undecided feedback, by id."""
         self.verdicts = Verdicts()
-        self._touched: set[str] = set()
+        self._touched: dict[str, None] = {}
         self._swept = -1
         """Version at the newest sweep of all."""
+        self._between: set[str] = set()
+        """Episodes that were settled by another version since."""
         self._next = (1, 1)
+        self.num_waiting = 0
+        """Interactions without a decision."""
+        self._begun = 0
+        """Episodes so far, which places them in the order in which they began."""
+        self._at_version: dict[int, dict[str, None]] = {}
+        """Version -> episodes for which it matters whether it is reached: a token is too old from then on, or known."""
+        self._read, self._said = Marks(self._is_read_at), Marks(self._is_said_at)
+        """Places of undecided interactions, by episode, and of undecided feedback."""
+        self._due, self._expiring = Marks(self._is_due_at), Marks(self._is_expiring)
+        """When time alone changes an episode, and when items without a target were received."""
 
     def recall(self, state: LedgerState, told: Told = NOTHING) -> None:
         """What the ledger has admitted, as far as it still names it, and what earlier leaders told."""
@@ -68,18 +86,16 @@ class Matching:
 
     # -- what others ask ---------------------------------------------------------------------------------------------
 
-    @property
-    def num_waiting(self) -> int:
-        """Interactions without a decision."""
-        return sum(len(episode.turns) for episode in self.episodes.values())
-
     def lowest(self, without: Iterable[str] = ()) -> tuple[int, int]:
-        """Sequences below which everything is decided once the episodes ``without`` are, too."""
+        """Sequences below which everything is decided once the episodes, and items, ``without`` are, too."""
         gone = set(without)
-        left = [episode.lowest for name, episode in self.episodes.items() if name not in gone]
-        offered = [item.seq for name, item in self.offers.items.items() if name not in gone]
-        alone = [*offered, *(item.seq for item in self.parked), *self._overtaken.seqs]
-        return min([self._next[0], *(low for low, _ in left)]), min([self._next[1], *(low for _, low in left), *alone])
+        said = {item for name in gone if name in self.episodes for item in self.episodes[name].said_ids}
+        read, feedback = self._read.lowest(gone), self._said.lowest(gone | said)
+        found = (self._next[1], feedback, self._overtaken.lowest)
+        return (
+            int(self._next[0] if read is None else min(self._next[0], read)),
+            int(min(seq for seq in found if seq is not None)),
+        )
 
     def undecided(self, seq: int) -> list[str]:
         """Feedback up to this sequence that has no last fate."""
@@ -99,10 +115,12 @@ class Matching:
     def on_interaction(self, seq: int, interaction: Interaction) -> list[Fate]:
         """A record was read. Feedback that waited for it is matched now."""
         self._next = (max(self._next[0], seq + 1), self._next[1])
-        self._touched.update(self.offers.met(seq, interaction))
+        self._touched.update(dict.fromkeys(self.offers.met(seq, interaction)))
+        interaction = _compact(interaction)
         name, episode_id = canonical(interaction.id), episode_of(interaction)
         if name in self._places:
             if self.episodes[self._places[name]].complete(seq, interaction):
+                self._watch(self._places[name], seq, interaction)
                 self._unready(self._places[name])
             return []
         if interaction.finish != CUT and self.verdicts.targets.get(name) == CUT:
@@ -118,14 +136,19 @@ class Matching:
             return self._excluded(name, EPISODE_OVER, interaction)
         if key in self.episodes and len(self.episodes[key].turns) >= MAX_TURNS:
             return self._excluded(name, TOO_MANY_TURNS, interaction)
-        episode = self.episodes.setdefault(key, Episode(single))
+        episode = self.episodes.get(key)
+        if episode is None:
+            episode = self.episodes[key] = Episode(single, place=self._begun)
+            self._begun += 1
         turn = Turn(seq, interaction)
         episode.add(turn)
+        self.num_waiting += 1
+        self._watch(key, seq, interaction)
         self._places[name] = key
         if interaction.index == 0:
             self._places[episode_id] = key
             self.verdicts.targets.forget(episode_id)
-        self._touched.add(key)
+        self._touched[key] = None
         fates = self._unpark(name, key, turn.items, interaction)
         return fates + (self._unpark(episode_id, key, episode.items, interaction) if interaction.index == 0 else [])
 
@@ -141,8 +164,8 @@ class Matching:
             last = fate(item.id, "retracted", f"by {self._overtaken.pop(item.id)}", now)
             return self._close(item.id, last, seq)
         reason = self.offers.refusal(item) or ("out_of_range" if out_of_range(item, self.job.online) else "")
-        reason = reason or (ERASED if any(self.verdicts.targets.get(one) == ERASED for one in targets_of(item)) else "")
-        if reason:
+        if reason or any(self.verdicts.targets.get(one) == ERASED for one in targets_of(item)):
+            reason = reason or ERASED
             return self._close(item.id, fate(item.id, "rejected", reason, now), seq)
         known = self._items.get(item.id)
         if known is not None:
@@ -152,7 +175,10 @@ class Matching:
                 return []
             self._detach(item.id)
         # No reward depends on what is left out of one that is no material.
-        bare = msgspec.structs.replace(item, body={}, tags={}, fingerprint="", seq=item.seq or seq)
+        bare = msgspec.structs.replace(
+            item, body=NO_BODY, tags=NO_BODY, fingerprint="", seq=item.seq or seq, job=intern(item.job),
+            key_id=intern(item.key_id), metric=intern(item.metric), user=intern(item.user),
+        )  # fmt: skip
         return self._offer(seq, item, now) if self.offers.takes(item) else self._attach(Item(seq, bare), now)
 
     def on_erasure(self, erasure: Erasure, now: float) -> list[Fate]:
@@ -175,6 +201,7 @@ class Matching:
         said = [item for turn in gone for item in turn.items] + ([] if left else list(episode.items))
         if left:
             episode.turns = left
+            self.num_waiting -= len(gone)
             self._unready(key)
         else:
             self._forget(key, ERASED)
@@ -182,25 +209,37 @@ class Matching:
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 
-    def sweep(self, *, version: int, now: float, newest: int | None = None, everything: bool = True) -> list[Fate]:
+    @property
+    def num_touched(self) -> int:
+        """Episodes and items that changed since they were settled."""
+        return len(self._touched)
+
+    def sweep(
+        self, *, version: int, now: float, newest: int | None = None, everything: bool = True, most: int | None = None
+    ) -> list[Fate]:
         """Settle what can be settled, refuse what can never be trained, expire what found no target.
 
         Args:
             version: policy version from which the next update starts.
             newest: version that exists; None: that one.
             everything: look at all episodes, not only at those that changed (time passes, versions rise).
+            most: of what changed; None: all of it.
         """
         fates: list[Fate] = []
-        names = [name for name in self._touched if name in self.episodes]
-        if everything:
-            names = [name for name in self.episodes if name in self._touched or self._may_change(name, version, now)]
-            self._swept = version
-        offered = [name for name in self.offers.items if everything or name in self._touched]
-        self._touched.clear()
-        for name in names:
+        touched = self._touched if most is None else dict.fromkeys(islice(self._touched, most))
+        names = {name for name in touched if name in self.episodes}
+        if everything or self._swept < 0:  # before the first one there is nothing that was not touched
+            names |= self._changed(version, now)
+        elif version != self._swept:  # it may be another one, or this one again, by the next sweep of all
+            self._between |= names
+        offered = [name for name in touched if name not in names]
+        self._touched = {} if most is None else {name: None for name in self._touched if name not in touched}
+        for name in sorted(names, key=lambda name: self.episodes[name].place):
             fates += self._settle(name, version, now)
         known = version if newest is None else newest
-        settled = self.offers.settle(offered, version=version, newest=known, now=now, opted_out=self._opted_out)
+        settled = self.offers.settle(
+            offered, version=version, newest=known, now=now, opted_out=self._opted_out, everything=everything
+        )
         fates += [one for name, reason in settled for one in self._close(name, fate(name, "rejected", reason, now))]
         return fates + (self._expire(now) + self._relieve(now) if everything else [])
 
@@ -232,7 +271,10 @@ class Matching:
     def _offer(self, seq: int, item: Feedback, now: float) -> list[Fate]:
         """Take in an item that is material itself."""
         self._items[item.id] = Held(self.offers.add(seq, item), "", holder=self.offers.items)
-        self._touched.add(item.id)
+        self._said.put(seq, item.id)
+        if self.offers.missing(item):
+            self._expiring.put(item.received, item.id)
+        self._touched[item.id] = None
         matched = fate(item.id, "matched", "", now)
         return [matched, *self.reject(self.offers.holdings.excess(item.key_id), CROWDED, now)]
 
@@ -242,10 +284,11 @@ class Matching:
         if target in self.verdicts.targets:
             return self._close(feedback.id, fate(feedback.id, "rejected", self.verdicts.targets[target], now), item.seq)
         held = self._items[feedback.id] = Held(item, target)
+        self._said.put(item.seq, feedback.id)
         key = self._places.get(target)
         if key is None:
-            oldest = self.parked.put(target, item)
-            return [] if oldest is None else self._expired(oldest, now, "too_many_parked")
+            self._expiring.put(feedback.received, feedback.id)
+            return [one for oldest in self.parked.put(target, item) for one in self._expired(oldest, now, PARKED)]
         return self._hold(held, key, *self.episodes[key].holder(target), now)
 
     def _hold(self, held: Held, key: str, holder: dict[str, Item], asker: str, now: float) -> list[Fate]:
@@ -260,13 +303,14 @@ class Matching:
     def _move(self, seq: int, held: Held) -> None:
         """An item was read again further on, where a deletion left it: the message that it was in is gone."""
         held.move(seq)
+        self._said.put(seq, held.item.feedback.id)
         if held.holder is None:
             self.parked.put(held.target, held.item)
         elif held.key:
             self._unready(held.key)
         else:
             self.offers.move(held.item)
-            self._touched.add(held.item.feedback.id)
+            self._touched[held.item.feedback.id] = None
 
     def _detach(self, name: str) -> None:
         """Take an undecided item away from where it is: another turn may have the name of its target by now."""
@@ -305,17 +349,51 @@ class Matching:
             return self._close(item.id, fate(item.id, "rejected", self.verdicts.kept_from(name), now))
         fates = self._close(item.id, fate(item.id, "retracted", f"retracts {name}", now))
         if name not in self._items:  # it overtook what it retracts
-            self._overtaken.put(name, seq, item)
-            return fates
+            given_up = self._overtaken.put(name, seq, item)
+            return fates + ([fate(given_up, "expired", PARKED, now)] if given_up else [])
         self._detach(name)
         return [*self._close(name, fate(name, "retracted", f"by {item.id}", now)), *fates]
 
-    def _may_change(self, key: str, version: int, now: float) -> bool:
-        """Whether an episode that nothing was said of must be settled anew: the policy, time or its user moved on."""
-        episode = self.episodes[key]
-        if version != self._swept:
+    def _changed(self, version: int, now: float) -> set[str]:
+        """Episodes that must be settled anew though nothing came: the policy, time or a user of theirs moved on."""
+        low, high = sorted((self._swept, version))
+        found = {name for at, names in self._at_version.items() if low < at <= high for name in names}
+        found = (found | self._between) & self.episodes.keys()
+        self._between.clear()
+        self._swept = version
+        for at in [at for at in self._at_version if at < version - self.job.train.max_lag - 1]:
+            del self._at_version[at]  # versions go back by what is sealed and refused, and no further
+        found.update(self._due.pop_until(now))
+        return found | {key for key in self.ready if any(map(self._opted_out, self.episodes[key].users))}
+
+    def _watch(self, key: str, seq: int, interaction: Interaction) -> None:
+        """An episode has this record now, which stands at ``seq``."""
+        self._read.put(seq, key)
+        for version in self._versions(interaction):
+            self._at_version.setdefault(version, {})[key] = None
+
+    def _versions(self, interaction: Interaction) -> set[int]:
+        """At which an answer becomes too old, and from which on its newest token is one that the ledger knows."""
+        versions = [span.version for span in interaction.spans] or [0]
+        return {min(versions) + self.job.train.max_lag + 1, max(versions)}
+
+    def _is_read_at(self, seq: float, key: str) -> bool:
+        return key in self.episodes and any(turn.seq == seq for turn in self.episodes[key].turns)
+
+    def _is_said_at(self, seq: float, name: str) -> bool:
+        return name in self._items and self._items[name].item.seq == seq
+
+    def _is_due_at(self, due: float, key: str) -> bool:
+        return key in self.episodes and key not in self.ready and self.episodes[key].due == due
+
+    def _is_expiring(self, received: float, name: str) -> bool:
+        """Whether an item that was received then still has no target, or no record of one."""
+        held = self._items.get(name)
+        if held is None or held.item.feedback.received != received:
+            return False
+        if held.holder is None:
             return True
-        return any(map(self._opted_out, episode.users)) if key in self.ready else now >= episode.due
+        return held.holder is self.offers.items and bool(self.offers.missing(held.item.feedback))
 
     def _settle(self, key: str, version: int, now: float) -> list[Fate]:
         episode = self.episodes[key]
@@ -324,6 +402,8 @@ class Matching:
         earned = None if outcome is None or any(map(self._opted_out, episode.users)) else outcome.earned
         self.trials.take(canonical(episode.turns[0].interaction.id), earned)
         if outcome is None:
+            if episode.due < math.inf:
+                self._due.put(episode.due, key)
             return []
         outcome = outcome.without(self._opted_out, self.job.online.without_consent)
         if good := outcome.trajectories:
@@ -346,9 +426,11 @@ class Matching:
     def _relieve(self, now: float) -> list[Fate]:
         """Give up what can never be taken in time, and what nobody can hold."""
         fates: list[Fate] = []
-        ready = ((found[0].owners.judges[0], name) for name, found in self.ready.items())
-        for name in crowded(ready, most_ready(self.job.max_draws)):
-            fates += self._refuse(name, CROWDED, now)
+        most = most_ready(self.job.max_draws)
+        if len(self.ready) > most:
+            oldest = sorted(self.ready.items(), key=lambda one: min(trajectory.first for trajectory in one[1]))
+            for name in crowded(((found[0].owners.judges[0], name) for name, found in oldest), most):
+                fates += self._refuse(name, CROWDED, now)
         if len(self.episodes) > MAX_WAITING:
             for name in crowded(((episode.asker, name) for name, episode in self.episodes.items()), MAX_WAITING):
                 fates += self._refuse(name, CROWDED, now)
@@ -357,8 +439,9 @@ class Matching:
     def _expire(self, now: float) -> list[Fate]:
         limit = now - self.job.online.match_ttl_s
         unmet = [fate(name, "expired", "unknown_target", now) for name in self._overtaken.expire(limit)]
-        items = [item for item in (*self.parked, *self.offers.lonely()) if item.feedback.received < limit]
-        return unmet + [one for item in items for one in self._expired(item, now)]
+        late = [self._items[name].item for name in self._expiring.pop_until(limit, inclusive=False)]
+        self.offers.let_go()
+        return unmet + [one for item in late for one in self._expired(item, now)]
 
     def _expired(self, item: Item, now: float, reason: str = "unknown_target") -> list[Fate]:
         return self._close(item.feedback.id, fate(item.feedback.id, "expired", reason, now))
@@ -376,13 +459,15 @@ class Matching:
     def _unready(self, key: str) -> None:
         """Something changed about an episode: it is settled anew."""
         self.ready.pop(key, None)
-        self._touched.add(key)
+        self._touched[key] = None
 
     def _forget(self, key: str, reason: str) -> None:
         """An episode is decided as a whole."""
         episode = self.episodes.pop(key, None)
         self.ready.pop(key, None)
         for turn in episode.turns if episode is not None else []:
+            self.num_waiting -= 1
+            self._unwatch(key, turn.interaction)
             name = canonical(turn.interaction.id)
             if name in self._places:
                 self._decide(name, reason)
@@ -391,6 +476,24 @@ class Matching:
                 self._decide(episode_id, reason)
         self._decide(key, reason)
 
+    def _unwatch(self, key: str, interaction: Interaction) -> None:
+        for version in self._versions(interaction):
+            keys = self._at_version.get(version, {})
+            keys.pop(key, None)
+            if not keys:
+                self._at_version.pop(version, None)
+
     def _decide(self, name: str, reason: str) -> None:
         self._places.pop(name, None)
         self.verdicts.targets[name] = reason
+
+
+def _compact(interaction: Interaction) -> Interaction:
+    """The same with its numbers side by side, 16 bytes for a token instead of about 80, and without its texts."""
+    try:
+        return msgspec.structs.replace(
+            interaction, prompt_ids=array("i", interaction.prompt_ids), token_ids=array("i", interaction.token_ids),
+            logprobs=array("d", interaction.logprobs), text="", prompt="",
+        )  # fmt: skip
+    except (OverflowError, TypeError):  # no model has such tokens: what refuses it finds them as they are
+        return interaction

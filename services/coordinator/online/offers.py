@@ -5,8 +5,11 @@ It waits until the interactions that it is about are found among the records, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
+from heapq import heapify, heappop, heappush
+from typing import Any
 
 import msgspec
 
@@ -15,6 +18,7 @@ from penstock.services.coordinator.online.admission import DRAWN_OTHERWISE
 from penstock.services.coordinator.online.credit import Item
 from penstock.services.coordinator.online.episode import UNKNOWN
 from penstock.services.coordinator.online.holdings import Holdings
+from penstock.services.coordinator.online.marks import SLACK, Marks
 from penstock.services.coordinator.online.material import (
     Offer,
     Record,
@@ -41,6 +45,12 @@ from penstock.shared.protocol.interaction import Feedback, Interaction
 __all__ = ["Offers"]
 
 DEMONSTRATION = "demonstration"
+NOTHING: dict[str, Any] = {}
+"""What items without a body share; never written to."""
+LOOKED_AT = 4_000
+"""Posted interactions, or episodes, that one sweep settles again where the policy moved on; the oldest first."""
+ROUNDING_S = 1.0
+"""So long before an episode is over by time each sweep looks at it: sums of times are not exact."""
 
 
 class Offers:
@@ -62,6 +72,28 @@ class Offers:
         self.temperature = job.sampling.temperature
         """At which the job samples by now."""
         self._wanted: set[str] = set()
+        """Interactions without a record that items are, or were at the newest sweep, about."""
+        self._by_target: dict[str, dict[str, None]] = {}
+        """Interaction -> the items about it, in their order."""
+        self._loose: set[str] = set()
+        """Interactions that no item is about any more, or was yet: the next sweep lets go of their records."""
+        self._dirty: dict[str, None] = {}
+        """Items that the next sweep of all looks at: a record of theirs was found, or a user of theirs objects."""
+        self._settled: Present | None = None
+        """What the newest sweep of all settled by."""
+        self._again: list[tuple[int, str]] = []
+        """Posted interactions that are settled by what held before that, the oldest last."""
+        self._due = Marks(self._is_due_at)
+        """When posted episodes may be over by time."""
+        self._order: dict[str, int] = {}
+        self._added = 0
+        """Items in the order in which they were taken in."""
+        self._queue: list[tuple[int, int, str]] = []
+        self._queued: dict[str, tuple[int, int]] = {}
+        """Heap of what is ready, by place in the stream; what is not ready any more is passed over."""
+        self._watched: dict[str, tuple[str, ...]] = {}
+        self._users: Counter[str] = Counter()
+        """Whose consent what is ready, or an episode that is over, rests on."""
         self.holdings = Holdings()
         self._facts: dict[str, Facts] = {}
         self._episodes: dict[str, PostedEpisode] = {}
@@ -97,11 +129,12 @@ class Offers:
 
     def add(self, seq: int, item: Feedback) -> Item:
         """Take an item in; without what is only needed to train on it."""
-        kept = {name: item.body[name] for name in ("chosen", "rejected", "strength") if name in item.body}
+        kept = {name: item.body[name] for name in ("chosen", "rejected", "strength") if name in item.body} or NOTHING
         if item.kind == "interaction":
             self._facts[item.id] = facts_of(item)
-        held = Item(seq, msgspec.structs.replace(item, body=kept, value=None, tags={}, fingerprint=""))
+        held = Item(seq, msgspec.structs.replace(item, body=kept, value=None, tags=NOTHING, fingerprint=""))
         self.items[item.id] = held
+        self._order[item.id], self._added = self._added, self._added + 1
         self._leave(item.id)
         nbytes = len(msgspec.msgpack.encode(item))
         if key := self.episode_of(item):
@@ -111,7 +144,10 @@ class Offers:
             self._unready(key)
             nbytes += turn.said.nbytes
         self.holdings.add(item.key_id, item.id, nbytes)
-        self._wanted.update(set(targets_of(held.feedback)) - self.records.keys())
+        for target in targets_of(held.feedback):
+            self._by_target.setdefault(target, {})[item.id] = None
+            if target not in self.records:
+                self._wanted.add(target)
         return held
 
     def move(self, item: Item) -> None:
@@ -141,14 +177,26 @@ class Offers:
         """An interaction that an item is about, or will be in a moment."""
         self.records[name] = record
         self._wanted.discard(name)
+        self._dirty.update(self._by_target.get(name, {}))
+        if name not in self._by_target:
+            self._loose.add(name)
 
     def remove(self, name: str) -> None:
         """An item is decided, or revised, or retracted."""
         self.holdings.remove(name)
-        self.items.pop(name, None)
+        item = self.items.pop(name, None)
         self.ready.pop(name, None)
+        self._unwatch(name)
         self._facts.pop(name, None)
+        self._order.pop(name, None)
+        self._dirty.pop(name, None)
         self._leave(name)
+        for target in targets_of(item.feedback) if item is not None else ():
+            others = self._by_target.get(target, {})
+            others.pop(name, None)
+            if not others:
+                self._by_target.pop(target, None)
+                self._loose.add(target)
 
     def episode_of(self, item: Feedback) -> str:
         """The posted episode that an item is a turn of; '' where it is decided by itself."""
@@ -178,39 +226,106 @@ class Offers:
         if key:
             del self._episodes[key].turns[name]
             self._unready(key)
-            if not self._episodes[key].turns:
+            if not (turns := self._episodes[key].turns):
                 del self._episodes[key]
+            else:
+                self._dirty[next(iter(turns))] = None
 
     def _unready(self, key: str) -> None:
         """Something changed about an episode: it is settled anew."""
         for name in self._parts.pop(key, ()):
             self.ready.pop(name, None)
+        self._unwatch(key)
 
     def about(self, interactions: Iterable[str]) -> list[str]:
         """Items that are about any of these."""
-        gone = set(interactions)
-        return [name for name, item in self.items.items() if gone.intersection(targets_of(item.feedback))]
+        found = {name for target in interactions for name in self._by_target.get(target, ())}
+        return sorted(found, key=self._order.__getitem__)
 
     def settle(
-        self, names: Iterable[str], *, version: int, newest: int, now: float, opted_out: Callable[[str], bool]
+        self,
+        names: Iterable[str],
+        *,
+        version: int,
+        newest: int,
+        now: float,
+        opted_out: Callable[[str], bool],
+        everything: bool = False,
     ) -> list[tuple[str, str]]:
         """Make items ready, and the turns of their episodes; those that are rejected, each with the reason.
 
         Others wait for a record, for a version, or for more turns.
 
         Args:
+            names: what changed; others than items are passed over.
             version: from which the next update starts; the batches before it may not be trained yet.
             newest: version that exists.
             now: Unix seconds.
+            everything: also those for which time, the policy or the consent of a user moved on.
         """
-        names, refused = list(names), list[tuple[str, str]]()
-        for name in names:
+        present, refused = Present(version, newest, self.temperature, self.distrusted), list[tuple[str, str]]()
+        wanted = {name for name in names if name in self.items}
+        if everything:
+            wanted |= self._changed(present, now, opted_out)
+        elif present != self._settled:  # it may be back to what it was by the next sweep of all
+            self._dirty.update(dict.fromkeys(wanted))
+        found = sorted(wanted, key=self._order.__getitem__)
+        for name in found:
             reason = "" if name in self._places else self._settle(name, version, newest, opted_out)
             refused += [(name, reason)] if reason else []
-        for key in dict.fromkeys(self._places[name] for name in names if name in self._places):
-            present = Present(version, newest, self.temperature, self.distrusted)
+        for key in dict.fromkeys(self._places[name] for name in found if name in self._places):
             refused += self._settle_episode(key, present, now, opted_out).items()
         return refused
+
+    def _changed(self, present: Present, now: float, opted_out: Callable[[str], bool]) -> set[str]:
+        """Items to look at though nothing came: what was found is looked at once, and no more than LOOKED_AT again."""
+        found = {name for name in self._dirty if name in self.items}
+        self._dirty.clear()
+        if present != self._settled:
+            posted = (name for name in self._facts if name in self.items)
+            self._again = sorted(((self._order[name], name) for name in posted), reverse=True)
+            self._settled = present
+        for order, name in (self._again.pop() for _ in range(min(LOOKED_AT, len(self._again)))):
+            if self._order.get(name) == order:
+                found.add(name)
+        found |= {next(iter(self._episodes[key].turns)) for key in list(self._due.pop_until(now + ROUNDING_S))}
+        objecting = {user for user in self._users if opted_out(user)}
+        if objecting:
+            units = (unit for unit, users in self._watched.items() if not objecting.isdisjoint(users))
+            found |= {next(iter(self._episodes[unit].turns)) if unit in self._episodes else unit for unit in units}
+        return found
+
+    def _is_due_at(self, due: float, key: str) -> bool:
+        episode = self._episodes.get(key)
+        return episode is not None and episode.due == due
+
+    def _put_ready(self, name: str, offer: Offer) -> None:
+        self.ready[name] = offer
+        place = offer.item.seq, self._order[name]
+        if self._queued.get(name) == place:
+            return
+        self._queued[name] = place
+        heappush(self._queue, (*place, name))
+        self._clean_queue()
+
+    def _clean_queue(self) -> None:
+        """Take out what is not ready any more once it is as much as what is."""
+        if len(self._queue) > 2 * len(self.ready) + SLACK:
+            self._queued = {name: (offer.item.seq, self._order[name]) for name, offer in self.ready.items()}
+            self._queue = [(*place, name) for name, place in self._queued.items()]
+            heapify(self._queue)
+
+    def _watch(self, unit: str, users: Iterable[str]) -> None:
+        """What is ready of an item or an episode rests on the consent of these."""
+        self._unwatch(unit)
+        self._watched[unit] = tuple(users)
+        self._users.update(self._watched[unit])
+
+    def _unwatch(self, unit: str) -> None:
+        for user in self._watched.pop(unit, ()):
+            self._users[user] -= 1
+            if not self._users[user]:
+                del self._users[user]
 
     def _settle_episode(
         self, key: str, present: Present, now: float, opted_out: Callable[[str], bool]
@@ -230,8 +345,11 @@ class Offers:
     ) -> dict[str, str]:
         """Offer the turns of an episode that is over; why not, by item, where nothing of it is used."""
         if not episode.is_over(self._job, now):
+            self._due.put(episode.due or 0.0, key)
             return {}
-        if any(opted_out(turn.item.feedback.user) for turn in episode.turns.values()):
+        users = [turn.item.feedback.user for turn in episode.turns.values()]
+        self._watch(key, users)
+        if any(map(opted_out, users)):
             found: list[PostedPart] | dict[str, str] | None = dict.fromkeys(
                 episode.turns, self._job.online.without_consent
             )
@@ -241,21 +359,32 @@ class Offers:
             self.over.add(key, found)
             return found
         offers = {part.turns[0].item.feedback.id: offer_of_part(key, part, present) for part in found or []}
-        self.ready |= offers
+        for name, offer in offers.items():
+            self._put_ready(name, offer)
         self._parts[key] = list(offers)
         return {}
 
-    def together(self) -> list[list[Offer]]:
+    def together(self) -> Iterator[list[Offer]]:
         """What is ready, in the order of the stream; of an episode everything at once."""
-        found: dict[str, list[Offer]] = {}
-        for name, offer in sorted(self.ready.items(), key=lambda one: one[1].item.seq):
-            found.setdefault(offer.episode or name, []).append(offer)
-        return list(found.values())
+        self._clean_queue()
+        queue, episodes = self._queue.copy(), set[str]()
+        while queue:
+            *place, name = heappop(queue)
+            offer = self.ready.get(name)
+            if offer is None or [offer.item.seq, self._order[name]] != place:
+                continue
+            if not offer.episode:
+                yield [offer]
+            elif offer.episode not in episodes:
+                episodes.add(offer.episode)
+                names = sorted(self._parts[offer.episode], key=lambda one: (self.ready[one].item.seq, self._order[one]))
+                yield [self.ready[one] for one in names]
 
     def _settle(self, name: str, version: int, newest: int, opted_out: Callable[[str], bool]) -> str:
         """Make an item ready that is decided by itself, or say why it is rejected."""
         item = self.items[name]
         self.ready.pop(name, None)
+        self._unwatch(name)
         if item.feedback.kind == "interaction":
             found = self._posted(item, version, newest)
         else:
@@ -265,7 +394,8 @@ class Offers:
         if found is not None:
             if any(opted_out(user) for user in found.users):
                 return self._job.online.without_consent
-            self.ready[name] = found
+            self._put_ready(name, found)
+            self._watch(name, found.users)
         return ""
 
     @property
@@ -273,12 +403,13 @@ class Offers:
         """Lowest sequence of an interaction that an undecided item is about; a large number where there is none."""
         return min((record.seq for record in self.records.values()), default=UNKNOWN)
 
-    def lonely(self) -> list[Item]:
-        """Items that wait for a record; records that no item is about any more are forgotten."""
-        needed = {name for item in self.items.values() for name in targets_of(item.feedback)}
-        self._wanted = needed - self.records.keys()
-        self.records = {name: record for name, record in self.records.items() if name in needed}
-        return [item for item in self.items.values() if self.missing(item.feedback)]
+    def let_go(self) -> None:
+        """Forget the records that no item is about any more."""
+        for name in self._loose:
+            if name not in self._by_target:
+                self.records.pop(name, None)
+                self._wanted.discard(name)
+        self._loose.clear()
 
     def _is_material(self, item: Feedback) -> bool:
         return item.kind in ("interaction", "preference", "correction") or item.metric == DEMONSTRATION

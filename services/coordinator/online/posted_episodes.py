@@ -118,12 +118,18 @@ class _Course:
             return True
         return now - self.newest >= job.online.idle_ttl_s or now - self.first >= job.online.max_age_s
 
+    def due(self, job: OnlineJob) -> float:
+        """When it is over where nothing more comes (Unix seconds)."""
+        return min(self.newest + job.online.idle_ttl_s, self.first + job.online.max_age_s)
+
 
 @dataclass(slots=True)
 class PostedEpisode:
     """Turns that are not decided yet, by the ids of their items."""
 
     turns: dict[str, PostedTurn] = field(default_factory=dict)
+    due: float | None = None
+    """While a turn may come: when time alone ends it, as far as somebody looked."""
     _credit: tuple[tuple[tuple[int, float, int], ...], _Credit | None] = ((), None)
 
     @property
@@ -132,11 +138,13 @@ class PostedEpisode:
         return sorted(self.turns.values(), key=lambda turn: turn.order)
 
     def is_over(self, job: OnlineJob, now: float) -> bool:
-        """Whether no turn of it is waited for any more."""
+        """Whether no turn of it is waited for any more; ``due`` says from when on where one is."""
         course = _Course()
         for turn in self.turns.values():
             course.hear(turn.item.feedback)
-        return course.is_over(job, now)
+        is_over = course.is_over(job, now)
+        self.due = None if is_over else course.due(job)
+        return is_over
 
     def late(self, job: OnlineJob) -> dict[str, str]:
         """Turns that came when it was over, or had as many as one may have, and which of these it is.

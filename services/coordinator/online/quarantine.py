@@ -92,7 +92,8 @@ class Quarantine:
         if item.kind in DECIDING:
             return self._decide(item, now)
         if item.kind == "retraction" or self._config is None:
-            return [*self._take_back(item, now), *self._pass_on(seq, item, now)]
+            taken_back = self._take_back(item, now) if item.kind == "retraction" else []
+            return [*taken_back, *self._pass_on(seq, item, now)]
         waiting = self._held.get(item.id)
         if waiting is not None and not waiting.is_revised_by(item):
             if waiting.is_again(seq, item):
@@ -192,7 +193,7 @@ class Quarantine:
     def _take_back(self, item: Feedback, now: float) -> list[Fate]:
         """What a retraction does to what is held: who takes the retraction must know what it takes back."""
         name = bare_id(str(item.body.get("feedback", ""))) or ""
-        gone = self._held.pop(name, None) if item.kind == "retraction" else None
+        gone = self._held.pop(name, None)
         if gone is None:
             return []
         self._recorded.pop(name, None)

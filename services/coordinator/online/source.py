@@ -152,6 +152,8 @@ class LiveSource:
         chosen: list[Offer] = []
         start = state.start_version(state.next_number)
         for offers in self._matching.offers.together():
+            if room.is_full:
+                break
             policy = [offer for offer in offers if offer.objective == "policy"]
             if any(offer.settled_at != (start, state.version) for offer in policy):
                 continue  # the next sweep settles it anew

@@ -66,6 +66,10 @@ logger = logging.getLogger(__name__)
 
 SWEEP_S = 0.5
 """Defaults, ends of episodes and expiries are looked at this often."""
+SETTLED_AT_ONCE = 500
+"""Episodes, and items of material, that a new leader settles before anything else may run."""
+UNTOLD = 10_000
+"""Fates that a new leader holds before it tells them."""
 UNTAKEN = 64
 """Messages of a subject that wait to be taken: what else the leader is told, and what it decides, waits behind them."""
 FULL_SHARE = 0.5
@@ -134,11 +138,22 @@ class LiveSupply:
             # What was deleted stays deleted: its record may still stand above the mark of its own stream.
             start = 1 if subject == subjects.erasures(self.job) else max(1, starts[stream])
             self._next[subject] = start
-            for message in await self.bus.read(stream, subject, start_seq=start):
-                await self._take(subject, message)
-                await asyncio.sleep(0)  # the lease is renewed meanwhile
+            await self._take_all(subject)
         if not state.finished:  # else all of it has one end, see ``close``
+            while self.matching.num_touched:
+                await self._sweep(everything=False, most=SETTLED_AT_ONCE)
+                await asyncio.sleep(0)
             await self._sweep(everything=True)
+
+    async def _take_all(self, subject: str) -> None:
+        """Take in what a subject holds by now, a message at a time: only what is undecided stays in memory."""
+        stream = self._stream(subject)
+        async with contextlib.aclosing(self.bus.scan(stream, subject, start_seq=self._next[subject])) as messages:
+            async for message in messages:
+                await self._take(subject, message)
+                if len(self._untold) >= UNTOLD:
+                    await self.flush()
+                await asyncio.sleep(0)  # the lease is renewed meanwhile
 
     async def _learn_before(self, seq: int) -> None:
         """What the sources of feedback said before everything that is undecided."""
@@ -146,11 +161,14 @@ class LiveSupply:
         if not self.quarantine.is_used or first >= seq:
             return
         subject = subjects.feedback(self.job)
-        for message in await self.bus.read(subjects.FEEDBACK, subject, start_seq=first, end_seq=seq - 1):
-            await asyncio.sleep(0)  # the lease is renewed meanwhile
-            with contextlib.suppress(ProtocolError, NotFound):  # said when it was read first
-                for item in (await whole_of(self.bus, subjects.FEEDBACK, message, FeedbackBatch)).items:
-                    self.quarantine.learn(item)
+        async with contextlib.aclosing(self.bus.scan(subjects.FEEDBACK, subject, start_seq=first)) as messages:
+            async for message in messages:
+                if message.seq >= seq:
+                    break
+                await asyncio.sleep(0)  # the lease is renewed meanwhile
+                with contextlib.suppress(ProtocolError, NotFound):  # said when it was read first
+                    for item in (await whole_of(self.bus, subjects.FEEDBACK, message, FeedbackBatch)).items:
+                        self.quarantine.learn(item)
 
     def _stream(self, subject: str) -> str:
         return subjects.INTERACTIONS if subject == subjects.interactions(self.job) else subjects.FEEDBACK
@@ -233,13 +251,17 @@ class LiveSupply:
         await self.flush()
         return await put_back(self.bus, self.job, letter, self.matching, self.quarantine, archive=self._archive)
 
-    async def _sweep(self, *, everything: bool) -> None:
+    async def _sweep(self, *, everything: bool, most: int | None = None) -> None:
         state = self._state
         self.matching.offers.distrusted = state.distrusted
         self.matching.trials.forget(state)
         self.matching.offers.temperature = self._temperature(state.settings.get(TEMPERATURE))
         self._untold += self.matching.sweep(
-            version=state.start_version(state.next_number), newest=state.version, now=bus_time(), everything=everything
+            version=state.start_version(state.next_number),
+            newest=state.version,
+            now=bus_time(),
+            everything=everything,
+            most=most,
         )
         self._untold += self.quarantine.sweep(bus_time()) if everything else []
 
@@ -273,9 +295,7 @@ class LiveSupply:
     async def close(self) -> None:
         """See ``Supply.close``."""
         for subject in self._next:
-            for message in await self.bus.read(self._stream(subject), subject, start_seq=self._next[subject]):
-                await self._take(subject, message)
-                await asyncio.sleep(0)  # the lease is renewed meanwhile
+            await self._take_all(subject)
         now = bus_time()
         self._untold += [*self.matching.end(now), *self.quarantine.end(now)]
         await self.flush()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from collections.abc import AsyncIterator
 from typing import NamedTuple
 
 from penstock.services.coordinator.feedback.leaders import Leaders
@@ -31,7 +32,7 @@ class _Read(NamedTuple):
 async def told_of(bus: Bus, job: str, *, since: float = math.inf) -> Told:
     """What was told of a job since then (Unix seconds), and before as far as NEWEST reaches. Raises Unavailable."""
     read, leaders = _Read([], [], []), Leaders()
-    for message in await _messages(bus, subjects.decisions(job), since):
+    async for message in _messages(bus, subjects.decisions(job), since):
         await asyncio.sleep(0)  # the lease is renewed meanwhile
         with contextlib.suppress(ProtocolError):  # of another version: late turns are new episodes, as they were before
             batch, envelope = unpack(await data_of(bus, subjects.DECISIONS, message), FateBatch)
@@ -40,7 +41,7 @@ async def told_of(bus: Bus, job: str, *, since: float = math.inf) -> Told:
             read.fates.extend(batch.items)
             read.interactions.extend(batch.interactions)
             read.over.extend(batch.over)
-    return Told.of(*read)
+    return await asyncio.to_thread(Told.of, *read)
 
 
 async def undecided_since(bus: Bus, job: str, interactions: int, feedback: int) -> float:
@@ -62,18 +63,24 @@ async def undecided_since(bus: Bus, job: str, interactions: int, feedback: int) 
     return since
 
 
-async def _messages(bus: Bus, subject: str, since: float) -> list[Message]:
-    """The newest ones, as far back as ``since`` asks for."""
+async def _messages(bus: Bus, subject: str, since: float) -> AsyncIterator[Message]:
+    """The newest ones, as far back as ``since`` asks for, one after another."""
     newest = await bus.last(subjects.DECISIONS, subject)
     if newest is None:
-        return []
-    first = (await bus.stream_state(subjects.DECISIONS)).first_seq
-    found, stop, size = list[Message](), newest.seq + 1, NEWEST
-    while stop > first:
-        start = max(first, stop - size)
-        some = await bus.read(subjects.DECISIONS, subject, start_seq=start, end_seq=stop - 1)
-        found = some + found
-        if since == math.inf or (some and some[0].time < since):
-            break
-        stop, size = start, 2 * size
-    return found
+        return
+    first, size = (await bus.stream_state(subjects.DECISIONS)).first_seq, NEWEST
+    start = max(first, newest.seq + 1 - size)
+    while start > first and since != math.inf and await _time_at(bus, subject, start) >= since:
+        size *= 2
+        start = max(first, start - size)
+    async with contextlib.aclosing(bus.scan(subjects.DECISIONS, subject, start_seq=start)) as messages:
+        async for message in messages:
+            yield message
+
+
+async def _time_at(bus: Bus, subject: str, seq: int) -> float:
+    """When the first message from a sequence on was stored."""
+    async with contextlib.aclosing(bus.scan(subjects.DECISIONS, subject, start_seq=seq, headers_only=True)) as messages:
+        async for message in messages:
+            return message.time
+    return math.inf

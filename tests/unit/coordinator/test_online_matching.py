@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from penstock.services.coordinator.online import remembered as remembered_module
 from penstock.services.coordinator.online.admission import refusal_of
 from penstock.services.coordinator.online.episode import CUT
 from penstock.services.coordinator.online.matching import Matching
+from penstock.services.coordinator.online.offers import Offers
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.interaction import Erasure, Feedback, Interaction
@@ -43,6 +45,11 @@ def served(name: str, *, episode: str = EPISODE, key: str = "asker", alone: bool
 def said(name: str, about: str, *, key: str = "asker", **changes: Any) -> Feedback:
     fields: dict[str, Any] = {"inference": about, "value": 0.5, "received": NOW} | changes
     return Feedback(id=name, job="j", kind="metric", key_id=key, metric="rating", **fields)
+
+
+def correction(name: str, about: str, *, key: str = "asker") -> Feedback:
+    body = {"corrected": {"role": "assistant", "content": "better"}}
+    return Feedback(id=name, job="j", kind="correction", key_id=key, inference=about, received=NOW, body=body)
 
 
 def test_a_revision_takes_its_item_away_from_the_turn_that_has_it() -> None:
@@ -154,10 +161,10 @@ def test_what_waits_costs_nothing_until_something_may_have_changed(monkeypatch: 
         found.sweep(version=0, now=NOW + second)
     assert looked == [NOW] * 5
     found.sweep(version=1, now=NOW + 59)
-    assert len(looked) == 10, "another version looks at all of them"
+    assert len(looked) == 5, "none is too old by another version"
     found.on_feedback(1, said("f1", "i1"), NOW + 59)
     found.sweep(version=1, now=NOW + 59)
-    assert len(looked) == 11 and len(found.ready) == 1
+    assert len(looked) == 6 and len(found.ready) == 1
     found.sweep(version=1, now=NOW + 60)
     assert len(found.ready) == 5, "the default counts from now on"
 
@@ -186,7 +193,7 @@ def test_an_answer_that_was_cut_off_and_completed_counts_as_completed(looked: bo
     assert [one.status for one in found.on_feedback(1, said("f1", "i1"), NOW)] == ["matched"]
     found.sweep(version=0, now=NOW)
     (path,) = found.ready["i1"]
-    assert [(turn.seq, turn.interaction) for turn in path.turns] == [(2, whole)]
+    assert [(turn.seq, turn.interaction.finish) for turn in path.turns] == [(2, whole.finish)]
 
 
 @pytest.mark.parametrize("place", ["parked", "matched"])
@@ -245,3 +252,59 @@ def test_material_about_what_was_deleted_is_refused() -> None:
     found.on_erasure(Erasure(user="u", interactions=["i1"], feedback=[], time=NOW), NOW)
     item = Feedback(id="b", job="j", kind="correction", key_id="k", received=NOW, inference="i1")
     assert [(one.status, one.reason) for one in found.on_feedback(2, item, NOW)] == [("rejected", "erased")]
+
+
+def _seconds_of_pairs(waiting: int, pairs: int = 100) -> float:
+    """CPU time to match a correction with its answer, so often, while others wait; the best of three."""
+    found, seconds = matching(off_policy={"supervised": {}}, idle_ttl_s=600), list[float]()
+    for number in range(waiting):
+        found.on_feedback(number, correction(f"w{number}", f"nothing{number}", key=f"k{number % 7}"), NOW)
+    found.sweep(version=0, now=NOW)
+    for start in range(waiting, waiting + 3 * pairs, pairs):
+        began = time.process_time()
+        for number in range(start, start + pairs):
+            found.on_feedback(number, correction(f"c{number}", f"i{number}"), NOW)
+            found.sweep(version=0, now=NOW, everything=False)
+            found.on_interaction(number, served(f"i{number}", episode=""))
+            found.sweep(version=0, now=NOW, everything=False)
+            found.lowest()
+        seconds.append(time.process_time() - began)
+    return min(seconds)
+
+
+def test_matching_takes_as_long_however_much_waits() -> None:
+    assert _seconds_of_pairs(8_000) < 4 * _seconds_of_pairs(50)
+
+
+def test_a_sweep_looks_at_nothing_that_only_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = matching(off_policy={"supervised": {}})
+    for number in range(50):
+        found.on_feedback(number, correction(f"c{number}", f"i{number}"), NOW)
+        found.on_feedback(number, said(f"f{number}", f"j{number}"), NOW)
+    found.sweep(version=0, now=NOW)
+    looked: list[str] = []
+    settle = Offers._settle
+
+    def spy(offers: Offers, name: str, *args: Any) -> str:
+        looked.append(name)
+        return settle(offers, name, *args)
+
+    monkeypatch.setattr(Offers, "_settle", spy)
+    for version in range(3):
+        found.sweep(version=version, now=NOW + version)
+    assert not looked
+    found.on_interaction(1, served("i7", episode=""))
+    found.sweep(version=2, now=NOW + 2)
+    assert looked == ["c7"]
+
+
+def test_all_keys_together_have_no_more_waiting_than_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parked_module, "MAX_PARKED", 10)
+    monkeypatch.setattr(parked_module, "AT_ONCE", 3)
+    found = matching()
+    for number in range(11):
+        fates = found.on_feedback(number, said(f"f{number}", f"i{number}", key=f"k{number % 2}"), NOW)
+    gone = [(f"f{number}", "expired", "too_many_parked") for number in (0, 2, 4)]
+    assert [(one.feedback, one.status, one.reason) for one in fates] == gone
+    assert len(found.parked) == 8
+    assert found.lowest()[1] == 1, "what went keeps nothing"
