@@ -92,7 +92,7 @@ class ProcessSimulator:
         hashes, tasks = np.zeros(n, np.uint64), [""] * n
         lost, not_started = dict[int, str](), dict[int, str]()
         following = np.zeros(0, np.int64) if next_state_ids is None else next_state_ids
-        columns = (rewards, terminated, truncated, success, valid, hashes)
+        columns: tuple[NDArray[Any], ...] = (rewards, terminated, truncated, success, valid, hashes)
         for places, header, arrays in self._ask({"kind": "step"}, env_ids, [actions, following], lost):
             for column, part in zip(columns, arrays, strict=True):
                 column[places] = part
