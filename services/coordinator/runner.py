@@ -330,7 +330,7 @@ class JobRunner:
         await self.carrier.delete(range(seq, seq + count), stream=stream)
 
     async def _is_over(self, seq: int, draw: Draw | None) -> bool:
-        """Whether nothing waits for a ticket that workers gave back until its deliveries were used up."""
+        """True if nothing waits for a ticket that workers gave back until its deliveries were used up."""
         if draw is not None:
             return draw not in self.run.state.open
         with contextlib.suppress(NotFound, ProtocolError):

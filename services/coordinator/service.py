@@ -94,7 +94,7 @@ class CoordinatorService:
         await self.bus.ensure_streams(
             experience_bytes=self.settings.experience_bytes, stream_bytes=self.settings.stream_bytes,
             ledger_bytes=self.settings.ledger_size, live_keep_s=self.settings.live_keep_s,
-            audit_keep_s=self.settings.audit_keep_s,
+            audit_keep_s=self.settings.audit_keep_s, replicas=self.settings.stream_replicas,
         )  # fmt: skip
         async with asyncio.TaskGroup() as tasks:
             self._http = tasks.create_task(self._serve_http())

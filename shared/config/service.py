@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from penstock.shared.errors import ConfigError
@@ -131,12 +131,22 @@ class ServiceSettings(BaseSettings):
     no further job is accepted."""
     stream_bytes: int = Field(1 << 30, ge=1 << 20)
     """Size of each other stream."""
+    stream_replicas: int = Field(1, ge=1, le=5)
+    """Nodes of a NATS cluster that keep each stream and bucket: 1, 3 or 5. Streams that exist get more replicas where
+    this asks for more, and never fewer."""
     live_keep_s: float | None = Field(None, ge=2 * 86400)
     """Live interactions and feedback are removed after this time (coordinator); default: they stay until room is
     needed. Longer than anything in a job file that they are waited for."""
     audit_keep_s: float | None = Field(None, ge=86400)
     """Records of the audit log are removed after this time (coordinator); default: when their stream, of 256 MiB at
     most, needs the room."""
+
+    @field_validator("stream_replicas")
+    @classmethod
+    def _has_majority(cls, replicas: int) -> int:
+        if replicas % 2 == 0:
+            raise ValueError("an even number of replicas survives no more than one fewer: use 1, 3 or 5")
+        return replicas
 
     @property
     def ledger_size(self) -> int:

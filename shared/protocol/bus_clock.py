@@ -41,7 +41,7 @@ class ClockSample:
 
 
 class _BusClock:
-    """What this process knows of the bus's clock. One for the process, as the clocks of its host are."""
+    """The bus's clock as this process knows it. One for the process, as the clocks of its host are."""
 
     def __init__(self) -> None:
         self.skew_s: float | None = None

@@ -217,7 +217,7 @@ class _Process:
             try:
                 await bus.ensure_streams(
                     experience_bytes=settings.experience_bytes, stream_bytes=settings.stream_bytes,
-                    ledger_bytes=settings.ledger_size, update=False,
+                    ledger_bytes=settings.ledger_size, replicas=settings.stream_replicas, update=False,
                 )  # fmt: skip
                 return True
             except Unavailable as error:

@@ -142,6 +142,8 @@ class Bus:
     ) -> None:
         """Create all streams and buckets, and with ``update`` change those that differ; idempotent.
 
+        In a cluster each has ``replicas``; those that have more keep them.
+
         INTERACTIONS and FEEDBACK keep a message for ``live_keep_s``; None: as long as nobody removes it. AUDIT keeps it
         for ``audit_keep_s``, or until it needs the room. LEDGER has ``ledger_bytes``; None: as much as any other.
 

@@ -35,6 +35,9 @@ REMIND_S = 10.0
 """Interval of warnings while the server is away."""
 PING_S = 1.0
 """Interval of pings; a peer that misses two is dead, so a silent cut shows within three seconds."""
+LEAVE_S = 8.0
+"""A node of a cluster without an answer of JetStream for this long is left for another: it may be cut off. Longer than
+an election, which no other node can shorten."""
 USER_TIMEOUT_MS = 3000
 """Unacknowledged bytes this old end the connection; pings alone do not notice while bytes wait in the send buffer."""
 PENDING_BYTES = 64 << 20
@@ -91,6 +94,8 @@ class Connection:
         self.max_payload = 1 << 20
         self.reconnects = 0
         self._servers = [one.strip() for one in url.split(",")]
+        random.shuffle(self._servers)  # the clients of a cluster spread over its nodes
+        self._doubted: float | None = None
         self._name = name
         self._client: Any = None
         self._up = asyncio.Event()
@@ -203,6 +208,26 @@ class Connection:
             raise NoResponders(f"nobody answers on '{subject}'")
         return message
 
+    def trust(self) -> None:
+        """JetStream answered."""
+        self._doubted = None
+
+    def doubt(self) -> None:
+        """JetStream did not answer by way of this node. If that lasts, and there are others, try the next one."""
+        now = time.monotonic()
+        self._doubted = now if self._doubted is None else self._doubted
+        if len(self._servers) < 2 or now - self._doubted < LEAVE_S or not self.connected:
+            return
+        log.warning("JetStream gives no answer by way of this node for %g s: trying another of %s", LEAVE_S, self.where)
+        self._doubted = None
+        self._next_server()
+        writer = getattr(self._client._transport, "_io_writer", None)
+        if writer is not None:
+            writer.transport.abort()  # ends the read loop: the supervisor dials anew
+
+    def _next_server(self) -> None:
+        self._servers = [*self._servers[1:], self._servers[0]]
+
     async def subscribe(
         self, subject: str, callback: Callback, *, queue: str = "", confirm: bool = True
     ) -> Subscription:
@@ -308,6 +333,7 @@ class Connection:
             async with asyncio.timeout(timeout_s):
                 await client.connect(
                     servers=self._servers,
+                    dont_randomize=True,
                     name=self._name,
                     error_cb=on_error,
                     allow_reconnect=False,
@@ -328,6 +354,7 @@ class Connection:
                     await self._round_trip(client.publish)  # then the server knows them
         except (OSError, nats.errors.Error, Unavailable, TimeoutError) as error:
             await self._discard(client, 0.5)
+            self._next_server()  # the first one may take connections and never answer
             cause = seen[-1] if seen else error
             if "authorization" in f"{error} {cause}".lower():
                 raise ConfigError(f"NATS at {self.where} refuses the credentials in its URL") from None

@@ -22,6 +22,7 @@ from penstock.shared.transport.connection import Connection, Subscription
 from penstock.shared.transport.inbox import Lost, Raw, new_inbox
 from penstock.shared.transport.jetstream import create_consumer, drop_consumer, ended_well
 from penstock.shared.transport.message import Message, from_consumer
+from penstock.shared.transport.read import first_at_or_after
 
 __all__ = ["Reader"]
 
@@ -78,6 +79,7 @@ class Reader:
         self._broken = True
         self._closed = False
         self._rebuilds = 0  # since the last message
+        self._in_cluster = False
         self._remaining = 1  # messages of the stream behind the last one handed out
         self._watch = connection.inboxes.attach(_Weak(self))
         weakref.finalize(self, connection.inboxes.detach, self._watch)
@@ -90,8 +92,10 @@ class Reader:
             if self._closed:
                 raise StopAsyncIteration
             if not self._follow and self._remaining == 0 and not self._broken:
-                await self.aclose()
-                raise StopAsyncIteration
+                if not await self._is_behind():
+                    await self.aclose()
+                    raise StopAsyncIteration
+                self._broken = True
             await self._fill()
         message, self._remaining = self._buffer.popleft()
         self._next_seq = message.seq + 1
@@ -133,6 +137,15 @@ class Reader:
         except TimeoutError:
             self._broken = True  # the server forgot the request
 
+    async def _is_behind(self) -> bool:
+        """True if the consumer is on a replica that lags: the leader of the stream has more."""
+        if not self._in_cluster:
+            return False
+        found = await first_at_or_after(self._connection, self._stream, self._subject, max(self._next_seq, 1))
+        if found is not None:
+            log.info("the replica that reads %s for us lags at %d: trying another", self._stream, self._next_seq)
+        return found is not None
+
     async def _rebuild(self) -> None:
         """A new consumer behind the last message handed out (waits for the connection as long as it takes)."""
         if self._inbox is None:
@@ -154,6 +167,7 @@ class Reader:
             log.warning("cannot follow %s yet: %s", self._stream, error)
             return
         self._remaining = int(info["num_pending"])
+        self._in_cluster = bool((info.get("cluster") or {}).get("name"))
         self._broken = False
 
     async def _ask(self) -> bool:

@@ -36,6 +36,9 @@ class Code:
     STORAGE_RESOURCES = 10047
     STORE_BUSY = 10049  # a stream of that name is still being deleted
     MESSAGE_DELETE_FAILED = 10057
+    NO_PEERS = 10005  # fewer nodes are up than a stream is to have replicas
+    NO_QUORUM = 10008  # the cluster has no leader
+    NO_CLUSTER = 10074
     STREAM_EXISTS = 10058
     STREAM_NOT_FOUND = 10059
     MESSAGE_NOT_FOUND = 10037
@@ -131,16 +134,19 @@ async def call(
             raw = await connection.request(f"$JS.API.{endpoint}", data, timeout_s=timeout_s)
         except Unavailable as error:
             attempts.why = error
+            connection.doubt()
             continue
         answer: dict[str, Any] = msgspec.json.decode(raw.data)
         error_object = answer.get("error")
         if error_object is None:
+            connection.trust()
             return answer
         if error_object.get("code") == 503 and error_object.get("err_code") not in (
             Code.STORAGE_RESOURCES,
             Code.INSUFFICIENT_RESOURCES,
         ):
             attempts.why = str(error_object.get("description"))  # JetStream is still starting, or has no leader
+            connection.doubt()
             continue
         raise_error(error_object, what)
     raise AssertionError("retry_until ends by raising")

@@ -149,13 +149,18 @@ class Publisher:
         return await self._put(last.subject, last.data, headers, timeout_s)
 
     async def _put(self, subject: str, data: bytes, headers: Mapping[str, str], timeout_s: float) -> dict[str, Any]:
-        raw = await self._connection.request(subject, data, timeout_s=timeout_s, headers=headers)
+        try:
+            raw = await self._connection.request(subject, data, timeout_s=timeout_s, headers=headers)
+        except Unavailable:
+            self._connection.doubt()
+            raise
         try:
             answer: dict[str, Any] = msgspec.json.decode(raw.data)
         except msgspec.DecodeError:
             raise ProtocolError(f"'{subject}' belongs to no stream: something else answered a publish") from None
         if "error" in answer:
             _refused(subject, answer)
+        self._connection.trust()
         return answer
 
     async def _resolve(self, subject: str, msg_id: str, expected: int, error: Conflict) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 from penstock.shared.errors import ConfigError, NotFound
@@ -11,6 +12,8 @@ from penstock.shared.transport.connection import Connection
 from penstock.shared.transport.jetstream import ApiError, Code, call, retry_until
 
 __all__ = ["BUCKETS", "STREAMS", "ensure", "max_bytes"]
+
+log = logging.getLogger(__name__)
 
 STREAMS = (
     subjects.TICKETS,
@@ -81,7 +84,7 @@ async def ensure(
     update: bool = True,
     deadline_s: float = 30.0,
 ) -> None:
-    """Create what is missing and, with ``update``, change what differs.
+    """Create what is missing and, with ``update``, change what differs; more replicas, never fewer.
 
     Raises:
         ConfigError: the server has no room for these sizes, or an existing stream cannot be changed to fit.
@@ -119,20 +122,40 @@ async def _exists(connection: Connection, stream: str, deadline_s: float) -> boo
     return True
 
 
-async def _for_good(connection: Connection, config: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-    """Settings of an existing stream that the server never takes back.
+async def _changed(connection: Connection, config: dict[str, Any], deadline_s: float) -> dict[str, Any] | None:
+    """Configuration of an existing stream with ``config`` in it, None where that changes nothing.
+
+    What somebody else set (placement, compression) stays. Fewer replicas than there are, or less room than is used by
+    what would make room, are never asked for: the server would delete the difference.
 
     Raises:
         ConfigError: it holds more than it is to have; the server would remove the oldest messages at once.
     """
     name, most = config["name"], config["max_bytes"]
     info = await call(connection, f"STREAM.INFO.{name}", deadline_s=deadline_s, what=f"state of stream {name}")
-    if config["discard"] == "new" and info["state"]["bytes"] > most:
+    found, held = info["config"], int(info["state"]["bytes"])
+    if config["discard"] == "new" and held > most:
         raise ConfigError(
-            f"stream {name} holds {info['state']['bytes']} bytes, more than the {most} that it is to have: raise "
+            f"stream {name} holds {held} bytes, more than the {most} that it is to have: raise "
             "PENSTOCK_STREAM_BYTES or PENSTOCK_EXPERIENCE_BYTES; nothing is dropped for a smaller size"
         )
-    return {"deny_delete": True} if info["config"].get("deny_delete") else {}
+    wanted = found | config
+    if held > most:
+        wanted["max_bytes"] = found["max_bytes"]
+        log.info("stream %s keeps its %d bytes: it holds %d, more than %d", name, found["max_bytes"], held, most)
+    if found["num_replicas"] > config["num_replicas"]:
+        wanted["num_replicas"] = found["num_replicas"]
+        log.info("stream %s has %d replicas and keeps them", name, found["num_replicas"])
+    elif found["num_replicas"] < config["num_replicas"]:
+        log.warning("stream %s gets %d replicas instead of %d", name, config["num_replicas"], found["num_replicas"])
+    if found.get("deny_delete"):  # never taken back
+        wanted["deny_delete"] = True
+    return None if all(found.get(key, _absent(value)) == value for key, value in wanted.items()) else wanted
+
+
+def _absent(value: object) -> object:
+    """What the server means where it leaves a field out that would have this type."""
+    return type(value)()
 
 
 def _base(name: str, stream_subjects: list[str], max_bytes: int, replicas: int) -> dict[str, Any]:
@@ -143,6 +166,7 @@ def _base(name: str, stream_subjects: list[str], max_bytes: int, replicas: int) 
         "discard": "new",
         "max_bytes": max_bytes,
         "num_replicas": replicas,
+        "max_age": 0,
         "allow_direct": True,
         "duplicate_window": DUPLICATES_S * 1_000_000_000,
     }
@@ -186,8 +210,15 @@ async def _ensure_one(connection: Connection, config: dict[str, Any], update: bo
             if exists and not update:
                 return
             if exists and verb == "CREATE":
-                verb, config = "UPDATE", config | await _for_good(connection, config, deadline_s)
-            elif error.code == Code.STORE_BUSY:
+                changed = await _changed(connection, config, deadline_s)
+                if changed is None:
+                    return
+                verb, config = "UPDATE", changed
+            elif error.code == Code.NO_CLUSTER:
+                raise ConfigError(
+                    f"{error}: the server is no cluster; start three of them, or set PENSTOCK_STREAM_REPLICAS to 1"
+                ) from None
+            elif error.code in (Code.STORE_BUSY, Code.NO_PEERS, Code.NO_QUORUM):
                 attempts.why = error
             elif no_room:
                 raise ConfigError(

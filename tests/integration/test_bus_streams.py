@@ -9,13 +9,15 @@ import os
 import signal
 import sys
 import time
+from typing import Any
 
 import pytest
 
 from penstock.shared.errors import ConfigError, Conflict, NotFound, ProtocolError, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
+from penstock.shared.transport import follow as follow_module
 from penstock.shared.transport.bus import Bus, Outgoing
-from penstock.shared.transport.jetstream import call
+from penstock.shared.transport.jetstream import call, create_consumer
 from penstock.shared.transport.server import NatsServer
 
 JOB = "job_1"
@@ -82,6 +84,21 @@ async def test_a_message_keeps_its_parts(bus: Bus) -> None:
         assert (message.subject, message.data, message.seq) == (EXPERIENCE, b"body", seq)
         assert message.headers == {"Penstock-Group": "ü: x", "Nats-Msg-Id": "m"}
         assert before - 1 < message.time < time.time() + 1
+
+
+async def test_a_read_ends_where_the_leader_of_the_stream_ends(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replica that serves it lags: it says that nothing is left."""
+    for number in range(5):
+        await bus.publish(LEDGER, b"%d" % number)
+    lies = [0, 0]
+
+    async def lagging(*args: Any, **named: Any) -> dict[str, Any]:
+        info = await create_consumer(*args, **named) | {"cluster": {"name": "c", "leader": "n"}}
+        return info | ({"num_pending": lies.pop()} if lies else {})
+
+    monkeypatch.setattr(follow_module, "create_consumer", lagging)
+    assert [message.data for message in await bus.read(subjects.LEDGER, LEDGER)] == [b"0", b"1", b"2", b"3", b"4"]
+    assert not lies
 
 
 async def test_a_repeated_id_is_stored_once(bus: Bus) -> None:
