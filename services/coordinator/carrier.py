@@ -51,7 +51,7 @@ class Carrier:
         await self.delete(effects.delete)  # first: what replaces it may be as large
         if effects.tickets:
             await (order or self.ask)(run, effects.tickets)
-        if effects.purge_below is not None:
+        if effects.purge_below is not None and not self.bus.held:  # the next checkpoint gives it up
             await self.bus.purge(subjects.EXPERIENCE, subjects.experience(self.job), below_seq=effects.purge_below)
 
     async def _announce(self, run: JobRun, number: int) -> None:

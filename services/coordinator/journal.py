@@ -235,7 +235,7 @@ class Journal:
         return entries
 
     async def _purge(self) -> None:
-        if self._segment is not None and self._segment.number > self._purged:
+        if self._segment is not None and self._segment.number > self._purged and not self._bus.held:
             await self._bus.purge(subjects.LEDGER, self._subject, below_seq=self._segment.last_seq + 1)
             self._purged = self._segment.number
 

@@ -19,6 +19,7 @@ __all__ = ["COORDINATOR", "LeaderLine"]
 COORDINATOR = "coordinator"
 """The lease of whoever leads."""
 ASK_S = 1.0
+HOLD_S = 120.0
 
 
 class LeaderLine:
@@ -29,7 +30,10 @@ class LeaderLine:
 
     async def serve(self) -> None:
         """Answer the others until cancelled."""
-        async with await self._bus.serve(subjects.LEADER, self._answer):
+        async with (
+            await self._bus.serve(subjects.LEADER, self._answer),
+            await self._bus.serve(subjects.HOLD, self._hold),
+        ):
             await asyncio.Event().wait()
 
     async def why(self, job: str) -> list[dict[str, Any]]:
@@ -53,6 +57,11 @@ class LeaderLine:
         if rows is None:
             raise NotFound(f"job '{job}' is not led here (yet)")
         return msgspec.json.encode(rows)
+
+    async def _hold(self, data: bytes) -> bytes:
+        """Keep what could be given up in the streams for some seconds (JSON), at most HOLD_S; the reply is empty."""
+        self._bus.hold(min(float(msgspec.json.decode(data, type=float)), HOLD_S))
+        return b""
 
     async def name(self) -> str:
         """Who holds the lease, and its epoch; it may have died since. Raises Unavailable."""

@@ -49,6 +49,8 @@ async def delete_job(bus: Bus, store: JobStore, job: str, *, checkpoints: Path |
         Conflict: it has not ended, or a job that runs began with one of these checkpoints.
         Unavailable: the bus or the disk does not take it; some of it may be gone, and it can be repeated.
     """
+    if bus.held:
+        raise Unavailable("a backup is being taken: nothing is deleted meanwhile; try again in a minute")
     record = await store.get(job)
     if record.status.phase not in TERMINAL_PHASES:
         raise Conflict(f"job '{job}' is {record.status.phase}: only what has ended is deleted; cancel it first")

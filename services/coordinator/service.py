@@ -269,7 +269,7 @@ class CoordinatorService:
         """While a stream is nearly full, give up what jobs can do without there, finished and old ones first."""
         while True:
             await asyncio.sleep(ROOM_EVERY_S)
-            if not self.leading:
+            if not self.leading or self.bus.held:
                 continue
             try:
                 for stream in GIVEN_UP:

@@ -16,6 +16,7 @@ __all__ = [
     "FEEDBACK",
     "GRADE",
     "HEARTBEATS",
+    "HOLD",
     "INTERACTIONS",
     "JOBS",
     "KEYS",
@@ -242,6 +243,7 @@ def evaluation(job: str) -> str:
     return f"evaluation.{job}"
 
 
+HOLD = "coordinator.hold"  # request/reply: a backup asks the leader to give up nothing for a while
 LEADER = "coordinator.leader"  # request/reply: what only the coordinator that leads can answer
 REPLAY = "replay.request"  # request/reply to any trainer: repeat batches of a job
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,8 +20,9 @@ from penstock.shared.errors import NotFound
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import ClockSample, clock_skew_s, set_bus_clock
 from penstock.shared.protocol.parts import part_subject
+from penstock.shared.transport import archive, streams
 from penstock.shared.transport import read as reading
-from penstock.shared.transport import streams
+from penstock.shared.transport.archive import StreamImage
 from penstock.shared.transport.connection import Connection, NoResponders, Subscription
 from penstock.shared.transport.follow import Reader
 from penstock.shared.transport.inbox import Raw
@@ -44,6 +45,7 @@ __all__ = [
     "Outgoing",
     "Puller",
     "Reader",
+    "StreamImage",
     "StreamState",
     "Subscription",
 ]
@@ -61,6 +63,7 @@ class Bus:
         self._connection = connection
         self._publisher = Publisher(connection)
         self._servers: list[Server] = []
+        self._held_until = 0.0
 
     @classmethod
     async def connect(cls, url: str, *, name: str, deadline_s: float = 10.0) -> Bus:
@@ -79,6 +82,15 @@ class Bus:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    def hold(self, seconds: float) -> None:
+        """Say that nothing is to be given up from now on for so long (0: no more); see ``held``."""
+        self._held_until = time.monotonic() + seconds
+
+    @property
+    def held(self) -> bool:
+        """Whether a backup reads the streams: what could be given up for room stays for now. ``purge`` does not ask."""
+        return time.monotonic() < self._held_until
 
     @property
     def connected(self) -> bool:
@@ -355,6 +367,23 @@ class Bus:
             handler(advisory["stream"], advisory["consumer"], advisory["stream_seq"])
 
         return await self._connection.subscribe("$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.>", on_advisory)
+
+    def save_stream(self, stream: str) -> AsyncGenerator[StreamImage | bytes, None]:
+        """Image of a stream, then its bytes in parts: see ``archive.save_stream``."""
+        return archive.save_stream(self._connection, stream)
+
+    async def load_stream(self, image: StreamImage, parts: Iterator[bytes]) -> StreamImage:
+        """Make a stream out of what ``save_stream`` gave: see ``archive.load_stream``."""
+        return await archive.load_stream(self._connection, image, parts)
+
+    async def streams(self) -> list[str]:
+        """Names of the streams that exist; that of a bucket begins with ``KV_``."""
+        names: list[str] = []
+        while True:
+            answer = await self._call("STREAM.NAMES", {"offset": len(names)}, "names of the streams")
+            names += answer.get("streams") or []
+            if not answer.get("streams") or len(names) >= answer["total"]:
+                return sorted(names)
 
     def kv(self, bucket: str) -> KeyValue:
         """A key-value bucket that ``ensure_streams`` made."""

@@ -49,6 +49,7 @@ class Code:
     STORE_FAILED = 10077
     ATOMIC_DISABLED = 10174
     BATCH_DUPLICATE = 10201
+    RESTORE_EXISTS = 10130
 
 
 NO_SPACE = ("no space left on device", "disk quota exceeded")

@@ -306,6 +306,8 @@ class LiveSupply:
         Of FEEDBACK that is what is decided; of INTERACTIONS what is decided and no batch needs again that a trainer may
         have to repeat or a fork to open. Fates of what goes are told first: a later leader cannot derive them.
         """
+        if self.bus.held:
+            return
         await self.flush()
         state = self._state
         newest = -1 if state.checkpoint is None else earliest_start(state, state.checkpoint.number)

@@ -6,6 +6,7 @@ import typer
 
 from penstock.cli import (
     audit_log,
+    backups,
     bench,
     books,
     chat,
@@ -46,6 +47,8 @@ for _command in (
     demo.demo,
     machine.up,
     machine.down,
+    backups.backup,
+    backups.restore,
     doctor.doctor,
     jobs.submit,
     jobs.amend,

@@ -1,0 +1,112 @@
+"""Whole streams as bytes: JetStream's own snapshots, which keep sequences, headers and times."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+import msgspec
+
+from penstock.shared.errors import ConfigError, DeadlineError, ProtocolError, Unavailable
+from penstock.shared.transport.connection import Connection
+from penstock.shared.transport.inbox import Raw, new_inbox
+from penstock.shared.transport.jetstream import ApiError, Code, call, raise_error
+
+__all__ = ["CHUNK_BYTES", "StreamImage", "load_stream", "save_stream"]
+
+CHUNK_BYTES = 512 << 10
+SILENCE_S = 30.0
+"""Longest wait for the next part of a stream, however large the whole is."""
+
+
+class StreamImage(msgspec.Struct, frozen=True):
+    """What a stream was when it was saved: the server's own configuration and state, passed back to it as they are."""
+
+    name: str
+    config: dict[str, Any]
+    state: dict[str, Any]
+
+    @property
+    def last_seq(self) -> int:
+        """Sequence of the newest message that was ever stored."""
+        return int(self.state["last_seq"])
+
+    @property
+    def messages(self) -> int:
+        """How many it holds."""
+        return int(self.state["messages"])
+
+
+class _Parts:
+    """Receives the parts of a snapshot; each one is acknowledged once it was taken."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[Raw] = asyncio.Queue()  # bounded by the server, which waits for acknowledgements
+
+    async def on_message(self, raw: Raw) -> None:
+        """Take a part."""
+        self.queue.put_nowait(raw)
+
+
+async def save_stream(connection: Connection, stream: str) -> AsyncGenerator[StreamImage | bytes, None]:
+    """The image of a stream, then its bytes in parts.
+
+    Raises:
+        NotFound: no such stream.
+        DeadlineError: the server fell silent in between.
+        Unavailable: it cannot be saved; says why.
+    """
+    parts = _Parts()
+    async with await connection.subscribe(new_inbox(), parts.on_message) as inbox:
+        body = {"deliver_subject": inbox.subject, "no_consumers": True, "chunk_size": CHUNK_BYTES}
+        what = f"snapshot of stream {stream}"
+        answer = await call(connection, f"STREAM.SNAPSHOT.{stream}", body, deadline_s=SILENCE_S, what=what)
+        yield StreamImage(stream, answer["config"], answer["state"])
+        while True:
+            try:
+                async with asyncio.timeout(SILENCE_S):
+                    raw = await parts.queue.get()
+            except TimeoutError:
+                raise DeadlineError(f"{what}: the server sent nothing for {SILENCE_S:g} s") from None
+            if raw.headers and raw.headers.get("Status") not in (None, "", "200", "204"):
+                raise Unavailable(f"{what}: {raw.headers.get('Description') or raw.headers['Status']}")
+            if not raw.data:
+                return
+            yield raw.data
+            if raw.reply:
+                await connection.send(raw.reply, b"")
+
+
+async def load_stream(connection: Connection, image: StreamImage, parts: Iterator[bytes]) -> StreamImage:
+    """Make a stream that does not exist yet out of the parts of an image; returns what it is then.
+
+    Raises:
+        ConfigError: there is a stream of this name, or the server has no room for it.
+        Unavailable: the server does not take it; says why.
+    """
+    what = f"restore stream {image.name}"
+    body = {"config": image.config, "state": image.state}
+    try:
+        answer = await call(connection, f"STREAM.RESTORE.{image.name}", body, deadline_s=SILENCE_S, what=what)
+    except ApiError as error:
+        if error.code in (Code.STREAM_EXISTS, Code.RESTORE_EXISTS):
+            raise ConfigError(f"{what}: it exists there; restore into an empty store") from None
+        raise ConfigError(str(error)) from None
+    subject = answer["deliver_subject"]
+    while part := await asyncio.to_thread(next, parts, b""):
+        reply = await connection.request(subject, part, timeout_s=SILENCE_S)
+        if reply.data:
+            _checked(reply.data, what)
+    made = _checked((await connection.request(subject, b"", timeout_s=SILENCE_S)).data, what)
+    return StreamImage(image.name, made["config"], made["state"])
+
+
+def _checked(data: bytes, what: str) -> dict[str, Any]:
+    try:
+        answer: dict[str, Any] = msgspec.json.decode(data)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"{what}: the server's answer does not decode: {error}") from None
+    if "error" in answer:
+        raise_error(answer["error"], what)
+    return answer

@@ -1,0 +1,484 @@
+"""A whole deployment as a directory, taken while jobs run, and a deployment out of it, on another path or host.
+
+The cut is the ledger's: what ``LEDGER`` had at one moment, and everything that it refers to. For that moment to exist
+in every stream the leader gives up nothing while they are read (it is asked to, again and again), and marks are taken,
+``LEDGER`` first: what an entry refers to was stored before it. Records of jobs are read before, for a ledger may be
+ahead of its record, never behind. What came after the marks is deleted when the streams are restored. Checkpoints,
+archived entries and uploads are linked, so that nobody deletes them while they are copied.
+
+The directory holds secrets (hashes of keys, what users sent): it is for its owner alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from penstock.services.coordinator.journal import Journal
+from penstock.services.coordinator.leaderline import COORDINATOR
+from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.store import JobStore
+from penstock.shared.config.kinds import trains
+from penstock.shared.config.service import checkpoint_path
+from penstock.shared.errors import ConfigError, Conflict, DataError, Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.events import Checkpointed, decode_events
+from penstock.shared.protocol.jobs import JobRecord
+from penstock.shared.runtime.lease import LeaseRecord
+from penstock.shared.runtime.ledger import ledger_archive
+from penstock.shared.runtime.tasks import end_tasks
+from penstock.shared.transport.bus import Bus, StreamImage
+
+__all__ = ["BackupManifest", "load_backup", "read_manifest", "restore_files", "restore_streams", "take_backup"]
+
+SCHEMA = 1
+MANIFEST, STREAMS, FILES, DATA = "manifest.json", "streams", "files", "data"
+FOLDERS = ("checkpoints", "ledgers", "files", "tracking")
+"""Of the data directory: the rest is the bus itself, caches that are built again, and logs."""
+RESTORED = "restored"
+"""Folder of a restored data directory for data of jobs that is not where it was."""
+DERIVED = frozenset({subjects.TICKETS, subjects.RAW})
+"""Work queues: a leader asks again for all that its ledger has in flight."""
+KV = "KV_"
+LATE = frozenset({f"{KV}{subjects.LEASES}"})
+"""Read after the marks: an epoch in the ledger is never above that of the lease."""
+KEPT_WHOLE = frozenset({subjects.AUDIT})
+"""Nothing is ever deleted from it."""
+FIRST = {subjects.EXPERIENCE: 0, subjects.INTERACTIONS: 1}
+"""Order of the marks behind that of LEDGER: what a policy made that the ledger does not know does not belong to it."""
+HOLD_S, HOLD_EVERY_S = 60.0, 10.0
+TRIES = 3
+BLOCK = 1 << 20
+
+Tell = Callable[[str], None]
+
+
+class StoredFile(msgspec.Struct, frozen=True):
+    """A file of the backup: where it lies in it, its size and its sha256 (hex)."""
+
+    path: str
+    nbytes: int
+    sha256: str
+
+
+class StoredStream(msgspec.Struct, frozen=True):
+    """A stream: what the server said of it, its newest message that belongs to the cut, and its bytes."""
+
+    image: StreamImage
+    mark: int
+    file: StoredFile
+
+
+class Reference(msgspec.Struct, frozen=True):
+    """A path outside the data directory in a job file; ``file`` where it is kept here, None: it is only named."""
+
+    job: str
+    path: str
+    file: StoredFile | None = None
+
+
+class BackupManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of ``manifest.json``, which is written last: without it there is no backup."""
+
+    schema: int
+    taken: float
+    data_dir: str
+    jobs: list[str]
+    streams: list[StoredStream]
+    files: list[StoredFile]
+    references: list[Reference]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything."""
+        kept = [reference.file for reference in self.references if reference.file is not None]
+        return sum(file.nbytes for file in (*self.files, *kept, *(stream.file for stream in self.streams)))
+
+
+# -- taking one ------------------------------------------------------------------------------------------------------
+
+
+async def take_backup(bus: Bus, data_dir: Path, target: Path, tell: Tell = lambda _: None) -> BackupManifest:
+    """Write a backup of the deployment on ``bus``, whose services use ``data_dir``, to an empty or new directory.
+
+    Raises:
+        ConfigError: the target holds something.
+        Conflict: another coordinator took the lead each time that it was tried.
+        Unavailable: the bus went away.
+        OSError: a disk does not take or give something.
+    """
+    await asyncio.to_thread(_begin, target)
+    for attempt in range(1, TRIES + 1):
+        await asyncio.to_thread(_empty, target)
+        async with _held(bus):
+            epoch = await _epoch(bus)
+            manifest = await _take(bus, data_dir, target, tell)
+            if await _epoch(bus) == epoch:
+                break
+        tell(f"another coordinator leads since; trying again ({attempt} of {TRIES})")
+    else:
+        raise Conflict(f"another coordinator took the lead {TRIES} times meanwhile; take the backup again")
+    await asyncio.to_thread(_write, target / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
+    return manifest
+
+
+def _begin(target: Path) -> None:
+    if target.exists() and any(target.iterdir()):
+        raise ConfigError(f"{target} is not empty: a backup needs a directory of its own")
+    target.mkdir(parents=True, exist_ok=True)
+    target.chmod(0o700)
+
+
+def _empty(target: Path) -> None:
+    for folder in (STREAMS, FILES, DATA):
+        shutil.rmtree(target / folder, ignore_errors=True)
+        (target / folder).mkdir(mode=0o700)
+
+
+@asynccontextmanager
+async def _held(bus: Bus) -> AsyncIterator[None]:
+    """Have the leader give up nothing; where nobody leads, nobody does."""
+
+    async def ask() -> None:
+        with contextlib.suppress(Unavailable):
+            await bus.request(subjects.HOLD, msgspec.json.encode(HOLD_S), deadline_s=5)
+
+    async def again() -> None:
+        while True:
+            await asyncio.sleep(HOLD_EVERY_S)
+            await ask()
+
+    await ask()
+    asking = asyncio.create_task(again())
+    try:
+        yield
+    finally:
+        await end_tasks([asking])
+        with contextlib.suppress(Unavailable):
+            await bus.request(subjects.HOLD, msgspec.json.encode(0.0), deadline_s=5)
+
+
+async def _epoch(bus: Bus) -> int:
+    entry = await bus.kv(subjects.LEASES).get(COORDINATOR)
+    return msgspec.json.decode(entry.value, type=LeaseRecord).epoch if entry is not None and entry.value else 0
+
+
+async def _take(bus: Bus, data_dir: Path, target: Path, tell: Tell) -> BackupManifest:
+    names = [name for name in await bus.streams() if name not in DERIVED]
+    early = [name for name in names if name.startswith(KV) and name not in LATE]
+    streams = [await _save(bus, name, target, None) for name in early]
+    with _Links(data_dir) as links:
+        for _ in range(TRIES):
+            await asyncio.to_thread(links.update)
+            marks = {subjects.LEDGER: (await bus.stream_state(subjects.LEDGER)).last_seq}
+            await asyncio.to_thread(links.update)
+            late = set(names) - set(early) - marks.keys()
+            for name in sorted(late, key=lambda name: (FIRST.get(name, len(FIRST)), name)):
+                marks[name] = (await bus.stream_state(name)).last_seq
+            if not (lost := await _lost(bus, links, marks[subjects.LEDGER])):
+                break
+        else:
+            raise Conflict(f"{lost} was deleted {TRIES} times before it could be kept; take the backup again")
+        for name, mark in marks.items():
+            tell(f"stream {name}")
+            streams.append(await _save(bus, name, target, mark))
+        tell("checkpoints and other files")
+        files = await asyncio.to_thread(links.copy, target / FILES)
+    entries = (await JobStore(bus).index()).all()
+    references = await asyncio.to_thread(
+        _references, [entry.record() for entry in entries if not entry.finished], data_dir, target
+    )
+    return BackupManifest(
+        schema=SCHEMA, taken=time.time(), data_dir=str(data_dir), jobs=[entry.id for entry in entries],
+        streams=streams, files=files, references=references,
+    )  # fmt: skip
+
+
+async def _lost(bus: Bus, links: _Links, mark: int) -> str:
+    """A checkpoint that the cut needs and that was deleted before it was linked; '': there is none."""
+    for entry in (await JobStore(bus).index()).unfinished():
+        messages = await bus.read(subjects.LEDGER, subjects.ledger(entry.id), end_seq=mark)
+        events = [event for message in messages for event in decode_events(message.data)]
+        newest = next((event for event in reversed(events) if isinstance(event, Checkpointed)), None)
+        if newest is not None and not links.has(newest.path):
+            return newest.path
+    return ""
+
+
+async def _save(bus: Bus, name: str, target: Path, mark: int | None) -> StoredStream:
+    path, digest, image = target / STREAMS / name, hashlib.sha256(), None
+    parts = bus.save_stream(name)
+    with path.open("wb") as file:
+        async with contextlib.aclosing(parts):
+            async for part in parts:
+                if isinstance(part, StreamImage):
+                    image = part
+                else:
+                    digest.update(part)
+                    await asyncio.to_thread(file.write, part)
+        _flush(file)
+    assert image is not None, "the image comes first"
+    stored = StoredFile(f"{STREAMS}/{name}", path.stat().st_size, digest.hexdigest())
+    return StoredStream(image, image.last_seq if mark is None else mark, stored)
+
+
+class _Links:
+    """Hard links to the files of a data directory, which stay when the files are deleted."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self._data_dir, self._folder = data_dir, data_dir / f".backup-{os.getpid()}"
+
+    def __enter__(self) -> _Links:
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(mode=0o700)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def update(self) -> None:
+        """Link what is there now and was not before; markers of wholeness last, so that no part looks whole."""
+        for folder in FOLDERS:
+            found = (path for path in (self._data_dir / folder).rglob("*") if path.is_file() and _is_done(path))
+            for path in sorted(found, key=lambda path: (path.name == "COMMIT", str(path))):
+                place = self._folder / path.relative_to(self._data_dir)
+                if not place.exists():
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    with contextlib.suppress(FileNotFoundError):  # deleted this moment
+                        os.link(path, place)
+
+    def has(self, checkpoint: str) -> bool:
+        """Whether a checkpoint, as a ledger names it, is linked whole."""
+        place = checkpoint_path(self._folder, checkpoint)
+        return (place / "COMMIT").exists()
+
+    def copy(self, target: Path) -> list[StoredFile]:
+        """Copy what is linked; a checkpoint that was not whole is left out."""
+        stored = []
+        for path in sorted(path for path in self._folder.rglob("*") if path.is_file()):
+            name = path.relative_to(self._folder)
+            if name.parts[0] == "checkpoints" and not _is_whole(self._folder, name):
+                continue
+            stored.append(_copy(path, target / name, f"{FILES}/{name.as_posix()}"))
+        return stored
+
+
+def _is_done(path: Path) -> bool:
+    return not any(part.startswith(".partial") for part in path.parts) and path.suffix != ".part"
+
+
+def _is_whole(root: Path, name: Path) -> bool:
+    """Whether a file under ``checkpoints/JOB/CHECKPOINT`` belongs to a checkpoint that was committed."""
+    return len(name.parts) < 4 or (root / Path(*name.parts[:3]) / "COMMIT").exists()
+
+
+def _references(records: list[JobRecord], data_dir: Path, target: Path) -> list[Reference]:
+    """Paths in job files that lie elsewhere; data files are copied, directories (models) are only named."""
+    found: list[Reference] = []
+    copies: dict[Path, StoredFile] = {}
+    for record in records:
+        for text in sorted({text for text in _strings(record.spec) if text.startswith(("/", "~"))}):
+            path = Path(text).expanduser()
+            if path.is_relative_to(data_dir) or not path.exists():
+                continue
+            if path.is_file() and path not in copies:
+                name = f"{DATA}/{len(copies)}/{path.name}"
+                copies[path] = _copy(path, target / name, name)
+            found.append(Reference(record.id, text, copies.get(path)))
+    return found
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _strings(inner)
+
+
+def _copy(source: Path, target: Path, name: str) -> StoredFile:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    digest, nbytes = hashlib.sha256(), 0
+    with source.open("rb") as old, target.open("wb") as new:
+        while block := old.read(BLOCK):
+            digest.update(block)
+            nbytes += new.write(block)
+        _flush(new)
+    return StoredFile(name, nbytes, digest.hexdigest())
+
+
+def _write(path: Path, data: bytes) -> None:
+    draft = path.with_suffix(".tmp")
+    with draft.open("wb") as file:
+        file.write(data)
+        _flush(file)
+    draft.replace(path)
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+# -- going back to one -----------------------------------------------------------------------------------------------
+
+
+def read_manifest(source: Path) -> BackupManifest:
+    """What a backup holds. Raises ConfigError: there is none, or another version made it."""
+    try:
+        manifest = msgspec.json.decode((source / MANIFEST).read_bytes(), type=BackupManifest)
+    except FileNotFoundError:
+        raise ConfigError(f"{source} is no backup, or it was not finished: it has no {MANIFEST}") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{source / MANIFEST} cannot be read: {error}") from None
+    if manifest.schema != SCHEMA:
+        raise ConfigError(f"{source} has schema {manifest.schema}; this version reads {SCHEMA}")
+    return manifest
+
+
+def load_backup(source: Path) -> BackupManifest:
+    """Read a backup and verify every byte of it.
+
+    Raises:
+        ConfigError: as ``read_manifest``.
+        DataError: a file is missing or was changed; names it.
+    """
+    manifest = read_manifest(source)
+    kept = [reference.file for reference in manifest.references if reference.file is not None]
+    for stored in {file.path: file for file in (*manifest.files, *kept, *(s.file for s in manifest.streams))}.values():
+        digest = hashlib.sha256()
+        try:
+            with (source / stored.path).open("rb") as file:
+                while block := file.read(BLOCK):
+                    digest.update(block)
+        except OSError as error:
+            raise DataError(f"{source / stored.path} cannot be read: {error.strerror}") from None
+        if digest.hexdigest() != stored.sha256:
+            raise DataError(f"{source / stored.path} was changed since the backup was taken")
+    return manifest
+
+
+def restore_files(source: Path, manifest: BackupManifest, data_dir: Path) -> None:
+    """Put the files of a backup into a data directory that holds none of them yet.
+
+    Raises:
+        ConfigError: it holds a deployment.
+        OSError: the disk does not take them.
+    """
+    for name in (*FOLDERS, RESTORED):
+        if (data_dir / name).exists() and any((data_dir / name).iterdir()):
+            raise ConfigError(f"{data_dir / name} is not empty: restore into a data directory of its own")
+    data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    kept = [reference.file for reference in manifest.references if reference.file is not None]
+    for stored in manifest.files:
+        _copy(source / stored.path, data_dir / Path(stored.path).relative_to(FILES), stored.path)
+    for path in {file.path for file in kept}:
+        _copy(source / path, data_dir / RESTORED / Path(path).relative_to(DATA), path)
+
+
+async def restore_streams(
+    bus: Bus, source: Path, manifest: BackupManifest, data_dir: Path, tell: Tell = lambda _: None
+) -> list[str]:
+    """Put the streams of a backup on a bus that has none of them, cut them at their marks, and check the whole.
+
+    Returns what people should know: paths that are not there, for example.
+
+    Raises:
+        ConfigError: the bus has such a stream already, or no room.
+        DataError: what was restored does not fit together; says how.
+        Unavailable: the bus does not take it.
+    """
+    for stream in manifest.streams:
+        tell(f"stream {stream.image.name}")
+        made = await bus.load_stream(stream.image, _parts(source / stream.file.path))
+        if (made.messages, made.last_seq) != (stream.image.messages, stream.image.last_seq):
+            raise DataError(
+                f"stream {made.name} has {made.messages} messages up to {made.last_seq} and should have "
+                f"{stream.image.messages} up to {stream.image.last_seq}"
+            )
+        if stream.mark < made.last_seq and stream.image.name not in KEPT_WHOLE | LATE:
+            await _cut(bus, made.name, stream.mark)
+    notes = await _repoint(bus, manifest, data_dir)
+    for entry in (await JobStore(bus).index()).all():
+        if trains(entry.record().spec):
+            await _check(bus, entry.id, data_dir, finished=entry.finished)
+    return notes
+
+
+def _parts(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while part := file.read(512 << 10):
+            yield part
+
+
+async def _cut(bus: Bus, stream: str, mark: int) -> None:
+    later = [message.seq for message in await bus.read(stream, ">", start_seq=mark + 1, headers_only=True)]
+    for seq in later:
+        await bus.delete_message(stream, seq)
+
+
+async def _repoint(bus: Bus, manifest: BackupManifest, data_dir: Path) -> list[str]:
+    """Have job files name what they need where it lies now; returns what is nowhere."""
+    notes, store = [], JobStore(bus)
+    for entry in (await store.index()).all():
+        moved = {manifest.data_dir: str(data_dir)}
+        for reference in manifest.references:
+            if reference.job == entry.id and not _exists(reference.path):
+                if reference.file is None:
+                    notes.append(f"job {entry.id} needs {reference.path}, which is not here and not in the backup")
+                else:
+                    place = Path(reference.file.path).relative_to(DATA)
+                    moved[reference.path] = str(data_dir / RESTORED / place)
+
+        def edit(record: JobRecord, moved: dict[str, str] = moved) -> JobRecord:
+            return record.model_copy(update={"spec": _moved(record.spec, moved)})
+
+        await store.change(entry.id, edit)
+    return notes
+
+
+def _exists(path: str) -> bool:
+    return Path(path).expanduser().exists()
+
+
+def _moved(value: Any, moved: Mapping[str, str]) -> Any:
+    if isinstance(value, str):
+        for old, new in moved.items():
+            if value == old or value.startswith(f"{old}/"):
+                return new + value[len(old) :]
+        return value
+    if isinstance(value, Mapping):
+        return {key: _moved(inner, moved) for key, inner in value.items()}
+    return [_moved(inner, moved) for inner in value] if isinstance(value, list) else value
+
+
+async def _check(bus: Bus, job: str, data_dir: Path, *, finished: bool) -> None:
+    """See that a job can go on: its ledger folds, its checkpoint is there, and so are the groups trained after that."""
+    state = await Journal(bus, job, archive=ledger_archive(data_dir)).load()
+    if finished or state.finished or state.checkpoint is None:
+        return
+    folder = checkpoint_path(data_dir, state.checkpoint.path)
+    if not (folder / "COMMIT").exists():
+        raise DataError(f"job {job}: checkpoint {state.checkpoint.number} is not at {folder}")
+    needed = _needed(state, state.checkpoint.number)
+    there = {m.seq for m in await bus.read(subjects.EXPERIENCE, subjects.experience(job), headers_only=True)}
+    if missing := sorted(needed - there):
+        raise DataError(
+            f"job {job}: {len(missing)} of {len(needed)} groups behind checkpoint {state.checkpoint.number} are "
+            f"missing from {subjects.EXPERIENCE}, the first one at {missing[0]}"
+        )
+
+
+def _needed(state: LedgerState, number: int) -> set[int]:
+    sealed = {group.seq for batch in state.sealed.values() for group in batch.groups}
+    return sealed | {seq for n, batch in state.batches.items() if n > number for seq in batch.seqs}
