@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(300)]
 
+RECORDED = Path(__file__).parents[1] / "contract" / "recorded" / "data-0.1.0.tar.xz"
 DIGITS = "0123456789"
 
 
@@ -48,3 +50,19 @@ def test_a_running_job_goes_on_from_a_backup_on_another_path(deploy: Callable[[P
         second.check_replay(job, at_least=1)
         spec = second.client.get(job).spec
         assert str(second_dir) in json.dumps(spec["data"])
+
+
+def test_what_an_earlier_version_left_goes_on(deploy: Callable[[Path], Any], tmp_path: Path) -> None:
+    with tarfile.open(RECORDED) as archive:
+        archive.extractall(tmp_path / "old", filter="data")
+    with deploy(tmp_path / "old") as today:
+        jobs = {record.name: record.id for record in today.client.list()}
+        for name in ("unfinished", "agent"):
+            today.client.resume(jobs[name])
+        assert today.finish(jobs["unfinished"], 120).status.step == 12
+        today.check_books(jobs["unfinished"])
+        today.check_replay(jobs["unfinished"], at_least=1)
+        today.until(lambda: today.status(jobs["agent"]).phase == "running", "the online job runs")
+        today.client.cancel(jobs["agent"])
+        assert today.finish(jobs["agent"]).status.phase == "cancelled"
+        today.check_books(jobs["agent"])
