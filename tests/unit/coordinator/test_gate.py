@@ -11,6 +11,7 @@ from penstock.services.coordinator.gate import Candidate, Verdict, is_stale, jud
 from penstock.services.coordinator.ledger import LedgerState, OpenDraw
 from penstock.services.coordinator.run import FAILED_STREAK, JobRun
 from penstock.shared.config.job import JobConfig
+from penstock.shared.protocol.events import Checkpointed
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import Report
 from penstock.shared.protocol.trajectory import GroupHeader
@@ -76,9 +77,8 @@ def tell(run: JobRun, **fields: Any) -> None:
 def answer(run: JobRun, *, nbytes: int = 100, failed: bool = False) -> None:
     """Every draw in flight is answered; the run decides."""
     for draw in run.state.in_flight:
-        header = msgspec.structs.replace(
-            HEADER, draw=draw, nbytes=nbytes, failed=[failed] * 3, min_version=run.state.version
-        )
+        made_by = {"min_version": run.state.version, "max_version": run.state.version}
+        header = msgspec.structs.replace(HEADER, draw=draw, nbytes=nbytes, failed=[failed] * 3, **made_by)
         run.on_group(len(run.stored) + 1000 * run.state.next_ordinal + draw.ordinal + draw.n, header)
     run.commit(run.decide(0.0))
 
@@ -139,3 +139,11 @@ def test_a_dead_letter_takes_no_sealed_draw() -> None:
     answer(run)
     assert run.state.open[first].batch == 1
     assert run.on_dead_letter(first, 0.0) == []
+
+
+def test_a_checkpoint_purges_below_what_a_replay_needs() -> None:
+    run = led()
+    update(run)
+    events = run.on_report(Report(epoch=1, kind="checkpointed", batch=1, version=1, digest="w1", path="c1"), 0.0)
+    [saved] = [event for event in events if isinstance(event, Checkpointed)]
+    assert run.commit(events).purge_below == saved.low_seq

@@ -8,11 +8,13 @@ import msgspec
 import numpy as np
 import pytest
 import xxhash
+from msgspec.structs import replace
 
 from penstock.services.trainer.inputs import BatchInputs, Untrainable, fetch_shard
 from penstock.services.trainer.sharding import BatchShard
 from penstock.shared.errors import DeadlineError, Unavailable
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack
 from penstock.shared.protocol.events import SealedGroup
 from penstock.shared.protocol.frame import decode_frame, encode_frame
 from penstock.shared.protocol.ids import Draw
@@ -95,3 +97,53 @@ async def test_a_trainer_refuses_bytes_that_were_not_sealed(bus: Bus) -> None:
     with pytest.raises(Untrainable, match="do not hash to the sealed digest") as refused:
         await fetch_shard(bus, await sealed_as(bus, 3, stored=forged), [0], max_lag=1, temperature=1.0)
     assert refused.value.bad == [Draw(4)]
+
+
+async def test_a_trainer_refuses_what_is_another_draws_or_has_no_prompt(bus: Bus) -> None:
+    honest = await sealed_as(bus, 3)
+    [sealed] = honest.groups
+    other = replace(honest, groups=[replace(sealed, draw=Draw(5))])
+    with pytest.raises(Untrainable, match=r"it is draw 4\.0"):
+        await fetch_shard(bus, other, [0], max_lag=1, temperature=1.0)
+    [message] = (await bus.get_whole(subjects.EXPERIENCE, [sealed.seq])).values()
+    tree = decode_frame(message.data)
+    assert isinstance(tree, dict)
+    data = b"".join(encode_frame({**tree, "prompt_ids": np.zeros(0, np.int32)}))
+    seq = await bus.publish(subjects.experience("job_1"), data)
+    empty = replace(honest, groups=[replace(sealed, seq=seq, digest=xxhash.xxh3_128_hexdigest(data))])
+    with pytest.raises(Untrainable, match="its prompt is empty"):
+        await fetch_shard(bus, empty, [0], max_lag=1, temperature=1.0)
+
+
+async def test_of_all_manifests_of_a_batch_the_newest_leaders_highest_revision_counts(bus: Bus) -> None:
+    inputs = BatchInputs(bus, "job_1", lambda manifest: [], max_lag=1, temperature=1.0, last_trained=0)
+    following = asyncio.create_task(inputs.run())
+
+    async def announce(number: int, revision: int, epoch: int) -> None:
+        manifest = BatchManifest(number=number, revision=revision, start_version=epoch, update_index=0, groups=[])
+        await bus.publish(subjects.batches("job_1"), pack(manifest, job="job_1", epoch=epoch))
+
+    async def taken(number: int) -> BatchManifest:
+        async with asyncio.timeout(30):
+            while (found := inputs.peek(number)) is None:
+                await inputs.arrived.wait()
+                inputs.arrived.clear()
+            return found
+
+    await announce(1, 2, epoch=5)
+    await announce(1, 1, epoch=5)  # stored later
+    await announce(1, 3, epoch=4)  # of a leader that lost its lease
+    await announce(2, 1, epoch=5)
+    await taken(2)
+    first = inputs.peek(1)
+    assert first is not None
+    assert (first.revision, first.start_version) == (2, 5)
+    inputs.refused(first)
+    await announce(1, 2, epoch=5)
+    await announce(3, 1, epoch=5)
+    await taken(3)
+    assert inputs.peek(1) is None, "it was refused, and the leader seals a higher revision"
+    await announce(1, 3, epoch=5)
+    assert (await taken(1)).revision == 3
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
