@@ -7,12 +7,18 @@ was away does not count as silence, for then the holder could not speak either.
 
 The epoch goes up with every acquisition and stands in everything the holder writes. Receivers refuse lower ones, so a
 holder that was stopped and wakes up late does no harm.
+
+The holder renews it in a thread of its own, over a connection of its own: work that holds the event loop up for seconds
+does not cost the lease. A process that is stopped renews nothing, and one whose event loop gives no sign for ``HUNG_S``
+is taken for dead: its thread ends the lease.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import threading
 import time
 
 import msgspec
@@ -25,6 +31,10 @@ __all__ = ["Lease", "LeaseRecord"]
 
 log = logging.getLogger(__name__)
 
+HUNG_S = 30.0
+"""An event loop that ran nothing for so long hangs: whoever waits for the lease may have it."""
+CONNECT_S = 2.0
+
 
 class LeaseRecord(msgspec.Struct, frozen=True):
     """Content of the bucket. ``holder`` is empty after a release."""
@@ -35,13 +45,17 @@ class LeaseRecord(msgspec.Struct, frozen=True):
 
 
 class Lease:
-    """One lease, for one holder. ``acquire``, then run ``keep`` beside the work, then ``release``."""
+    """One lease, for one holder. ``acquire``, then run ``keep`` beside the work, then ``release``.
 
-    def __init__(self, bus: Bus, key: str, *, holder: str, lease_s: float) -> None:
+    ``held`` and ``check`` may be called from any thread. ``hung_s``: see ``HUNG_S``.
+    """
+
+    def __init__(self, bus: Bus, key: str, *, holder: str, lease_s: float, hung_s: float = HUNG_S) -> None:
         self.key = key
         self.holder = holder
-        self.lease_s = lease_s
+        self.lease_s, self.hung_s = lease_s, hung_s
         self.epoch = 0
+        self._beat = 0.0
         self._bus = bus
         self._kv = bus.kv(LEASES)
         self._revision = 0
@@ -86,21 +100,40 @@ class Lease:
             await asyncio.sleep(min(self.lease_s / 5, 0.5))
 
     async def keep(self) -> None:
-        """Renew three times per lease length until the lease is lost or this is cancelled.
+        """Have a thread renew three times per lease length, until the lease is lost or this is cancelled.
 
         Raises:
             Fenced: somebody else has it, or it could not be renewed in time. The holder must stop writing.
         """
+        self.check()
+        self._beat = time.monotonic()
+        renewing = _Renewing(self, self._bus)
+        renewing.start()
+        try:
+            while not renewing.over.done():
+                self._beat = time.monotonic()
+                await asyncio.wait({renewing.over}, timeout=min(1.0, self.hung_s / 4))
+        finally:
+            await renewing.stop()
+        self.check()
+        raise Fenced(f"lease '{self.key}' is not renewed any more: {renewing.reason}")
+
+    async def renew_until_lost(self, bus: Bus) -> None:
+        """Renew over ``bus``. Raises Fenced, as ``keep``."""
         while True:
             self.check()
             await asyncio.sleep(self.lease_s / 3)
+            silent_s = time.monotonic() - self._beat
+            if silent_s > self.hung_s:
+                self._held = False
+                raise Fenced(f"the event loop of '{self.holder}' gave no sign for {silent_s:.1f} s")
             try:
-                await self.renew()
+                await self.renew(bus)
             except Unavailable as error:
                 log.warning("lease '%s' could not be renewed: %s", self.key, error)
 
-    async def renew(self) -> None:
-        """Write the entry once more.
+    async def renew(self, bus: Bus | None = None) -> None:
+        """Write the entry once more, over ``bus`` (default: the holder's).
 
         Raises:
             Fenced: somebody else wrote to it, or it ran out before.
@@ -109,10 +142,11 @@ class Lease:
         self.check()
         asked = time.monotonic()
         left_s = self.lease_s - (asked - self._renewed)
+        kv = self._kv if bus is None else bus.kv(LEASES)
         try:
-            self._revision = await self._kv.update(self.key, self._encode(), self._revision, deadline_s=left_s)
+            self._revision = await kv.update(self.key, self._encode(), self._revision, deadline_s=left_s)
         except Conflict:
-            entry = await self._kv.get(self.key, deadline_s=max(left_s, 0.1))
+            entry = await kv.get(self.key, deadline_s=max(left_s, 0.1))
             record = _decode(entry)
             if entry is None or (record.holder, record.epoch) != (self.holder, self.epoch):
                 self._held = False
@@ -129,7 +163,14 @@ class Lease:
         self._held = False
         empty = msgspec.json.encode(LeaseRecord("", self.epoch, self.lease_s))
         try:
-            await self._kv.update(self.key, empty, self._revision, deadline_s=1.0)
+            try:
+                await self._kv.update(self.key, empty, self._revision, deadline_s=1.0)
+            except Conflict:  # a renewal that was cut off may be there all the same
+                entry = await self._kv.get(self.key, deadline_s=1.0)
+                record = _decode(entry)
+                if entry is None or (record.holder, record.epoch) != (self.holder, self.epoch):
+                    raise
+                await self._kv.update(self.key, empty, entry.revision, deadline_s=1.0)
         except (Conflict, Unavailable) as error:
             log.info("lease '%s' was not released: %s", self.key, error)
 
@@ -150,6 +191,77 @@ class Lease:
 
     def _encode(self) -> bytes:
         return msgspec.json.encode(LeaseRecord(self.holder, self.epoch, self.lease_s))
+
+
+class _Renewing:
+    """The thread of one lease. ``over`` is done once it renews no more, and ``reason`` says why."""
+
+    def __init__(self, lease: Lease, bus: Bus) -> None:
+        self._lease, self._bus = lease, bus
+        self._loop = asyncio.get_running_loop()
+        self.over: asyncio.Future[None] = self._loop.create_future()
+        self.reason = "it was released"
+        self._lock = threading.Lock()
+        self._inside: tuple[asyncio.AbstractEventLoop, asyncio.Task[None]] | None = None
+        self._stopped = False
+
+    def start(self) -> None:
+        """Begin to renew."""
+        threading.Thread(target=self._run, name=f"lease {self._lease.key}", daemon=True).start()
+
+    async def stop(self) -> None:
+        """Return once it renews no more, also where this task is cancelled meanwhile."""
+        with self._lock:
+            self._stopped = True
+            if self._inside is not None:
+                loop, task = self._inside
+                loop.call_soon_threadsafe(task.cancel)
+        while not self.over.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait({self.over})
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._renew())
+        except Exception as error:  # whatever it was, nobody renews any more: the holder must know
+            log.exception("the thread that renews lease '%s' failed", self._lease.key)
+            self._end(str(error))
+
+    async def _renew(self) -> None:
+        task = asyncio.create_task(self._renew_over_own_bus())
+        with self._lock:
+            self._inside = asyncio.get_running_loop(), task
+            if self._stopped:
+                task.cancel()
+        await asyncio.wait({task})
+        with self._lock:
+            self._inside = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error
+
+    async def _renew_over_own_bus(self) -> None:
+        bus: Bus | None = None
+        try:
+            while bus is None:
+                self._lease.check()
+                with contextlib.suppress(Unavailable):
+                    bus = await self._bus.another(name=f"lease {self._lease.key}", deadline_s=CONNECT_S)
+            await self._lease.renew_until_lost(bus)
+        except Fenced as error:
+            self.reason = str(error)
+        finally:
+            self._end(self.reason)
+            if bus is not None:
+                await bus.close(0.5)
+
+    def _end(self, reason: str) -> None:
+        def end() -> None:
+            self.reason = reason
+            if not self.over.done():
+                self.over.set_result(None)
+
+        with contextlib.suppress(RuntimeError):  # the loop of the holder is closed: nobody waits
+            self._loop.call_soon_threadsafe(end)
 
 
 class _Silence:

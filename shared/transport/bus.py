@@ -75,6 +75,13 @@ class Bus:
         """
         return cls(await Connection.open(url, name=name, deadline_s=deadline_s))
 
+    async def another(self, *, name: str, deadline_s: float = 10.0) -> Bus:
+        """A connection of its own to the same server; may be made in another thread, on the event loop of that one.
+
+        Raises: as ``connect``.
+        """
+        return await Bus.connect(self._connection.url, name=name, deadline_s=deadline_s)
+
     async def __aenter__(self) -> Self:
         return self
 

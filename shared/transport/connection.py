@@ -89,7 +89,7 @@ class Connection:
     """A self-healing NATS connection. Make one with ``open``; end it with ``close``."""
 
     def __init__(self, url: str, name: str) -> None:
-        self.where = redact(url)
+        self.url, self.where = url, redact(url)
         self.server_version: tuple[int, ...] = (0, 0, 0)
         self.max_payload = 1 << 20
         self.reconnects = 0

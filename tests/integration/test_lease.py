@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import sys
+import threading
 import time
 
+import msgspec
 import pytest
 
 from penstock.shared.errors import DeadlineError, Fenced
 from penstock.shared.protocol import subjects
-from penstock.shared.runtime.lease import Lease
+from penstock.shared.runtime.lease import Lease, LeaseRecord
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.server import NatsServer
 
@@ -151,3 +156,96 @@ async def test_the_record_can_be_read_by_people(bus: Bus) -> None:
     entry = await bus.kv(subjects.LEASES).get("trainer.job_1")
     assert entry is not None
     assert entry.value == b'{"holder":"a","epoch":1,"lease_s":0.5}'
+
+
+async def test_a_loop_that_is_held_up_keeps_its_lease(bus: Bus) -> None:
+    """Work of several lease lengths that never yields: the thread renews meanwhile."""
+    a = lease(bus, "a")
+    await a.acquire()
+    keeping = asyncio.create_task(a.keep())
+    await until_renewed(bus)
+    hold_up(4 * LEASE_S)
+    a.check()
+    assert await asyncio.to_thread(lambda: a.held), "any thread may ask"
+    await asyncio.sleep(0)
+    assert not keeping.done()
+    assert await epoch_of(bus) == 1
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+    await a.release()
+    assert await lease(bus, "b").acquire(deadline_s=LEASE_S) == 2, "what was released is taken at once"
+    async with asyncio.timeout(20):
+        while any(thread.name.startswith("lease ") for thread in threading.enumerate()):
+            await asyncio.sleep(0.02)
+
+
+async def test_a_loop_that_hangs_loses_its_lease(bus: Bus) -> None:
+    a = Lease(bus, "trainer.job_1", holder="a", lease_s=LEASE_S, hung_s=1.0)
+    await a.acquire()
+    keeping = asyncio.create_task(a.keep())
+    await until_renewed(bus)
+    hold_up(1.0 + 3 * LEASE_S)
+    assert not a.held
+    with pytest.raises(Fenced, match=r"not held|gave no sign"):
+        await keeping
+    assert await lease(bus, "b").acquire(deadline_s=10) == 2
+
+
+HOLDER = """
+import asyncio, sys
+from penstock.shared.errors import Fenced
+from penstock.shared.runtime.lease import Lease
+from penstock.shared.transport.bus import Bus
+
+async def main():
+    async with await Bus.connect(sys.argv[1], name="a") as bus:
+        lease = Lease(bus, "trainer.job_1", holder="a", lease_s=float(sys.argv[2]))
+        print(await lease.acquire(), flush=True)
+        try:
+            await lease.keep()
+        except Fenced:
+            print("fenced", lease.held, flush=True)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_process_that_is_stopped_loses_its_lease(bus: Bus, nats_server: NatsServer) -> None:
+    a = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", HOLDER, nats_server.url, str(LEASE_S), stdout=asyncio.subprocess.PIPE
+    )
+    assert a.stdout is not None
+    try:
+        async with asyncio.timeout(60):
+            assert await a.stdout.readline() == b"1\n"
+            await until_renewed(bus)
+            os.kill(a.pid, signal.SIGSTOP)
+            b = lease(bus, "b")
+            assert await b.acquire() == 2
+            os.kill(a.pid, signal.SIGCONT)
+            assert await a.stdout.readline() == b"fenced False\n"
+            b.check()
+    finally:
+        a.kill()
+        await a.wait()
+
+
+def hold_up(seconds: float) -> None:
+    """Let nothing else of this event loop run."""
+    time.sleep(seconds)
+
+
+async def until_renewed(bus: Bus) -> None:
+    """Return once somebody has renewed the lease after it was taken."""
+    first = await bus.kv(subjects.LEASES).get("trainer.job_1")
+    assert first is not None
+    async with asyncio.timeout(30):
+        while (entry := await bus.kv(subjects.LEASES).get("trainer.job_1")) is None or entry.revision == first.revision:
+            await asyncio.sleep(0.02)
+
+
+async def epoch_of(bus: Bus) -> int:
+    entry = await bus.kv(subjects.LEASES).get("trainer.job_1")
+    assert entry is not None
+    assert entry.value is not None
+    return msgspec.json.decode(entry.value, type=LeaseRecord).epoch
