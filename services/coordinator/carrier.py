@@ -30,6 +30,8 @@ Order = Callable[[JobRun, Sequence[Draw]], Awaitable[None]]
 """Has the groups of draws made; safe to repeat."""
 
 MAX_REASON = 500
+TICKETS_AT_ONCE = 500
+"""Tickets of one durable write."""
 STREAM, SEQUENCE = "Penstock-Stream", "Penstock-Sequence"
 """Where a dead letter was."""
 ATTEMPTS, REASON = "Penstock-Attempts", "Penstock-Reason"
@@ -74,7 +76,8 @@ class Carrier:
 
     async def ask(self, run: JobRun, draws: Sequence[Draw]) -> None:
         """Publish a ticket for each draw."""
-        await self.publish_tickets([self._ticket(run, draw) for draw in draws])
+        for start in range(0, len(draws), TICKETS_AT_ONCE):
+            await self.publish_tickets([self._ticket(run, draw) for draw in draws[start : start + TICKETS_AT_ONCE]])
 
     def _ticket(self, run: JobRun, draw: Draw) -> Ticket:
         info = run.state.open[draw]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol
+
+from msgspec.structs import replace
 
 from penstock.services.coordinator.draws import OpenDraw
 from penstock.services.coordinator.gate import MAX_REDRAWS, Candidate, Verdict, choose
@@ -23,12 +25,16 @@ from penstock.shared.protocol.events import (
     PhaseChanged,
     SealedGroup,
     Tracking,
+    encode_events,
 )
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.jobs import JobFailure
 
 __all__ = ["Draft", "DrawSource", "Progress", "RunFacts", "TicketSource", "copy_state", "plan_draw"]
 
+ENTRY_BYTES = 896 << 10
+"""Batches above this together are not sealed in one decision: an entry of the ledger is one message of at most 1 MiB,
+and what else is decided needs some of it."""
 
 Progress = tuple[Literal["True", "False"], str, str]
 """Status, reason in one word, and a sentence."""
@@ -63,6 +69,11 @@ class DrawSource(Protocol):
     redraws: bool
     """Whether what was dropped can be had again."""
 
+    @property
+    def refuses(self) -> bool:
+        """Whether ``refusal`` may name a reason at all."""
+        ...
+
     def draw(self, draft: Draft) -> None:
         """Add the draws for which there is room now."""
         ...
@@ -95,9 +106,9 @@ def plan_draw(config: JobConfig, state: LedgerState, now: float, ahead: int = 0)
 
 
 def copy_state(state: LedgerState) -> LedgerState:
-    """A copy deep enough to draft a decision on."""
+    """A copy deep enough to draft a decision on: what its dictionaries hold is replaced, never changed."""
     draft = copy.copy(state)
-    draft.open = {draw: copy.copy(info) for draw, info in state.open.items()}
+    draft.open = dict(state.open)
     draft.dropped, draft.dropped_tokens = state.dropped.copy(), state.dropped_tokens.copy()
     draft.sealed, draft.revisions = dict(state.sealed), dict(state.revisions)
     draft.batches, draft.checkpoints = dict(state.batches), dict(state.checkpoints)
@@ -166,8 +177,19 @@ class Draft:
         """Drop what cannot be trained: bad groups, stale groups, draws past their deadline or too far ahead."""
         start = self.state.start_version(self.state.next_number)
         by_reason: dict[tuple[str, bool], list[Draw]] = {}
-        for draw, info in self.state.open.items():
-            if not info.batch and (found := self._why_not(draw, info, start)) is not None:
+        lowest, now, accept, candidates = start - self.config.train.max_lag, self.now, Verdict.ACCEPT, self.candidates
+        refuses = self.run.source.refuses
+        for draw, info in self.state.open.items():  # thousands, at each decision: most need but a glance
+            if info.batch:
+                continue
+            candidate = candidates.get(draw)
+            if candidate is None:
+                is_well = info.deadline > now and info.min_version <= start
+            else:
+                is_well = candidate.verdict is accept and candidate.oldest >= lowest
+            if is_well and not refuses:
+                continue
+            if (found := self._why_not(draw, info, start)) is not None:
                 by_reason.setdefault(found, []).append(draw)
         for (reason, redraw), draws in sorted(by_reason.items()):
             self.drop_draws(sorted(draws), reason, redraw=redraw)
@@ -223,30 +245,29 @@ class Draft:
         room = int(dynamic.max_resampled * self.config.groups_per_batch) - self.state.resampled
         if run.num_ordinals is not None:
             room = min(room, run.num_ordinals - self.state.next_ordinal)
-        idle = [
-            draw
-            for draw, candidate in sorted(self.candidates.items())
-            if candidate.verdict is Verdict.ACCEPT
-            and not candidate.header.has_signal
-            and draw in self.state.open
-            and not self.state.open[draw].batch
-        ]
-        self.drop_draws(idle[: max(0, room)], NO_SIGNAL, redraw=False)
+        idle = [draw for draw, candidate in self._unsealed().items() if not candidate.header.has_signal]
+        self.drop_draws(sorted(idle)[: max(0, room)], NO_SIGNAL, redraw=False)
+
+    def _unsealed(self) -> dict[Draw, Candidate]:
+        """The acceptable groups that no batch holds, in order of arrival."""
+        accept, opened = Verdict.ACCEPT, self.state.open
+        return {
+            draw: candidate
+            for draw, candidate in self.candidates.items()
+            if candidate.verdict is accept and (info := opened.get(draw)) is not None and not info.batch
+        }
 
     # -- seal and draw -----------------------------------------------------------------------------------------------
 
     def seal(self) -> None:
-        while self.may_seal():
+        """Seal what can be sealed, as much of it as one entry of the ledger holds; the next decision goes on."""
+        unsealed = self._unsealed() if self.may_seal() else {}
+        taken, largest = len(encode_events(self.events)), 0
+        while taken + largest <= ENTRY_BYTES and self.may_seal():
             state, number = self.state, self.state.next_number
             start = state.start_version(number)
-            ready = [
-                draw
-                for draw, candidate in self.candidates.items()
-                if candidate.verdict is Verdict.ACCEPT
-                and draw in state.open
-                and not state.open[draw].batch
-                and not candidate.is_stale(start, self.config.train.max_lag)
-            ]
+            lowest = start - self.config.train.max_lag
+            ready = [draw for draw, candidate in unsealed.items() if candidate.oldest >= lowest]
             chosen = self.run.source.choose(self, ready)
             if chosen is None:
                 return
@@ -259,15 +280,26 @@ class Draft:
                     revision=state.revisions.get(number, 0) + 1,
                     start_version=start,
                     update_index=state.update_index(number),
-                    groups=[self._sealed(draw, baselines.get(draw)) for draw in chosen],
+                    groups=self._entries(chosen, baselines),
                     hyperparameters=hyperparameters_of(state.settings),
                     tracking=tracking,
                 )
             )
+            for draw in chosen:
+                del unsealed[draw]
+            largest = len(encode_events(self.events[-1:]))
+            taken += largest
 
-    def _sealed(self, draw: Draw, baseline: float | None) -> SealedGroup:
-        admission = self.state.admissions.get(draw.ordinal)
-        return sealed_group(self.candidates[draw], baseline, 1.0 if admission is None else admission.weight)
+    def _entries(self, chosen: Sequence[Draw], baselines: Mapping[Draw, float]) -> list[SealedGroup]:
+        entries, admissions = [self.candidates[draw].entry for draw in chosen], self.state.admissions
+        if not baselines and not admissions:
+            return entries
+        found = []
+        for entry in entries:
+            admission = admissions.get(entry.draw.ordinal)
+            weight = 1.0 if admission is None else admission.weight
+            found.append(replace(entry, baseline=baselines.get(entry.draw), weight=weight))
+        return found
 
     def may_seal(self) -> bool:
         run, state = self.run, self.state
@@ -305,6 +337,7 @@ class TicketSource:
     """Draws on demand: a ticket for each, in the job's data order, as many as the lag bound lets be in flight."""
 
     redraws = True
+    refuses = False
 
     def refusal(self, draw: Draw) -> str:
         """Nothing: prompts are nobody's."""
@@ -321,8 +354,10 @@ class TicketSource:
         """For the next batches, up to the lag bound, while there is room in flight and in the byte budget."""
         run, state, config = draft.run, draft.state, draft.config
         size = config.groups_per_batch
-        planned = sorted(info.min_version for info in state.open.values() if not info.batch)
         room = config.max_draws - len(state.open) - run.replays
+        if room <= 0:
+            return
+        planned = sorted(info.min_version for info in state.open.values() if not info.batch)
         remaining = draft.remaining_batches()
         if remaining is not None:
             room = min(room, max(0, remaining) * size - len(planned))
@@ -353,23 +388,3 @@ class TicketSource:
     def idle(self, state: LedgerState) -> Progress:
         """Workers answer tickets."""
         return "True", "Generating", ""
-
-
-def sealed_group(candidate: Candidate, baseline: float | None = None, weight: float = 1.0) -> SealedGroup:
-    """The entry of a group in its batch."""
-    header = candidate.header
-    return SealedGroup(
-        draw=header.draw,
-        attempt=header.attempt,
-        seq=candidate.seq,
-        digest=header.digest,
-        min_version=header.min_version,
-        max_version=header.max_version,
-        rewards=header.rewards,
-        tokens=sum(header.lengths),
-        worker=header.worker,
-        objective=header.objective,
-        baseline=baseline,
-        temperature=header.temperature,
-        weight=weight,
-    )

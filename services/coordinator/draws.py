@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from penstock.shared.protocol.ids import Draw
 
 __all__ = ["OpenDraw", "TrainedBatch"]
 
 
-@dataclass(slots=True)
-class OpenDraw:
+class OpenDraw(msgspec.Struct, frozen=True, gc=False):
     """A draw that is not terminal. ``batch`` is the number of the sealed batch that holds it, 0 while in flight.
 
     ``temperature`` is that of the settings when it was drawn, whatever they are by now: its ticket asks for it.
+    ``after``: its group has a higher sequence in EXPERIENCE than this one.
     """
 
     min_version: int
     deadline: float
     batch: int = 0
     temperature: float | None = None
+    after: int = 0
+
+    def sealed_in(self, batch: int) -> OpenDraw:
+        """The same draw, held by ``batch``; 0: in flight again."""
+        return OpenDraw(self.min_version, self.deadline, batch, self.temperature, self.after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,3 +40,5 @@ class TrainedBatch:
     digest: str
     values: dict[str, tuple[float, float]] = field(default_factory=dict)
     """What was tracked before it."""
+    sizes: tuple[int, ...] = ()
+    """Bytes of the payload of each group, () where the ledger does not say it."""

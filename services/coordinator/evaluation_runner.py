@@ -30,6 +30,7 @@ from penstock.shared.protocol.jobs import JobFailure, JobRecord
 from penstock.shared.protocol.messages import Ack, Report, Ticket
 from penstock.shared.protocol.parts import count_of
 from penstock.shared.protocol.trajectory import GroupHeader, parse_group_header
+from penstock.shared.runtime.tasks import WorkSlice
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["EvaluationRunner"]
@@ -71,8 +72,12 @@ class EvaluationRunner:
         self._num_prompts = min(self.config.evaluation.num_prompts, summary.num_eval)
         self._held_out = summary.eval
         self.expected = set(range(self._num_prompts))
-        for message in await self.bus.read(subjects.EXPERIENCE, subjects.experience(self.job), headers_only=True):
-            await self._take(message.seq, message.headers)
+        slice_ = WorkSlice()
+        messages = self.bus.scan(subjects.EXPERIENCE, subjects.experience(self.job), headers_only=True)
+        async with contextlib.aclosing(messages):
+            async for message in messages:
+                await self._take(message.seq, message.headers)
+                await slice_.end()
         deadline = self.record.created_at.timestamp() + (self.config.limits.timeout_s or LONGEST_S)
         tickets = evaluation_tickets(self.expected, 0, deadline=deadline, epoch=self.epoch)
         async with asyncio.TaskGroup() as tasks:

@@ -6,12 +6,14 @@ The lag of a group is (policy version at the start of the update that trains it)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from penstock.services.coordinator.ledger import LedgerState, OpenDraw
 from penstock.shared.config.job import JobConfig
+from penstock.shared.protocol.events import SealedGroup
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.trajectory import GroupHeader
 
@@ -38,11 +40,36 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A group that arrived and is not committed yet: where it lies and what its header says."""
+    """A group that arrived and is not committed yet: where it lies and what its header says.
+
+    ``oldest`` is the version that its lag counts from; only the policy loss knows a lag. ``entry`` stands for it in a
+    batch. Both are made once, on arrival: a batch may hold thousands of groups.
+    """
 
     seq: int
     header: GroupHeader
     verdict: Verdict
+    oldest: float = field(init=False)
+    entry: SealedGroup = field(init=False)
+
+    def __post_init__(self) -> None:
+        header = self.header
+        entry = SealedGroup(
+            draw=header.draw,
+            attempt=header.attempt,
+            seq=self.seq,
+            digest=header.digest,
+            min_version=header.min_version,
+            max_version=header.max_version,
+            rewards=header.rewards,
+            tokens=sum(header.lengths),
+            worker=header.worker,
+            objective=header.objective,
+            temperature=header.temperature,
+            nbytes=header.nbytes,
+        )
+        object.__setattr__(self, "entry", entry)
+        object.__setattr__(self, "oldest", header.min_version if header.objective == "policy" else math.inf)
 
     @property
     def messages(self) -> range:
@@ -50,8 +77,8 @@ class Candidate:
         return range(self.seq, self.seq + self.header.num_messages)
 
     def is_stale(self, start_version: int, max_lag: int) -> bool:
-        """Whether an update that starts from ``start_version`` may not train it; only the policy loss knows a lag."""
-        return self.header.objective == "policy" and is_stale(self.header.min_version, start_version, max_lag)
+        """Whether an update that starts from ``start_version`` may not train it."""
+        return start_version - self.oldest > max_lag
 
     def has_wrong_weights(self, state: LedgerState) -> bool:
         """Whether weights made it that the ledger does not know under their number.
@@ -114,18 +141,14 @@ def choose(
         )
     if len(ready) < size:
         return None
-    following = state.start_version(state.next_number) + 1
-
-    def urgent(draw: Draw) -> bool:
-        candidate = candidates.get(draw)
-        oldest = candidate.header.min_version if candidate else state.open[draw].min_version
-        return is_stale(oldest, following, config.train.max_lag)
-
-    if config.train.staleness == "wait":
-        missing = [draw for draw in state.in_flight if draw not in candidates and urgent(draw)]
-        # A missing draw must fit into this very batch: wait for it while there is room beside the urgent ones present.
-        present = sum(1 for draw in ready if urgent(draw))
-        if missing and present < size:
-            return None
-    ordered = sorted(ready, key=lambda draw: (not urgent(draw), ready.index(draw)))
-    return sorted(ordered[:size])
+    urgent_below = state.start_version(state.next_number) + 1 - config.train.max_lag
+    urgent = [draw for draw in ready if candidates[draw].header.min_version < urgent_below]
+    # A missing draw must fit into this very batch: wait for it while there is room beside the urgent ones present.
+    if config.train.staleness == "wait" and len(urgent) < size:
+        for draw, info in state.open.items():
+            if info.min_version < urgent_below and not info.batch and draw not in candidates:
+                return None
+    if urgent and len(urgent) < len(ready):
+        sooner = set(urgent)
+        return sorted([*urgent, *(draw for draw in ready if draw not in sooner)][:size])
+    return sorted(ready[:size])

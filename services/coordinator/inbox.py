@@ -8,6 +8,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from penstock.shared.runtime.tasks import WorkSlice
+
 __all__ = ["Inbox"]
 
 MAX_FACTS = 4096
@@ -53,10 +55,12 @@ class Inbox:
         except TimeoutError:
             return
         until = time.monotonic() + within_s  # a fact may ask the bus for what it is about
+        slice_ = WorkSlice()
         await fact()
         for _ in range(self._facts.qsize()):
             if time.monotonic() >= until:
                 break
+            await slice_.end()
             await self._facts.get_nowait()()
 
 

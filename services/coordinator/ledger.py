@@ -96,6 +96,7 @@ class LedgerState:
             ``judged``: what conversations of both arms earned since, by their first interaction.
         weights: short digests of what was published as the newest ``KEPT_WEIGHTS`` versions, by version: of the policy
             as engines get it, whole weights or an adapter, never of a critic.
+        heard: highest EXPERIENCE sequence of a group that was ever sealed; what is drawn now is stored above it.
         forked: the version that the newest fork began; ``fork_request``: the operation that asked for it, or ''.
     """
 
@@ -142,6 +143,7 @@ class LedgerState:
     canary: CanaryBegun | None = None
     judged: dict[str, Judged] = field(default_factory=dict)
     weights: dict[int, str] = field(default_factory=dict)
+    heard: int = 0
     forked: int = -1
     fork_request: str = ""
 
@@ -242,7 +244,7 @@ class LedgerState:
 
     def _open(self, draw: Draw, min_version: int, deadline: float) -> None:
         assert draw not in self.open, f"draw {draw} is open already"
-        self.open[draw] = OpenDraw(min_version, deadline, temperature=self.settings.get(TEMPERATURE))
+        self.open[draw] = OpenDraw(min_version, deadline, 0, self.settings.get(TEMPERATURE), self.heard)
         self.drawn += 1
 
     def _admitted(self, event: Admitted) -> None:
@@ -288,7 +290,8 @@ class LedgerState:
         for group in event.groups:
             info = self.open[group.draw]
             assert not info.batch, f"draw {group.draw} is sealed already"
-            info.batch = event.number
+            self.open[group.draw] = info.sealed_in(event.number)
+        self.heard = max([self.heard, *(group.seq for group in event.groups)])
         self.sealed[event.number] = event
         self.revisions[event.number] = event.revision
         self.resampled = 0
@@ -297,7 +300,7 @@ class LedgerState:
         batch = self.sealed.pop(event.number)
         assert batch.revision == event.revision
         for group in batch.groups:
-            self.open[group.draw].batch = 0
+            self.open[group.draw] = self.open[group.draw].sealed_in(0)
         self._drop(event.bad, "refused")
         if event.redraw:
             for draw in event.bad:
@@ -314,7 +317,10 @@ class LedgerState:
         self.trained += len(draws)
         self.revisions.pop(event.number)
         seqs = tuple(group.seq for group in batch.groups)
-        self.batches[event.number] = TrainedBatch(draws, seqs, event.revision, event.version, event.digest, self.values)
+        sizes = tuple(group.nbytes for group in batch.groups)
+        self.batches[event.number] = TrainedBatch(
+            draws, seqs, event.revision, event.version, event.digest, self.values, sizes if all(sizes) else ()
+        )
         self.values = self.values | track(self.values, batch.tracking.rewards, keep=batch.tracking.keep)
         self.last_trained, self.updates = event.number, self.updates + 1
         self._publish(event.version, event.digest)

@@ -44,17 +44,18 @@ class Measures:
         self._warned = False
         self._not_before = 0.0
 
-    def recall(
-        self, rows: Iterable[dict[str, Any]], state: LedgerState, *, held_out: Sequence[SourceSummary], now: float
-    ) -> None:
-        """Take up what earlier leaders measured: the job's rows of METRICS, oldest first."""
+    def begin(self, state: LedgerState, *, held_out: Sequence[SourceSummary], now: float) -> None:
+        """Start to measure a run that is at ``state``; ``recall`` follows."""
         self.plan = EvaluationPlan(self.config.evaluation, held_out)
         self.goals.begin(state.best)
-        newest: dict[str, float] = {}
+        self.tally.begin(now, {})
+
+    def recall(self, rows: Iterable[dict[str, Any]], state: LedgerState) -> None:
+        """Take up what earlier leaders measured: the job's rows of METRICS, oldest first, in one call or in many."""
         for row in rows:
             values = {name: value for name, value in row["values"].items() if value is not None}  # null: not finite
             if row["kind"] != "eval":
-                newest = values  # what was spent on batches that were rolled back counts, too
+                self.tally.go_on(values)  # what was spent on batches that were rolled back counts, too
             if not state.in_lineage(int(row["batch"])):
                 continue
             self.goals.take(values, int(row["batch"]))
@@ -63,7 +64,6 @@ class Measures:
                     self._evaluated(int(row["step"]), int(row["version"]), values)
             else:
                 self.reward = values.get("reward/mean", self.reward)
-        self.tally.begin(now, newest)
 
     def roll_back(self, state: LedgerState) -> None:
         """The lineage forked: what was measured of the batches that it lost decides nothing, and is measured again."""

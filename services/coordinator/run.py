@@ -118,6 +118,9 @@ class JobRun:
         """Why a checkpoint is wanted for a metric's new best, or ''."""
         self.requested = False
         """The user asked for a checkpoint."""
+        self._batched = {group.seq for batch in state.sealed.values() for group in batch.groups}
+        """EXPERIENCE sequences of the groups that a sealed or trained batch of this lineage holds."""
+        self._batched.update(seq for batch in state.batches.values() for seq in batch.seqs)
         self.replays = 0
         """Dead letters that the user wants replayed: room among the draws in flight is kept for them."""
 
@@ -191,13 +194,26 @@ class JobRun:
 
     def _known(self, seq: int, header: GroupHeader) -> Verdict:
         """A group whose draw is taken: one that a batch holds (seen again by a new leader), or a true duplicate."""
-        for batch in self.state.sealed.values():
-            if any(group.seq == seq for group in batch.groups):
-                self.candidates[header.draw] = Candidate(seq, header, Verdict.ACCEPT)
-                return Verdict.ACCEPT
-        if any(seq in batch.seqs for batch in self.state.batches.values()):
-            return Verdict.ACCEPT
-        return Verdict.DUPLICATE
+        if seq not in self._batched:
+            return Verdict.DUPLICATE
+        if header.draw in self.state.open:  # that batch is not trained yet
+            self.candidates[header.draw] = Candidate(seq, header, Verdict.ACCEPT)
+        return Verdict.ACCEPT
+
+    def take_up(self) -> int:
+        """Count what is stored of trained batches, as the ledger says; returns where the rest of EXPERIENCE begins.
+
+        The group of an open draw has that sequence or a higher one, so nothing below decides anything. Ledgers of
+        earlier versions do not say how large groups are: then all of them are read.
+        """
+        state = self.state
+        purged = max((checkpoint.low_seq for checkpoint in state.checkpoints.values()), default=0)
+        if not all(batch.sizes or not batch.seqs for batch in state.batches.values()):
+            return 1
+        for batch in state.batches.values():
+            self.stored.update((s, n) for s, n in zip(batch.seqs, batch.sizes, strict=True) if s >= purged)
+        self.stored_bytes = sum(self.stored.values())
+        return min((info.after for info in state.open.values()), default=state.heard) + 1
 
     def forget_stored(self, seqs: Iterable[int]) -> None:
         """These messages are gone from EXPERIENCE."""
@@ -229,8 +245,10 @@ class JobRun:
     @property
     def batch_ready(self) -> bool:
         """Enough groups wait for a batch, and none is sealed."""
-        waiting = [draw for draw, found in self.candidates.items() if found.verdict is Verdict.ACCEPT]
-        return not self.state.sealed and len(waiting) >= self.config.groups_per_batch
+        if self.state.sealed or len(self.candidates) < self.config.groups_per_batch:
+            return False
+        waiting = sum(found.verdict is Verdict.ACCEPT for found in self.candidates.values())
+        return waiting >= self.config.groups_per_batch
 
     @property
     def has_room(self) -> bool:
@@ -342,9 +360,8 @@ class JobRun:
         """Take committed events into the state; returns what follows from them."""
         effects = Effects()
         for event in events:
-            before = set(self.state.open)
-            rolled_back = self._rolled_back(event) if isinstance(event, LineageForked) else []
-            self.state.apply(event)
+            before = set(self.state.open) if isinstance(event, LineageForked) else set()
+            released = self._apply(event)
             match event:
                 case Drawn() | Redrawn():
                     effects.tickets += _asked_by(event)
@@ -364,13 +381,32 @@ class JobRun:
                     self.forget_stored([seq for seq in self.stored if seq < event.low_seq])
                 case LineageForked():
                     self.candidates = {d: c for d, c in self.candidates.items() if d in self.state.open}
-                    effects.delete += [message for seq in rolled_back for message in self._messages(seq)]
-                    self.forget_stored(rolled_back)
+                    effects.delete += [message for seq in released for message in self._messages(seq)]
+                    self.forget_stored(released)
                     effects.tickets += sorted(set(self.state.open) - before)
                 case _:
                     pass
         effects.tickets = [draw for draw in effects.tickets if draw in self.state.open]  # the run may end here, too
         return effects
+
+    def _apply(self, event: Event) -> list[int]:
+        """Take an event into the state; returns the sequences of groups that no batch holds any more."""
+        released: list[int] = []
+        batches, sealed = self.state.batches, self.state.sealed
+        match event:
+            case BatchSealed():
+                self._batched.update(group.seq for group in event.groups)
+            case BatchRefused():
+                released = [group.seq for group in sealed[event.number].groups]
+            case LineageForked():
+                released = self._rolled_back(event)
+            case _:
+                pass
+        self.state.apply(event)
+        if isinstance(event, Checkpointed):
+            released = [seq for number in batches.keys() - self.state.batches.keys() for seq in batches[number].seqs]
+        self._batched.difference_update(released)
+        return released
 
     def _rolled_back(self, event: LineageForked) -> list[int]:
         """Sequences of the groups that a fork gives up: nobody will train or repeat them."""

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +40,19 @@ from penstock.services.coordinator.tracking import Tracking
 from penstock.services.coordinator.why import Onsets, explain_waits, recovery_waits
 from penstock.services.coordinator.wishes import Wishes
 from penstock.shared.config.kinds import parse_training
-from penstock.shared.data.check import check_data
+from penstock.shared.data.check import DataSummary, check_data
 from penstock.shared.errors import Conflict, DataError, NotFound, ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_datetime, bus_time
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.events import Event, LineageForked
+from penstock.shared.protocol.events import BatchSealed, Event, LineageForked
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.jobs import Condition, JobFailure, JobRecord
 from penstock.shared.protocol.messages import Ack, EvalResult, Report, Ticket
 from penstock.shared.protocol.parts import count_of
 from penstock.shared.protocol.trajectory import parse_group_header
 from penstock.shared.runtime.ledger import ledger_archive
+from penstock.shared.runtime.tasks import WorkSlice
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["JobRunner"]
@@ -88,7 +90,10 @@ class JobRunner:
         self._known: list[Condition] = list(record.status.conditions)
         self._absences, self._onsets = Absences(), Onsets()
         self._leads_since = bus_time()
+        self._next_seq = self._unread = 1
+        """Sequence of EXPERIENCE from which is read on, and below which was not read before the first decision."""
         self.ready = False
+        self._reported = 0.0
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -103,6 +108,11 @@ class JobRunner:
             running = [
                 tasks.create_task(self.outbox.run()),
                 tasks.create_task(self._follow_experience()),
+                tasks.create_task(
+                    self.retry.until_taken(
+                        "a look at what is stored", subjects.experience(self.job), self._check_stored
+                    )
+                ),
                 tasks.create_task(self._serve()),
                 tasks.create_task(self.tracking.follow()),
             ]
@@ -135,19 +145,60 @@ class JobRunner:
             data_dir=self._data_dir,
         )
         self.run.failure = self.journal.failure()
-        rows = await self.bus.read(subjects.METRICS, subjects.metrics(self.job))
-        self.measures.recall(
-            (msgspec.json.decode(row.data) for row in rows), state, held_out=found.eval, now=bus_time()
-        )
-        self._next_seq = 1
-        for message in await self.bus.read(subjects.EXPERIENCE, subjects.experience(self.job), headers_only=True):
-            await self._take_group(message.seq, message.headers)
-            self._next_seq = message.seq + 1
+        await self._recall_measures(found)
+        await self._read_groups()
         if self.supply is not None:
             await self.supply.recover(state)
         waiting = [draw for draw in state.in_flight if draw not in self.run.candidates]
-        await self._carry_out(Effects(tickets=waiting, announce=sorted(state.sealed)))
+        purged = max((checkpoint.low_seq for checkpoint in state.checkpoints.values()), default=0)
+        await self._carry_out(Effects(tickets=waiting, announce=sorted(state.sealed), purge_below=purged))
         self.outbox.clock(state.version, state.digest, self.epoch)
+
+    async def _recall_measures(self, found: DataSummary) -> None:
+        slice_, state, subject = WorkSlice(), self.run.state, subjects.metrics(self.job)
+        self.measures.begin(state, held_out=found.eval, now=bus_time())
+        async with contextlib.aclosing(self.bus.scan(subjects.METRICS, subject)) as rows:
+            async for row in rows:
+                self.measures.recall([msgspec.json.decode(row.data)], state)
+                await slice_.end()
+
+    async def _read_groups(self) -> None:
+        """Take in what is stored and not yet decided on; ``_check_stored`` reads the rest beside the work."""
+        subject = subjects.experience(self.job)
+        self._next_seq = self.run.take_up()
+        stream = await self.bus.stream_state(subjects.EXPERIENCE)
+        if stream.last_seq < self._next_seq - 1:
+            logger.error("%s: EXPERIENCE ends before what the ledger knows of it: all of it is read", self.job)
+            self._next_seq = 1
+        self._unread = self._next_seq
+        slice_ = WorkSlice()
+        messages = self.bus.scan(subjects.EXPERIENCE, subject, start_seq=self._next_seq, headers_only=True)
+        async with contextlib.aclosing(messages):
+            async for message in messages:
+                await self._take_group(message.seq, message.headers)
+                self._next_seq = message.seq + 1
+                await slice_.end()
+
+    async def _check_stored(self) -> None:
+        """Look at what this leader did not read, beside its work.
+
+        An earlier leader may have died before it deleted what it had dropped, and what the ledger counts as stored may
+        be gone.
+        """
+        subject, stop = subjects.experience(self.job), self._unread
+        gone = {seq for seq in self.run.stored if seq < stop}
+        slice_ = WorkSlice(rest_s=0.01)
+        messages = self.bus.scan(subjects.EXPERIENCE, subject, headers_only=True)
+        async with contextlib.aclosing(messages):
+            async for message in messages:
+                if (seq := message.seq) >= stop:
+                    break
+                if seq in gone:
+                    gone.discard(seq)
+                elif seq not in self.run.stored:
+                    await self.inbox.put(partial(self._take_group, seq, message.headers))
+                await slice_.end()
+        self.run.forget_stored(gone)
 
     async def _decide_until_finished(self) -> None:
         while not self.run.state.finished:
@@ -158,9 +209,12 @@ class JobRunner:
             self.wishes.steer(self.run)
             await self._commit(self.wishes.amend(self.run, bus_time()))
             self._check_limits()
-            await self._commit(self.run.decide(bus_time()))
+            decided = self.run.decide(bus_time())
+            await self._commit(decided)
             if self.run.state.finished:
                 break
+            if any(isinstance(event, BatchSealed) for event in decided):
+                self.inbox.wake()  # an entry holds only so many groups: there may be more to seal
             await self._evaluate()
             await self._follow_best()
             await self._settle_operations()
@@ -371,6 +425,10 @@ class JobRunner:
     # -- what people see ---------------------------------------------------------------------------------------------
 
     def _report_status(self, *, force: bool = False) -> None:
+        """Once per TICK_S: facts may come much more often, and all that is open is counted."""
+        if not force and time.monotonic() - self._reported < TICK_S:
+            return
+        self._reported = time.monotonic()
         self._onsets.look(self.job, self.run, self.measures.plan, bus_time())
         state, seen = self.run.state, summary.status_of(self.run, self.wishes.desired)
         fields = {

@@ -41,6 +41,10 @@ __all__ = ["check_budget", "check_groups", "check_packages", "plan_job", "resolv
 
 REFERENCE = re.compile(r"job:(job_[0-9a-f]{32})@(\w+)", re.ASCII)
 """A checkpoint of another job as a model path."""
+SEALED_BYTES, REWARD_BYTES = 140, 9
+"""What a group takes in the ledger and in the manifest of its batch, and each of its rewards."""
+ENTRY_ROOM = 128 << 10
+"""Kept in an entry of the ledger for what else is decided with a batch."""
 
 
 async def resolve_model(spec: AnyJob, ledger: Callable[[str], Awaitable[LedgerState]], data_dir: Path) -> AnyJob:
@@ -183,6 +187,7 @@ async def _plan_training(spec: JobConfig, data: DataSummary) -> dict[str, Any]:
     if spec.warm_start.data:
         await _open(spec.warm_start_data)
     size = spec.groups_per_batch
+    _check_entry(spec)
     prompts = data.rows_per_epoch * (spec.train.data_epochs or size)
     if prompts < size and spec.data.train:
         raise ConfigError(f"train.data_epochs: {prompts} prompts do not fill one batch of {size} groups")
@@ -194,6 +199,16 @@ async def _plan_training(spec: JobConfig, data: DataSummary) -> dict[str, Any]:
         "draws_in_flight": spec.max_draws,
     }
     return {"batch": batch}
+
+
+def _check_entry(spec: JobConfig) -> None:
+    """A batch is one message of the ledger, and one of BATCHES."""
+    nbytes = SEALED_BYTES + REWARD_BYTES * spec.completions_per_group
+    if spec.groups_per_batch * nbytes > MAX_INLINE_BYTES - ENTRY_ROOM:
+        raise ConfigError(
+            f"train.batch_size: {spec.groups_per_batch} groups of {spec.completions_per_group} completions are too "
+            f"many for one batch: their entry in the ledger has {nbytes} bytes a group and {MAX_INLINE_BYTES} in all"
+        )
 
 
 def check_alias(spec: OnlineJob, running: Sequence[JobEntry]) -> None:

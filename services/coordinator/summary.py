@@ -88,10 +88,11 @@ def status_of(run: JobRun, desired: str) -> dict[str, Any]:
 
 def queues_of(run: JobRun) -> dict[str, int]:
     """What waits at each stage: tickets without a group, groups without a batch, batches that are not trained."""
-    waiting = [draw for draw, info in run.state.open.items() if not info.batch]
-    groups = [draw for draw in waiting if draw in run.candidates]
-    usable = sum(run.candidates[draw].verdict is Verdict.ACCEPT for draw in groups)
-    return {"tickets": len(waiting) - len(groups), "groups": usable, "batches": len(run.state.sealed)}
+    opened, accept = run.state.open, Verdict.ACCEPT
+    waiting = sum(not info.batch for info in opened.values())
+    groups = [c.verdict for d, c in run.candidates.items() if (info := opened.get(d)) is not None and not info.batch]
+    usable = sum(verdict is accept for verdict in groups)
+    return {"tickets": waiting - len(groups), "groups": usable, "batches": len(run.state.sealed)}
 
 
 def retention_of(run: JobRun) -> dict[str, Any]:

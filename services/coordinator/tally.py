@@ -45,7 +45,11 @@ class Tally:
     def begin(self, now: float, last_row: Mapping[str, float]) -> None:
         """Start counting; the totals go on from the newest row of the run."""
         self._began = now
-        self._totals.update({kind: int(last_row.get(f"tokens_total/{kind}", 0)) for kind in KINDS})
+        self.go_on(last_row)
+
+    def go_on(self, row: Mapping[str, float]) -> None:
+        """The totals are those of this row: the newest of the run."""
+        self._totals = Counter({kind: int(row.get(f"tokens_total/{kind}", 0)) for kind in KINDS})
 
     def on_group(self, header: GroupHeader, *, duplicate: bool) -> None:
         """A group arrived. Its prompt is prefilled once for all of its completions."""

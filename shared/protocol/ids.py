@@ -11,7 +11,7 @@ import xxhash
 __all__ = ["Draw", "derive_seed", "new_attempt", "new_job_id"]
 
 
-class Draw(msgspec.Struct, frozen=True, array_like=True, order=True):
+class Draw(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
     """``(ordinal, n)``: the n-th attempt to get a group for a place in the data order.
 
     Allocated only by a ledger event. Ordered by ordinal, then n.

@@ -12,7 +12,17 @@ from weakref import WeakSet
 
 from penstock.shared.errors import DeadlineError
 
-__all__ = ["Background", "Deadline", "end_tasks", "raise_if_cancelled", "retry", "together", "unexpected", "wait_for"]
+__all__ = [
+    "Background",
+    "Deadline",
+    "WorkSlice",
+    "end_tasks",
+    "raise_if_cancelled",
+    "retry",
+    "together",
+    "unexpected",
+    "wait_for",
+]
 
 T = TypeVar("T")
 AGAIN_S = 30.0
@@ -42,6 +52,23 @@ class Deadline:
         """Raise DeadlineError, naming ``what``, when the time is used up."""
         if self.over:
             raise DeadlineError(f"no {what} within {self.seconds:g} s")
+
+
+class WorkSlice:
+    """Keeps a long loop from holding up the event loop: ``await end()`` after each item.
+
+    Others run after every ``seconds`` of work; with ``rest_s`` they have at least so long.
+    """
+
+    def __init__(self, seconds: float = 0.01, *, rest_s: float = 0.0) -> None:
+        self.seconds, self.rest_s = seconds, rest_s
+        self._began = time.monotonic()
+
+    async def end(self) -> None:
+        """Let others run if the slice is used up."""
+        if time.monotonic() - self._began >= self.seconds:
+            await asyncio.sleep(self.rest_s)
+            self._began = time.monotonic()
 
 
 def raise_if_cancelled() -> None:

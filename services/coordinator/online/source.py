@@ -73,6 +73,11 @@ class LiveSource:
 
     # -- admission ---------------------------------------------------------------------------------------------------
 
+    @property
+    def refuses(self) -> bool:
+        """See ``DrawSource.refuses``."""
+        return bool(self.erased)
+
     def refusal(self, draw: Draw) -> str:
         """See ``DrawSource.refusal``."""
         return ERASED if draw.ordinal in self.erased else ""

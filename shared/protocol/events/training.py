@@ -85,7 +85,7 @@ class Redrawn(Event, frozen=True, kw_only=True, tag=True):
     deadline: float
 
 
-class SealedGroup(msgspec.Struct, frozen=True, array_like=True):
+class SealedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One group of a batch: where it lies, what it must hash to, and its facts for the books."""
 
     draw: Draw
@@ -104,6 +104,8 @@ class SealedGroup(msgspec.Struct, frozen=True, array_like=True):
     """At which it was sampled and is trained; None in ledgers of earlier versions."""
     weight: float = 1.0
     """Factor of its advantages."""
+    nbytes: int = 0
+    """Size of its payload in EXPERIENCE; 0 in ledgers of earlier versions."""
 
 
 class Hyperparameters(msgspec.Struct, frozen=True, array_like=True):

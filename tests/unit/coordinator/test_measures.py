@@ -49,12 +49,14 @@ def test_another_leader_knows_points_goals_and_totals_and_survives_what_was_not_
         row("eval", 2, eval_greedy=0.4),
         row("train", 3, reward_mean=0.7),
     ]
-    measures.recall(rows, LedgerState(last_trained=3), held_out=HELD_OUT, now=0.0)
+    measures.begin(LedgerState(last_trained=3), held_out=HELD_OUT, now=0.0)
+    measures.recall(rows, LedgerState(last_trained=3))
     assert measures.plan.done == {0, 2}
     assert measures.reward == 0.7
     assert measures.goals.stop_reason == ""
     assert measures.goals.wanted(LedgerState(last_trained=3)) == "new best eval/greedy 0.4 after update 2"
-    measures.recall([*rows, row("train", 4, reward_mean=0.95)], LedgerState(last_trained=4), held_out=HELD_OUT, now=0.0)
+    measures.begin(LedgerState(last_trained=4), held_out=HELD_OUT, now=0.0)
+    measures.recall([*rows, row("train", 4, reward_mean=0.95)], LedgerState(last_trained=4))
     assert "reached 0.95" in measures.goals.stop_reason
 
 
@@ -68,7 +70,8 @@ def test_an_update_of_several_sources_tells_what_each_earned() -> None:
             shown.append(values)
 
     measures = Measures(JobConfig.parse(spec), cast(Outbox, Rows()))
-    measures.recall([], LedgerState(), held_out=[], now=0.0)
+    measures.begin(LedgerState(), held_out=[], now=0.0)
+    measures.recall([], LedgerState())
     headers = [header(0, "hard", [1.0, 0.0]), header(1, "hard", [1.0, 1.0]), header(2, "addition", [0.0, 0.25])]
     candidates = {found.draw: Candidate(i, found, Verdict.ACCEPT) for i, found in enumerate(headers)}
     groups = [SealedGroup(draw, "a", 1, "d", 0, 0, [], 2, "w") for draw in (Draw(0), Draw(1))]
@@ -101,9 +104,11 @@ def test_what_was_measured_of_rolled_back_batches_decides_nothing_on_any_leader(
     rows = [row("train", n, reward_mean=value) for n, value in ((5, 0.2), (6, 0.5), (7, 0.95))]
     rows += [row("eval", 6, eval_greedy=0.9), row("train", 8, reward_mean=0.3)]
     other = Measures(JobConfig.parse(spec), cast(Outbox, None))
-    other.recall(rows, FORKED, held_out=HELD_OUT, now=0.0)
+    other.begin(FORKED, held_out=HELD_OUT, now=0.0)
+    other.recall(rows, FORKED)
     live = Measures(JobConfig.parse(spec), cast(Outbox, None))
-    live.recall(rows[:4], LedgerState(last_trained=7, updates=7), held_out=HELD_OUT, now=0.0)
+    live.begin(LedgerState(last_trained=7, updates=7), held_out=HELD_OUT, now=0.0)
+    live.recall(rows[:4], LedgerState(last_trained=7, updates=7))
     assert live.goals.stop_reason
     assert live.plan.done == {6}
     live.roll_back(LedgerState(last_trained=7, updates=5, version=8, rolled_back=((6, 7),)))
@@ -118,6 +123,7 @@ def test_an_evaluation_after_a_fork_is_of_the_newest_batch_of_the_lineage() -> N
     state = LedgerState(last_trained=7, updates=5, version=8, rolled_back=((6, 7),))
     assert state.newest_batch == 5
     measures = Measures(JobConfig.parse(JOB), cast(Outbox, None))
-    measures.recall([row("eval", 5, batch=5, eval_greedy=0.4)], state, held_out=HELD_OUT, now=0.0)
+    measures.begin(state, held_out=HELD_OUT, now=0.0)
+    measures.recall([row("eval", 5, batch=5, eval_greedy=0.4)], state)
     assert measures.goals.wanted(state) == "new best eval/greedy 0.4 after update 5"
     assert FORKED.newest_batch == 8
