@@ -187,6 +187,7 @@ class Draft:
                 is_well = info.deadline > now and info.min_version <= start
             else:
                 is_well = candidate.verdict is accept and candidate.oldest >= lowest
+                is_well = is_well and not candidate.has_wrong_weights(self.state)
             if is_well and not refuses:
                 continue
             if (found := self._why_not(draw, info, start)) is not None:

@@ -60,7 +60,7 @@ class EvaluationRunner:
         self._next_seq = 1
         self._failure: JobFailure | None = None
         self._error = ""
-        self._changed = asyncio.Event()
+        self._changed, self._ended = asyncio.Event(), asyncio.Event()
 
     async def lead(self) -> None:
         """Count what is there, ask for the rest, and end the job when every prompt is answered."""
@@ -91,6 +91,7 @@ class EvaluationRunner:
             self.ready = True
             await self._until_over(deadline)
             await self.outbox.flush()
+            self._ended.set()
             for task in running:
                 task.cancel()
 
@@ -182,7 +183,7 @@ class EvaluationRunner:
             return None
 
     async def _serve(self) -> None:
-        """A worker that cannot use the job says so here."""
+        """A worker that cannot use the job says so here; it is answered once that stands in the job's record."""
 
         async def on_report(data: bytes) -> bytes:
             report, _ = unpack(data, Report)
@@ -190,6 +191,7 @@ class EvaluationRunner:
                 error = JobFailure(code="rollout_failed", message=report.reason, service="rollout")
                 self._failure = self._failure or error
                 self._changed.set()
+                await self._ended.wait()  # who asks has a deadline and asks again
             return pack(Ack(ok=True), job=self.job, epoch=self.epoch)
 
         server = await self.bus.serve(subjects.report(self.job), on_report)

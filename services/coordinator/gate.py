@@ -86,8 +86,10 @@ class Candidate:
         A trainer that ended before its update was recorded may have shown them to engines: its successor's update can
         give other bits. Groups of earlier versions do not say which weights made them.
         """
-        newer = self.header.objective == "policy" and self.header.max_version > state.version
-        return newer or state.made_by_others(self.header.weights)
+        header = self.header
+        if header.max_version > state.version and header.objective == "policy":
+            return True
+        return bool(header.weights) and state.made_by_others(header.weights)
 
     @property
     def mean_length(self) -> int:

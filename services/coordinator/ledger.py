@@ -48,8 +48,10 @@ from penstock.shared.protocol.events import (
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.weights import short_digest
 
-__all__ = ["LOGPROBS_DIFFER", "NO_SIGNAL", "WRONG_WEIGHTS", "LedgerState", "OpenDraw", "TrainedBatch", "fold"]
+__all__ = ["HALTED", "LOGPROBS_DIFFER", "NO_SIGNAL", "WRONG_WEIGHTS", "LedgerState", "OpenDraw", "TrainedBatch", "fold"]
 
+HALTED = "halted"
+"""Code of a pause that the trainer asked for."""
 LOGPROBS_DIFFER = "logprobs_differ"
 """Reason of a draw whose posted log-probs are not those of the policy: its sender is not believed any more."""
 WRONG_WEIGHTS = "wrong_weights"
@@ -66,6 +68,7 @@ class LedgerState:
 
     Attributes:
         epoch: highest writer epoch seen.
+        halted: why the trainer had the job paused, until the phase changes.
         next_ordinal: first ordinal never drawn.
         open: draws that are not terminal.
         drawn, trained, dropped: counts of draws; ``dropped`` by reason.
@@ -107,6 +110,7 @@ class LedgerState:
     applies_at: int | None = None
     generation: int = 0
     phase: str = "running"
+    halted: str = ""
     finished: str = ""
     next_ordinal: int = 0
     drawn: int = 0
@@ -198,7 +202,11 @@ class LedgerState:
 
     def made_by_others(self, weights: Iterable[tuple[int, str]]) -> bool:
         """Whether one of these versions, with the short digest of its weights, is not the one of that number here."""
-        return any(self.weights.get(version, short) != short for version, short in weights)
+        known = self.weights
+        for version, short in weights:  # of thousands of groups: a generator costs three times as much
+            if known.get(version, short) != short:
+                return True
+        return False
 
     def balanced(self) -> bool:
         """The ledger equation."""
@@ -224,7 +232,7 @@ class LedgerState:
         self.settings, self.applies_at, self.generation = event.settings, event.update_index, event.generation
 
     def _phase_changed(self, event: PhaseChanged) -> None:
-        self.phase = event.phase
+        self.phase, self.halted = event.phase, event.reason if event.code == HALTED else ""
 
     def _finished(self, event: Finished) -> None:
         assert not self.open, "finished with open draws"

@@ -112,6 +112,9 @@ class Outbox:
         async with self._sending:
             self._last_status = 0.0
             await self._send_all()
+            while self._status != self._sent_status:  # the last word on a job: nobody would say it again
+                self._last_status = 0.0
+                await self._send_all()
 
     async def _drain(self) -> None:
         async with self._sending:

@@ -15,7 +15,7 @@ import xxhash
 
 from penstock.services.coordinator.decision import Draft, DrawSource, TicketSource, copy_state, plan_draw
 from penstock.services.coordinator.gate import MAX_REDRAWS, Candidate, Verdict, judge
-from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.ledger import HALTED, LedgerState
 from penstock.services.coordinator.promotion import PromotionGate, Rollback
 from penstock.services.coordinator.reports import events_of_report
 from penstock.shared.config.amendable import settings_of
@@ -32,6 +32,7 @@ from penstock.shared.protocol.events import (
     Event,
     JobStarted,
     LineageForked,
+    PhaseChanged,
     Redrawn,
     SettingsChanged,
 )
@@ -111,8 +112,6 @@ class JobRun:
         """A cancelled run checkpoints before it ends."""
         self.failed_streak = 0
         self.failure: JobFailure | None = None
-        self.halted = ""
-        """Why the trainer had the job paused, until somebody resumes it."""
         self.stop_early = ""
         self.new_best = ""
         """Why a checkpoint is wanted for a metric's new best, or ''."""
@@ -124,10 +123,20 @@ class JobRun:
         self.replays = 0
         """Dead letters that the user wants replayed: room among the draws in flight is kept for them."""
 
-    def want(self, desired: str) -> None:
-        """What the user wants of the job; anything but a pause ends one that the trainer asked for."""
-        self.desired = desired
-        self.halted = self.halted if desired != "running" else ""
+    @property
+    def halted(self) -> str:
+        """Why the trainer had the job paused, until somebody resumes it."""
+        return self.state.halted if self.desired != "running" else ""
+
+    def halt(self, reason: str, now: float) -> list[Event]:
+        """The event that says why the trainer had the job paused, [] where it stands in the ledger already."""
+        if not self.state.started or self.state.finished or self.state.halted == reason:
+            return []
+        return [
+            PhaseChanged(
+                writer_epoch=self.writer_epoch, time=now, phase="paused", reason=reason, code=HALTED, service="trainer"
+            )
+        ]
 
     def rollback_of(self, state: LedgerState) -> Rollback | None:
         """Where training is to go back to, given this ledger: by request, or for too many refused versions."""

@@ -169,6 +169,7 @@ class JobRunner:
         stream = await self.bus.stream_state(subjects.EXPERIENCE)
         if stream.last_seq < self._next_seq - 1:
             logger.error("%s: EXPERIENCE ends before what the ledger knows of it: all of it is read", self.job)
+            self.run.forget_stored(list(self.run.stored))
             self._next_seq = 1
         self._unread = self._next_seq
         slice_ = WorkSlice()
@@ -202,7 +203,7 @@ class JobRunner:
 
     async def _decide_until_finished(self) -> None:
         while not self.run.state.finished:
-            self.run.want(self.wishes.desired)
+            self.run.desired = self.wishes.desired
             self.run.cancel_now, self.run.requested = self.wishes.cancel_now, self.wishes.wants_checkpoint
             self.run.last_checkpoint = self.wishes.record.last_checkpoint
             self.run.replays = self.wishes.replays
@@ -335,6 +336,8 @@ class JobRunner:
         if report.kind == "failed":
             error = JobFailure(code="trainer_failed", message=f"trainer: {report.reason}", service="trainer")
             self.run.failure = self.run.failure or error
+            while events := self.run.decide(time.time()):  # the job ends in the ledger before the trainer may rest
+                await self._commit(events)
             return Ack(ok=True)
         if report.kind == "not_rolled_back":
             self.run.give_up_rollback(report.reason)
@@ -356,7 +359,9 @@ class JobRunner:
         self.outbox.event("error", "halted", reason)
         with contextlib.suppress(Conflict):  # it is being cancelled or has ended
             self.want(await self.store.set_desired(self.job, "paused"))
-        self.run.halted = reason if self.wishes.desired != "running" else ""
+        self.run.desired = self.wishes.desired
+        if self.run.desired != "running":
+            await self._commit(self.run.halt(reason, time.time()))
         return Ack(ok=True)
 
     async def _on_eval(self, data: bytes) -> bytes:

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -29,9 +29,10 @@ from penstock.shared.config.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import StreamFull
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.events import BatchSealed, Checkpointed, Drawn, Event, JobStarted, decode_events
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.messages import Ticket
+from penstock.shared.protocol.messages import Ack, Report, Ticket
 from penstock.shared.runtime import metrics
 from penstock.shared.transport.bus import Bus
 
@@ -206,3 +207,37 @@ async def test_the_last_of_the_ledger_is_kept_for_jobs_that_run(small: Bus, tmp_
     await small.purge(subjects.LEDGER, junk(subjects.LEDGER))
     await service.watch_ledger()
     assert (await control.submit(CONFIG, SPEC)).id
+
+
+@pytest.mark.parametrize("kind", ["failed", "halted"])
+async def test_what_a_trainer_reports_is_recorded_before_it_is_acknowledged(
+    small: Bus, tmp_path: Path, kind: Literal["failed", "halted"]
+) -> None:
+    """A leader that dies right behind its answer takes nothing with it: the trainer does not ask again."""
+    async with led(small, tmp_path) as (runner, _):
+        await until(lambda: runner.ready and runner.run.state.started)
+        first = Report(kind="checkpointed", epoch=1, batch=0, version=0, digest="w0", path="p")
+        await small.request(subjects.report("job_a"), pack(first, job="job_a"), deadline_s=30)
+        await until(lambda: runner.run.state.open)
+        await fill(small, subjects.LEDGER)
+        report = pack(Report(kind=kind, epoch=1, batch=1, reason="no room for the model"), job="job_a")
+        asking = asyncio.create_task(small.request(subjects.report("job_a"), report, deadline_s=60))
+        await until(lambda: runner.retry.blocked)
+        await asyncio.sleep(0.3)
+        assert not asking.done()
+        await small.purge(subjects.LEDGER, junk(subjects.LEDGER))
+        assert unpack(await asking, Ack)[0].ok
+        state = await Journal(small, "job_a").load()
+    if kind == "failed":
+        assert state.finished == "failed"
+        return
+    why = "batch 1 is not trained: no room for the model"
+    assert (state.phase, state.halted) == ("paused", why)
+    async with led(small, tmp_path) as (runner, _):
+        await until(lambda: runner.ready)
+        runner.run.desired = runner.wishes.desired
+        assert runner.run.halted == why, "the next leader knows why"
+        await JobStore(small).set_desired("job_a", "running")
+        runner.want(await JobStore(small).get("job_a"))
+        await until(lambda: runner.run.state.phase == "running")
+        assert not runner.run.state.halted

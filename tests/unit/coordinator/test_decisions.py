@@ -147,7 +147,7 @@ def test_a_cancelled_job_checkpoints_the_update_that_was_under_way() -> None:
     for draw in scene.waiting:
         scene.answer(draw)
     scene.decide()
-    scene.run.want("cancelled")
+    scene.run.desired = "cancelled"
     events, _ = scene.report("trained", batch=1, revision=1, version=1, digest="w1")
     assert not any(isinstance(event, Finished) for event in events), "update 1 would be undone"
     events, _ = scene.report("checkpointed", batch=1, version=1, digest="w1", path="c1")
@@ -162,9 +162,9 @@ def test_a_cancelled_job_does_not_wait_for_a_trainer_that_cannot_train(first: st
         scene.answer(draw)
     scene.decide()
     assert scene.run.state.sealed
-    scene.run.want(first)
-    scene.run.halted = "a loss that is not finite"
-    scene.run.want("cancelled")
+    scene.run.desired = first
+    scene.run.state.halted = "a loss that is not finite"
+    scene.run.desired = "cancelled"
     assert isinstance(scene.decide()[-1], Finished)
     assert scene.run.state.balanced()
 
@@ -174,7 +174,7 @@ def test_a_cancelled_job_may_go_without_a_last_checkpoint() -> None:
     for draw in scene.waiting:
         scene.answer(draw)
     scene.decide()
-    scene.run.want("cancelled")
+    scene.run.desired = "cancelled"
     scene.run.last_checkpoint = False
     assert not scene.run.state.finished, "what is sealed is trained first"
     events, _ = scene.report("trained", batch=1, revision=1, version=1, digest="w1")

@@ -72,12 +72,12 @@ def test_what_has_no_time_of_its_own_is_as_old_as_its_leader_saw_it() -> None:
         "waiting_for": "", "subject": subjects.report(JOB), "id": "batch 0", "holder": "trainer-7", "age_s": 4.0,
     }  # fmt: skip
     job.run.state.checkpoint = START
-    job.run.want("paused")
+    job.run.desired = "paused"
     assert list(job.at(20.0)) == [JOB]
     assert job.at(23.0)[JOB]["age_s"] == 3.0
-    job.run.want("running")
+    job.run.desired = "running"
     job.at(24.0)
-    job.run.want("paused")
+    job.run.desired = "paused"
     assert job.at(30.0)[JOB]["age_s"] == 0.0, "another pause"
 
 

@@ -1,0 +1,124 @@
+"""A new leader of a job with kept groups: it reads what is undecided, leads, and looks at the rest beside the work."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from penstock.services.coordinator.journal import Journal
+from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.run import JobRun
+from penstock.services.coordinator.runner import JobRunner
+from penstock.services.coordinator.store import JobStore
+from penstock.shared.config.job import JobConfig
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.events import Event
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.messages import Report
+from penstock.shared.protocol.trajectory import GroupHeader, group_headers
+from penstock.shared.transport.bus import Bus
+
+SPEC: dict[str, Any] = {
+    "name": "kept",
+    "model": {"config": {}, "tokenizer": "char"},
+    "data": {"train": {"type": "addition"}},
+    "reward": {"scorers": [{"type": "exact"}]},
+    "algorithm": {"group_size": 2},
+    "train": {"batch_size": 8, "max_updates": 100},
+}
+CONFIG, JOB, UPDATES = JobConfig.parse(SPEC), "job_kept", 6
+
+
+class Past:
+    """What an earlier leader left: a ledger, and groups in EXPERIENCE. One of them was dropped and is still there."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus, self.journal = bus, Journal(bus, JOB)
+        self.run = JobRun(CONFIG, LedgerState(), num_ordinals=None, writer_epoch=1)
+
+    async def make(self) -> None:
+        await self.journal.load()
+        await self._commit(self.run.decide(100.0))
+        await self._report("checkpointed", batch=0, version=0, digest="w0", path="p")
+        for number in range(1, UPDATES + 1):
+            for draw in self.run.state.in_flight:
+                self.run.on_group(*await self.store(draw, number - 1))
+            if number == 2:
+                await self.store(Draw(0), 0)
+            await self._commit(self.run.decide(100.0))
+            await self._report("trained", batch=number, revision=1, version=number, digest=f"w{number}")
+
+    async def store(self, draw: Draw, version: int) -> tuple[int, GroupHeader]:
+        header = GroupHeader(
+            draw=draw, attempt="a", epoch=1, digest="d", nbytes=1000, prompt_tokens=2, lengths=[2, 2],
+            rewards=[1.0, 0.0], failed=[False] * 2, truncated=[False] * 2, finite=True, min_version=version,
+            max_version=version, worker="w", temperature=1.0,
+        )  # fmt: skip
+        seq = await self.bus.publish(subjects.experience(JOB), b"small", headers=group_headers(header))
+        return seq, header
+
+    async def _report(self, kind: Any, **facts: Any) -> None:
+        events = self.run.on_report(Report(kind=kind, epoch=1, **facts), 100.0)
+        await self._commit([*events, *self.run.decide(100.0, after=events)])
+
+    async def _commit(self, events: list[Event]) -> None:
+        await self.journal.append(events)
+        self.run.commit(events)
+
+
+@asynccontextmanager
+async def led(bus: Bus, directory: Path) -> AsyncIterator[JobRunner]:
+    record = await JobStore(bus).create(CONFIG, JOB)
+    runner = JobRunner(bus, JobStore(bus), Members(), record, epoch=2, data_dir=directory)
+    leading = asyncio.create_task(runner.lead())
+    try:
+        await until(lambda: runner.ready or leading.done())
+        yield runner
+    finally:
+        leading.cancel()
+        await asyncio.gather(leading, return_exceptions=True)
+
+
+async def until(holds: Callable[[], Any]) -> None:
+    async with asyncio.timeout(30):
+        while not holds():
+            await asyncio.sleep(0.02)
+
+
+async def test_a_new_leader_reads_what_is_undecided_and_clears_the_rest_up(bus: Bus, tmp_path: Path) -> None:
+    past = Past(bus)
+    await past.make()
+    groups = await bus.read(subjects.EXPERIENCE, subjects.experience(JOB), headers_only=True)
+    assert len(groups) == 4 * UPDATES + 1
+    gone, late = past.run.state.batches[3].seqs[0], past.run.state.in_flight[0]
+    await bus.delete_message(subjects.EXPERIENCE, gone)
+    late_seq, _ = await past.store(late, UPDATES)
+
+    async with led(bus, tmp_path) as runner:
+        run = runner.run
+        assert run.candidates[late].seq == late_seq
+        assert late_seq not in run.state.batches
+        assert run.take_up() == run.state.heard + 1 <= late_seq, "what is trained was not read"
+        kept = {seq for batch in run.state.batches.values() for seq in batch.seqs} - {gone}
+        await until(lambda: set(run.stored) == kept | {late_seq})
+        assert run.stored_bytes == 1000 * (len(kept) + 1)
+
+    left = {m.seq for m in await bus.read(subjects.EXPERIENCE, subjects.experience(JOB), headers_only=True)}
+    assert left == kept | {late_seq}, "what was dropped is deleted"
+
+
+async def test_a_stream_that_ends_early_is_read_from_its_beginning(bus: Bus, tmp_path: Path) -> None:
+    """It was restored or made anew: the sequences of the ledger mean nothing there."""
+    past = Past(bus)
+    await past.make()
+    await bus._call(f"STREAM.DELETE.{subjects.EXPERIENCE}", None, "delete the stream")
+    await bus.ensure_streams(experience_bytes=64 << 20, stream_bytes=16 << 20)
+    draw = past.run.state.in_flight[0]
+    seq, _ = await past.store(draw, UPDATES)
+    assert seq == 1
+    async with led(bus, tmp_path) as runner:
+        assert runner.run.candidates[draw].seq == 1
