@@ -202,11 +202,7 @@ class LedgerState:
 
     def made_by_others(self, weights: Iterable[tuple[int, str]]) -> bool:
         """Whether one of these versions, with the short digest of its weights, is not the one of that number here."""
-        known = self.weights
-        for version, short in weights:  # of thousands of groups: a generator costs three times as much
-            if known.get(version, short) != short:
-                return True
-        return False
+        return any(self.weights.get(version, short) != short for version, short in weights)
 
     def balanced(self) -> bool:
         """The ledger equation."""

@@ -117,9 +117,9 @@ class JobRun:
         """Why a checkpoint is wanted for a metric's new best, or ''."""
         self.requested = False
         """The user asked for a checkpoint."""
-        self._batched = {group.seq for batch in state.sealed.values() for group in batch.groups}
+        self.batched = {group.seq for batch in state.sealed.values() for group in batch.groups}
         """EXPERIENCE sequences of the groups that a sealed or trained batch of this lineage holds."""
-        self._batched.update(seq for batch in state.batches.values() for seq in batch.seqs)
+        self.batched.update(seq for batch in state.batches.values() for seq in batch.seqs)
         self.replays = 0
         """Dead letters that the user wants replayed: room among the draws in flight is kept for them."""
 
@@ -203,7 +203,7 @@ class JobRun:
 
     def _known(self, seq: int, header: GroupHeader) -> Verdict:
         """A group whose draw is taken: one that a batch holds (seen again by a new leader), or a true duplicate."""
-        if seq not in self._batched:
+        if seq not in self.batched:
             return Verdict.DUPLICATE
         if header.draw in self.state.open:  # that batch is not trained yet
             self.candidates[header.draw] = Candidate(seq, header, Verdict.ACCEPT)
@@ -404,7 +404,7 @@ class JobRun:
         batches, sealed = self.state.batches, self.state.sealed
         match event:
             case BatchSealed():
-                self._batched.update(group.seq for group in event.groups)
+                self.batched.update(group.seq for group in event.groups)
             case BatchRefused():
                 released = [group.seq for group in sealed[event.number].groups]
             case LineageForked():
@@ -414,7 +414,7 @@ class JobRun:
         self.state.apply(event)
         if isinstance(event, Checkpointed):
             released = [seq for number in batches.keys() - self.state.batches.keys() for seq in batches[number].seqs]
-        self._batched.difference_update(released)
+        self.batched.difference_update(released)
         return released
 
     def _rolled_back(self, event: LineageForked) -> list[int]:

@@ -11,9 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from penstock.services.coordinator import decision
 from penstock.services.coordinator.audit import audit_ledger
 from penstock.services.coordinator.gate import MAX_REDRAWS, Verdict
 from penstock.services.coordinator.ledger import LedgerState, fold
@@ -32,10 +34,12 @@ JOB = "job_machine"
 
 
 def job(
-    *, max_lag: int, staleness: str, groups: int, oversample: float, max_updates: int, max_resampled: float | None
-) -> JobConfig:
+    *, max_lag: int, staleness: str, groups: int, oversample: float, max_updates: int, max_resampled: float | None,
+    tight: bool = False,
+) -> JobConfig:  # fmt: skip
+    """``tight``: with the smallest byte budget that a submission may have."""
     dynamic = None if max_resampled is None else {"max_resampled": max_resampled}
-    return JobConfig.parse(
+    config = JobConfig.parse(
         {
             "name": "machine",
             "model": {"config": {}, "tokenizer": "char"},
@@ -53,6 +57,10 @@ def job(
             },
         }
     )
+    if not tight:
+        return config
+    budget = 2 * (max_lag + 2) * groups * config.max_group_bytes
+    return config.model_copy(update={"limits": config.limits.model_copy(update={"byte_budget": budget})})
 
 
 @dataclass
@@ -81,20 +89,25 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @initialize(
         max_lag=st.integers(0, 2),
         staleness=st.sampled_from(["wait", "in_order", "drop"]),
-        groups=st.integers(1, 3),
+        groups=st.sampled_from([1, 2, 3, 3, 10]),
         oversample=st.sampled_from([1.0, 1.5, 2.0]),
-        max_updates=st.integers(2, 6),
+        max_updates=st.sampled_from([2, 3, 6, 40]),
         max_resampled=st.sampled_from([None, 0.0, 1.0, 2.5]),
         num_ordinals=st.sampled_from([None, 6]),
+        tight=st.booleans(),
+        entry_bytes=st.sampled_from([decision.ENTRY_BYTES, 300]),
     )
     def begin(
         self, *, max_lag: int, staleness: str, groups: int, oversample: float, max_updates: int,
-        max_resampled: float | None, num_ordinals: int | None,
+        max_resampled: float | None, num_ordinals: int | None, tight: bool, entry_bytes: int,
     ) -> None:  # fmt: skip
         self.config = job(
             max_lag=max_lag, staleness=staleness, groups=groups, oversample=oversample, max_updates=max_updates,
-            max_resampled=max_resampled,
+            max_resampled=max_resampled, tight=tight,
         )  # fmt: skip
+        self.tight = tight
+        self.entry_bytes = pytest.MonkeyPatch()
+        self.entry_bytes.setattr(decision, "ENTRY_BYTES", entry_bytes)
         self.num_ordinals = num_ordinals
         self.world = World()
         self.now = 1000.0
@@ -107,6 +120,10 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.decide()
         self.report(Report(kind="checkpointed", epoch=1, batch=0, version=0, digest="w0", path="ckpt-0"))
 
+    def teardown(self) -> None:
+        if hasattr(self, "entry_bytes"):
+            self.entry_bytes.undo()
+
     # -- the leader --------------------------------------------------------------------------------------------------
 
     def new_leader(self) -> JobRun:
@@ -115,10 +132,21 @@ class CoordinatorMachine(RuleBasedStateMachine):
         fold((event for entry in self.world.entries[covered:] for event in entry), state)
         run = JobRun(self.config, state, num_ordinals=self.num_ordinals, writer_epoch=self.epoch)
         self.known = len(self.world.entries)
+        thorough = JobRun(self.config, state, num_ordinals=self.num_ordinals, writer_epoch=self.epoch)
         for seq, header in sorted(self.world.stored.items()):
+            if thorough.on_group(seq, header) is Verdict.DUPLICATE:
+                thorough.forget_stored([seq])
+        first = run.take_up()
+        for seq, header in sorted(self.world.stored.items(), key=lambda item: (item[0] < first, item[0])):
+            if seq < first and seq in run.stored:
+                continue
+            assert seq >= first or header.draw not in state.open or state.open[header.draw].batch, "it was not read"
             if run.on_group(seq, header) is Verdict.DUPLICATE:
                 run.forget_stored([seq])
                 self.delete(range(seq, seq + header.num_messages))
+        run.forget_stored([seq for seq in run.stored if seq not in self.world.stored])
+        assert (run.candidates, run.stored) == (thorough.candidates, thorough.stored), "reading less is knowing less"
+        assert run.stored_bytes == thorough.stored_bytes
         for draw in state.in_flight:
             if draw not in run.candidates:
                 self.ask(draw, state)
@@ -181,7 +209,10 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.delete(range(seq, seq + self.world.stored[seq].num_messages))
 
     def decide(self) -> None:
-        self.append(self.run.decide(self.now))
+        events = self.run.decide(self.now)
+        self.append(events)
+        if any(isinstance(event, BatchSealed) for event in events):  # an entry has room for some batches only
+            self.decide()
 
     def report(self, report: Report) -> bool:
         try:
@@ -200,7 +231,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         rewards = [1.0, 1.0] if bad == "no_signal" else [1.0, 0.0]
         self.world.stored[seq] = GroupHeader(
             draw=draw, attempt=f"a{seq}", epoch=self.epoch, digest=f"d{seq}", prompt_tokens=2,
-            nbytes=2_500_000 if seq % 3 == 0 else 100,
+            nbytes=self.config.max_group_bytes if self.tight else 2_500_000 if seq % 3 == 0 else 100,
             lengths=[2] * size, rewards=rewards[:size], failed=[bad == "failed"] * size, truncated=[False] * size,
             finite=bad != "nan", min_version=oldest, max_version=self.world.engine_version, worker="w",
             skipped="prompt_too_long" if bad == "skipped" else "", temperature=self.world.temperatures[draw],
@@ -262,9 +293,20 @@ class CoordinatorMachine(RuleBasedStateMachine):
         for _ in range(MAX_REDRAWS + 2):
             self.answer_all()
         run = self.run
-        over = run.desired != "running" or run.state.finished or run.failure or run.training_done
+        over = run.desired != "running" or run.state.finished or run.failure or run.training_done or self.is_full
         exhausted = run.num_ordinals is not None and run.state.next_ordinal >= run.num_ordinals
         assert over or exhausted or run.state.sealed, f"no batch, no ticket to start: {self.world.tickets}"
+
+    @property
+    def is_full(self) -> bool:
+        """The job waits for a checkpoint, which frees room."""
+        return self.run.wants_checkpoint == "byte budget half used"
+
+    @rule()
+    def many_updates(self) -> None:
+        """Batches are kept until a checkpoint gives them up."""
+        for _ in range(6):
+            self.one_update()
 
     @rule()
     def answer_all_alike(self) -> None:
@@ -580,12 +622,20 @@ class CoordinatorMachine(RuleBasedStateMachine):
         if not hasattr(self, "run"):
             return
         run, state = self.run, self.run.state
-        over = run.desired != "running" or state.finished or run.failure or run.training_done or run.stop_early
+        over = run.desired != "running" or state.finished or run.failure or run.training_done or self.is_full
         exhausted = run.num_ordinals is not None and state.next_ordinal >= run.num_ordinals
         if over or exhausted or state.sealed or state.checkpoint is None:
             return
         ready = [draw for draw, info in state.open.items() if info.min_version <= state.version]
         assert len(ready) >= self.config.groups_per_batch, f"{state.open} at version {state.version}"
+
+    @invariant()
+    def the_index_of_batches_is_exact(self) -> None:
+        if not hasattr(self, "run"):
+            return
+        state = self.run.state
+        held = {group.seq for batch in state.sealed.values() for group in batch.groups}
+        assert self.run.batched == held | {seq for batch in state.batches.values() for seq in batch.seqs}
 
     @invariant()
     def nothing_is_hoarded(self) -> None:
@@ -599,4 +649,11 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
 
 TestCoordinatorMachine = CoordinatorMachine.TestCase
-TestCoordinatorMachine.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestCoordinatorMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+
+
+@pytest.mark.long
+class TestCoordinatorMachineAtLength(CoordinatorMachine.TestCase):  # type: ignore[misc, name-defined]
+    """10^5 steps."""
+
+    settings = settings(max_examples=2000, stateful_step_count=50, deadline=None)
