@@ -336,7 +336,7 @@ class JobRunner:
         if report.kind == "failed":
             error = JobFailure(code="trainer_failed", message=f"trainer: {report.reason}", service="trainer")
             self.run.failure = self.run.failure or error
-            while events := self.run.decide(time.time()):  # the job ends in the ledger before the trainer may rest
+            while events := self.run.decide(bus_time()):  # the job ends in the ledger before the trainer may rest
                 await self._commit(events)
             return Ack(ok=True)
         if report.kind == "not_rolled_back":
@@ -361,7 +361,7 @@ class JobRunner:
             self.want(await self.store.set_desired(self.job, "paused"))
         self.run.desired = self.wishes.desired
         if self.run.desired != "running":
-            await self._commit(self.run.halt(reason, time.time()))
+            await self._commit(self.run.halt(reason, bus_time()))
         return Ack(ok=True)
 
     async def _on_eval(self, data: bytes) -> bytes:

@@ -34,6 +34,7 @@ from penstock.shared.protocol.events import BatchSealed, Checkpointed, Drawn, Ev
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import Ack, Report, Ticket
 from penstock.shared.runtime import metrics
+from penstock.shared.runtime.ledger import ledger_archive
 from penstock.shared.transport.bus import Bus
 
 SPEC: dict[str, Any] = {
@@ -227,7 +228,7 @@ async def test_what_a_trainer_reports_is_recorded_before_it_is_acknowledged(
         assert not asking.done()
         await small.purge(subjects.LEDGER, junk(subjects.LEDGER))
         assert unpack(await asking, Ack)[0].ok
-        state = await Journal(small, "job_a").load()
+        state = await Journal(small, "job_a", archive=ledger_archive(tmp_path)).load()
     if kind == "failed":
         assert state.finished == "failed"
         return

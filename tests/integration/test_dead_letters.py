@@ -324,8 +324,13 @@ async def test_a_batch_refused_while_the_job_fails(bus: Bus) -> None:
         async with asyncio.timeout(30):
             while not job.runner.run.state.sealed:
                 await asyncio.sleep(0.02)
-        job.runner.run.failure = JobFailure(code="timeout", message="elsewhere")
-        await job.report(Report(kind="refused", epoch=1, batch=1, revision=1, bad=[Draw(0)], reason="it is torn"))
+
+        async def both() -> Ack:  # nothing is decided between the two
+            job.runner.run.failure = JobFailure(code="timeout", message="elsewhere")
+            refused = Report(kind="refused", epoch=1, batch=1, revision=1, bad=[Draw(0)], reason="it is torn")
+            return await job.runner._take_report(refused)
+
+        assert (await job.runner.inbox.ask(both)).ok
         assert job.runner.run.state.finished == "failed"
         assert not job.runner.run.state.open
 
