@@ -78,7 +78,7 @@ class Candidate:
 
     def is_stale(self, start_version: int, max_lag: int) -> bool:
         """Whether an update that starts from ``start_version`` may not train it."""
-        return start_version - self.oldest > max_lag
+        return is_stale(self.oldest, start_version, max_lag)
 
     def has_wrong_weights(self, state: LedgerState) -> bool:
         """Whether weights made it that the ledger does not know under their number.
@@ -116,7 +116,7 @@ def judge(
     return Verdict.ACCEPT if len(header.counted) >= smallest_group else Verdict.FAILED
 
 
-def is_stale(min_version: int, start_version: int, max_lag: int) -> bool:
+def is_stale(min_version: float, start_version: int, max_lag: int) -> bool:
     """Whether a group may not be trained by an update that starts from ``start_version``."""
     return start_version - min_version > max_lag
 
