@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from penstock.services.coordinator.decision import copy_state
 from penstock.services.coordinator.ledger import LedgerState, fold
@@ -24,8 +25,9 @@ from penstock.shared.runtime.ledger import (
     encode_segment,
     newest_segment,
     read_ledger,
+    segment_of,
 )
-from penstock.shared.transport.bus import Bus, Outgoing
+from penstock.shared.transport.bus import Bus, Message, Outgoing
 
 __all__ = ["Journal", "archive_whole", "read_snapshots"]
 
@@ -43,6 +45,8 @@ RESERVED_SHARE = 0.97
 """From this share on only jobs that have little there append at once: the rest is for entries that name segments."""
 ENTRY_BYTES = 250
 """What LEDGER needs for an entry beyond its events."""
+WRITER = "Penstock-Writer"
+"""Header of an entry: its writer, which tells its own entry from an equal one."""
 FREE_EVERY_S, LOOK_EVERY_S = 5.0, 1.0
 KEEP = 2
 """Newest snapshots that stay; the older one serves when the newer cannot be verified."""
@@ -65,6 +69,7 @@ class Journal:
         self._last_seq = 0
         self._last_data = b""
         self._entries = self._bytes = self._snapshot_bytes = 0  # since the last snapshot, and its size
+        self._writer = secrets.token_hex(8)
         self._segment: Segment | None = None  # the newest that an entry names
         self._written: Segment | None = None  # the next one, which the next entry names
         self._purged = 0  # number of the newest segment whose entries are purged
@@ -153,28 +158,31 @@ class Journal:
 
     async def _append(self, data: bytes) -> int:
         named = self._written or self._segment
-        headers = {ARCHIVED: named.name} if named is not None else {}
+        headers = {WRITER: self._writer} | ({ARCHIVED: named.name} if named is not None else {})
         try:
             seq = await self._bus.publish(
                 self._subject, data, headers=headers, expect_last_subject_seq=self._last_seq, deadline_s=5
             )
         except Conflict as error:
-            seq = await self._resolve(data, headers)
-            if not seq:
+            own = await self._resolve(data)
+            if own is None:
                 raise Unavailable(f"{error}, and what it wrote cannot be read yet") from None
-        if named is not self._segment:
-            self._segment, self._written, self._upkeep_due = named, None, True
+            seq, named = own.seq, segment_of(own.headers, self._job)
+        if named != self._segment:
+            self._segment, self._upkeep_due = named, True
+            if named == self._written:
+                self._written = None
         self._entries, self._bytes = self._entries + 1, self._bytes + len(data)
         self._held += len(data) + ENTRY_BYTES
         return seq
 
-    async def _resolve(self, data: bytes, headers: Mapping[str, str]) -> int:
-        """Sequence of the own entry if it is the next one in the tail, 0 if there is none yet."""
+    async def _resolve(self, data: bytes) -> Message | None:
+        """The own entry if it is the next one in the tail, None if there is none yet."""
         tail = await self._bus.read(subjects.LEDGER, self._subject, start_seq=self._last_seq + 1)
         if not tail:
-            return 0
-        if tail[0].data == data and tail[0].headers.get(ARCHIVED) == headers.get(ARCHIVED):
-            return tail[0].seq
+            return None
+        if tail[0].data == data and tail[0].headers.get(WRITER, self._writer) == self._writer:
+            return tail[0]
         raise Fenced(f"{self._subject}: entry {tail[0].seq} was written by somebody else; stepping down")
 
     # -- the archive -------------------------------------------------------------------------------------------------

@@ -156,6 +156,35 @@ async def test_a_leader_that_was_replaced_names_no_segment(bus: Bus, archive: Fi
     assert await numbers(bus, archive) == list(range(190)), "what the old one wrote is not read"
 
 
+async def test_two_leaders_that_archive_the_same_are_told_apart(bus: Bus, archive: FileArchive) -> None:
+    old, new = Leader(bus, archive), Leader(bus, archive, epoch=2)
+    await old.load()
+    await old.write(30, keeps_up=False)
+    await new.load()
+    for leader in (old, new):
+        await leader.journal.archive(below=20, least=1)
+    assert await new.journal.name_segment()
+    with pytest.raises(Fenced):
+        await old.journal.name_segment()  # an equal entry is there, and it is not its own
+
+
+async def test_an_entry_whose_answer_was_lost_is_found_though_a_segment_was_written_since(
+    bus: Bus, archive: FileArchive
+) -> None:
+    leader = Leader(bus, archive)
+    await leader.load()
+    await leader.write(30, keeps_up=False)
+    events = decision(30)
+    headers = {"Penstock-Writer": leader.journal._writer}
+    lost = await bus.publish(subjects.ledger(JOB), encode_events(events), headers=headers)
+    await leader.journal.archive(below=20, least=1)
+    assert await leader.journal.append(events) == lost
+    await leader.journal.append(decision(31))
+    assert await numbers(bus, archive) == list(range(32))
+    (newest,) = [m for m in await bus.read(subjects.LEDGER, subjects.ledger(JOB)) if m.seq == lost + 1]
+    assert newest.headers["Penstock-Archived"].startswith("00000001-"), "the next entry names it"
+
+
 def truncate(files: list[Path]) -> None:
     files[1].write_bytes(files[1].read_bytes()[:-7])
 
