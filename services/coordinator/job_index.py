@@ -55,6 +55,7 @@ class _Stored(msgspec.Struct, frozen=True):
     spec: _Spec
     status: _Status = _Status()
     operations: list[_Operation] = []
+    fine_tuning: msgspec.Raw = msgspec.Raw()
 
 
 _decoder = msgspec.json.Decoder(_Stored)
@@ -71,6 +72,8 @@ class JobEntry(msgspec.Struct, frozen=True):
     byte_budget: int
     scales: bool
     """Whether workers are to be started or stopped for it."""
+    fine_tuned: bool
+    """Whether it came from `POST /v1/fine_tuning/jobs`."""
     mark: int
     revision: int
     value: bytes
@@ -104,7 +107,7 @@ def entry_of(key: str, value: bytes, revision: int) -> JobEntry:
         id=stored.id, name=stored.name, kind=stored.spec.kind, phase=stored.status.phase, labels=stored.spec.metadata,
         byte_budget=int(stored.spec.limits.get("byte_budget", DEFAULT_BYTE_BUDGET)), mark=job_mark(stored.id),
         scales=any(one.kind == "scale" and one.state == "pending" for one in stored.operations),
-        revision=revision, value=value,
+        fine_tuned=bytes(stored.fine_tuning) not in (b"", b"null"), revision=revision, value=value,
     )  # fmt: skip
 
 

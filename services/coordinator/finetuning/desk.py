@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import itertools
 from typing import Any, Protocol
 
 from penstock.services.coordinator.api.fine_tuning_models import (
@@ -19,6 +19,7 @@ from penstock.services.coordinator.finetuning.base import BaseModelFile, checkpo
 from penstock.services.coordinator.finetuning.job_file import DataFile, job_file
 from penstock.services.coordinator.finetuning.shown import shown_checkpoint, shown_event, shown_job
 from penstock.services.coordinator.graders import scorer_of
+from penstock.services.coordinator.job_index import JobEntry
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.kinds import AnyJob
 from penstock.shared.config.service import ServiceSettings
@@ -28,7 +29,6 @@ from penstock.shared.protocol.jobs import JobRecord
 __all__ = ["FineTuningDesk", "Jobs"]
 
 Row = dict[str, Any]
-PAGE = 100
 ALL = 1_000_000
 
 
@@ -43,11 +43,8 @@ class Jobs(Protocol):
         """Raises NotFound."""
         ...
 
-    async def list_jobs(
-        self, *, after: str | None, limit: int, order: Any, phase: str | None, name: str | None, kind: str | None,
-        labels: Mapping[str, str], models: frozenset[str] | None = None,
-    ) -> list[JobRecord]:  # fmt: skip
-        """See ``api.control.Control.list_jobs``."""
+    async def job_entries(self, models: frozenset[str] | None = None) -> list[JobEntry]:
+        """See ``api.control.Control.job_entries``."""
         ...
 
     async def events(self, job: str, *, after: int, limit: int) -> list[tuple[int, Row]]:
@@ -117,16 +114,10 @@ class FineTuningDesk:
         self, *, after: str | None, limit: int, labels: dict[str, str], models: frozenset[str] | None
     ) -> JobPage:
         """See ``FineTuning.page``."""
-        found: list[JobRecord] = []
-        while len(found) <= limit:
-            some = await self._jobs.list_jobs(
-                after=after, limit=PAGE, order="desc", phase=None, name=None, kind="rl", labels=labels, models=models
-            )
-            found += [record for record in some if record.fine_tuning is not None]
-            if len(some) < PAGE:
-                break
-            after = some[-1].id
-        return JobPage(data=[shown_job(record) for record in found[:limit]], has_more=len(found) > limit)
+        jobs = (job for job in reversed(await self._jobs.job_entries(models)) if job.fine_tuned)
+        jobs = (job for job in jobs if after is None or job.id < after)
+        found = list(itertools.islice((job for job in jobs if labels.items() <= job.labels.items()), limit + 1))
+        return JobPage(data=[shown_job(job.record()) for job in found[:limit]], has_more=len(found) > limit)
 
     async def events(self, job: str, *, after: str | None, limit: int) -> EventPage:
         """See ``FineTuning.events``."""
