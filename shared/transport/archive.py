@@ -81,12 +81,14 @@ async def save_stream(connection: Connection, stream: str) -> AsyncGenerator[Str
 async def load_stream(connection: Connection, image: StreamImage, parts: Iterator[bytes]) -> StreamImage:
     """Make a stream that does not exist yet out of the parts of an image; returns what it is then.
 
+    It has one replica, whatever it had: services raise that when they start, and the new bus may be a single server.
+
     Raises:
         ConfigError: there is a stream of this name, or the server has no room for it.
         Unavailable: the server does not take it; says why.
     """
     what = f"restore stream {image.name}"
-    body = {"config": image.config, "state": image.state}
+    body = {"config": image.config | {"num_replicas": 1}, "state": image.state}
     try:
         answer = await call(connection, f"STREAM.RESTORE.{image.name}", body, deadline_s=SILENCE_S, what=what)
     except ApiError as error:

@@ -14,8 +14,9 @@ from penstock.local.backup import load_backup, restore_files, restore_streams, t
 from penstock.services.coordinator.leaderline import LeaderLine
 from penstock.services.coordinator.store import JobStore
 from penstock.shared.config.kinds import parse_job
-from penstock.shared.errors import ConfigError, DataError
+from penstock.shared.errors import ConfigError, Conflict, DataError
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.events import Checkpointed, LineageForked, encode_events
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.server import NatsServer
 
@@ -128,6 +129,33 @@ async def test_job_files_name_their_data_where_it_lies_then(bus: Bus, tmp_path: 
             paths = [source["path"] for source in (await JobStore(restored).get(job)).spec["data"]["eval"]]
     assert paths == [str(new / "restored" / "0" / "rows.jsonl"), str(new / "files" / "file_a" / "rows")]
     assert len([*new.rglob("rows.jsonl"), *new.rglob("rows")]) == 2
+
+
+async def test_a_checkpoint_that_a_fork_rolled_back_need_not_be_there(bus: Bus, tmp_path: Path) -> None:
+    base: dict[str, Any] = {"writer_epoch": 1, "time": 0.0}
+    job = (await JobStore(bus).create(parse_job(JOB | {"data": {"eval": {"type": "addition"}}}))).id
+    for number in (0, 4):
+        path, facts = f"checkpoints/{job}/{number:08d}-0123456789ab", {"digest": "d", "trainer_epoch": 1, "low_seq": 0}
+        saved = Checkpointed(**base, number=number, version=number, path=path, **facts)
+        await bus.publish(subjects.ledger(job), encode_events([saved]))
+    folder = tmp_path / "data" / "checkpoints" / job / "00000000-0123456789ab"
+    folder.mkdir(parents=True)
+    (folder / "COMMIT").write_text("digest")
+    with pytest.raises(Conflict, match="00000004-0123456789ab was deleted"):
+        await take_backup(bus, tmp_path / "data", tmp_path / "one")
+    forked = LineageForked(
+        **base, from_batch=3, version=5, digest="d", reason="r", trainer_epoch=1, min_version=0, deadline=0.0
+    )
+    await bus.publish(subjects.ledger(job), encode_events([forked]))
+    manifest = await take_backup(bus, tmp_path / "data", tmp_path / "two")
+    assert [file.path for file in manifest.files] == [f"files/checkpoints/{job}/{folder.name}/COMMIT"]
+
+
+async def test_a_leader_that_holds_nothing_is_no_leader_to_back_up(bus: Bus, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    async with await bus.serve(subjects.LEADER, LeaderLine(bus, {})._answer):
+        with pytest.raises(Conflict, match="another version"):
+            await take_backup(bus, tmp_path / "data", tmp_path / "backup")
 
 
 def shorten(folder: Path) -> None:

@@ -30,9 +30,9 @@ from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.store import JobStore
 from penstock.shared.config.kinds import trains
 from penstock.shared.config.service import checkpoint_path
-from penstock.shared.errors import ConfigError, Conflict, DataError, Unavailable
+from penstock.shared.errors import ConfigError, Conflict, DataError, PenstockError, Unavailable
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.events import Checkpointed, decode_events
+from penstock.shared.protocol.events import Checkpointed, LineageForked, decode_events
 from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.runtime.lease import LeaseRecord
 from penstock.shared.runtime.ledger import ledger_archive
@@ -149,16 +149,17 @@ def _empty(target: Path) -> None:
 async def _held(bus: Bus) -> AsyncIterator[None]:
     """Have the leader give up nothing; where nobody leads, nobody does."""
 
-    async def ask() -> None:
-        with contextlib.suppress(Unavailable):
-            await bus.request(subjects.HOLD, msgspec.json.encode(HOLD_S), deadline_s=5)
-
     async def again() -> None:
         while True:
             await asyncio.sleep(HOLD_EVERY_S)
-            await ask()
+            with contextlib.suppress(Unavailable):
+                await bus.request(subjects.HOLD, msgspec.json.encode(HOLD_S), deadline_s=5)
 
-    await ask()
+    try:
+        await bus.request(subjects.HOLD, msgspec.json.encode(HOLD_S), deadline_s=5)
+    except Unavailable:
+        if await _is_led(bus):
+            raise Conflict("the coordinator that leads holds nothing for a backup: is it of another version?") from None
     asking = asyncio.create_task(again())
     try:
         yield
@@ -166,6 +167,16 @@ async def _held(bus: Bus) -> AsyncIterator[None]:
         await end_tasks([asking])
         with contextlib.suppress(Unavailable):
             await bus.request(subjects.HOLD, msgspec.json.encode(0.0), deadline_s=5)
+
+
+async def _is_led(bus: Bus) -> bool:
+    try:
+        await bus.request(subjects.LEADER, b"", deadline_s=5)
+    except Unavailable:
+        return False
+    except PenstockError:
+        return True  # it answers, and leads no such job
+    return True
 
 
 async def _epoch(bus: Bus) -> int:
@@ -208,10 +219,14 @@ async def _lost(bus: Bus, links: _Links, mark: int) -> str:
     """A checkpoint that the cut needs and that was deleted before it was linked; '': there is none."""
     for entry in (await JobStore(bus).index()).unfinished():
         messages = await bus.read(subjects.LEDGER, subjects.ledger(entry.id), end_seq=mark)
-        events = [event for message in messages for event in decode_events(message.data)]
-        newest = next((event for event in reversed(events) if isinstance(event, Checkpointed)), None)
-        if newest is not None and not links.has(newest.path):
-            return newest.path
+        checkpoints: list[Checkpointed] = []
+        for event in (event for message in messages for event in decode_events(message.data)):
+            if isinstance(event, Checkpointed):
+                checkpoints.append(event)
+            elif isinstance(event, LineageForked):
+                checkpoints = [one for one in checkpoints if one.number < event.from_batch]
+        if checkpoints and not links.has(checkpoints[-1].path):
+            return checkpoints[-1].path
     return ""
 
 
