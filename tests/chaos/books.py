@@ -17,6 +17,7 @@ from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.events import Admitted, Event, LineageForked, decode_events
 from penstock.shared.protocol.interaction import Erasure, FateBatch, FeedbackBatch
+from penstock.shared.runtime.ledger import ledger_archive, read_ledger
 from penstock.shared.transport.bus import Bus
 from tests.chaos.deployment import Deployment
 
@@ -83,8 +84,8 @@ def _check_replay(client: Client, found: JobSummary, *, deletions: bool) -> None
 
 
 def _events(deployment: Deployment, job: str) -> list[Event]:
-    messages = deployment.on_bus(lambda bus: bus.read(subjects.LEDGER, subjects.ledger(job)))
-    return [event for message in messages for event in decode_events(message.data)]
+    entries = deployment.on_bus(lambda bus: read_ledger(bus, job, ledger_archive(deployment.data_dir)))
+    return [event for entry in entries for event in decode_events(entry.data)]
 
 
 def check_feedback(deployment: Deployment, job: str, acked: dict[str, str]) -> tuple[Counter[str], list[str]]:
