@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.shared.config import ServiceSettings
-from penstock.shared.errors import DeadlineError, Fenced, Unavailable, WeightsError
+from penstock.shared.errors import DeadlineError, Fenced, NotFound, Unavailable, WeightsError
 from penstock.shared.protocol.weights import Layout, WeightManifest, make_layout
 from penstock.shared.transport.bulk_segment import Segment
 from penstock.shared.weights.shm import ShmPublisher, ShmReceiver
@@ -187,6 +187,27 @@ def test_replaced_publisher_is_fenced(make: Callable[..., ShmPublisher], setting
     with pytest.raises(Fenced, match="epoch 2"):
         old.publish(weights(3), version=3, epoch=1)
     assert ShmReceiver(settings).stage(manifest).intact()
+
+
+def test_the_version_that_is_served_keeps_its_slot(
+    make: Callable[..., ShmPublisher], settings: ServiceSettings
+) -> None:
+    """Behind a promotion gate an older version is served while newer ones are tried."""
+    publisher = make()
+    served = publisher.publish(weights(1), version=1, epoch=1)
+    for version in range(2, 8):
+        publisher.publish(weights(version), version=version, epoch=1, keep=served)
+    assert float(ShmReceiver(settings).stage(served).tensors()["w"][0, 0]) == 1
+
+
+def test_another_host_cannot_pull_what_was_overwritten(make: Callable[..., ShmPublisher]) -> None:
+    publisher = make()
+    names = [publisher.publish(weights(version), version=version, epoch=1).refs[0].handle for version in range(1, 4)]
+    assert names[2] == names[0] != names[1], "slots take turns"
+    with publisher._serve(names[0], 4) as blob:
+        assert blob.nbytes == LAYOUT.nbytes
+    with pytest.raises(NotFound, match="was written anew"), publisher._serve(names[0], 2):
+        pass
 
 
 def test_intact_notices_a_writer(make: Callable[..., ShmPublisher], settings: ServiceSettings) -> None:

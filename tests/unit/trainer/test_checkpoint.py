@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -203,6 +204,16 @@ def test_without_marker_or_with_another_manifest_it_is_no_checkpoint(tmp_path: P
     (path / module.COMMIT).unlink()
     with pytest.raises(CheckpointError, match="not a committed checkpoint"):
         load_checkpoint(path)
+
+
+def test_a_checkpoint_of_another_build_is_not_guessed_at(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, "job_1", 1, small_state(), {})
+    manifest = (path / module.MANIFEST).read_text()
+    later = manifest.replace(f'"schema": {module.SCHEMA}', f'"schema": {module.SCHEMA + 1}')
+    (path / module.MANIFEST).write_text(later)
+    (path / module.COMMIT).write_text(hashlib.sha256(later.encode()).hexdigest())
+    with pytest.raises(CheckpointError, match=f"has schema {module.SCHEMA + 1}; this build reads {module.SCHEMA}"):
+        read_manifest(path)
 
 
 def test_retention_keeps_the_newest_and_the_pinned(tmp_path: Path) -> None:

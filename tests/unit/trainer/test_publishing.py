@@ -12,6 +12,9 @@ from penstock.services.trainer.learner import Learner
 from penstock.services.trainer.publishing import Publishing
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
+from penstock.shared.errors import Fenced
+from penstock.shared.protocol.weights import WeightManifest, make_layout
+from penstock.shared.transport.bus import Bus
 
 
 class Left(Learner):
@@ -34,3 +37,20 @@ def test_a_rank_that_is_lost_meanwhile_is_the_reason(make_config: Callable[..., 
             publishing._write(0, 1, None, Left(make_config()))
     finally:
         publishing.close()
+
+
+async def test_a_trainer_that_was_replaced_announces_nothing(bus: Bus, tmp_path: Path) -> None:
+    """Its successor has announced a version; its own is older, whatever its number."""
+    layout = make_layout([("w", "float32", (2,))])
+
+    def manifest(version: int, epoch: int) -> WeightManifest:
+        return WeightManifest(
+            job="job_1", version=version, epoch=epoch, layout=layout, digest=f"d{epoch}", refs=(), created=0.0
+        )
+
+    old, new = (Publishing(bus, ServiceSettings(shm_dir=tmp_path), "job_1") for _ in range(2))
+    await old.announce(manifest(3, 1))
+    await new.announce(manifest(4, 2))
+    with pytest.raises(Fenced, match="trainer epoch 2 > 1"):
+        await old.announce(manifest(5, 1))
+    assert await new.newest() == 4
