@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
+from pathlib import Path
 
 from penstock.shared.sandbox import kernel
 from penstock.shared.sandbox.landlock import landlock_version, restrict_files
@@ -54,13 +56,25 @@ def _limit(plan: Plan) -> None:
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
     }
-    if plan.mechanism == "namespaces":  # elsewhere all processes of the user count
-        wardens = 0 if os.geteuid() == 0 else _WARDENS
-        limits[resource.RLIMIT_NPROC] = wardens + (_MAX_THREADS if plan.single else plan.max_processes)
+    more = _MAX_THREADS if plan.single else plan.max_processes
+    if plan.mechanism == "namespaces":
+        limits[resource.RLIMIT_NPROC] = (0 if os.geteuid() == 0 else _WARDENS) + more
+    else:  # all threads of the user count; for root the kernel does not count
+        limits[resource.RLIMIT_NPROC] = _threads_of_user() + more
     for which, most in limits.items():
         hard = resource.getrlimit(which)[1]
         value = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(which, (value, value))
+
+
+def _threads_of_user() -> int:
+    """Threads that run now with the user of this process."""
+    user, found = os.getuid(), 0
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if entry.name.isdigit() and entry.stat().st_uid == user:
+                found += sum(1 for _ in (entry / "task").iterdir())
+    return found
 
 
 def _become_nobody(number: int) -> None:

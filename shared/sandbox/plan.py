@@ -49,6 +49,8 @@ class Job(NamedTuple):
     steps: list[dict[str, Any]]
     nonce: str
     """Written beside each result of a step; a program that prints results of its own does not know it."""
+    role: Literal["", "program", "judge"] = ""
+    """Of two runs that are joined by pipes: the one that answers for the program, or the one that takes the steps."""
 
 
 class Verdict(NamedTuple):

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from penstock.shared.sandbox.confine import SCRATCH, confine
 from penstock.shared.sandbox.plan import READY, Job, Plan
+from penstock.shared.sandbox.remote import Gone, RemoteNames, serve
 
 __all__ = ["run"]
 
@@ -48,7 +49,7 @@ def run(plan: Plan, descriptors: list[int], warden: int) -> NoReturn:
         _exit(1)
     _write(_RESULTS, READY)
     names = _fresh_main(plan.packages)
-    status = _execute(job, names)
+    status = _execute(job, names) if job.role != "judge" else _judge(job)
     _wind_up(names)
     _exit(status)
 
@@ -85,6 +86,8 @@ def _fresh_main(packages: list[str]) -> dict[str, Any]:
 def _execute(job: Job, names: dict[str, Any]) -> int:
     """The exit status. Tracebacks go nowhere, so none is printed."""
     try:
+        if job.role == "program":
+            return serve(job.program, names, 0, 1)
         _exec(_compile(job.program, "program.py", "exec"), names)
         for index, step in enumerate(job.steps):
             _take_step(index, step, job.nonce, names)
@@ -92,6 +95,17 @@ def _execute(job: Job, names: dict[str, Any]) -> int:
         return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
     except _WHATEVER:
         return 1
+    return 0
+
+
+def _judge(job: Job) -> int:
+    """Take the steps in names that are looked up in the program, which is in another process."""
+    try:
+        names = RemoteNames(0, 1)
+    except (Gone, OSError, ValueError):  # the program did not come to its end
+        return 1
+    for index, step in enumerate(job.steps):
+        _take_step(index, step, job.nonce, names)
     return 0
 
 

@@ -14,7 +14,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Any, Protocol
 
 import penstock
 from penstock.shared.errors import SandboxError
@@ -40,6 +40,8 @@ _ENVIRONMENT = {
 }
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 _RUN = b"run"
+_END_S = 0.2
+"""A program has this long to end after its judge has."""
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
@@ -124,39 +126,67 @@ class Sandbox:
             SandboxError: the sandbox itself failed, or the job nests too deeply to be handed over; says nothing about
                 the program.
         """
+        with contextlib.ExitStack() as files:
+            out, write_out = _pipe(files)
+            results = self._begin(job, files.enter_context(_sealed(stdin)), write_out.fileno(), files)
+            write_out.close()
+            return self._finish(job, out, results, limit_s)
+
+    def judge(self, program: Job, judge: Sandbox, steps: Job, limit_s: float) -> Outcome:
+        """Execute ``program`` here, and take the steps of ``steps`` in another sandbox, which asks this one for values.
+
+        The two share nothing but two pipes; the outcome is that of the steps.
+
+        Raises:
+            SandboxError: as ``run``.
+        """
+        with contextlib.ExitStack() as files:
+            asked, ask = _pipe(files)
+            answered, answer = _pipe(files)
+            nothing, closed = _pipe(files)
+            closed.close()
+            more = self._begin(program, asked.fileno(), answer.fileno(), files)
+            try:
+                results = judge._begin(steps, answered.fileno(), ask.fileno(), files)
+            except BaseException:
+                self.close()  # it waits for a judge
+                raise
+            for end in (asked, ask, answered, answer):  # each process sees the end of the other
+                end.close()
+            try:
+                return judge._finish(steps, nothing, results, limit_s)
+            finally:
+                self._finish(program, nothing, more, _END_S)
+
+    def _begin(self, job: Job, stdin: int, out: int, files: contextlib.ExitStack) -> IO[bytes]:
+        """Start a run; returns where its results can be read. Raises SandboxError."""
         try:
             described = json.dumps(job)
         except RecursionError:
             raise SandboxError("what the program is given nests too deeply") from None
         if self._process is None:
             self._start()
-        out, write_out = os.pipe()
-        results, write_results = os.pipe()
+        results, write_results = _pipe(files)
         try:
-            try:
-                with _sealed(stdin) as stdin_file, _sealed(described) as job_file:
-                    given = [stdin_file, write_out, write_results, job_file]
-                    socket.send_fds(self._channel, [_RUN], given)
-            finally:
-                os.close(write_out)
-                os.close(write_results)
-            return collect(
-                self._channel,
-                out,
-                results,
-                nonce=job.nonce,
-                limit_s=limit_s,
-                output_bytes=self._config.output_bytes,
-            )
+            with _sealed(described) as job_file:
+                socket.send_fds(self._channel, [_RUN], [stdin, out, write_results.fileno(), job_file])
+        except OSError as error:
+            self.close()
+            raise SandboxError(f"the sandbox failed: {error}") from None
+        write_results.close()
+        return results
+
+    def _finish(self, job: Job, out: IO[bytes], results: IO[bytes], limit_s: float) -> Outcome:
+        """Wait for the end of a run. Raises SandboxError."""
+        limits: dict[str, Any] = {"limit_s": limit_s, "output_bytes": self._config.output_bytes}
+        try:
+            return collect(self._channel, out.fileno(), results.fileno(), nonce=job.nonce, **limits)
         except OSError as error:
             self.close()
             raise SandboxError(f"the sandbox failed: {error}") from None
         except BaseException:
             self.close()  # the run may be going on
             raise
-        finally:
-            os.close(out)
-            os.close(results)
 
     def _start(self) -> None:
         if sys.platform != "linux":
@@ -214,6 +244,12 @@ class Sandbox:
         """
         if found := breaches(lambda job: self.run(job, "", START_LIMIT_S).steps):
             raise SandboxError(f"a program could {', '.join(found)}")
+
+
+def _pipe(files: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:
+    """Both ends of a new pipe, to read and to write; closed with ``files`` at the latest."""
+    read, write = os.pipe()
+    return files.enter_context(os.fdopen(read, "rb", 0)), files.enter_context(os.fdopen(write, "wb", 0))
 
 
 def _environment() -> dict[str, str]:

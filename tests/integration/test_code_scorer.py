@@ -47,7 +47,7 @@ def hasty() -> Iterator[Code]:
         ("def add(a, b", TESTS, 0.0, 0.0),
         ("", TESTS, 0.0, 0.0),
         ("\0", TESTS, 0.0, 0.0),
-        (ADD + "\nprint(open(3))", TESTS, 0.0, 0.0),
+        (ADD + "\nprint(open(3))", TESTS, 1.0, 1.0),
         ("class S:\n    def f(self, x): return [x]", [{"call": "S().f", "args": [1], "returns": [1]}], 1.0, 1.0),
         ("f = lambda: 0.1 + 0.2", [{"call": "f", "args": [], "returns": 0.3}], 1.0, 1.0),
         ("f = lambda: float('nan')", [{"call": "f", "args": [], "returns": None}], 0.0, 0.0),
@@ -78,6 +78,106 @@ def test_scores(scorers: tuple[Code, Code], program: str, tests: list[Any], all_
 )
 def test_cheap_cheats_score_nothing(scorers: tuple[Code, Code], cheat: str) -> None:
     assert scorers[1].score("", cheat, None, {"tests": ["assert False", "assert missing()"]}) == 0.0
+
+
+FIND_JOB = """
+import json, os, sys
+frame = sys._getframe()
+while frame is not None and "job" not in frame.f_locals:
+    frame = frame.f_back
+job = frame.f_locals["job"]
+"""
+FORGE_RESULTS = """
+for step in range(9):
+    os.write(3, json.dumps({"step": step, "nonce": job.nonce, "value": None}).encode() + b"\\n")
+os._exit(0)
+"""
+UNDERMINE = """
+job.steps[:] = [{"code": "pass"} for _ in job.steps]
+def f(x):
+    return x
+"""
+ANYTHING = """
+class Anything(int):
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __call__(self, *args): return self
+    __lt__ = __le__ = __gt__ = __ge__ = __contains__ = __eq__
+    def __sub__(self, other): return 0.0
+    __abs__ = __add__ = __rsub__ = __round__ = __sub__
+    __hash__ = int.__hash__
+class Object:
+    pass
+for name, function in vars(Anything).items():
+    if name not in ("__dict__", "__module__", "__doc__"):
+        setattr(Object, name, function)
+all = any = isinstance = len = sorted = abs = lambda *a, **k: True
+def f(x):
+    return Anything() if x % 2 else Object()
+"""
+SWALLOW = """
+import builtins
+class Quiet(BaseException): pass
+builtins.AssertionError = Quiet
+assert_ = builtins.__build_class__
+sys = __import__("sys")
+sys.settrace(lambda *a: None)
+def f(x): return x
+"""
+HIDDEN = [
+    "assert f(2) == 4", "assert abs(f(3) - 9) < 1e-6", "assert not f(2) != 4", "assert f(2) in [4]", "assert 4 == f(2)",
+    "assert all(f(n) == n * n for n in (2, 3))", "assert len([f(2)]) == 2 or f(3) >= 9",
+    "if f(3) - 9 != 0: raise ValueError",
+    "def check(candidate):\n    assert candidate(3) == 9\n\ncheck(f)",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("forge", [FIND_JOB + FORGE_RESULTS, FIND_JOB + UNDERMINE, ANYTHING, SWALLOW])
+def test_a_program_that_forges_scores_nothing(scorers: tuple[Code, Code], forge: str) -> None:
+    assert scorers[1].score("", forge, None, {"tests": HIDDEN}) == 0.0
+    assert scorers[1].score("", "def f(x): return x * x", None, {"tests": HIDDEN}) == 1.0
+
+
+STACK = """
+import collections, decimal
+class Empty(Exception): pass
+class Stack:
+    made = 0
+    def __init__(self, items=()): self.items = list(items); Stack.made += 1
+    def push(self, item): self.items.append(item); return self
+    def pop(self):
+        if not self.items: raise Empty("nothing")
+        return self.items.pop()
+    def __len__(self): return len(self.items)
+    def __iter__(self): return iter(self.items)
+    def __getitem__(self, i): return self.items[i]
+    def __eq__(self, other): return isinstance(other, Stack) and self.items == other.items
+def count(words): return collections.Counter(words)
+def sort_in_place(items): items.sort()
+def apply(function, items): return [function(item) for item in items]
+def upto(n):
+    yield from range(n)
+def pair(): return 1, {2, 3}, None, decimal.Decimal("0.1"), float("inf"), b"x"
+LIMIT = 7
+"""
+OBJECTS = [
+    "s = Stack([1]); s.push(2).push(3); assert s.pop() == 3 and len(s) == 2 and list(s) == [1, 2] and s[0] == 1",
+    "assert Stack([1]) == Stack([1]) and Stack([1]) != Stack([2]) and isinstance(Stack(), Stack)",
+    "try:\n    Stack().pop()\nexcept Empty as error:\n    assert str(error) == 'nothing'\nelse:\n    assert False",
+    "try:\n    count(3)\nexcept TypeError:\n    pass\nelse:\n    assert False",
+    "assert count('aab') == {'a': 2, 'b': 1} and isinstance(count(''), dict)",
+    "x = [3, 1, 2]; sort_in_place(x); assert x == [1, 2, 3]",
+    "offset = 10\nassert apply(lambda n: n + offset, [1, 2]) == [11, 12] and apply(str, [1]) == ['1']",
+    "assert list(upto(3)) == [0, 1, 2] and sum(upto(4)) == 6",
+    "import decimal\nassert pair() == (1, {2, 3}, None, decimal.Decimal('0.1'), float('inf'), b'x')",
+    "assert LIMIT == 7 and Stack.made >= 3",
+    "try:\n    nowhere\nexcept NameError:\n    pass",
+]
+
+
+def test_statements_judge_objects_functions_and_errors_of_a_program(scorers: tuple[Code, Code]) -> None:
+    for test in OBJECTS:
+        assert scorers[1].score("", STACK, None, {"tests": ["Stack(); Stack(); Stack()", test]}) == 1.0, test
 
 
 def test_time_is_for_all_tests_together(hasty: Code) -> None:

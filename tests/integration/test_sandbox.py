@@ -90,6 +90,12 @@ def eventually(holds: Callable[[], bool], within_s: float = 30.0) -> None:
         time.sleep(0.02)
 
 
+def test_threads_of_a_program_are_bounded(sandbox: Sandbox) -> None:
+    """With Landlock alone, too, where all threads of the user count (and root is exempt)."""
+    most, hard = ask(sandbox, "import resource\ndef f(): return resource.getrlimit(resource.RLIMIT_NPROC)")
+    assert 0 < most == hard < 20_000
+
+
 # -- what programs may do --------------------------------------------------------------------------------------------
 
 

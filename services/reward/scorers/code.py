@@ -38,11 +38,15 @@ class Code:
             self._sandbox = Sandbox(config)
         except SandboxError as error:
             raise ScoringError(str(error)) from None
+        self._judge: Sandbox | None = None
+        """Where statements are executed, once a row has some."""
         self.about = f"sandbox: {self._sandbox.mechanism}"
 
     def close(self) -> None:
-        """End the sandbox."""
+        """End the sandboxes."""
         self._sandbox.close()
+        if self._judge is not None:
+            self._judge.close()
 
     def score(self, prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
         """From 0 to 1.
@@ -75,12 +79,21 @@ class Code:
         return passed / len(tests) if self._config.partial else float(passed == len(tests))
 
     def _passed_steps(self, program: str, tests: Sequence[StatementTest | CallTest], deadline: float) -> int:
-        """Statements and calls, one after another in one run."""
+        """Statements and calls, one after another in one run of the program.
+
+        Statements decide by themselves whether they pass, so they never share a process with the program. A call only
+        reports a value, which is judged here.
+        """
         if not tests:
             return 0
-        outcome = self._sandbox.run(
-            Job(program, [_step(test) for test in tests], secrets.token_hex(16)), "", _left(deadline)
-        )
+        steps, nonce = [_step(test) for test in tests], secrets.token_hex(16)
+        if any(isinstance(test, StatementTest) for test in tests):
+            self._judge = self._judge or Sandbox(self._config, [self._sandbox.mechanism])
+            outcome = self._sandbox.judge(
+                Job(program, [], "", "program"), self._judge, Job("", steps, nonce, "judge"), _left(deadline)
+            )
+        else:
+            outcome = self._sandbox.run(Job(program, steps, nonce), "", _left(deadline))
         return sum(
             isinstance(test, StatementTest) or equal_values(outcome.steps[index], test.returns)
             for index, test in enumerate(tests)
