@@ -26,13 +26,13 @@ class KeyStore:
 
     async def create(
         self, name: str, scopes: list[Scope], *, expires_at: datetime | None, rate_limit: str | None,
-        models: list[str] | None = None, max_weight: float = 1.0,
+        models: list[str] | None = None, max_weight: float = 1.0, code_modules: list[str] | None = None,
     ) -> tuple[StoredKey, str]:  # fmt: skip
         """See ``Keys.create``."""
         id, text, digest = new_key()
         key = StoredKey(
             id=id, name=name, scopes=scopes, created_at=bus_datetime(), expires_at=expires_at,
-            rate_limit=rate_limit, models=models, max_weight=max_weight, digest=digest,
+            rate_limit=rate_limit, models=models, max_weight=max_weight, code_modules=code_modules, digest=digest,
         )  # fmt: skip
         await self._kv.create(id, key.model_dump_json().encode())
         return key, text

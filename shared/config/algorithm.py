@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from penstock.shared.config.base import StrictModel
+from penstock.shared.config.base import FileName, StrictModel
 from penstock.shared.config.correction import ImportanceConfig, KLConfig, OverlongPunishment, RewardShaping
 from penstock.shared.config.optimizer import OptimizerConfig
 
@@ -346,7 +346,7 @@ class DistillationConfig(_Alone):
     """
 
     type: Literal["distillation"] = "distillation"
-    teacher: str
+    teacher: FileName
     """Directory or hub id of a frozen model of any shape that numbers tokens as the policy does; in `model.dtype`."""
     gamma: float = Field(0.0, ge=0, le=1)
     """Discount of what later tokens earn: 0 judges each token by itself, 1 minimises KL of whole completions."""

@@ -2,19 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.shared.config.explain import explain
 from penstock.shared.errors import ConfigError
 
-__all__ = ["StrictModel", "load_yaml", "parse_override", "with_overrides"]
+__all__ = [
+    "CodeName", "FileName", "OptionalCodeName", "OptionalFileName", "StrictModel", "load_yaml", "named",
+    "parse_override", "with_overrides",
+]  # fmt: skip
 
 M = TypeVar("M", bound="StrictModel")
+
+Names = Literal["code", "file"]
+_FUNCTION = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+CodeName = Annotated[str, _FUNCTION, "code"]
+"""`package.module:function`, code that a service imports."""
+OptionalCodeName = Annotated[str | None, _FUNCTION, "code"]
+FileName = Annotated[str, "file"]
+"""A path that a service reads, or a name on a hub."""
+OptionalFileName = Annotated[str | None, "file"]
+
+
+def named(model: BaseModel, what: Names, where: str = "") -> Iterator[tuple[str, str]]:
+    """``(dotted key, value)`` of every field of ``model`` and below that names code or a file, and is set."""
+    for key, field in type(model).model_fields.items():
+        value = getattr(model, key)
+        if isinstance(value, str) and what in field.metadata:
+            yield f"{where}{key}", value
+        yield from _named_in(value, what, f"{where}{key}")
+
+
+def _named_in(value: object, what: Names, where: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, BaseModel):
+        yield from named(value, what, f"{where}.")
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _named_in(each, what, f"{where}.{key}")
+    elif isinstance(value, list | tuple):
+        for place, each in enumerate(value):
+            yield from _named_in(each, what, f"{where}[{place}]")
 
 
 class StrictModel(BaseModel):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from penstock.shared.config.base import StrictModel
+from penstock.shared.config.base import FileName, OptionalFileName, StrictModel
 
 __all__ = [
     "SORTING_SYMBOLS",
@@ -41,7 +41,7 @@ class FileSource(_AnySource):
     """Rows from JSONL, Parquet, or a Hugging Face `datasets` directory on disk (told apart by the suffix)."""
 
     type: Literal["file"] = "file"
-    path: str
+    path: FileName
     """File or directory, as seen by every service."""
     limit: int | None = Field(None, ge=1)
     """Use only the first rows."""
@@ -51,9 +51,9 @@ class CalculatorSource(_AnySource):
     """The calculator annotations ``<<48/2=24>>`` inside GSM8K solutions: prompt ``48/2=``, answer ``24``."""
 
     type: Literal["gsm8k_calculator"] = "gsm8k_calculator"
-    path: str
+    path: FileName
     """A GSM8K JSONL file with `answer` fields."""
-    exclude_path: str | None = None
+    exclude_path: OptionalFileName = None
     """Leave out every expression that occurs in this file (held-out evaluation without leakage)."""
     max_chars: int = Field(24, ge=4)
     """Longer expressions are left out and counted."""
@@ -182,7 +182,7 @@ class DataConfig(StrictModel):
     """How rows become prompts."""
     shuffle: bool = True
     """Seeded permutation per epoch; false keeps the file's order."""
-    curriculum: str | None = None
+    curriculum: Annotated[str | None, "code"] = None
     """Dotted path of ``rank(row: dict) -> float``: rows are drawn in rising order within an epoch (easy first)."""
 
     @model_validator(mode="before")

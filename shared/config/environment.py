@@ -183,7 +183,7 @@ class VerifiersConfig(EpisodeConfig):
     env: dict[str, Any]
     """The library's own configuration of an environment, with at least `taskset: {id: ...}`. Roles that name none get
     the harness `penstock-chat`, which calls tools and needs no program of its own, and the runtime `subprocess`."""
-    python: str | None = Field(None, pattern=r"^/")
+    python: Annotated[str | None, "code"] = Field(None, pattern=r"^/")
     """Interpreter in which the library and the environment are installed, as the env service sees it; null: that of the
     env service (`pip install penstock[verifiers]`)."""
     max_episodes: int = Field(32, ge=1, le=1024)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from penstock.shared.config.base import StrictModel
+from penstock.shared.config.base import OptionalFileName, StrictModel
 from penstock.shared.config.experts import ExpertsConfig, MoEConfig
 from penstock.shared.config.lora import LoraConfig
 
@@ -58,12 +58,12 @@ class ArchitectureConfig(StrictModel):
 class ModelConfig(StrictModel):
     """Which policy is trained. Exactly one of ``path`` and ``config``."""
 
-    path: str | None = None
+    path: OptionalFileName = None
     """Directory of a Hugging Face causal LM (config.json, safetensors, tokenizer), a hub id, or `job:ID@NUMBER`: a
     checkpoint of another job (instead of a number also `initial`, `newest`, `final`, `best`)."""
     config: ArchitectureConfig | None = None
     """Build a model with random weights from this architecture."""
-    tokenizer: str | None = None
+    tokenizer: OptionalFileName = None
     """`char` (one token per character, for small tasks) or a path; default: the tokenizer in ``path``."""
     characters: str = "0123456789+-*/=?,.: abcdefghijklmnopqrstuvwxyz()%$"
     """Alphabet of the `char` tokenizer."""

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, StringConstraints, model_validator
 
-from penstock.shared.config.base import StrictModel
+from penstock.shared.config.base import OptionalCodeName, StrictModel
 from penstock.shared.config.patterns import compile_pattern
 
 __all__ = ["RedactionConfig"]
@@ -22,7 +22,7 @@ class RedactionConfig(StrictModel):
     """Regular expressions by name, for live requests and for the texts in feedback; as
     [RE2](https://github.com/google/re2/wiki/Syntax) reads them: in a time that grows with the text and no faster,
     without look-around, back-references and `\\b`. `\\w`, `\\d` and `\\s` stand for the characters of all languages."""
-    function: str | None = Field(None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    function: OptionalCodeName = None
     """`package.module:function`, importable by the rollout service: `f(text) -> [(start, end, name), ...]`; for live
     requests only."""
 

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from penstock.shared.config.base import StrictModel
+from penstock.shared.config.base import CodeName, FileName, StrictModel
 from penstock.shared.config.graders import Grader, ScoreModelGrader, parts_of
 
 __all__ = [
@@ -111,7 +111,7 @@ class FunctionScorer(_Scorer):
     """A Python function of the user: ``score(prompt, completion, answer, row, **args) -> float``."""
 
     type: Literal["function"] = "function"
-    path: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    path: CodeName
     """`package.module:function`, importable by the reward service."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments passed on each call."""
@@ -151,7 +151,7 @@ class RewardModelScorer(_Scorer):
     """The output of a sequence classifier (Hugging Face directory) for prompt and completion."""
 
     type: Literal["reward_model"] = "reward_model"
-    path: str
+    path: FileName
     """Directory with config, weights and tokenizer, as seen by the reward service."""
     format: Literal["chat", "plain"] = "chat"
     """`chat`: user and assistant turns in the tokenizer's chat template; `plain`: prompt and completion, joined."""

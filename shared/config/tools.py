@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from penstock.shared.config.base import StrictModel
+from penstock.shared.config.base import CodeName, StrictModel
 
 __all__ = ["CalculatorTool", "FunctionTool", "MethodTool", "PythonTool", "ToolConfig"]
 
@@ -91,7 +91,7 @@ class FunctionTool(_UserTool):
     """
 
     type: Literal["function"] = "function"
-    path: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    path: CodeName
     """`package.module:function`, importable by the env service."""
 
 
@@ -102,7 +102,7 @@ class MethodTool(_UserTool):
     """
 
     type: Literal["method"] = "method"
-    path: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    path: CodeName
     """`package.module:Class`, importable by the env service. One object is made for each episode, as
     `Class(seed=..., row=...)`: the seed is the same for all episodes of a draw, and follows from the job's."""
     method: str = Field("", pattern=r"^([A-Za-z]\w*)?$")

@@ -18,6 +18,7 @@ __all__ = ["SCOPES", "KeyRecord", "Scope", "StoredKey", "key_id", "new_key"]
 Scope = Literal[
     "jobs:read",
     "jobs:write",
+    "jobs:code",
     "models:read",
     "inference:write",
     "episodes:write",
@@ -38,7 +39,8 @@ class KeyRecord(BaseModel):
     """A key as people see it. ``rate_limit`` (like ``600/minute``) replaces the deployment's.
 
     ``models`` (names or ids of jobs) are the only ones that it reaches, None: all. ``max_weight`` is what its
-    feedback counts at most.
+    feedback counts at most. ``code_modules`` are those whose functions its job files may name, None: those of the
+    deployment, or where it has ``models`` none.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -52,6 +54,7 @@ class KeyRecord(BaseModel):
     rate_limit: str | None = None
     models: list[str] | None = None
     max_weight: float = 1.0
+    code_modules: list[str] | None = None
 
 
 class StoredKey(KeyRecord):

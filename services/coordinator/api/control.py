@@ -30,7 +30,7 @@ class Keys(Protocol):
 
     async def create(
         self, name: str, scopes: list[Scope], *, expires_at: datetime | None, rate_limit: str | None,
-        models: list[str] | None = None, max_weight: float = 1.0,
+        models: list[str] | None = None, max_weight: float = 1.0, code_modules: list[str] | None = None,
     ) -> tuple[StoredKey, str]:  # fmt: skip
         """Store a new key durably; the key and its text, which nobody will ever see again."""
         ...

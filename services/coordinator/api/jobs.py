@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
 import re
+from pathlib import Path
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Header, Query, Request
@@ -15,19 +18,26 @@ from penstock.services.coordinator.api.bodies import read_job
 from penstock.services.coordinator.api.control import Order
 from penstock.services.coordinator.api.idempotency import token_of
 from penstock.services.coordinator.api.own_models import check_job, check_model
-from penstock.services.coordinator.api.replies import Json
+from penstock.services.coordinator.api.replies import HttpProblem, Json
 from penstock.services.coordinator.api.schemas import DryRun, JobList
 from penstock.services.coordinator.api.scopes import require
+from penstock.shared.config.base import named
+from penstock.shared.config.environment import VerifiersConfig
 from penstock.shared.config.kinds import AnyJob
+from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import NotFound
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord, Phase
 
-__all__ = ["MAX_PAGE", "MAX_WAIT_S", "router"]
+__all__ = ["MAX_PAGE", "MAX_WAIT_S", "check_code", "check_files", "router"]
 
 MAX_PAGE = 100
 MAX_WAIT_S = 300.0
 _ORIGIN = re.compile(r"job:(job_[0-9a-f]{32})@", re.ASCII)
 """How the path of a model begins that is a checkpoint of a job."""
+CHARACTERS = "char"
+"""A tokenizer without a file."""
+_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+"""Name of a model on a hub, unless there is such a file."""
 _LABEL = re.compile(r"metadata\[(.{1,64})\]")
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -50,6 +60,8 @@ async def submit(
     """Submit a job file, as JSON or YAML. With ``dry_run=true`` only validate it and show what it would do."""
     spec, raw = await read_job(request)
     await _check_models(backend, caller, spec)
+    check_code(caller, spec, backend.settings)
+    await asyncio.to_thread(check_files, caller, spec, backend.settings)
     if dry_run:
         return Json({"valid": True, "plan": await backend.control.dry_run(spec)})
     header = request.headers.get("idempotency-key")
@@ -157,6 +169,63 @@ async def _check_models(backend: Backend, caller: Caller, spec: AnyJob) -> None:
     if origin is not None:
         with contextlib.suppress(NotFound):  # said in the terms of the job file where it is looked up
             await check_job(backend, caller, origin[1])
+
+
+def check_code(caller: Caller, spec: AnyJob, settings: ServiceSettings) -> None:
+    """Look whether a caller may have the code run that a job file names; the built-in kinds of things are none.
+
+    Raises:
+        HttpProblem: 403, the key lacks the scope jobs:code, or is for other modules; names the key of the job file.
+    """
+    found = [*named(spec, "code")]
+    if spec.model.trust_remote_code:
+        found.append(("model.trust_remote_code", ""))
+    if isinstance(spec.environment, VerifiersConfig):
+        found.append(("environment.env.taskset.id", spec.environment.env["taskset"]["id"]))
+    if not found:
+        return
+    if not caller.may("jobs:code"):
+        raise HttpProblem(
+            403, "missing_scope", f"{found[0][0]} names code to be run: the key needs the scope jobs:code"
+        )
+    deployment = frozenset(name.strip() for name in settings.code_modules.split(",") if name.strip())
+    for key, name in found:
+        module = name.partition(":")[0] if ":" in name else name
+        for allowed, whose in ((deployment, "PENSTOCK_CODE_MODULES"), (caller.code_modules, "this key")):
+            if allowed is not None and not _is_below(module, allowed):
+                listed = ", ".join(sorted(allowed)) or "none"
+                raise HttpProblem(403, "other_code", f"{key}: '{name}' is not among the modules of {whose}: {listed}")
+
+
+def _is_below(module: str, allowed: frozenset[str]) -> bool:
+    return "*" in allowed or any(module == name or module.startswith(f"{name}.") for name in allowed)
+
+
+def check_files(caller: Caller, spec: AnyJob, settings: ServiceSettings) -> None:
+    """Look whether a caller may have the files read that a job file names. Follows symbolic links; blocks.
+
+    Raises:
+        HttpProblem: 403, a path leads out of the directories of the deployment; names the key of the job file.
+    """
+    roots = [Path(root.strip()).expanduser().resolve() for root in settings.job_roots.split(",") if root.strip()]
+    if not roots and caller.may("admin"):
+        return
+    for key, name in named(spec, "file"):
+        if name.startswith("job:") or (key == "model.tokenizer" and name == CHARACTERS):
+            continue
+        if _HUB.fullmatch(name) and not os.path.lexists(name):
+            continue
+        if not any(_resolved(name).is_relative_to(root) for root in roots):
+            where = ", ".join(map(str, roots)) or "none; an administrator may set PENSTOCK_JOB_ROOTS"
+            raise HttpProblem(403, "other_path", f"{key}: '{name}' is not below the directories for jobs: {where}")
+
+
+def _resolved(name: str) -> Path:
+    """The file itself. Raises HttpProblem: 403, there is no telling where a path leads."""
+    try:
+        return Path(name).expanduser().resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # loops of links, no such user, bytes that no path has
+        raise HttpProblem(403, "other_path", f"'{name}' cannot be followed: {error}") from None
 
 
 def _record(record: JobRecord, status: int, headers: dict[str, str] | None = None) -> Response:

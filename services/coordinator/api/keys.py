@@ -26,6 +26,7 @@ router = APIRouter(prefix="/v1/keys", tags=["keys"], dependencies=[require("admi
 KeyId = Annotated[str, Path(max_length=64, description="Id of a key: 16 hex digits")]
 LONGEST_S = 10 * 365 * 86400
 ModelName = Annotated[str, StringConstraints(pattern="^[a-z0-9][a-z0-9._-]{0,62}$")]
+ModuleName = Annotated[str, StringConstraints(pattern=r"^(\*|[A-Za-z_][\w.]{0,127})$")]
 _JOB_ID = re.compile("job_[0-9a-f]{32}")
 
 
@@ -43,6 +44,9 @@ class KeyRequest(BaseModel):
         None, min_length=1, max_length=64, description="Names or ids of the only jobs that it reaches"
     )
     max_weight: float = Field(1.0, ge=0, le=1, description="What its feedback counts at most")
+    code_modules: list[ModuleName] | None = Field(
+        None, max_length=64, description="With jobs:code: modules whose functions its jobs may name; `*`: all"
+    )
 
     @field_validator("rate_limit")
     @classmethod
@@ -94,7 +98,7 @@ async def create_key(request: Request, backend: BackendDep) -> Response:
     scopes = sorted(set(wanted.scopes))
     key, text = await backend.control.keys.create(
         wanted.name, scopes, expires_at=wanted.end, rate_limit=wanted.rate_limit, models=wanted.models,
-        max_weight=wanted.max_weight,
+        max_weight=wanted.max_weight, code_modules=wanted.code_modules,
     )  # fmt: skip
     body = NewKey(**key.shown().model_dump(), key=text, warnings=warnings)
     return Json(body, 201, {"Location": f"/v1/keys/{key.id}", "Cache-Control": "no-store"})

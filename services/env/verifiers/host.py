@@ -131,7 +131,7 @@ class _Process:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=2,  # what the environment prints belongs to the log
                     env={
-                        **os.environ,
+                        **{name: text for name, text in os.environ.items() if not name.startswith("PENSTOCK_")},
                         "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
                         "PENSTOCK_POLICY_API_KEY": secrets.token_urlsafe(24),
                     },

@@ -30,6 +30,10 @@ def create(
     max_weight: Annotated[
         float | None, typer.Option(min=0, max=1, help="What its feedback counts at most; default: 1.")
     ] = None,
+    code: Annotated[
+        str | None,
+        typer.Option(help="With jobs:code: comma-separated modules whose functions its jobs may name; *: all."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Make a key and print it; it is shown this once."""
@@ -41,6 +45,7 @@ def create(
         made = client.keys.create(
             name, wanted, expires_in_s=seconds_of(expires), rate_limit=rate, max_weight=max_weight,
             models=None if models is None else [model.strip() for model in models.split(",")],
+            code_modules=None if code is None else [module.strip() for module in code.split(",") if module.strip()],
         )  # fmt: skip
     if as_json:
         show_json(made)

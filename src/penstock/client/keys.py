@@ -20,15 +20,18 @@ def _create(
     rate_limit: str | None = None,
     models: Sequence[str] | None = None,
     max_weight: float | None = None,
+    code_modules: Sequence[str] | None = None,
 ) -> Call[NewKey]:
     """Make a key; its text stands under ``key`` in the reply and nowhere else.
 
-    ``models``: names or ids of the only jobs that it reaches; ``max_weight``: what its feedback counts at
-    most. After a reply that was lost another key is made: revoke one of this name that nobody has.
+    ``models``: names or ids of the only jobs that it reaches; ``max_weight``: what its feedback counts at most;
+    ``code_modules``: with the scope jobs:code, modules whose functions its job files may name (`*`: all). After a reply
+    that was lost another key is made: revoke one of this name that nobody has.
     """
     return make(
         "/v1/keys", one(NewKey), name=name, scopes=list(scopes), expires_in_s=expires_in_s, rate_limit=rate_limit,
         models=None if models is None else list(models), max_weight=max_weight,
+        code_modules=None if code_modules is None else list(code_modules),
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import msgspec
 
-from penstock.local.launch import Launch, Process, interpreter
+from penstock.local.launch import Launch, Process, interpreter, service_environment
 from penstock.local.leash import leashed
 from penstock.local.ports import free_ports
 from penstock.shared.errors import ConfigError, DeadlineError
@@ -112,7 +112,7 @@ class ServiceProcess:
         if self.log.exists() and self.log.stat().st_size > LOG_BYTES:
             self.log.replace(self.log.with_suffix(".log.1"))
         with self.log.open("ab") as log:
-            environment = {**os.environ, **self._environment}
+            environment = service_environment(self.service, os.environ, self._environment)
             self._process = self._launch(f"penstock.services.{self.service}", environment, log)
 
     def ask_to_stop(self) -> None:

@@ -1,4 +1,4 @@
-"""How the process of a service is started."""
+"""How the process of a service is started, and with which variables."""
 
 from __future__ import annotations
 
@@ -8,8 +8,54 @@ from collections.abc import Callable, Mapping
 from typing import IO, Protocol, TypeAlias
 
 from penstock.local.leash import leashed
+from penstock.shared.config.service import ServiceSettings
 
-__all__ = ["Launch", "Process", "interpreter"]
+__all__ = ["Launch", "Process", "interpreter", "service_environment"]
+
+_PASSED = frozenset({
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TERM", "VIRTUAL_ENV", "NO_PROXY",
+    "HTTP_PROXY", "HTTPS_PROXY", "no_proxy", "http_proxy", "https_proxy", "SSL_CERT_FILE", "SSL_CERT_DIR",
+    "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "FAKETIME",
+})  # fmt: skip
+_PREFIXES = (
+    "LC_", "LD_", "DYLD_", "PYTHON", "COVERAGE_", "XDG_", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "TORCH",
+    "PYTORCH_", "ATEN_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "NCCL_", "GLOO_", "UCX_", "TRITON_", "MALLOC_",
+    "FAKETIME_",
+)  # fmt: skip
+"""What an interpreter, its libraries and the hardware need. Tokens and keys of the user's shell are not among it."""
+_HUB_PREFIXES = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "VLLM_", "SGLANG_", "TOKENIZERS_")
+"""Of those that load models, with the token for gated ones."""
+_HUB = frozenset({"rollout", "trainer", "reward"})
+_TRACKERS = ("WANDB_", "MLFLOW_")
+_COORDINATOR_ONLY = frozenset(
+    f"PENSTOCK_{name}"
+    for name in (
+        "API_KEYS", "OPEN_LOOPBACK", "REDIS_URL", "FORWARDED_ALLOW_IPS", "GRADER_URL", "GRADER_KEY_ENV", "BASE_MODELS",
+        "WEBHOOK_PRIVATE",
+    )
+)  # fmt: skip
+_SETTINGS = frozenset(f"PENSTOCK_{name.upper()}" for name in ServiceSettings.model_fields)
+
+
+def service_environment(service: str, inherited: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a process of a service: what it may see of those ``inherited``, and its ``own``.
+
+    A worker may run functions of users, so it never sees a key of the API, nor what else the shell of the one who
+    started it holds. ``PENSTOCK_WORKER_ENV`` names further variables for workers, ``PENSTOCK_SCORER_ENV`` for reward.
+    """
+    leads, both = service == "coordinator", {**inherited, **own}
+    named = both.get("PENSTOCK_WORKER_ENV", "")
+    if service == "reward":
+        named += "," + both.get("PENSTOCK_SCORER_ENV", "")
+    extra = {name.strip() for name in named.split(",")}
+    prefixes = _PREFIXES + (_HUB_PREFIXES if service in _HUB else ()) + (_TRACKERS if leads else ())
+    settings = _SETTINGS if leads else _SETTINGS - _COORDINATOR_ONLY
+    return {
+        name: value
+        for name, value in both.items()
+        if (name in own and (leads or name not in _COORDINATOR_ONLY))
+        or name in _PASSED or name in settings or name in extra or name.startswith(prefixes)
+    }  # fmt: skip
 
 
 class Process(Protocol):
@@ -50,5 +96,6 @@ def interpreter(module: str, environment: Mapping[str, str], log: IO[bytes]) -> 
         stdout=log,
         stderr=log,
         env=dict(environment),
+        umask=0o077,
         start_new_session=True,  # Ctrl-C reaches the supervisor alone, which then stops things in order
     )

@@ -35,6 +35,8 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     models: list[str] | None = None
     max_weight: float = 1.0
     """Largest weight of its feedback."""
+    code_modules: list[str] | None = None
+    """With the scope jobs:code: modules whose functions its job files may name."""
 
 
 class NewKey(Key, frozen=True, kw_only=True):

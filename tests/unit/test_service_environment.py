@@ -1,0 +1,41 @@
+"""Which variables the processes of a service see."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.local.launch import service_environment
+
+SHELL = {
+    "PATH": "/bin", "HOME": "/home/u", "OMP_NUM_THREADS": "1", "AWS_SECRET_ACCESS_KEY": "s", "OPENAI_API_KEY": "s",
+    "PENSTOCK_API_KEY": "s", "PENSTOCK_API_KEYS": "s", "PENSTOCK_LOG_LEVEL": "info", "HF_TOKEN": "h", "MY_TOKEN": "m",
+    "PENSTOCK_SCORER_ENV": "OPENAI_API_KEY", "WANDB_API_KEY": "w", "SSH_AUTH_SOCK": "s",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("service", ["rollout", "env", "reward", "trainer"])
+def test_a_worker_sees_no_key_of_the_api_nor_the_rest_of_the_shell(service: str) -> None:
+    own = {"PENSTOCK_NATS_URL": "nats://x", "PENSTOCK_API_KEYS": "s", "RANK": "1"}
+    found = service_environment(service, SHELL, own)
+    assert found.keys() >= {"PATH", "HOME", "OMP_NUM_THREADS", "PENSTOCK_LOG_LEVEL", "PENSTOCK_NATS_URL", "RANK"}
+    assert not found.keys() & {
+        "PENSTOCK_API_KEY",
+        "PENSTOCK_API_KEYS",
+        "AWS_SECRET_ACCESS_KEY",
+        "SSH_AUTH_SOCK",
+        "MY_TOKEN",
+    }
+    assert ("OPENAI_API_KEY" in found) == (service == "reward"), "scorer_env names it for scorers"
+    assert ("HF_TOKEN" in found) == (service != "env")
+
+
+def test_the_coordinator_has_the_keys_and_those_of_trackers() -> None:
+    found = service_environment("coordinator", SHELL, {})
+    assert found.keys() >= {"PENSTOCK_API_KEYS", "WANDB_API_KEY"}
+    assert not found.keys() & {"PENSTOCK_API_KEY", "HF_TOKEN", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY"}
+
+
+def test_a_deployment_names_what_else_its_workers_see() -> None:
+    named = {**SHELL, "PENSTOCK_WORKER_ENV": "MY_TOKEN, AWS_SECRET_ACCESS_KEY"}
+    assert service_environment("env", named, {})["MY_TOKEN"] == "m"
+    assert "MY_TOKEN" not in service_environment("env", SHELL, {})
