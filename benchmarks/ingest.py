@@ -68,6 +68,7 @@ async def serve_naively(nats_url: str, port: int, data_dir: Path) -> None:
             data_dir=data_dir,
             live_rate_limit="100000000/minute",
             api_keys="",
+            open_loopback=True,
             redis_url=None,
         )
         store = JobStore(bus)

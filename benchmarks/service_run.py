@@ -42,7 +42,7 @@ def run_job(config: JobConfig, data_dir: Path) -> Finished:
 async def _run(config: JobConfig, data_dir: Path) -> Finished:
     async with Stack(StackOptions(data_dir=data_dir, environment={"PENSTOCK_API_KEYS": ""})) as stack:
         await stack.ready(deadline_s=READY_S)
-        async with AsyncClient(stack.url) as client:
+        async with AsyncClient(stack.url, api_key=stack.api_key) as client:
             job = (await client.submit(config)).id
             record = await client.wait(job, timeout_s=JOB_S)
             audit = await client.audit(job)

@@ -218,7 +218,12 @@ async def through_gateway(streams: int, seconds: float, folder: Path, train_too:
         "kind": "online_rl", "name": "bench", "model": MODEL, "placement": {"max_running": streams, "device": "cpu"},
         "limits": {"byte_budget": 1 << 30}, "train": {"batch_size": 2}, "sampling": {"max_new_tokens": NEW_TOKENS},
     }  # fmt: skip
-    environment = {"PENSTOCK_API_KEYS": "", "PENSTOCK_LIVE_RATE_LIMIT": "1000000/minute", "OMP_NUM_THREADS": "1"}
+    environment = {
+        "PENSTOCK_API_KEYS": "",
+        "PENSTOCK_OPEN_LOOPBACK": "true",
+        "PENSTOCK_LIVE_RATE_LIMIT": "1000000/minute",
+        "OMP_NUM_THREADS": "1",
+    }
     async with Stack(StackOptions(data_dir=folder, environment=environment)) as stack:
         await stack.ready(deadline_s=120)
         async with AsyncClient(stack.url) as client:

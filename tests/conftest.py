@@ -22,6 +22,7 @@ from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.server import NatsServer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the models of the tests are small
+os.environ.setdefault("PENSTOCK_OPEN_LOOPBACK", "true")  # tests that are about keys set them, or remove this
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # hundreds of interpreters start: one compiles for all of them
     sys.dont_write_bytecode = False
 SHM, SHM_ROOM_BYTES = Path("/dev/shm"), 2 << 30

@@ -48,7 +48,7 @@ async def run(args: argparse.Namespace, data_dir: Path) -> task.Run:
         await stack.ready(deadline_s=READY_S)
         meter = CpuMeter(lambda: {**stack.processes, "(this script)": os.getpid()})
         metering = asyncio.create_task(meter.run())
-        async with httpx.AsyncClient(base_url=stack.url, timeout=30.0) as http:
+        async with httpx.AsyncClient(base_url=stack.url, headers={"X-API-Key": stack.api_key}, timeout=30.0) as http:
             submitted = time.time()
             name = await _until_done(http, spec)
             await asyncio.sleep(0.3)  # one more sample of the meter

@@ -183,7 +183,7 @@ class RewardSession:
         """
         if parts == 1:
             return delivery.data
-        found = await self._bus.get_whole(subjects.RAW, [delivery.seq])
+        found = await self._bus.get_whole(subjects.RAW, [delivery.seq], direct=False)
         if delivery.seq not in found:
             raise ProtocolError(f"of its {parts} parts some are missing")
         return found[delivery.seq].data

@@ -202,7 +202,7 @@ def _digest(buffer: NDArray[np.uint8], learner: Learner) -> str:
 async def main(job: str, request: str, from_batch: int | None, to_batch: int | None) -> int:
     """Connect, replay, disconnect."""
     settings = load_settings()
-    async with await Bus.connect(settings.nats_url, name=f"replay-{request}") as bus:
+    async with await Bus.connect(settings.nats_url, name=f"replay-{request}", tls=settings.nats_tls) as bus:
         return 0 if await Replay(bus, settings, job, request).run(from_batch, to_batch) else 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import ssl
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +28,13 @@ class ServiceSettings(BaseSettings):
     )
 
     nats_url: str = "nats://127.0.0.1:4222"
-    """The message bus."""
+    """The message bus, with the user of this service and its password: `nats://rollout:PASSWORD@HOST:4222`."""
+    nats_tls_ca: Path | None = None
+    """Certificates (PEM) by which the server of the bus proves who it is; set it wherever the bus leaves the host."""
+    nats_tls_cert: Path | None = None
+    """Certificate (PEM) by which this service proves to the bus who it is; with nats_tls_key."""
+    nats_tls_key: Path | None = None
+    """Private key of that certificate (PEM)."""
     nats_monitor_url: str | None = None
     """NATS's HTTP monitor, to verify that streams are fsync'd; without it durability is reported as unverified."""
     redis_url: str | None = None
@@ -56,7 +63,10 @@ class ServiceSettings(BaseSettings):
     health_port: int = 0
     """Port of these; 0 picks a free one."""
     api_keys: str = ""
-    """Comma-separated bearer keys; mandatory when http_host is not a loopback address."""
+    """Comma-separated bearer keys, which may do everything. `penstock up` without any makes one: `DATA_DIR/api.key`."""
+    open_loopback: bool = False
+    """Where there are no api_keys: whoever reaches the API may do everything. Only on a loopback address, and only
+    where every user and every program of the machine is trusted (coordinator)."""
     forwarded_allow_ips: str = ""
     """Addresses and networks of proxies, comma-separated, or `*`: who is believed when it names the client of a request
     (`X-Forwarded-For`, `X-Forwarded-Proto`; coordinator). Empty: nobody."""
@@ -93,6 +103,16 @@ class ServiceSettings(BaseSettings):
     rank_silence_s: float = Field(60.0, gt=0)
     """A rank of a trainer that gives no sign of life for this long is lost, and all ranks start over. Steps may take
     longer: a rank that computes gives signs."""
+    code_modules: str = "*"
+    """Modules, comma-separated, of which job files may name functions, tools and environments, with what lies below
+    them; `*`: all (coordinator). A key needs the scope `jobs:code` for that, and may be bound to fewer modules."""
+    job_roots: str = ""
+    """Directories, comma-separated, in which the data, models and tokenizers that a job file names must lie, symbolic
+    links followed (coordinator). Empty: anywhere for keys with the scope admin, nowhere for others, who train on
+    built-in data, models of a hub and checkpoints of jobs."""
+    worker_env: str = ""
+    """Names of environment variables, comma-separated, that `penstock up` hands through to its workers, beside what
+    they need anyway; functions and tools of jobs see them. Of anything else there they see nothing."""
     scorer_env: str = ""
     """Names of environment variables of the reward service, comma-separated, that scorers of a job may send to the
     address in the job file (`api_key_env`, `secret_env`); none by default."""
@@ -147,6 +167,25 @@ class ServiceSettings(BaseSettings):
         if replicas % 2 == 0:
             raise ValueError("an even number of replicas survives no more than one fewer: use 1, 3 or 5")
         return replicas
+
+    @property
+    def nats_tls(self) -> ssl.SSLContext | None:
+        """How to speak TLS with the bus; None where nothing is set.
+
+        Raises:
+            ConfigError: a file cannot be read, or a certificate has no key.
+        """
+        if self.nats_tls_ca is None and self.nats_tls_cert is None and self.nats_tls_key is None:
+            return None
+        if (self.nats_tls_cert is None) != (self.nats_tls_key is None):
+            raise ConfigError("PENSTOCK_NATS_TLS_CERT and PENSTOCK_NATS_TLS_KEY belong together: set both")
+        try:
+            context = ssl.create_default_context(cafile=self.nats_tls_ca)
+            if self.nats_tls_cert is not None:
+                context.load_cert_chain(self.nats_tls_cert, self.nats_tls_key)
+        except OSError as error:
+            raise ConfigError(f"a file of PENSTOCK_NATS_TLS_* cannot be used: {error}") from None
+        return context
 
     @property
     def ledger_size(self) -> int:

@@ -43,6 +43,8 @@ CONNECT_S = 5.0
 """Length of one round of connecting; after each the wait is logged."""
 RETRY_S = 0.5
 CLOCK_EVERY_S = 10.0
+COORDINATOR = "coordinator"
+"""Name of the service that creates the streams."""
 
 LOOP_LAG = metrics.gauge("event_loop_lag_seconds", "How late the event loop woke the heartbeat.")
 LAG_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -206,23 +208,35 @@ class _Process:
         while True:
             try:
                 name = f"{self._factory.name} {settings.worker_id}"
-                return await Bus.connect(settings.nats_url, name=name, deadline_s=CONNECT_S)
+                return await Bus.connect(settings.nats_url, name=name, deadline_s=CONNECT_S, tls=settings.nats_tls)
             except Unavailable as error:
                 log.warning("waiting for the bus: %s", error)
 
     async def _ensure_streams(self, bus: Bus) -> bool:
-        """Services start in any order. Only the coordinator changes sizes, or two settings would fight."""
+        """Coordinators create the streams; the others may not, and wait for them. Returns once all exist.
+
+        Only the coordinator's own service changes sizes, or two settings would fight.
+        """
         settings = self._settings
+        told = ""
         while True:
             try:
-                await bus.ensure_streams(
-                    experience_bytes=settings.experience_bytes, stream_bytes=settings.stream_bytes,
-                    ledger_bytes=settings.ledger_size, replicas=settings.stream_replicas, update=False,
-                )  # fmt: skip
-                return True
+                if self._factory.name == COORDINATOR:
+                    await bus.ensure_streams(
+                        experience_bytes=settings.experience_bytes, stream_bytes=settings.stream_bytes,
+                        ledger_bytes=settings.ledger_size, replicas=settings.stream_replicas, update=False,
+                    )  # fmt: skip
+                    return True
+                absent = await bus.missing_streams()
+                if not absent:
+                    return True
+                why = f"a coordinator has not created {', '.join(absent[:3])} yet"
             except Unavailable as error:
-                log.warning("waiting for the streams: %s", error)
-                await asyncio.sleep(RETRY_S)
+                why = str(error)
+            if why != told:
+                log.warning("waiting for the streams: %s", why)
+            told = why
+            await asyncio.sleep(RETRY_S)
 
     async def _measure_clock(self, bus: Bus) -> bool:
         """Set bus time, before the service compares anything with it; a wrong clock of this host is told once."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import ssl
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -66,14 +67,16 @@ class Bus:
         self._held_until = 0.0
 
     @classmethod
-    async def connect(cls, url: str, *, name: str, deadline_s: float = 10.0) -> Bus:
+    async def connect(cls, url: str, *, name: str, deadline_s: float = 10.0, tls: ssl.SSLContext | None = None) -> Bus:
         """Connect to ``url`` (or several, comma-separated); ``name`` shows in NATS's monitoring.
+
+        ``tls``: how to prove who is who (``ServiceSettings.nats_tls``); None: as the scheme of ``url`` says.
 
         Raises:
             Unavailable: not reachable within the deadline; the text names the address without credentials.
             ConfigError: the address is none, or the credentials are refused.
         """
-        return cls(await Connection.open(url, name=name, deadline_s=deadline_s))
+        return cls(await Connection.open(url, name=name, deadline_s=deadline_s, tls=tls))
 
     async def another(self, *, name: str, deadline_s: float = 10.0) -> Bus:
         """A connection of its own to the same server; may be made in another thread, on the event loop of that one.
@@ -174,6 +177,10 @@ class Bus:
             live_keep_s=live_keep_s, audit_keep_s=audit_keep_s, replicas=replicas, update=update,
         )  # fmt: skip
 
+    async def missing_streams(self) -> list[str]:
+        """Streams and buckets that do not exist yet. Raises Unavailable."""
+        return await streams.missing(self._connection)
+
     async def publish(
         self,
         subject: str,
@@ -270,9 +277,14 @@ class Bus:
         """Messages by sequence, concurrently; those that the leader does not have are left out."""
         return await reading.get_many(self._connection, stream, seqs, deadline_s=deadline_s)
 
-    async def get_whole(self, stream: str, seqs: Iterable[int], *, deadline_s: float = 10.0) -> dict[int, Message]:
-        """Payloads by the sequence of their first message, put together; those that lack a part are left out."""
-        return await reading.get_whole(self._connection, stream, seqs, deadline_s=deadline_s)
+    async def get_whole(
+        self, stream: str, seqs: Iterable[int], *, deadline_s: float = 10.0, direct: bool = True
+    ) -> dict[int, Message]:
+        """Payloads by the sequence of their first message, put together; those that lack a part are left out.
+
+        ``direct``: from any replica; needs a permission that not every service has.
+        """
+        return await reading.get_whole(self._connection, stream, seqs, deadline_s=deadline_s, direct=direct)
 
     async def pull(
         self,

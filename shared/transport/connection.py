@@ -12,6 +12,7 @@ import asyncio
 import logging
 import random
 import socket
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -40,6 +41,8 @@ LEAVE_S = 8.0
 an election, which no other node can shorten."""
 USER_TIMEOUT_MS = 3000
 """Unacknowledged bytes this old end the connection; pings alone do not notice while bytes wait in the send buffer."""
+REFUSED = "permissions violation"
+"""The server's word for a subject that a user may not publish or subscribe to."""
 PENDING_BYTES = 64 << 20
 """Above this nats-py's publish blocks in a way that swallows cancellation; far above what callers have in flight."""
 
@@ -85,11 +88,17 @@ def redact(url: str) -> str:
     return ",".join(parts)
 
 
+def _user_of(url: str) -> str:
+    """The user of ``url``; '' where it names none, or holds a token."""
+    split = urlsplit(url)
+    return split.username if split.username and split.password else ""
+
+
 class Connection:
     """A self-healing NATS connection. Make one with ``open``; end it with ``close``."""
 
-    def __init__(self, url: str, name: str) -> None:
-        self.url, self.where = url, redact(url)
+    def __init__(self, url: str, name: str, tls: ssl.SSLContext | None = None) -> None:
+        self.url, self.tls, self.where = url, tls, redact(url)
         self.server_version: tuple[int, ...] = (0, 0, 0)
         self.max_payload = 1 << 20
         self.reconnects = 0
@@ -102,17 +111,17 @@ class Connection:
         self._closing = False
         self._supervisor: asyncio.Task[None] | None = None
         self._subscriptions: list[Subscription] = []
-        self.inboxes = Inboxes()
+        self.inboxes = Inboxes(_user_of(self._servers[0]))
 
     @classmethod
-    async def open(cls, url: str, *, name: str, deadline_s: float) -> Connection:
+    async def open(cls, url: str, *, name: str, deadline_s: float, tls: ssl.SSLContext | None = None) -> Connection:
         """Connect.
 
         Raises:
             Unavailable: no server answered within ``deadline_s``; names the address without credentials.
             ConfigError: the server refuses the credentials, or the address is no address.
         """
-        self = cls(url, name)
+        self = cls(url, name, tls)
         await self.subscribe(self.inboxes.prefix + ".*", self.inboxes.dispatch)
         loop = asyncio.get_running_loop()
         end = loop.time() + deadline_s
@@ -323,6 +332,8 @@ class Connection:
         async def on_error(error: Exception) -> None:  # must never raise: that would end the read loop
             if isinstance(error, nats.errors.SlowConsumerError):
                 log.warning("messages dropped: the handler of '%s' is too slow", error.subject)
+            elif isinstance(error, nats.errors.Error) and REFUSED in str(error).lower():
+                log.error("NATS does not allow the user of this service what it asked for: %s", error)
             elif isinstance(error, OSError | nats.errors.Error):
                 seen[:] = [error]
                 log.debug("nats: %r", error)
@@ -335,6 +346,7 @@ class Connection:
                     servers=self._servers,
                     dont_randomize=True,
                     name=self._name,
+                    tls=self.tls,
                     error_cb=on_error,
                     allow_reconnect=False,
                     max_reconnect_attempts=1,
@@ -355,12 +367,7 @@ class Connection:
         except (OSError, nats.errors.Error, Unavailable, TimeoutError) as error:
             await self._discard(client, 0.5)
             self._next_server()  # the first one may take connections and never answer
-            cause = seen[-1] if seen else error
-            if "authorization" in f"{error} {cause}".lower():
-                raise ConfigError(f"NATS at {self.where} refuses the credentials in its URL") from None
-            if "connect url" in str(error):
-                raise ConfigError(f"'{self.where}' is not a NATS address: {error}") from None
-            raise Unavailable(str(cause) or type(cause).__name__) from None
+            raise self._refusal(error, seen[-1] if seen else error) from None
         except ValueError as error:
             raise ConfigError(f"'{self.where}' is not a NATS address: {error}") from None
         version = client.connected_server_version
@@ -369,6 +376,16 @@ class Connection:
         self._client = client
         self._up.set()
         return client
+
+    def _refusal(self, error: Exception, cause: Exception) -> ConfigError | Unavailable:
+        """The error to raise for an attempt to connect that failed."""
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return ConfigError(f"NATS at {self.where} cannot prove who it is: {cause}; see PENSTOCK_NATS_TLS_CA")
+        if "authorization" in f"{error} {cause}".lower():
+            return ConfigError(f"NATS at {self.where} refuses the credentials in its URL")
+        if "connect url" in str(error):
+            return ConfigError(f"'{self.where}' is not a NATS address: {error}")
+        return Unavailable(str(cause) or type(cause).__name__)
 
     def _tune(self, client: Any) -> None:
         writer = getattr(client._transport, "_io_writer", None)

@@ -19,7 +19,7 @@ import msgspec
 
 from penstock.shared.errors import Unavailable
 from penstock.shared.transport.connection import Connection, Subscription
-from penstock.shared.transport.inbox import Lost, Raw, new_inbox
+from penstock.shared.transport.inbox import Lost, Raw
 from penstock.shared.transport.jetstream import create_consumer, drop_consumer, ended_well
 from penstock.shared.transport.message import Message, from_consumer
 from penstock.shared.transport.read import first_at_or_after
@@ -150,7 +150,9 @@ class Reader:
         """A new consumer behind the last message handed out (waits for the connection as long as it takes)."""
         if self._inbox is None:
             weak = _Weak(self)
-            self._inbox = await self._connection.subscribe(new_inbox() + ".*", weak.on_message, confirm=False)
+            self._inbox = await self._connection.subscribe(
+                self._connection.inboxes.new() + ".*", weak.on_message, confirm=False
+            )
             weak.inbox = self._inbox
         await self._wait_connected()
         await asyncio.sleep(min(PAUSE_S * self._rebuilds, 1.0))

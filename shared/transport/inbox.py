@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.shared.errors import Unavailable
+from penstock.shared.protocol.permissions import inbox_of
 
-__all__ = ["Inboxes", "Lost", "Raw", "Reply", "Sink", "new_inbox"]
+__all__ = ["Inboxes", "Lost", "Raw", "Reply", "Sink"]
 
 
 class Lost(Unavailable):
@@ -53,18 +54,18 @@ class Reply:
             self.future.set_exception(error)
 
 
-def new_inbox() -> str:
-    """A subject nobody else uses."""
-    return f"_INBOX.{secrets.token_hex(11)}"
-
-
 class Inboxes:
-    """The sinks below one prefix, by the last token of their subject."""
+    """The sinks below one prefix, by the last token of their subject. All lie below the inboxes of a user of NATS."""
 
-    def __init__(self) -> None:
-        self.prefix = new_inbox()
+    def __init__(self, user: str = "") -> None:
+        self._user = user
+        self.prefix = self.new()
         self._sinks: dict[str, Sink] = {}
         self._counter = 0
+
+    def new(self) -> str:
+        """A subject that no other client uses."""
+        return f"{inbox_of(self._user)}.{secrets.token_hex(11)}"
 
     def attach(self, sink: Sink) -> str:
         """Reserve an inbox for ``sink``; returns its subject."""

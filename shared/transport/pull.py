@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.shared.errors import Unavailable
 from penstock.shared.transport.connection import Connection, Subscription
-from penstock.shared.transport.inbox import Lost, Raw, new_inbox
+from penstock.shared.transport.inbox import Lost, Raw
 from penstock.shared.transport.jetstream import create_consumer, ended_well
 from penstock.shared.transport.message import from_consumer
 
@@ -94,7 +94,9 @@ class Puller:
     async def start(self, *, deadline_s: float) -> None:
         """Create or update the consumer on the server."""
         await create_consumer(self._connection, self._stream, self._config, deadline_s=deadline_s)
-        self._inbox = await self._connection.subscribe(new_inbox() + ".*", self._on_message, confirm=False)
+        self._inbox = await self._connection.subscribe(
+            self._connection.inboxes.new() + ".*", self._on_message, confirm=False
+        )
 
     async def fetch(self, n: int, wait_s: float) -> list[Delivery]:
         """Up to ``n`` deliveries: waits up to ``wait_s`` for the first, takes those that are there, waits for no more.

@@ -23,19 +23,21 @@ WINDOW = 64
 """Direct gets of one call that are outstanding at the same time; at 1 MiB each this bounds the bytes in flight."""
 
 
-async def get(connection: Connection, stream: str, seq: int, *, deadline_s: float = 5.0) -> Message:
-    """The message with sequence ``seq``.
+async def get(
+    connection: Connection, stream: str, seq: int, *, deadline_s: float = 5.0, direct: bool = True
+) -> Message:
+    """The message with sequence ``seq``; from any replica that has it, or without ``direct`` from the leader.
 
     Raises:
         NotFound: the leader of the stream does not have it (a replica that lags is not believed).
         Unavailable: no answer until the deadline.
     """
-    found = await _direct(connection, stream, {"seq": seq}, deadline_s)
+    found = await _direct(connection, stream, {"seq": seq}, deadline_s) if direct else None
     return found or await _from_leader(connection, stream, {"seq": seq}, deadline_s)
 
 
 async def get_many(
-    connection: Connection, stream: str, seqs: Iterable[int], *, deadline_s: float = 10.0
+    connection: Connection, stream: str, seqs: Iterable[int], *, deadline_s: float = 10.0, direct: bool = True
 ) -> dict[int, Message]:
     """The messages with these sequences, fetched concurrently; those that do not exist are left out."""
     window = asyncio.Semaphore(WINDOW)
@@ -43,7 +45,7 @@ async def get_many(
     async def one(seq: int) -> Message | None:
         async with window:
             try:
-                return await get(connection, stream, seq, deadline_s=deadline_s)
+                return await get(connection, stream, seq, deadline_s=deadline_s, direct=direct)
             except NotFound:
                 return None
 
@@ -53,13 +55,13 @@ async def get_many(
 
 
 async def get_whole(
-    connection: Connection, stream: str, seqs: Iterable[int], *, deadline_s: float = 10.0
+    connection: Connection, stream: str, seqs: Iterable[int], *, deadline_s: float = 10.0, direct: bool = True
 ) -> dict[int, Message]:
     """The payloads that the messages with these sequences begin, parts put together; incomplete ones are left out."""
-    found = await get_many(connection, stream, seqs, deadline_s=deadline_s)
+    found = await get_many(connection, stream, seqs, deadline_s=deadline_s, direct=direct)
     begun = list(found.values())
     more = [message.seq + place for message in begun for place in range(1, count_of(message.headers))]
-    found |= await get_many(connection, stream, more, deadline_s=deadline_s)
+    found |= await get_many(connection, stream, more, deadline_s=deadline_s, direct=direct)
     return {first.seq: message for first in begun if (message := whole(first, found)) is not None}
 
 

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from penstock.shared import errors
 from penstock.shared.errors import PenstockError, ProtocolError, Unavailable
+from penstock.shared.protocol.permissions import inbox_of
 from penstock.shared.transport.connection import Connection, Subscription
 from penstock.shared.transport.inbox import Raw
 
@@ -17,6 +18,10 @@ log = logging.getLogger(__name__)
 
 ERROR_HEADER = "Penstock-Error"
 """Header of an error reply: the name of a class of shared/errors.py; the body is its text."""
+
+
+INBOX = f"{inbox_of('')}."
+"""Where answers may go."""
 
 
 class Server:
@@ -79,6 +84,11 @@ class Server:
         if error is not None:
             headers, data = self._error_reply(error)
         if not raw.reply:
+            return
+        if not raw.reply.startswith(INBOX):  # or a client would have us publish what it may not
+            log.error(
+                "a request on %s wants its answer on '%s', which is no inbox: not answered", self.subject, raw.reply
+            )
             return
         try:
             await self._connection.send(raw.reply, data, headers=headers)

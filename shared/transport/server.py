@@ -9,25 +9,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import hashlib
 import http.client
 import json
 import logging
 import os
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, Literal, Self
 
 import psutil
 
 from penstock.shared.errors import ConfigError, DeadlineError
+from penstock.shared.protocol.permissions import nats_users
 
 __all__ = ["Durability", "NatsServer", "ValkeyServer", "durability", "flaw"]
 
@@ -44,6 +47,8 @@ BUSY_SHARE = 0.01
 READ_BYTES = 1 << 20
 """Reads below this, in SILENCE_S, are no sign that a store is being opened."""
 LAST_LINES = 5
+MAX_SOCKET_BYTES = 100
+"""Longest path of a socket, with some room below the kernel's 107."""
 
 Durability = Literal["fsync", "page-cache", "unverified"]
 
@@ -99,7 +104,7 @@ class _Process:
         """
         if self.running:
             return
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._starting = True
         try:
             with self._lock() as lock, self.log.open("ab") as log:
@@ -111,6 +116,7 @@ class _Process:
                     stderr=log,
                     pass_fds=(lock.fileno(),),
                     start_new_session=True,  # Ctrl-C in a terminal is for the services, which need the server to drain
+                    umask=0o077,
                 )
             self._wait_until_ready(process, offset, silence_s)
         finally:
@@ -233,7 +239,9 @@ class NatsServer(_Process):
     """nats-server with JetStream on disk. With ``sync`` an acknowledged message is on the disk, not only in memory.
 
     Streams reserve what they may hold, ``max_file_store`` bytes in all; None: three quarters of the space that is free
-    at each start.
+    at each start. ``passwords``: of its users by role (``shared/protocol/permissions.py``); without them whoever
+    reaches the port may do everything. ``tls``: files of a certificate, its key, and the authorities whose clients it
+    accepts.
     """
 
     name = "nats"
@@ -248,8 +256,11 @@ class NatsServer(_Process):
         max_payload: int = 8 << 20,
         max_file_store: int | None = None,
         sync: bool = True,
+        passwords: Mapping[str, str] | None = None,
+        tls: tuple[Path, Path, Path] | None = None,
     ) -> None:
         super().__init__(directory, host=host, port=port)
+        self._passwords, self._tls = dict(passwords or {}), tls
         self.monitor_port = monitor_port
         self.store = self.directory / "store"
         self._max_payload = max_payload
@@ -259,8 +270,12 @@ class NatsServer(_Process):
 
     @property
     def url(self) -> str:
-        """Address for clients."""
-        return f"nats://{self.host}:{self.port}"
+        """Address for clients; where there are users, without one."""
+        return f"{'tls' if self._tls else 'nats'}://{self.host}:{self.port}"
+
+    def url_of(self, role: str) -> str:
+        """Address for clients of a role, with its password; where there are no users, ``url``."""
+        return self.url.replace("://", f"://{role}:{self._passwords[role]}@") if self._passwords else self.url
 
     @property
     def monitor_url(self) -> str:
@@ -275,6 +290,8 @@ class NatsServer(_Process):
         for stale in self.directory.glob("*.ports"):
             stale.unlink()
         config = self.directory / "nats.conf"
+        config.touch(mode=0o600)
+        config.chmod(0o600)  # it holds the passwords
         config.write_text(self._config(), encoding="utf-8")
         return [_nats_binary(), "-c", str(config)]
 
@@ -296,7 +313,10 @@ class NatsServer(_Process):
             f"  sync_interval: {'always' if self._sync else json.dumps('2m')}",
             "}",
         ]
-        return "\n".join(lines) + "\n"
+        if self._tls is not None:
+            certificate, key, authorities = (json.dumps(str(path)) for path in self._tls)
+            lines.append(f"tls {{ cert_file: {certificate}, key_file: {key}, ca_file: {authorities}, verify: true }}")
+        return "\n".join(lines) + "\n" + (nats_users(self._passwords) if self._passwords else "")
 
     def _is_ready(self) -> bool:
         """The server writes its ports, once it listens, to a file named after its pid."""
@@ -318,7 +338,7 @@ class ValkeyServer(_Process):
     def __init__(self, directory: Path | None = None, *, host: str = "127.0.0.1", port: int | None = 0) -> None:
         super().__init__(directory, host=host, port=port or 0)
         self._tcp = port is not None
-        self.socket = self.directory / "valkey.sock"
+        self.socket = _socket_path(self.directory)
 
     @property
     def url(self) -> str:
@@ -345,6 +365,25 @@ class ValkeyServer(_Process):
             answer = client.recv(1 << 16)
             return f"process_id:{self.pid}\r".encode() in answer  # not somebody else on that port
         return False
+
+
+def _socket_path(directory: Path) -> Path:
+    """Where the socket of a Valkey in ``directory`` is: inside, or where that is too long for the kernel, in a folder
+    of this user below the temporary one.
+
+    Raises:
+        ConfigError: that folder belongs to another user, or others may enter it.
+    """
+    inside = directory.absolute() / "valkey.sock"
+    if len(os.fsencode(inside)) <= MAX_SOCKET_BYTES:
+        return inside
+    digest = hashlib.sha256(os.fsencode(inside)).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}-{digest}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ConfigError(f"{folder}, for the socket of Valkey, is not a folder of this user alone: remove it")
+    return folder / "valkey.sock"
 
 
 def _nats_binary() -> str:

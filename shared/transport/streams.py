@@ -11,7 +11,7 @@ from penstock.shared.protocol import subjects
 from penstock.shared.transport.connection import Connection
 from penstock.shared.transport.jetstream import ApiError, Code, call, retry_until
 
-__all__ = ["BUCKETS", "STREAMS", "ensure", "max_bytes"]
+__all__ = ["BUCKETS", "STREAMS", "ensure", "max_bytes", "missing"]
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +112,23 @@ async def ensure(
     for result in await asyncio.gather(*made, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result
+
+
+async def missing(connection: Connection, *, deadline_s: float = 5.0) -> list[str]:
+    """Streams and buckets that do not exist yet.
+
+    Raises:
+        Unavailable: no answer until the deadline.
+    """
+    wanted = [*STREAMS, *(f"KV_{bucket}" for bucket in BUCKETS)]
+    found: set[str] = set()
+    while True:
+        body = {"offset": len(found)}
+        answer = await call(connection, "STREAM.NAMES", body, deadline_s=deadline_s, what="names of the streams")
+        page = answer.get("streams") or []
+        found.update(page)
+        if not page or len(found) >= answer.get("total", 0):
+            return [name for name in wanted if name not in found]
 
 
 async def _exists(connection: Connection, stream: str, deadline_s: float) -> bool:

@@ -181,7 +181,7 @@ class Deployment:
         assert state is not None
         return {
             **self.environment,
-            "PENSTOCK_NATS_URL": state.nats_url,
+            "PENSTOCK_NATS_URL": state.nats_urls[worker.partition("-")[0]],
             "PENSTOCK_DATA_DIR": state.data_dir,
             "PENSTOCK_WORKER_ID": worker,
         }

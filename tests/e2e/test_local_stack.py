@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import yaml
@@ -64,16 +66,22 @@ def up(directory: Path) -> UpState:
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path
-    if read_state(tmp_path) is not None:
-        penstock("down", "--data-dir", str(tmp_path))
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """For a deployment as users start it: with a key of its own, which their clients find below their home."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("PENSTOCK_OPEN_LOOPBACK")
+    monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
+    directory = tmp_path / "data"
+    yield directory
+    if read_state(directory) is not None:
+        penstock("down", "--data-dir", str(directory))
 
 
 def test_a_deployment_from_up_to_down(directory: Path) -> None:
     """Refusals, a killed service, a killed supervisor in the middle of a job, a second life that ends it, the end."""
     state = up(directory)
     check_refusals(state, directory)
+    check_locks(state, directory)
     job = begin_job(state, directory)
 
     state = running(directory)
@@ -99,6 +107,22 @@ def check_refusals(state: UpState, directory: Path) -> None:
     assert taken.returncode == 2
     assert "is not free" in taken.stderr
     assert not (directory / "other").exists()
+
+
+def check_locks(state: UpState, directory: Path) -> None:
+    """Another user of this machine reaches neither the API, nor the bus, nor Valkey, nor a file."""
+    assert httpx.get(f"{state.url}/v1/jobs").status_code == 401
+    assert (directory.stat().st_mode & 0o777, (directory / "api.key").stat().st_mode & 0o777) == (0o700, 0o600)
+    assert all(file.stat().st_mode & 0o077 == 0 for file in (directory / "secrets").iterdir())
+    port = int(state.nats_url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), 5) as stranger:
+        stranger.sendall(b'CONNECT {"verbose":false}\r\nPUB $KV.keys.forged 1\r\nx\r\nPING\r\n')
+        assert b"Authorization Violation" in b"".join(iter(lambda: stranger.recv(4096), b""))
+    assert state.redis_url is None or state.redis_url.startswith("unix://")
+    environment = psutil.Process(state.processes["rollout-0"]).environ()
+    key = (directory / "api.key").read_text().strip()
+    assert not any(key in value for value in environment.values()), "user code in a worker is no administrator"
+    assert "://rollout:" in environment["PENSTOCK_NATS_URL"]
 
 
 def begin_job(state: UpState, directory: Path) -> str:

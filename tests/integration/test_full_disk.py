@@ -79,7 +79,7 @@ async def test_a_stack_goes_on_once_there_is_room(disk: Disk, fill: Fill, monkey
     folder, told = disk(DISK_MIB), list[str]()
     options = StackOptions(data_dir=folder / "data", workers=NOBODY, environment=SIZES.variables)
     async with Stack(options, told.append) as stack:
-        first, url = stack.processes["nats"], stack._environment("test", 1, 2)["PENSTOCK_NATS_URL"]
+        first, url = stack.processes["nats"], stack._environment("operator", 1, 2)["PENSTOCK_NATS_URL"]
         async with await Bus.connect(url, name="publisher") as bus:
             await ensure(bus)
             acknowledged: list[str] = []

@@ -144,6 +144,7 @@ async def test_a_service_beats_answers_and_drains(
     assert {(line["service"], line["worker"]) for line in lines} == {("toy", "toy-0")}
 
 
+@pytest.mark.usefixtures("bus")
 async def test_readiness_follows_the_bus(nats_server: NatsServer, tmp_path: Path, toys: list[Toy]) -> None:
     nats_server.kill()
     toy = Toy(tmp_path, "serves", nats_url=nats_server.url)
@@ -176,6 +177,7 @@ async def test_a_signal_while_waiting_for_the_bus_ends_at_once(tmp_path: Path, t
     assert time.monotonic() - start < 1
 
 
+@pytest.mark.usefixtures("bus")
 async def test_a_drain_that_hangs_is_ended(nats_server: NatsServer, tmp_path: Path, toys: list[Toy]) -> None:
     toy = Toy(tmp_path, "hangs", nats_url=nats_server.url, drain_s="0.3")
     toys.append(toy)
@@ -189,6 +191,7 @@ async def test_a_drain_that_hangs_is_ended(nats_server: NatsServer, tmp_path: Pa
     assert "waited 0.3 s for drain" in toy.text
 
 
+@pytest.mark.usefixtures("bus")
 @pytest.mark.parametrize(("mode", "code"), [("ends", 0), ("breaks", 1)])
 async def test_the_end_of_the_service_is_the_exit_code(
     nats_server: NatsServer, tmp_path: Path, toys: list[Toy], mode: str, code: int

@@ -156,7 +156,7 @@ async def test_a_stack_tells_nats_and_the_services(free: dict[str, int], store_d
         given = stack._environment("rollout-0", 1, 2)
         sizes = StreamSizes(int(given["PENSTOCK_EXPERIENCE_BYTES"]), int(given["PENSTOCK_STREAM_BYTES"]))
         assert sizes == StreamSizes(GIB // 2, GIB // 8)
-        async with await Bus.connect(given["PENSTOCK_NATS_URL"], name="test") as bus:
+        async with await Bus.connect(stack._environment("operator", 1, 2)["PENSTOCK_NATS_URL"], name="test") as bus:
             await ensure(bus, sizes)
             info: dict[str, Any] = await call(bus._connection, "INFO", deadline_s=5, what="the account")
             assert info["reserved_storage"] == sizes.reserved_bytes

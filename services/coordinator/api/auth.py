@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import logging
 import time
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,6 +24,8 @@ from penstock.shared.protocol.feedback_tokens import TOKENS, FeedbackGrant
 from penstock.shared.protocol.keys import Scope, StoredKey, key_id
 
 __all__ = ["ANONYMOUS", "Caller", "KeyRing", "is_loopback", "needs_key"]
+
+logger = logging.getLogger(__name__)
 
 TRUST_S = 1.0
 """A key that was looked up is trusted for so long: a revoked one may work this much longer on other replicas."""
@@ -48,6 +51,8 @@ class Caller:
     """What its feedback counts at most."""
     name: str = ""
     """Of the key, for people."""
+    code_modules: frozenset[str] | None = None
+    """Modules that its job files may name functions of, within those of the deployment; None: all of these."""
 
     @property
     def sender(self) -> str:
@@ -76,7 +81,7 @@ class KeyRing:
     """The keys of a deployment: those of its configuration, which may do everything, and those of the store.
 
     Raises:
-        ConfigError: the API would be open to the network without a key.
+        ConfigError: the API would be open without a key, to the network or to every user of this machine.
     """
 
     def __init__(self, settings: ServiceSettings, store: Keys) -> None:
@@ -89,6 +94,13 @@ class KeyRing:
                 f"the API would listen on {settings.http_host} without a key: set PENSTOCK_API_KEYS "
                 "(comma-separated), or PENSTOCK_HTTP_HOST=127.0.0.1"
             )
+        if not keys and not settings.open_loopback:
+            raise ConfigError(
+                "the API would be open to every user of this machine: set PENSTOCK_API_KEYS (comma-separated), or "
+                "PENSTOCK_OPEN_LOOPBACK=true where all of them are trusted"
+            )
+        if not keys:
+            logger.warning("PENSTOCK_OPEN_LOOPBACK: every user and every program of this machine is an administrator")
 
     @property
     def required(self) -> bool:
@@ -175,7 +187,16 @@ class KeyRing:
 def _holder(key: StoredKey) -> Caller:
     """Who has a key, without its scopes."""
     models = None if key.models is None else frozenset(key.models)
-    return Caller(key.id, frozenset(), key.rate_limit, models=models, max_weight=key.max_weight, name=key.name)
+    modules = frozenset(key.code_modules or ()) if key.code_modules is not None or models is not None else None
+    return Caller(
+        key.id,
+        frozenset(),
+        key.rate_limit,
+        models=models,
+        max_weight=key.max_weight,
+        name=key.name,
+        code_modules=modules,
+    )
 
 
 def _id_of(digest: bytes) -> str:

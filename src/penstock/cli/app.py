@@ -35,7 +35,8 @@ app = typer.Typer(
     name="penstock",
     cls=Commands,
     help="On-policy reinforcement learning as services. Start with: penstock demo",
-    epilog="PENSTOCK_URL (default http://127.0.0.1:8000) and PENSTOCK_API_KEY say which API to use. "
+    epilog="PENSTOCK_URL (default http://127.0.0.1:8000) and PENSTOCK_API_KEY (default: the key of your own "
+    "'penstock up') say which API to use. "
     "Exit codes: 0 ok, 1 failed, 2 usage or a bad job file, 3 cancelled, 4 unreachable.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

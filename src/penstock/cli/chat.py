@@ -165,7 +165,7 @@ def _show(talk: Conversation, text: str, as_json: bool) -> None:
 
 
 def _http() -> httpx.Client:
-    return httpx.Client(base_url=base_url(None), headers=default_headers(None), timeout=TIMEOUT)
+    return httpx.Client(base_url=base_url(None), headers=default_headers(None, base_url(None)), timeout=TIMEOUT)
 
 
 def _thumbs(client: Client, model: str, wanted: str | None) -> Thumbs | None:

@@ -83,7 +83,7 @@ def demo(
 
 
 def demo_options(directory: Path, *, rollouts: int = 1) -> StackOptions:
-    """Processes of a demo. No key is needed: the port is chosen at the start and open to this machine only."""
+    """Processes of a demo, with a key of its own."""
     environment = {"PENSTOCK_API_KEYS": "", **RATE}
     return StackOptions(
         data_dir=directory, workers={"rollout": rollouts}, environment=environment, largest=DEMO_STREAMS
@@ -108,7 +108,7 @@ async def _run(job: AnyJob, options: StackOptions, screen: Console, goal: float 
     async with Stack(options, note) as stack:
         await ready_with_progress(stack)
         note(f"{time.monotonic() - began:6.1f} s  ready at {stack.url} ({len(stack.processes)} processes)")
-        async with AsyncClient(stack.url) as client:
+        async with AsyncClient(stack.url, api_key=stack.api_key) as client:
             record = await client.submit(job)
             note(f"submitted {record.id}")
             view = await _watch(client, record.id, stack, screen)

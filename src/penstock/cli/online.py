@@ -122,11 +122,11 @@ async def run_online(
     async with Stack(options, note) as stack:
         await ready_with_progress(stack)
         note(f"{time.monotonic() - began:6.1f} s  ready at {stack.url}")
-        async with AsyncClient(stack.url) as client:
+        async with AsyncClient(stack.url, api_key=stack.api_key) as client:
             record = await client.submit(job)
             note(f"submitted {record.id}; any OpenAI client may talk to model '{job.name}' at {stack.url}/v1")
             await _served(client, record.id, deadline=began + limit_s)
-            async with _agents(client, stack.url, job, hostile=hostile) as (agent, other, enemy):
+            async with _agents(client, stack, job, hostile=hostile) as (agent, other, enemy):
                 note(
                     f"{time.monotonic() - began:6.1f} s  version 0 is served; OpenAI's SDK {sdk().__version__} asks it"
                 )
@@ -140,12 +140,12 @@ async def run_online(
 
 @asynccontextmanager
 async def _agents(
-    client: AsyncClient, url: str, job: OnlineJob, *, hostile: bool
+    client: AsyncClient, deployment: Stack, job: OnlineJob, *, hostile: bool
 ) -> AsyncIterator[tuple[Agent, Agent | None, str]]:
     """The agent, the hostile one, and the id of its key; beside it the agent's customers have a key each."""
-    rng = random.Random(job.seed)
+    rng, url = random.Random(job.seed), deployment.url
     if not hostile:
-        async with voices(url, job.name, [""], each=TALKERS) as alone:
+        async with voices(url, job.name, [deployment.api_key], each=TALKERS) as alone:
             yield Agent(alone, rng), None, ""
         return
     customers = [await client.keys.create(f"customer-{number}", SCOPES) for number in range(CUSTOMERS)]

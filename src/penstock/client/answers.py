@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from penstock.shared.config.local_key import find_key
 from penstock.shared.errors import (
     ConfigError,
     Conflict,
@@ -36,9 +37,9 @@ def base_url(url: str | None) -> str:
     return found
 
 
-def default_headers(api_key: str | None) -> dict[str, str]:
-    """Authorization from ``api_key`` or PENSTOCK_API_KEY."""
-    key = api_key or os.environ.get("PENSTOCK_API_KEY")
+def default_headers(api_key: str | None, url: str) -> dict[str, str]:
+    """Authorization from ``api_key``, or PENSTOCK_API_KEY, or the key file of this user's deployment at ``url``."""
+    key = api_key or os.environ.get("PENSTOCK_API_KEY") or find_key(url)
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 

@@ -65,7 +65,7 @@ class AsyncClient:
         self.quarantine = AsyncQuarantine(self._send)
         self.feedback_tokens, self.users = AsyncFeedbackTokens(self._send), AsyncUsers(self._send)
         self.episodes, self.models = AsyncEpisodes(self._send), AsyncModels(self._send)
-        self._http = httpx.AsyncClient(base_url=self.url, headers=default_headers(api_key), timeout=timeout_s)
+        self._http = httpx.AsyncClient(base_url=self.url, headers=default_headers(api_key, self.url), timeout=timeout_s)
         self._streams = AsyncStreams(self._http, self.url, timeout_s, patience_s)
 
     async def __aenter__(self) -> AsyncClient:

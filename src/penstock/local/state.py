@@ -10,6 +10,7 @@ from types import TracebackType
 
 import msgspec
 
+from penstock.shared.config.local_key import LOCK
 from penstock.shared.errors import ConfigError
 
 __all__ = ["Claim", "UpState", "read_state"]
@@ -25,11 +26,14 @@ class UpState(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     url: str
     nats_url: str
+    """For people and tools: it may do everything."""
     redis_url: str | None
     data_dir: str
     started: float
     processes: dict[str, int]
     """Process id by name."""
+    nats_urls: dict[str, str] = {}
+    """For one more worker, by service."""
 
 
 class Claim:
@@ -42,8 +46,10 @@ class Claim:
     def __init__(self, data_dir: Path) -> None:
         self._state = data_dir / "up.json"
         try:
-            data_dir.mkdir(parents=True, exist_ok=True)
-            self._lock = (data_dir / "up.lock").open("wb")
+            data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if data_dir.stat().st_mode & 0o077:
+                data_dir.chmod(0o700)  # keys, passwords, and what users wrote
+            self._lock = (data_dir / LOCK).open("wb")
         except OSError as error:
             raise ConfigError(f"cannot write to {data_dir}: {error.strerror}; choose another with --data-dir") from None
         if not _locked_within(self._lock.fileno(), PATIENCE_S):
@@ -81,7 +87,7 @@ def read_state(data_dir: Path) -> UpState | None:
     """The running stack of ``data_dir``, or None. A file left behind by a crash does not count."""
     try:
         state = msgspec.json.decode((data_dir / "up.json").read_bytes(), type=UpState)
-        with (data_dir / "up.lock").open("rb") as lock:
+        with (data_dir / LOCK).open("rb") as lock:
             return None if _is_free(lock.fileno()) else state
     except (OSError, msgspec.DecodeError):
         return None

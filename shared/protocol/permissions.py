@@ -1,0 +1,179 @@
+"""The users of NATS: what each role may publish and subscribe to. The only place where a role meets a subject.
+
+A deployment has one user for each role, with a password of its own. Answers to requests go to an inbox below
+``_INBOX.ROLE``, which only that role hears. The permissions hold for what a client sends by itself; the server answers
+a request of its own API on whatever subject the request names. So only the coordinator and the trainer may read raw
+messages through ``DIRECT.GET``, the one answer whose bytes the requester can choose.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from penstock.shared.protocol import subjects
+
+__all__ = ["OPERATOR", "ROLES", "SUPERVISOR", "Permissions", "inbox_of", "nats_users", "permissions"]
+
+SUPERVISOR = "supervisor"
+"""The process that starts the services of a host and scales them."""
+OPERATOR = "operator"
+"""People and their tools: backups, benchmarks, ``nats`` on the command line. May do everything."""
+ROLES = ("coordinator", "rollout", "env", "reward", "trainer", SUPERVISOR, OPERATOR)
+
+_API = "$JS.API"
+
+
+@dataclass(frozen=True)
+class Permissions:
+    """Subjects (with wildcards) that a role may publish and subscribe to; everything else is refused."""
+
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+
+
+def inbox_of(role: str) -> str:
+    """Prefix of the inboxes of a role; '': of a client without a user."""
+    return f"_INBOX.{role}" if role else "_INBOX"
+
+
+def permissions(role: str) -> Permissions:
+    """What a role may do. Raises KeyError for a role that is none of ROLES."""
+    publish, subscribe = _TABLE[role]
+    if role == OPERATOR:
+        return Permissions(publish, subscribe)
+    inbox = f"{inbox_of(role)}.>"
+    beats = () if role == SUPERVISOR else (_all(partial(subjects.heartbeat, role)),)
+    asks = (f"{_API}.STREAM.NAMES", f"{_API}.STREAM.INFO.{subjects.TICKETS}")  # what there is, and the time of the bus
+    return Permissions((inbox, *_answers(OPERATOR), *asks, *beats, *publish), (inbox, *subscribe))
+
+
+def nats_users(passwords: Mapping[str, str]) -> str:
+    """The ``authorization`` block of a NATS configuration, with a user for each role in ``passwords``.
+
+    A password that begins with ``$`` names a variable of the server's environment.
+    """
+    lines = ["authorization {", "  users: ["]
+    for role, password in passwords.items():
+        allowed = permissions(role)
+        shown = password if password.startswith("$") else json.dumps(password)
+        lines += [
+            "    {",
+            f"      user: {json.dumps(role)}, password: {shown}",
+            "      permissions: {",
+            f"        publish: {{ allow: {json.dumps(allowed.publish)} }}",
+            f"        subscribe: {{ allow: {json.dumps(allowed.subscribe)} }}",
+            "      }",
+            "    }",
+        ]
+    return "\n".join([*lines, "  ]", "}", ""])
+
+
+def _all(subject_of: Callable[[str], str]) -> str:
+    """Every subject that a function of one name makes."""
+    return subject_of("x").rpartition(".")[0] + ".*"
+
+
+def _stream(stream: str) -> str:
+    """Every subject of a stream."""
+    return f"{stream.lower()}.>"
+
+
+def _key(bucket: str, keys: str = ">") -> str:
+    """Keys of a bucket."""
+    return f"$KV.{bucket}.{keys}"
+
+
+def _reads(stream: str, subject: str, *, direct: bool = False) -> tuple[str, ...]:
+    """Read the subjects of a stream through consumers of one's own, and single messages."""
+    return (
+        f"{_API}.STREAM.INFO.{stream}",
+        f"{_API}.STREAM.MSG.GET.{stream}",
+        f"{_API}.CONSUMER.CREATE.{stream}.*.{subject}",
+        f"{_API}.CONSUMER.MSG.NEXT.{stream}.*",
+        f"{_API}.CONSUMER.DELETE.{stream}.*",
+        *([f"{_API}.DIRECT.GET.{stream}"] if direct else []),
+    )
+
+
+def _bucket(name: str) -> tuple[str, ...]:
+    """Read a bucket."""
+    return _reads(f"KV_{name}", _key(name))
+
+
+def _works(queue: str) -> tuple[str, ...]:
+    """Take work from a work queue and acknowledge it (also as servers with a domain name the subject)."""
+    return (
+        f"{_API}.CONSUMER.CREATE.{queue}.*.{_stream(queue)}",
+        f"{_API}.CONSUMER.MSG.NEXT.{queue}.*",
+        f"$JS.ACK.{queue}.>",
+        f"$JS.ACK.*.*.{queue}.>",
+    )
+
+
+def _answers(*roles: str) -> tuple[str, ...]:
+    """Answer the requests of these roles."""
+    return tuple(f"{inbox_of(role)}.>" for role in roles)
+
+
+_LIVE = (_all(subjects.inference_worker), _all(subjects.inference_present))
+_STREAMS = (
+    subjects.TICKETS, subjects.RAW, subjects.EXPERIENCE, subjects.BATCHES, subjects.LEDGER, subjects.SNAPSHOTS,
+    subjects.EVENTS, subjects.METRICS, subjects.INTERACTIONS, subjects.FEEDBACK, subjects.DECISIONS, subjects.DEAD,
+    subjects.AUDIT,
+)  # fmt: skip
+_TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "coordinator": (
+        (
+            f"{_API}.>", "$JS.ACK.>", "$KV.>", *map(_stream, _STREAMS),
+            _all(subjects.command), subjects.LEADER, subjects.REPLAY, subjects.SCALE, subjects.GRADE,
+            _all(subjects.inference), _all(subjects.reading), *_LIVE,
+            _all(subjects.inference_chunks), _all(subjects.inference_claims), *_answers("rollout", "trainer"),
+        ),
+        (
+            subjects.HEARTBEATS, "$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.>",
+            _all(subjects.report), _all(subjects.evaluation), subjects.LEADER, _all(subjects.replay_progress),
+            _all(subjects.inference_chunks), _all(subjects.inference_claims), *_LIVE,
+        ),
+    ),
+    "rollout": (
+        (
+            *_works(subjects.TICKETS), *_bucket(subjects.JOBS), *_bucket(subjects.MANIFESTS),
+            _stream(subjects.RAW), _stream(subjects.EXPERIENCE), _stream(subjects.INTERACTIONS),
+            _all(subjects.report), _all(subjects.evaluation), _all(subjects.score),
+            subjects.ENV_OPEN, _all(subjects.env), _all(subjects.tools),
+            _all(subjects.inference_chunks), *_answers("coordinator"),
+        ),
+        (_all(subjects.inference), _all(subjects.reading), *_LIVE),
+    ),
+    "env": (
+        (*_bucket(subjects.JOBS), *_answers("rollout")),
+        (subjects.ENV_OPEN, _all(subjects.env), _all(subjects.tools)),
+    ),
+    "reward": (
+        (
+            *_works(subjects.RAW), f"{_API}.STREAM.MSG.GET.{subjects.RAW}", f"{_API}.STREAM.MSG.DELETE.{subjects.RAW}",
+            _stream(subjects.EXPERIENCE), *_bucket(subjects.JOBS), *_answers("rollout", "coordinator"),
+        ),
+        (_all(subjects.score), subjects.GRADE),
+    ),
+    "trainer": (
+        (
+            *_bucket(subjects.JOBS), *_bucket(subjects.MANIFESTS), *_bucket(subjects.LEASES),
+            *_reads(subjects.BATCHES, _stream(subjects.BATCHES)),
+            *_reads(subjects.EXPERIENCE, _stream(subjects.EXPERIENCE), direct=True),
+            *_reads(subjects.LEDGER, _stream(subjects.LEDGER)), *_reads(subjects.METRICS, _stream(subjects.METRICS)),
+            _key(subjects.MANIFESTS), _key(subjects.LEASES, "trainer.*"),
+            _all(subjects.report), _all(subjects.replay_progress), *_answers("coordinator"),
+        ),
+        (_all(subjects.command), subjects.REPLAY),
+    ),
+    SUPERVISOR: (_answers("coordinator"), (subjects.SCALE,)),
+    OPERATOR: ((">",), (">",)),
+}  # fmt: skip
+
+
+if __name__ == "__main__":
+    print(nats_users({role: f"$PENSTOCK_NATS_{role.upper()}" for role in ROLES}), end="")  # noqa: T201

@@ -1,0 +1,193 @@
+"""The users of NATS: what each service may say and hear, enforced by a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from penstock.shared.config.service import load_settings
+from penstock.shared.errors import ConfigError, Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.permissions import ROLES, nats_users, permissions
+from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.server import NatsServer
+from penstock.shared.transport.streams import STREAMS
+
+PASSWORDS = {role: f"secret-of-{role}" for role in ROLES}
+WORKERS = ("rollout", "env", "reward", "trainer")
+QUICK_S = 0.6
+"""A refused message is never acknowledged."""
+SIZES = {"experience_bytes": 8 << 20, "stream_bytes": 4 << 20}
+
+
+@pytest.fixture
+def locked(store_dir: Path) -> Iterator[NatsServer]:
+    """A server with a user for each role."""
+    with NatsServer(store_dir / "nats", passwords=PASSWORDS) as server:
+        yield server
+
+
+@pytest.fixture
+async def users(locked: NatsServer) -> AsyncIterator[dict[str, Bus]]:
+    """A connection of each role; all streams exist."""
+    async with AsyncExitStack() as stack:
+        found = {
+            role: await stack.enter_async_context(await Bus.connect(locked.url_of(role), name=role)) for role in ROLES
+        }
+        await found["coordinator"].ensure_streams(**SIZES)
+        yield found
+
+
+async def stored(bus: Bus, subject: str) -> bool:
+    """Whether NATS acknowledges a message."""
+    try:
+        await bus.publish(subject, b"x", deadline_s=QUICK_S)
+    except Unavailable:
+        return False
+    return True
+
+
+async def test_without_a_password_nobody_connects(locked: NatsServer) -> None:
+    with pytest.raises(ConfigError, match="refuses the credentials"):
+        await Bus.connect(locked.url, name="stranger")
+    with pytest.raises(ConfigError, match="refuses the credentials"):
+        await Bus.connect(locked.url.replace("://", "://coordinator:guess@"), name="stranger")
+
+
+async def test_each_role_stores_only_what_is_its_own(users: dict[str, Bus]) -> None:
+    own = {
+        "coordinator": {
+            subjects.ledger("j"),
+            subjects.tickets("j"),
+            "$KV.keys.k",
+            "$KV.jobs.j",
+            subjects.audit("k", "j"),
+        },
+        "rollout": {subjects.raw("j"), subjects.experience("j"), subjects.interaction("j", "i")},
+        "env": set(),
+        "reward": {subjects.experience("j")},
+        "trainer": {"$KV.manifests.j", "$KV.leases.trainer.j"},
+    }
+    asked = sorted(
+        set[str]().union(*own.values()) | {"$KV.leases.coordinator", subjects.batches("j"), subjects.feedback("j")}
+    )
+    found = await asyncio.gather(*(stored(users[role], subject) for role in WORKERS for subject in asked))
+    taken = {role: set[str]() for role in WORKERS}
+    for (role, subject), is_stored in zip(((r, s) for r in WORKERS for s in asked), found, strict=True):
+        if is_stored:
+            taken[role].add(subject)
+    assert taken == {role: own[role] for role in WORKERS}
+    assert all(await asyncio.gather(*(stored(users["coordinator"], subject) for subject in sorted(own["coordinator"]))))
+
+
+async def test_a_worker_cannot_read_keys_or_what_people_said(users: dict[str, Bus]) -> None:
+    await users["coordinator"].publish("$KV.keys.k", b"digest")
+    await users["coordinator"].publish(subjects.feedback("j"), b"private")
+
+    async def read(role: str, stream: str, subject: str) -> bool:
+        bus = users[role]
+        with pytest.raises(Unavailable):
+            async with asyncio.timeout(QUICK_S):
+                await bus.get(stream, 1, deadline_s=QUICK_S / 2)
+        with pytest.raises((Unavailable, TimeoutError)):
+            async with asyncio.timeout(QUICK_S):
+                await bus.read(stream, subject)
+        return True
+
+    wanted = [("KV_keys", "$KV.keys.>"), (subjects.FEEDBACK, subjects.feedback("j"))]
+    assert all(await asyncio.gather(*(read(role, *one) for role in WORKERS for one in wanted)))
+
+
+async def test_answers_reach_their_own_role_alone(users: dict[str, Bus]) -> None:
+    heard: list[str] = []
+    for role in WORKERS:
+        await users[role].subscribe("_INBOX.coordinator.>", lambda subject, _: heard.append(subject))
+        await users[role].subscribe(subjects.command("j"), lambda subject, _: heard.append(subject))
+    async with await users["trainer"].serve(subjects.command("j"), answer):
+        assert await users["coordinator"].request(subjects.command("j"), b"go", deadline_s=5) == b"done"
+    assert heard == [subjects.command("j")], "only the trainer may hear commands"
+
+
+async def answer(_: bytes) -> bytes:
+    return b"done"
+
+
+async def test_a_request_cannot_borrow_the_hand_of_its_server(users: dict[str, Bus]) -> None:
+    """The coordinator answers a request whose answer should go to LEDGER: nothing is stored."""
+    async with await users["coordinator"].serve(subjects.report("j"), answer):
+        rollout = users["rollout"]
+        await rollout._connection.send(subjects.report("j"), b"", reply=subjects.ledger("j"))
+        assert await rollout.request(subjects.report("j"), b"", deadline_s=5) == b"done"
+    assert (await users["coordinator"].stream_state(subjects.LEDGER)).messages == 0
+
+
+def test_only_the_operator_may_do_everything() -> None:
+    assert permissions("operator").publish == (">",)
+    for role in WORKERS:
+        allowed = permissions(role)
+        assert ">" not in (*allowed.publish, *allowed.subscribe)
+        assert not any(
+            subject.startswith(("ledger", "$JS.API.STREAM.CREATE", "$JS.API.>")) for subject in allowed.publish
+        )
+        assert all(subject.startswith(f"_INBOX.{role}.") for subject in allowed.subscribe if "_INBOX" in subject)
+
+
+def test_the_users_of_the_containers_are_those_of_the_code() -> None:
+    """``deploy/nats-users.conf`` comes from the table: python -m penstock.shared.protocol.permissions > FILE."""
+    file = Path(__file__).parents[2] / "deploy" / "nats-users.conf"
+    assert file.read_text() == nats_users({role: f"$PENSTOCK_NATS_{role.upper()}" for role in ROLES})
+
+
+# -- TLS
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> dict[str, Path]:
+    """An authority, and certificates of a server and a client that it signed; and another authority."""
+
+    def openssl(*words: str) -> None:
+        subprocess.run(["openssl", *words], cwd=tmp_path, check=True, capture_output=True)
+
+    for name in ("ca", "other"):
+        openssl("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
+                "-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}")  # fmt: skip
+    (tmp_path / "names").write_text("subjectAltName=IP:127.0.0.1")
+    for name in ("server", "client"):
+        openssl("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
+                "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")  # fmt: skip
+        openssl("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial",
+                "-days", "2", "-out", f"{name}.pem", "-extfile", "names")  # fmt: skip
+    return {
+        name: tmp_path / name
+        for name in ("ca.pem", "other.pem", "server.pem", "server.key", "client.pem", "client.key")
+    }
+
+
+async def test_the_bus_over_tls_with_certificates_of_both_sides(store_dir: Path, certificates: dict[str, Path]) -> None:
+    files = certificates
+    variables = {
+        "PENSTOCK_NATS_TLS_CA": str(files["ca.pem"]),
+        "PENSTOCK_NATS_TLS_CERT": str(files["client.pem"]),
+        "PENSTOCK_NATS_TLS_KEY": str(files["client.key"]),
+    }
+    tls = (files["server.pem"], files["server.key"], files["ca.pem"])
+    with NatsServer(store_dir / "nats", passwords=PASSWORDS, tls=tls) as server:
+        url = server.url_of("operator")
+        async with await Bus.connect(url, name="test", tls=load_settings(variables).nats_tls) as bus:
+            await bus.ensure_streams(**SIZES)
+            assert await bus.publish(subjects.ledger("j"), b"x") == 1
+        stranger = load_settings(variables | {"PENSTOCK_NATS_TLS_CA": str(files["other.pem"])}).nats_tls
+        with pytest.raises((ConfigError, Unavailable)):
+            await Bus.connect(url, name="test", tls=stranger, deadline_s=1)
+    with pytest.raises(ConfigError, match="belong together"):
+        _ = load_settings({"PENSTOCK_NATS_TLS_CERT": "c.pem"}).nats_tls
+
+
+def test_the_coordinator_may_store_in_every_stream() -> None:
+    allowed = permissions("coordinator").publish
+    assert {f"{stream.lower()}.>" for stream in STREAMS} <= set(allowed)
