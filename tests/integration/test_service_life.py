@@ -90,7 +90,7 @@ class Toy:
         raise AssertionError(f"no '{pattern}' within 8 s in: {self.text}")
 
     async def exit_code(self) -> int:
-        return await asyncio.to_thread(self.process.wait, 8)
+        return await asyncio.to_thread(self.process.wait, 60)
 
 
 @pytest.fixture
