@@ -134,8 +134,8 @@ _TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
         (
             subjects.HEARTBEATS, "$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.>",
-            _all(subjects.report), _all(subjects.evaluation), subjects.LEADER, _all(subjects.replay_progress),
-            _all(subjects.inference_chunks), _all(subjects.inference_claims), *_LIVE,
+            _all(subjects.report), _all(subjects.evaluation), subjects.LEADER, subjects.HOLD,
+            _all(subjects.replay_progress), _all(subjects.inference_chunks), _all(subjects.inference_claims), *_LIVE,
         ),
     ),
     "rollout": (

@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.shared.errors import ConfigError, DeadlineError, ProtocolError, Unavailable
 from penstock.shared.transport.connection import Connection
-from penstock.shared.transport.inbox import Raw, new_inbox
+from penstock.shared.transport.inbox import Raw
 from penstock.shared.transport.jetstream import ApiError, Code, call, raise_error
 
 __all__ = ["CHUNK_BYTES", "StreamImage", "load_stream", "save_stream"]
@@ -58,7 +58,7 @@ async def save_stream(connection: Connection, stream: str) -> AsyncGenerator[Str
         Unavailable: it cannot be saved; says why.
     """
     parts = _Parts()
-    async with await connection.subscribe(new_inbox(), parts.on_message) as inbox:
+    async with await connection.subscribe(connection.inboxes.new(), parts.on_message) as inbox:
         body = {"deliver_subject": inbox.subject, "no_consumers": True, "chunk_size": CHUNK_BYTES}
         what = f"snapshot of stream {stream}"
         answer = await call(connection, f"STREAM.SNAPSHOT.{stream}", body, deadline_s=SILENCE_S, what=what)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from penstock.local.backup import load_backup, restore_files, restore_streams, t
 from penstock.local.state import Claim
 from penstock.shared.config.service import load_settings
 from penstock.shared.errors import ConfigError
+from penstock.shared.protocol.permissions import OPERATOR
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.server import NatsServer
 
@@ -81,7 +83,7 @@ async def _source(directory: Path, nats_url: str | None) -> AsyncIterator[Bus]:
             if not (directory / "nats").is_dir():
                 raise ConfigError(f"nothing runs in {directory}, and it holds no store; name another with --data-dir")
             stack.enter_context(Claim(directory))
-            url = stack.enter_context(NatsServer(directory / "nats")).url
+            url = stack.enter_context(_server(directory)).url_of(OPERATOR)
         async with await Bus.connect(url, name="penstock backup") as bus:
             yield bus
 
@@ -93,8 +95,13 @@ async def _empty(directory: Path, nats_url: str | None, size: int) -> AsyncItera
         if nats_url is None:
             if (directory / "nats").exists():
                 raise ConfigError(f"{directory} holds a store already; restore into an empty one with --data-dir")
-            nats_url = stack.enter_context(NatsServer(directory / "nats", max_file_store=size)).url
+            nats_url = stack.enter_context(_server(directory, size)).url_of(OPERATOR)
         async with await Bus.connect(nats_url, name="penstock restore") as bus:
             if found := await bus.streams():
                 raise ConfigError(f"the bus has streams already ({', '.join(found[:3])}, …); restore into an empty one")
             yield bus
+
+
+def _server(directory: Path, size: int | None = None) -> NatsServer:
+    """A server for the time being, which only this process can reach."""
+    return NatsServer(directory / "nats", max_file_store=size, passwords={OPERATOR: secrets.token_urlsafe(32)})
