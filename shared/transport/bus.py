@@ -83,7 +83,7 @@ class Bus:
 
         Raises: as ``connect``.
         """
-        return await Bus.connect(self._connection.url, name=name, deadline_s=deadline_s)
+        return await Bus.connect(self._connection.url, name=name, deadline_s=deadline_s, tls=self._connection.tls)
 
     async def __aenter__(self) -> Self:
         return self
