@@ -13,7 +13,6 @@ import re
 import shutil
 import tempfile
 import threading
-import time
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,6 +23,7 @@ from pydantic import ValidationError
 from penstock.services.coordinator.api.files_desk import FileRecord, Purpose
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem
 from penstock.shared.errors import NotFound
+from penstock.shared.protocol.bus_clock import bus_time
 
 __all__ = ["FileStore"]
 
@@ -52,7 +52,7 @@ class FileStore:
         try:
             nbytes, rows, sha256 = _copy_rows(source, folder / ROWS)
             record = FileRecord(
-                id=id, bytes=nbytes, created_at=int(time.time()), filename=filename, purpose=purpose, sha256=sha256,
+                id=id, bytes=nbytes, created_at=int(bus_time()), filename=filename, purpose=purpose, sha256=sha256,
                 rows=rows,
             )  # fmt: skip
             with self._lock:

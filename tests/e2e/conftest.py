@@ -89,6 +89,7 @@ class Deployment:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.told: list[str] = []
+        self.ready_s = 60.0
         self.environment = {
             "PENSTOCK_LEASE_S": str(LEASE_S),
             "PENSTOCK_HEARTBEAT_S": "0.3",
@@ -112,7 +113,7 @@ class Deployment:
     def __enter__(self) -> Deployment:
         self.run(self.stack.__aenter__())
         try:
-            self.run(self.stack.ready(deadline_s=60))
+            self.run(self.stack.ready(deadline_s=self.ready_s), self.ready_s + 30)
         except BaseException:
             self.close()
             raise
@@ -321,9 +322,9 @@ def stack_of_ranks(nursery: Any) -> Iterator[Deployment]:
 
 
 @pytest.fixture
-def deploy(nursery: Any) -> Callable[[Path], Deployment]:
-    """A stack in a folder, which the test starts."""
-    return lambda directory: Deployment(directory, nursery.launch)
+def deploy(nursery: Any) -> Callable[..., Deployment]:
+    """A stack in a folder, which the test starts; its services come from the nursery, or from a launch of the test."""
+    return lambda directory, launch=nursery.launch: Deployment(directory, launch)
 
 
 @pytest.fixture(scope="module")
