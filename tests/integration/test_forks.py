@@ -102,7 +102,7 @@ async def restart(bus: Bus, tmp_path: Path) -> AsyncIterator[Restart]:
     publishing = Publishing(bus, ServiceSettings(data_dir=tmp_path, shm_dir=tmp_path), JOB)
     start = Start(
         bus, JOB, CONFIG, crew=crew, publishing=publishing, reporter=reporter, progress=progress, epoch=2,
-        wait=lambda *_: None,
+        wait=lambda *_: None, data_dir=tmp_path,
     )  # fmt: skip
     stage = Restart(bus, replica, crew, start, publishing, progress, checkpoint)
     server = await bus.serve(subjects.report(JOB), stage.answer)
