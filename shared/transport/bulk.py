@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Self
 
+import msgspec
 import numpy as np
 import xxhash
 
@@ -75,8 +76,11 @@ class BulkStore:
         generation = self._leased[segment.path.name]
         write_header(segment, BulkHeader(generation, nbytes, 0, single_use))
         segment.unlock()
-        address = self._server.address if self._server else ""
-        return Claim(self._host, segment.path.name, generation, nbytes, checksum, address)
+        claim = Claim(self._host, segment.path.name, generation, nbytes, checksum)
+        if self._server is None:
+            return claim
+        token = self._server.token(claim.name, generation)
+        return msgspec.structs.replace(claim, address=self._server.address, token=token)
 
     def release(self, claim: Claim) -> None:
         """The bytes are not needed any more: new fetches fail, running readers keep them. May be called twice."""

@@ -138,7 +138,7 @@ class BulkReader:
             buffer, self._spare = self._spare, np.empty(0, np.uint8)
         if buffer.nbytes < claim.nbytes:
             buffer = np.empty(claim.nbytes, np.uint8)
-        pull(claim.address, claim.name, claim.generation, buffer[: claim.nbytes], timeout_s=timeout_s)
+        pull(claim.address, claim.name, claim.generation, claim.token, buffer[: claim.nbytes], timeout_s=timeout_s)
         return Blob(buffer[: claim.nbytes], lambda: self._recycle(buffer))
 
     def _recycle(self, buffer: NDArray[np.uint8]) -> None:

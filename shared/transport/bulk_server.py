@@ -2,9 +2,14 @@
 
 ::
 
-    request   b"PSB1" | u16 length of name | u64 generation | name
-    reply     u8 status (0 found, 1 not found) | u64 nbytes | bytes
+    greeting  b"PSB2" | 16 random bytes (nonce)
+    request   b"PSB2" | u16 length of name | u64 generation | proof | name
+    reply     u8 status (0 found, 1 not found, 2 refused) | u64 nbytes | bytes | seal
     receipt   one byte, sent by the client when it has everything
+
+Each blob has a token, which its claim or manifest carries over the bus. ``proof`` is the HMAC-SHA256 of nonce and
+request under that token: whoever was not given the claim gets nothing. ``seal`` is the one of nonce and bytes: whoever
+sits between the two cannot change them. The bytes themselves are not encrypted.
 
 Blocking sockets in threads: a loop around ``recv_into`` reaches about 0.9 of what loopback TCP can do, asyncio streams
 less than 0.2. The segment stays locked until the receipt, because ``sendfile`` hands the kernel the pages themselves:
@@ -14,14 +19,19 @@ rewriting them while they wait in a socket buffer would change what the peer rea
 from __future__ import annotations
 
 import contextlib
+import hmac
+import mmap
+import secrets
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +40,19 @@ from penstock.shared.errors import DeadlineError, NotFound, ProtocolError, Unava
 
 __all__ = ["BlobServer", "BlobSource", "ServedBlob", "pull"]
 
-MAGIC = b"PSB1"
-_REQUEST = struct.Struct("<4sHQ")
+MAGIC = b"PSB2"
+_NONCE_BYTES, _MAC_BYTES = 16, 32
+_REQUEST = struct.Struct("<4sHQ32s")
 _REPLY = struct.Struct("<BQ")
-_IDLE_S = 60.0
+_FOUND, _NOT_FOUND, _REFUSED = 0, 1, 2
+_IDLE_S = 15.0
+"""A peer that takes nothing for this long is dropped."""
+_PROOF_S = 5.0
+"""A peer has this long to prove that it may ask."""
 _MAX_CONNECTIONS = 64
+_MAX_UNPROVEN = 64
+"""Beyond this the oldest of those that proved nothing yet is dropped: strangers cannot shut others out."""
+_CHUNK = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +83,18 @@ class BlobServer:
         except OSError as error:
             raise Unavailable(f"cannot serve bulk data on '{host}' (PENSTOCK_BULK_HOST): {error}") from None
         self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self._secret = secrets.token_bytes(_MAC_BYTES)
         self._slots = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         self._peers: dict[socket.socket, threading.Thread] = {}
+        self._unproven: dict[socket.socket, None] = {}
         self._lock = threading.Lock()
         self._closing = False
         self._thread = threading.Thread(target=self._accept, name=f"bulk-server-{self.address}", daemon=True)
         self._thread.start()
+
+    def token(self, name: str, generation: int) -> str:
+        """What a peer needs to pull this blob, as hex digits."""
+        return _mac(self._secret, generation.to_bytes(8, "little"), name.encode()).hex()
 
     def close(self) -> None:
         """Stop listening, cut what is being sent, and wait for the threads."""
@@ -89,59 +113,111 @@ class BlobServer:
 
     def _accept(self) -> None:
         while not self._closing:
-            self._slots.acquire()
             try:
                 peer, _ = self._listener.accept()
             except OSError:  # closed
-                self._slots.release()
                 return
             thread = threading.Thread(target=self._serve, args=(peer,), name="bulk-peer", daemon=True)
             with self._lock:
                 self._peers[peer] = thread
+                self._unproven[peer] = None
+                oldest = next(iter(self._unproven)) if len(self._unproven) > _MAX_UNPROVEN else None
+            if oldest is not None:
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
             thread.start()
 
     def _serve(self, peer: socket.socket) -> None:
         try:
-            peer.settimeout(_IDLE_S)
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            while self._answer(peer):
-                pass
-        except OSError:  # the peer went away or stood still; it will report that itself
+            self._answer(peer)
+        except (OSError, UnicodeDecodeError):  # the peer went away, stood still or speaks another protocol
             pass
         finally:
             with self._lock:
                 self._peers.pop(peer, None)
+                self._unproven.pop(peer, None)
             peer.close()
-            self._slots.release()
 
-    def _answer(self, peer: socket.socket) -> bool:
-        """Answer one request; False when the peer is done or does not speak this protocol."""
-        head = _receive(peer, _REQUEST.size)
-        if len(head) < _REQUEST.size:
-            return False
-        magic, length, generation = _REQUEST.unpack(head)
+    def _answer(self, peer: socket.socket) -> None:
+        """Hear one request and answer it."""
+        nonce, deadline = secrets.token_bytes(_NONCE_BYTES), time.monotonic() + _PROOF_S
+        peer.settimeout(_PROOF_S)
+        peer.sendall(MAGIC + nonce)
+        head = bytearray(_REQUEST.size)
+        _receive_into(peer, memoryview(head), deadline)
+        magic, length, generation, proof = _REQUEST.unpack(head)
         if magic != MAGIC:
-            return False
-        try:
-            name = _receive(peer, length).decode()
-            with self._source(name, generation) as blob, blob.path.open("rb", buffering=0) as file:
-                peer.sendall(_REPLY.pack(0, blob.nbytes))
-                if blob.nbytes:
+            return
+        text = bytearray(length)
+        _receive_into(peer, memoryview(text), deadline)
+        name = text.decode()
+        token = bytes.fromhex(self.token(name, generation))
+        peer.settimeout(_IDLE_S)
+        if not hmac.compare_digest(proof, _proof(token, nonce, name, generation)):
+            peer.sendall(_REPLY.pack(_REFUSED, 0))
+            return
+        with self._lock:
+            self._unproven.pop(peer, None)
+        with self._slots:
+            try:
+                self._send(peer, name, generation, _Seal(token, nonce))
+            except (NotFound, FileNotFoundError):
+                peer.sendall(_REPLY.pack(_NOT_FOUND, 0))
+
+    def _send(self, peer: socket.socket, name: str, generation: int, seal: _Seal) -> None:
+        with self._source(name, generation) as blob, blob.path.open("rb", buffering=0) as file:
+            peer.sendall(_REPLY.pack(_FOUND, blob.nbytes))
+            if blob.nbytes:
+                pages = mmap.mmap(file.fileno(), blob.offset + blob.nbytes, access=mmap.ACCESS_READ)
+                with seal:
+                    seal.add(memoryview(pages)[blob.offset :])  # beside the transfer
                     peer.sendfile(file, blob.offset, blob.nbytes)
-                return _receive(peer, 1) == b"\1"
-        except (NotFound, UnicodeDecodeError, FileNotFoundError):
-            peer.sendall(_REPLY.pack(1, 0))
-            return True
+            peer.sendall(seal.digest())
+            _receive(peer, 1)
 
 
-def pull(address: str, name: str, generation: int, target: NDArray[np.uint8], *, timeout_s: float) -> None:
+class _Seal:
+    """The HMAC of bytes that come in pieces, computed in a thread of its own."""
+
+    def __init__(self, token: bytes, nonce: bytes) -> None:
+        self._mac = hmac.new(token, b"seal" + nonce, "sha256")
+        self._thread = ThreadPoolExecutor(1, "bulk-seal")
+        self._pieces: list[Future[None]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(cancel_futures=True)  # what is being hashed must outlive that
+
+    def add(self, data: memoryview) -> None:
+        """Hash some more."""
+        self._pieces.append(self._thread.submit(self._mac.update, data))
+
+    def digest(self) -> bytes:
+        """Of all there was. Inside or after the ``with``."""
+        for piece in self._pieces:
+            piece.result()
+        return self._mac.digest()
+
+
+def _mac(key: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(key, b"".join(parts), "sha256")
+
+
+def _proof(token: bytes, nonce: bytes, name: str, generation: int) -> bytes:
+    return _mac(token, b"ask", nonce, generation.to_bytes(8, "little"), name.encode())
+
+
+def pull(address: str, name: str, generation: int, token: str, target: NDArray[np.uint8], *, timeout_s: float) -> None:
     """Fetch a blob into ``target``, uint8 [its size]; blocks. Memory that was used before is several times faster.
 
     Raises:
         NotFound: the producer does not have it any more.
-        Unavailable: the producer cannot be reached or broke off.
+        Unavailable: the producer cannot be reached, broke off, or refuses the token.
         DeadlineError: not complete after ``timeout_s``.
-        ProtocolError: the producer has another size under this name.
+        ProtocolError: the producer has another size under this name, or the bytes were changed on their way.
     """
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + timeout_s
@@ -149,20 +225,35 @@ def pull(address: str, name: str, generation: int, target: NDArray[np.uint8], *,
     try:
         with socket.create_connection((host, int(port)), timeout=timeout_s) as peer:
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            peer.sendall(_REQUEST.pack(MAGIC, len(name.encode()), generation) + name.encode())
-            reply = np.empty(_REPLY.size, np.uint8)
-            _receive_into(peer, reply.data, deadline)
-            status, size = _REPLY.unpack(reply.data)
+            greeting = bytearray(len(MAGIC) + _NONCE_BYTES)
+            _receive_into(peer, memoryview(greeting), deadline)
+            nonce, key = bytes(greeting[len(MAGIC) :]), bytes.fromhex(token)
+            proof = _proof(key, nonce, name, generation)
+            peer.sendall(_REQUEST.pack(MAGIC, len(name.encode()), generation, proof) + name.encode())
+            reply = bytearray(_REPLY.size)
+            _receive_into(peer, memoryview(reply), deadline)
+            status, size = _REPLY.unpack(reply)
+            if status == _REFUSED:
+                raise Unavailable(f"{address} refuses the token for '{name}'")
             if status:
                 raise NotFound(f"{address} does not have generation {generation} of '{name}' any more")
             if size != target.nbytes:
                 raise ProtocolError(f"{address} has {size} bytes under '{name}', not {target.nbytes}")
-            _receive_into(peer, target.data, deadline)
+            with _Seal(key, nonce) as seal:
+                for start in range(0, target.nbytes, _CHUNK):
+                    piece = target[start : start + _CHUNK].data
+                    _receive_into(peer, piece, deadline)
+                    seal.add(piece)
+                found = seal.digest()
+            expected = bytearray(_MAC_BYTES)
+            _receive_into(peer, memoryview(expected), deadline)
+            if not hmac.compare_digest(found, expected):
+                raise ProtocolError(f"the {what} were changed on their way")
             peer.sendall(b"\1")
     except TimeoutError:
         raise DeadlineError(f"waited {timeout_s:.1f} s for {what}") from None
     except (OSError, ValueError) as error:
-        if isinstance(error, ProtocolError):
+        if isinstance(error, ProtocolError | Unavailable):
             raise
         raise Unavailable(f"cannot fetch {what}: {error}") from None
 

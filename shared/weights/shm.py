@@ -68,7 +68,8 @@ class ShmPublisher:
             slot.unlock()
         refs = [SlotRef("shm", self._host, slot.path.name, layout.nbytes)]
         if self._server:
-            handle = f"{self._server.address}/{slot.path.name}/{sequence + 1}"
+            token = self._server.token(slot.path.name, sequence + 1)
+            handle = f"{self._server.address}/{slot.path.name}/{sequence + 1}/{token}"
             refs.append(SlotRef("tcp", self._host, handle, layout.nbytes))
         return WeightManifest(
             job=self._job,

@@ -34,13 +34,12 @@ class TcpReceiver:
                 f"version {manifest.version} is not served over TCP; set PENSTOCK_BULK_HOST at the trainer"
             )
         layout = check_layout(manifest.layout, self._layout)
-        address, _, place = ref.handle.partition("/")
-        name, _, sequence = place.rpartition("/")
-        if not sequence.isdecimal():
+        address, name, sequence, token = [*ref.handle.split("/"), "", "", ""][:4]
+        if not sequence.isdecimal() or not token:
             raise WeightsError(f"version {manifest.version}: '{ref.handle}' is not a TCP handle")
         buffer = self._pool.take(layout.nbytes)
         try:
-            pull(address, name, int(sequence), buffer, timeout_s=self._timeout_s)
+            pull(address, name, int(sequence), token, buffer, timeout_s=self._timeout_s)
         except (NotFound, Unavailable, DeadlineError, ProtocolError) as error:
             self._pool.give(buffer)
             raise WeightsError(f"version {manifest.version}: {error}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ from penstock.shared.config import ServiceSettings
 from penstock.shared.errors import ConfigError, DeadlineError, NotFound, ProtocolError, Unavailable
 from penstock.shared.protocol.claim import Claim
 from penstock.shared.protocol.frame import decode_frame, encode_frame
+from penstock.shared.transport import bulk_server
 from penstock.shared.transport.bulk import BulkReader, BulkStore
 from penstock.shared.transport.bulk_segment import DATA_OFFSET, LockedFile, Owner, sweep
 
@@ -290,10 +292,10 @@ def test_claims_that_lie_are_refused(store: BulkStore, reader: BulkReader) -> No
     claim = store.put(filled(1))
     for changes, error in (
         ({"nbytes": MIB + 1}, ProtocolError),
-        ({"generation": 77}, NotFound),
-        ({"name": claim.name + "0"}, NotFound),
-        ({"name": "../" + claim.name}, (ProtocolError, NotFound)),
-        ({"name": "x" * 300}, (ProtocolError, NotFound)),
+        ({"generation": 77}, (NotFound, Unavailable)),
+        ({"name": claim.name + "0"}, (NotFound, Unavailable)),
+        ({"name": "../" + claim.name}, (ProtocolError, NotFound, Unavailable)),
+        ({"name": "x" * 300}, (ProtocolError, NotFound, Unavailable)),
     ):
         with pytest.raises(error):
             reader.fetch(msgspec.structs.replace(claim, **changes))
@@ -324,7 +326,7 @@ def test_silent_producer_ends_in_a_deadline(far: ServiceSettings) -> None:
 def test_server_survives_strangers(store: BulkStore, far: ServiceSettings) -> None:
     claim = store.put(filled(1))
     host, _, port = claim.address.rpartition(":")
-    for junk in (b"", b"GET / HTTP/1.1\r\n\r\n", b"PSB1", b"PSB1" + b"\xff" * 10 + b"\xff" * 70000):
+    for junk in (b"", b"GET / HTTP/1.1\r\n\r\n", b"PSB2", b"PSB2" + b"\xff" * 42 + b"\xff" * 70000):
         with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=5) as peer:
             peer.sendall(junk)
             peer.shutdown(socket.SHUT_WR)
@@ -334,6 +336,71 @@ def test_server_survives_strangers(store: BulkStore, far: ServiceSettings) -> No
         assert set(blob.data[::4096]) == {1}
 
 
+def request_for(claim: Claim, nonce: bytes, token: str | None = None) -> bytes:
+    name, generation = claim.name.encode(), claim.generation.to_bytes(8, "little")
+    key = bytes.fromhex(claim.token if token is None else token)
+    proof = hmac.digest(key, b"ask" + nonce + generation + name, "sha256")
+    return b"PSB2" + len(name).to_bytes(2, "little") + generation + proof + name
+
+
+def test_only_holders_of_the_claim_are_served(store: BulkStore, far: ServiceSettings) -> None:
+    claim, other = store.put(filled(1)), store.put(filled(2))
+    assert claim.token != other.token
+    for token in ("", "00" * 32, other.token):
+        with pytest.raises(Unavailable, match="refuses the token"):
+            BulkReader(far).fetch(msgspec.structs.replace(claim, token=token))
+    host, _, port = claim.address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=5) as first:
+        heard = request_for(claim, first.recv(20, socket.MSG_WAITALL)[4:])
+    with socket.create_connection((host, int(port)), timeout=5) as peer:  # what was overheard is of no use
+        peer.recv(20, socket.MSG_WAITALL)
+        peer.sendall(heard)
+        assert peer.recv(9, socket.MSG_WAITALL)[0] == 2
+    with BulkReader(far).fetch(claim) as blob:
+        assert set(blob.data[::4096]) == {1}
+
+
+def test_bytes_that_were_changed_on_their_way_are_refused(store: BulkStore, far: ServiceSettings) -> None:
+    """Also where the sender computed no digest."""
+    claim = store.put(filled(1), digest=False)
+    host, _, port = claim.address.rpartition(":")
+
+    def forward(between: socket.socket) -> None:
+        peer, _ = between.accept()
+        with peer, socket.create_connection((host, int(port)), timeout=5) as server:
+            peer.sendall(server.recv(20, socket.MSG_WAITALL))
+            server.sendall(peer.recv(46 + len(claim.name), socket.MSG_WAITALL))
+            server.settimeout(None)
+            data = bytearray(server.recv(9 + claim.nbytes + 32, socket.MSG_WAITALL))
+            data[9 + claim.nbytes // 2] ^= 1
+            peer.sendall(data)
+            peer.recv(1)
+
+    with socket.create_server(("127.0.0.1", 0)) as between:
+        thread = threading.Thread(target=forward, args=(between,))
+        thread.start()
+        address = f"127.0.0.1:{between.getsockname()[1]}"
+        with pytest.raises(ProtocolError, match="changed on their way"):
+            BulkReader(far).fetch(msgspec.structs.replace(claim, address=address))
+        thread.join()
+
+
+def test_strangers_that_say_nothing_shut_nobody_out(
+    near: ServiceSettings, far: ServiceSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk_server, "_PROOF_S", 0.5)
+    with BulkStore(near) as store, contextlib.ExitStack() as stack:
+        claim = store.put(filled(1))
+        host, _, port = claim.address.rpartition(":")
+        idle = [stack.enter_context(socket.create_connection((host, int(port)), timeout=10)) for _ in range(150)]
+        with BulkReader(far).fetch(claim, timeout_s=10) as blob:
+            assert set(blob.data[::4096]) == {1}
+        for peer in idle:  # all are dropped, not only those above the limit
+            with contextlib.suppress(ConnectionError):
+                while peer.recv(64):
+                    pass
+
+
 def test_slow_peer_never_sees_rewritten_bytes(near: ServiceSettings) -> None:
     """The kernel sends pages of the segment itself, so it may not be written before the peer has everything."""
     settings = near.model_copy(update={"bulk_bytes": 64 * MIB})
@@ -341,8 +408,8 @@ def test_slow_peer_never_sees_rewritten_bytes(near: ServiceSettings) -> None:
         claim = store.put(filled(1, 16 * MIB))
         host, _, port = claim.address.rpartition(":")
         with socket.create_connection((host, int(port)), timeout=5) as peer:
-            name = claim.name.encode()
-            peer.sendall(b"PSB1" + len(name).to_bytes(2, "little") + claim.generation.to_bytes(8, "little") + name)
+            nonce = peer.recv(20, socket.MSG_WAITALL)[4:]
+            peer.sendall(request_for(claim, nonce))
             peer.settimeout(None)  # MSG_WAITALL does not wait on a socket with a timeout
             head = peer.recv(9, socket.MSG_WAITALL)
             assert head == b"\0" + (16 * MIB).to_bytes(8, "little")
