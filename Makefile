@@ -6,10 +6,11 @@ TRL_VENV ?= .bench/trl
 PEERS_VENV ?= .bench/peers
 FRESH ?= ../shared/tools/fresh.sh
 GSM8K ?= data/gsm8k
+NO_SECRETS := PENSTOCK_API_KEYS=x $(foreach role,COORDINATOR ROLLOUT ENV REWARD TRAINER SUPERVISOR OPERATOR,PENSTOCK_NATS_$(role)=x)
 CLIENTS ?= $(sort $(basename $(notdir $(wildcard tests/clients/requirements/*.txt))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format type imports check test test-long mutants chaos e2e clients clients-venvs docs docs-serve reference compose-config compose-test up down \
+.PHONY: help setup lock lint format type imports check test test-long mutants chaos e2e clients clients-venvs docs docs-serve reference compose-config compose-test up down \
 	demo bench bench-bus bench-update-path bench-ledger bench-takeover bench-jobs bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-serving bench-online bench-length bench-rambling fresh package release clean
 
 help:  ## this list
@@ -27,6 +28,11 @@ $(BIN)/mkdocs: | $(BIN)/pytest  # the tests do without it
 
 $(BIN)/fonttools: | $(BIN)/pytest  # comes with matplotlib; the tests do without it
 	$(BIN)/pip install -q -e '.[bench-plots]'
+
+lock:  ## pin what continuous integration installs, with hashes; torch is left out: its hashes differ by index
+	$(PYTHON) -m venv .bench/uv && .bench/uv/bin/pip install -q uv
+	.bench/uv/bin/uv pip compile pyproject.toml --extra dev --extra docs --universal --python-version 3.11 --generate-hashes \
+	  --no-emit-package torch --no-header --no-annotate --quiet -o deploy/requirements.lock
 
 lint: $(BIN)/pytest  ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -77,13 +83,14 @@ reference: $(BIN)/pytest  ## rewrite the tables in docs/ that come from the code
 	$(BIN)/python docs/reference.py
 
 compose-config:  ## the compose files parse, with and without GPUs
-	docker compose config --quiet
-	docker compose -f docker-compose.yml -f deploy/gpu.yml config --quiet
+	env $(NO_SECRETS) docker compose config --quiet
+	env $(NO_SECRETS) docker compose -f docker-compose.yml -f deploy/gpu.yml config --quiet
 
 compose-test: compose-config  ## build, start, train, kill the trainer, finish, audit: all in containers
 	tests/e2e/compose.sh
 
 up:  ## the whole system in containers
+	sh deploy/secrets.sh
 	docker compose up --build --detach --wait
 
 down:  ## stop it; the volumes stay

@@ -4,7 +4,13 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-PENSTOCK_API_KEYS=$(python3 -c 'import secrets; print(secrets.token_hex(16))')
+secret() { python3 -c 'import secrets; print("s" + secrets.token_hex(16))'; }
+
+PENSTOCK_API_KEYS=$(secret)
+for role in COORDINATOR ROLLOUT ENV REWARD TRAINER SUPERVISOR OPERATOR; do export "PENSTOCK_NATS_$role=$(secret)"; done
+# Whatever of these images is here; the compose file pins versions.
+export PENSTOCK_NATS_IMAGE=${PENSTOCK_NATS_IMAGE-nats:2-alpine} PENSTOCK_REDIS_IMAGE=${PENSTOCK_REDIS_IMAGE-redis:7-alpine}
+export PENSTOCK_PYTHON_IMAGE=${PENSTOCK_PYTHON_IMAGE-python:3.11-slim}
 PENSTOCK_PORT=$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
 export PENSTOCK_API_KEYS PENSTOCK_PORT COMPOSE_PROJECT_NAME="penstock-e2e-$$"
 api=http://127.0.0.1:$PENSTOCK_PORT

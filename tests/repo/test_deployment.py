@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from penstock.shared.config import ServiceSettings
 from penstock.shared.config.base import load_yaml
 from penstock.shared.config.kinds import parse_job
 from penstock.shared.config.needs import OPTIONAL, needs
+from penstock.shared.protocol.permissions import ROLES
 from penstock.shared.transport.streams import AUDIT_BYTES, BUCKET_BYTES, BUCKETS, SNAPSHOT_BYTES, max_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,8 +67,56 @@ def test_ports_are_published_on_loopback_only() -> None:
     assert published and all(port.startswith("127.0.0.1:") for port in published)
 
 
-def test_the_api_has_a_key() -> None:
-    assert COMPOSE["services"]["coordinator"]["environment"]["PENSTOCK_API_KEYS"]
+def test_nothing_starts_with_a_known_secret() -> None:
+    """Compose refuses to start without them, and a script makes them."""
+    given = {
+        name: text
+        for entry in COMPOSE["services"].values()
+        for name, text in entry.get("environment", {}).items()
+        if name == "PENSTOCK_API_KEYS" or name.removeprefix("PENSTOCK_NATS_").lower() in ROLES
+    }
+    assert given.keys() == {"PENSTOCK_API_KEYS", *(f"PENSTOCK_NATS_{role.upper()}" for role in ROLES)}
+    assert all(text == f"${{{name}:?run deploy/secrets.sh}}" for name, text in given.items())
+
+
+def test_secrets_are_made_once(tmp_path: Path) -> None:
+    (tmp_path / "deploy").mkdir()
+    script = tmp_path / "deploy" / "secrets.sh"
+    script.write_text((ROOT / "deploy/secrets.sh").read_text(encoding="utf-8"))
+    subprocess.run(["sh", script], check=True, capture_output=True)
+    made = (tmp_path / ".env").read_text()
+    lines = dict(line.split("=", 1) for line in made.splitlines())
+    assert lines.keys() == {"PENSTOCK_API_KEYS", *(f"PENSTOCK_NATS_{role.upper()}" for role in ROLES)}
+    assert len({*lines.values()}) == len(lines) and all(re.fullmatch("s[0-9a-f]{48}", text) for text in lines.values())
+    assert (tmp_path / ".env").stat().st_mode & 0o777 == 0o600
+    subprocess.run(["sh", script], check=True, capture_output=True)
+    assert (tmp_path / ".env").read_text() == made
+
+
+@pytest.mark.parametrize("service", COMPOSE["services"])
+def test_containers_give_up_what_they_do_not_need(service: str) -> None:
+    entry = COMPOSE["services"][service]
+    assert entry["cap_drop"] == ["ALL"] and entry["security_opt"] == ["no-new-privileges:true"]
+    assert entry["read_only"] is True and entry["pids_limit"] and entry["mem_limit"]
+    assert set(entry.get("cap_add", [])) <= {"SETUID", "SETGID"}, "redis changes its user"
+    tag = re.search(r":-[^}]*:(\d+\.\d+\.\d+)", entry["image"])
+    assert "penstock/" in entry["image"] or tag is not None, "a version is pinned"
+    assert re.search(r'^ARG PYTHON_IMAGE="python:\d+\.\d+\.\d+-', DOCKERFILE, re.MULTILINE)
+
+
+def test_networks_keep_the_bus_and_the_cache_from_others() -> None:
+    on = {name: set(entry["networks"]) for name, entry in COMPOSE["services"].items()}
+    assert on.pop("coordinator") == {"front", "bus", "cache"}
+    assert on.pop("redis") == {"cache"}
+    assert set(map(frozenset, on.values())) == {frozenset({"bus"})}
+
+
+def test_each_service_has_its_own_user_of_the_bus() -> None:
+    for service in SERVICES:
+        url = COMPOSE["services"][service]["environment"]["PENSTOCK_NATS_URL"]
+        assert url == f"nats://{service}:${{PENSTOCK_NATS_{service.upper()}}}@nats:4222"
+        assert ("PENSTOCK_API_KEYS" in COMPOSE["services"][service]["environment"]) == (service == "coordinator")
+    assert 'include "nats-users.conf"' in (ROOT / "deploy/nats.conf").read_text(encoding="utf-8")
 
 
 def test_the_bus_is_durable() -> None:
@@ -149,7 +199,7 @@ def test_an_image_takes_more_extras(service: str) -> None:
     assert f'ARG {argument}=""\n' in DOCKERFILE
     assert f"requirements.py ${argument} > {service}.txt" in DOCKERFILE
     assert f"COPY --from=lists /deps/{service}.txt /deps/" in stages()[service][1]
-    assert COMPOSE["services"][service]["build"]["args"] == {argument: f"${{{argument}:-}}"}
+    assert COMPOSE["services"][service]["build"]["args"][argument] == f"${{{argument}:-}}"
     assert f"`{argument}" in (ROOT / "docs/operations.md").read_text(encoding="utf-8")
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -75,3 +77,17 @@ def test_the_wheel_holds_every_module_once(tmp_path: Path) -> None:
         f"penstock/{path.relative_to(ROOT)}" for name in ("shared", "services") for path in (ROOT / name).rglob("*.py")
     ]
     assert sorted(packed) == sorted(expected)
+
+
+def test_the_lock_file_has_hashes_for_what_the_project_names() -> None:
+    """torch excepted, whose wheels differ by index; ``make lock`` writes it."""
+    text = (ROOT / "deploy/requirements.lock").read_text(encoding="utf-8")
+    entries = re.split(r"\n(?=\S)", text.strip())
+    locked = {re.split(r"[=\[ ]", entry, maxsplit=1)[0].lower().replace("_", "-") for entry in entries}
+    assert all("--hash=sha256:" in entry and "==" in entry.splitlines()[0] for entry in entries)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = {
+        re.split(r"[^A-Za-z0-9_.-]", line, maxsplit=1)[0].lower().replace("_", "-") for line in project["dependencies"]
+    }
+    assert named <= locked
+    assert "torch" not in locked
