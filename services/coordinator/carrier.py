@@ -151,7 +151,8 @@ class Carrier:
         """Copy the groups that the trainer could not train to DEAD, before the decision that deletes them."""
         reason = next((event.reason for event in events if isinstance(event, BatchRefused)), "")
         again = [draw for event in events if isinstance(event, BatchRefused) for draw in event.bad]
-        given_up = [draw for event in events if isinstance(event, Dropped) for draw in event.draws]
+        dropped = [event for event in events if isinstance(event, Dropped) and event.reason == "refused"]
+        given_up = [draw for event in dropped for draw in event.draws]
         for draw in again + given_up:
             if (candidate := run.candidates.get(draw)) is not None:
                 await self.keep_dead(subjects.EXPERIENCE, candidate.seq, reason=f"refused: {reason}", attempts=1)

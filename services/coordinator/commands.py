@@ -35,6 +35,8 @@ class TrainerCommands:
         if rollback is not None:
             args = {"number": rollback.number, "reason": rollback.reason, "version": state.version}
             self._ask("rollback", args, (rollback.number, state.version))
+        elif unwanted := run.unwanted:
+            self._ask("leave_out", {"draws": [str(draw) for draw in unwanted]}, tuple(unwanted))
         elif reason := run.wants_checkpoint:
             newest = state.checkpoint
             self._ask("checkpoint", {"reason": reason}, (None if newest is None else newest.number, state.forked))

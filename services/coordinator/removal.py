@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 STREAMS: tuple[tuple[str, Callable[[str], str]], ...] = (
     *GIVEN_UP.items(),
     (subjects.FEEDBACK, subjects.erasures),
+    (subjects.FEEDBACK, subjects.feedback_ids),
     (subjects.SNAPSHOTS, subjects.snapshots),
     (subjects.TICKETS, subjects.tickets),
     (subjects.RAW, subjects.raw),

@@ -82,29 +82,31 @@ def _refused(run: RunFacts, report: Report, now: float) -> list[Event]:
     bad = [draw for draw in report.bad if draw in members] or sorted(members)
     # What replaces the bad groups is for this very batch: it is the next one to seal once it is refused.
     min_version, deadline = plan_draw(run.config, run.state, now, ahead=report.batch - run.state.next_number)
-    given_up = [draw for draw in bad if draw.n >= MAX_REDRAWS]
+    gone = {draw: reason for draw in bad if (reason := run.source.refusal(draw))}
+    dropped = gone | {draw: "refused" for draw in bad if draw.n >= MAX_REDRAWS and draw not in gone}
     events: list[Event] = [
         BatchRefused(
             writer_epoch=run.writer_epoch,
             time=now,
             number=report.batch,
             revision=report.revision,
-            bad=[draw for draw in bad if draw.n < MAX_REDRAWS],
+            bad=[draw for draw in bad if draw not in dropped],
             reason=report.reason,
             redraw=True,
             min_version=min_version,
             deadline=deadline,
         )
     ]
-    if given_up:
-        gone = [run.candidates.get(draw) for draw in given_up]
+    for why in sorted(set(dropped.values())):
+        draws = [draw for draw in bad if dropped.get(draw) == why]
+        found = [run.candidates.get(draw) for draw in draws]
         events.append(
             Dropped(
                 writer_epoch=run.writer_epoch,
                 time=now,
-                draws=given_up,
-                reason="refused",
-                lengths=[candidate.mean_length if candidate else 0 for candidate in gone],
+                draws=draws,
+                reason=why,
+                lengths=[candidate.mean_length if candidate else 0 for candidate in found],
                 redraw=False,
                 min_version=min_version,
                 deadline=deadline,

@@ -247,9 +247,25 @@ class JobRun:
             return "run is at an end" if self.training_done else "pause"
         if self.rollback is not None:  # these updates are about to be given up
             return ""
-        if self.new_best or self.requested:
-            return self.new_best or "request"
+        if wanted := self.new_best or ("request" if self.requested else self._deletion_waits_after(checkpoint.number)):
+            return wanted
         return "interval" if state.last_trained - checkpoint.number >= self.config.checkpoint.every else ""
+
+    def _deletion_waits_after(self, number: int) -> str:
+        """Why a checkpoint is wanted for groups that must go: they are kept while a trainer may ask for them; or ''."""
+        if self.source.redraws:  # prompts are nobody's
+            return ""
+        after = (batch for trained, batch in self.state.batches.items() if trained > number)
+        waits = any(self.source.refusal(draw) for batch in after for draw in batch.draws)
+        return "deletion of a user's data" if waits else ""
+
+    @property
+    def unwanted(self) -> list[Draw]:
+        """Draws of sealed batches that must not be trained any more."""
+        if self.source.redraws:
+            return []
+        sealed = (group.draw for batch in self.state.sealed.values() for group in batch.groups)
+        return sorted(draw for draw in sealed if self.source.refusal(draw))
 
     @property
     def batch_ready(self) -> bool:

@@ -94,6 +94,8 @@ class TrainerSession:
         """Why the job cannot be opened here."""
         self._going_back = ""
         """Why this trainer is to start over from an earlier batch."""
+        self._left_out: frozenset[str] = frozenset()
+        """Draws that no batch may be trained with any more: the data of their users is being deleted."""
         self.progress = Progress()
         self._seconds = {"wait": 0.0, "publish": 0.0}
         self._reported_seconds: dict[str, float] = {}
@@ -267,6 +269,10 @@ class TrainerSession:
         if manifest is not None and manifest.start_version < self.progress.version:  # a fork rolled it back
             self._inputs.refused(manifest)
             return None
+        bad = [group.draw for group in manifest.groups if str(group.draw) in self._left_out] if manifest else []
+        if manifest is not None and bad:
+            await self._refuse(manifest, Untrainable(bad, "their users' data is being deleted"))
+            return None
         return manifest
 
     async def _train_batch(self, manifest: BatchManifest) -> None:
@@ -354,6 +360,8 @@ class TrainerSession:
         if command.kind == "rollback" and int(command.args["version"]) >= self.progress.version:  # not done already
             self._going_back = str(command.args.get("reason", ""))
             self._wake()
+        if command.kind == "leave_out":  # what is being trained by now is trained
+            self._left_out = frozenset(map(str, command.args["draws"]))
         return pack(Ack(ok=True), job=self.job, epoch=self._epoch)
 
     # -- what others see ---------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -28,6 +28,7 @@ __all__ = [
     "FateStatus",
     "Feedback",
     "FeedbackBatch",
+    "FeedbackIds",
     "FinishReason",
     "Interaction",
     "InteractionFate",
@@ -44,6 +45,7 @@ FinishReason = Literal["stop", "length", "tool_calls", "abort", "client_disconne
 MARK_BITS = 32
 _CANONICAL = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}").fullmatch
 """Most ids are canonical already: a tenth of what parsing them costs."""
+_DIGEST = re.compile("([0-9a-f]{2})*").fullmatch
 CANARY = "canary"
 """Why an answer to a conversation is not trained on that a version on trial answers."""
 NOT_COMPARED = "canary_not_compared"
@@ -175,6 +177,42 @@ class Erasure(msgspec.Struct, frozen=True, kw_only=True):
     interactions: list[str]
     feedback: list[str]
     time: float
+
+
+class FeedbackIds(msgspec.Struct, frozen=True, kw_only=True):
+    """What is remembered of feedback that was decided and is no longer in FEEDBACK: its ids are not accepted again.
+
+    ``heads`` are the (kind, metric, key) that rows name by place; a row is (id of 16 bytes, fingerprint of 32 bytes,
+    revision, Unix seconds when it was received, sequence where it stood, place of its head). About 65 bytes an item.
+    """
+
+    heads: list[tuple[str, str, str]]
+    rows: list[tuple[bytes, bytes, int, float, int, int]]
+
+    @classmethod
+    def of(cls, items: Iterable[tuple[int, Feedback]]) -> FeedbackIds:
+        """Of items, each with the sequence of its message; what no API took in (no canonical id) is left out."""
+        heads: dict[tuple[str, str, str], int] = {}
+        rows = []
+        for seq, item in items:
+            if bare_id(item.id) == item.id and _DIGEST(item.fingerprint) is not None:
+                head = heads.setdefault((item.kind, item.metric, item.key_id), len(heads))
+                fingerprint = bytes.fromhex(item.fingerprint)
+                id = uuid6.UUID(item.id).bytes
+                rows.append((id, fingerprint, item.revision, item.received, item.seq or seq, head))
+        return cls(heads=list(heads), rows=rows)
+
+    def items(self, job: str) -> list[tuple[int, Feedback]]:
+        """The items, without what they said, each with the sequence where it stood."""
+        found = []
+        for id, fingerprint, revision, received, seq, head in self.rows:
+            kind, metric, key_id = self.heads[head]
+            item = Feedback(
+                id=str(uuid6.UUID(bytes=id)), job=job, kind=kind, metric=metric, key_id=key_id, received=received,  # type: ignore[arg-type]
+                revision=revision, fingerprint=fingerprint.hex(),
+            )  # fmt: skip
+            found.append((seq, item))
+        return found
 
 
 FateStatus = Literal["received", "matched", "admitted", "quarantined", "rejected", "expired", "retracted", "trained"]

@@ -142,13 +142,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     rollback: int | None = None
 
 
-CommandKind = Literal["checkpoint", "rollback"]
+CommandKind = Literal["checkpoint", "rollback", "leave_out"]
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
     """Command of the coordinator to a job's trainer; ``args["reason"]`` says why.
 
     ``rollback``: a trainer at ``args["version"]`` starts over; the answer to its `hello` says from where.
+    ``leave_out``: it refuses batches with any of ``args["draws"]`` that it has not begun.
     """
 
     kind: CommandKind

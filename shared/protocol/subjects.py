@@ -47,6 +47,7 @@ __all__ = [
     "events",
     "experience",
     "feedback",
+    "feedback_ids",
     "heartbeat",
     "inference",
     "inference_chunks",
@@ -171,6 +172,11 @@ def feedback(job: str) -> str:
 def erasures(job: str) -> str:
     """Deletions among the interactions and the feedback of a job, in FEEDBACK."""
     return f"feedback.{job}.erased"
+
+
+def feedback_ids(job: str) -> str:
+    """Ids of feedback of a job that was decided and made room, in FEEDBACK."""
+    return f"feedback.{job}.ids"
 
 
 def decisions(job: str) -> str:

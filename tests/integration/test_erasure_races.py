@@ -48,7 +48,7 @@ from penstock.shared.protocol.interaction import (
     new_marked_id,
 )
 from penstock.shared.protocol.jobs import JobRecord
-from penstock.shared.protocol.messages import Ack, Report
+from penstock.shared.protocol.messages import Ack, Command, Report
 from penstock.shared.protocol.trajectory import parse_group_header
 from penstock.shared.transport.bus import Bus
 
@@ -165,6 +165,56 @@ class Scene:
 @pytest.fixture
 async def scene(bus: Bus, tmp_path: Path) -> Scene:
     return Scene(bus, await JobStore(bus).create(CONFIG), tmp_path)
+
+
+@asynccontextmanager
+async def commands(scene: Scene) -> AsyncIterator[list[Command]]:
+    """Take the commands of the leader, as a trainer would."""
+    heard: list[Command] = []
+
+    async def hear(data: bytes) -> bytes:
+        heard.append(unpack(data, Command)[0])
+        return pack(Ack(ok=True), job=scene.job)
+
+    server = await scene.bus.serve(subjects.command(scene.job), hear)
+    try:
+        yield heard
+    finally:
+        await server.close()
+
+
+@pytest.mark.parametrize("batch", ["refused", "trained"])
+async def test_a_deletion_takes_no_group_that_a_trainer_may_ask_for(scene: Scene, batch: str) -> None:
+    """Of a sealed batch, and of one that no checkpoint is behind, they are there until the ledger lets go of them."""
+    items = [scene.posted(user) for user in ("gone", "other")]
+    await scene.post(*items)
+    async with scene.worker(), scene.leader(), commands(scene) as heard:
+        await scene.until(scene.events, lambda found: any(isinstance(event, BatchSealed) for event in found))
+        ordinals = {name: one[0].ordinal for name, one in (await scene.admitted(items)).items()}
+        mine, other = ordinals[items[0].id], ordinals[items[1].id]
+        if batch == "trained":
+            await scene.report(kind="trained", batch=1, revision=1, version=1, digest="w1")
+        eraser = Eraser(scene.bus, str, released_s=DEADLINE_S)
+        deletion = asyncio.create_task(eraser.run(await eraser.begin("gone")))
+
+        async def asked() -> list[Command]:
+            return heard
+
+        wanted = "leave_out" if batch == "refused" else "checkpoint"
+        await scene.until(asked, lambda found: any(command.kind == wanted for command in found))
+        assert sorted(await scene.groups()) == sorted(ordinals.values()), "a trainer may ask for them"
+        assert not deletion.done()
+        if batch == "refused":
+            assert next(one.args for one in heard if one.kind == "leave_out") == {"draws": [f"{mine}.0"]}
+            await scene.report(kind="refused", batch=1, revision=1, bad=[Draw(mine)], reason="their data is deleted")
+        else:
+            await scene.report(kind="checkpointed", batch=1, version=1, digest="w1", path="c1")
+        await deletion
+        found = await scene.events()
+        assert await scene.until(scene.groups, lambda found: mine not in found) in ([other], [])
+    dropped = [(one.reason, one.draws, one.redraw) for one in found if isinstance(one, Dropped)]
+    assert dropped == ([("erased", [Draw(mine)], False)] if batch == "refused" else [])
+    assert not await scene.bus.read(subjects.DEAD, subjects.dead(scene.job)), "no copy is kept of it"
 
 
 async def erase(bus: Bus, user: str) -> None:

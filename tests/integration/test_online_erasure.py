@@ -100,11 +100,14 @@ async def test_what_is_admitted_around_a_deletion_is_not_trained(
                     break
             await say(bus, job, await serve(bus, job))
             await has_read.wait()
-            eraser = Eraser(bus, str)
+            eraser = Eraser(bus, str, released_s=DEADLINE_S)
             deletion = await eraser.begin("u")
-            await eraser.run(deletion)
-            assert (deletion.status, deletion.interactions, deletion.groups) == ("done", 1, 0)
+            deleting = asyncio.create_task(eraser.run(deletion))
+            while not await bus.read(subjects.FEEDBACK, subjects.erasures(job)):
+                await asyncio.sleep(0.05)
             may_publish.set()
+            await deleting
+            assert (deletion.status, deletion.interactions) == ("done", 1)
             while not (found := await dropped(bus, job)):
                 await asyncio.sleep(0.05)
             while await bus.read(subjects.EXPERIENCE, subjects.experience(job)):

@@ -50,6 +50,8 @@ FOLDER = "feedback"
 PROMPT_S = 2.0
 """A deletion that ends within this time is reported by the reply to its request."""
 REACH_S = 30.0
+RELEASED_S = 600.0
+"""So long a deletion waits for the jobs that made groups of the data: until no trainer can ask for one of them."""
 ABANDONED_S = 60.0
 """A deletion that takes longer was begun by a process that is gone, or is gone through twice."""
 LEARNT = frozenset({"admitted", "trained"})
@@ -69,10 +71,8 @@ class FeedbackDesk:
         self.ingest = Ingest(bus, self.index)
         self.index.on_projected = self.ingest.projected
         self.held = HeldFeedback(bus, self.index, self.ingest, self.pseudonyms)
-        self._bus, self._eraser = (
-            bus,
-            Eraser(bus, self.pseudonyms.of, forgotten=self._forget, archive=ledger_archive(data_dir)),
-        )
+        self._bus, archive = bus, ledger_archive(data_dir)
+        self._eraser = Eraser(bus, self.pseudonyms.of, forgotten=self._forget, released_s=RELEASED_S, archive=archive)
         self._erasing: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:

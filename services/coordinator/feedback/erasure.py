@@ -7,6 +7,7 @@ then the messages are overwritten in the streams; a deletion that was interrupte
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping
@@ -14,6 +15,7 @@ from itertools import chain
 
 import msgspec
 
+from penstock.services.coordinator.feedback.ids import keep_ids
 from penstock.services.coordinator.feedback.made import Made, erase_groups
 from penstock.services.coordinator.feedback.pieces import data_of, erase_letter, erase_message
 from penstock.services.coordinator.feedback.search import Found, Place, Search, decoded
@@ -68,13 +70,14 @@ class Eraser:
 
     Args:
         forgotten: waited for before a deletion is done, with the sequence in FEEDBACK up to which indexes must read.
+        released_s: so long at most a deletion waits until its job lets go of the groups that are made of the data.
     """
 
     def __init__(
         self, bus: Bus, pseudonym: Callable[[str], str], *, forgotten: Forgotten | None = None,
-        archive: LedgerArchive | None = None,
+        archive: LedgerArchive | None = None, released_s: float = 0.0,
     ) -> None:  # fmt: skip
-        self._archive = archive
+        self._archive, self._released_s = archive, released_s
         self._bus, self._pseudonym, self._forgotten = bus, pseudonym, forgotten
         self._kv, self._opened = bus.kv(subjects.PRIVACY), bus.kv(subjects.EPISODES)
 
@@ -107,10 +110,10 @@ class Eraser:
         # What was told is read before the ledger: what is admitted in between is known to be needed.
         told = {job: await self._told(job, mine) for job, mine in found.items()}
         # What a leader admits after this search it drops itself: it reads what was announced.
-        for job, made in (await self._made(report.user, found)).items():
+        all_made = await self._made(report.user, found)
+        for job, made in all_made.items():
             mine = found.get(job, Found())
             versions, decided = told.get(job, (set[int](), set[str]()))
-            report.groups += await erase_groups(self._bus, job, made.ordinals) if made.ordinals else 0
             for letter in mine.letters:
                 await erase_letter(self._bus, letter)
             for place, rest in mine.mixed:
@@ -118,6 +121,9 @@ class Eraser:
                 over = {target_of(item) for item in rest} if is_below else decided | made.decided
                 needed = made.needed if isinstance(place, Message) else frozenset[str]()
                 left = [item for item in rest if item.id in needed or target_of(item) not in over]
+                if isinstance(place, Message):  # what was decided goes with the message, and is known for good
+                    stays = {item.id for item in left}
+                    await keep_ids(self._bus, job, [(place.seq, item) for item in rest if item.id not in stays])
                 await self._rewrite(job, place, left)
             for message in chain.from_iterable(mine.interactions.values()):
                 await erase_message(self._bus, subjects.INTERACTIONS, message)
@@ -126,6 +132,13 @@ class Eraser:
             if versions | made.versions:
                 report.trained_versions = {**report.trained_versions, job: sorted(versions | made.versions)}
             await self._save(report)
+        for job, made in all_made.items():
+            if made.ordinals:
+                await self._until_released(job, made)
+                report.groups += await erase_groups(self._bus, job, made.ordinals)
+                report.trained_versions = report.trained_versions | (
+                    {job: sorted(made.versions.union(report.trained_versions.get(job, ())))} if made.versions else {}
+                )
         if self._forgotten is not None:
             await self._forgotten(last)
         report.status, report.finished = "done", bus_time()
@@ -149,6 +162,31 @@ class Eraser:
             async for entry in scan_ledger(self._bus, job, self._archive):
                 _take_entry(made[job], entry.seq, entry.data)
         return {job: one for job, one in made.items() if job in found or one.ordinals}
+
+    async def _until_released(self, job: str, made: Made) -> None:
+        """Follow the ledger until the job needs none of these groups any more.
+
+        Its leader drops what is in flight (`erased`), has the trainer refuse what is sealed and not begun, and asks for
+        a checkpoint behind what was trained. Where nobody leads or trains it for too long, the groups are deleted all
+        the same: a batch is refused then, or a trainer that starts again forks, and the ledger says why.
+        """
+        if not (made.held and self._released_s):
+            return
+        try:
+            async with (
+                asyncio.timeout(self._released_s),
+                contextlib.aclosing(
+                    self._bus.follow(subjects.LEDGER, subjects.ledger(job), start_seq=made.seq + 1)
+                ) as entries,
+            ):
+                async for message in entries:
+                    if segment_of(message.headers, job) is None:
+                        _take_entry(made, message.seq, message.data)
+                    if not made.held:
+                        return
+        except TimeoutError:
+            draws = ", ".join(map(str, sorted(made.held)[:10]))
+            logger.error("%s did not let go of draws %s within %g s: they are deleted", job, draws, self._released_s)
 
     async def _told(self, job: str, mine: Found) -> tuple[set[int], set[str]]:
         """Versions that were trained on it, and feedback of the job whose newest fate is a last one, as far as fates
@@ -228,6 +266,7 @@ class Eraser:
 
 
 def _take_entry(made: Made, seq: int, data: bytes) -> None:
+    made.seq = seq
     try:
         events = decode_events(data)
     except ProtocolError as error:

@@ -26,6 +26,7 @@ from penstock.shared.protocol.interaction import (
     FateBatch,
     Feedback,
     FeedbackBatch,
+    FeedbackIds,
     InteractionFate,
     bare_id,
 )
@@ -59,6 +60,8 @@ class _Read:
     """What some messages said."""
 
     posts: list[tuple[int, Feedback]] = field(default_factory=list)
+    kept: list[tuple[int, Feedback]] = field(default_factory=list)
+    """Items of which only the ids are left."""
     fates: list[Fate] = field(default_factory=list)
     decided: list[tuple[str, InteractionFate]] = field(default_factory=list)
     """Interactions, with their job."""
@@ -333,7 +336,14 @@ def _apply(projection: Projection, some: list[tuple[str, Message]], places: list
         except ProtocolError as error:
             log.error("message %d of %s is left out of the feedback index: %s", message.seq, stream, error)
     projection.apply(
-        read.posts, read.fates, read.erasures, read.targets, places, decided=read.decided, epochs=leaders.epochs
+        read.posts,
+        read.fates,
+        read.erasures,
+        read.targets,
+        places,
+        decided=read.decided,
+        kept=read.kept,
+        epochs=leaders.epochs,
     )
     return read
 
@@ -353,5 +363,7 @@ def _take(read: _Read, stream: str, message: Message, leaders: Leaders) -> None:
             read.decided += [(job, fate) for fate in batch.interactions]
     elif message.subject.endswith(".erased"):
         read.erasures.append(unpack(message.data, Erasure)[0])
+    elif message.subject.endswith(".ids"):
+        read.kept += unpack(message.data, FeedbackIds)[0].items(message.subject.split(".")[1])
     else:
         read.posts += [(message.seq, item) for item in unpack(message.data, FeedbackBatch)[0].items]

@@ -14,11 +14,14 @@ from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import (
     Admission,
     Admitted,
+    BatchRefused,
     BatchSealed,
     BatchTrained,
     Checkpointed,
     Dropped,
     Event,
+    Finished,
+    LineageForked,
 )
 from penstock.shared.protocol.interaction import bare_id
 from penstock.shared.protocol.trajectory import parse_group_header
@@ -40,6 +43,9 @@ class Made:
         versions: policy versions that were trained on it, rolled back or not.
         decided: those of ``others`` that were admitted.
         low_feedback: sequence in FEEDBACK below which everything is decided.
+        held: those of ``ordinals`` whose groups a trainer may still ask for: in flight, in a sealed batch, or in one
+            that was trained and that no checkpoint is behind.
+        seq: of the newest entry of the ledger that was read.
     """
 
     def __init__(
@@ -47,7 +53,8 @@ class Made:
     ) -> None:
         self._user, self._interactions, self._feedback, self._others = user, interactions, feedback, others
         self.ordinals, self.versions, self.decided = set[int](), set[int](), set[str]()
-        self.low_feedback = 0
+        self.low_feedback = self.seq = 0
+        self.held = set[int]()
         self._about: set[int] = set()
         """Draws that hold it, or whose reward comes from it."""
         self._sealed: dict[int, set[int]] = {}
@@ -70,16 +77,30 @@ class Made:
             case BatchSealed():
                 self._sealed[event.number] = {group.draw.ordinal for group in event.groups}
             case BatchTrained():
-                ordinals = self._trained[event.number] = self._sealed.pop(event.number, set())
-                if not self._about.isdisjoint(ordinals):
-                    self.versions.add(event.version)
-            case Dropped() if not event.redraw:
-                self._forget(draw.ordinal for draw in event.draws)
+                self._take_trained(event)
+            case Dropped(draws=draws) | BatchRefused(bad=draws) if not event.redraw:
+                self._forget(draw.ordinal for draw in draws)
+            case LineageForked():
+                self._roll_back(event)
             case Checkpointed():
                 for number in [number for number in self._trained if number <= event.number]:
                     self._forget(self._trained.pop(number))
+            case Finished():
+                self.held.clear()
             case _:
                 pass
+
+    def _take_trained(self, event: BatchTrained) -> None:
+        ordinals = self._trained[event.number] = self._sealed.pop(event.number, set())
+        if not self._about.isdisjoint(ordinals):
+            self.versions.add(event.version)
+
+    def _roll_back(self, event: LineageForked) -> None:
+        rolled_back = [number for number in self._trained if number >= event.from_batch]
+        found = [self._trained.pop(number) for number in rolled_back] + list(self._sealed.values())
+        self._sealed.clear()
+        if not event.redraw:  # else they are in flight again
+            self._forget(ordinal for ordinals in found for ordinal in ordinals)
 
     def _admitted(self, admission: Admission) -> None:
         self.decided.update(name for name in admission.feedback if name in self._others)
@@ -87,6 +108,7 @@ class Made:
             admission, self._interactions, self._feedback
         ):
             self.ordinals.add(admission.ordinal)
+            self.held.add(admission.ordinal)
             self._about.add(admission.ordinal)
             return
         if not admission.interactions:
@@ -97,6 +119,7 @@ class Made:
     def _forget(self, ordinals: Iterable[int]) -> None:
         for ordinal in ordinals:
             self._bodies.pop(ordinal, None)
+            self.held.discard(ordinal)
 
 
 def is_made_of(admission: Admission, interactions: Container[str], feedback: Container[str]) -> bool:

@@ -88,6 +88,14 @@ ON CONFLICT (id) DO UPDATE SET job = excluded.job, kind = excluded.kind, metric 
 WHERE feedback.fingerprint = '' OR (excluded.revision > feedback.revision AND excluded.source = feedback.source)
   OR excluded.fingerprint = feedback.fingerprint
 """
+_KEPT = f"""
+INSERT INTO feedback (id, job, kind, metric, source, revision, fingerprint, seq, received, time)
+SELECT {_columns(10)} FROM json_each(?1) WHERE {_REMAINS}
+ON CONFLICT (id) DO UPDATE SET job = excluded.job, kind = excluded.kind, metric = excluded.metric,
+  source = excluded.source, revision = excluded.revision, fingerprint = excluded.fingerprint,
+  seq = excluded.seq, received = excluded.received, time = max(feedback.time, excluded.received)
+WHERE feedback.fingerprint = ''
+"""
 _FATE = f"""
 INSERT INTO feedback (id, status, reason, interactions, ordinal, batch, version, time)
 SELECT {_columns(8)} FROM json_each(?1) WHERE {_REMAINS}
@@ -225,6 +233,7 @@ class Projection:
         places: Iterable[Place],
         *,
         decided: Iterable[tuple[str, InteractionFate]] = (),
+        kept: Iterable[tuple[int, Feedback]] = (),
         epochs: Mapping[str, int] | None = None,
     ) -> None:
         """Take what the streams said up to ``places``, all or nothing; ``epochs``: of the leaders that told it."""
@@ -232,6 +241,7 @@ class Projection:
         retracted = [(item.body.get("feedback", ""), 1) for _, item in posts if item.kind == "retraction"]
         with self._writer:
             self._put(_POST, (_post_row(seq, item) for seq, item in posts))
+            self._put(_KEPT, (_post_row(seq, item) for seq, item in kept))
             self._put(_RETRACT, retracted)
             self._put(_FATE, (_fate_row(fate) for fate in fates if not fate.revision))
             self._put(_LATE, ((fate.feedback, fate.revision) for fate in fates if fate.revision))

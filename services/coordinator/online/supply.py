@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
+from penstock.services.coordinator.feedback.ids import purge_feedback
 from penstock.services.coordinator.feedback.made import erase_groups, is_made_of
 from penstock.services.coordinator.feedback.privacy import Consents, objection
 from penstock.services.coordinator.ledger import LedgerState
@@ -41,6 +42,8 @@ from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.events import (
     Admitted,
     BatchTrained,
+    Checkpointed,
+    Dropped,
     Event,
     Finished,
     Promoted,
@@ -106,6 +109,8 @@ class LiveSupply:
         self._telling = Telling(bus, job, epoch=epoch, funnel=self._funnel, retry=lambda: self.retry)
         self._restored = Restored(bus, job, archive)
         self._state = LedgerState()
+        self._unerased: set[int] = set()
+        """Ordinals whose groups are deleted once no trainer can ask for them."""
         self._untold: list[Fate] = []
         self._unreadable: list[Unreadable] = []
         self._idle_since = bus_time()
@@ -237,9 +242,19 @@ class LiveSupply:
         admissions = self._state.admissions.values()
         mine = {one.ordinal for one in admissions if is_made_of(one, interactions, feedback)}
         self.source.erased |= mine
-        if mine:
+        self._unerased |= mine
+        await self._erase_released()
+
+    async def _erase_released(self) -> None:
+        """Delete the groups of deleted users that no trainer can ask for any more."""
+        state = self._state
+        newest = -1 if state.checkpoint is None else state.checkpoint.number
+        held = {draw.ordinal for draw in state.open}
+        held |= {draw.ordinal for number, batch in state.batches.items() if number > newest for draw in batch.draws}
+        if released := self._unerased - held:
             what, subject = "the deletion of groups of a deleted user", subjects.experience(self.job)
-            await self.retry.until_taken(what, subject, lambda: erase_groups(self.bus, self.job, mine))
+            await self.retry.until_taken(what, subject, lambda: erase_groups(self.bus, self.job, released))
+            self._unerased -= released
 
     def unreadable(self) -> list[Unreadable]:
         """See ``Supply.unreadable``."""
@@ -286,7 +301,10 @@ class LiveSupply:
                 case BatchTrained():
                     self.source.learnt(event.number, run.state)
                     self._idle_since = event.time
+                case Checkpointed() | Dropped() if self._unerased:
+                    await self._erase_released()
                 case Finished():
+                    await self._erase_released()
                     self._untold += [*self.matching.end(event.time), *self.quarantine.end(event.time)]
                     await self.flush()
                 case _:
@@ -322,7 +340,11 @@ class LiveSupply:
         try:
             for subject, low in ((subjects.interactions(self.job), read), (subjects.feedback(self.job), said)):
                 stream = await self.bus.stream_state(self._stream(subject))
-                if stream.bytes > FULL_SHARE * stream.max_bytes:
+                if stream.bytes <= FULL_SHARE * stream.max_bytes:
+                    continue
+                if subject == subjects.feedback(self.job):
+                    await purge_feedback(self.bus, self.job, below_seq=low)
+                else:
                     await self.bus.purge(self._stream(subject), subject, below_seq=low)
             self._untold += self._give_way(stream, bus_time())  # gone at the next look
         except Unavailable as error:  # the next look tries again

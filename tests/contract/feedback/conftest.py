@@ -15,6 +15,7 @@ import uvicorn
 
 from penstock.services.coordinator.api import create_app
 from penstock.services.coordinator.control import CoordinatorControl
+from penstock.services.coordinator.feedback import desk as desk_module
 from penstock.services.coordinator.feedback.desk import FeedbackDesk
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.serving import Gateway
@@ -115,6 +116,12 @@ class Desk:
 
 
 Open = Callable[..., contextlib.AbstractAsyncContextManager[Desk]]
+
+
+@pytest.fixture(autouse=True)
+def _nobody_leads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ledgers are written by hand here: no leader lets go of what a deletion would wait for."""
+    monkeypatch.setattr(desk_module, "RELEASED_S", 0.0)
 
 
 @pytest.fixture

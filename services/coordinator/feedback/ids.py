@@ -1,0 +1,61 @@
+"""Ids of feedback that is no longer in FEEDBACK: kept beside it, so that an index that is built anew knows them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+
+from penstock.services.coordinator.payload import whole_of
+from penstock.shared.errors import NotFound, ProtocolError, StreamFull
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack
+from penstock.shared.protocol.interaction import Feedback, FeedbackBatch, FeedbackIds
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["keep_ids", "purge_feedback"]
+
+AT_ONCE = 4_096
+"""Ids of one message, about 65 bytes each."""
+
+
+async def keep_ids(bus: Bus, job: str, items: Sequence[tuple[int, Feedback]]) -> None:
+    """Store the ids of items, each with the sequence of its message. Raises Unavailable."""
+    for start in range(0, len(items), AT_ONCE):
+        ids = FeedbackIds.of(items[start : start + AT_ONCE])
+        if ids.rows:
+            await bus.publish(subjects.feedback_ids(job), pack(ids, job=job))
+
+
+async def purge_feedback(bus: Bus, job: str, *, below_seq: int) -> None:
+    """Remove the feedback of a job below a sequence, all of which is decided, and keep its ids.
+
+    Some at a time, the ids first; where the stream has no room for them, the feedback first.
+
+    Raises:
+        Unavailable: the bus went away; safe to repeat.
+    """
+    some: list[tuple[int, Feedback]] = []
+
+    async def remove(below: int) -> None:
+        items = some.copy()
+        some.clear()
+        try:
+            await keep_ids(bus, job, items)
+        except StreamFull:
+            await bus.purge(subjects.FEEDBACK, subjects.feedback(job), below_seq=below)
+            await keep_ids(bus, job, items)
+        else:
+            await bus.purge(subjects.FEEDBACK, subjects.feedback(job), below_seq=below)
+
+    async with contextlib.aclosing(bus.scan(subjects.FEEDBACK, subjects.feedback(job))) as messages:
+        async for message in messages:
+            if message.seq >= below_seq:
+                break
+            if len(some) >= AT_ONCE:
+                await remove(message.seq)
+            with contextlib.suppress(ProtocolError, NotFound):  # said when it was read first
+                batch = await whole_of(bus, subjects.FEEDBACK, message, FeedbackBatch)
+                some += [(message.seq, item) for item in batch.items]
+            await asyncio.sleep(0)  # decisions of other jobs go on meanwhile
+    await remove(below_seq)
