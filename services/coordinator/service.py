@@ -74,7 +74,7 @@ class CoordinatorService:
         self.members = Members()
         self.store = JobStore(bus)
         self.runners: dict[str, Leader] = {}
-        self.feedback = FeedbackDesk(bus, self.store, settings.data_dir)
+        self.feedback = FeedbackDesk(bus, self.store, settings.data_dir, ids_keep_s=settings.live_keep_s)
         self.gateway = Gateway(
             bus, settings.worker_id, pseudonym=self.feedback.pseudonyms.of, consent_of=self.feedback.consents.of
         )

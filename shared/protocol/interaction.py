@@ -39,6 +39,7 @@ __all__ = [
     "named_tags",
     "named_users",
     "new_marked_id",
+    "time_of_id",
 ]
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "client_disconnected"]
@@ -291,6 +292,12 @@ def marked_id(text: str) -> tuple[str, int] | None:
     if bare is None:
         return None
     return bare, uuid6.UUID(bare).int & ((1 << MARK_BITS) - 1)
+
+
+def time_of_id(id: str) -> float | None:
+    """When a canonical id was made (Unix seconds), as it tells; None of one that tells no time (not UUIDv7)."""
+    number = uuid6.UUID(id)
+    return (number.int >> 80) / 1000 if number.version == 7 else None
 
 
 def bare_id(text: str) -> str | None:

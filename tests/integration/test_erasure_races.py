@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.services.coordinator.feedback.erasure import Eraser
+from penstock.services.coordinator.feedback.erasure import UNDECIDED, Eraser
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.online.supply import LiveSupply
@@ -41,10 +43,12 @@ from penstock.shared.protocol.events import (
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.interaction import (
     RESTORED_HEADER,
+    Erasure,
     Fate,
     FateBatch,
     Feedback,
     FeedbackBatch,
+    FeedbackIds,
     new_marked_id,
 )
 from penstock.shared.protocol.jobs import JobRecord
@@ -142,6 +146,12 @@ class Scene:
                 for name in one.feedback:
                     found.setdefault(name, []).append(one)
         return found
+
+    async def over(self) -> set[str]:
+        """Items that have their last outcome."""
+        found = await self.bus.read(subjects.DECISIONS, subjects.decisions(self.job))
+        fates = [fate for message in found for fate in unpack(message.data, FateBatch)[0].items]
+        return {fate.feedback for fate in fates if fate.status not in UNDECIDED}
 
     async def groups(self) -> list[int]:
         """Ordinals of what can be trained on."""
@@ -355,3 +365,70 @@ async def test_a_retraction_that_came_first_and_was_stored_anew_still_takes_back
     await supply.recover(LedgerState())
     assert list(supply.matching.offers.ready) == []
     assert supply.matching.knows(retraction.id) is not is_over
+
+
+STEPS = frozenset({"publish", "publish_whole", "delete_message", "get_whole", "get_many", "stream_state", "last"})
+
+
+class Killed:
+    """The bus as an eraser sees it that is killed at one of its steps: before it, or behind it."""
+
+    def __init__(self, bus: Bus, at: int, *, behind: bool) -> None:
+        self._bus, self._left, self._behind = bus, at, behind
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._bus, name)
+        return partial(self._step, found) if name in STEPS else found
+
+    async def _step(self, do: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        self._left -= 1
+        if self._left == 0 and not self._behind:
+            raise Unavailable("killed")
+        found = await do(*args, **options)
+        if self._left == 0:
+            raise Unavailable("killed")
+        return found
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))])
+async def test_a_deletion_that_is_killed_again_and_again_loses_nothing_of_others(scene: Scene, seed: int) -> None:
+    """Items come and are admitted meanwhile, and leaders change; whatever is undecided stays above the mark."""
+    chance, others, gone = random.Random(seed), list[Feedback](), list[Feedback]()
+
+    async def post(*users: str) -> None:
+        some = [scene.posted(chance.choice(users)) for _ in range(chance.randint(2, 4))]
+        others.extend(item for item in some if item.user != "gone")
+        gone.extend(item for item in some if item.user == "gone")
+        await scene.post(*some)
+
+    report = await Eraser(scene.bus, str).begin("gone")
+    async with scene.worker():
+        for _ in range(4):
+            async with scene.leader():
+                for _ in range(3):
+                    await post("gone", "a", "b")
+                for _ in range(4):
+                    killed: Any = Killed(scene.bus, chance.randint(1, 25), behind=chance.random() < 0.5)
+                    with suppress(Unavailable):
+                        await Eraser(killed, str).run(report)
+                    await post("a", "b", "c")
+        await Eraser(scene.bus, str).run(report)
+        async with scene.leader():  # reads all of it anew
+            await scene.until(scene.groups, bool)
+    admitted = await scene.admissions()
+    kept = await scene.bus.read(subjects.FEEDBACK, subjects.feedback(scene.job))
+    places: dict[str, int] = {}
+    for message in kept:
+        places |= {item.id: message.seq for item in unpack(message.data, FeedbackBatch)[0].items}
+    ids = await scene.bus.read(subjects.FEEDBACK, subjects.feedback_ids(scene.job))
+    known = {item.id for message in ids for _, item in unpack(message.data, FeedbackIds)[0].items(scene.job)}
+    over = await scene.over()
+    mark = max(event.low_feedback for event in await scene.events() if isinstance(event, Admitted))
+    for item in others:
+        assert item.id in places or item.id in known, "it can be found"
+        assert len(admitted.get(item.id, ())) <= 1
+        assert item.id in over | admitted.keys() or places.get(item.id, 0) >= mark, "it is undecided"
+    erased = await scene.bus.read(subjects.FEEDBACK, subjects.erasures(scene.job))
+    named = {id for message in erased for id in unpack(message.data, Erasure)[0].feedback}
+    assert {item.id for item in gone} <= named
+    assert not places.keys() & named

@@ -16,7 +16,7 @@ import uuid6
 from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.feedback_models import Metric, PostedInteraction, PostedPreference
 from penstock.services.coordinator.api.own_models import check_model
-from penstock.services.coordinator.api.replies import HttpProblem
+from penstock.services.coordinator.api.replies import Flaw, HttpProblem
 from penstock.services.coordinator.feedback.erasure import UNDECIDED, Eraser, Report
 from penstock.services.coordinator.feedback.held import HeldFeedback
 from penstock.services.coordinator.feedback.index import FeedbackIndex
@@ -36,7 +36,7 @@ from penstock.services.coordinator.store import JobStore
 from penstock.shared.errors import NotFound, PenstockError, ProtocolError, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_time
-from penstock.shared.protocol.interaction import Feedback, Interaction, bare_id, marked_id
+from penstock.shared.protocol.interaction import Feedback, Interaction, bare_id, marked_id, time_of_id
 from penstock.shared.runtime.ledger import ledger_archive
 from penstock.shared.transport.bus import Bus, Message
 
@@ -64,7 +64,8 @@ Row = dict[str, Any]
 class FeedbackDesk:
     """Implements ``api.feedback_desk.FeedbackDesk``."""
 
-    def __init__(self, bus: Bus, store: JobStore, data_dir: Path) -> None:
+    def __init__(self, bus: Bus, store: JobStore, data_dir: Path, *, ids_keep_s: float | None = None) -> None:
+        self._ids_keep_s = ids_keep_s
         self.pseudonyms, self.consents = Pseudonyms(bus), Consents(bus)
         self.jobs = LiveJobs(store)
         self.index = FeedbackIndex(bus, data_dir / FOLDER)
@@ -139,6 +140,7 @@ class FeedbackDesk:
             else:
                 item = await asyncio.to_thread(item_of, post, job, who, self.pseudonyms.of)
             self._refuse_erased(item)
+            self._refuse_old(item, who.chosen)
             return item, who.chosen
         except HttpProblem as problem:
             return problem
@@ -149,6 +151,21 @@ class FeedbackDesk:
         for id in (item.id, item.inference, item.body.get("rejected")):
             if id and id in self.index.erased:
                 raise HttpProblem(410, "erased", f"'{id}' was deleted together with the data of its user")
+
+    def _refuse_old(self, item: Feedback, chosen: bool) -> None:
+        """Nobody knows any more whether what is as old as this was taken before."""
+        if self._ids_keep_s is None:
+            return
+        oldest = bus_time() - self._ids_keep_s
+        for pointer, id in (("/feedback_id", item.id if chosen else ""), ("/inference_id", item.inference)):
+            made = time_of_id(id) if id else None
+            if made is not None and made < oldest:
+                days = self._ids_keep_s / 86400
+                detail = (
+                    f"'{id}' was made more than {days:g} days ago, and what came before that is not known any more "
+                    "(PENSTOCK_LIVE_KEEP_S): it may have been taken already"
+                )
+                raise HttpProblem(422, "beyond_horizon", detail, errors=[Flaw(pointer=pointer, detail=detail)])
 
     async def retract(self, feedback: str, *, caller: Caller) -> Row:
         """See ``api.feedback_desk.FeedbackDesk.retract``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -99,3 +100,20 @@ async def test_a_stream_without_room_for_ids_gives_up_the_feedback_first(
     await purge_feedback(desk.bus, desk.job, below_seq=newest.seq + 1)
     async with new_index(desk.bus, tmp_path / "new") as index:
         assert list(await index.known([posted["feedback_id"]])) == [posted["feedback_id"]]
+
+
+def id_of(time_s: float) -> str:
+    """A UUIDv7 that was made then."""
+    return str(uuid.UUID(int=int(time_s * 1000) << 80 | 7 << 76 | 1 << 63 | 12345))
+
+
+async def test_an_id_that_is_older_than_what_is_remembered_is_refused(desk: Any) -> None:
+    record, day = await desk.record(""), 86400.0
+    desk.desk._ids_keep_s = 2 * day
+    for age, status in ((3 * day, 422), (1 * day, 202)):
+        posted = item(desk, record, feedback_id=id_of(time.time() - age))
+        reply = await desk.client.post("/feedback", json=posted)
+        assert reply.status_code == status
+        if status == 422:
+            assert "beyond_horizon" in reply.text and "/feedback_id" in reply.text
+    assert (await desk.client.post("/feedback", json=item(desk, record))).status_code == 202, "it tells no time"
