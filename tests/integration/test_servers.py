@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from penstock.local import disk_guard
 from penstock.shared.errors import ConfigError, DeadlineError
 from penstock.shared.transport import server as servers
 from penstock.shared.transport.server import NatsServer, ValkeyServer, durability
@@ -132,6 +134,26 @@ def test_a_server_that_does_nothing_is_an_error(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(DeadlineError, match=r"did nothing for 1 s: it was killed.*opening stream LEDGER"):
         server.start(silence_s=1.0)
     assert not server.running
+
+
+async def test_the_guard_of_a_full_disk_lets_a_start_be(
+    nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a server opens its store, its health check says that JetStream is off."""
+    monkeypatch.setattr(disk_guard, "LOOK_S", 0.01)
+    monkeypatch.setattr(nats_server, "flaw", lambda: "JetStream is off")
+    monkeypatch.setattr(nats_server, "_starting", True)
+    told: list[str] = []
+    guard = asyncio.create_task(disk_guard.DiskGuard(nats_server, told.append).run())
+    await asyncio.sleep(1.0)
+    assert not told
+    assert nats_server.running
+    monkeypatch.setattr(nats_server, "_starting", False)
+    async with asyncio.timeout(30):
+        while nats_server.running:
+            await asyncio.sleep(0.02)
+    guard.cancel()
+    assert "JetStream is off" in told[0]
 
 
 def test_a_start_that_takes_long_can_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
