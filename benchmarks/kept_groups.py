@@ -118,7 +118,7 @@ async def takeover(groups: int, per_batch: int) -> Led:
     updates = groups // per_batch
     with tempfile.TemporaryDirectory() as directory, NatsServer(Path(directory) / "nats") as server:
         async with await Bus.connect(server.url, name="bench") as bus:
-            await bus.ensure_streams(experience_bytes=16 << 30, stream_bytes=4 << 30)
+            await bus.ensure_streams(experience_bytes=1 << 30, stream_bytes=1 << 30)
             await make_job(bus, updates, per_batch)
             return await _take_over(bus, server.url, Path(directory), groups=updates * per_batch, tickets=per_batch)
 
