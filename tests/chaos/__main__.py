@@ -23,7 +23,7 @@ from penstock.shared.config.base import with_overrides
 from penstock.shared.errors import PenstockError
 from penstock.shared.protocol.jobs import TERMINAL_PHASES
 from tests.chaos.books import check_feedback, check_job, left_behind, open_files
-from tests.chaos.deployment import FAKETIME, Deployment
+from tests.chaos.deployment import Deployment
 from tests.chaos.schedule import BATCH_JOBS, KINDS, schedule
 from tests.chaos.traffic import Traffic
 
@@ -197,8 +197,6 @@ def _can_mount() -> bool:
 def _possible(kinds: list[str]) -> list[str]:
     """The kinds that this machine can make; says which it cannot."""
     lacking = {}
-    if FAKETIME is None:
-        lacking["clock"] = "libfaketime is not installed (apt-get install faketime)"
     if "disk" in kinds and not _can_mount():
         lacking["disk"] = "no file system can be mounted here"
     for kind, why in lacking.items():

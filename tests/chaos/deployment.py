@@ -25,12 +25,13 @@ from penstock.shared.errors import Unavailable
 from penstock.shared.transport.bus import Bus
 from tests.chaos.schedule import SKEWED, WORKERS, Fault
 
-__all__ = ["FAKETIME", "Deployment", "Link"]
+__all__ = ["Deployment", "Link"]
 
 T = TypeVar("T")
 
 API_KEY = "chaos-key"
-FAKETIME = next((str(path) for path in sorted(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"))), None)
+CLOCK = Path(__file__).with_name("clock")
+"""Holds the `sitecustomize` that spoils a clock."""
 READY_S = 180.0
 DISK_MIB = 1536
 BLOCK = 1 << 16
@@ -84,7 +85,7 @@ class Deployment:
 
     Args:
         directory: everything is below it.
-        clocks: start the services under libfaketime.
+        clocks: the wall clocks of the services can be spoilt.
         small_disk: data directory on a file system of its own, which can be filled.
         say: takes lines for people.
     """
@@ -188,11 +189,8 @@ class Deployment:
             own["PENSTOCK_NATS_URL"] = urlunsplit(url._replace(netloc=f"{login}{at}127.0.0.1:{link.port}"))
         if self._clocks and worker in SKEWED:
             self.set_clock(worker, 0)
-            own |= {
-                "LD_PRELOAD": str(FAKETIME), "FAKETIME_TIMESTAMP_FILE": str(self._clock_file(worker)),
-                "FAKETIME_CACHE_DURATION": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1", "DONT_FAKE_MONOTONIC": "1",
-                "NO_FAKE_STAT": "1", "FAKETIME_DISABLE_SHM": "1",
-            }  # fmt: skip
+            own["CHAOS_CLOCK"] = str(self._clock_file(worker))
+            own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CLOCK), own.get("PYTHONPATH")]))
         return interpreter(module, own, log)
 
     def _tell(self, line: str) -> None:
@@ -202,9 +200,9 @@ class Deployment:
         return self.directory / f"clock-{worker}"
 
     def set_clock(self, worker: str, skew_s: int) -> None:
-        """From about a second from now on the wall clock of a worker is off by so many seconds."""
+        """From about half a second from now on the wall clock of a worker is off by so many seconds."""
         new = self._clock_file(worker).with_suffix(".new")
-        new.write_text(f"{skew_s:+d}s\n")
+        new.write_text(str(skew_s))
         new.replace(self._clock_file(worker))
 
     # -- faults ------------------------------------------------------------------------------------------------------

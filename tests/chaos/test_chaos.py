@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,24 @@ def test_a_schedule_is_its_seeds_and_has_every_kind_before_one_comes_again(sched
     for wrong in (["kil"], []):
         with pytest.raises(ValueError, match="kinds of faults"):
             schedules.schedule(1, 1, wrong)
+
+
+def test_a_spoilt_clock_is_wrong_by_what_its_file_says_and_sleeps_are_true(tmp_path: Path) -> None:
+    clock = tmp_path / "clock"
+    clock.write_text("3600")
+    program = (
+        "import time\n"
+        "from pathlib import Path\n"
+        "began, wrong = time.monotonic(), time.time()\n"
+        f"Path({str(clock)!r}).write_text('0')\n"
+        "time.sleep(0.6)\n"
+        "print(round((wrong - time.time()) / 60), time.monotonic() - began < 60)\n"
+    )
+    environment = {**os.environ, "CHAOS_CLOCK": str(clock), "PYTHONPATH": str(Path(__file__).with_name("clock"))}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == ["60", "True"]
 
 
 @pytest.mark.e2e
