@@ -1,6 +1,7 @@
 """Three batch jobs and an online one under a seeded schedule of faults; at the end everything must be right.
 
-    python -m tests.chaos [--seed 1] [--minutes 15] [--kinds kill,stop,...] [--without clock,...] [--keep DIR]
+    python -m tests.chaos [--seed 1] [--minutes 15] [--kinds kill,stop,...] [--without clock,...]
+        [--no-deletions] [--keep DIR]
 
 Prints the schedule, what was done when, and one summary per job. The exit status is 1 if anything is wrong: the same
 seed and kinds give the same schedule again.
@@ -78,14 +79,14 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-def run(deployment: Deployment, seed: int, minutes: float, kinds: list[str]) -> list[str]:
+def run(deployment: Deployment, seed: int, minutes: float, kinds: list[str], *, deletions: bool) -> list[str]:
     """All of it in a deployment that is ready; returns what is wrong."""
     client = deployment.client
     jobs = [client.submit(with_overrides({**BATCH, "name": f"batch-{i}"}, CHANGES[i])).id for i in range(BATCH_JOBS)]
     jobs.append(client.submit(ONLINE).id)
     for job in jobs:
         deployment.until(lambda job=job: client.get(job).status.phase == "running", f"{job} to run", START_S)
-    traffic = Traffic(deployment.stack.url, "chaos-key", jobs[-1], seed)
+    traffic = Traffic(deployment.stack.url, "chaos-key", jobs[-1], seed, deletions=deletions)
     traffic.start()
     try:
         deployment.until(lambda: traffic.acked, "the first feedback that is acknowledged", START_S)
@@ -212,6 +213,9 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--kinds", default=",".join(KINDS), help="of faults, default: all")
     parser.add_argument("--without", default="", help="kinds to leave out")
+    parser.add_argument(
+        "--deletions", action=argparse.BooleanOptionalAction, default=True, help="users are deleted meanwhile"
+    )
     parser.add_argument("--keep", type=Path, help="copy logs and data there in the end")
     given = parser.parse_args(words)
     kinds = [kind for kind in given.kinds.split(",") if kind not in given.without.split(",")]
@@ -223,7 +227,7 @@ def main(words: list[str] | None = None) -> int:
         deployment = Deployment(directory, clocks="clock" in kinds, small_disk="disk" in kinds, say=say)
         try:
             with deployment:
-                wrong = run(deployment, given.seed, given.minutes, kinds)
+                wrong = run(deployment, given.seed, given.minutes, kinds, deletions=given.deletions)
         finally:
             if given.keep is not None:
                 shutil.copytree(directory, given.keep, dirs_exist_ok=True)

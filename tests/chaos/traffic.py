@@ -28,7 +28,7 @@ class Traffic:
         refused: the newest reply with a status of 4xx, by verb.
     """
 
-    def __init__(self, url: str, api_key: str, job: str, seed: int) -> None:
+    def __init__(self, url: str, api_key: str, job: str, seed: int, *, deletions: bool = True) -> None:
         self.acked: dict[str, str] = {}
         self.deleted: dict[str, float] = {}
         self.replies: Counter[tuple[str, int]] = Counter()
@@ -38,7 +38,8 @@ class Traffic:
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._threads = [threading.Thread(target=self._agent, args=(number,), daemon=True) for number in range(AGENTS)]
-        self._threads.append(threading.Thread(target=self._deleter, daemon=True))
+        if deletions:
+            self._threads.append(threading.Thread(target=self._deleter, daemon=True))
 
     def start(self) -> None:
         """Begin to ask."""
