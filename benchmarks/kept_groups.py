@@ -161,7 +161,10 @@ async def _take_over(bus: Bus, url: str, directory: Path, *, groups: int, ticket
 
 async def lead(url: str, directory: Path) -> None:
     """The coordinator: lead, and print what was measured once it has led for WATCHED_S."""
-    lag, settings = 0.0, ServiceSettings(data_dir=directory / "data", nats_url=url, worker_id="bench")
+    lag, settings = (
+        0.0,
+        ServiceSettings(data_dir=directory / "data", nats_url=url, worker_id="bench", open_loopback=True),
+    )
     settings.data_dir.mkdir(exist_ok=True)
 
     async def watch() -> None:
