@@ -74,9 +74,15 @@ class CoordinatorService:
         self.members = Members()
         self.store = JobStore(bus)
         self.runners: dict[str, Leader] = {}
-        self.feedback = FeedbackDesk(bus, self.store, settings.data_dir, ids_keep_s=settings.live_keep_s)
+        self.feedback = FeedbackDesk(
+            bus, self.store, settings.data_dir, ids_keep_s=settings.live_keep_s, share=settings.tenant_share
+        )
         self.gateway = Gateway(
-            bus, settings.worker_id, pseudonym=self.feedback.pseudonyms.of, consent_of=self.feedback.consents.of
+            bus,
+            settings.worker_id,
+            pseudonym=self.feedback.pseudonyms.of,
+            consent_of=self.feedback.consents.of,
+            share=settings.tenant_share,
         )
         self.leading = False
         self.ready = False

@@ -13,17 +13,23 @@ __all__ = ["MSG_ID", "AckInfo", "Message", "Outgoing", "from_consumer", "own_hea
 
 MSG_ID = "Nats-Msg-Id"
 """Header by which a stream drops repeated publishes."""
+SIZE = "Nats-Msg-Size"
+"""Header of a message that is delivered without its data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A stored message. ``time``: when it was stored (Unix seconds). ``data`` is empty where only headers are read."""
+    """A stored message. ``time``: when it was stored (Unix seconds). ``data`` is empty where only headers are read.
+
+    ``nbytes``: of its data, also there; 0 where it was not delivered by a consumer.
+    """
 
     subject: str
     data: bytes
     headers: Mapping[str, str]
     seq: int
     time: float
+    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,4 +84,5 @@ def parse_ack(reply: str) -> AckInfo:
 def from_consumer(raw: Raw) -> tuple[Message, AckInfo]:
     """A message as a consumer delivers it."""
     info = parse_ack(raw.reply)
-    return Message(raw.subject, raw.data, own_headers(raw.headers), info.stream_seq, info.time_ns / 1e9), info
+    nbytes = int((raw.headers or {}).get(SIZE, len(raw.data)))
+    return Message(raw.subject, raw.data, own_headers(raw.headers), info.stream_seq, info.time_ns / 1e9, nbytes), info

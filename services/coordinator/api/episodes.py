@@ -15,7 +15,7 @@ from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.bodies import body_schema, read_model
 from penstock.services.coordinator.api.completion_metadata import MAX_USER
 from penstock.services.coordinator.api.inference import InteractionRow, served_of, serving_of
-from penstock.services.coordinator.api.own_models import check_job, check_model
+from penstock.services.coordinator.api.own_models import check_job
 from penstock.services.coordinator.api.replies import HttpProblem, Json
 from penstock.services.coordinator.api.scopes import require
 from penstock.services.coordinator.api.serving import EpisodeBook, Served
@@ -116,8 +116,7 @@ async def create(request: Request, caller: Opener, backend: BackendDep) -> Respo
     With `key`, `api_key` of the reply is a key for it alone; such a reply is not kept for its `Idempotency-Key`.
     """
     body = await read_model(request, EpisodeBody)
-    served = served_of(backend, body.model)
-    check_model(caller, served.name, served.job)
+    served = served_of(backend, body.model, caller)
     if body.key is not None:
         _check_giveable(caller, body.key)
     record = await _book(backend).create(served, caller.id, body.ttl_s, _about(body, serving_of(backend).pseudonym))
@@ -139,11 +138,9 @@ async def list_episodes(
     after: Annotated[str | None, Query(max_length=64)] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> Response:
-    """List the episodes of a model, oldest first."""
-    served = served_of(backend, model)
-    check_model(caller, served.name, served.job)
-    found = await _book(backend).list_all(served)
-    found = [record for record in found if after is None or record.id > after]
+    """List the episodes of a model that the key opened, oldest first; with the scope `admin` those of all keys."""
+    found = await _book(backend).list_all(served_of(backend, model, caller))
+    found = [record for record in found if _is_own(caller, record.key_id) and (after is None or record.id > after)]
     page = [_shown(record, request) for record in found[:limit]]
     ids = {"first_id": page[0].id, "last_id": page[-1].id} if page else {}
     return Json(EpisodeList(data=page, has_more=len(found) > limit, **ids))
@@ -152,13 +149,14 @@ async def list_episodes(
 @router.get("/{episode}", response_model=Episode)
 async def get_episode(episode: OpenedEpisode, request: Request, caller: Opener, backend: BackendDep) -> Response:
     """Show an episode."""
-    return Json(_shown(await _book(backend).get(_owner(backend, episode, caller), episode), request))
+    return Json(_shown((await _own(backend, episode, caller))[1], request))
 
 
 @router.post("/{episode}/end", response_model=Episode)
 async def end_episode(episode: OpenedEpisode, request: Request, caller: Opener, backend: BackendDep) -> Response:
     """End an episode: it takes no more requests, and its turns are credited. Safe to repeat."""
-    return Json(_shown(await _book(backend).end(_owner(backend, episode, caller), episode), request))
+    served, record = await _own(backend, episode, caller)
+    return Json(_shown(await _book(backend).end(served, record.id), request))
 
 
 @router.get("/{episode}/interactions", response_model=InteractionList)
@@ -170,14 +168,19 @@ async def list_interactions(
     after: Annotated[str | None, Query(max_length=64, description="last_id of the page before")] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> Response:
-    """List what is recorded of an episode, in that order; also of one that nobody opened, or whose job is over."""
+    """List what is recorded of an episode, in that order; also of one that nobody opened, or whose job is over.
+
+    A key sees what was said with it, or with keys and episodes that it made; with the scope `admin` all of it.
+    """
     if bare_id(episode) is None:
         raise NotFound(f"'{episode}' is not the id of an episode")
     if backend.feedback is None:
         raise HttpProblem(503, "no_index", "this process keeps no index of interactions", headers={"Retry-After": "1"})
     found = await backend.feedback.turns(episode, after=after, limit=limit + 1)
     for job in {row["job"] for row in found}:
-        await check_job(backend, caller, job)
+        await check_job(backend, caller, job, f"no episode '{episode}'")
+    if any(not _is_own(caller, row["key_id"]) for row in found):
+        raise NotFound(f"no episode '{episode}'")
     page = found[:limit]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
     return Json({"object": "list", "data": page, "has_more": len(found) > limit, "first_id": first, "last_id": last})
@@ -196,7 +199,7 @@ async def make_key(
     does. It is stored nowhere.
     """
     body = await read_model(request, KeyBody)
-    record = await _book(backend).get(_owner(backend, episode, caller), episode)
+    _, record = await _own(backend, episode, caller)
     _check_giveable(caller, body)
     if "inference:write" in body.scopes and record.over:
         raise HttpProblem(410, "episode_over", f"episode '{record.id}' is over: open another one")
@@ -233,14 +236,27 @@ def _book(backend: Backend) -> EpisodeBook:
     return serving_of(backend).episodes
 
 
-def _owner(backend: Backend, episode: str, caller: Caller) -> Served:
-    """The model of an episode: its id says so. Raises HttpProblem: 403 the key is for others."""
-    marked = marked_id(episode)
+def _is_own(caller: Caller, key_id: str) -> bool:
+    """Whether an episode of the key ``key_id`` is the caller's to read and to end."""
+    return caller.id == key_id or caller.may("admin")
+
+
+async def _own(backend: Backend, episode: str, caller: Caller) -> tuple[Served, EpisodeRecord]:
+    """The model of an episode, which its id says, and its record.
+
+    Raises:
+        NotFound: there is none, or it is that of another key.
+    """
+    missing, marked = NotFound(f"no running job has an episode '{episode}'"), marked_id(episode)
     for served in serving_of(backend).models() if marked is not None else ():
-        if marked is not None and job_mark(served.job) == marked[1]:
-            check_model(caller, served.name, served.job)
-            return served
-    raise NotFound(f"no running job has an episode '{episode}'")
+        if marked is not None and job_mark(served.job) == marked[1] and caller.may_use(served.name, served.job):
+            try:
+                record = await _book(backend).get(served, episode)
+            except NotFound:
+                break
+            if _is_own(caller, record.key_id):
+                return served, record
+    raise missing
 
 
 def _shown(record: EpisodeRecord, request: Request) -> Episode:

@@ -34,6 +34,7 @@ from penstock.services.coordinator.api.own_models import check_job
 from penstock.services.coordinator.api.replies import HttpProblem, Json, problem_body
 from penstock.services.coordinator.api.scopes import require
 from penstock.services.coordinator.api.user_limits import check_user, over_limit
+from penstock.shared.protocol.interaction import bare_id
 
 __all__ = ["DIRECT", "router"]
 
@@ -108,7 +109,7 @@ async def post_batch(request: Request, caller: Sender, backend: BackendDep) -> R
 async def get_feedback(feedback_id: FeedbackId, caller: Reader, backend: BackendDep) -> Response:
     """What became of an item: received, matched, admitted, quarantined, rejected, expired, retracted, or trained."""
     found = await _desk(backend).fate(feedback_id)
-    await check_job(backend, caller, found["job"])
+    await check_job(backend, caller, found["job"], _missing(feedback_id))
     return Json(found)
 
 
@@ -116,7 +117,7 @@ async def get_feedback(feedback_id: FeedbackId, caller: Reader, backend: Backend
 async def retract(feedback_id: FeedbackId, caller: Admin, backend: BackendDep) -> Response:
     """Take an item back. Before it is trained it has no effect any more; after, only the record says so."""
     desk = _desk(backend)
-    await check_job(backend, caller, (await desk.fate(feedback_id))["job"])
+    await check_job(backend, caller, (await desk.fate(feedback_id))["job"], _missing(feedback_id))
     return Json(await desk.retract(feedback_id, caller=caller), 202)
 
 
@@ -156,6 +157,11 @@ def _desk(backend: Backend) -> FeedbackDesk:
     if backend.feedback is None:
         raise HttpProblem(503, "no_feedback", "this process takes no feedback", headers={"Retry-After": "1"})
     return backend.feedback
+
+
+def _missing(feedback: str) -> str:
+    """What is said of an item of another model, and of one that there is not."""
+    return f"no feedback '{bare_id(feedback) or feedback[:80]}' was accepted here"
 
 
 def _key(request: Request) -> str | None:

@@ -89,7 +89,11 @@ class Guard:
         owner = f"{caller.id}@{client[0]}" if client and caller is ANONYMOUS else caller.id
         scope.setdefault("state", {}).update(caller=caller, owner=owner)
         peer = owner if caller is ANONYMOUS else caller.sender
-        allowance = await self.limiter.hit(peer, caller.rate_limit, live=is_live(scope["path"]))
+        live = is_live(scope["path"])
+        allowance = await self.limiter.hit(peer, caller.rate_limit, live=live)
+        if allowance.allowed and caller.sender != caller.id:  # what it made counts with a key, too
+            of_maker = await self.limiter.hit(caller.id, caller.rate_limit, live=live)
+            allowance = allowance if of_maker.allowed else of_maker
         reply.extra = allowance.headers()
         if not allowance.allowed:
             raise allowance.refusal("rate_limited", "of this caller")

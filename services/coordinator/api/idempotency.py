@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import msgspec
 import redis.asyncio
@@ -26,7 +27,8 @@ KEEP_S = 24 * 3600
 """How long a reply is repeated."""
 CLAIM_S = 60
 """A claim without a reply is void after this time: its process is gone."""
-MAX_ENTRIES = 4096
+MAX_ENTRIES, MAX_BYTES = 4096, 64 << 20
+"""Replies that this process keeps. Beyond that the oldest one goes of the API key that has the most."""
 MAX_REPLY_BYTES = 256 << 10
 """Longer replies are not kept; the retry runs again."""
 LARGE_PATHS = frozenset({"/v1/files"})
@@ -48,51 +50,69 @@ class ReplyStore:
 
     def __init__(self, volatile: Volatile) -> None:
         self._volatile = volatile
-        self._entries: OrderedDict[str, tuple[float, StoredReply]] = OrderedDict()
+        self._entries: dict[str, OrderedDict[str, tuple[float, StoredReply]]] = {}
+        """By owner (the id of an API key): whoever has the most gives way first."""
+        self._nbytes: Counter[str] = Counter()
+        self._count = 0
 
-    async def claim(self, key: str, fingerprint: bytes) -> StoredReply | None:
+    async def claim(self, key: str, fingerprint: bytes, *, owner: str) -> StoredReply | None:
         """Take ``key`` for a new request; None means taken, anything else is what another request left there."""
-        known = self._recall(key)
+        known = self._recall(key, owner)
         if known is not None:
             return known
         mine = StoredReply(fingerprint)
-        self._remember(key, mine, CLAIM_S)
+        self._remember(key, mine, CLAIM_S, owner)
         found = await self._claim_shared(key, msgspec.msgpack.encode(mine))
         if found is None:
             return None
         reply = msgspec.msgpack.decode(found, type=StoredReply)
         if reply.status:
-            self._remember(key, reply, KEEP_S)
+            self._remember(key, reply, KEEP_S, owner)
         else:  # another process runs it and will answer there, not here
-            self._entries.pop(key, None)
+            self._drop(key, owner)
         return reply
 
-    async def finish(self, key: str, reply: StoredReply) -> None:
+    async def finish(self, key: str, reply: StoredReply, *, owner: str) -> None:
         """Keep the answer of a claimed request."""
-        self._remember(key, reply, KEEP_S)
+        self._remember(key, reply, KEEP_S, owner)
         data = msgspec.msgpack.encode(reply)
         await self._quietly(lambda r: r.set(_name(key), data, ex=KEEP_S))
 
-    async def release(self, key: str) -> None:
+    async def release(self, key: str, *, owner: str) -> None:
         """Give a claim back: the request failed and may be tried again."""
-        self._entries.pop(key, None)
+        self._drop(key, owner)
         await self._quietly(lambda r: r.delete(_name(key)))
 
-    def _recall(self, key: str) -> StoredReply | None:
-        entry = self._entries.get(key)
+    def _recall(self, key: str, owner: str) -> StoredReply | None:
+        entry = self._entries[owner].get(key) if owner in self._entries else None
         if entry is None:
             return None
         expires, reply = entry
         if expires < time.monotonic():
-            del self._entries[key]
+            self._drop(key, owner)
             return None
         return reply
 
-    def _remember(self, key: str, reply: StoredReply, keep_s: float) -> None:
-        self._entries[key] = (time.monotonic() + keep_s, reply)
-        self._entries.move_to_end(key)
-        while len(self._entries) > MAX_ENTRIES:
-            self._entries.popitem(last=False)
+    def _remember(self, key: str, reply: StoredReply, keep_s: float, owner: str) -> None:
+        self._drop(key, owner)
+        self._entries.setdefault(owner, OrderedDict())[key] = (time.monotonic() + keep_s, reply)
+        self._nbytes[owner] += _size(reply)
+        self._count += 1
+        while self._count > MAX_ENTRIES or self._nbytes.total() > MAX_BYTES:
+            most = max(
+                self._entries, key=lambda name: len(self._entries[name]) / MAX_ENTRIES + self._nbytes[name] / MAX_BYTES
+            )
+            self._drop(next(iter(self._entries[most])), most)
+
+    def _drop(self, key: str, owner: str) -> None:
+        entries = self._entries.get(owner, OrderedDict())
+        entry = entries.pop(key, None)
+        if entry is None:
+            return
+        self._count -= 1
+        self._nbytes[owner] -= _size(entry[1])
+        if not entries:
+            del self._entries[owner], self._nbytes[owner]
 
     async def _claim_shared(self, key: str, data: bytes) -> bytes | None:
         async def work(client: redis.asyncio.Redis) -> bytes | None:
@@ -132,24 +152,27 @@ class Idempotency:
         sender = caller.sender if caller is not None else ""
         key = "\n".join((sender, scope["path"], token))
         digest = hashlib.sha256(scope["query_string"] + b"\n" + body).digest()
-        earlier = await self.store.claim(key, digest)
+        owner = caller.id if caller is not None else ""
+        earlier = await self.store.claim(key, digest, owner=owner)
         if earlier is not None:
             await _answer_again(earlier, digest)(scope, receive, send)
             return
-        await self._run(key, digest, scope, _replayed(body, receive), send)
+        await self._run(key, digest, owner, partial(self.app, scope, _replayed(body, receive)), send)
 
-    async def _run(self, key: str, digest: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _run(
+        self, key: str, digest: bytes, owner: str, answer: Callable[[Send], Awaitable[None]], send: Send
+    ) -> None:  # fmt: skip
         recorder = _Recorder(send)
         kept = False
         try:
-            await self.app(scope, receive, recorder)
+            await answer(recorder)
             reply = recorder.reply(digest)
             if reply is not None:
-                await self.store.finish(key, reply)
+                await self.store.finish(key, reply, owner=owner)
                 kept = True
         finally:
             if not kept:
-                await self.store.release(key)
+                await self.store.release(key, owner=owner)
 
 
 class _Recorder:
@@ -214,6 +237,10 @@ def token_of(header: str) -> str:
     if not token or len(token) > 255 or not token.isascii() or not token.isprintable():
         raise HttpProblem(400, "bad_idempotency_key", "Idempotency-Key must be 1 to 255 printable ASCII characters")
     return token
+
+
+def _size(reply: StoredReply) -> int:
+    return len(reply.body) + 256  # headers and what holds them
 
 
 def _name(key: str) -> str:

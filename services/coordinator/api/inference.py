@@ -17,7 +17,7 @@ from penstock.services.coordinator.api.completion_format import ChatFormat, Text
 from penstock.services.coordinator.api.completion_reply import CompletionReply, as_problem
 from penstock.services.coordinator.api.direct import posts_of
 from penstock.services.coordinator.api.own_episode import own_episode
-from penstock.services.coordinator.api.own_models import check_model
+from penstock.services.coordinator.api.own_models import no_model
 from penstock.services.coordinator.api.replies import HttpProblem, Json
 from penstock.services.coordinator.api.scopes import require
 from penstock.services.coordinator.api.serving import Ask, Served, Serving
@@ -143,8 +143,7 @@ async def get_model(
     model: Annotated[str, Path(max_length=256, description="Name or id of a job")], caller: Reader, backend: BackendDep
 ) -> Response:
     """Show a model."""
-    served = served_of(backend, model)
-    check_model(caller, served.name, served.job)
+    served = served_of(backend, model, caller)
     return Json(_model(served))
 
 
@@ -222,7 +221,8 @@ async def get_interaction(
             if job.mark == marked[1]:
                 found = await serving_of(backend).interaction(job.id, marked[0])
                 if found is not None:
-                    check_model(caller, job.name, job.id)
+                    if not caller.may_use(job.name, job.id):
+                        break
                     return Json(found.row() | await _decision(backend, marked[0], found))
     raise NotFound(f"no interaction '{interaction}' is recorded")
 
@@ -265,12 +265,12 @@ async def _answer(
     serving = serving_of(backend)
     draft = draft_of(body, await request.body(), request.headers, caller.id)
     retries = request.headers.get("x-stainless-retry-count", "")
-    served = served_of(backend, body.model)
-    check_model(caller, served.name, served.job)
+    served = served_of(backend, body.model, caller)
     ask = Ask(
         served=served, draft=draft, num_prompts=num_prompts, user=body.named_user,
         episode=own_episode(caller, episode_of(episode, request.headers, body), served.job),
         retries=int(retries) if retries.isdecimal() else None, only_opened=bool(caller.episode),
+        any_owner=caller.may("admin"),
     )  # fmt: skip
     await check_user(backend.limiter, caller, ask.user, serving.pseudonym)
     try:
@@ -289,12 +289,15 @@ def serving_of(backend: Backend) -> Serving[Any]:
     return backend.serving
 
 
-def served_of(backend: Backend, model: str) -> Served:
-    """A model by name or id of its job. Raises HttpProblem: 404."""
+def served_of(backend: Backend, model: str, caller: Caller) -> Served:
+    """A model by name or id of its job. Raises HttpProblem: 404 there is none, or none that the key reaches."""
     try:
-        return serving_of(backend).find(model)
-    except NotFound as error:
-        raise HttpProblem(404, "model_not_found", str(error)) from None
+        served = serving_of(backend).find(model)
+    except NotFound:
+        raise no_model(model) from None
+    if not caller.may_use(served.name, served.job):
+        raise no_model(model)
+    return served
 
 
 def _model(served: Served) -> Model:

@@ -17,7 +17,7 @@ from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.bodies import read_job
 from penstock.services.coordinator.api.control import Order
 from penstock.services.coordinator.api.idempotency import token_of
-from penstock.services.coordinator.api.own_models import check_job, check_model
+from penstock.services.coordinator.api.own_models import check_name
 from penstock.services.coordinator.api.replies import HttpProblem, Json
 from penstock.services.coordinator.api.schemas import DryRun, JobList
 from penstock.services.coordinator.api.scopes import require
@@ -164,11 +164,12 @@ async def _check_models(backend: Backend, caller: Caller, spec: AnyJob) -> None:
     """A key for some models submits jobs with their names, and from checkpoints of their jobs."""
     if caller.models is None:
         return
-    check_model(caller, spec.name, "")
+    check_name(caller, spec.name)
     origin = _ORIGIN.match(spec.model.path or "")
     if origin is not None:
         with contextlib.suppress(NotFound):  # said in the terms of the job file where it is looked up
-            await check_job(backend, caller, origin[1])
+            if not caller.may_use((await backend.control.get(origin[1])).name, origin[1]):
+                check_name(caller, spec.model.path or "")
 
 
 def check_code(caller: Caller, spec: AnyJob, settings: ServiceSettings) -> None:

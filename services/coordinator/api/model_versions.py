@@ -13,7 +13,6 @@ from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.bodies import body_schema, read_model
 from penstock.services.coordinator.api.inference import served_of
 from penstock.services.coordinator.api.operations import begin
-from penstock.services.coordinator.api.own_models import check_model
 from penstock.services.coordinator.api.replies import Json
 from penstock.services.coordinator.api.scopes import require
 from penstock.services.coordinator.api.versions import Promotion
@@ -66,8 +65,7 @@ async def list_versions(
     model: ModelName, caller: Annotated[Caller, require("models:read", reach="checked")], backend: BackendDep
 ) -> Response:
     """List the versions of a model: the newest, the one that is served, and those of its checkpoints."""
-    served = served_of(backend, model)
-    check_model(caller, served.name, served.job)
+    served = served_of(backend, model, caller)
     trained = (await backend.control.get(served.job)).status.policy_version
     kept = await _checkpoints_of(backend, served.job)
     newest = max(trained, served.version, *kept)
@@ -87,7 +85,7 @@ async def promote_model(
 ) -> Response:
     """Serve the model's newest version whatever was measured of it."""
     wanted = await read_model(request, Promotion)
-    return await begin(backend, served_of(backend, model).job, "promote", caller, {"version": wanted.version})
+    return await begin(backend, served_of(backend, model, caller).job, "promote", caller, {"version": wanted.version})
 
 
 @router.post("/rollback", status_code=202, response_model=Operation, openapi_extra=body_schema(RollbackToVersion))
@@ -98,8 +96,7 @@ async def roll_back_model(
     backend: BackendDep,
 ) -> Response:
     """Give up the updates after a version that a checkpoint has, and train on from it."""
-    version, served = (await read_model(request, RollbackToVersion)).version, served_of(backend, model)
-    check_model(caller, served.name, served.job)
+    version, served = (await read_model(request, RollbackToVersion)).version, served_of(backend, model, caller)
     kept = await _checkpoints_of(backend, served.job)
     if version not in kept:
         known = ", ".join(map(str, kept)) or "none"

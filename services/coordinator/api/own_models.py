@@ -5,26 +5,32 @@ from __future__ import annotations
 from penstock.services.coordinator.api.access import Backend
 from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.replies import HttpProblem
+from penstock.shared.errors import NotFound
 
-__all__ = ["check_job", "check_model", "jobs_of", "reaches_all"]
+__all__ = ["check_job", "check_name", "jobs_of", "no_model", "reaches_all"]
 
 
-def check_model(caller: Caller, name: str, job: str) -> None:
-    """Raises HttpProblem: 403 the key is for other models than ``name``, which is ``job`` ('': one that is not yet)."""
-    if not caller.may_use(name, job):
+def check_name(caller: Caller, name: str) -> None:
+    """Raises HttpProblem: 403 the key is for other models than ``name``, which is that of a job to be."""
+    if not caller.may_use(name, ""):
         raise HttpProblem(403, "other_model", f"this key is for other models than '{name}': {_models(caller)}")
 
 
-async def check_job(backend: Backend, caller: Caller, job: str) -> None:
-    """Look whether a job is of the caller's models.
+def no_model(name: str) -> HttpProblem:
+    """The answer to a name that no running job has, or one that the key does not reach: the same, to the letter."""
+    detail = f"no running job serves a model '{name[:80]}'; GET /v1/models lists those that this key reaches"
+    return HttpProblem(404, "model_not_found", detail)
+
+
+async def check_job(backend: Backend, caller: Caller, job: str, missing: str = "") -> None:
+    """Look whether a job is of the caller's models; ``missing`` is said where it is not, as if there were none.
 
     Raises:
-        HttpProblem: 403 it is not.
-        NotFound: a key for some models asks for a job that does not exist.
+        NotFound: it is not, or does not exist.
         Unavailable: it cannot be read.
     """
-    if caller.models is not None:
-        check_model(caller, (await backend.control.get(job)).name, job)
+    if caller.models is not None and not caller.may_use((await backend.control.get(job)).name, job):
+        raise NotFound(missing or f"no job '{job}'")
 
 
 async def jobs_of(backend: Backend, caller: Caller) -> list[str] | None:

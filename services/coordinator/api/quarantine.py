@@ -14,6 +14,7 @@ from penstock.services.coordinator.api.feedback_desk import FeedbackDesk, HeldFe
 from penstock.services.coordinator.api.own_models import check_job, jobs_of
 from penstock.services.coordinator.api.replies import HttpProblem, Json
 from penstock.services.coordinator.api.scopes import require
+from penstock.shared.protocol.interaction import bare_id
 
 __all__ = ["all_jobs", "router"]
 
@@ -132,9 +133,9 @@ async def _page(held: HeldFeedback, jobs: list[str] | None, after: str, limit: i
 
 
 async def _job_of(backend: Backend, caller: Caller, item: str) -> str:
-    """The job of an item. Raises NotFound, HttpProblem: 403 it is of other models than the key is for."""
+    """The job of an item. Raises NotFound: there is none, or it is of other models than the key is for."""
     job: str = (await _feedback(backend).fate(item))["job"]
-    await check_job(backend, caller, job)
+    await check_job(backend, caller, job, f"no feedback '{bare_id(item) or item[:80]}' was accepted here")
     return job
 
 

@@ -61,6 +61,8 @@ class Ask:
     user: str
     episode: str
     retries: int | None
+    any_owner: bool = False
+    """Whether ``episode`` may be one that another key opened."""
     only_opened: bool = False
     """Whether ``episode`` must be one that was opened and is remembered: the key is for it alone."""
 

@@ -15,7 +15,6 @@ import uuid6
 
 from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.feedback_models import Metric, PostedInteraction, PostedPreference
-from penstock.services.coordinator.api.own_models import check_model
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem
 from penstock.services.coordinator.feedback.erasure import UNDECIDED, Eraser, Report
 from penstock.services.coordinator.feedback.held import HeldFeedback
@@ -29,9 +28,10 @@ from penstock.services.coordinator.feedback.items import (
     retraction_of,
     target_of,
 )
-from penstock.services.coordinator.feedback.jobs import LiveJobs
+from penstock.services.coordinator.feedback.jobs import LiveJobs, no_job
 from penstock.services.coordinator.feedback.privacy import Consents, Pseudonyms
 from penstock.services.coordinator.payload import whole_of
+from penstock.services.coordinator.shares import FeedbackShares
 from penstock.services.coordinator.store import JobStore
 from penstock.shared.errors import NotFound, PenstockError, ProtocolError, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
@@ -64,12 +64,17 @@ Row = dict[str, Any]
 class FeedbackDesk:
     """Implements ``api.feedback_desk.FeedbackDesk``."""
 
-    def __init__(self, bus: Bus, store: JobStore, data_dir: Path, *, ids_keep_s: float | None = None) -> None:
+    def __init__(
+        self, bus: Bus, store: JobStore, data_dir: Path, *, ids_keep_s: float | None = None, share: float = 1.0
+    ) -> None:
+        """``share``: of FEEDBACK, that one job may have of what the others leave (``ServiceSettings.tenant_share``)."""
         self._ids_keep_s = ids_keep_s
         self.pseudonyms, self.consents = Pseudonyms(bus), Consents(bus)
         self.jobs = LiveJobs(store)
         self.index = FeedbackIndex(bus, data_dir / FOLDER)
+        self.shares = FeedbackShares(bus, share)
         self.ingest = Ingest(bus, self.index)
+        self.ingest.has_room = self.shares.has_room
         self.index.on_projected = self.ingest.projected
         self.held = HeldFeedback(bus, self.index, self.ingest, self.pseudonyms)
         self._bus, archive = bus, ledger_archive(data_dir)
@@ -80,7 +85,7 @@ class FeedbackDesk:
         """Keep everything up until cancelled."""
         await self._load()
         async with asyncio.TaskGroup() as tasks:
-            for part in (self.jobs, self.index, self.consents):
+            for part in (self.jobs, self.index, self.consents, self.shares):
                 tasks.create_task(part.run())
 
     async def _load(self) -> None:
@@ -133,7 +138,8 @@ class FeedbackDesk:
                 job = await self.jobs.of_model(post.model)
             else:
                 job = await self.jobs.of_target(*target_of(post))
-            check_model(caller, job.name, job.id)
+            if not caller.may_use(job.name, job.id):
+                raise no_job("/model", "the feedback is about no online job that is known here")
             who = _identity(post, caller, key, place, self.pseudonyms.digest)
             if job.redactor is None:
                 item = item_of(post, job, who, self.pseudonyms.of)

@@ -13,7 +13,9 @@ import asyncio
 import contextlib
 import contextvars
 import hashlib
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -36,6 +38,8 @@ GROUP_BYTES = 512 << 10
 IN_FLIGHT = 2
 MAX_UNPROJECTED, MAX_UNPROJECTED_BYTES = 65_536, 256 << 20
 """Items taken that the projection has not seen, and their bytes; beyond that nothing more is taken."""
+MAX_SHARE = 0.95
+"""What one job may have of what the others leave."""
 ROOM_S = 2.0
 MAX_QUEUED, MAX_QUEUED_BYTES = 32_768, 64 << 20
 """So long senders wait for the projection before they are refused: as many items, and their bytes, as may wait."""
@@ -105,7 +109,10 @@ class Ingest:
         self._recent: dict[str, _Entry] = {}
         self._nbytes = 0
         self._queued = self._queued_nbytes = 0
-        self._queue = asyncio.Lock()
+        self._queues: dict[str, asyncio.Lock] = {}
+        self._of_job: Counter[str] = Counter()
+        self.has_room: Callable[[str, int], bool] = lambda job, nbytes: True
+        """Whether a job may have so many bytes more in the stream."""
         self._freed = asyncio.Event()
         self._unprojected: dict[int, list[_Entry]] = {}
         self._sending: set[asyncio.Task[None]] = set()
@@ -123,7 +130,7 @@ class Ingest:
         Returns once every one is on disk or refused: StreamFull, Unavailable (it may be stored or not), HttpProblem
         (422 the id says something else already, 413 too large). A sender that is faster than the projection waits.
         """
-        if self._is_full(len(items)):
+        if items and self._is_full(len(items), items[0][0].job):
             await self._wait_for_room([item for item, _ in items])
         begun = [self._begin(item, chosen) for item, chosen in items]
         pending = {found[0].done for found in begun if not isinstance(found, PenstockError)}
@@ -157,8 +164,11 @@ class Ingest:
         except PenstockError as error:
             return error
 
-    def _is_full(self, more: int) -> bool:
-        return len(self._recent) + more > MAX_UNPROJECTED or self._nbytes >= MAX_UNPROJECTED_BYTES
+    def _is_full(self, more: int, job: str) -> bool:
+        """For ``job``: one that floods waits while others find room."""
+        count, own = len(self._recent), self._of_job[job]
+        most = math.ceil(MAX_SHARE * (MAX_UNPROJECTED - (count - own)))
+        return count + more > MAX_UNPROJECTED or own + more > most or self._nbytes >= MAX_UNPROJECTED_BYTES
 
     async def _wait_for_room(self, items: Sequence[Feedback]) -> None:
         """In turn; returns without room where it takes too long, or too much waits already."""
@@ -166,24 +176,30 @@ class Ingest:
         if self._queued + count > MAX_QUEUED or self._queued_nbytes + nbytes > MAX_QUEUED_BYTES:
             return
         self._queued, self._queued_nbytes = self._queued + count, self._queued_nbytes + nbytes
+        job = items[0].job
+        queue = self._queues.setdefault(job, asyncio.Lock())
         try:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ROOM_S), self._queue:
-                    while self._is_full(count):
+                async with asyncio.timeout(ROOM_S), queue:
+                    while self._is_full(count, job):
                         self._freed.clear()
                         await self._freed.wait()
         finally:
             self._queued, self._queued_nbytes = self._queued - count, self._queued_nbytes - nbytes
 
     def _enter(self, item: Feedback, chosen: bool) -> _Entry:
-        if self._is_full(1):
+        if self._is_full(1, item.job):
             raise StreamFull(f"{len(self._recent)} items wait to be indexed; retry in a moment")
         loop = asyncio.get_running_loop()
-        entry = _Entry(item, len(_encoder.encode(item)), chosen, loop.time(), loop.create_future())
+        nbytes = len(_encoder.encode(item))
+        if not self.has_room(item.job, nbytes):
+            raise _flooded(item.job)
+        entry = _Entry(item, nbytes, chosen, loop.time(), loop.create_future())
         entry.done.add_done_callback(_seen)
         if (replaced := self._recent.get(item.id)) is not None:
             self._forget(replaced)
         self._recent[item.id] = entry
+        self._of_job[item.job] += 1
         self._nbytes += entry.nbytes
         lane = self._lanes.get(item.job) or self._lanes.setdefault(item.job, _Lane())
         lane.waiting.append(entry)
@@ -274,6 +290,7 @@ class Ingest:
     def _forget(self, entry: _Entry) -> None:
         if self._recent.get(entry.item.id) is entry:
             del self._recent[entry.item.id]
+            self._of_job[entry.item.job] -= 1
             self._nbytes -= entry.nbytes
 
 
@@ -321,6 +338,11 @@ def _take(lane: _Lane) -> list[_Entry]:
     if len(lane.waiting) >= GROUP_ITEMS or lane.nbytes >= GROUP_BYTES:
         lane.filled.set()
     return group
+
+
+def _flooded(job: str) -> HttpProblem:
+    detail = f"job '{job}' has so much feedback in the stream that others need the rest; wait until it is decided"
+    return HttpProblem(429, "job_backlog_full", detail, headers={"Retry-After": "5", "retry-after-ms": "5000"})
 
 
 def _seen(done: asyncio.Future[Stored]) -> None:

@@ -16,7 +16,7 @@ from penstock.shared.data.redaction import Redactor
 from penstock.shared.errors import ConfigError, ProtocolError, Unavailable
 from penstock.shared.protocol.jobs import TERMINAL_PHASES
 
-__all__ = ["LiveJob", "LiveJobs"]
+__all__ = ["LiveJob", "LiveJobs", "no_job"]
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class LiveJobs:
         running = [job for job in self._jobs.values() if not job.finished]
         if len(running) == 1:
             return running[0]
-        raise _no_job(pointer, f"'{target}' was not given out by an online job that is known here", running)
+        raise no_job(pointer, f"'{target}' was not given out by an online job that is known here")
 
     async def of_model(self, model: str) -> LiveJob:
         """The job with this name or id, with or without `@VERSION`.
@@ -150,8 +150,7 @@ class LiveJobs:
             others = [other for other in self._others.values() if name in (other.id, other.name)]
             if others:
                 raise max(others).refusal("/model", "this is")
-            running = [job for job in self._jobs.values() if not job.finished]
-            raise _no_job("/model", f"no online job '{name[:128]}'", running)
+            raise no_job("/model", f"no online job '{name[:128]}'")
         return _open(job)
 
     def _named(self, name: str) -> LiveJob | None:
@@ -176,7 +175,7 @@ def _open(job: LiveJob) -> LiveJob:
     return job
 
 
-def _no_job(pointer: str, detail: str, running: list[LiveJob] | None = None) -> HttpProblem:
-    names = ", ".join(f"'{job.name}' ({job.id})" for job in running or ()) or "none"
-    text = f"{detail}; online jobs that run: {names}"
+def no_job(pointer: str, detail: str) -> HttpProblem:
+    """The answer to feedback for no job that the key reaches; it names none, for they may be those of others."""
+    text = f"{detail}; GET /v1/models lists the models that this key reaches"
     return HttpProblem(422, "no_such_target", text, errors=[Flaw(pointer=pointer, detail=text)])

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 import uuid
 from datetime import timedelta
 
+from pydantic import ValidationError
+
 from penstock.services.coordinator.api.replies import HttpProblem
 from penstock.services.coordinator.api.serving import Served
-from penstock.shared.errors import Conflict, NotFound
+from penstock.services.coordinator.shares import EntryShares
+from penstock.shared.errors import Conflict, NotFound, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_datetime, bus_time
 from penstock.shared.protocol.codec import pack
@@ -20,15 +25,35 @@ __all__ = ["Episodes"]
 
 TRUST_S = 1.0
 """An episode that was looked up is trusted for so long."""
+RETRY_S = 1.0
 MAX_KNOWN = 16384
 
 
 class Episodes:
     """Implements ``api.serving.EpisodeBook``."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, share: float = 1.0) -> None:
+        """``share``: what one key may have of what the others leave of the bucket."""
         self._bus, self._kv = bus, bus.kv(subjects.EPISODES)
+        self._shares = EntryShares(share)
+        self._max_bytes = 0
         self._known: dict[str, tuple[float, EpisodeRecord | None]] = {}
+
+    async def run(self) -> None:
+        """Follow who holds how much of the bucket, until cancelled."""
+        while not self._max_bytes:
+            try:
+                self._max_bytes = (await self._bus.stream_state(f"KV_{subjects.EPISODES}")).max_bytes
+            except Unavailable:
+                await asyncio.sleep(RETRY_S)
+        async for entry in self._kv.watch(""):
+            if entry.value is None:
+                self._shares.remove(entry.key)
+                continue
+            with contextlib.suppress(ValidationError):
+                record = EpisodeRecord.model_validate_json(entry.value)
+                self._shares.put(entry.key, record.key_id, len(entry.value), self.remembered_until(record))
+            self._shares.max_bytes = self._max_bytes
 
     async def create(self, served: Served, key_id: str, ttl_s: float, about: dict[str, object]) -> EpisodeRecord:
         """See ``EpisodeBook.create``."""
@@ -39,8 +64,14 @@ class Episodes:
                 "key_id": key_id, "created_at": now, "expires_at": now + timedelta(seconds=ttl_s),
             }
         )  # fmt: skip
-        data = record.model_dump_json().encode()
-        await self._kv.create(_key(served.job, record.id), data, keep_s=ttl_s + KEEP_S)
+        data, key = record.model_dump_json().encode(), _key(served.job, record.id)
+        if not self._shares.has_room(key_id, len(data)):
+            detail = (
+                f"this key has opened so many episodes that others need what is left: they are kept for {KEEP_S:g} s"
+            )
+            raise HttpProblem(507, "episode_quota", detail, headers={"x-should-retry": "false"})
+        await self._kv.create(key, data, keep_s=ttl_s + KEEP_S)
+        self._shares.put(key, key_id, len(data), self.remembered_until(record))
         return record
 
     async def get(self, served: Served, id: str) -> EpisodeRecord:

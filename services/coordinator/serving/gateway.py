@@ -44,7 +44,8 @@ RETRY_S = 0.1
 MAX_RECOVERIES = 5
 """A request that was lost more often is what breaks its workers."""
 MAX_IN_FLIGHT = 2048
-"""Requests of one model in this process; more are told to come back."""
+"""Requests of one model in this process; more are told to come back, and those of one key when it has as many as there
+is room left: one key alone gets half of it, two a third each."""
 
 
 class Gateway:
@@ -53,6 +54,7 @@ class Gateway:
     Args:
         pseudonym: what stands for a user in records.
         consent_of: whether the user of a pseudonym may be trained on; None where nothing was said.
+        share: see ``Episodes``.
     """
 
     def __init__(
@@ -62,14 +64,16 @@ class Gateway:
         *,
         pseudonym: Callable[[str], str],
         consent_of: Callable[[str], bool | None],
+        share: float = 1.0,
     ) -> None:
         self.id = f"{worker_id}.{secrets.token_hex(4)}"
         self._bus, self._pseudonym, self._consent_of = bus, pseudonym, consent_of
         self._table, self._threads, self._notes = ModelTable(bus), Threads(bus), Notes(bus, self.id)
-        self.episodes, self.retries = Episodes(bus), Retries(self.give_up)
+        self.episodes, self.retries = Episodes(bus, share), Retries(self.give_up)
         self._replicas = Replicas(bus, self.id, self._notes, self.retries, self)
         self._answers: dict[str, Answer] = {}
         self._in_flight: Counter[str] = Counter()
+        self._of_key: Counter[tuple[str, str]] = Counter()
         self._heard: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -82,6 +86,7 @@ class Gateway:
         ):
             tasks.create_task(self._table.run())
             tasks.create_task(self._watch_workers())
+            tasks.create_task(self.episodes.run())
 
     # -- api.serving.Serving -----------------------------------------------------------------------------------------
 
@@ -107,7 +112,7 @@ class Gateway:
             earlier = earlier or await self._replicas.earlier(key, lambda: self._prepared(ask))
             if earlier is not None:
                 return earlier
-        if self._in_flight[ask.served.job] >= MAX_IN_FLIGHT:
+        if self._in_flight[ask.served.job] + self._of_key[ask.served.job, ask.draft.key_id] >= MAX_IN_FLIGHT:
             raise _full(ask.served)
         answer = await self._prepared(ask)
         if ask.retries is None:
@@ -156,6 +161,8 @@ class Gateway:
         if record is None and ask.only_opened:  # it would be recorded as one that nobody set apart for evaluation
             raise HttpProblem(410, "episode_over", f"episode '{ask.episode}' is not known any more: open another one")
         job, draft = ask.served.job, ask.draft
+        if record is not None and record.key_id != draft.key_id and not ask.any_owner:
+            raise HttpProblem(404, "not_found", f"no running job has an episode '{ask.episode}'")
         tags = _tags(record)
         if record is not None and not record.user:  # opened by an earlier version, which kept the name as it was sent
             tags = named_tags(tags, self._pseudonym)
@@ -238,12 +245,17 @@ class Gateway:
         if answer.id not in self._answers:
             self._answers[answer.id] = answer
             self._in_flight[answer.served.job] += 1
+            self._of_key[answer.served.job, answer.request.key_id] += 1
 
     def withdraw(self, answer: Answer) -> None:
         """No more chunks of the answer are taken."""
         if self._answers.get(answer.id) is answer:
             del self._answers[answer.id]
             self._in_flight[answer.served.job] -= 1
+            key = answer.served.job, answer.request.key_id
+            self._of_key[key] -= 1
+            if not self._of_key[key]:
+                del self._of_key[key]
 
     def give_up(self, answer: Answer) -> None:
         """Nobody waits for the answer: the worker records what there is."""

@@ -86,8 +86,7 @@ class ModelTable:
             raise Unavailable("the jobs are not read yet; retry in a moment")
         found = self._served.get(name) or next((served for served in self.rows() if served.name == name), None)
         if found is None:
-            names = ", ".join(served.name for served in self.rows()[:20]) or "none"
-            raise NotFound(f"no running job serves a model '{name[:80]}'; models: {names}")
+            raise NotFound(f"no running job serves a model '{name[:80]}'")
         return found
 
 

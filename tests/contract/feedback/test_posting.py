@@ -269,8 +269,8 @@ async def test_the_job_is_found_by_mark_by_name_or_alone(desk: Any) -> None:
     problem = refused(
         await desk.post({"inference_id": TARGET, "metric_name": "accepted", "value": True}), 422, "no_such_target"
     )
-    assert "'policy'" in problem["detail"]
-    assert "'second'" in problem["detail"]
+    assert "GET /v1/models" in problem["detail"]
+    assert "second" not in problem["detail"], "it may be a job that the key does not reach"
     assert (await desk.accept())["job"] == desk.job
     whole = {"kind": "interaction", "model": "second", "completion": {"content": "x"}}
     assert (await desk.post(whole)).json()["job"] == other.id

@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 
+from penstock.services.coordinator.api import idempotency
+from penstock.services.coordinator.api.idempotency import ReplyStore, StoredReply
+from penstock.services.coordinator.api.volatile import Volatile
+
 
 def with_key(key: str) -> dict[str, str]:
     return {"idempotency-key": key}
@@ -173,3 +177,19 @@ async def test_a_valkey_that_was_never_there(connect: Any, job: Any) -> None:
     async with connect(redis_url="redis://127.0.0.1:1/0") as client:
         assert (await client.post("/v1/jobs", json=job, headers=with_key("k"))).status_code == 202
         assert (await client.get("/readyz")).status_code == 200
+
+
+async def test_one_key_takes_no_replies_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idempotency, "MAX_ENTRIES", 8)
+    store = ReplyStore(Volatile(None))
+    for number in range(3):
+        await store.finish(f"mine {number}", StoredReply(b"f", 200), owner="victim")
+    for number in range(50):
+        assert await store.claim(f"theirs {number}", b"f", owner="flooder") is None
+    kept = [await store.claim(f"mine {number}", b"f", owner="victim") for number in range(3)]
+    assert [reply.status for reply in kept if reply is not None] == [200, 200, 200]
+    monkeypatch.setattr(idempotency, "MAX_BYTES", 10_000)
+    for number in range(4):
+        await store.finish(f"long {number}", StoredReply(b"f", 200, body=b"a" * 4000), owner="flooder")
+    kept = [await store.claim(f"mine {number}", b"f", owner="victim") for number in range(3)]
+    assert all(reply is not None for reply in kept), "nor by long ones"

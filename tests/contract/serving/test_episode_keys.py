@@ -248,7 +248,7 @@ async def test_a_key_for_other_models_knows_nothing_of_this_one(agent: Any, fron
     reads = (f"/v1/interactions/{answer}", f"/v1/episodes/{spoken}/interactions", f"/v1/feedback/{item}")
     for path in reads:
         assert (await front.client.get(path, headers=own)).status_code == 200, path
-        assert code(await front.client.get(path, headers=other)) == (403, "other_model"), path
+        assert code(await front.client.get(path, headers=other)) == (404, "not_found"), path
     assert code(await front.client.delete("/v1/users/eve/data", headers=own)) == (403, "other_model"), "in all models"
     for reply in (
         await agent.chat("hi", client=front.client, headers=other),
@@ -264,8 +264,12 @@ async def test_a_key_for_other_models_knows_nothing_of_this_one(agent: Any, fron
         await front.client.post(f"/v1/episodes/{episode}/end", headers=other),
         await front.client.post(f"/v1/episodes/{episode}/keys", headers=other),
     ):
-        assert code(reply) == (403, "other_model"), reply.text
+        assert code(reply) in {(404, "model_not_found"), (404, "not_found"), (422, "no_such_target")}, reply.text
+        assert agent.job not in reply.text or agent.job in str(reply.request.url), "nothing is said of others' models"
+    unknown = await front.client.get("/v1/models/nothing", headers=other)
+    known = await front.client.get("/v1/models/agent", headers=other)
+    assert known.json()["detail"] == unknown.json()["detail"].replace("nothing", "agent")
     token = {"metric_name": "reward", "inference_id": answer}
     signed = (await front.client.post("/v1/feedback/tokens", json=token, headers=other)).json()["token"]
-    assert code(await judge(front, bearer(signed), inference_id=answer)) == (403, "other_model"), "nor do its tokens"
+    assert code(await judge(front, bearer(signed), inference_id=answer)) == (422, "no_such_target"), "nor do its tokens"
     assert (await front.client.post(f"/v1/feedback/{item}/retract", headers=own)).status_code == 202

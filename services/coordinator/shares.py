@@ -1,0 +1,122 @@
+"""Who holds how much of a store that all tenants share, so that one who fills it is refused before the others are.
+
+An owner may hold a share of what the others have not taken: with 0.95 the first one gets 95 % of an empty store, and
+whoever comes then 95 % of the rest. Something is always left for another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import logging
+import time
+from collections import Counter
+
+from penstock.shared.errors import Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["EntryShares", "FeedbackShares"]
+
+logger = logging.getLogger(__name__)
+
+OVERHEAD_BYTES = 160
+"""Of a stored message: its subject, headers and framing, about."""
+RETRY_S = 1.0
+LOOK_S = 5.0
+PLACES = 1024
+"""Sequences that are counted together."""
+LOOKED_AT = 0.25
+"""Share of the stream above which it is looked up where what an owner still has begins."""
+
+
+class EntryShares:
+    """Entries of a bucket by owner; of each it is known when it ends."""
+
+    def __init__(self, share: float) -> None:
+        self.max_bytes = 0
+        """Of the bucket; 0: not known yet, and nobody is refused."""
+        self._share = share
+        self._used: Counter[str] = Counter()
+        self._entries: dict[str, tuple[str, int, float]] = {}
+        self._ends: list[tuple[float, str]] = []
+
+    def has_room(self, owner: str, nbytes: int) -> bool:
+        """Whether ``owner`` may store an entry of ``nbytes``."""
+        self._expire()
+        others = self._used.total() - self._used[owner]
+        wanted = self._used[owner] + nbytes + OVERHEAD_BYTES
+        return not self.max_bytes or wanted <= self._share * (self.max_bytes - others)
+
+    def put(self, key: str, owner: str, nbytes: int, until: float) -> None:
+        """An entry was stored, or replaced, that ends at ``until`` (Unix seconds)."""
+        self.remove(key)
+        self._entries[key] = owner, nbytes + OVERHEAD_BYTES, until
+        self._used[owner] += nbytes + OVERHEAD_BYTES
+        heapq.heappush(self._ends, (until, key))
+
+    def remove(self, key: str) -> None:
+        """An entry is gone."""
+        owner, nbytes, _ = self._entries.pop(key, ("", 0, 0.0))
+        self._used[owner] -= nbytes
+        if not self._used[owner]:
+            del self._used[owner]
+
+    def _expire(self) -> None:
+        while self._ends and self._ends[0][0] <= time.time():
+            until, key = heapq.heappop(self._ends)
+            if key in self._entries and self._entries[key][2] == until:
+                self.remove(key)
+
+
+class FeedbackShares:
+    """Bytes of FEEDBACK by job, read from the heads of its messages, whoever stored them."""
+
+    def __init__(self, bus: Bus, share: float) -> None:
+        self._bus, self._share = bus, share
+        self._max_bytes = self._bytes = 0
+        self._places: dict[str, Counter[int]] = {}
+        """By job and group of PLACES sequences."""
+        self._used: Counter[str] = Counter()
+
+    async def run(self) -> None:
+        """Follow the stream until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._look())
+            async with contextlib.aclosing(
+                self._bus.follow(subjects.FEEDBACK, f"{subjects.FEEDBACK.lower()}.>", headers_only=True)
+            ) as messages:
+                async for message in messages:
+                    job, nbytes = message.subject.split(".")[1], message.nbytes + OVERHEAD_BYTES
+                    self._places.setdefault(job, Counter())[message.seq // PLACES] += nbytes
+                    self._used[job] += nbytes
+
+    def has_room(self, job: str, nbytes: int) -> bool:
+        """Whether ``nbytes`` more of ``job`` may be stored."""
+        own = min(self._used[job], self._bytes)
+        others = max(0, self._bytes - own)
+        return not self._max_bytes or own + nbytes <= self._share * (self._max_bytes - others)
+
+    async def _look(self) -> None:
+        """Learn how full the stream is, and what was removed from it: the oldest messages of a job, or all of them."""
+        while True:
+            try:
+                state = await self._bus.stream_state(subjects.FEEDBACK)
+                self._max_bytes, self._bytes = state.max_bytes, state.bytes
+                for job in [name for name, used in self._used.items() if used > LOOKED_AT * state.max_bytes]:
+                    await self._drop_removed(job, state.last_seq)
+            except Unavailable as error:
+                logger.info("shares of FEEDBACK are not known: %s", error)
+            await asyncio.sleep(LOOK_S)
+
+    async def _drop_removed(self, job: str, last_seq: int) -> None:
+        first = last_seq + 1
+        scan = self._bus.scan(subjects.FEEDBACK, subjects.feedback(job), headers_only=True)
+        async with contextlib.aclosing(scan) as messages:
+            async for message in messages:
+                first = message.seq
+                break
+        places = self._places[job]
+        for place in [place for place in places if place < first // PLACES]:
+            self._used[job] -= places.pop(place)
