@@ -8,6 +8,7 @@ import json
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -52,7 +53,7 @@ from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import SealedGroup, decode_events
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, DesiredState, JobRecord, Operation
 from penstock.shared.runtime.ledger import ledger_archive, read_ledger
-from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.bus import Bus, Message
 from penstock.shared.transport.server import durability
 
 __all__ = ["CoordinatorControl"]
@@ -221,8 +222,8 @@ class CoordinatorControl:
         """See ``Control.metrics``."""
         await self.store.get(job)
         messages = await self.bus.read(subjects.METRICS, subjects.metrics(job))
-        rows = [msgspec.json.decode(message.data) for message in messages]
-        return columns(rows, names=names, step_from=step_from, step_to=step_to, max_points=max_points)
+        wanted = partial(columns, names=names, step_from=step_from, step_to=step_to, max_points=max_points)
+        return await asyncio.to_thread(lambda: wanted(_rows(messages)))
 
     async def workers(self, job: str) -> list[Row]:
         """See ``Control.workers``."""
@@ -233,7 +234,7 @@ class CoordinatorControl:
         """See ``Control.metric_names``."""
         await self.store.get(job)
         messages = await self.bus.read(subjects.METRICS, subjects.metrics(job))
-        return metric_names([msgspec.json.decode(message.data) for message in messages])
+        return await asyncio.to_thread(lambda: metric_names(_rows(messages)))
 
     async def timeline(self, job: str, *, step: int | None, limit: int) -> list[Row]:
         """See ``Control.timeline``."""
@@ -384,6 +385,10 @@ def largest_size(config: JobConfig, group: SealedGroup) -> int:
     """Upper bound of a stored group with as many tokens as the ledger says, in bytes."""
     tokens = config.data.prompt.max_tokens + group.tokens
     return group_bytes(tokens, config.completions_per_group, 0, table_bytes=config.model.replay_bytes_per_token)
+
+
+def _rows(messages: Sequence[Message]) -> list[Row]:
+    return [msgspec.json.decode(message.data) for message in messages]
 
 
 def _audit_groups(audit: Audit, found: Sequence[tuple[int, SealedGroup, bytes]]) -> None:

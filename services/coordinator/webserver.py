@@ -11,7 +11,9 @@ import asyncio
 import contextlib
 import ipaddress
 import resource
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -37,6 +39,8 @@ WRITE_S = 60.0
 """A client that takes nothing of its answer for so long is dropped."""
 FLUSH_S = 5.0
 """So long a client has to take the answer that ends its connection."""
+PER_TURN = 32
+"""Connections that end in one turn of the loop."""
 SPARE_FILES = 512
 """Descriptors for everything but clients."""
 
@@ -77,6 +81,7 @@ class _Bounds:
         self._everyone = proxies == ["*"]
         self._proxies = [] if self._everyone else [ipaddress.ip_network(proxy) for proxy in proxies]
         self._open: Counter[str] = Counter()
+        self._ending: deque[Callable[[], None]] = deque()
 
     def enter(self, host: str) -> str:
         """Count a connection from ``host``; why there is no room for it, or ''."""
@@ -94,6 +99,18 @@ class _Bounds:
         if not self._open[address]:
             del self._open[address]
         OPEN.set(self._open.total())
+
+    def later(self, loop: asyncio.AbstractEventLoop, end: Callable[[], None]) -> None:
+        """End a connection that is gone, few in one turn of the loop: the tasks of all of them wake."""
+        if not self._ending:
+            loop.call_soon(self._end_some, loop)
+        self._ending.append(end)
+
+    def _end_some(self, loop: asyncio.AbstractEventLoop) -> None:
+        for _ in range(min(PER_TURN, len(self._ending))):
+            self._ending.popleft()()
+        if self._ending:
+            loop.call_soon(self._end_some, loop)
 
     def _is_proxy(self, host: str) -> bool:
         """Many clients share the address of a proxy."""
@@ -139,7 +156,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         if self._is_counted:
             self._is_counted = False
             self._bounds.leave(self._host)
-        super().connection_lost(exc)
+        self._bounds.later(self.loop, partial(HttpToolsProtocol.connection_lost, self, exc))
 
     def data_received(self, data: bytes) -> None:
         """Parse, in pieces none of which can be more than a head may have."""

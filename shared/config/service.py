@@ -144,6 +144,9 @@ class ServiceSettings(BaseSettings):
     """Requests of one key to models and feedback, counted apart; a key's own rate replaces both."""
     user_rate_limit: str = ""
     """Live requests and items of feedback of one key that name the same end user, like 60/minute. Empty: no limit."""
+    token_rate_limit: str = ""
+    """Tokens of prompts and answers that one key may have, like 1000000/minute. An answer is counted when it
+    ends, so the last one may go beyond. Empty: no limit."""
     address_rate_limit: str = ""
     """API requests of one client address (IPv6: one /64), with a valid key or without. Empty: no limit."""
     experience_bytes: int = Field(4 << 30, ge=1 << 20)

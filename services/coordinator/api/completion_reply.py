@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import orjson
@@ -33,10 +33,13 @@ DISCONNECTED = metrics.counter("inference_disconnects", "Live requests whose cli
 class CompletionReply(Response):
     """A started answer as a response."""
 
-    def __init__(self, serving: Serving[Any], answer: Answer, format: Format) -> None:
+    def __init__(
+        self, serving: Serving[Any], answer: Answer, format: Format, charge: Callable[[int], Awaitable[object]]
+    ) -> None:
+        """``charge`` counts the tokens of the answer, whether or not its client stays to the end."""
         self.background = None
         self.status_code = 200
-        self._serving, self._answer, self._format = serving, answer, format
+        self._serving, self._answer, self._format, self._charge = serving, answer, format, charge
         self._names = {
             "x-interaction-id": answer.id,
             "x-policy-version": str(answer.version),
@@ -61,6 +64,7 @@ class CompletionReply(Response):
                 task.cancel()
             results = await asyncio.gather(work, gone, return_exceptions=True)
             self._serving.leave(self._answer, begun=self._begun)
+            await self._charge(sum(map(len, self._answer.prompt_ids)) + self._answer.num_generated - 1)
         if isinstance(results[0], Exception):
             raise results[0]
 

@@ -109,7 +109,10 @@ class EpisodeList(BaseModel):
     last_id: str | None = None
 
 
-@router.post("", status_code=201, response_model=NewEpisode, openapi_extra=body_schema(EpisodeBody))
+@router.post(
+    "", status_code=201, response_model=NewEpisode, openapi_extra=body_schema(EpisodeBody),
+    responses={507: {"description": "The key has opened more episodes than others leave it room for."}},
+)  # fmt: skip
 async def create(request: Request, caller: Opener, backend: BackendDep) -> Response:
     """Open an episode: requests to its `base_url` are its turns.
 

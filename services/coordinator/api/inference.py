@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Request
@@ -273,13 +274,15 @@ async def _answer(
         any_owner=caller.may("admin"),
     )  # fmt: skip
     await check_user(backend.limiter, caller, ask.user, serving.pseudonym)
+    await backend.limiter.check_tokens(caller.id)
     try:
         answer = await serving.open(ask)
     except PenstockError as error:
         raise as_problem(error, draft.constraint) from None
     usage = bool(body.stream_options and body.stream_options.include_usage)
     kind = ChatFormat if isinstance(body, ChatBody) else TextFormat
-    return CompletionReply(serving, answer, kind(answer, bool(body.return_token_ids), usage))
+    charge = partial(backend.limiter.take_tokens, caller.id)
+    return CompletionReply(serving, answer, kind(answer, bool(body.return_token_ids), usage), charge)
 
 
 def serving_of(backend: Backend) -> Serving[Any]:

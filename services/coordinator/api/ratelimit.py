@@ -72,6 +72,7 @@ class RateLimiter:
         self._live = _limit_of("PENSTOCK_LIVE_RATE_LIMIT", settings.live_rate_limit)
         self._user = _limit_or_none("PENSTOCK_USER_RATE_LIMIT", settings.user_rate_limit)
         self._address = _limit_or_none("PENSTOCK_ADDRESS_RATE_LIMIT", settings.address_rate_limit)
+        self._tokens = _limit_or_none("PENSTOCK_TOKEN_RATE_LIMIT", settings.token_rate_limit)
         self._volatile = volatile
         self._local = [SlidingWindowCounterRateLimiter(MemoryStorage()) for _ in range(NUM_STORES)]
         self._shared = _on(volatile.client) if volatile.client is not None else None
@@ -98,6 +99,20 @@ class RateLimiter:
         if self._user is None:
             return None
         return await self._count("user", self._user, ("user", caller, pseudonym), num_requests)
+
+    async def check_tokens(self, owner: str) -> None:
+        """Raises HttpProblem: 429 the key ``owner`` has used up its tokens. The first one of the answer is counted."""
+        found = await self.take_tokens(owner, 1)
+        if found is not None and not found.allowed:
+            wait_s = max(1, found.reset_s)
+            detail = f"this key has used its {found.limit} tokens of {found.window_s} s; wait {wait_s} s"
+            raise HttpProblem(429, "token_rate_limited", detail, headers=found.headers())
+
+    async def take_tokens(self, owner: str, number: int) -> Allowance | None:
+        """Count tokens of an answer, as far as any are left; None where tokens have no limit."""
+        if self._tokens is None or number < 1:
+            return None
+        return await self._count("tokens", self._tokens, ("tokens", owner), number)
 
     async def _count(self, policy: str, item: RateLimitItem, who: tuple[str, ...], wanted: int = 1) -> Allowance:
         async def count_in(counters: SlidingWindowCounterRateLimiter) -> Allowance:

@@ -84,6 +84,19 @@ async def test_one_key_does_not_take_a_whole_model(agent: Any, front: Any, monke
     assert (await agent.chat("hi", client=front.client, headers=other)).status_code == 200
 
 
+async def test_tokens_of_a_key_are_bounded(agent: Any) -> None:
+    async with agent.replica(api_keys="root", token_rate_limit="12/hour") as front:
+        heavy, other = await key_of(front), await key_of(front)
+        reply = await agent.chat("hi", client=front.client, headers=heavy)
+        assert reply.status_code == 200
+        for _ in range(6):
+            if (reply := await agent.chat("hi", client=front.client, headers=heavy)).status_code != 200:
+                break
+        assert code(reply) == (429, "token_rate_limited")
+        assert int(reply.headers["retry-after"]) >= 1
+        assert (await agent.chat("hi", client=front.client, headers=other)).status_code == 200
+
+
 async def test_keys_of_episodes_count_with_their_maker(agent: Any, front: Any) -> None:
     maker = await key_of(front, rate_limit="6/hour")
     keys = []
