@@ -75,7 +75,7 @@ class FeedbackShares:
 
     def __init__(self, bus: Bus, share: float) -> None:
         self._bus, self._share = bus, share
-        self._max_bytes = self._bytes = 0
+        self._max_bytes = self._bytes = self._looked_at = 0
         self._places: dict[str, Counter[int]] = {}
         """By job and group of PLACES sequences."""
         self._used: Counter[str] = Counter()
@@ -91,6 +91,7 @@ class FeedbackShares:
                     job, nbytes = message.subject.split(".")[1], message.nbytes + OVERHEAD_BYTES
                     self._places.setdefault(job, Counter())[message.seq // PLACES] += nbytes
                     self._used[job] += nbytes
+                    self._bytes += nbytes if message.seq > self._looked_at else 0
 
     def has_room(self, job: str, nbytes: int) -> bool:
         """Whether ``nbytes`` more of ``job`` may be stored."""
@@ -103,7 +104,7 @@ class FeedbackShares:
         while True:
             try:
                 state = await self._bus.stream_state(subjects.FEEDBACK)
-                self._max_bytes, self._bytes = state.max_bytes, state.bytes
+                self._max_bytes, self._bytes, self._looked_at = state.max_bytes, state.bytes, state.last_seq
                 for job in [name for name, used in self._used.items() if used > LOOKED_AT * state.max_bytes]:
                     await self._drop_removed(job, state.last_seq)
             except Unavailable as error:

@@ -258,13 +258,20 @@ class _BoundedProtocol(HttpToolsProtocol):
     def _refuse_head(self, detail: str) -> None:
         self._refuse(431, "head_too_long", detail, "long head")
 
+    @property
+    def _can_answer(self) -> bool:
+        """Whether what is written now is the answer to the request that is refused."""
+        if self._in_body:
+            return self.cycle is not None and not self.cycle.response_started and not self.pipeline
+        return self.cycle is None or self.cycle.response_complete
+
     def _refuse(self, status: int, code: str, detail: str, reason: str) -> None:
         """Answer, unless an answer has begun, and end the connection."""
         if self._is_refused:
             return
         self._is_refused = True
         REFUSED.labels(reason).inc()
-        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+        if self._can_answer:
             body = orjson.dumps(problem_body(HttpProblem(status, code, detail), "").document())
             line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}"
             head = [line, "content-type: application/problem+json", "connection: close", f"content-length: {len(body)}"]

@@ -85,7 +85,7 @@ class ServiceSettings(BaseSettings):
     count with the key that made them."""
     key_large_bodies: int = Field(4, ge=1)
     """Bodies above 1 MiB that are read at once for one key; others wait for up to 10 s, then 429."""
-    large_bodies: int = Field(8, ge=1)
+    large_bodies: int = Field(32, ge=1)
     """The same for all keys together."""
     tenant_share: float = Field(0.95, gt=0, le=1)
     """What one key may hold of the bucket of opened episodes, and one job of the stream of feedback, of what the others
