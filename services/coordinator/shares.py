@@ -97,7 +97,8 @@ class FeedbackShares:
         """Whether ``nbytes`` more of ``job`` may be stored."""
         own = min(self._used[job], self._bytes)
         others = max(0, self._bytes - own)
-        return not self._max_bytes or own + nbytes <= self._share * (self._max_bytes - others)
+        is_free = self._share >= 1 or not self._max_bytes  # a stream that is full says so itself
+        return is_free or own + nbytes <= self._share * (self._max_bytes - others)
 
     async def _look(self) -> None:
         """Learn how full the stream is, and what was removed from it: the oldest messages of a job, or all of them."""
