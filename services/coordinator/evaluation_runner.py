@@ -135,8 +135,10 @@ class EvaluationRunner:
 
     async def _follow(self) -> None:
         subject = subjects.experience(self.job)
-        async for message in self.bus.follow(subjects.EXPERIENCE, subject, start_seq=self._next_seq, headers_only=True):
-            await self._take(message.seq, message.headers)
+        reader = self.bus.follow(subjects.EXPERIENCE, subject, start_seq=self._next_seq, headers_only=True)
+        async with contextlib.aclosing(reader) as messages:
+            async for message in messages:
+                await self._take(message.seq, message.headers)
 
     async def _take(self, seq: int, headers: Mapping[str, str]) -> None:
         self._next_seq = seq + 1

@@ -7,6 +7,7 @@ one that was promoted to where engines look, so what they serve follows from the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,14 +69,15 @@ class Pointer:
 
     async def _watch(self) -> None:
         """Both keys: that of the candidates lies below the other."""
-        async for entry in self._bus.kv(subjects.MANIFESTS).watch(self._job):
-            told = None if entry.value is None else Told(unpack(entry.value, WeightManifest)[0], entry.value)
-            if entry.key == self._job:
-                if entry.revision >= self._revision:
-                    self._standing, self._revision = told, entry.revision
-            elif entry.key == subjects.candidate_manifest(self._job) and told is not None:
-                self._candidate = told
-            self._take_served()
+        async with contextlib.aclosing(self._bus.kv(subjects.MANIFESTS).watch(self._job)) as entries:
+            async for entry in entries:
+                told = None if entry.value is None else Told(unpack(entry.value, WeightManifest)[0], entry.value)
+                if entry.key == self._job:
+                    if entry.revision >= self._revision:
+                        self._standing, self._revision = told, entry.revision
+                elif entry.key == subjects.candidate_manifest(self._job) and told is not None:
+                    self._candidate = told
+                self._take_served()
 
     def _take_served(self) -> None:
         """Keep the manifest of the promoted version by the latest trainer, whatever becomes of its key."""

@@ -44,6 +44,7 @@ from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobFailure, JobRecord
 from penstock.shared.protocol.messages import Heartbeat
 from penstock.shared.protocol.trace import tracing
+from penstock.shared.runtime.jobs import release_memory
 from penstock.shared.runtime.lease import Lease
 from penstock.shared.runtime.logs import bound
 from penstock.shared.runtime.tasks import end_tasks, unexpected
@@ -207,6 +208,7 @@ class CoordinatorService:
             await asyncio.sleep(RETRY_S)
             began = time.monotonic()
         await self.clean_up(job)
+        await release_memory()
         self._tasks.pop(job, None)
 
     async def _lead_job(self, job: str, epoch: int) -> None:

@@ -45,11 +45,13 @@ class Tracking:
             return
         try:
             await asyncio.gather(*(sink.open() for sink in self._sinks))
-            async for message in self._bus.follow(subjects.METRICS, subjects.metrics(self._run.id)):
-                row = msgspec.json.decode(message.data)  # what is not finite is null there
-                await asyncio.gather(*(sink.write(row) for sink in self._sinks))
-                self._last_seq = message.seq
-                self._moved.set()
+            reader = self._bus.follow(subjects.METRICS, subjects.metrics(self._run.id))
+            async with contextlib.aclosing(reader) as messages:
+                async for message in messages:
+                    row = msgspec.json.decode(message.data)  # what is not finite is null there
+                    await asyncio.gather(*(sink.write(row) for sink in self._sinks))
+                    self._last_seq = message.seq
+                    self._moved.set()
         finally:
             for sink in self._sinks:
                 sink.abandon()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -56,17 +57,22 @@ class PolicyFollower:
     async def run(self) -> None:
         """Follow manifests until cancelled. A version that cannot be staged is tried again; the old one serves on."""
         try:
-            async for entry in self._bus.kv(subjects.MANIFESTS).watch(self._key):
-                if entry.value is None or entry.key != self._key:  # others begin with the job's id, too
-                    continue
-                manifest, _ = unpack(entry.value, WeightManifest)
-                while not self._outdated(manifest) and not await self._adopt(manifest):
-                    await asyncio.sleep(RETRY_S)
-                    manifest = await self._newest(self._key) or manifest
+            async with contextlib.aclosing(self._bus.kv(subjects.MANIFESTS).watch(self._key)) as entries:
+                async for entry in entries:
+                    if entry.value is not None and entry.key == self._key:  # others begin with the job's id, too
+                        await self._follow(unpack(entry.value, WeightManifest)[0])
         finally:
+            await self._engine.close()
             if self._serving is not None:
-                await self._engine.close()
                 self._serving.release()
+                self._serving = None
+            self._receiver.close()
+
+    async def _follow(self, manifest: WeightManifest) -> None:
+        """Adopt it, or what was announced since."""
+        while not self._outdated(manifest) and not await self._adopt(manifest):
+            await asyncio.sleep(RETRY_S)
+            manifest = await self._newest(self._key) or manifest
 
     def _outdated(self, manifest: WeightManifest) -> bool:
         return manifest.epoch < self.epoch or (manifest.version, manifest.digest) == (self.version, self.digest)

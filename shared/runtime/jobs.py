@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
+import gc
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -20,7 +23,7 @@ from penstock.shared.runtime.logs import bound
 from penstock.shared.runtime.tasks import end_tasks, unexpected
 from penstock.shared.transport.bus import Bus
 
-__all__ = ["watch_jobs"]
+__all__ = ["release_memory", "watch_jobs"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +63,9 @@ async def watch_jobs(
     while this process was not there, so it must be safe to repeat.
     """
     sessions = _Sessions(open_session, open_evaluation, amend)
+    watch = bus.kv(subjects.JOBS).watch("")
     try:
-        async for entry in bus.kv(subjects.JOBS).watch(""):
+        async for entry in watch:
             if entry.value is None:  # deleted; that it ended may not have been seen here
                 await sessions.end(entry.key)
                 on_end(entry.key)
@@ -80,6 +84,23 @@ async def watch_jobs(
                     sessions.follow(record.id, config)
     finally:
         await sessions.close()
+        await watch.aclose()
+
+
+async def release_memory() -> None:
+    """Give back what a job left behind in this process.
+
+    Sessions, engines and their tensors refer to each other, so that only a full collection frees them, with the weight
+    slots that they map; none may come for hours once nothing new is allocated. Then the C library keeps the freed
+    tensors of up to 32 MiB each: ``malloc_trim`` hands their pages back to the system.
+    """
+    gc.collect()  # here and not in a thread: what it finalizes belongs to this loop
+    await asyncio.to_thread(_trim)
+
+
+def _trim() -> None:
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class _Sessions:
@@ -108,6 +129,7 @@ class _Sessions:
                 [self._tasks[job]]
             )  # stays there until it is over: `close` waits for it where this is cancelled
             del self._tasks[job]
+            await release_memory()
         self._configs.pop(job, None)
 
     async def close(self) -> None:

@@ -63,7 +63,7 @@ class Bus:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._publisher = Publisher(connection)
-        self._servers: list[Server] = []
+        self._servers: set[Server] = set()
         self._held_until = 0.0
 
     @classmethod
@@ -145,7 +145,7 @@ class Bus:
 
     async def close(self, deadline_s: float = 5.0) -> None:
         """Let handlers finish, flush, and disconnect. Harmless when repeated."""
-        servers, self._servers = self._servers, []
+        servers, self._servers = self._servers, set()
         await asyncio.gather(*(server.close(deadline_s) for server in servers))
         await self._connection.close(deadline_s)
 
@@ -445,7 +445,8 @@ class Bus:
         """
         server = Server(self._connection, subject, handler, max_concurrent)
         await server.start(queue)
-        self._servers.append(server)
+        self._servers.add(server)
+        server.on_close = self._servers.discard
         return server
 
     async def _call(self, endpoint: str, body: Mapping[str, Any] | None, what: str) -> dict[str, Any]:

@@ -36,6 +36,7 @@ class Server:
         self._slots = asyncio.Semaphore(max_concurrent)
         self._tasks: set[asyncio.Task[None]] = set()
         self._subscription: Subscription | None = None
+        self.on_close: Callable[[Server], None] = lambda server: None
 
     async def __aenter__(self) -> Server:
         return self
@@ -52,6 +53,7 @@ class Server:
         if self._subscription is not None:
             subscription, self._subscription = self._subscription, None
             await subscription.close()
+            self.on_close(self)
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=deadline_s)
             for task in late:

@@ -1,0 +1,94 @@
+"""A process that serves one short job after another keeps nothing of those that ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.runner import JobRunner
+from penstock.services.coordinator.store import JobStore
+from penstock.services.reward.service import RewardService
+from penstock.services.rollout.service import RolloutService
+from penstock.services.trainer.service import TrainerService
+from penstock.shared.config.service import ServiceSettings
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.jobs import JobRecord
+from penstock.shared.runtime.jobs import release_memory
+from penstock.shared.transport.bus import Bus
+
+SPEC: dict[str, Any] = {
+    "name": "tiny",
+    "model": {
+        "config": {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2},
+        "tokenizer": "char",
+    },
+    "data": {"train": {"type": "addition"}},
+    "reward": {"scorers": [{"type": "exact"}]},
+    "algorithm": {"group_size": 2},
+    "sampling": {"max_new_tokens": 4},
+    "train": {"batch_size": 4, "max_updates": 2, "max_lag": 1},
+}
+
+
+class Held(NamedTuple):
+    """Of this process."""
+
+    slots: int
+    """Mapped weight slots, removed or not."""
+    segments: int
+    """Files in the directory for shared memory."""
+    tasks: int
+    descriptors: int
+
+
+def held(shm: Path) -> Held:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    mapped = sum("penstock-weights" in line for line in lines)
+    return Held(mapped, len(list(shm.iterdir())), len(asyncio.all_tasks()), len(list(Path("/proc/self/fd").iterdir())))
+
+
+def leaves_no_more(now: Held, first: Held) -> bool:
+    return all(mine <= once for mine, once in zip(now, first, strict=True))
+
+
+async def until(holds: Callable[[], bool], what: str) -> None:
+    async with asyncio.timeout(60):
+        while not holds():
+            await asyncio.sleep(0.05)
+    assert holds(), what
+
+
+@pytest.mark.slow
+async def test_jobs_that_ended_leave_no_weights_tasks_or_descriptors(bus: Bus, tmp_path: Path) -> None:
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    settings = ServiceSettings(data_dir=tmp_path, shm_dir=shm, worker_id="w")
+    services = [TrainerService(bus, settings), RolloutService(bus, settings), RewardService(bus, settings)]
+    running = [asyncio.create_task(service.run()) for service in services]
+    await until(lambda: all(service.ready for service in services), "the services to be ready")
+    after = []
+    try:
+        for number in range(2):
+            job = f"job_{number:032x}"
+            record = JobRecord(id=job, name=job, created_at=datetime.now(UTC), spec=SPEC)
+            await bus.kv(subjects.JOBS).put(job, record.model_dump_json().encode())
+            runner = JobRunner(bus, JobStore(bus), Members(), record, epoch=1, data_dir=tmp_path)
+            async with asyncio.timeout(60):
+                await runner.lead()
+            assert runner.run.state.finished == "succeeded"
+            del runner
+            await until(lambda: not any(service.sessions for service in services), "the sessions to end")
+            await until(lambda: held(shm)[:2] == (0, 0), "the weights to be given back")
+            await release_memory()
+            await until(lambda: not after or leaves_no_more(held(shm), after[0]), "tasks and descriptors to end")
+            after.append(held(shm))
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
