@@ -42,8 +42,8 @@ def events_of_report(run: RunFacts, report: Report, now: float) -> list[Event]:
             return _checkpointed(run, report, now)
         case "forked":
             return _forked(run, report, now)
-        case "failed" | "halted" | "not_rolled_back":  # nothing to record, yet a fenced trainer has no say in it either
-            return []
+        case "failed" | "halted" | "not_rolled_back" | "fell_back":
+            return []  # nothing to record, yet a fenced trainer has no say in it either
         case _:
             raise Refusal(f"report '{report.kind}' is not a ledger matter")
 
@@ -117,9 +117,10 @@ def _refused(run: RunFacts, report: Report, now: float) -> list[Event]:
 
 def _checkpointed(run: RunFacts, report: Report, now: float) -> list[Event]:
     state = run.state
-    if report.batch in state.checkpoints:
-        return []
-    if report.batch > state.last_trained or (report.batch == 0 and state.checkpoint is not None):
+    known = state.checkpoints.get(report.batch)
+    if known is not None and (known.path == report.path or known is not state.checkpoint):
+        return []  # written anew at another place: what stood there cannot be read any more
+    if report.batch > state.last_trained or (report.batch == 0 and state.checkpoint is not None and known is None):
         raise Refusal(f"checkpoint of batch {report.batch} does not fit a ledger at batch {state.last_trained}")
     trained = state.batches.get(report.batch)
     expected = state.digest if report.batch == state.last_trained else trained.digest if trained else ""
@@ -145,6 +146,16 @@ def _low_seq(run: RunFacts, checkpoint: int) -> int:
     if run.stored_bytes * 2 < run.config.limits.byte_budget:
         return min(run.stored, default=0)
     start = earliest_start(run.state, checkpoint)
+    before = run.state.base_of(start - 1) if run.config.checkpoint.keep > 1 else None
+    if before is not None:  # for a trainer that cannot read the newer one, as long as there is room for it
+        low = _needed_after(run, before.number)
+        if sum(nbytes for seq, nbytes in run.stored.items() if seq >= low) * 2 < run.config.limits.byte_budget:
+            return low
+    return _needed_after(run, start)
+
+
+def _needed_after(run: RunFacts, start: int) -> int:
+    """Lowest sequence that a trainer needs which begins after batch ``start``."""
     needed = {seq for n, batch in run.state.batches.items() if n > start for seq in batch.seqs}
     needed |= {group.seq for batch in run.state.sealed.values() for group in batch.groups}
     needed |= {candidate.seq for candidate in run.candidates.values()}

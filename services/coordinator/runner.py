@@ -288,9 +288,10 @@ class JobRunner:
         stream = self.bus.follow(
             subjects.EXPERIENCE, subjects.experience(self.job), start_seq=self._next_seq, headers_only=True
         )
-        async for message in stream:
-            seq, headers = message.seq, message.headers
-            await self.inbox.put(lambda seq=seq, headers=headers: self._take_group(seq, headers))  # type: ignore[misc]
+        async with contextlib.aclosing(stream) as messages:
+            async for message in messages:
+                take = partial(self._take_group, message.seq, message.headers)
+                await self.inbox.put(take)
 
     async def _take_group(self, seq: int, headers: Any) -> None:
         try:
@@ -339,8 +340,8 @@ class JobRunner:
             while events := self.run.decide(bus_time()):  # the job ends in the ledger before the trainer may rest
                 await self._commit(events)
             return Ack(ok=True)
-        if report.kind == "not_rolled_back":
-            self.run.give_up_rollback(report.reason)
+        if report.kind in ("not_rolled_back", "fell_back"):
+            self._take_unreadable(report)
             return Ack(ok=True)
         if report.kind == "halted":
             return await self._halt(f"batch {report.batch} is not trained: {report.reason}")
@@ -353,6 +354,13 @@ class JobRunner:
                 self.measures.after_update(report, batch, state, now, live)
                 self.outbox.clock(report.version, report.digest, self.epoch)
         return Ack(ok=True, data=summary.retention_of(self.run) if report.kind == "checkpointed" else {})
+
+    def _take_unreadable(self, report: Report) -> None:
+        """The trainer cannot read a checkpoint, and goes on without it."""
+        if report.kind == "fell_back":
+            self.outbox.event("error", "checkpoint_damaged", report.reason, number=report.batch)
+        else:
+            self.run.give_up_rollback(report.reason)
 
     async def _halt(self, reason: str) -> Ack:
         """Pause for the trainer; the batch stays sealed, and whoever resumes the job lets it be tried again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,6 +13,7 @@ from penstock.services.coordinator.gate import Verdict
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.run import JobRun
 from penstock.shared.config.service import checkpoint_path
+from penstock.shared.protocol.events import Checkpointed
 
 __all__ = [
     "best_of",
@@ -24,6 +26,9 @@ __all__ = [
     "status_of",
     "summary_of",
 ]
+
+MAX_REPEATED = 2000
+"""A trainer that cannot read its checkpoint repeats at most so many batches: they must fit into one answer."""
 
 
 def draws_of(state: LedgerState) -> dict[str, Any]:
@@ -122,8 +127,33 @@ def start_of(run: JobRun) -> dict[str, Any]:
         "pinned": state.pinned,
         "served": {"number": served.number, "version": served.version} if served is not None and behind else None,
         "rollback": None if rollback is None else asdict(rollback),
-        "batches": [[n, b.revision, b.version, b.digest] for n, b in sorted(state.batches.items()) if n > after],
+        "batches": _rows_of(state, state.after(after)),
+        **_older(state, checkpoint),
     }
+
+
+def _older(state: LedgerState, checkpoint: Checkpointed | None) -> dict[str, Any]:
+    """For a trainer that cannot read ``checkpoint``: those before it, newest first, from which every batch can be
+    repeated, and the batches up to ``checkpoint``."""
+    if checkpoint is None:
+        return {}
+    found: list[Checkpointed] = []
+    for number in sorted((n for n in state.checkpoints if n < checkpoint.number), reverse=True):
+        again = state.after(number)
+        if len(again) > MAX_REPEATED or not all(n in state.batches for n in again):
+            break
+        found.append(state.checkpoints[number])
+    first = found[-1].number if found else checkpoint.number
+    return {
+        "older": [{"number": one.number, "path": one.path} for one in found],
+        "earlier": _rows_of(state, [n for n in state.after(first) if n <= checkpoint.number]),
+    }
+
+
+def _rows_of(state: LedgerState, numbers: Iterable[int]) -> list[list[Any]]:
+    """Number, revision, version and digest of those batches that are still in the log."""
+    known = [(n, state.batches[n]) for n in numbers if n in state.batches]
+    return [[n, batch.revision, batch.version, batch.digest] for n, batch in known]
 
 
 def summary_of(state: LedgerState) -> dict[str, Any]:

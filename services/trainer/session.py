@@ -210,6 +210,9 @@ class TrainerSession:
         )  # fmt: skip
         if start["checkpoint"] is not None:
             await begin.restore(start)
+            if begin.damaged:
+                assert self._checkpointing is not None
+                await self._checkpointing.take(self.progress)
             return
         await begin.begin()
         assert self._checkpointing is not None

@@ -35,6 +35,8 @@ class Start:
         self._bus, self._job, self._config = bus, job, config
         self._crew, self._publishing, self._reporter = crew, publishing, reporter
         self._progress, self._epoch, self._wait, self._data_dir = progress, epoch, wait, data_dir
+        self.damaged = False
+        """An older checkpoint than the newest one was read."""
 
     async def begin(self) -> None:
         """Version 0: warm start, publish. Its checkpoint is still to be taken."""
@@ -57,11 +59,9 @@ class Start:
             CheckpointError: it cannot be read, or its weights are not those that the ledger knows.
             Fenced: the ledger says otherwise by now.
         """
-        checkpoint, progress = start["checkpoint"], self._progress
-        path = checkpoint_path(self._data_dir, checkpoint["path"])
-        self._wait(f"checkpoint {path} to load", str(path))
-        await self._load(path, start)
-        progress.batch = checkpoint["number"]
+        progress = self._progress
+        progress.batch = await self._load(start)
+        start["batches"] = [row for row in (*start.get("earlier", ()), *start["batches"]) if row[0] > progress.batch]
         await self._repeat(start)
         await self._crew.forget()
         # The batches of this lineage may end below: a fork gave up the last ones, and their numbers are not used again.
@@ -72,15 +72,33 @@ class Start:
             raise CheckpointError(f"weights after batch {progress.batch} do not hash to what the ledger recorded")
         await self._publishing.announce(manifest)
 
-    async def _load(self, path: Path, start: dict[str, Any]) -> None:
-        """One that a user wants to go back to may be gone: then the job goes on where it was."""
-        try:
-            await self._crew.load(path)
-        except CheckpointError as error:
-            if not (start.get("rollback") or {}).get("operation"):
-                raise
-            await self._reporter.ask(Report(kind="not_rolled_back", epoch=self._epoch, reason=str(error)))
-            raise Fenced(str(error)) from None
+    async def _load(self, start: dict[str, Any]) -> int:
+        """Read the checkpoint, or the newest one before it that can be read; returns its number.
+
+        One that a user wants to go back to may be gone: then the job goes on where it was.
+        """
+        first: CheckpointError | None = None
+        for checkpoint in (start["checkpoint"], *start.get("older", ())):
+            path = checkpoint_path(self._data_dir, checkpoint["path"])
+            self._wait(f"checkpoint {path} to load", str(path))
+            try:
+                await self._crew.load(path)
+            except CheckpointError as error:
+                first = first or error
+                if (start.get("rollback") or {}).get("operation"):
+                    await self._reporter.ask(Report(kind="not_rolled_back", epoch=self._epoch, reason=str(error)))
+                    raise Fenced(str(error)) from None
+            else:
+                await self._say_damaged(first, start["checkpoint"]["number"], checkpoint["number"])
+                return int(checkpoint["number"])
+        assert first is not None
+        raise first
+
+    async def _say_damaged(self, error: CheckpointError | None, wanted: int, found: int) -> None:
+        if error is not None:
+            self.damaged = True
+            text = f"checkpoint {wanted} cannot be read, so training goes on from checkpoint {found}: {error}"
+            await self._reporter.ask(Report(kind="fell_back", epoch=self._epoch, batch=wanted, reason=text))
 
     def _on_warm_step(self, step: int, loss: float) -> None:
         steps = self._config.warm_start.steps

@@ -16,6 +16,7 @@ _NAMES = {
     "best": "checkpoint.best",
     "canary": "policy.canary",
     "checkpoint": "checkpoint.created",
+    "checkpoint_damaged": "checkpoint.damaged",
     "promoted": "policy.promoted",
     "promotion_refused": "policy.promotion_refused",
     "quarantined": "feedback.quarantined",

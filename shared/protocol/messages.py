@@ -126,10 +126,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     ``halted``: batch cannot be trained as it is (a loss that is not finite, a backend that cannot hold the job); it
     stays sealed, if it is, and the job is paused.
     ``not_rolled_back``: the checkpoint that a user wants to go back to cannot be read.
+    ``fell_back``: checkpoint ``batch`` cannot be read; the trainer goes on from an older one.
     ``failed``: the trainer cannot go on with this job.
     """
 
-    kind: Literal["hello", "trained", "refused", "checkpointed", "forked", "halted", "not_rolled_back", "failed"]
+    kind: Literal[
+        "hello", "trained", "refused", "checkpointed", "forked", "halted", "not_rolled_back", "fell_back", "failed"
+    ]
     epoch: int
     batch: int = 0
     revision: int = 0

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -202,4 +203,56 @@ async def test_a_trainer_that_gets_other_bits_forks_before_it_shows_them(bus: Bu
     assert (fork.from_batch, fork.version) == (1, 3), "version 3 is the first that has the new weights"
     assert "gave another weight digest than before" in fork.reason
     assert {version: state.weights[version] for version in before} == before, "one number, one policy"
+    assert (state.finished, state.updates) == ("succeeded", UPDATES)
+
+
+async def test_a_damaged_checkpoint_makes_way_for_the_one_before_it(bus: Bus, tmp_path: Path) -> None:
+    spec = {**SPEC, "checkpoint": {"every": 2, "keep": 2}}
+    record = JobRecord(id=JOB, name=JOB, created_at=datetime.now(UTC), spec=spec)
+    await bus.kv(subjects.JOBS).put(JOB, record.model_dump_json().encode())
+    runner = JobRunner(bus, JobStore(bus), Members(), record, epoch=1, data_dir=tmp_path)
+    settings = ServiceSettings(data_dir=tmp_path, shm_dir=tmp_path, worker_id="trainer-0", lease_s=0.5)
+    allowed = 8
+    async with running(runner.lead()) as leading, running(generate(bus, lambda: allowed)) as rollout:
+        await until(lambda: runner.ready, leading, rollout)
+        state = runner.run.state
+        async with running(TrainerSession(bus, settings, JOB, JobConfig.parse(spec)).run()) as training:
+            await until(lambda: state.last_trained == 4 and len(state.checkpoints) > 1, leading, rollout, training)
+        *_, before, newest = sorted(state.checkpoints)
+        damaged = runner.run.path_of(state.checkpoints[newest])
+        weights = damaged / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+        async with running(TrainerSession(bus, settings, JOB, JobConfig.parse(spec)).run()) as training:
+            await until(lambda: runner.run.path_of(state.checkpoints[max(state.checkpoints)]) != damaged, training)
+        allowed = 1000
+        async with running(TrainerSession(bus, settings, JOB, JobConfig.parse(spec)).run()):
+            await until(lambda: bool(state.finished), rollout)
+    assert (state.finished, state.updates, state.rolled_back) == ("succeeded", UPDATES, ())
+    told = [msgspec.json.decode(m.data) for m in await bus.read(subjects.EVENTS, subjects.events(JOB))]
+    [event] = [one for one in told if f"goes on from checkpoint {before}:" in str(one)]
+    assert f"{weights} was changed" in str(event), "once: the next trainer finds one that was written anew"
+
+
+@pytest.mark.parametrize("lost", [subjects.BATCHES, subjects.EXPERIENCE], ids=["the_batch", "its_groups"])
+async def test_a_sealed_batch_whose_messages_are_gone_does_not_wait_for_ever(
+    bus: Bus, tmp_path: Path, lost: str
+) -> None:
+    """The streams were cut off while no trainer was there."""
+    record = JobRecord(id=JOB, name=JOB, created_at=datetime.now(UTC), spec=SPEC)
+    await bus.kv(subjects.JOBS).put(JOB, record.model_dump_json().encode())
+    runner = JobRunner(bus, JobStore(bus), Members(), record, epoch=1, data_dir=tmp_path)
+    settings = ServiceSettings(data_dir=tmp_path, shm_dir=tmp_path, worker_id="trainer-0", lease_s=0.5)
+    allowed = 2
+    async with running(runner.lead()) as leading, running(generate(bus, lambda: allowed)) as rollout:
+        await until(lambda: runner.ready, leading, rollout)
+        state = runner.run.state
+        async with running(TrainerSession(bus, settings, JOB, JobConfig.parse(SPEC)).run()) as training:
+            await until(lambda: state.last_trained == 1, leading, rollout, training)
+        allowed = 6
+        await until(lambda: 2 in state.sealed, leading, rollout)
+        subject = {subjects.BATCHES: subjects.batches, subjects.EXPERIENCE: subjects.experience}[lost](JOB)
+        await bus.purge(lost, subject)
+        allowed = 1000
+        async with running(TrainerSession(bus, settings, JOB, JobConfig.parse(SPEC)).run()):
+            await until(lambda: bool(state.finished), rollout)
     assert (state.finished, state.updates) == ("succeeded", UPDATES)
