@@ -12,7 +12,7 @@ from penstock.services.rollout.held_weights import WeightRing
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import DeadlineError, Unavailable, WeightsError
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.codec import unpack
+from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.weights import WeightManifest
 from penstock.shared.transport.bus import Bus
 from penstock.shared.weights import Staged, open_receiver
@@ -22,6 +22,9 @@ __all__ = ["PolicyFollower"]
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.5
+ASK_AFTER = 4
+"""Tries to open a version before its trainer is asked for it, and between two times."""
+ASK_DEADLINE_S = 2.0
 
 
 class PolicyFollower:
@@ -69,10 +72,20 @@ class PolicyFollower:
             self._receiver.close()
 
     async def _follow(self, manifest: WeightManifest) -> None:
-        """Adopt it, or what was announced since."""
+        """Adopt it, or what was announced since. What cannot be opened for longer is asked for."""
+        tries = 0
         while not self._outdated(manifest) and not await self._adopt(manifest):
+            tries += 1
+            if tries % ASK_AFTER == 0:
+                await self._ask_for(manifest)
             await asyncio.sleep(RETRY_S)
             manifest = await self._newest(self._key) or manifest
+
+    async def _ask_for(self, manifest: WeightManifest) -> None:
+        """Have the trainer publish it anew: its segment may be gone, and no later version may ever come."""
+        with contextlib.suppress(Unavailable):  # a trainer that starts publishes it anyway
+            data = pack(manifest, job=self._job, id=str(manifest.version), epoch=manifest.epoch)
+            await self._bus.request(subjects.lost_weights(self._job), data, deadline_s=ASK_DEADLINE_S)
 
     def _outdated(self, manifest: WeightManifest) -> bool:
         return manifest.epoch < self.epoch or (manifest.version, manifest.digest) == (self.version, self.digest)

@@ -68,6 +68,12 @@ class Publishing:
         known = [await self._known(key) for key in keys]
         return max((manifest.version for manifest in known if manifest is not None), default=-1)
 
+    async def stands(self, manifest: WeightManifest) -> bool:
+        """Whether this is what engines are told to open now, and not what was announced before."""
+        keys = (self._job, subjects.candidate_manifest(self._job))
+        known = [await self._known(key) for key in keys]
+        return any(one is not None and one.created == manifest.created for one in known)
+
     async def _put(self, key: str, manifest: WeightManifest) -> None:
         """Announce a manifest unless a trainer after this one has announced its own.
 

@@ -46,6 +46,7 @@ from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.messages import Ack, BatchManifest, Command, Report
+from penstock.shared.protocol.weights import WeightManifest
 from penstock.shared.runtime.lease import Lease
 from penstock.shared.runtime.tasks import raise_if_cancelled
 from penstock.shared.transport.bus import Bus
@@ -96,6 +97,8 @@ class TrainerSession:
         """Why this trainer is to start over from an earlier batch."""
         self._left_out: frozenset[str] = frozenset()
         """Draws that no batch may be trained with any more: the data of their users is being deleted."""
+        self._lost: WeightManifest | None = None
+        """A worker cannot open it."""
         self.progress = Progress()
         self._seconds = {"wait": 0.0, "publish": 0.0}
         self._reported_seconds: dict[str, float] = {}
@@ -176,6 +179,7 @@ class TrainerSession:
             self._inputs = self._crew.inputs(self.progress.batch)
             background.append(tasks.create_task(self._inputs.run()))
             server = await self._bus.serve(subjects.command(self.job), self._on_command)
+            asking = await self._bus.serve(subjects.lost_weights(self.job), self._on_lost_weights)
             try:
                 while not self._draining:
                     await self._step()
@@ -185,6 +189,7 @@ class TrainerSession:
                     await checkpointing.secure(self.progress, self._leaving, wanted=lambda: self.leaves)
             finally:
                 await server.close(0.5)
+                await asking.close(0.5)
                 for task in background:
                     task.cancel()
 
@@ -245,6 +250,8 @@ class TrainerSession:
         assert self._checkpointing is not None
         if self._going_back:
             raise Fenced(f"back to an earlier batch: {self._going_back}")
+        if self._lost is not None:
+            await self._publish_again(self._lost)
         if self._checkpointing.asked:
             self._wait(f"a copy of the state after batch {self.progress.batch}", subjects.report(self.job))
             await self._checkpointing.take(self.progress)
@@ -259,6 +266,18 @@ class TrainerSession:
                 f"{self.progress.version}"
             )
         await self._train_batch(manifest)
+
+    async def _publish_again(self, lost: WeightManifest) -> None:
+        """Workers of the present version get it in another segment; an older one is made again from a checkpoint."""
+        self._lost, progress = None, self.progress
+        await self._reporter.settled()
+        if not await self._publishing.stands(lost):
+            return  # it was announced anew meanwhile
+        if (lost.version, lost.digest) != (progress.version, progress.digest) or lost.base:
+            raise Fenced(f"the weights of version {lost.version} are gone, and are made again")
+        logger.warning("version %d is published again: a worker cannot open it", lost.version)
+        published = await self._publishing.publish(self._crew, version=progress.version, epoch=self._epoch)
+        await self._publishing.announce(published)
 
     async def _next_manifest(self) -> BatchManifest | None:
         assert self._inputs is not None
@@ -365,6 +384,11 @@ class TrainerSession:
             self._wake()
         if command.kind == "leave_out":  # what is being trained by now is trained
             self._left_out = frozenset(map(str, command.args["draws"]))
+        return pack(Ack(ok=True), job=self.job, epoch=self._epoch)
+
+    async def _on_lost_weights(self, data: bytes) -> bytes:
+        self._lost, _ = unpack(data, WeightManifest)
+        self._wake()
         return pack(Ack(ok=True), job=self.job, epoch=self._epoch)
 
     # -- what others see ---------------------------------------------------------------------------------------------

@@ -239,6 +239,11 @@ def report(job: str) -> str:
     return f"report.{job}"
 
 
+def lost_weights(job: str) -> str:
+    """Request/reply: a worker cannot open the version that the job's trainer announced."""
+    return f"lost_weights.{job}"
+
+
 def command(job: str) -> str:
     """Request/reply: what the coordinator asks of the job's trainer (checkpoint, drain)."""
     return f"command.{job}"

@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock.services.rollout.engines import open_engine
+from penstock.services.rollout.policy import PolicyFollower
 from penstock.services.trainer.crew import Crew
 from penstock.services.trainer.fence import Fence
 from penstock.services.trainer.publishing import Publishing
@@ -25,6 +27,7 @@ from penstock.services.trainer.wanted import is_wanted
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError
+from penstock.shared.models.loading import build_tokenizer
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.events import SealedGroup
@@ -238,3 +241,28 @@ async def test_an_update_that_the_ledger_refuses_is_never_shown_to_engines(bus: 
         shown = await leader.shown()
         assert shown is not None
         assert shown[0] == 0, "the trainer started over instead"
+
+
+def remove_segments(directory: Path) -> None:
+    for segment in directory.glob("penstock-weights-*"):
+        segment.unlink()
+
+
+async def test_weights_whose_segment_is_gone_are_published_again_for_a_new_worker(bus: Bus, tmp_path: Path) -> None:
+    """It was removed while no worker was there; the trainer waits for a batch that only workers can fill."""
+    leader = Leader(bus)
+    leader.recorded.set()
+    async with training(bus, tmp_path, leader) as session, asyncio.timeout(90):
+        while await leader.shown() != (1, session.progress.digest):
+            await asyncio.sleep(0.01)
+        remove_segments(tmp_path)
+        settings = ServiceSettings(data_dir=tmp_path, shm_dir=tmp_path)
+        engine = open_engine(CONFIG.model, build_tokenizer(CONFIG.model), max_running=2, seed=0, device="cpu")
+        await engine.start()
+        follower = PolicyFollower(bus, settings, JOB, engine)
+        following = asyncio.create_task(follower.run())
+        await follower.first()
+        assert (follower.version, follower.digest) == (1, session.progress.digest)
+        assert leader.count("hello") == 1, "the trainer goes on where it was"
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
