@@ -149,7 +149,8 @@ def _low_seq(run: RunFacts, checkpoint: int) -> int:
     before = run.state.base_of(start - 1) if run.config.checkpoint.keep > 1 else None
     if before is not None:  # for a trainer that cannot read the newer one, as long as there is room for it
         low = _needed_after(run, before.number)
-        if sum(nbytes for seq, nbytes in run.stored.items() if seq >= low) * 2 < run.config.limits.byte_budget:
+        left = run.stored_bytes - sum(nbytes for seq, nbytes in run.stored.items() if seq < low)
+        if left * 2 < run.config.limits.byte_budget:
             return low
     return _needed_after(run, start)
 
