@@ -34,7 +34,7 @@ class Absences:
         self._lost: set[tuple[str, str]] = set()
 
     def look(self, members: Members, services: Collection[str], clock: float) -> list[Absence]:
-        """What changed since the look before, of these services."""
+        """Changes since the last look, of these services."""
         found: list[Absence] = []
         for member in members.everybody():
             beat, who = member.beat, (member.beat.service, member.beat.worker)

@@ -1,4 +1,4 @@
-"""What a job's decisions look like to people: rows of EVENTS."""
+"""Decisions of a job as rows of EVENTS, for people."""
 
 from __future__ import annotations
 

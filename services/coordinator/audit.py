@@ -73,7 +73,7 @@ class Audit:
         self.violations.setdefault(check, []).append(text)
 
     def report(self) -> dict[str, Any]:
-        """What the API and the CLI show."""
+        """The report that the API and the CLI show."""
         state = self.state
         detail = {
             "lag bound": f"largest lag {self.max_lag_seen}",

@@ -12,7 +12,7 @@ from penstock.shared.transport.bus import Bus
 __all__ = ["AuditLog"]
 
 APPEND_S = 2.0
-"""What was asked for is done by then, and its reply waits: longer than a fail-over of the bus it should not."""
+"""Longest wait for a record: its request is done and its reply waits; about as long as a fail-over of the bus."""
 
 
 class AuditLog:

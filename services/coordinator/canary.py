@@ -27,7 +27,7 @@ SMALLEST = 2
 
 
 def is_in_canary(job: str, version: int, share: float, conversation: str) -> bool:
-    """Whether the version on trial answers a conversation."""
+    """True if the version on trial answers a conversation."""
     return xxhash.xxh3_64_intdigest(f"{job}:{version}:{conversation}".encode()) < share * POINTS
 
 
@@ -50,7 +50,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a trial has come to, why, and what is known of both arms."""
+    """Result of a trial, its reason, and the figures of both arms."""
 
     status: Literal["wait", "passed", "timed out", "refused"]
     reason: str
@@ -95,7 +95,7 @@ def _student(level: float, freedom: float) -> float:
 
 
 def verdict_of(config: CanaryConfig, begun: CanaryBegun, arms: tuple[Arm, Arm], *, now: float) -> Verdict:
-    """Whether a version is served to all: if it is shown not to be worse by more than ``max_drop`` (non-inferiority).
+    """True if a version is served to all: if it is shown not to be worse by more than ``max_drop`` (non-inferiority).
 
     The burden of proof lies on the new version: the lower bound of its difference must not be below ``-max_drop``.
     """
@@ -147,7 +147,7 @@ def row_of(config: CanaryConfig, begun: CanaryBegun, arms: tuple[Arm, Arm]) -> d
 
 
 def flaws_of_canaries(entries: Iterable[Iterable[Event]], config: PromotionConfig | None) -> list[str]:
-    """What an audit finds: what passed without a trial, or against its result; and judged answers that were trained."""
+    """Findings of an audit: versions passed without a trial or against its result; judged answers that were trained."""
     flaws: list[str] = []
     begun: CanaryBegun | None = None
     judged: dict[str, Judged] = {}

@@ -1,4 +1,4 @@
-"""What the leader of a job asks of its trainer, again until the ledger shows that it was done."""
+"""Commands of a job's leader to its trainer, repeated until the ledger shows that they were carried out."""
 
 from __future__ import annotations
 

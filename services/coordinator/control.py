@@ -401,6 +401,6 @@ def _timeline(entries: Sequence[bytes], step: int | None, limit: int) -> list[Ro
 
 
 def is_last_event(data: bytes) -> bool:
-    """Whether an event says that its job reached a terminal phase."""
+    """True if an event says that its job reached a terminal phase."""
     row = msgspec.json.decode(data)
     return row["type"] == "phase" and str(row["message"]).split(":")[0] in TERMINAL_PHASES

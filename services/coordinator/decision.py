@@ -41,7 +41,7 @@ Progress = tuple[Literal["True", "False"], str, str]
 
 
 class RunFacts(Protocol):
-    """What a decision reads of a run."""
+    """Inputs of a decision."""
 
     config: JobConfig
     state: LedgerState
@@ -67,11 +67,11 @@ class DrawSource(Protocol):
     """Where the draws of a job come from, and which of them make a batch."""
 
     redraws: bool
-    """Whether what was dropped can be had again."""
+    """True if what was dropped can be had again."""
 
     @property
     def refuses(self) -> bool:
-        """Whether ``refusal`` may name a reason at all."""
+        """True if ``refusal`` may name a reason at all."""
         ...
 
     def draw(self, draft: Draft) -> None:
@@ -95,7 +95,7 @@ class DrawSource(Protocol):
         ...
 
     def idle(self, state: LedgerState) -> Progress:
-        """Whether a job without a sealed batch gets on, for its condition `MakingProgress`."""
+        """True if a job without a sealed batch gets on, for its condition `MakingProgress`."""
         ...
 
 

@@ -39,6 +39,6 @@ class TrainedBatch:
     version: int
     digest: str
     values: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """What was tracked before it."""
+    """Values tracked before it."""
     sizes: tuple[int, ...] = ()
     """Bytes of the payload of each group, () where the ledger does not say it."""

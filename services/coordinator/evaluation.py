@@ -40,7 +40,7 @@ def evaluation_tickets(
 
 @dataclass(slots=True)
 class Scores:
-    """What the completions of one policy earned. What could not be scored is counted and has no reward.
+    """Rewards of the completions of one policy. Completions that could not be scored are counted and have none.
 
     Attributes:
         sampled: rewards of the sampled completions of each prompt; ``greedy``: of the greedy one.
@@ -131,11 +131,11 @@ class EvaluationPlan:
 
     @property
     def enabled(self) -> bool:
-        """Whether there is anything to evaluate."""
+        """True if there is anything to evaluate."""
         return self.num_prompts > 0 and self.config.completions > 0
 
     def due(self, point: int, *, final: bool = False) -> bool:
-        """Whether ``point`` (completed updates) must be evaluated and is not yet."""
+        """True if ``point`` (completed updates) must be evaluated and is not yet."""
         if not self.enabled or point in self.done:
             return False
         if point == 0:
@@ -153,7 +153,7 @@ class EvaluationPlan:
         )
 
     def waits(self, now: float, *, batch_ready: bool) -> bool:
-        """Whether results are still awaited; ``batch_ready``: a batch could be sealed if this point were done."""
+        """True if results are still awaited; ``batch_ready``: a batch could be sealed if this point were done."""
         current = self.current
         if current is None or not current.expected or now >= current.deadline:
             return False

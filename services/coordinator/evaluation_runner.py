@@ -221,11 +221,11 @@ class EvaluationRunner:
         self.outbox.status(fields, force=over)
 
     def status(self) -> dict[str, Any]:
-        """What this leader sees."""
+        """This leader's view of the job."""
         return {"version": 0, "running": len(self.expected)}
 
     def why(self) -> list[dict[str, Any]]:
-        """What the job waits for."""
+        """Waits of the job."""
         now = bus_time()
         if not self.ready:
             return recovery_waits(self.job, self.retry.blocked, now, self._leads_since)

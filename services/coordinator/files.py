@@ -79,7 +79,7 @@ class FileStore:
             _sync(directory)
 
     def _earlier(self, key: str, record: FileRecord) -> FileRecord | None:
-        """What was uploaded with this key. Raises HttpProblem: 422, it was another file."""
+        """The file uploaded with this key. Raises HttpProblem: 422, it was another file."""
         try:
             found = self.find((self._root / KEYS / _digest(key)).read_text()) if key else None
         except (OSError, NotFound):  # never used, or that file is deleted
@@ -165,7 +165,7 @@ def _copy_rows(source: BinaryIO, path: Path) -> tuple[int, int, str]:
 
 
 def _problem(line: bytes) -> str:
-    """What is wrong with a line; empty lines are passed over."""
+    """Flaw of a line; empty lines are passed over."""
     if len(line) > MAX_LINE_BYTES:
         return f"longer than {MAX_LINE_BYTES} bytes"
     if not line.strip():

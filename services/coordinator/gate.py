@@ -24,10 +24,10 @@ MAX_REDRAWS = 4
 
 
 class Verdict(StrEnum):
-    """What becomes of a group that arrived."""
+    """Decision on a group that arrived."""
 
     ACCEPT = "accept"
-    """It may be trained."""
+    """The group may be trained."""
     DUPLICATE = "duplicate"
     """Its draw has a group already, or is terminal; outside the equation, deleted at once."""
     SKIPPED = "skipped"
@@ -77,11 +77,11 @@ class Candidate:
         return range(self.seq, self.seq + self.header.num_messages)
 
     def is_stale(self, start_version: int, max_lag: int) -> bool:
-        """Whether an update that starts from ``start_version`` may not train it."""
+        """True if an update that starts from ``start_version`` may not train it."""
         return is_stale(self.oldest, start_version, max_lag)
 
     def has_wrong_weights(self, state: LedgerState) -> bool:
-        """Whether weights made it that the ledger does not know under their number.
+        """True if weights made it that the ledger does not know under their number.
 
         A trainer that ended before its update was recorded may have shown them to engines: its successor's update can
         give other bits. Groups of earlier versions do not say which weights made them.
@@ -117,7 +117,7 @@ def judge(
 
 
 def is_stale(min_version: float, start_version: int, max_lag: int) -> bool:
-    """Whether a group may not be trained by an update that starts from ``start_version``."""
+    """True if a group may not be trained by an update that starts from ``start_version``."""
     return start_version - min_version > max_lag
 
 

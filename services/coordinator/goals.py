@@ -1,4 +1,4 @@
-"""What a job's metrics decide: whether it has reached its goal, and which checkpoint is the best. Pure."""
+"""Decisions by a job's metrics: the end at its goal, and the best checkpoint. Pure."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Goals:
         return f"new best {self._tracker.config.metric} {best.value:.4g} after update {best.step}"
 
     def holds(self, state: LedgerState) -> bool:
-        """Whether no batch may be sealed: the weights that were evaluated best are not in a checkpoint yet."""
+        """True if no batch may be sealed: the weights that were evaluated best are not in a checkpoint yet."""
         followed = self._tracker.config.metric if self._tracker is not None else ""
         return followed.startswith("eval/") and bool(self.wanted(state))
 

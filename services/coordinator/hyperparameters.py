@@ -1,4 +1,4 @@
-"""What an update takes from the settings that the ledger holds. Pure."""
+"""Hyper-parameters of an update, from the settings that the ledger holds. Pure."""
 
 from __future__ import annotations
 

@@ -71,16 +71,16 @@ class JobEntry(msgspec.Struct, frozen=True):
     labels: dict[str, str]
     byte_budget: int
     scales: bool
-    """Whether workers are to be started or stopped for it."""
+    """True if workers are to be started or stopped for it."""
     fine_tuned: bool
-    """Whether it came from `POST /v1/fine_tuning/jobs`."""
+    """True if it came from `POST /v1/fine_tuning/jobs`."""
     mark: int
     revision: int
     value: bytes
 
     @property
     def finished(self) -> bool:
-        """Whether it is in a phase that it never leaves."""
+        """True if it is in a phase that it never leaves."""
         return self.phase in TERMINAL_PHASES
 
     def record(self) -> JobRecord:

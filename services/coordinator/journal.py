@@ -44,7 +44,7 @@ JOB_SHARE = 8
 RESERVED_SHARE = 0.97
 """From this share on only jobs that have little there append at once: the rest is for entries that name segments."""
 ENTRY_BYTES = 250
-"""What LEDGER needs for an entry beyond its events."""
+"""Bytes that an entry takes in LEDGER beyond its events."""
 WRITER = "Penstock-Writer"
 """Header of an entry: its writer, which tells its own entry from an equal one."""
 FREE_EVERY_S, LOOK_EVERY_S = 5.0, 1.0
@@ -188,7 +188,7 @@ class Journal:
     # -- the archive -------------------------------------------------------------------------------------------------
 
     def upkeep(self) -> Callable[[], Awaitable[None]] | None:
-        """What purges archived entries and archives others, to be done beside decisions; None while nothing is due."""
+        """Work that purges archived entries and archives others, beside decisions; None while nothing is due."""
         if self._archive is None or not self._upkeep_due:
             return None
         self._upkeep_due = False
@@ -308,7 +308,7 @@ class Journal:
     # -- snapshots ---------------------------------------------------------------------------------------------------
 
     def snapshot(self, state: LedgerState) -> Callable[[], Awaitable[None]] | None:
-        """What writes a snapshot of ``state``, the fold of all that was appended; None while none is due."""
+        """Writer of a snapshot of ``state``, the fold of all that was appended; None while none is due."""
         if self._entries < SNAPSHOT_ENTRIES or self._bytes < self._snapshot_bytes:
             return None
         self._entries = self._bytes = 0

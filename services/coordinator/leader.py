@@ -1,4 +1,4 @@
-"""What the coordinator needs of the task that leads a job, whatever its kind."""
+"""Protocol of the task that leads a job, whatever its kind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Leader(Protocol):
     """Leads one job from ``lead`` to its end."""
 
     ready: bool
-    """It has recovered and decides."""
+    """True once it has recovered and decides."""
 
     async def lead(self) -> None:
         """Lead until the job is over. Raises Fenced when somebody else leads."""
@@ -25,11 +25,11 @@ class Leader(Protocol):
         ...
 
     def why(self) -> list[dict[str, Any]]:
-        """What the job waits for, also before it is ready."""
+        """Waits of the job, also before it is ready."""
         ...
 
     def status(self) -> dict[str, Any]:
-        """What this leader sees, for the heartbeat."""
+        """This leader's view of the job, for the heartbeat."""
         ...
 
     async def bury(self, stream: str, seq: int, draw: Draw | None, *, reason: str, attempts: int) -> None:

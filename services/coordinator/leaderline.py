@@ -23,7 +23,7 @@ HOLD_S = 120.0
 
 
 class LeaderLine:
-    """What a job waits for, wherever it is led: ``serve`` while leading, ``why`` on every replica."""
+    """Waits of a job, wherever it is led: ``serve`` while leading, ``why`` on every replica."""
 
     def __init__(self, bus: Bus, runners: Mapping[str, Leader]) -> None:
         self._bus, self._runners = bus, runners
@@ -37,7 +37,7 @@ class LeaderLine:
             await asyncio.Event().wait()
 
     async def why(self, job: str) -> list[dict[str, Any]]:
-        """What a job waits for, as its leader says; a row that says so where nobody leads it yet."""
+        """Waits of a job, as its leader says; a row that says so where it has no leader yet."""
         rows = self._known(job)
         if rows is not None:
             return rows
@@ -64,7 +64,7 @@ class LeaderLine:
         return b""
 
     async def name(self) -> str:
-        """Who holds the lease, and its epoch; it may have died since. Raises Unavailable."""
+        """Holder of the lease, and its epoch; it may have died since. Raises Unavailable."""
         entry = await self._bus.kv(subjects.LEASES).get(COORDINATOR)
         record = msgspec.json.decode(entry.value, type=LeaseRecord) if entry is not None and entry.value else None
         return f"{record.holder} (epoch {record.epoch})" if record is not None and record.holder else "nobody"

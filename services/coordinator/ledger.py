@@ -185,7 +185,7 @@ class LedgerState:
         return [n for n in range(number + 1, self.last_trained + 1) if self.in_lineage(n)]
 
     def in_lineage(self, number: int) -> bool:
-        """Whether no fork has rolled batch ``number`` back."""
+        """True if no fork has rolled batch ``number`` back."""
         return not any(first <= number <= last for first, last in self.rolled_back)
 
     @property
@@ -201,7 +201,7 @@ class LedgerState:
         return self.updates + number - self.last_trained - 1
 
     def made_by_others(self, weights: Iterable[tuple[int, str]]) -> bool:
-        """Whether one of these versions, with the short digest of its weights, is not the one of that number here."""
+        """True if one of these versions, with the short digest of its weights, is not the one of that number here."""
         return any(self.weights.get(version, short) != short for version, short in weights)
 
     def balanced(self) -> bool:

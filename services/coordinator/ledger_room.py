@@ -22,7 +22,7 @@ ADVICE = (
 
 
 def is_filling(state: StreamState) -> bool:
-    """Whether people should make room."""
+    """True if people should make room."""
     return state.max_bytes > 0 and state.bytes >= FILLING_SHARE * state.max_bytes
 
 

@@ -1,4 +1,4 @@
-"""What is measured of a run: metrics of updates, evaluations of exact versions, and the goals that follow from them."""
+"""Measurements of a run: metrics of updates, evaluations of exact versions, and the goals that follow from them."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ class Measures:
         self.goals.roll_back(state)
 
     def _is_known(self, state: LedgerState) -> bool:
-        """Whether the newest version needs no comparison, or is served with the reward that decides on it."""
+        """True if the newest version needs no comparison, or is served with the reward that decides on it."""
         if self.gate is None or not self._compares:
             return True
         served = state.promoted
         return served is not None and served.version == state.version and not self.gate.lacks(state)
 
     def _is_older(self, row: Mapping[str, Any], state: LedgerState) -> bool:
-        """Whether a row of an evaluation is of what was the newest version before the fork that made this one."""
+        """True if a row of an evaluation is of what was the newest version before the fork that made this one."""
         of_now = int(row["step"]) == state.updates
         return of_now and int(row["version"]) != state.version and not self._is_known(state)
 
@@ -115,11 +115,11 @@ class Measures:
     # -- evaluations -------------------------------------------------------------------------------------------------
 
     def holds(self, state: LedgerState, point: int) -> bool:
-        """Whether the update after ``point`` completed ones must not be sealed yet."""
+        """True if the update after ``point`` completed ones must not be sealed yet."""
         return self._is_due(state, point) or self.goals.holds(state)
 
     def _is_due(self, state: LedgerState, point: int, *, final: bool = False) -> bool:
-        """Whether a point is to be evaluated: by the plan, or for what the version that is served is to be worth."""
+        """True if a point is to be evaluated: by the plan, or for what the version that is served is to be worth."""
         lacks = self.gate is not None and self.plan.enabled and point == state.updates and self.gate.lacks(state)
         return lacks or self.plan.due(point, final=final)
 
@@ -151,7 +151,7 @@ class Measures:
         return True
 
     def _evaluated(self, point: int, version: int, values: Mapping[str, float]) -> bool:
-        """Whether a point is done. A gate that compares needs all prompts, and a reward that is a number: what misses
+        """True if a point is done. A gate that compares needs all prompts, and a reward that is a number: what misses
         some, or could not be scored, is begun again."""
         missing = bool(values.get("eval/missing"))
         metric = self.gate.config.metric if self.gate is not None and self._compares else ""
@@ -168,5 +168,5 @@ class Measures:
         return self.gate is not None and self.gate.config.max_drop is not None
 
     def pending(self, state: LedgerState) -> bool:
-        """Whether the end of the run must wait for an evaluation."""
+        """True if the end of the run must wait for an evaluation."""
         return self.plan.current is not None or self._is_due(state, state.updates, final=True)

@@ -1,4 +1,4 @@
-"""Who is alive: the registry of worker processes, from their heartbeats. Pure; time is passed in."""
+"""Registry of live worker processes, from their heartbeats. Pure; time is passed in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job tells people, off the critical path: metric rows, events, the policy clock, the status record."""
+"""Writer of a job's metric rows, events, policy clock and status record, off the critical path."""
 
 from __future__ import annotations
 

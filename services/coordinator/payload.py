@@ -1,4 +1,4 @@
-"""What a message of a stream holds, where its payload may go on in parts."""
+"""Payload of a message of a stream, which may go on in parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 async def whole_of(bus: Bus, stream: str, message: Message, kind: type[T]) -> T:
-    """What a message and its parts hold. Raises ProtocolError, NotFound: a part of it was deleted, Unavailable."""
+    """Payload of a message and its parts. Raises ProtocolError, NotFound: a part of it was deleted, Unavailable."""
     data = message.data
     if count_of(message.headers) > 1:
         found = await bus.get_whole(stream, [message.seq])

@@ -54,7 +54,7 @@ class Pointer:
         self._bus, self._job, self._gate, self._promoted = bus, job, gate, promoted
         self._candidate: Told | None = None
         self._standing: Told | None = None
-        """What engines are told now, and its revision."""
+        """The version that engines serve now, and its revision."""
         self._revision = 0
         self._served: Told | None = None
         """The newest manifest of the version that was promoted."""

@@ -1,4 +1,4 @@
-"""Whether the bus takes writes: a full disk answers questions as ever."""
+"""True if the bus takes writes: a full disk answers questions as ever."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from penstock.shared.protocol.events import (
 __all__ = ["Decided", "Evaluated", "PromotionGate", "Rollback", "flaw_of_rollback", "flaws_of_promotions", "gate_of"]
 
 Decided = Promoted | PromotionRefused | CanaryBegun
-"""What may be decided on a version."""
+"""Decisions on a version."""
 FIGURES = {"policy/kl_ref": "max_kl", "policy/entropy": "min_entropy", "mismatch/kl": "max_mismatch"}
 """Metrics of an update that bounds are about."""
 
@@ -69,7 +69,7 @@ class PromotionGate:
         self._arms = arms_of([])
 
     def figures_of(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """What the ledger keeps of an update's metrics: what a bound is about."""
+        """Metrics of an update that the ledger keeps: those with a bound."""
         bounded = [name for name, bound in FIGURES.items() if getattr(self.config, bound) is not None]
         return {name: metrics[name] for name in bounded if name in metrics}
 
@@ -111,7 +111,7 @@ class PromotionGate:
         )  # fmt: skip
 
     def arms(self, state: LedgerState) -> tuple[Arm, Arm]:
-        """What is known of the version on trial and of the one that is served; computed when more is judged."""
+        """Figures of the version on trial and of the one that is served; computed when more is judged."""
         if self._judged is not state.judged:
             self._judged, self._arms = state.judged, arms_of(state.judged.values())
         return self._arms
@@ -135,11 +135,11 @@ class PromotionGate:
 
     @staticmethod
     def _is_wanted_fork(state: LedgerState, served: Promoted) -> bool:
-        """Whether a fork has the weights of the served version, none newer are left, or somebody asked for it."""
+        """True if a fork has the weights of the served version, none newer are left, or somebody asked for it."""
         return bool(state.fork_request) or served.digest == state.digest or not state.after(served.number)
 
     def lacks(self, state: LedgerState) -> bool:
-        """Whether the held-out reward of the newest version must be known next, whatever the plan of evaluations says.
+        """True if the held-out reward of the newest version must be known next, whatever the plan of evaluations says.
 
         It is served, so others are compared with it; or a fork began it, and what is trained next depends on it.
         """
@@ -155,7 +155,7 @@ class PromotionGate:
         return state.version in (one.version for one in (state.promoted, state.refused) if one is not None)
 
     def _figures(self, state: LedgerState) -> dict[str, float]:
-        """What is known of the newest version. A held-out reward that is no number was not measured."""
+        """Figures of the newest version. A held-out reward that is no number was not measured."""
         evaluated, metric = self._evaluated(), self.config.metric
         if self.config.max_drop is None or evaluated is None or evaluated.version != state.version:
             return dict(state.figures)
@@ -182,7 +182,7 @@ class PromotionGate:
         return Rollback(served.number, f"version {refused.version} was refused: {refused.reason}")
 
     def lets_train(self, state: LedgerState) -> bool:
-        """Whether another batch may be sealed: one at a time, so that the version that is served keeps its slot, and
+        """True if another batch may be sealed: one at a time, so that the version that is served keeps its slot, and
         none while a version is tried, which has the other one."""
         if state.sealed or state.canary is not None:
             return False
@@ -217,7 +217,7 @@ def gate_of(config: JobConfig, evaluated: Callable[[], Evaluated | None]) -> Pro
 def broken_bounds(
     config: PromotionConfig, figures: Mapping[str, float], served: Mapping[str, float], *, measured: bool = True
 ) -> list[str]:
-    """What ``figures`` of a version break, given those of the version that is served.
+    """Bounds that ``figures`` of a version break, given those of the version that is served.
 
     Args:
         measured: whether the held-out reward is to be looked at.
@@ -240,7 +240,7 @@ def broken_bounds(
 
 
 def flaws_of_promotions(entries: Iterable[Iterable[Event]], config: PromotionConfig | None) -> list[str]:
-    """What an audit finds: versions that passed without keeping the bounds, or by figures that are not theirs."""
+    """Findings of an audit: versions that passed without keeping the bounds, or by figures that are not theirs."""
     flaws: list[str] = []
     served: Mapping[str, float] = {}
     measured: Mapping[str, float] = {}

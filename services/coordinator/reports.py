@@ -1,4 +1,4 @@
-"""What a trainer's report becomes in the ledger. Pure."""
+"""Ledger events of a trainer's report. Pure."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """What is waited for: ``what`` on ``subject``, since ``since`` (Unix seconds); ``why`` the bus does not take it."""
+    """A wait: for ``what`` on ``subject``, since ``since`` (Unix seconds); ``why`` the bus does not take it."""
 
     what: str
     subject: str
@@ -49,11 +49,11 @@ class Retry:
 
     @property
     def blocked(self) -> Blocked | None:
-        """What is waited for longest; None while the bus takes everything."""
+        """The longest wait; None while the bus takes everything."""
         return min(self._held.values(), key=lambda held: held.since, default=None)
 
     async def until_taken(self, what: str, subject: str, work: Callable[[], Awaitable[T]]) -> T:
-        """What ``work`` returns, once it does not raise Unavailable any more; ``blocked`` says so meanwhile."""
+        """Repeat ``work`` until it does not raise Unavailable any more; ``blocked`` says so meanwhile."""
         began = seen = time.monotonic()
         since, logged, told, key = bus_time(), float("-inf"), False, object()
         try:

@@ -52,7 +52,7 @@ FAILED_STREAK = 4
 
 @dataclass(slots=True)
 class Effects:
-    """What follows from committed events; ``delete`` are messages of EXPERIENCE."""
+    """Effects of committed events; ``delete`` are messages of EXPERIENCE."""
 
     tickets: list[Draw] = field(default_factory=list)
     delete: list[int] = field(default_factory=list)

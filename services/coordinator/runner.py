@@ -477,11 +477,11 @@ class JobRunner:
             self.outbox.event("info", "clock_skew", "the clocks of all hosts agree again")
 
     def status(self) -> dict[str, Any]:
-        """What this leader sees."""
+        """This leader's view of the job."""
         return {"version": self.run.state.version, "running": len(self.run.state.open)}
 
     def why(self) -> list[dict[str, Any]]:
-        """What the job waits for."""
+        """Waits of the job."""
         now, blocked = bus_time(), self.retry.blocked
         if not self.ready:
             return recovery_waits(self.job, blocked, now, self._leads_since)

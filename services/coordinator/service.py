@@ -62,7 +62,7 @@ ARCHIVE_SHARE, ARCHIVED_AT_ONCE = 0.5, 64
 BROKEN_TRIES = 3
 """A job whose leader breaks this often on something unexpected is marked failed."""
 SOUND_S = 300.0
-"""What broke before a leader that led for as long counts no more."""
+"""Failures from before a leader that led for this long count no more."""
 
 
 class CoordinatorService:
@@ -349,7 +349,7 @@ class CoordinatorService:
 
 
 def _only(error: BaseException, *kinds: type[Exception]) -> bool:
-    """Whether an error, or every leaf of a group of errors, is of these kinds."""
+    """True if an error, or every leaf of a group of errors, is of these kinds."""
     if isinstance(error, BaseExceptionGroup):
         return all(_only(inner, *kinds) for inner in error.exceptions)
     return isinstance(error, kinds)

@@ -1,4 +1,4 @@
-"""Who holds how much of a store that all tenants share, so that one who fills it is refused before the others are.
+"""Shares of a store that all tenants use, so that a tenant who fills it is refused before the others are.
 
 An owner may hold a share of what the others have not taken: with 0.95 the first one gets 95 % of an empty store, and
 whoever comes then 95 % of the rest. Something is always left for another one.
@@ -43,7 +43,7 @@ class EntryShares:
         self._ends: list[tuple[float, str]] = []
 
     def has_room(self, owner: str, nbytes: int) -> bool:
-        """Whether ``owner`` may store an entry of ``nbytes``."""
+        """True if ``owner`` may store an entry of ``nbytes``."""
         self._expire()
         others = self._used.total() - self._used[owner]
         wanted = self._used[owner] + nbytes + OVERHEAD_BYTES
@@ -94,7 +94,7 @@ class FeedbackShares:
                     self._bytes += nbytes if message.seq > self._looked_at else 0
 
     def has_room(self, job: str, nbytes: int) -> bool:
-        """Whether ``nbytes`` more of ``job`` may be stored."""
+        """True if ``nbytes`` more of ``job`` may be stored."""
         own = min(self._used[job], self._bytes)
         others = max(0, self._bytes - own)
         is_free = self._share >= 1 or not self._max_bytes  # a stream that is full says so itself

@@ -1,4 +1,4 @@
-"""What people ask of jobs that exist: written to their records, and told among their events with who asked."""
+"""Requests of users about existing jobs: written to their records, and to their events with the key that asked."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Steering:
         return record
 
     async def _tell(self, job: str, action: str, by: str, details: dict[str, Any]) -> None:
-        """It is asked for by now, whatever becomes of the event."""
+        """Write the event of a request that stands in the record already, if the bus takes it."""
         shown = ", ".join(f"{name} {value}" for name, value in details.items() if name not in ("keys", "operation"))
         what = " ".join((action.replace("_", " "), *details.get("keys", ()))) + (f" ({shown})" if shown else "")
         row = {

@@ -1,4 +1,4 @@
-"""What is checked when a job is submitted, and what it would do."""
+"""Checks of a submitted job, and its effects."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ __all__ = ["check_budget", "check_groups", "check_packages", "plan_job", "resolv
 REFERENCE = re.compile(r"job:(job_[0-9a-f]{32})@(\w+)", re.ASCII)
 """A checkpoint of another job as a model path."""
 SEALED_BYTES, REWARD_BYTES = 140, 9
-"""What a group takes in the ledger and in the manifest of its batch, and each of its rewards."""
+"""Bytes of a group in the ledger and in the manifest of its batch, and of each of its rewards."""
 ENTRY_ROOM = 128 << 10
 """Kept in an entry of the ledger for what else is decided with a batch."""
 
@@ -81,7 +81,7 @@ async def plan_job(
     *,
     stores_parts: bool,
 ) -> dict[str, Any]:
-    """What a job would do here.
+    """Effects of a job here.
 
     Args:
         members: the workers; None: nothing is known of them.
@@ -173,7 +173,7 @@ def check_packages(spec: AnyJob, members: Members, now: float) -> list[str]:
 
 
 def _warnings(spec: AnyJob, http_host: str) -> list[str]:
-    """What is allowed and likely a mistake, of a deployment whose API listens on ``http_host``."""
+    """Warnings: settings that are allowed and likely a mistake, where the API listens on ``http_host``."""
     if is_loopback(http_host) or not isinstance(spec, OnlineJob) or spec.online.is_defended:
         return []
     return [
@@ -304,7 +304,7 @@ def _first_tokens(rules: Any) -> set[str]:
 
 
 def _check_room(file: Path, spec: AnyJob) -> None:
-    """Whether a prompt fits beside a completion, for a model whose longest sequence is written in its file."""
+    """True if a prompt fits beside a completion, for a model whose longest sequence is written in its file."""
     try:
         config = msgspec.json.decode(file.read_bytes())
     except (OSError, msgspec.DecodeError) as error:

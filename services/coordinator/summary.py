@@ -1,4 +1,4 @@
-"""What a ledger comes to, for people. Pure."""
+"""Summary of a ledger, for people. Pure."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def status_of(run: JobRun, desired: str) -> dict[str, Any]:
 
 
 def queues_of(run: JobRun) -> dict[str, int]:
-    """What waits at each stage: tickets without a group, groups without a batch, batches that are not trained."""
+    """Work waiting at each stage: tickets without a group, groups without a batch, batches that are not trained."""
     opened, accept = run.state.open, Verdict.ACCEPT
     waiting = sum(not info.batch for info in opened.values())
     groups = [c.verdict for d, c in run.candidates.items() if (info := opened.get(d)) is not None and not info.batch]
@@ -157,7 +157,7 @@ def _rows_of(state: LedgerState, numbers: Iterable[int]) -> list[list[Any]]:
 
 
 def summary_of(state: LedgerState) -> dict[str, Any]:
-    """What the last event of a job says of it."""
+    """Facts in the last event of a job."""
     return {
         "updates": state.updates,
         "version": state.version,

@@ -1,4 +1,4 @@
-"""What a job's leader needs of whoever makes its groups, where tickets to workers do not."""
+"""Protocol of a job's own source of groups, where tickets to workers do not make them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Supply(Protocol):
         ...
 
     def unreadable(self) -> list[Unreadable]:
-        """What facts brought since the last call and nobody can read: it is kept before a decision passes it by."""
+        """Messages since the last call that cannot be read: they are kept before a decision passes them."""
         ...
 
     async def put_back(self, letter: LiveLetter) -> int:
@@ -86,5 +86,5 @@ class Supply(Protocol):
         ...
 
     def waits(self, run: JobRun, now: float) -> list[dict[str, Any]]:
-        """What the groups that are missing wait for."""
+        """Waits of the missing groups."""
         ...

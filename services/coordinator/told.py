@@ -1,4 +1,4 @@
-"""What each batch of a job was told: which answers were trained, and by which feedback. From the ledger alone; pure."""
+"""Feedback behind each batch of a job: which answers were trained, and by which items. From the ledger alone; pure."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def server_of(app: ASGIApp, settings: ServiceSettings) -> uvicorn.Server:
 
 
 class _Bounds:
-    """What all connections of a server share."""
+    """State that all connections of a server share."""
 
     def __init__(self, settings: ServiceSettings, proxies: list[str]) -> None:
         self.head_bytes, self.head_s, self.body_s = settings.http_head_bytes, settings.http_head_s, settings.http_body_s
@@ -260,7 +260,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _can_answer(self) -> bool:
-        """Whether what is written now is the answer to the request that is refused."""
+        """True if what is written now is the answer to the request that is refused."""
         if self._in_body:
             return self.cycle is not None and not self.cycle.response_started and not self.pipeline
         return self.cycle is None or self.cycle.response_complete

@@ -1,4 +1,4 @@
-"""What a job waits for, with subject, id, holder and age: the answer to 'is it stuck?'. Pure."""
+"""Waits of a job, with subject, id, holder and age: the answer to 'is it stuck?'. Pure."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def recovery_waits(job: str, blocked: Blocked | None, now: float, since: float) 
 
 
 def blocked_waits(job: str, blocked: Blocked | None, now: float) -> list[dict[str, Any]]:
-    """What the leader itself cannot write."""
+    """Writes that the leader itself cannot do."""
     if blocked is None:
         return []
     what = f"the bus, for {blocked.what} ({blocked.why})"
@@ -76,7 +76,7 @@ def blocked_waits(job: str, blocked: Blocked | None, now: float) -> list[dict[st
 
 
 def _own_waits(job: str, run: JobRun, plan: EvaluationPlan) -> Iterator[Wait]:
-    """What the ledger and the wishes for this job say that is waited for."""
+    """Waits that follow from the ledger and the desired state."""
     state = run.state
     if run.desired == "paused":
         reason = f" ({run.halted})" if run.halted else ""

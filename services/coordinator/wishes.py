@@ -1,4 +1,4 @@
-"""What the user wants of a job that runs, as its record says: its state, its job file, and operations."""
+"""Desired state of a job that runs, as its record says: its state, its job file, and operations."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Wishes:
 
     @property
     def wants_checkpoint(self) -> bool:
-        """Whether an operation waits for a checkpoint."""
+        """True if an operation waits for a checkpoint."""
         return bool(self._pending("checkpoint"))
 
     @property
@@ -149,7 +149,7 @@ class Wishes:
         run.asked_rollback = possible[0] if possible else None
 
     def settle(self, run: JobRun) -> list[Operation]:
-        """What was asked for and is done by now, or cannot be done: each told once."""
+        """Operations that are done by now, or cannot be done: each is returned once."""
         done = []
         for kind, outcome in (("checkpoint", self._saved), ("promote", _promoted), ("rollback", _rolled_back)):
             for operation in self._pending(kind):

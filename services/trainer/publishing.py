@@ -69,7 +69,7 @@ class Publishing:
         return max((manifest.version for manifest in known if manifest is not None), default=-1)
 
     async def stands(self, manifest: WeightManifest) -> bool:
-        """Whether this is what engines are told to open now, and not what was announced before."""
+        """True if this is what engines are told to open now, and not what was announced before."""
         keys = (self._job, subjects.candidate_manifest(self._job))
         known = [await self._known(key) for key in keys]
         return any(one is not None and one.created == manifest.created for one in known)

@@ -88,7 +88,7 @@ class ServiceSettings(BaseSettings):
     large_bodies: int = Field(32, ge=1)
     """The same for all keys together."""
     tenant_share: float = Field(0.95, gt=0, le=1)
-    """What one key may hold of the bucket of opened episodes, and one job of the stream of feedback, of what the others
+    """Share of one key in the bucket of opened episodes, and of one job in the stream of feedback, of what the others
     leave there. Beyond that it is refused (507, 429), and they are not."""
     lease_s: float = Field(3.0, gt=0.2)
     """A lease that was not renewed for this long may be taken over by another coordinator or trainer."""

@@ -181,7 +181,7 @@ class Erasure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FeedbackIds(msgspec.Struct, frozen=True, kw_only=True):
-    """What is remembered of feedback that was decided and is no longer in FEEDBACK: its ids are not accepted again.
+    """Ids of feedback that was decided and is no longer in FEEDBACK: they are not accepted again.
 
     ``heads`` are the (kind, metric, key) that rows name by place; a row is (id of 16 bytes, fingerprint of 32 bytes,
     revision, Unix seconds when it was received, sequence where it stood, place of its head). About 65 bytes an item.

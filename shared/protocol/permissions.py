@@ -40,7 +40,7 @@ def inbox_of(role: str) -> str:
 
 
 def permissions(role: str) -> Permissions:
-    """What a role may do. Raises KeyError for a role that is none of ROLES."""
+    """Permissions of a role. Raises KeyError for a role that is none of ROLES."""
     publish, subscribe = _TABLE[role]
     if role == OPERATOR:
         return Permissions(publish, subscribe)

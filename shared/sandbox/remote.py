@@ -246,7 +246,7 @@ class _Judge(_Peer):
         self._errors: dict[str, type[BaseException]] = {}
 
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a function of the program returns; what it changed in lists, dicts and sets given to it is changed."""
+        """Value of a function of the program; its changes of the lists, dicts and sets given to it are carried over."""
         given = {key: self.encode(each) for key, each in kwargs.items()}
         value, changed = self.ask("call", number, [self.encode(each) for each in args], given)
         for place, new in changed:
@@ -331,7 +331,7 @@ class _Program(_Peer):
         self._names = names
 
     def carry_out(self, kind: Any, rest: list[Any]) -> Any:
-        """What the judge asks for."""
+        """Requests of the judge."""
         if kind == "name":
             return rest[0] in self._names, self._names.get(rest[0])
         if kind == "call":

@@ -21,7 +21,7 @@ SILENCE_S = 30.0
 
 
 class StreamImage(msgspec.Struct, frozen=True):
-    """What a stream was when it was saved: the server's own configuration and state, passed back to it as they are."""
+    """State of a saved stream: the server's own configuration and state, passed back to it as they are."""
 
     name: str
     config: dict[str, Any]

@@ -93,7 +93,7 @@ class BlobServer:
         self._thread.start()
 
     def token(self, name: str, generation: int) -> str:
-        """What a peer needs to pull this blob, as hex digits."""
+        """Token that a peer needs to pull this blob, as hex digits."""
         return _mac(self._secret, generation.to_bytes(8, "little"), name.encode()).hex()
 
     def close(self) -> None:

@@ -99,7 +99,7 @@ class Bus:
 
     @property
     def held(self) -> bool:
-        """Whether a backup reads the streams: what could be given up for room stays for now. ``purge`` does not ask."""
+        """True if a backup reads the streams: what could be given up for room stays for now. ``purge`` does not ask."""
         return time.monotonic() < self._held_until
 
     @property

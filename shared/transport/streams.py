@@ -171,7 +171,7 @@ async def _changed(connection: Connection, config: dict[str, Any], deadline_s: f
 
 
 def _absent(value: object) -> object:
-    """What the server means where it leaves a field out that would have this type."""
+    """Default of a field of this type that the server leaves out."""
     return type(value)()
 
 

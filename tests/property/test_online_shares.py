@@ -99,7 +99,7 @@ def test_what_is_taken_together_fits_together(episodes: list[list[Owners]]) -> N
     st.lists(st.tuples(st.builds(Owners, SOME, SOME, st.tuples(NAMES)), st.sampled_from(["policy", "supervised"]))),
     st.tuples(*[st.sampled_from([0.05, 0.2, 1 / 3, 1.0])] * 3),
 )
-def test_of_every_episode_something_can_be_in_flight_and_no_more_than_the_shares_of_its_owners(
+def test_every_episode_fits_within_the_shares_of_its_owners(
     found: list[tuple[Owners, Objective]], shares: tuple[float, ...]
 ) -> None:
     config = job(off_policy={"supervised": {}}, **dict(zip(ROLES, shares, strict=True)))

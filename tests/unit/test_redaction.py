@@ -195,7 +195,7 @@ def test_a_prompt_alone_makes_it_untrainable_and_tags_do_not() -> None:
     assert tagged.tags == {"user_id": "555-1234", "who": "[phone]"}, "a pseudonym names its user for good"
 
 
-def test_names_of_tags_are_blanked_and_names_that_feedback_is_told_apart_by_are_refused() -> None:
+def test_names_of_tags_are_blanked_and_identifying_ones_refused() -> None:
     redactor = RecordRedactor(config(patterns={"email": EMAIL}), TOKENIZER, spell)
     assert redactor.redact(record("hello", "yes", tags={"a@b.c": "x"})).tags == {"[email]": "x"}
     job = LiveJob("j", "live", False, OnlineConfig(), Redactor(config(patterns={"email": EMAIL})))

@@ -32,6 +32,6 @@ def test_budgets_of_running_jobs_are_reserved() -> None:
         check_room(jobs, 401, experience_bytes=1000)
 
 
-def test_jobs_that_do_not_learn_from_their_interactions_give_them_up_after_finished_ones() -> None:
+def test_jobs_that_learn_give_up_their_interactions_last() -> None:
     jobs = [entry("job_1", "running", kind="online_rl"), entry("job_2", "running"), entry("job_3", "succeeded")]
     assert without_interactions(jobs) == ["job_3", "job_2"]

@@ -1,4 +1,4 @@
-"""What the routes need: the coordinator, the settings, the stop signal, and ids that are safe to look up."""
+"""Dependencies of the routes: the coordinator, the settings, the stop signal, and ids that are safe to look up."""
 
 from __future__ import annotations
 

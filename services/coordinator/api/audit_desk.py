@@ -1,4 +1,4 @@
-"""What the HTTP API asks of the book of who asked for what. Implemented in ``coordinator.audit_log``."""
+"""Audit log as the HTTP API uses it. Implemented in ``coordinator.audit_log``."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ DATA_PATHS = frozenset({
     "/feedback", "/v1/feedback", "/v1/feedback/batch", "/v1/feedback/tokens",
     "/v1/episodes", "/v1/episodes/{episode}/end", "/v1/episodes/{episode}/keys",
 })  # fmt: skip
-"""What agents and pages do all the time: talk to models, judge them, open episodes and make keys and tokens for them.
+"""Frequent requests of agents and pages: talk to models, judge them, open episodes and make keys and tokens for them.
 What comes of that lies in INTERACTIONS, FEEDBACK and the bucket ``episodes``."""
 MAX_VALUE = 128
 """Longest value of a parameter that is stored."""
@@ -140,7 +140,7 @@ class Audited:
 
 
 class _Request:
-    """What a record says of a request; its body is digested while it is read."""
+    """Record of a request; its body is digested while it is read."""
 
     def __init__(self, scope: Scope, route: AuditedRoute, path: dict[str, str], backend: Backend) -> None:
         self.id = f"req_{uuid6.uuid7().hex}"
@@ -167,7 +167,7 @@ class _Request:
         return digested
 
     def record(self, status: int, reply: Headers) -> AuditRecord:
-        """What is stored of it, now that it was answered."""
+        """The stored record, now that the request was answered."""
         headers, client = Headers(scope=self._scope), self._scope.get("client")
         query = QueryParams(self._scope["query_string"])
         location = reply.get("location", "")

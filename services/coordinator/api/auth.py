@@ -1,4 +1,4 @@
-"""Who calls: bearer keys with scopes, or nobody but this machine."""
+"""Callers: bearer keys with scopes, or this machine alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CONFIGURED = "PENSTOCK_API_KEYS"
 
 @dataclass(frozen=True)
 class Caller:
-    """Who sent a request. ``id`` names the key, never gives it away; ``rate_limit`` replaces the deployment's."""
+    """Sender of a request. ``id`` names the key and never reveals it; ``rate_limit`` replaces the deployment's."""
 
     id: str
     scopes: frozenset[Scope]
@@ -48,7 +48,7 @@ class Caller:
     models: frozenset[str] | None = None
     """Names and ids of the only jobs that it reaches; None: all."""
     max_weight: float = 1.0
-    """What its feedback counts at most."""
+    """Largest weight of its feedback."""
     name: str = ""
     """Of the key, for people."""
     code_modules: frozenset[str] | None = None
@@ -56,24 +56,24 @@ class Caller:
 
     @property
     def sender(self) -> str:
-        """Who it is where keys and tokens that one key made are told apart."""
+        """Identity that tells apart the keys and tokens made by one key."""
         return self.id + self.episode + (self.token.id if self.token is not None else "")
 
     def may(self, scope: Scope) -> bool:
-        """Whether the key has ``scope``, by itself or through ``admin``."""
+        """True if the key has ``scope``, by itself or through ``admin``."""
         return scope in self.scopes or "admin" in self.scopes
 
     def may_use(self, name: str, job: str) -> bool:
-        """Whether it reaches the model ``name``, which is ``job``."""
+        """True if it reaches the model ``name``, which is ``job``."""
         return self.models is None or not self.models.isdisjoint((name, job))
 
 
 ANONYMOUS = Caller("local", frozenset({"admin"}))
-"""Whoever calls from this machine where no keys are configured."""
+"""Caller from this machine where no keys are configured."""
 
 
 def needs_key(settings: ServiceSettings) -> bool:
-    """Whether requests without a key are refused."""
+    """True if requests without a key are refused."""
     return bool(_configured(settings))
 
 
@@ -108,7 +108,7 @@ class KeyRing:
         return bool(self._digests)
 
     async def caller(self, headers: Headers) -> Caller:
-        """Who sent a request with these headers.
+        """Sender of a request with these headers.
 
         Raises:
             HttpProblem: 401 without a valid key; 403 where no keys exist and the request comes by way of a web page.
@@ -185,7 +185,7 @@ class KeyRing:
 
 
 def _holder(key: StoredKey) -> Caller:
-    """Who has a key, without its scopes."""
+    """Owner of a key, without its scopes."""
     models = None if key.models is None else frozenset(key.models)
     modules = frozenset(key.code_modules or ()) if key.code_modules is not None or models is not None else None
     return Caller(
@@ -245,7 +245,7 @@ def _host_name(netloc: str) -> str:
 
 @lru_cache(maxsize=256)
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what listens on ``host``."""
+    """True if only this machine can reach what listens on ``host``."""
     if host == "localhost":
         return True
     try:

@@ -41,13 +41,13 @@ UserField = Annotated[str | None, Field(max_length=MAX_USER)]
 
 
 class StreamOptions(BaseModel):
-    """What a stream holds beside the text."""
+    """Contents of a stream beside the text."""
 
     include_usage: bool = False
 
 
 class _Body(BaseModel):
-    """What both kinds of completion have in common. Fields that are not known are ignored, as OpenAI does."""
+    """Fields common to both kinds of completion. Unknown fields are ignored, as OpenAI does."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -101,7 +101,7 @@ class _Body(BaseModel):
         return next((name for name, wanted in asked.items() if wanted), None)
 
     def form(self) -> Constraint | None:
-        """What the answer must look like. Raises HttpProblem: 400."""
+        """Required form of the answer. Raises HttpProblem: 400."""
         return constraint_of(self.response_format)
 
 
@@ -189,7 +189,7 @@ class CompletionBody(_Body):
 
 
 def draft_of(body: ChatBody | CompletionBody, raw: bytes, headers: Mapping[str, str], key_id: str) -> InferenceRequest:
-    """What a worker is asked for; the gateway completes it.
+    """Request to a worker; the gateway completes it.
 
     Raises:
         HttpProblem: 400 for a field that asks for what cannot be done.

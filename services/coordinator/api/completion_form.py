@@ -29,7 +29,7 @@ def constraint_of(
     tool_choice: str | dict[str, Any] | None = None,
     parallel: bool = True,
 ) -> Constraint | None:
-    """What the answer must look like; None: anything.
+    """Required form of the answer; None: any.
 
     A forced call goes before a `response_format`; where calls are free, an answer is a call or keeps to that.
 

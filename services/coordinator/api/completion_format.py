@@ -38,11 +38,11 @@ class Format:
     part_object = ""
 
     def delta(self, chunk: Chunk) -> Json:
-        """What a part of a stream holds of a choice."""
+        """Part of a choice in a chunk of a stream."""
         raise NotImplementedError
 
     def content(self, chunks: Sequence[Chunk]) -> Json:
-        """What a reply holds of a choice."""
+        """A choice in a reply."""
         raise NotImplementedError
 
     def logprobs(self, chunks: Sequence[Chunk]) -> Json | None:

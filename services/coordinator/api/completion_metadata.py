@@ -1,4 +1,4 @@
-"""What a request for a completion says of itself in `metadata`: where it belongs, whose it is, and its tags."""
+"""`metadata` of a request for a completion: its episode, its user, and its tags."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ TagText = Annotated[
 
 
 class RequestMetadata(BaseModel):
-    """What a request says of itself. Every key that is not named here is a tag, and so is `user_id`.
+    """Facts that a request gives of itself. Every key that is not named here is a tag, and so is `user_id`.
 
     Numbers and booleans are kept as their text; anything else that is no text is refused.
     """

@@ -1,4 +1,4 @@
-"""What the HTTP API asks of the coordinator. The API imports nothing else of it, so each can be replaced alone."""
+"""Coordinator as the HTTP API uses it. The API imports nothing else of it, so each can be replaced alone."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Keys(Protocol):
         ...
 
     async def secret(self) -> bytes:
-        """What the keys of episodes are signed with: 32 bytes, made once for the deployment."""
+        """Secret that signs the keys of episodes: 32 bytes, made once for the deployment."""
         ...
 
 
@@ -87,7 +87,7 @@ class Control(Protocol):
 
     @property
     def audit_log(self) -> AuditLog:
-        """Who asked for what."""
+        """Audit log."""
         ...
 
     @property
@@ -134,7 +134,7 @@ class Control(Protocol):
         ...
 
     async def dry_run(self, spec: AnyJob) -> Row:
-        """What ``submit`` would do, without doing it: resolved batch algebra, data summary, memory.
+        """Effects of ``submit``, without it: resolved batch algebra, data summary, memory.
 
         Raises:
             ConfigError: as for ``submit``.
@@ -229,7 +229,7 @@ class Control(Protocol):
         ...
 
     async def keeps_event(self, seq: int) -> bool:
-        """Whether an event with this sequence is there; where it is not, those after it may be gone, too."""
+        """True if an event with this sequence is there; where it is not, those after it may be gone, too."""
         ...
 
     async def metrics(
@@ -314,7 +314,7 @@ class Control(Protocol):
         ...
 
     async def why(self, job: str) -> list[Row]:
-        """What the job waits for now, most important first; empty when nothing is waited for.
+        """Waits of the job now, most important first; empty when it waits for nothing.
 
         ``waiting_for`` (a phrase), ``subject``, ``id``, ``holder`` (worker or None), ``age_s``.
         """

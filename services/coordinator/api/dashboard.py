@@ -42,7 +42,7 @@ class Asset:
 
 
 def is_asset(path: str) -> bool:
-    """Whether ``path`` is a file of the page: served to anybody, for it holds nothing of a job."""
+    """True if ``path`` is a file of the page: served to anybody, for it holds nothing of a job."""
     return path == "/" or path.startswith("/assets/")
 
 

@@ -125,7 +125,7 @@ def _outside(piece: bytes, is_inside: int) -> tuple[Any, Any, int]:
 
 
 def too_many_flaws(error: ValidationError) -> HttpProblem | None:
-    """What to say of a body that has more flaws than can be listed."""
+    """Message for a body that has more flaws than can be listed."""
     count = error.error_count()
     if count <= MAX_FLAWS:
         return None

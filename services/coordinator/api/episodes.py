@@ -38,7 +38,7 @@ OpenedEpisode = Annotated[str, Path(max_length=64, description="Id of an episode
 
 
 class KeyBody(BaseModel):
-    """What the key of an episode is for, and for how long."""
+    """Uses of the key of an episode, and its time to live."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -50,7 +50,7 @@ KEY_BODY = body_schema(KeyBody, required=False)
 
 
 class EpisodeBody(BaseModel):
-    """What an episode is for."""
+    """Purpose of an episode."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -229,7 +229,7 @@ async def _signed(backend: Backend, caller: Caller, record: EpisodeRecord, wante
 
 
 def _about(body: EpisodeBody, pseudonym: Callable[[str], str]) -> dict[str, object]:
-    """What is stored of a body; users as pseudonyms."""
+    """Stored form of a body; users as pseudonyms."""
     user = pseudonym(body.user or body.tags.get(USER_TAG, ""))
     tags = named_tags(body.tags, pseudonym)
     return {"split": body.split, "group_id": body.group_id, "user": user, "tags": tags}
@@ -240,7 +240,7 @@ def _book(backend: Backend) -> EpisodeBook:
 
 
 def _is_own(caller: Caller, key_id: str) -> bool:
-    """Whether an episode of the key ``key_id`` is the caller's to read and to end."""
+    """True if an episode of the key ``key_id`` is the caller's to read and to end."""
     return caller.id == key_id or caller.may("admin")
 
 

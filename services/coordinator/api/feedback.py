@@ -107,7 +107,7 @@ async def post_batch(request: Request, caller: Sender, backend: BackendDep) -> R
 
 @router.get("/v1/feedback/{feedback_id}", response_model=FateReply)
 async def get_feedback(feedback_id: FeedbackId, caller: Reader, backend: BackendDep) -> Response:
-    """What became of an item: received, matched, admitted, quarantined, rejected, expired, retracted, or trained."""
+    """Status of an item: received, matched, admitted, quarantined, rejected, expired, retracted, or trained."""
     found = await _desk(backend).fate(feedback_id)
     await check_job(backend, caller, found["job"], _missing(feedback_id))
     return Json(found)
@@ -160,7 +160,7 @@ def _desk(backend: Backend) -> FeedbackDesk:
 
 
 def _missing(feedback: str) -> str:
-    """What is said of an item of another model, and of one that there is not."""
+    """Message for an item of another model, and for one that does not exist."""
     return f"no feedback '{bare_id(feedback) or feedback[:80]}' was accepted here"
 
 

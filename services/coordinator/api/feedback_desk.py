@@ -1,4 +1,4 @@
-"""What the HTTP API asks of the part that takes feedback. Implemented in ``coordinator.feedback``."""
+"""Feedback as the HTTP API uses it. Implemented in ``coordinator.feedback``."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class FeedbackDesk(Protocol):
 
     @property
     def held(self) -> HeldFeedback:
-        """What is held back."""
+        """Items that are held back."""
         ...
 
     def pseudonym(self, user: str) -> str:
-        """What stands for a user in what is stored; '' for nobody. Raises Unavailable while that cannot be told yet."""
+        """Pseudonym of a user in stored records; '' for no user. Raises Unavailable while it is not known yet."""
         ...
 
     async def post(self, posts: Sequence[Any], *, caller: Caller, key: str | None) -> list[Row | HttpProblem]:
@@ -55,7 +55,7 @@ class FeedbackDesk(Protocol):
         ...
 
     async def fate(self, feedback: str) -> Row:
-        """What became of an item (``FateReply``). Raises NotFound."""
+        """Status of an item (``FateReply``). Raises NotFound."""
         ...
 
     async def funnel(self, job: str) -> Row:
@@ -79,11 +79,11 @@ class FeedbackDesk(Protocol):
         ...
 
     async def decisions(self, interactions: Sequence[str]) -> dict[str, Row]:
-        """What became of those interactions (canonical UUIDs) that are decided (``InteractionDecision``)."""
+        """Decisions on those interactions (canonical UUIDs) that are decided (``InteractionDecision``)."""
         ...
 
     def after_end(self, record: Interaction) -> Row | None:
-        """What becomes of an undecided answer from after its job's end (``InteractionDecision``); else None."""
+        """Decision on an undecided answer from after its job's end (``InteractionDecision``); else None."""
         ...
 
     async def turns(self, episode: str, *, after: str | None, limit: int) -> list[Row]:

@@ -1,4 +1,4 @@
-"""What may be posted as feedback."""
+"""Bodies of feedback."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ ModelName = Annotated[StrictStr, StringConstraints(min_length=1, max_length=128)
 
 
 class _Post(BaseModel):
-    """What every kind of feedback may carry."""
+    """Fields of every kind of feedback."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -210,7 +210,7 @@ class PostedPreference(_Post):
 
 
 class Correction(_Post):
-    """What a response should have been."""
+    """Correction of a response."""
 
     kind: Literal["correction"]
     inference_id: InferenceId
@@ -268,7 +268,7 @@ KIND_TAGS = frozenset({"inference", "episode", "interaction", "preference", "pos
 
 
 class ConsentBody(BaseModel):
-    """What a user allows."""
+    """Consent of a user."""
 
     model_config = ConfigDict(extra="forbid")
 

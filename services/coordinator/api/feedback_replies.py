@@ -1,4 +1,4 @@
-"""What the API says of feedback: taken, its fate, the funnel of a job, consent and erasure."""
+"""Replies about feedback: receipt, status, the funnel of a job, consent and erasure."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Trained(BaseModel):
 
 
 class FateReply(BaseModel):
-    """What became of an item of feedback."""
+    """Status of an item of feedback."""
 
     object: Literal["feedback"] = "feedback"
     feedback_id: str
@@ -118,7 +118,7 @@ class Funnel(BaseModel):
 
 
 class ConsentReply(BaseModel):
-    """What a user allows, as stored."""
+    """Stored consent of a user."""
 
     user: str = Field(description="The pseudonym under which everything is stored")
     train: bool

@@ -107,7 +107,7 @@ def bound_post(post: Any, caller: Caller) -> Any:
 
 
 def once(found: Row | HttpProblem, caller: Caller) -> Row | HttpProblem:
-    """What became of a post, or its refusal; 409 where the sender's token was used before."""
+    """Receipt of a post, or its refusal; 409 where the sender's token was used before."""
     if caller.token is None:
         return found
     again = found.code == "feedback_id_reused" if isinstance(found, HttpProblem) else bool(found["duplicate"])

@@ -1,4 +1,4 @@
-"""What many clients follow is looked at once: one follower of a job's events and one look at its record for all."""
+"""One follower of a job's events, and one reader of its record, for all clients that wait for them."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class Feeds:
 
 
 class _Waiter:
-    """Somebody who waits for a record to be as wanted."""
+    """A client that waits for a record to be as wanted."""
 
     def __init__(self, reached: Callable[[JobRecord], bool], found: asyncio.Future[JobRecord]) -> None:
         self.reached, self.found = reached, found

@@ -57,7 +57,7 @@ class FileList(BaseModel):
 
 
 class FileDeleted(BaseModel):
-    """It is gone."""
+    """Confirmation that the file is deleted."""
 
     id: str
     object: Literal["file"] = "file"

@@ -1,4 +1,4 @@
-"""What the HTTP API asks of the part that keeps uploaded files. Implemented in ``coordinator.files``."""
+"""Uploaded files as the HTTP API uses them. Implemented in ``coordinator.files``."""
 
 from __future__ import annotations
 

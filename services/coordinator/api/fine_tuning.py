@@ -95,7 +95,7 @@ async def resume_fine_tuning_job(job: JobId, caller: Writer, backend: BackendDep
 async def list_fine_tuning_events(
     job: JobId, backend: BackendDep, after: AfterEvent = None, limit: Limit = 20
 ) -> Response:
-    """What happened, newest first."""
+    """Events, newest first."""
     return Json(await backend.control.fine_tuning.events(job, after=after, limit=limit))
 
 

@@ -1,4 +1,4 @@
-"""What the HTTP API asks of the part that makes jobs of fine-tuning requests. Implemented in ``finetuning.desk``."""
+"""Fine-tuning as the HTTP API uses it. Implemented in ``finetuning.desk``."""
 
 from __future__ import annotations
 

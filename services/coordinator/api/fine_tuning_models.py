@@ -29,7 +29,7 @@ class _Strict(BaseModel):
 
 
 class Hyperparameters(_Strict):
-    """What may be set of a run; `auto` leaves it to the base model's file, or to the data."""
+    """Settings of a run; `auto` leaves one to the base model's file, or to the data."""
 
     n_epochs: Annotated[int, Field(ge=1, le=10_000)] | Auto = Field("auto", description="Passes over the training file")
     batch_size: Annotated[int, Field(ge=1, le=100_000)] | Auto = Field("auto", description="Rows of a policy update")

@@ -42,7 +42,7 @@ class Validated(BaseModel):
 
 
 class RunErrors(BaseModel):
-    """What went wrong, by kind; all false where nothing did."""
+    """Failures, by kind; all false where there is none."""
 
     formula_parse_error: bool = False
     invalid_variable_error: bool = False

@@ -1,4 +1,4 @@
-"""What the HTTP API asks of the part that runs graders. Implemented in ``coordinator.graders``."""
+"""Graders as the HTTP API uses them. Implemented in ``coordinator.graders``."""
 
 from __future__ import annotations
 

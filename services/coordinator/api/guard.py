@@ -1,4 +1,4 @@
-"""What every request passes before a route sees it: identity, rate, size; and its count and time after."""
+"""Checks that every request passes before its route: identity, rate, size; and its count and time after."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Guard:
             await large.leave()
 
     async def _admit(self, scope: Scope, reply: _Reply) -> str:
-        """Who is answerable for the request: the key, or the address where there are no keys. Raises HttpProblem."""
+        """Account of the request: the key, or the address where there are no keys. Raises HttpProblem."""
         client = scope.get("client")
         address = await self.limiter.hit_address(client[0] if client else "")
         if address is not None:  # before the key is looked at: who guesses keys is counted, too
@@ -125,7 +125,7 @@ def body_limit(path: str) -> int:
 
 
 def is_live(path: str) -> bool:
-    """Whether ``path`` is where agents talk to models and post feedback: often, and whole conversations."""
+    """True if ``path`` is where agents talk to models and post feedback: often, and whole conversations."""
     return path in LIVE_PATHS or path.endswith(LIVE_ENDS)
 
 

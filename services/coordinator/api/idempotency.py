@@ -37,7 +37,7 @@ themselves."""
 
 
 class StoredReply(msgspec.Struct, frozen=True, array_like=True):
-    """What was answered; ``status`` 0 means that the first request is still running."""
+    """Stored answer; ``status`` 0 means that the first request is still running."""
 
     fingerprint: bytes
     status: int = 0
@@ -203,7 +203,7 @@ class _Recorder:
         await self._send(message)
 
     def reply(self, fingerprint: bytes) -> StoredReply | None:
-        """What to keep; None for what may go otherwise the next time, for streams, secrets and long replies."""
+        """Answer to keep; None for answers that may differ the next time, for streams, secrets and long replies."""
         if not self._complete or self._streamed or self._secret:
             return None
         if self._status == 429 or self._status >= 500 or len(self._body) > MAX_REPLY_BYTES:

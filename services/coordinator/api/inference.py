@@ -96,7 +96,7 @@ class Trained(BaseModel):
 
 
 class InteractionDecision(BaseModel):
-    """What became of an interaction: `admitted`, `trained`, or `rejected` for ``reason``.
+    """Decision on an interaction: `admitted`, `trained`, or `rejected` for ``reason``.
 
     ``ordinal`` is its place in the job's data order, once admitted.
     """
@@ -229,7 +229,7 @@ async def get_interaction(
 
 
 async def _decision(backend: Backend, interaction: str, record: Interaction) -> dict[str, Any]:
-    """What became of an interaction, unless its index is being built anew: the record itself is there all the same."""
+    """Decision on an interaction, unless its index is being rebuilt: the record itself is there all the same."""
     if backend.feedback is None:
         return {"decision": None, "decision_known": False}
     try:

@@ -105,7 +105,7 @@ async def create_key(request: Request, backend: BackendDep) -> Response:
 
 
 async def _unreached(backend: Backend, models: list[str]) -> list[str]:
-    """What is to be said of models that no job has; a name may come with a job, an id does not come any more.
+    """Warnings about models that no job has; a name may come with a job, an id will not.
 
     Raises:
         HttpProblem: 422, the id of a job that does not exist.

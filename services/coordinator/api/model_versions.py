@@ -41,7 +41,7 @@ class Kept(BaseModel):
     time: float
     """When it was taken, in Unix seconds."""
     available: bool
-    """Whether its files are on the coordinator's host."""
+    """True if its files are on the coordinator's host."""
 
 
 class ModelVersion(BaseModel):

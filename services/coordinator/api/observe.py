@@ -153,7 +153,7 @@ async def timeline(
 
 @router.get("/workers", response_model=RowList, dependencies=READ)
 async def workers(job: JobId, backend: BackendDep) -> Response:
-    """Who works for the job, at which policy version, and what each waits for."""
+    """Workers of the job, their policy versions, and what each waits for."""
     return _rows(await backend.control.workers(job))
 
 
@@ -178,7 +178,7 @@ async def samples(
 
 @router.get("/why", response_model=RowList, dependencies=READ)
 async def why(job: JobId, backend: BackendDep) -> Response:
-    """What the job waits for right now, on what, held by whom, and for how long."""
+    """Waits of the job right now: for what, on what, held by whom, and for how long."""
     return _rows(await backend.control.why(job))
 
 
@@ -271,7 +271,7 @@ async def _lines(first: dict[str, Any] | None, rows: AsyncIterator[dict[str, Any
 
 
 async def _close(rows: AsyncIterator[Any]) -> None:
-    """Whoever reads a generator through another one must end it: that is not waited for otherwise."""
+    """End a generator that is read through another one: nothing else waits for its end."""
     close = getattr(rows, "aclose", None)
     if close is not None:
         await close()

@@ -1,4 +1,4 @@
-"""What callers occupy of this process: requests in hand, large bodies that are read, and threads that parse.
+"""Resources of this process that callers occupy: requests in hand, large bodies being read, and threads that parse.
 
 A caller that reaches its own bound is refused or waits; the others are served meanwhile. Keys of episodes and tokens
 count with the key that made them.

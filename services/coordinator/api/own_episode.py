@@ -1,4 +1,4 @@
-"""What the key of an episode may do: speak in it and judge it."""
+"""Rights of the key of an episode: speak in it and judge it."""
 
 from __future__ import annotations
 

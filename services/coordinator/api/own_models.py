@@ -1,4 +1,4 @@
-"""What keys of some models reach: the jobs of these, and whatever an id leads to one of them."""
+"""Reach of keys for some models: the jobs of these, and ids that lead to one of them."""
 
 from __future__ import annotations
 

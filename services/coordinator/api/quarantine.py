@@ -62,7 +62,7 @@ class HeldList(BaseModel):
 
 
 class Verdict(BaseModel):
-    """What was decided about an item; it is on disk."""
+    """Decision about an item; it is on disk."""
 
     feedback_id: str
     verdict: Literal["release", "drop"]

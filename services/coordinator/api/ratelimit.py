@@ -144,7 +144,7 @@ async def _take(
 
 
 def subscriber(host: str) -> str:
-    """What an address is counted as; what a proxy names that is no address is one client."""
+    """Address under which a client is counted; names of a proxy that are no addresses are one client."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

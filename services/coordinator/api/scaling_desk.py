@@ -1,4 +1,4 @@
-"""What the HTTP API asks of the part that scales. Implemented in ``coordinator.scaling``."""
+"""Scaling as the HTTP API uses it. Implemented in ``coordinator.scaling``."""
 
 from __future__ import annotations
 

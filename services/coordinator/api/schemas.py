@@ -107,7 +107,7 @@ class Audit(BaseModel):
 
 
 class DryRun(BaseModel):
-    """What a submission would do."""
+    """Effects of a submission."""
 
     valid: Literal[True] = True
     plan: dict[str, Any]
@@ -165,7 +165,7 @@ class FeedbackLimits(BaseModel):
 
 
 class Limits(BaseModel):
-    """What the API allows, and what this deployment guarantees."""
+    """Limits of the API, and guarantees of this deployment."""
 
     model_config = {"extra": "allow"}
 

@@ -1,4 +1,4 @@
-"""What a key must be allowed to do for a route: one dependency, named on every route."""
+"""Scope that a route requires of a key: one dependency, named on every route."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.shared.protocol.keys import Scope
 __all__ = ["Reach", "ScopeCheck", "caller_of", "check_of", "require", "scope_of"]
 
 Reach = Literal["job", "checked", "deployment"]
-"""What a route reaches: the job in its path, what it checks itself, or what is not of one model."""
+"""Reach of a route: the job in its path, its own check, or things that belong to no model."""
 
 
 class ScopeCheck:
@@ -26,7 +26,7 @@ class ScopeCheck:
         self.in_episode, self.by_token = in_episode, by_token
 
     async def __call__(self, request: Request) -> Caller:
-        """Who calls.
+        """The caller.
 
         Raises:
             HttpProblem: 403 names the scope that the key lacks, or the models that it is for.
@@ -72,13 +72,13 @@ def require(scope: Scope, *, in_episode: bool = False, by_token: bool = False, r
 
 
 def caller_of(request: Request) -> Caller:
-    """Who sent the request; set before any route runs."""
+    """Sender of the request; set before any route runs."""
     caller: Caller = request.state.caller
     return caller
 
 
 def check_of(route: Any) -> ScopeCheck | None:
-    """What a route requires."""
+    """Requirement of a route."""
     found = [d.call for d in route.dependant.dependencies if isinstance(d.call, ScopeCheck)]
     return found[0] if found else None
 

@@ -1,4 +1,4 @@
-"""What the HTTP API asks of the gateway to the rollout workers."""
+"""Gateway to the rollout workers as the HTTP API uses it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Served:
     consent: Literal["opt_out", "opt_in"] = "opt_out"
     """Whose conversations are trained on."""
     strict_recording: bool = False
-    """Whether an answer that is not recorded is none."""
+    """True if an answer that is not recorded is none."""
     found_episodes_s: float = 0.0
     """So long after an answer a chat that goes on from it is a turn of its episode where nobody names one; 0: then what
     nobody named is credited answer by answer, whatever episode it is shown in."""
@@ -62,13 +62,13 @@ class Ask:
     episode: str
     retries: int | None
     any_owner: bool = False
-    """Whether ``episode`` may be one that another key opened."""
+    """True if ``episode`` may be one that another key opened."""
     only_opened: bool = False
-    """Whether ``episode`` must be one that was opened and is remembered: the key is for it alone."""
+    """True if ``episode`` must be one that was opened and is remembered: the key is for it alone."""
 
 
 class Answer(Protocol):
-    """What the rollout workers answer, as it comes."""
+    """Answers of the rollout workers, as they come."""
 
     served: Served
     request: InferenceRequest
@@ -130,7 +130,7 @@ class Serving(Protocol[A]):
         ...
 
     def pseudonym(self, user: str) -> str:
-        """What stands for a user in records; '' for nobody. Raises Unavailable while that cannot be told yet."""
+        """Pseudonym of a user in records; '' for no user. Raises Unavailable while it is not known yet."""
         ...
 
     def models(self) -> list[Served]:

@@ -19,7 +19,7 @@ PING_S = 15.0
 RETRY_MS = 1000
 """How long a client waits before it connects again."""
 EventId = int | str
-"""What ``Last-Event-ID`` sends back: a sequence, or a cursor on one line."""
+"""Value that ``Last-Event-ID`` sends back: a sequence, or a cursor on one line."""
 CONTENT: dict[str, Any] = {
     "text/event-stream": {
         "schema": {

@@ -72,7 +72,7 @@ async def limits(backend: BackendDep) -> Response:
 
 @router.get("/v1/version", response_model=Version)
 async def version() -> Response:
-    """What runs here."""
+    """Versions that run here."""
     return Json(Version(version=__version__, schema_number=SCHEMA))
 
 

@@ -1,4 +1,4 @@
-"""What one key sends for each of its end users, who are counted under their pseudonyms."""
+"""Requests of one key for each of its end users, who are counted under their pseudonyms."""
 
 from __future__ import annotations
 

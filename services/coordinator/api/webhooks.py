@@ -56,7 +56,7 @@ class WebhookRequest(BaseModel):
 
 
 class WebhookChange(BaseModel):
-    """What changes; `enabled: true` goes on where deliveries stopped."""
+    """Changes; `enabled: true` goes on where deliveries stopped."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -87,7 +87,7 @@ class WebhookList(BaseModel):
 
 
 class Trial(BaseModel):
-    """Whether the receiver took a test event."""
+    """True if the receiver took a test event."""
 
     delivered: bool
     error: str = ""

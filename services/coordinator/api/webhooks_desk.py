@@ -1,4 +1,4 @@
-"""What the HTTP API asks of the part that keeps webhooks. Implemented in ``coordinator.webhooks``."""
+"""Webhooks as the HTTP API uses them. Implemented in ``coordinator.webhooks``."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ ABANDONED_S = 60.0
 LEARNT = frozenset({"admitted", "trained"})
 """Fates of what is not taken back any more."""
 ENDED = {"status": "rejected", "reason": "job_ended"}
-"""What becomes of whatever comes after its job's end: no leader is there to tell it."""
+"""Status of items that come after their job's end: no leader decides on them."""
 Row = dict[str, Any]
 
 
@@ -159,7 +159,7 @@ class FeedbackDesk:
                 raise HttpProblem(410, "erased", f"'{id}' was deleted together with the data of its user")
 
     def _refuse_old(self, item: Feedback, chosen: bool) -> None:
-        """Nobody knows any more whether what is as old as this was taken before."""
+        """Refusal of an item so old that its id is not remembered any more."""
         if self._ids_keep_s is None:
             return
         oldest = bus_time() - self._ids_keep_s
@@ -324,13 +324,13 @@ class FeedbackDesk:
             await asyncio.sleep(RETRY_S)
 
     async def _forget(self, seq: int) -> None:
-        """What is deleted up to there is in no index of this host any more. Raises Unavailable."""
+        """Wait until deletions up to there are in no index of this host any more. Raises Unavailable."""
         await self.index.forget_abandoned()
         await self.index.reach(seq, REACH_S)
 
 
 def _identity(post: Posted, caller: Caller, key: str | None, place: int, digest: Callable[[str], bytes]) -> Identity:
-    """Who posts. Keys of episodes made by one key share its id: what they choose counts in their episode alone."""
+    """Sender of a post. Keys of episodes made by one key share its id; ids that they choose count in their episode."""
     sender = caller.sender
     if post.feedback_id is not None:
         chosen = bare_id(post.feedback_id) or ""
@@ -359,7 +359,7 @@ def _reply(item: Feedback, stored: Stored | None, known: set[str]) -> Row:
 
 
 def _refusal(error: PenstockError) -> HttpProblem:
-    """What the sender hears: everything that is no flaw of the item may be sent again with the same id."""
+    """Reply to the sender: an item that has no flaw may be sent again with the same id."""
     if isinstance(error, HttpProblem):
         return error
     code = "ingest_backlog_full" if isinstance(error, StreamFull) else "ingest_unavailable"
@@ -377,7 +377,7 @@ def _fresh(item: Feedback) -> Row:
 
 
 def _decision(row: Row) -> Row:
-    """What became of an interaction, as the API shows it."""
+    """Decision on an interaction, as the API shows it."""
     trained = {"step": row["batch"], "version": row["version"]} if row["status"] == "trained" else None
     ordinal = row["ordinal"] if row["ordinal"] >= 0 else None
     return {

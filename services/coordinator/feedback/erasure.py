@@ -148,7 +148,7 @@ class Eraser:
         await self._kv.put(f"{PREFIX}.{report.user}", msgspec.json.encode(report))
 
     async def _made(self, user: str, found: Mapping[str, Found]) -> dict[str, Made]:
-        """What jobs made of it, by their ledgers: of those where something was found, and of those that admitted it."""
+        """Groups and versions made of it, by the ledgers of jobs that hold or admitted it."""
         made = {job: _made_of(user, mine) for job, mine in found.items()}
         archived = set[str]()
         async for message in self._bus.scan(subjects.LEDGER, subjects.ledger("*")):

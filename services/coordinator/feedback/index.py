@@ -57,7 +57,7 @@ class _Damaged(Exception):  # noqa: N818
 
 @dataclass(slots=True)
 class _Read:
-    """What some messages said."""
+    """Contents of some messages."""
 
     posts: list[tuple[int, Feedback]] = field(default_factory=list)
     kept: list[tuple[int, Feedback]] = field(default_factory=list)
@@ -262,7 +262,7 @@ class FeedbackIndex:
         return await self._read(projection.fate, id)
 
     async def decided(self, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """What became of interactions, see ``Projection.decided``."""
+        """Decisions on interactions, see ``Projection.decided``."""
         projection = await self._ready()
         return await self._read(projection.decided, ids)
 
@@ -323,7 +323,7 @@ class FeedbackIndex:
 
 
 def _damage(error: sqlite3.DatabaseError) -> Exception:
-    """What an error of SQLite means; only that class itself says that a file is malformed, or none."""
+    """Meaning of an error of SQLite; only that class itself says that a file is malformed, or none."""
     return _Damaged(str(error)) if type(error) is sqlite3.DatabaseError else error
 
 

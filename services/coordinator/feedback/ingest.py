@@ -39,7 +39,7 @@ IN_FLIGHT = 2
 MAX_UNPROJECTED, MAX_UNPROJECTED_BYTES = 65_536, 256 << 20
 """Items taken that the projection has not seen, and their bytes; beyond that nothing more is taken."""
 MAX_SHARE = 0.95
-"""What one job may have of what the others leave."""
+"""Share of one job in what the others leave."""
 ROOM_S = 2.0
 MAX_QUEUED, MAX_QUEUED_BYTES = 32_768, 64 << 20
 """So long senders wait for the projection before they are refused: as many items, and their bytes, as may wait."""
@@ -65,7 +65,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What an id says already."""
+    """Content that an id has already."""
 
     fingerprint: str
     revision: int
@@ -92,7 +92,7 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Lane:
-    """What waits for one job."""
+    """Items that wait for one job."""
 
     waiting: list[_Entry] = field(default_factory=list)
     nbytes: int = 0
@@ -112,7 +112,7 @@ class Ingest:
         self._queues: dict[str, asyncio.Lock] = {}
         self._of_job: Counter[str] = Counter()
         self.has_room: Callable[[str, int], bool] = lambda job, nbytes: True
-        """Whether a job may have so many bytes more in the stream."""
+        """True if a job may have so many bytes more in the stream."""
         self._freed = asyncio.Event()
         self._unprojected: dict[int, list[_Entry]] = {}
         self._sending: set[asyncio.Task[None]] = set()
@@ -346,7 +346,7 @@ def _flooded(job: str) -> HttpProblem:
 
 
 def _seen(done: asyncio.Future[Stored]) -> None:
-    """Nobody may wait any more for an item that is refused: its sender has gone."""
+    """Mark the error of a refused item as seen: its sender may be gone."""
     if not done.cancelled():
         done.exception()
 

@@ -42,13 +42,13 @@ _canonical = msgspec.msgpack.Encoder(order="deterministic")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who posts, and by which id the item is known; ``chosen``: the sender can post the same id again."""
+    """Sender and id of an item; ``chosen``: the sender can post the same id again."""
 
     id: str
     key_id: str
     chosen: bool
     max_weight: float = 1.0
-    """What its verdicts count at most."""
+    """Largest weight of its verdicts."""
 
 
 def derived_id(digest: Callable[[str], bytes], key_id: str, idempotency_key: str, index: int) -> str:

@@ -30,14 +30,14 @@ MARK_DIGITS = 8
 
 @dataclass(frozen=True, slots=True)
 class LiveJob:
-    """What feedback needs of an online job."""
+    """Facts of an online job that feedback needs."""
 
     id: str
     name: str
     finished: bool
     online: OnlineConfig
     redactor: Redactor | None = None
-    """What must not be stored of texts; None: nothing is looked for."""
+    """Redaction of texts before they are stored; None: none."""
     finished_at: float | None = None
     """When it was over (Unix seconds)."""
 
@@ -107,7 +107,7 @@ class LiveJobs:
         return self._jobs.get(job)
 
     def was_over(self, job: str, time: float) -> bool:
-        """Whether a job is known to have ended by then (Unix seconds): what came later nobody decides on."""
+        """True if a job is known to have ended by then (Unix seconds): what came later nobody decides on."""
         known = self._jobs.get(job)
         return known is not None and known.finished_at is not None and time >= known.finished_at
 

@@ -14,7 +14,7 @@ class Leaders:
         self.epochs = dict(epochs or {})
 
     def is_gone(self, job: str, epoch: int) -> bool:
-        """Whether a later leader has spoken before this message; 0 is nobody's epoch."""
+        """True if a later leader has spoken before this message; 0 is nobody's epoch."""
         newest = self.epochs.get(job, 0)
         if 0 < epoch < newest:
             return True

@@ -1,4 +1,4 @@
-"""What was made of a user's interactions and feedback: groups to train on, and the versions that were trained on them.
+"""Lineage of a user's interactions and feedback: groups to train on, and the versions that were trained on them.
 
 The ledger tells, which is never purged.
 """
@@ -31,7 +31,7 @@ __all__ = ["Made", "erase_groups", "is_made_of"]
 
 
 class Made:
-    """What one job made of a user's data, by its ledger.
+    """Lineage of a user's data in one job, by its ledger.
 
     Args:
         user: pseudonym; what was admitted of their conversations is theirs, whatever else is known of it.
@@ -60,7 +60,7 @@ class Made:
         self._sealed: dict[int, set[int]] = {}
         self._trained: dict[int, set[int]] = {}
         self._bodies: dict[int, list[str]] = {}
-        """What draws are made of among ``others``, until a checkpoint is behind them."""
+        """Sources of draws among ``others``, until a checkpoint is behind them."""
 
     @property
     def needed(self) -> frozenset[str]:
@@ -123,7 +123,7 @@ class Made:
 
 
 def is_made_of(admission: Admission, interactions: Container[str], feedback: Container[str]) -> bool:
-    """Whether the group of an admission holds any of these (canonical ids)."""
+    """True if the group of an admission holds any of these (canonical ids)."""
     names = (*admission.interactions, *admission.context)
     if any((bare_id(name) or name) in interactions for name in names):
         return True

@@ -24,7 +24,7 @@ async def pieces_of(bus: Bus, stream: str, first: Message) -> list[Message]:
 
 
 async def data_of(bus: Bus, stream: str, first: Message) -> bytes:
-    """What is there of a payload. Raises Unavailable."""
+    """The stored parts of a payload. Raises Unavailable."""
     return b"".join(piece.data for piece in await pieces_of(bus, stream, first))
 
 

@@ -22,7 +22,7 @@ KEY = "pseudonym"
 CONSENT = "consent"
 RETRY_S = 1.0
 Consent = Literal["opt_out", "opt_in"]
-"""What a job asks for: nobody who said no, or only who said yes."""
+"""Consent that a job requires: all users but those who refused, or only those who agreed."""
 OPTED_OUT, OPTED_IN = b"0", b"1"
 
 
@@ -57,18 +57,18 @@ class Pseudonyms:
 
 
 class Consents:
-    """What users allow, by pseudonym; the same on every replica a moment after it was said."""
+    """Consent of users, by pseudonym; the same on every replica a moment after it was given."""
 
     def __init__(self, bus: Bus) -> None:
         self._kv = bus.kv(subjects.PRIVACY)
         self._said: dict[str, bool] = {}
 
     def of(self, pseudonym: str) -> bool | None:
-        """Whether a user may be trained on; None where nothing was said."""
+        """True if a user may be trained on; None where nothing was said."""
         return self._said.get(pseudonym)
 
     def opted_out(self, pseudonym: str) -> bool:
-        """Whether a user must not be trained on."""
+        """True if a user must not be trained on."""
         return self.of(pseudonym) is False
 
     async def say(self, pseudonym: str, *, train: bool) -> None:

@@ -1,4 +1,4 @@
-"""What was posted and what became of it, as tables: a file that can be deleted at any time and is built anew.
+"""Posted items and their status, as tables: a file that can be deleted at any time and is rebuilt.
 
 One file per process: the first free one of a numbered series in the data directory, held by a kernel lock, so that a
 process that starts again finds its own or another complete one. It remembers how far in which stream it has read.
@@ -38,7 +38,7 @@ CHUNK = 256
 Place = tuple[str, str, int]
 """Stream, its creation time, and the sequence up to which it was read."""
 Target = tuple[str, str, int]
-"""What can be judged: an interaction, its episode ('' where that is no UUID) and its sequence; or an episode, '', 0."""
+"""Target of feedback: an interaction, its episode ('' where that is no UUID) and its sequence; or an episode, '', 0."""
 
 CACHE = "cache_size = -65536"
 """64 MiB of pages: ids are random, so every item touches another one (2 MiB: half as many items per second)."""
@@ -312,7 +312,7 @@ class Projection:
         return {**found, "interactions": found["interactions"].split()}
 
     def decided(self, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """What became of those interactions of ``ids`` that are decided."""
+        """Decisions on those interactions of ``ids`` that are decided."""
         query = "SELECT id, status, reason, ordinal, batch, version, time FROM decided WHERE id IN ({})"
         names = ("status", "reason", "ordinal", "batch", "version", "time")
         return {row[0]: dict(zip(names, row[1:], strict=True)) for row in self._in(query, ids)}

@@ -1,4 +1,4 @@
-"""What the streams hold of a user: interactions, feedback, and the copies of both among the dead letters.
+"""Data of a user in the streams: interactions, feedback, and the copies of both among the dead letters.
 
 Streams are searched from end to end: an index that forgot something would break the promise. What does not decode is
 the user's where it spells their pseudonym or the id of something else that is deleted: both stand in a message as text.
@@ -41,7 +41,7 @@ ID = re.compile(rb"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
 
 @dataclass(slots=True)
 class Found:
-    """What belongs to a user in one job."""
+    """Data of a user in one job."""
 
     interactions: defaultdict[str, list[Message]] = field(default_factory=lambda: defaultdict(list))
     """Records by id: an answer that was broken off and completed has two, one that is a dead letter alone has none."""
@@ -52,16 +52,16 @@ class Found:
     letters: list[Buried] = field(default_factory=list)
     """Those that hold nothing else."""
     gone: set[str] = field(default_factory=set)
-    """What earlier deletions of the user named, interactions and feedback."""
+    """Ids that earlier deletions of the user named, interactions and feedback."""
 
     def covers(self, item: Feedback) -> bool:
-        """Whether an item is about one of these interactions or episodes."""
+        """True if an item is about one of these interactions or episodes."""
         targets = (item.inference, item.body.get("rejected"))
         return item.episode in self.episodes or any(id in self.interactions or id in self.gone for id in targets)
 
 
 class _Unreadable(NamedTuple):
-    """What does not decode, and the ids that it spells."""
+    """Messages that do not decode, and the ids that they spell."""
 
     job: str
     stream: str
@@ -78,7 +78,7 @@ class Search:
         self._unreadable: list[_Unreadable] = []
 
     async def run(self) -> dict[str, Found]:
-        """What there is, by job. Raises Unavailable."""
+        """The data, by job. Raises Unavailable."""
         await self._recall()
         letters = await buried(self._bus, "*")
         async for message in self._bus.scan(subjects.INTERACTIONS, f"{subjects.INTERACTIONS.lower()}.>"):
@@ -98,7 +98,7 @@ class Search:
         return self._found
 
     async def _recall(self) -> None:
-        """What earlier deletions named: a repeated one finds what was made of it, and said of it, meanwhile."""
+        """Ids that earlier deletions named: a repeated one finds copies and feedback that came meanwhile."""
         async for message in self._bus.scan(subjects.FEEDBACK, subjects.erasures("*")):
             erasure = decoded(message.data, Erasure)
             if erasure is not None and erasure.user == self._user:
@@ -161,7 +161,7 @@ class Search:
 
 
 def decoded(data: bytes, kind: type[T]) -> T | None:
-    """What a message holds; None for one that does not decode."""
+    """Content of a message; None for one that does not decode."""
     try:
         return unpack(data, kind)[0]
     except ProtocolError:

@@ -29,7 +29,7 @@ CHAT = {"messages": "messages", "answer": None}
 
 
 class _Length(BaseModel):
-    """What the file says of batches and length; the rest of the section is checked with the job."""
+    """Batches and length in the file; the rest of the section is checked with the job."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -122,7 +122,7 @@ def open_base(model: str, folder: Path | None) -> BaseModelFile:
 
 
 def _check(base: BaseModelFile, path: Path) -> None:
-    """Whoever wrote the file wants to hear what is wrong with it by its name."""
+    """Name the file in its errors."""
     sections = ("algorithm", "data", "evaluation", "limits", "model", "optimizer", "reward", "train")
     if wrong := [name for name in sections if not isinstance(base.sections.get(name, {}), dict)]:
         raise ConfigError(f"base model file {path.name}: '{wrong[0]}' must be a mapping")

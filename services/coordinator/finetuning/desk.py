@@ -33,7 +33,7 @@ ALL = 1_000_000
 
 
 class Jobs(Protocol):
-    """What is needed of the coordinator."""
+    """Coordinator as fine-tuning uses it."""
 
     async def submit(self, spec: AnyJob, raw: Row, *, key: str = "", fine_tuning: Row | None = None) -> JobRecord:
         """See ``api.control.Control.submit``."""

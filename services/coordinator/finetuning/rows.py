@@ -1,4 +1,4 @@
-"""Whether every line of an uploaded file can be trained on."""
+"""True if every line of an uploaded file can be trained on."""
 
 from __future__ import annotations
 

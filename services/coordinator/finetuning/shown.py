@@ -1,4 +1,4 @@
-"""What is shown of a job to OpenAI's clients."""
+"""View of a job for OpenAI's clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one request has been answered so far: filled by the gateway, read by one HTTP response or more."""
+"""Answer to one request so far: filled by the gateway, read by one HTTP response or more."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Answer:
         self.conversation: tuple[str, ...] = ()
         """Whose chat it is, where one that goes on from it belongs to its episode."""
         self.given_up = False
-        """Nobody waits for it any more."""
+        """Mark it as abandoned by its client."""
         self.end: asyncio.TimerHandle | None = None
         """Until then a client that went away may come back for it."""
         self._choices = [_Choice() for _ in request.ids]
@@ -57,7 +57,7 @@ class Answer:
 
     @property
     def done(self) -> bool:
-        """Whether nothing will follow."""
+        """True if nothing will follow."""
         return self.error is not None or all(choice.finish for choice in self._choices)
 
     @property
@@ -122,7 +122,7 @@ class Answer:
         )  # fmt: skip
 
     def progress(self) -> dict[int, Begun]:
-        """What the client has of unfinished choices."""
+        """Parts of unfinished choices that the client has."""
         return {
             index: Begun(token_ids=choice.token_ids, logprobs=choice.logprobs, spans=choice.spans)
             for index in self.unfinished

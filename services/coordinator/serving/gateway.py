@@ -258,7 +258,7 @@ class Gateway:
                 del self._of_key[key]
 
     def give_up(self, answer: Answer) -> None:
-        """Nobody waits for the answer: the worker records what there is."""
+        """Tell the worker that the client is gone: it records the answer so far."""
         self.retries.unkeep(answer)
         self._notes.drop(answer.key, answer.id)
         answer.given_up = True
@@ -308,7 +308,7 @@ class Gateway:
             self._fail(answer, kind(failure.text))
 
     def _compare(self, worker: str, in_hand: set[str]) -> None:
-        """What a worker has and what it should have."""
+        """Requests that a worker has, and those that it should have."""
         for unknown in in_hand - self._answers.keys():
             self._tell(worker, Cancel(request=unknown, gone=False))
         for answer in list(self._answers.values()):

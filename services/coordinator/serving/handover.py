@@ -72,7 +72,7 @@ class Notes:
                 answer.noted = answer.id
 
     def drop(self, key: str, id: str) -> None:
-        """Nobody will come back for the try ``id``; nobody waits until that is stored."""
+        """Give up the try ``id``; the caller does not wait until that is stored."""
         if not key:
             return
 
@@ -178,7 +178,7 @@ class Relay:
 
 
 def relay_name(gateway: str, request: str) -> str:
-    """What the relay of an answer is called, as a worker of the gateway that claimed it."""
+    """Name of the relay of an answer, as a worker of the gateway that claimed it."""
     return f"{gateway}.{request}"
 
 

@@ -26,7 +26,7 @@ LISTEN_S = 1.5 * SIGN_EVERY_S
 
 
 class Holder(Protocol):
-    """What this needs of the gateway that holds the answers."""
+    """Gateway that holds the answers, as replicas use it."""
 
     def enter(self, answer: Answer) -> None:
         """From now on chunks of the answer are taken."""
@@ -45,11 +45,11 @@ class Holder(Protocol):
         ...
 
     def give_up(self, answer: Answer) -> None:
-        """Nobody waits for the answer."""
+        """Mark the answer as abandoned by its client."""
         ...
 
     async def interaction(self, job: str, id: str) -> Interaction | None:
-        """What was recorded."""
+        """The recorded interaction."""
         ...
 
 
@@ -59,7 +59,7 @@ class Replicas:
     def __init__(self, bus: Bus, gateway: str, notes: Notes, retries: Retries, holder: Holder) -> None:
         self._bus, self._gateway, self._notes, self._retries, self._holder = bus, gateway, notes, retries, holder
         self._relays: dict[str, tuple[asyncio.Task[None], Answer]] = {}
-        """What other gateways read of the answers here, by request."""
+        """Answers here that other gateways read, by request."""
 
     async def earlier(self, key: str, prepare: Callable[[], Awaitable[Answer]]) -> Answer | None:
         """The answer to a try that another gateway got and whose client left it unread; it is read here from now on.

@@ -21,7 +21,7 @@ MAX_KEPT = 512
 
 
 def key_of(job: str, key_id: str, episode: str, body_digest: str) -> str:
-    """What the tries of one request have in common, as 32 hex digits."""
+    """Common id of the tries of one request, as 32 hex digits."""
     return blake2b(json.dumps([job, key_id, episode, body_digest]).encode(), digest_size=16).hexdigest()
 
 
@@ -70,7 +70,7 @@ class Retries:
             self._give_up(self.kept[0])
 
     def unkeep(self, answer: Answer) -> None:
-        """It is read again, or given up."""
+        """Mark the try as read again, or given up."""
         if answer.end is not None:
             answer.end.cancel()
             answer.end = None

@@ -87,7 +87,7 @@ def _digests(owner: Sequence[str], messages: Iterable[dict[str, Any]]) -> Iterab
 
 
 def _said(message: dict[str, Any]) -> list[Any]:
-    """What counts of a message: clients add fields of their own when they send an answer back."""
+    """Compared part of a message: clients add fields of their own when they send an answer back."""
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(str(part.get("text", part)) if isinstance(part, dict) else str(part) for part in content)

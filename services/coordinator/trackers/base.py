@@ -1,4 +1,4 @@
-"""What a tracker is."""
+"""Protocol of a tracker."""
 
 from __future__ import annotations
 

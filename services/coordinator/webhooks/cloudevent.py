@@ -1,4 +1,4 @@
-"""What webhooks are sent: events of jobs as CloudEvents, and one to try an address."""
+"""Bodies of webhooks: events of jobs as CloudEvents, and one to try an address."""
 
 from __future__ import annotations
 

@@ -273,7 +273,7 @@ class _Links:
                         os.link(path, place)
 
     def has(self, checkpoint: str) -> bool:
-        """Whether a checkpoint, as a ledger names it, is linked whole."""
+        """True if a checkpoint, as a ledger names it, is linked whole."""
         place = checkpoint_path(self._folder, checkpoint)
         return (place / "COMMIT").exists()
 
@@ -293,7 +293,7 @@ def _is_done(path: Path) -> bool:
 
 
 def _is_whole(root: Path, name: Path) -> bool:
-    """Whether a file under ``checkpoints/JOB/CHECKPOINT`` belongs to a checkpoint that was committed."""
+    """True if a file under ``checkpoints/JOB/CHECKPOINT`` belongs to a checkpoint that was committed."""
     return len(name.parts) < 4 or (root / Path(*name.parts[:3]) / "COMMIT").exists()
 
 
@@ -349,7 +349,7 @@ def _flush(file: BinaryIO) -> None:
 
 
 def read_manifest(source: Path) -> BackupManifest:
-    """What a backup holds. Raises ConfigError: there is none, or another version made it."""
+    """Manifest of a backup. Raises ConfigError: there is none, or another version made it."""
     try:
         manifest = msgspec.json.decode((source / MANIFEST).read_bytes(), type=BackupManifest)
     except FileNotFoundError:

@@ -22,7 +22,7 @@ _PREFIXES = (
     "PYTORCH_", "ATEN_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "NCCL_", "GLOO_", "UCX_", "TRITON_", "MALLOC_",
     "FAKETIME_",
 )  # fmt: skip
-"""What an interpreter, its libraries and the hardware need. Tokens and keys of the user's shell are not among it."""
+"""Variables of an interpreter, its libraries and the hardware. Tokens and keys of the user's shell are left out."""
 _HUB_PREFIXES = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "VLLM_", "SGLANG_", "TOKENIZERS_")
 """Of those that load models, with the token for gated ones."""
 _HUB = frozenset({"rollout", "trainer", "reward"})

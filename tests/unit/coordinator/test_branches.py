@@ -262,7 +262,7 @@ def test_an_episode_of_more_trajectories_than_may_be_in_flight_is_admitted_by_it
     assert [one.reward for one in event.admissions] == [0.25, -0.125, 0.5, -0.25]
 
 
-def test_of_more_agents_than_the_share_of_their_user_holds_the_first_ones_are_trained() -> None:
+def test_the_first_agents_within_the_share_of_their_user_are_trained() -> None:
     spec = job().model_dump(mode="json", exclude_unset=True) | {"train": {"batch_size": 64}}
     config = OnlineJob.parse(spec | {"online": spec["online"] | {"defences": "standard"}})
     assert config.max_draws * config.online.max_share_per_user < 3
@@ -278,7 +278,7 @@ def test_of_more_agents_than_the_share_of_their_user_holds_the_first_ones_are_tr
     assert decided_again(event.admissions, stored, config) == (2, [])
 
 
-def test_an_episode_of_which_more_is_imitated_than_may_be_in_flight_is_admitted_by_itself() -> None:
+def test_an_episode_with_too_much_to_imitate_is_admitted_alone() -> None:
     """Old answers of agents that nobody may train on-policy any more."""
     off_policy = {"supervised": {}, "max_share": 0.01}
     config = job(gamma=0.5, off_policy=off_policy)

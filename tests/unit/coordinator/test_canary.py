@@ -405,7 +405,7 @@ def test_what_is_only_imitated_is_compared_in_neither_arm(how: dict[str, Any]) -
     assert list(live.matching.ready) == ["b"], "it is imitated"
 
 
-def test_what_is_too_old_counts_with_the_worst_that_was_said_where_the_good_is_imitated() -> None:
+def test_a_stale_answer_counts_with_its_worst_feedback() -> None:
     worth = {"rating": {"type": "float", "default_after_s": 10.0, "default_value": -0.5}}
     live = Live(job(metrics=worth, off_policy={"supervised": {}}))
     old: dict[str, Any] = {"version": 0, "untrainable": ""}

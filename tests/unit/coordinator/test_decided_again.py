@@ -154,7 +154,7 @@ def test_what_feedback_on_a_turn_that_is_gone_had_a_part_in_is_left_out(gone: in
     assert decided_again(admissions, stored, config) == (0, [])
 
 
-def test_a_beginning_and_numbers_of_turns_that_cannot_be_known_any_more_are_no_violation() -> None:
+def test_turns_that_cannot_be_known_any_more_are_no_violation() -> None:
     config, records = job(gamma=0.5, max_age_s=60.0, idle_ttl_s=600.0), turns()
     records[0] = replace(records[0], untrainable="side_turn", started=NOW - 40)
     items = [said("f1", 0.5, inference="i2")]

@@ -40,7 +40,7 @@ def row(kind: str, step: int, *, batch: int | None = None, **values: float) -> d
     return cast(dict[str, Any], msgspec.json.decode(text))
 
 
-def test_another_leader_knows_points_goals_and_totals_and_survives_what_was_not_finite() -> None:
+def test_another_leader_knows_points_goals_and_totals() -> None:
     measures = Measures(JobConfig.parse(JOB), cast(Outbox, None))
     rows = [
         row("eval", 0, eval_greedy=0.1),

@@ -107,7 +107,7 @@ def test_row_2_a_good_old_answer_is_imitated_and_a_bad_one_is_not() -> None:
     assert told(met([item("metric")], [served("i1", version=3)], off_policy=None)) == [("rejected", "stale")]
 
 
-def test_a_good_answer_that_was_sampled_otherwise_is_imitated_unless_something_else_speaks_against_it() -> None:
+def test_a_good_answer_sampled_otherwise_is_imitated() -> None:
     greedy = {"untrainable": "sampling_not_replayable", "sampling": Sampling(max_new_tokens=4, temperature=0.0)}
     (trajectory,) = met([item("metric")], [served("i1", **greedy)]).ready["i1"]
     assert trajectory.objective == "supervised"
@@ -393,7 +393,7 @@ def test_what_is_for_other_losses_goes_with_a_full_batch_up_to_its_share() -> No
     assert chosen(["supervised", *["policy"] * 4]) == [0, 1, 2, 3, 4]  # type: ignore[list-item]
 
 
-def test_what_is_for_other_losses_makes_a_batch_of_its_own_where_there_is_nothing_else() -> None:
+def test_other_losses_make_a_batch_of_their_own() -> None:
     assert chosen(["supervised"]) == []
     assert chosen(["supervised"], now=NOW + 61) == [0]
     assert chosen(["supervised", "preference"]) == [0, 1], "as many as an update may have"
@@ -443,7 +443,7 @@ def test_offers_are_admitted_with_their_objective_and_told() -> None:
     assert matching.num_waiting == 1, "the other answer may still be judged"
 
 
-def test_an_offer_that_was_settled_for_another_version_is_settled_anew_before_it_is_admitted() -> None:
+def test_an_offer_is_settled_anew_for_another_version() -> None:
     matching = met([item("interaction", body=TOKENS)], posted=TRUSTED | {"assume_on_policy": True})
     for version, admitted in ((6, []), (5, [("assumed", 5, 0)])):
         run = JobRun(matching.job, LedgerState(version=version), num_ordinals=None, writer_epoch=1)
@@ -549,7 +549,7 @@ def test_a_preference_is_not_between_an_answer_and_itself() -> None:
     assert told(met([item("preference", body=body)], [served("i1")])) == [("rejected", "same_answer")]
 
 
-def test_an_audit_finds_a_group_of_another_objective_and_forgives_a_lag_that_no_policy_loss_sees() -> None:
+def test_an_audit_finds_another_objective_and_forgives_its_lag() -> None:
     old = admission(0, "supervised")
     draft = draft_of(job(), [old], now=NOW + 61)
     draft.seal()

@@ -397,7 +397,7 @@ def test_reasons_are_counted_and_few_are_labels() -> None:
     assert counter._value.get() == before + 1
 
 
-def test_what_is_said_of_a_turn_is_refused_for_the_reason_of_that_turn_whenever_it_comes() -> None:
+def test_feedback_on_a_turn_is_refused_for_the_reason_of_that_turn() -> None:
     first, second = turns()
     matching, _ = settled([first, replace(second, untrainable="side_turn")], [said("f1"), said("f2", inference="i2")])
     matching.on_feedback(3, said("end", None, episode=EPISODE, metric="", final=True), NOW)

@@ -301,7 +301,7 @@ def test_what_is_not_trained_counts_by_credit_and_is_decided_with_the_rest() -> 
     assert refused.fates["t3"] == ("rejected", "episode_over")
 
 
-def test_an_episode_of_a_key_that_nobody_trusts_is_refused_without_a_look_at_its_tree() -> None:
+def test_an_episode_of_an_untrusted_key_is_refused_unread() -> None:
     config = job(posted={}, off_policy=None)
     turns = {
         one.id: PostedTurn(Item(seq, one), facts_of(one), said_of(one, config)) for seq, one in enumerate(talk(), 1)
@@ -420,7 +420,7 @@ def test_turns_of_one_posted_episode_are_not_compared_with_each_other() -> None:
     assert set(baselines.values()) == {0.0}, "the tracked value: nothing to compare with"
 
 
-def test_an_episode_that_is_larger_than_all_that_may_be_in_flight_is_admitted_by_itself() -> None:
+def test_an_episode_larger_than_the_pipeline_is_admitted_alone() -> None:
     small = job(gamma=0.5).model_dump(mode="json", exclude_unset=True) | {"train": {"batch_size": 2, "max_lag": 0}}
     leader = Leader(OnlineJob.parse(small), [turn(0, [9], [9], done=True, reward=0.5, name="other", episode="e2")])
     assert leader.config.max_draws == 2
@@ -450,7 +450,7 @@ def test_an_episode_is_admitted_whole_or_waits_for_what_its_owner_has_in_flight(
 
 
 @pytest.mark.parametrize("share", ["max_share_per_key", "max_share_per_asker", "max_share_per_user"])
-def test_of_an_episode_that_its_owner_could_never_have_in_flight_the_first_turns_are_trained(share: str) -> None:
+def test_an_episode_beyond_its_owners_share_trains_its_first_turns(share: str) -> None:
     leader = Leader(job(gamma=0.5, **{share: 0.25}), talk())
     admissions = leader.decide()
     assert rewards(admissions) == {"t0": 0.125, "t1": 0.25}
@@ -475,7 +475,7 @@ def test_a_conversation_of_text_that_exceeds_the_share_of_its_user_is_decided() 
     assert again(leader, admissions) == (1, [])
 
 
-def test_where_a_turn_is_left_out_the_others_weigh_and_join_as_if_it_were_not_trained() -> None:
+def test_a_turn_that_is_left_out_changes_no_other() -> None:
     fork = [turn(0, [1], [2]), turn(1, [1, 2, 3], [4], reward=0.5), turn(2, [1, 2, 5], [6], reward=0.5, done=True)]
     assert [one.share for one in Leader(job(), fork).decide()] == [1.0, 0.5, 0.5]
     leader = Leader(job(max_share_per_user=0.25), fork)

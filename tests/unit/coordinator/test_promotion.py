@@ -216,7 +216,7 @@ def test_what_could_not_be_scored_is_no_floor_and_passes_nothing() -> None:
     assert broken_bounds(run.gate.config, {METRIC: math.inf}, {METRIC: 0.5}) == ["eval/greedy is unknown"]
 
 
-def test_an_unmeasured_version_is_not_promoted_by_request_while_the_next_one_is_trained() -> None:
+def test_an_unmeasured_version_is_not_promoted_by_request() -> None:
     run = Lineage(job(max_drop=0.1))
     run.evaluate(0.5)
     run.train()

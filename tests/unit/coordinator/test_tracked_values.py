@@ -98,7 +98,7 @@ def test_a_kind_is_judged_by_its_own_past_and_a_new_one_by_that_of_all() -> None
     assert list(second.values()) == pytest.approx([(2.0 + 2 * everything) / 4, everything, everything])
 
 
-def test_a_batch_that_is_sealed_ahead_knows_the_one_before_it_and_a_refused_one_counts_once() -> None:
+def test_a_batch_sealed_ahead_counts_the_one_before_it_once() -> None:
     book = Book(job())
     one, two = book.admit(("code", 1.0), ("code", 1.0)), book.admit(("code", 0.0))
     book.seal(one)
