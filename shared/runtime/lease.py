@@ -236,6 +236,7 @@ class _Renewing:
         await asyncio.wait({task})
         with self._lock:
             self._inside = None
+        self._end(self.reason)  # a task that was cancelled before it began did not say so itself
         if not task.cancelled() and (error := task.exception()) is not None:
             raise error
 

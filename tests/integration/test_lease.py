@@ -249,3 +249,15 @@ async def epoch_of(bus: Bus) -> int:
     assert entry is not None
     assert entry.value is not None
     return msgspec.json.decode(entry.value, type=LeaseRecord).epoch
+
+
+async def test_a_holder_that_is_cancelled_at_once_ends(bus: Bus) -> None:
+    for _ in range(20):  # before its thread renews, which begins at any moment
+        a = lease(bus, "a")
+        await a.acquire()
+        keeping = asyncio.create_task(a.keep())
+        await asyncio.sleep(0)
+        keeping.cancel()
+        await asyncio.wait({keeping}, timeout=10)
+        assert keeping.done(), "the holder waits for a thread that renews nothing"
+        await a.release()
