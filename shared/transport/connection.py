@@ -129,6 +129,10 @@ class Connection:
             try:
                 client = await self._dial(min(DIAL_S, max(end - loop.time(), 0.05)))
                 break
+            except asyncio.CancelledError:
+                if self._client is not None:  # it was connected all the same
+                    await self._discard(self._client, 0.5)
+                raise
             except Unavailable as error:
                 if loop.time() + RETRY_S >= end:
                     raise Unavailable(
@@ -368,6 +372,9 @@ class Connection:
             await self._discard(client, 0.5)
             self._next_server()  # the first one may take connections and never answer
             raise self._refusal(error, seen[-1] if seen else error) from None
+        except asyncio.CancelledError:  # nobody else knows of it
+            await self._discard(client, 0.5)
+            raise
         except ValueError as error:
             raise ConfigError(f"'{self.where}' is not a NATS address: {error}") from None
         version = client.connected_server_version
