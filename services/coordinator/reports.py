@@ -118,7 +118,7 @@ def _refused(run: RunFacts, report: Report, now: float) -> list[Event]:
 def _checkpointed(run: RunFacts, report: Report, now: float) -> list[Event]:
     state = run.state
     known = state.checkpoints.get(report.batch)
-    if known is not None and (known.path == report.path or known is not state.checkpoint):
+    if known is not None and (known.path == report.path or known != state.checkpoint):
         return []  # written anew at another place: what stood there cannot be read any more
     if report.batch > state.last_trained or (report.batch == 0 and state.checkpoint is not None and known is None):
         raise Refusal(f"checkpoint of batch {report.batch} does not fit a ledger at batch {state.last_trained}")

@@ -7,6 +7,7 @@ import pytest
 from penstock.services.coordinator.gate import MAX_REDRAWS, Verdict
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.run import Effects, JobRun
+from penstock.services.coordinator.snapshot import decode_snapshot, encode_snapshot
 from penstock.services.coordinator.summary import queues_of
 from penstock.shared.config.job import JobConfig
 from penstock.shared.protocol.events import Drawn, Dropped, Event, Finished
@@ -180,3 +181,14 @@ def test_a_cancelled_job_may_go_without_a_last_checkpoint() -> None:
     events, _ = scene.report("trained", batch=1, revision=1, version=1, digest="w1")
     assert isinstance(events[-1], Finished)
     assert scene.run.wants_checkpoint == ""
+
+
+@pytest.mark.parametrize("leader", ["the_same", "a_new_one"])
+def test_the_newest_checkpoint_written_anew_is_where_the_next_trainer_looks(leader: str) -> None:
+    scene = Scene()
+    if leader == "a_new_one":  # it begins with a snapshot
+        data = encode_snapshot(scene.run.state, job="j", seq=1, entry="e")
+        scene.run.state = decode_snapshot(data, job="j")[1]
+    scene.report("checkpointed", digest="w0", path="c0-anew")
+    assert scene.run.state.checkpoint is not None
+    assert scene.run.state.checkpoint.path == "c0-anew", "the trainer found the other one damaged"
