@@ -186,6 +186,10 @@ def headers_of(ticket: Ticket) -> dict[str, str]:
 
 
 def ticket_id(job: str, ticket: Ticket) -> str:
-    """Message id of a ticket: the same draw is published once, whoever leads."""
-    epoch = f".{ticket.epoch}.{ticket.version}" if ticket.version is not None else ""
-    return f"ticket:{job}:{ticket.purpose}:{ticket.draw}{epoch}"
+    """Message id of a ticket: the same draw is published once, whoever leads.
+
+    A prompt is evaluated again in each evaluation, and each has a deadline of its own: what an earlier one of the same
+    leader and version earned may be lost.
+    """
+    once = f".{ticket.epoch}.{ticket.version}.{ticket.deadline:.6f}" if ticket.version is not None else ""
+    return f"ticket:{job}:{ticket.purpose}:{ticket.draw}{once}"
