@@ -53,7 +53,7 @@ from penstock.shared.protocol.interaction import (
 )
 from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.protocol.messages import Ack, Command, Report
-from penstock.shared.protocol.trajectory import parse_group_header
+from penstock.shared.protocol.trajectory import GroupHeader, group_headers, parse_group_header
 from penstock.shared.transport.bus import Bus
 
 DEADLINE_S = 40
@@ -225,6 +225,32 @@ async def test_a_deletion_takes_no_group_that_a_trainer_may_ask_for(scene: Scene
     dropped = [(one.reason, one.draws, one.redraw) for one in found if isinstance(one, Dropped)]
     assert dropped == ([("erased", [Draw(mine)], False)] if batch == "refused" else [])
     assert not await scene.bus.read(subjects.DEAD, subjects.dead(scene.job)), "no copy is kept of it"
+
+
+async def test_a_job_that_lets_nothing_go_holds_up_no_other(scene: Scene) -> None:
+    """Nobody leads the one; what the other made of the data goes as soon as that lets go of it."""
+    other = Scene(scene.bus, await JobStore(scene.bus).create(CONFIG), scene._dir)
+    base: dict[str, Any] = {"writer_epoch": 1, "time": 1.0}
+    admission = Admission(0, {new_marked_id(scene.job): 1}, {}, 1.0, 0, "k", "gone", "default", 1.0)
+    admitted = Admitted(**base, admissions=[admission], low_interactions=1, low_feedback=1)
+    dropped = Dropped(**base, draws=[Draw(0)], reason="erased", lengths=[0], redraw=False, min_version=0, deadline=0.0)
+    header = GroupHeader(
+        draw=Draw(0), attempt="a", epoch=1, digest="d", nbytes=9, prompt_tokens=1, lengths=[1], rewards=[0.0],
+        failed=[False], truncated=[False], finite=True, min_version=0, max_version=0, worker="w",
+    )  # fmt: skip
+    for one in (scene, other):
+        await scene.bus.publish(subjects.ledger(one.job), encode_events([admitted]))
+        await scene.bus.publish(subjects.experience(one.job), b"group", headers=group_headers(header))
+    eraser = Eraser(scene.bus, str, released_s=2 * DEADLINE_S)
+    report = await eraser.begin("gone")
+    deletion = asyncio.create_task(eraser.run(report))
+    await scene.bus.publish(subjects.ledger(other.job), encode_events([dropped]))
+    await scene.until(other.groups, lambda found: not found)
+    assert await scene.groups() == [0]
+    assert not deletion.done()
+    await scene.bus.publish(subjects.ledger(scene.job), encode_events([dropped]))
+    await deletion
+    assert (report.status, report.groups, await scene.groups()) == ("done", 2, [])
 
 
 async def erase(bus: Bus, user: str) -> None:

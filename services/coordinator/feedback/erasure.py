@@ -36,6 +36,7 @@ from penstock.shared.protocol.interaction import (
 )
 from penstock.shared.protocol.parts import PARTS
 from penstock.shared.runtime.ledger import LedgerArchive, scan_ledger, segment_of
+from penstock.shared.runtime.tasks import together
 from penstock.shared.transport.bus import MSG_ID, Bus, Message, Outgoing
 from penstock.shared.transport.kv import Entry
 
@@ -132,13 +133,8 @@ class Eraser:
             if versions | made.versions:
                 report.trained_versions = {**report.trained_versions, job: sorted(versions | made.versions)}
             await self._save(report)
-        for job, made in all_made.items():
-            if made.ordinals:
-                await self._until_released(job, made)
-                report.groups += await erase_groups(self._bus, job, made.ordinals)
-                report.trained_versions = report.trained_versions | (
-                    {job: sorted(made.versions.union(report.trained_versions.get(job, ())))} if made.versions else {}
-                )
+        # Each job for itself: one that nobody trains holds up the groups of no other.
+        await together(self._erase_groups(report, job, made) for job, made in all_made.items() if made.ordinals)
         if self._forgotten is not None:
             await self._forgotten(last)
         report.status, report.finished = "done", bus_time()
@@ -162,6 +158,15 @@ class Eraser:
             async for entry in scan_ledger(self._bus, job, self._archive):
                 _take_entry(made[job], entry.seq, entry.data)
         return {job: one for job, one in made.items() if job in found or one.ordinals}
+
+    async def _erase_groups(self, report: Report, job: str, made: Made) -> None:
+        """Delete what a job made of the data, once it needs none of it any more."""
+        await self._until_released(job, made)
+        count = await erase_groups(self._bus, job, made.ordinals)
+        report.groups += count
+        if made.versions:
+            versions = made.versions.union(report.trained_versions.get(job, ()))
+            report.trained_versions = report.trained_versions | {job: sorted(versions)}
 
     async def _until_released(self, job: str, made: Made) -> None:
         """Follow the ledger until the job needs none of these groups any more.
