@@ -35,8 +35,8 @@ MAX_PIPELINED = 16
 """Requests of one connection that wait for the one before."""
 BODY_BYTES_PER_S = 16 << 10
 """A body may take this much longer than its deadline: its bytes so far by this rate."""
-WRITE_S = 60.0
-"""A client that takes nothing of its answer for so long is dropped."""
+WRITE_S, WRITE_BYTES = 60.0, 16 << 10
+"""A client that takes less than this of its answer within this time is dropped, while more waits for it."""
 FLUSH_S = 5.0
 """So long a client has to take the answer that ends its connection."""
 PER_TURN = 32
@@ -213,13 +213,24 @@ class _BoundedProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """The client reads slower than it is answered."""
         super().pause_writing()
-        self._writer = self.loop.call_later(WRITE_S, self.transport.abort)
+        self._watch_writing(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
         """The client has read on."""
         super().resume_writing()
         if self._writer is not None:
             self._writer.cancel()
+
+    def _look_at_writing(self, before: int) -> None:
+        """Drop a client that took too little of the ``before`` bytes that waited for it at the last look."""
+        left = self.transport.get_write_buffer_size()
+        if left > before - WRITE_BYTES:
+            self.transport.abort()
+        else:
+            self._watch_writing(left)
+
+    def _watch_writing(self, left: int) -> None:
+        self._writer = self.loop.call_later(WRITE_S, self._look_at_writing, left)
 
     def _unsupported_upgrade_warning(self) -> None:
         """A client that offers another protocol is answered in this one, as the standard has it."""
@@ -249,6 +260,8 @@ class _BoundedProtocol(HttpToolsProtocol):
                 self._timer = self.loop.call_later(left, self._look)
                 return
             self._refuse(408, "slow_body", "the body of the request did not come in time", "slow body")
+        elif self._silent_bytes and self.cycle is not None and not self.cycle.response_complete:
+            self._timer = self.loop.call_later(self._bounds.head_s, self._look)  # the answer before it goes on
         elif self._silent_bytes:
             self._refuse(408, "slow_head", "the head of the request did not come in time", "slow head")
         elif self.cycle is None or self.cycle.response_complete:

@@ -185,7 +185,7 @@ class _Followed:
         self.error: BaseException | None = None
         self.task: asyncio.Task[None] | None = None
         self._kept: deque[tuple[int, Row]] = deque()
-        self._waiting: list[asyncio.Future[None]] = []
+        self._waiting: set[asyncio.Future[None]] = set()
 
     def add(self, seq: int, row: Row) -> None:
         """The next event."""
@@ -199,7 +199,7 @@ class _Followed:
 
     async def wake(self) -> None:
         """Tell the readers that there is more."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting = self._waiting, set()
         for count, reader in enumerate(waiting):
             if not reader.done():
                 reader.set_result(None)
@@ -224,8 +224,11 @@ class _Followed:
             if self.is_over:
                 return
             more = asyncio.get_running_loop().create_future()
-            self._waiting.append(more)
-            await more
+            self._waiting.add(more)
+            try:
+                await more
+            finally:
+                self._waiting.discard(more)
 
     async def abandoned(self) -> None:
         """Return once there was no reader for LINGER_S."""

@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 
 from penstock.services.coordinator.api import create_app
 from penstock.services.coordinator.api.documents import MAX_VALUES, count_values, items_of
+from penstock.services.coordinator.api.feeds import Feeds
 from penstock.services.coordinator.api.replies import HttpProblem
 from penstock.services.coordinator.webserver import server_of
+from penstock.shared.config.kinds import parse_job
 from penstock.shared.config.service import ServiceSettings
 
 LONG_S = 20
@@ -89,6 +91,61 @@ async def test_slow_heads_bodies_and_silence_end(books: Any) -> None:
         body = head("/v1/jobs", "content-length: 9", "content-type: application/json", method="POST")
         assert (await answer_to(port, body + b"{", b" ", wait_s=0.1)).startswith(b"HTTP/1.1 408 ")
         assert (await client.get("/healthz")).status_code == 200
+
+
+async def answering(scope: Any, receive: Any, send: Any) -> None:
+    """An application: one answer in one piece, or for ``/slow`` one in pieces."""
+    if scope["type"] != "http":
+        return
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    if scope["path"] == "/slow":
+        for _ in range(10):
+            await send({"type": "http.response.body", "body": b"piece", "more_body": True})
+            await asyncio.sleep(0.1)
+    await send({"type": "http.response.body", "body": bytes(16 << 20)})
+
+
+@contextlib.asynccontextmanager
+async def serving_app(**more: Any) -> AsyncIterator[int]:
+    server = server_of(answering, ServiceSettings(http_port=0, **more))
+    task = asyncio.create_task(server._serve())
+    async with asyncio.timeout(LONG_S):
+        while not server.started:
+            await asyncio.sleep(0.01)
+    try:
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        await task
+
+
+async def test_who_reads_an_answer_slowly_gets_it_and_who_does_not_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.services.coordinator.webserver.WRITE_S", 0.8)
+    async with serving_app() as port:
+
+        async def read(first_s: float, pause_s: float) -> int:
+            """Bytes that came, with a pause before the first one and after each MiB."""
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 16)
+            writer.write(head("/", "connection: close"))
+            await asyncio.sleep(first_s)
+            found = 0
+            with contextlib.suppress(ConnectionError):
+                while data := await reader.read(1 << 20):
+                    before, found = found, found + len(data)
+                    await asyncio.sleep(pause_s if before >> 20 != found >> 20 else 0)
+            writer.close()
+            return found
+
+        slow, silent = await asyncio.gather(read(0.0, 0.15), read(2.5, 0.0))
+        assert slow > 16 << 20 > silent
+
+
+async def test_an_answer_is_not_cut_by_the_head_behind_it() -> None:
+    """Some clients send an empty line after a body, or the next request before they have the answer."""
+    async with serving_app(http_head_s=0.3) as port:
+        answer = await answer_to(port, head("/slow", "connection: close"), b"\r\n", wait_s=0.1)
+        assert answer.startswith(b"HTTP/1.1 200 "), answer[:100]
+        assert answer.count(b"piece") == 10
 
 
 async def test_connections_of_one_address_are_bounded(books: Any) -> None:
@@ -197,6 +254,24 @@ async def test_many_readers_of_events_share_a_follower(books: Any, job: Any) -> 
     assert followers == 1
     for number, lines in enumerate(found):
         assert lines == [*(f"id: {seq}" for seq in range(number % 3 + 1, 9)), "event: end"]
+
+
+async def test_readers_that_went_leave_nothing_behind(books: Any, job: Any) -> None:
+    """Nothing happens for hours, and clients come and go."""
+    id = (await books.submit(parse_job(job), job)).id
+    feeds = Feeds(books, asyncio.Event())
+    newest = await books.newest_event(id)
+    stays = asyncio.create_task(anext(feeds.events(id, after=newest)))
+    for _ in range(20):
+        goes = asyncio.create_task(anext(feeds.events(id, after=newest)))
+        await asyncio.sleep(0.01)
+        goes.cancel()
+        await asyncio.gather(goes, return_exceptions=True)
+    followed = feeds._followed[id]
+    assert (followed.readers, len(followed._waiting)) == (1, 1)
+    books.emit(id, "step", "one")
+    assert (await stays)[1]["message"] == "one"
+    await feeds.close()
 
 
 # -- bodies ----------------------------------------------------------------------------------------------------------
