@@ -112,11 +112,24 @@ class Lease:
         try:
             while not renewing.over.done():
                 self._beat = time.monotonic()
-                await asyncio.wait({renewing.over}, timeout=min(1.0, self.hung_s / 4))
+                pause_s = min(1.0, self.hung_s / 4)
+                if not renewing.connected:  # on a busy host that may take longer than the lease lasts
+                    pause_s = min(pause_s, self.lease_s / 5)
+                    await self._renew_meanwhile()
+                await asyncio.wait({renewing.over}, timeout=pause_s)
         finally:
             await renewing.stop()
         self.check()
         raise Fenced(f"lease '{self.key}' is not renewed any more: {renewing.reason}")
+
+    async def _renew_meanwhile(self) -> None:
+        """Renew over the connection of the holder where it is time to. Raises Fenced."""
+        if time.monotonic() - self._renewed < self.lease_s / 3:
+            return
+        try:
+            await self.renew()
+        except Unavailable as error:
+            log.warning("lease '%s' could not be renewed: %s", self.key, error)
 
     async def renew_until_lost(self, bus: Bus) -> None:
         """Renew over ``bus``. Raises Fenced, as ``keep``."""
@@ -201,6 +214,7 @@ class _Renewing:
         self._loop = asyncio.get_running_loop()
         self.over: asyncio.Future[None] = self._loop.create_future()
         self.reason = "it was released"
+        self.connected = False
         self._lock = threading.Lock()
         self._inside: tuple[asyncio.AbstractEventLoop, asyncio.Task[None]] | None = None
         self._stopped = False
@@ -247,6 +261,7 @@ class _Renewing:
                 self._lease.check()
                 with contextlib.suppress(Unavailable):
                     bus = await self._bus.another(name=f"lease {self._lease.key}", deadline_s=CONNECT_S)
+            self.connected = True
             await self._lease.renew_until_lost(bus)
         except Fenced as error:
             self.reason = str(error)

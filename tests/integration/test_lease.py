@@ -261,3 +261,20 @@ async def test_a_holder_that_is_cancelled_at_once_ends(bus: Bus) -> None:
         await asyncio.wait({keeping}, timeout=10)
         assert keeping.done(), "the holder waits for a thread that renews nothing"
         await a.release()
+
+
+async def test_a_lease_outlives_a_slow_start_of_its_thread(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = bus.another
+
+    async def connect_slowly(*, name: str, deadline_s: float = 10.0) -> Bus:  # a host without a processor to spare
+        await asyncio.sleep(3 * LEASE_S)
+        return await connect(name=name, deadline_s=deadline_s)
+
+    monkeypatch.setattr(bus, "another", connect_slowly)
+    a = lease(bus, "a")
+    await a.acquire()
+    keeping = asyncio.create_task(a.keep())
+    await asyncio.wait({keeping}, timeout=6 * LEASE_S)
+    assert not keeping.done() and a.held
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
