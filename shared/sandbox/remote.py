@@ -9,9 +9,12 @@ what its functions return, and nothing about whether that passes.
 from __future__ import annotations
 
 import builtins
+import collections
+import contextlib
 import datetime
 import decimal
 import fractions
+import io
 import json
 import operator
 import os
@@ -38,11 +41,17 @@ _BY_TEXT: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "timedelta": (datetime.timedelta, lambda d: [d.days, d.seconds, d.microseconds], lambda v: datetime.timedelta(*v)),
 }
 _BUILTIN_TYPES: frozenset[Any] = frozenset(each for each in vars(builtins).values() if type(each) is type)
-_CONTAINERS: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_CONTAINERS: dict[str, type] = {
+    "list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque,
+}  # fmt: skip
+_LONG_BITS = 8192
+"""Integers beyond this have more digits than JSON takes."""
+_LIBRARY = sys.stdlib_module_names - {"unittest", "doctest", "bdb"}
+"""Modules whose exceptions the judge knows as such; of those left out some say that a test is to be skipped."""
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _UNARY = (
     "neg", "pos", "abs", "invert", "index", "len", "iter", "next", "str", "repr", "bool", "int", "float", "reversed",
-    "round",
+    "round", "hash",
 )  # fmt: skip
 _BINARY = (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", "lshift", "rshift",
@@ -50,7 +59,7 @@ _BINARY = (
 _ITEMS = ("getitem", "setitem", "delitem")
 _COMPARISONS = ("eq", "lt", "le", "gt", "ge")
 _MIXED = frozenset({*_BINARY, *_COMPARISONS})
-_MUST_BE = {"len": int, "index": int, "int": int, "bool": bool, "str": str, "repr": str, "float": float}
+_MUST_BE = {"hash": int, "len": int, "index": int, "int": int, "bool": bool, "str": str, "repr": str, "float": float}
 
 
 class Gone(Exception):  # noqa: N818  no error of the judge
@@ -63,6 +72,7 @@ class _Peer:
     def __init__(self, read: int, write: int) -> None:
         self._read, self._write = os.fdopen(read, "rb"), write
         self._objects: list[Any] = []
+        self._numbers: dict[int, int] = {}
 
     def ask(self, *message: Any) -> Any:
         """Send a request and return its answer; serves requests that come meanwhile."""
@@ -78,24 +88,50 @@ class _Peer:
                 return self.decode(rest[0])
             if kind == "raised":
                 self.raise_error(*rest)
-            self.serve(kind, rest)
+            if kind == "printed":
+                sys.stdout.write(str(rest[0]))
+            else:
+                self.serve(kind, rest)
 
     def serve(self, kind: Any, rest: list[Any]) -> None:
         """Answer one request."""
         try:
             answer = ["ok", self.encode(self.carry_out(kind, rest))]
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # whatever a program or a test raises
-            answer = ["raised", *_described(error)]
+            answer = ["raised", *self.describe(error)]
         self._send(answer)
 
     def carry_out(self, kind: Any, rest: list[Any]) -> Any:
         raise NotImplementedError
 
-    def raise_error(self, name: str, base: str, text: str) -> NoReturn:
+    def describe(self, error: BaseException) -> list[Any]:
+        """Class, text, arguments and number of an exception, for ``raise_error`` of the other end."""
+        args: list[Any] = []
+        text = ""
+        with contextlib.suppress(Exception):
+            text = str(error)[:1000]
+            args = [self.encode(each) for each in error.args]
+        return [self.encode_error(type(error)), text, args, self.keep(error)]
+
+    def encode_error(self, kind: type[BaseException]) -> dict[str, Any]:
+        """An exception class and those that it is made of."""
+        bases = [base for base in kind.__bases__ if issubclass(base, BaseException)]
+        is_builtin = getattr(builtins, kind.__name__, None) is kind
+        return {
+            "t": "error",
+            "v": kind.__name__,
+            "m": "builtins" if is_builtin else str(kind.__module__),
+            "n": self.keep(kind),
+            "b": [] if is_builtin else [self.encode_error(base) for base in bases],
+        }
+
+    def raise_error(self, kind: Any, text: str, args: list[Any], number: Any) -> NoReturn:
         raise NotImplementedError
 
     def encode(self, value: Any) -> Any:
         """As JSON. What is no data is kept, and named."""
+        if type(value) is int and value.bit_length() > _LONG_BITS:
+            return {"t": "int", "v": hex(value)}
         if value is None or type(value) in (bool, *_PLAIN):
             return value
         if type(value) is type and value in _BUILTIN_TYPES:
@@ -111,13 +147,17 @@ class _Peer:
         if isinstance(value, str):
             return str.__str__(value)
         if isinstance(value, int):
-            return int.__pos__(value)
+            return self.encode(int.__pos__(value))
         if isinstance(value, float):
             return float.__pos__(value)
         for name, container in _CONTAINERS.items():
             if isinstance(value, container):
                 found = {"t": name, "v": [self.encode(each) for each in container.__iter__(value)]}  # type: ignore[attr-defined]
-        if isinstance(value, dict):
+        if isinstance(value, tuple) and (fields := getattr(type(value), "_fields", None)):
+            found |= {"t": "named", "n": type(value).__name__, "f": [str(name) for name in fields]}
+        elif type(value) is slice:
+            found = {"t": "slice", "v": [self.encode(each) for each in (value.start, value.stop, value.step)]}
+        elif isinstance(value, dict):
             found = {"t": "dict", "v": [[self.encode(key), self.encode(each)] for key, each in dict.items(value)]}
         elif type(value).__module__ == "numpy" and hasattr(value, "tolist"):
             is_array = type(value).__name__ == "ndarray"
@@ -128,9 +168,11 @@ class _Peer:
         raise NotImplementedError
 
     def keep(self, value: Any) -> int:
-        """A number by which the other end names an object."""
-        self._objects.append(value)
-        return len(self._objects) - 1
+        """The number by which the other end names an object."""
+        number = self._numbers.setdefault(id(value), len(self._objects))
+        if number == len(self._objects):
+            self._objects.append(value)
+        return number
 
     def kept(self, number: Any) -> Any:
         """The object of that number."""
@@ -154,7 +196,17 @@ class _Peer:
             made = __import__("numpy").array(self.decode(held), dtype=value["d"])
             return made if value["a"] else made[()]
         found = getattr(builtins, str(held), None) if kind == "builtin" else None
-        return found if type(found) is type else self.decode_object(kind, held, value)
+        return found if type(found) is type else self._decode_rare(kind, held, value)
+
+    def _decode_rare(self, kind: Any, held: Any, value: Mapping[str, Any]) -> Any:
+        if kind == "int":
+            return int(held, 16)
+        if kind == "named":
+            fields = [str(name) for name in value["f"]]
+            return collections.namedtuple(str(value["n"]), fields, rename=True)(*map(self.decode, held))
+        if kind == "slice":
+            return slice(*map(self.decode, held))
+        return self.decode_object(kind, held, value)
 
     def decode_pair(self, pair: Any) -> tuple[Any, Any]:
         """Key and value of a dict."""
@@ -179,9 +231,15 @@ class _Peer:
         return message
 
 
-def _described(error: BaseException) -> list[str]:
-    kinds = [kind.__name__ for kind in type(error).__mro__ if getattr(builtins, kind.__name__, None) is kind]
-    return [type(error).__name__, kinds[0], str(error)[:1000]]
+def _private(read: int, write: int) -> tuple[int, int]:
+    """Other numbers for two pipes; what is read and written by their old numbers is nothing."""
+    private = os.dup(read), os.dup(write)
+    nothing, closed = os.pipe()
+    os.close(closed)
+    os.dup2(nothing, read)
+    os.dup2(2, write)  # a run's standard error goes nowhere
+    os.close(nothing)
+    return private
 
 
 # -- the judge
@@ -204,15 +262,14 @@ class Remote:
         return self._peer.call(self._number, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # protocols by which libraries take what an object is for granted
+        if (
+            name.startswith("__") and name != "__name__"
+        ):  # protocols by which libraries take what an object is for granted
             raise AttributeError(name)
         return self._peer.ask("get", self._number, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._peer.ask("set", self._number, name, self._peer.encode(value))
-
-    def __hash__(self) -> int:
-        return int(self._number)
 
     def __instancecheck__(self, instance: Any) -> bool:
         return isinstance(instance, Remote) and self._peer.operate("isinstance", instance, self) is True
@@ -243,14 +300,24 @@ class _Judge(_Peer):
 
     def __init__(self, read: int, write: int) -> None:
         super().__init__(read, write)
-        self._errors: dict[str, type[BaseException]] = {}
+        self._errors: dict[int, type[BaseException]] = {}
+        self._remotes: dict[int, Remote] = {}
+
+    def ask(self, *message: Any) -> Any:
+        """As for any end. A ``StopIteration`` ends loops of the statements only where they asked for the next item."""
+        try:
+            return super().ask(*message)
+        except StopIteration as error:
+            if message[:2] == ("op", "next"):
+                raise
+            raise RuntimeError("the program raised StopIteration") from error
 
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Value of a function of the program; its changes of the lists, dicts and sets given to it are carried over."""
         given = {key: self.encode(each) for key, each in kwargs.items()}
         value, changed = self.ask("call", number, [self.encode(each) for each in args], given)
         for place, new in changed:
-            _replace(args[place], new)
+            _replace(kwargs[place] if isinstance(place, str) else args[place], new)
         return value
 
     def operate(self, name: str, *operands: Any) -> Any:
@@ -268,31 +335,58 @@ class _Judge(_Peer):
     def encode_object(self, value: Any) -> Any:
         if isinstance(value, Remote):
             return {"t": "own", "v": value._number}
+        for number, kind in self._errors.items():
+            if value is kind:
+                return {"t": "own", "v": number}
+        if isinstance(value, BaseException) and isinstance(of := vars(value).get("_of"), Remote):
+            return self.encode_object(of)
         if isinstance(value, _FUNCTIONS):
             return {"t": "back", "v": self.keep(value)}
         raise TypeError(f"a program can be given data and functions, not a {type(value).__name__}")
 
     def decode_object(self, kind: Any, held: Any, value: Mapping[str, Any]) -> Any:
         if kind == "object" and type(held) is int:
-            return Remote(self, held)
+            return self._remotes.setdefault(held, Remote(self, held))
         if kind == "given":
             return self.kept(held)
         if kind == "error":
-            return self._error(str(held), str(value["b"]))
+            return self._error(value)
         raise Gone(f"no value of kind {kind!r:.20}")
 
-    def raise_error(self, name: str, base: str, text: str) -> NoReturn:
-        raise self._error(name, base)(text)
+    def raise_error(self, kind: Any, text: str, args: list[Any], number: Any) -> NoReturn:
+        made = self._error(kind)
+        values = tuple(self.decode(each) for each in args)
+        try:
+            error = made(*values)
+        except (AttributeError, TypeError, ValueError):  # its arguments are not those that it was made of
+            error = made.__new__(made)
+        error.args = values
+        if made in self._errors.values():
+            vars(error).update(_text=str(text), _of=self.decode_object("object", number, {}))
+        raise error
 
-    def _error(self, name: str, base: str) -> type[BaseException]:
-        """The exception class of that name: Python's, or one like the program's."""
-        found = getattr(builtins, name, None)
-        if isinstance(found, type) and issubclass(found, Exception):
+    def _error(self, said: Mapping[str, Any]) -> type[BaseException]:
+        """The exception class that a program names: Python's, or one like the program's."""
+        module, name, number = str(said["m"]), str(said["v"]), said["n"]
+        found = getattr(sys.modules.get(module), name, None) if module.partition(".")[0] in _LIBRARY else None
+        if isinstance(found, type) and issubclass(found, Exception | SystemExit):
             return found
-        parent = getattr(builtins, base, None)
-        if not (isinstance(parent, type) and issubclass(parent, Exception)):
-            parent = RuntimeError
-        return self._errors.setdefault(name, type(str(name), (parent,), {}))
+        if number not in self._errors:
+            bases = tuple(self._error(base) for base in said["b"])
+            self._errors[number] = type(name, bases or (RuntimeError,), {"__str__": _text, "__getattr__": _attribute})
+        return self._errors[number]
+
+
+def _text(error: BaseException) -> str:
+    """The text of an exception as the program gave it."""
+    return str(vars(error).get("_text", BaseException.__str__(error)))
+
+
+def _attribute(error: BaseException, name: str) -> Any:
+    """An attribute of an exception of the program."""
+    if name.startswith("__") or "_of" not in vars(error):
+        raise AttributeError(name)
+    return getattr(vars(error)["_of"], name)
 
 
 def _replace(target: Any, new: Any) -> None:
@@ -304,15 +398,18 @@ def _replace(target: Any, new: Any) -> None:
 
 
 class RemoteNames(dict[str, Any]):
-    """The names in which statements run. Python's builtins come before names of the program."""
+    """The names in which statements run. Python's builtins come before names of the program, but for those in ``own``.
 
-    def __init__(self, read: int, write: int) -> None:
+    ``read`` and ``write`` are the pipes; what statements themselves read and write by those numbers is nothing.
+    """
+
+    def __init__(self, read: int, write: int, own: Iterable[str] = ()) -> None:
         super().__init__(__name__="__main__", __builtins__=builtins)
-        self._judge = _Judge(read, write)
+        self._judge, self._own = _Judge(*_private(read, write)), frozenset(own)
         self._judge.wait()  # for the program to come to its end
 
     def __missing__(self, name: str) -> Any:
-        if hasattr(builtins, name):
+        if hasattr(builtins, name) and name not in self._own:
             raise KeyError(name)
         found, value = self._judge.ask("name", name)
         if not found:
@@ -336,8 +433,10 @@ class _Program(_Peer):
             return rest[0] in self._names, self._names.get(rest[0])
         if kind == "call":
             function, args = self.kept(rest[0]), [self.decode(each) for each in rest[1]]
-            value = function(*args, **{key: self.decode(each) for key, each in rest[2].items()})
-            changed = [(place, each) for place, each in enumerate(args) if type(each) in (list, dict, set)]
+            given = {key: self.decode(each) for key, each in rest[2].items()}
+            value = function(*args, **given)
+            places: list[tuple[Any, Any]] = [*enumerate(args), *given.items()]
+            changed = [(place, each) for place, each in places if type(each) in (list, dict, set)]
             return value, changed
         if kind == "get":
             return getattr(self.kept(rest[0]), rest[1])
@@ -350,8 +449,7 @@ class _Program(_Peer):
         if isinstance(value, _Given):
             return {"t": "given", "v": value.number}
         if isinstance(value, type) and issubclass(value, Exception):
-            name, base, _ = _described(value.__new__(value))
-            return {"t": "error", "v": name, "b": base}
+            return self.encode_error(value)
         return {"t": "object", "v": self.keep(value)}
 
     def decode_object(self, kind: Any, held: Any, value: Mapping[str, Any]) -> Any:
@@ -359,16 +457,25 @@ class _Program(_Peer):
             return self.kept(held)
         return _Given(self, held)
 
-    def raise_error(self, name: str, base: str, text: str) -> NoReturn:
-        found = getattr(builtins, name, None)
+    def raise_error(self, kind: Any, text: str, args: list[Any], number: Any) -> NoReturn:
+        found = getattr(builtins, kind["v"], None)
         raise (found if isinstance(found, type) and issubclass(found, Exception) else RuntimeError)(text)
 
     def answer_all(self) -> None:
-        """Until the judge ends."""
+        """Until the judge ends. What functions print is printed where statements run."""
         self._send(["ok", None])
+        sys.stdout.flush()
+        sys.stdout = io.StringIO()
         while True:
             message = self._receive()
             self.serve(message[0], message[1:])
+
+    def _send(self, message: Iterable[Any]) -> None:
+        if isinstance(sys.stdout, io.StringIO) and (text := sys.stdout.getvalue()):
+            sys.stdout.seek(0)
+            sys.stdout.truncate()
+            super()._send(["printed", text])
+        super()._send(message)
 
 
 class _Given:
@@ -388,11 +495,7 @@ def serve(program: str, names: dict[str, Any], read: int, write: int) -> int:
 
     ``read`` and ``write`` are the pipes; what the program itself reads and writes is nothing.
     """
-    private = [os.dup(read), os.dup(write)]
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for number in (read, write):
-        os.dup2(nowhere, number)
-    peer = _Program(private[0], private[1], names)
+    peer = _Program(*_private(read, write), names)
     exec(compile(program, "program.py", "exec"), names)
     try:
         peer.answer_all()

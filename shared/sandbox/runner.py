@@ -101,7 +101,7 @@ def _execute(job: Job, names: dict[str, Any]) -> int:
 def _judge(job: Job) -> int:
     """Take the steps in names that are looked up in the program, which is in another process."""
     try:
-        names = RemoteNames(0, 1)
+        names = RemoteNames(0, 1, [each for step in job.steps for each in step.get("own", ())])
     except (Gone, OSError, ValueError):  # the program did not come to its end
         return 1
     for index, step in enumerate(job.steps):

@@ -180,6 +180,72 @@ def test_statements_judge_objects_functions_and_errors_of_a_program(scorers: tup
         assert scorers[1].score("", STACK, None, {"tests": ["Stack(); Stack(); Stack()", test]}) == 1.0, test
 
 
+WORKS = """
+import collections, json, math
+class AppError(Exception): pass
+class NotThere(AppError):
+    def __init__(self, what, code=4):
+        super().__init__(f"no {what}")
+        self.what, self.code = what, code
+def find(what): raise NotThere(what)
+def lookup(table, key): return table[key]
+def decode(data): return data.decode("ascii")
+def parse(text): return json.loads(text)
+def leave(): raise SystemExit(3)
+def factorial(n): return math.factorial(n)
+class Single:
+    one = None
+    def __new__(cls):
+        cls.one = cls.one or object.__new__(cls)
+        return cls.one
+class P:
+    def __init__(self, x): self.x, self.next, self.all = x, None, list(range(x))
+    def __hash__(self): return hash(self.x)
+    def __eq__(self, other): return isinstance(other, P) and self.x == other.x
+    def __getitem__(self, i): return self.all[i]
+def sort_in_place(numbers): numbers.sort()
+Point = collections.namedtuple("Point", "x y")
+def point(): return Point(1, 2)
+def queue(n): return collections.deque(range(n))
+def hello(): print("hi")
+def add(a, b): return a + b
+"""
+WORKING = [
+    "try:\n    find('x')\nexcept AppError as e:\n    assert str(e) == 'no x' and e.code == 4\nelse:\n    assert False",
+    "try:\n    lookup({}, 'k')\nexcept KeyError as e:\n    assert str(e) == \"'k'\" and e.args == ('k',)",
+    "try:\n    decode(b'\\xff')\nexcept UnicodeDecodeError as e:\n    assert e.start == 0",
+    "import json\ntry:\n    parse('{')\nexcept json.JSONDecodeError as e:\n    assert 'line 1' in str(e)",
+    "try:\n    leave()\nexcept SystemExit:\n    pass",
+    "import math\nassert factorial(3000) == math.factorial(3000)",
+    "assert Single() is Single()",
+    "a, b = P(1), P(2)\na.next = b\nassert a.next is b and len({P(1), P(1)}) == 1 and P(9)[1:3] == [1, 2]",
+    "n = [3, 1]; sort_in_place(numbers=n); assert n == [1, 3]",
+    "p = point(); assert p.x == 1 and p == (1, 2)",
+    "from collections import deque\nassert queue(2) == deque([0, 1])",
+    "print('x' * 100_000, flush=True)\nassert add(1, 2) == 3 and add.__name__ == 'add'",
+    "import sys\nassert sys.stdin.read() == '' and add(1, 2) == 3",
+    "import contextlib as c, io\no = io.StringIO()\nwith c.redirect_stdout(o): hello()\nassert o.getvalue() == 'hi\\n'",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("test", WORKING)
+def test_statements_pass_what_is_right(scorers: tuple[Code, Code], test: str) -> None:
+    assert scorers[0].score("", WORKS, None, {"tests": [test, "assert add(1, 2) == 3"]}) == 1.0
+
+
+def test_statements_about_a_builtins_name_alone_mean_the_program(scorers: tuple[Code, Code]) -> None:
+    tests = ["assert sum(10, 15) == 151", "try:\n    sum('a', 'b')\nexcept TypeError:\n    pass"]
+    assert scorers[0].score("", "def sum(a, b): return a * b + 1", None, {"tests": tests}) == 1.0
+    forge = "all = abs = len = sum = lambda *a: 0 or True\ndef f(x): return x"
+    hidden = ["assert all(n > 5 for n in [f(1)])", "assert len([]) == sum([1])", "assert abs(f(3)) == 9"]
+    assert scorers[1].score("", forge, None, {"tests": hidden}) == 0.0
+
+
+def test_a_program_cannot_end_a_loop_of_the_statements(scorers: tuple[Code, Code]) -> None:
+    tests = ["assert all(map(lambda n: f(n) == n, range(3)))", "assert list(map(f, [1])) == []"]
+    assert scorers[1].score("", "def f(n): raise StopIteration", None, {"tests": tests}) == 0.0
+
+
 def test_time_is_for_all_tests_together(hasty: Code) -> None:
     tests: list[Any] = ["assert True", *({"stdin": str(n), "stdout": str(n)} for n in range(50))]
     started = time.monotonic()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import math
 import re
 import secrets
@@ -15,7 +17,7 @@ from penstock.shared.errors import DataError, SandboxError, ScoringError
 from penstock.shared.sandbox.plan import Job
 from penstock.shared.sandbox.sandbox import Sandbox
 
-__all__ = ["Code", "equal_values", "program_of"]
+__all__ = ["Code", "builtins_tested", "equal_values", "program_of"]
 
 _BLOCK = re.compile(
     r"^[ \t]*```[ \t]*(?P<language>\w*)[^\n]*\n(?P<code>.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE
@@ -87,7 +89,8 @@ class Code:
         if not tests:
             return 0
         steps, nonce = [_step(test) for test in tests], secrets.token_hex(16)
-        if any(isinstance(test, StatementTest) for test in tests):
+        if statements := [test.code for test in tests if isinstance(test, StatementTest)]:
+            steps[0]["own"] = builtins_tested(statements)
             self._judge = self._judge or Sandbox(self._config, [self._sandbox.mechanism])
             outcome = self._sandbox.judge(
                 Job(program, [], "", "program"), self._judge, Job("", steps, nonce, "judge"), _left(deadline)
@@ -127,6 +130,35 @@ def equal_values(found: Any, wanted: Any) -> bool:
     if isinstance(found, dict) and isinstance(wanted, dict):
         return found.keys() == wanted.keys() and all(equal_values(found[key], wanted[key]) for key in wanted)
     return bool(found == wanted)
+
+
+def builtins_tested(statements: Sequence[str]) -> list[str]:
+    """Names that are the program's although a builtin has them: the only one, where statements use no other name.
+
+    ``assert sum(10, 15) == 6`` asks for the ``sum`` of a program: nothing else in it could be meant. Where
+    statements name something of a program, their builtins stay Python's: a program could replace ``all``.
+    """
+    used, made = set[str](), set[str]()
+    try:
+        nodes = [node for code in statements for node in ast.walk(ast.parse(code))]
+    except (SyntaxError, ValueError, RecursionError):
+        return []
+    for node in nodes:
+        if isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else made).add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            made.add(node.name)
+        elif isinstance(node, ast.arg):
+            made.add(node.arg)
+        elif isinstance(node, ast.alias):
+            made.add((node.asname or node.name).partition(".")[0])
+    found = {name for name in used - made if not _is_error(name)}
+    return list(found) if len(found) == 1 and all(hasattr(builtins, name) for name in found) else []
+
+
+def _is_error(name: str) -> bool:
+    kind = getattr(builtins, name, None)
+    return isinstance(kind, type) and issubclass(kind, BaseException)
 
 
 def _float(value: float) -> float:
