@@ -35,6 +35,15 @@ def test_the_coordinator_has_the_keys_and_those_of_trackers() -> None:
     assert not found.keys() & {"PENSTOCK_API_KEY", "HF_TOKEN", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY"}
 
 
+def test_services_see_what_their_libraries_need() -> None:
+    shell = {**SHELL, "SWANLAB_API_KEY": "w", "HF_HOME": "/models", "HUGGING_FACE_HUB_TOKEN": "h", "MUJOCO_GL": "egl"}
+    assert service_environment("coordinator", shell, {}).keys() >= {"SWANLAB_API_KEY", "HF_HOME"}
+    env = service_environment("env", shell, {})
+    assert env.keys() >= {"HF_HOME", "MUJOCO_GL"}, "data sets of environments; what simulators draw with"
+    assert not env.keys() & {"SWANLAB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}
+    assert "HUGGING_FACE_HUB_TOKEN" in service_environment("rollout", shell, {})
+
+
 def test_a_deployment_names_what_else_its_workers_see() -> None:
     named = {**SHELL, "PENSTOCK_WORKER_ENV": "MY_TOKEN, AWS_SECRET_ACCESS_KEY"}
     assert service_environment("env", named, {})["MY_TOKEN"] == "m"

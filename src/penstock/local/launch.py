@@ -14,19 +14,19 @@ __all__ = ["Launch", "Process", "interpreter", "service_environment"]
 
 _PASSED = frozenset({
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TERM", "VIRTUAL_ENV", "NO_PROXY",
-    "HTTP_PROXY", "HTTPS_PROXY", "no_proxy", "http_proxy", "https_proxy", "SSL_CERT_FILE", "SSL_CERT_DIR",
-    "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "FAKETIME",
+    "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "no_proxy", "http_proxy", "https_proxy", "all_proxy", "SSL_CERT_FILE",
+    "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "FAKETIME", "DISPLAY", "PYOPENGL_PLATFORM",
 })  # fmt: skip
 _PREFIXES = (
     "LC_", "LD_", "DYLD_", "PYTHON", "COVERAGE_", "XDG_", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "TORCH",
     "PYTORCH_", "ATEN_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "NCCL_", "GLOO_", "UCX_", "TRITON_", "MALLOC_",
-    "FAKETIME_",
+    "FAKETIME_", "ROCR_", "HIP_", "MUJOCO_", "SDL_", "MESA_", "LIBGL_", "EGL_", "GALLIUM_",
 )  # fmt: skip
 """Variables of an interpreter, its libraries and the hardware. Tokens and keys of the user's shell are left out."""
-_HUB_PREFIXES = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "VLLM_", "SGLANG_", "TOKENIZERS_")
-"""Of those that load models, with the token for gated ones."""
+_HUB_PREFIXES = ("HF_", "HUGGINGFACE_", "HUGGING_FACE_", "TRANSFORMERS_", "VLLM_", "SGLANG_", "TOKENIZERS_")
+"""Where models and data sets lie. The token for gated ones is for those that load models."""
 _HUB = frozenset({"rollout", "trainer", "reward"})
-_TRACKERS = ("WANDB_", "MLFLOW_")
+_TRACKERS = ("WANDB_", "MLFLOW_", "SWANLAB_")
 _COORDINATOR_ONLY = frozenset(
     f"PENSTOCK_{name}"
     for name in (
@@ -48,13 +48,14 @@ def service_environment(service: str, inherited: Mapping[str, str], own: Mapping
     if service == "reward":
         named += "," + both.get("PENSTOCK_SCORER_ENV", "")
     extra = {name.strip() for name in named.split(",")}
-    prefixes = _PREFIXES + (_HUB_PREFIXES if service in _HUB else ()) + (_TRACKERS if leads else ())
+    prefixes = _PREFIXES + (_TRACKERS if leads else ())
     settings = _SETTINGS if leads else _SETTINGS - _COORDINATOR_ONLY
     return {
         name: value
         for name, value in both.items()
         if (name in own and (leads or name not in _COORDINATOR_ONLY))
         or name in _PASSED or name in settings or name in extra or name.startswith(prefixes)
+        or (name.startswith(_HUB_PREFIXES) and (service in _HUB or not name.endswith("TOKEN")))
     }  # fmt: skip
 
 
