@@ -40,6 +40,8 @@ MAX_UNPROJECTED, MAX_UNPROJECTED_BYTES = 65_536, 256 << 20
 """Items taken that the projection has not seen, and their bytes; beyond that nothing more is taken."""
 MAX_SHARE = 0.95
 """Share of one job in what the others leave."""
+FREEING = frozenset({"retraction", "release", "drop"})
+"""Kinds of items by which others are decided: they are taken where a job has its share, for they make room."""
 ROOM_S = 2.0
 MAX_QUEUED, MAX_QUEUED_BYTES = 32_768, 64 << 20
 """So long senders wait for the projection before they are refused: as many items, and their bytes, as may wait."""
@@ -192,7 +194,7 @@ class Ingest:
             raise StreamFull(f"{len(self._recent)} items wait to be indexed; retry in a moment")
         loop = asyncio.get_running_loop()
         nbytes = len(_encoder.encode(item))
-        if not self.has_room(item.job, nbytes):
+        if item.kind not in FREEING and not self.has_room(item.job, nbytes):
             raise _flooded(item.job)
         entry = _Entry(item, nbytes, chosen, loop.time(), loop.create_future())
         entry.done.add_done_callback(_seen)

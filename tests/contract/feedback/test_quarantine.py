@@ -132,3 +132,14 @@ async def test_only_what_is_held_in_this_job_is_found(desk: Any) -> None:
         assert (await desk.client.post(f"/v1/quarantine/{id}/drop")).status_code == status, id
     other = f"/v1/jobs/job_{'0' * 32}/quarantine"
     assert (await desk.client.get(other)).status_code == 404
+
+
+async def test_what_makes_room_is_taken_where_a_job_has_its_share(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An administrator takes back what a source floods a job with."""
+    flood = (await desk.accept())["feedback_id"]
+    monkeypatch.setattr(desk.desk.ingest, "has_room", lambda job, nbytes: False)
+    reply = await desk.post({"inference_id": desk.new_id(), "metric_name": "accepted", "value": True})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (429, "job_backlog_full")
+    assert reply.headers["retry-after"] == "5"
+    taken_back = await desk.client.post(f"/v1/feedback/{flood}/retract")
+    assert taken_back.status_code == 202, taken_back.text
