@@ -165,6 +165,8 @@ def _needed_after(run: RunFacts, start: int) -> int:
 
 def _forked(run: RunFacts, report: Report, now: float) -> list[Event]:
     state = run.state
+    if (report.version, report.version, report.digest) == (state.version, state.forked, state.digest):
+        return []
     if report.version <= state.version:
         raise Refusal(f"a fork continues above version {state.version}, not at {report.version}")
     wanted = run.rollback_of(state)

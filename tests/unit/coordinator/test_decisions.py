@@ -6,6 +6,7 @@ import pytest
 
 from penstock.services.coordinator.gate import MAX_REDRAWS, Verdict
 from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.reports import Refusal
 from penstock.services.coordinator.run import Effects, JobRun
 from penstock.services.coordinator.snapshot import decode_snapshot, encode_snapshot
 from penstock.services.coordinator.summary import queues_of
@@ -192,3 +193,12 @@ def test_the_newest_checkpoint_written_anew_is_where_the_next_trainer_looks(lead
     scene.report("checkpointed", digest="w0", path="c0-anew")
     assert scene.run.state.checkpoint is not None
     assert scene.run.state.checkpoint.path == "c0-anew", "the trainer found the other one damaged"
+
+
+def test_a_fork_that_is_reported_again_is_recorded_once_and_refused_to_no_one() -> None:
+    scene = Scene()
+    fork = {"batch": 1, "version": 3, "digest": "w3", "reason": "other bits"}
+    assert scene.report("forked", **fork)[0]
+    assert scene.report("forked", **fork)[0] == [], "the answer was lost, and its trainer goes on from here"
+    with pytest.raises(Refusal):
+        scene.report("forked", **{**fork, "digest": "of another trainer"})
