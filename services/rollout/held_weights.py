@@ -32,6 +32,10 @@ class WeightRing:
         """The weights of a version, if they are here."""
         return self._held.get(version)
 
+    def clear(self) -> None:
+        """Hold nothing."""
+        self._held.clear()
+
     def keep(self, staged: Staged) -> bool:
         """Copy a version; blocks for as long as that takes.
 

@@ -66,10 +66,14 @@ class PolicyFollower:
                         await self._follow(unpack(entry.value, WeightManifest)[0])
         finally:
             await self._engine.close()
-            if self._serving is not None:
-                self._serving.release()
-                self._serving = None
-            self._receiver.close()
+            await asyncio.to_thread(self._let_go)
+
+    def _let_go(self) -> None:
+        """Unmap the slots; in a thread, for that takes long where they are large."""
+        if self._serving is not None:
+            self._serving.release()
+            self._serving = None
+        self._receiver.close()
 
     async def _follow(self, manifest: WeightManifest) -> None:
         """Adopt it, or what was announced since. What cannot be opened for longer is asked for."""
@@ -103,7 +107,7 @@ class PolicyFollower:
         try:
             start = clock()
             await self._have_base(manifest.base)
-            staged = await asyncio.to_thread(self._receiver.stage, manifest)
+            staged = await self._stage(manifest)
             self.stage_s = clock() - start
         except WeightsError as error:
             logger.warning("version %d not staged: %s", manifest.version, error)
@@ -114,16 +118,33 @@ class PolicyFollower:
             if self._leaving is not None:
                 await self._leaving()
             self.pause_s = await self._load(manifest, staged, base=False)
+            before, self._serving = self._serving, staged
         except WeightsError as error:
             logger.warning("version %d not committed: %s", manifest.version, error)
             return False
-        before, self._serving = self._serving, staged
+        finally:
+            if self._serving is not staged:  # also where this worker is being stopped
+                staged.release()
         if before is not None:
             before.release()
         async with self._changed:
             self.version, self.digest, self.epoch = manifest.version, manifest.digest, manifest.epoch
             self._changed.notify_all()
         return True
+
+    async def _stage(self, manifest: WeightManifest) -> Staged:
+        """Stage in a thread. What it reaches after this worker was told to stop is released: a lock would stay."""
+        staging = asyncio.create_task(asyncio.to_thread(self._receiver.stage, manifest))
+        try:
+            return await asyncio.shield(staging)
+        except asyncio.CancelledError:
+            staging.add_done_callback(self._release_unwanted)
+            raise
+
+    def _release_unwanted(self, staging: asyncio.Task[Staged]) -> None:
+        if not staging.cancelled() and staging.exception() is None:
+            staging.result().release()
+        self._receiver.close()
 
     async def _load(self, manifest: WeightManifest, staged: Staged, *, base: bool) -> float:
         """Begin, load, commit; what fails is aborted and released, also when this worker is being stopped."""
@@ -160,7 +181,7 @@ class PolicyFollower:
                 f"its adapter belongs to base '{digest}', this engine has '{own}' and the trainer publishes none: "
                 "model.path must be the same model on every host"
             )
-        staged = await asyncio.to_thread(self._receiver.stage, manifest)
+        staged = await self._stage(manifest)
         await self._load(manifest, staged, base=True)
         staged.release()
 

@@ -86,11 +86,20 @@ class RolloutSession:
             await self._report_unusable(error)
             raise
         assert self._engine is not None
-        await self._engine.start()
+        engines = [self._engine] + ([self._candidate.engine] if self._candidate is not None else [])
+        try:
+            await self._work_with(self._engine)
+        finally:  # also where no version ever came
+            for engine in engines:
+                await engine.close()
+            self._held.clear()
+
+    async def _work_with(self, engine: Engine) -> None:
+        await engine.start()
         if isinstance(self.config, JobConfig):
-            self._policy = PolicyFollower(self._bus, self._settings, self.job, self._engine, held=self._held)
+            self._policy = PolicyFollower(self._bus, self._settings, self.job, engine, held=self._held)
         else:
-            self._policy = FixedPolicy(self._engine)
+            self._policy = FixedPolicy(engine)
         slots = asyncio.Semaphore(max(1, self.config.placement.max_running // self.config.completions_per_group))
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(self._policy.run()), tasks.create_task(self._publisher.run())]

@@ -28,6 +28,8 @@ __all__ = ["release_memory", "watch_jobs"]
 logger = logging.getLogger(__name__)
 
 RESTART_S = 1.0
+AGAIN_S = 30.0
+"""Memory is released once more so long after a job: by then threads that still computed for it have mostly ended."""
 
 
 class _Status(msgspec.Struct, frozen=True):
@@ -87,13 +89,14 @@ async def watch_jobs(
         await watch.aclose()
 
 
-async def release_memory() -> None:
+async def release_memory(after_s: float = 0.0) -> None:
     """Give back what a job left behind in this process.
 
     Sessions, engines and their tensors refer to each other, so that only a full collection frees them, with the weight
     slots that they map; none may come for hours once nothing new is allocated. Then the C library keeps the freed
     tensors of up to 32 MiB each: ``malloc_trim`` hands their pages back to the system.
     """
+    await asyncio.sleep(after_s)
     gc.collect()  # here and not in a thread: what it finalizes belongs to this loop
     await asyncio.to_thread(_trim)
 
@@ -112,6 +115,7 @@ class _Sessions:
         self._open_session, self._open_evaluation, self._amend = open_session, open_evaluation, amend
         self._configs: dict[str, AnyJob] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._releasing: asyncio.Task[None] | None = None
 
     def follow(self, job: str, config: AnyJob) -> None:
         """The record of a job that runs was read."""
@@ -130,11 +134,14 @@ class _Sessions:
             )  # stays there until it is over: `close` waits for it where this is cancelled
             del self._tasks[job]
             await release_memory()
+            if self._releasing is not None:
+                self._releasing.cancel()
+            self._releasing = asyncio.create_task(release_memory(AGAIN_S))
         self._configs.pop(job, None)
 
     async def close(self) -> None:
         """End all sessions."""
-        await end_tasks(self._tasks.values())
+        await end_tasks([*self._tasks.values(), *([] if self._releasing is None else [self._releasing])])
 
     async def _open(self, job: str) -> None:
         config = self._configs[job]
@@ -152,4 +159,5 @@ async def _keep_open(job: str, open_session: Callable[[], Awaitable[None]]) -> N
             return
         logger.error("session of job %s broke; opening it again in %g s", job, RESTART_S, exc_info=error)
         error = None  # its traceback holds whatever the session held
+        await release_memory()
         await asyncio.sleep(RESTART_S)

@@ -68,4 +68,4 @@ class LocalStaged:
         """Give the buffer to the next version."""
         if self._buffer is not None:
             self._pool.give(self._buffer)
-            self._buffer = None
+            self._buffer, self._tensors = None, {}

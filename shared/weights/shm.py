@@ -125,9 +125,10 @@ class ShmStaged:
         return sequence_of(self._page) == self._sequence
 
     def release(self) -> None:
-        """Drop the lock: the publisher may write the slot from now on."""
+        """Drop the lock and the views: the publisher may write the slot from now on."""
         _held.discard(self._lock)
         self._lock.close()
+        self._tensors = {}
 
 
 class ShmReceiver:

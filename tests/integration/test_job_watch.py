@@ -132,6 +132,36 @@ async def test_nothing_of_a_session_that_broke_lives_on(bus: Bus, caplog: pytest
     await asyncio.gather(watching, return_exceptions=True)
 
 
+async def test_nothing_of_a_session_that_ended_lives_on(bus: Bus) -> None:
+    """Models refer to themselves in cycles: the collector would find them after many other jobs."""
+
+    class Model:
+        def __init__(self) -> None:
+            self.itself = self
+
+    alive: list[weakref.ref[Model]] = []
+
+    async def session(job: str, config: JobConfig) -> None:
+        model = Model()
+        alive.append(weakref.ref(model))
+        await asyncio.Event().wait()
+
+    await store(bus, "job_ends")
+    gc.disable()
+    watching = asyncio.create_task(watch_jobs(bus, session))
+    try:
+        async with asyncio.timeout(60):
+            while not alive:
+                await asyncio.sleep(0.01)
+            await store(bus, "job_ends", phase="succeeded")
+            while alive[0]() is not None:
+                await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
 async def test_a_session_that_fails_while_its_job_ends_is_closed(bus: Bus) -> None:
     """A task group that is failing drops a cancellation that comes from outside (until Python 3.13)."""
     opened: list[str] = []

@@ -181,6 +181,12 @@ class Batch:
         self._held.clear()
         self._cache.release()
 
+    def close(self) -> None:
+        """Give all memory back but the weights, and let go of the slot that they lie in; nothing is decoded again."""
+        self.guard = None
+        self._held.clear()
+        self._cache.release()
+
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def _step(self, outcome: Outcome) -> None:

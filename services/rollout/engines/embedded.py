@@ -116,6 +116,15 @@ class EmbeddedEngine:
         await asyncio.to_thread(self._thread.shutdown)
         await self._grammars.close()
         self._requests.fail(self._unavailable)
+        await asyncio.to_thread(self._free)
+
+    def _free(self) -> None:
+        """Let go of the weights and caches now. Engine and batch refer to each other, and so do the modules of a model:
+        they go when the garbage collector comes by, and a view of a slot would keep its whole memory until then."""
+        self._update = None
+        self._batch.close()
+        for parameter in self._model.parameters():
+            parameter.data = parameter.data.new_empty(0)
 
     async def health(self) -> dict[str, Any]:
         """Counts and flags. Raises Unavailable once the engine cannot serve."""
