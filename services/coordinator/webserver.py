@@ -160,7 +160,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse, in pieces none of which can be more than a head may have."""
-        if not self._in_body and self._timer is None:
+        if not self._in_body and self._timer is None and not self._is_refused:
             self._begin(self._bounds.head_s)
         while data and not self._is_refused and not self.transport.is_closing():
             room = self._bounds.head_bytes - self._silent_bytes
@@ -178,17 +178,23 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._refuse_head(f"the request has more than {MAX_HEADERS} headers")
 
     def on_headers_complete(self) -> None:
-        """The head is there: start the request."""
+        """Start the request: its head is there."""
         if self._is_refused:
             return
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._end_behind_pipeline()
+            return
+        super().on_headers_complete()  # raises where the target is no URL
         self._silent_bytes = self._body_bytes = 0
         self._in_body = True
         self._begin(self._bounds.body_s)
-        if len(self.pipeline) >= MAX_PIPELINED:
-            detail = f"more than {MAX_PIPELINED} requests wait on this connection"
-            self._refuse(429, "too_many_pipelined", detail, "pipeline")
-            return
-        super().on_headers_complete()
+
+    def _end_behind_pipeline(self) -> None:
+        """Answer the requests that wait, and end the connection behind them: the client sends the others again."""
+        self._is_refused = True
+        REFUSED.labels("pipeline").inc()
+        self._stop_timer()
+        self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
         """A part of the body."""

@@ -19,7 +19,7 @@ from penstock.services.coordinator.api import create_app
 from penstock.services.coordinator.api.documents import MAX_VALUES, count_values, items_of
 from penstock.services.coordinator.api.feeds import Feeds
 from penstock.services.coordinator.api.replies import HttpProblem
-from penstock.services.coordinator.webserver import server_of
+from penstock.services.coordinator.webserver import MAX_PIPELINED, server_of
 from penstock.shared.config.kinds import parse_job
 from penstock.shared.config.service import ServiceSettings
 
@@ -146,6 +146,21 @@ async def test_an_answer_is_not_cut_by_the_head_behind_it() -> None:
         answer = await answer_to(port, head("/slow", "connection: close"), b"\r\n", wait_s=0.1)
         assert answer.startswith(b"HTTP/1.1 200 "), answer[:100]
         assert answer.count(b"piece") == 10
+
+
+async def test_requests_that_wait_are_answered_before_a_connection_ends(books: Any) -> None:
+    """A client that sends more at once than may wait sends again what was not answered."""
+    async with serving(books) as (_, port):
+        answer = await answer_to(port, head("/healthz") * 40)
+        assert answer.count(b"HTTP/1.1 200 ") == 1 + MAX_PIPELINED
+        assert answer.count(b"connection: close") == 1
+
+
+async def test_a_target_that_is_no_url_is_answered(books: Any) -> None:
+    async with serving(books) as (_, port):
+        for line in (b"GET http://x:99999/ HTTP/1.1", b"CONNECT x:443 HTTP/1.1"):
+            answer = await answer_to(port, line + b"\r\nHost: a\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 400 "), answer[:100]
 
 
 async def test_connections_of_one_address_are_bounded(books: Any) -> None:
