@@ -79,7 +79,8 @@ class Feeds:
             async with asyncio.timeout(seconds):
                 return await waiter.found
         except TimeoutError:
-            return await self.once(("job", job), LOOK_S / 2, lambda: self._control.get(job))
+            found = await self.once(("job", job), LOOK_S / 2, lambda: self._control.get(job))
+            return found if found.revision >= record.revision else record  # that look may have been earlier
         finally:
             watched.waiters.discard(waiter)
 

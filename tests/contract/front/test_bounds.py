@@ -289,6 +289,18 @@ async def test_readers_that_went_leave_nothing_behind(books: Any, job: Any) -> N
     await feeds.close()
 
 
+async def test_a_wait_shows_nothing_older_than_what_it_began_with(books: Any, job: Any) -> None:
+    """Another client looked at the job a moment before it was changed, and shares its look."""
+    id = (await books.submit(parse_job(job), job)).id
+    feeds = Feeds(books, asyncio.Event())
+    old = await feeds.once(("job", id), 30.0, lambda: books.get(id))
+    books.advance(id, "running")
+    new = await books.get(id)
+    assert new.revision > old.revision
+    assert (await feeds.until(new, lambda record: False, 0.01)).revision == new.revision
+    await feeds.close()
+
+
 # -- bodies ----------------------------------------------------------------------------------------------------------
 
 
