@@ -113,6 +113,20 @@ async def test_answers_reach_their_own_role_alone(users: dict[str, Bus]) -> None
     assert heard == [subjects.command("j")], "only the trainer may hear commands"
 
 
+async def test_each_role_asks_what_it_has_to(users: dict[str, Bus]) -> None:
+    asked = {
+        "report": (subjects.report("j"), "coordinator", ["trainer", "rollout"]),
+        "evaluation": (subjects.evaluation("j"), "coordinator", ["rollout"]),
+        "command": (subjects.command("j"), "trainer", ["coordinator"]),
+        "lost_weights": (subjects.lost_weights("j"), "trainer", ["rollout"]),
+        "score": (subjects.score("j"), "reward", ["rollout"]),
+    }
+    for subject, server, clients in asked.values():
+        async with await users[server].serve(subject, answer):
+            for client in clients:
+                assert await users[client].request(subject, b"", deadline_s=5) == b"done", f"{client}: {subject}"
+
+
 async def answer(_: bytes) -> bytes:
     return b"done"
 
