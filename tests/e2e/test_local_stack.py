@@ -62,6 +62,8 @@ def up(directory: Path) -> UpState:
     state, told = running(directory), json.loads(result.stdout)
     assert (told["url"], told["pid"], told["data_dir"]) == (state.url, state.pid, str(directory))
     assert told["processes"].keys() == state.processes.keys()
+    assert f"penstock down --data-dir {directory}" in result.stderr
+    assert str(directory / "api.key") in result.stderr
     return state
 
 
@@ -111,7 +113,9 @@ def check_refusals(state: UpState, directory: Path) -> None:
 
 def check_locks(state: UpState, directory: Path) -> None:
     """Another user of this machine reaches neither the API, nor the bus, nor Valkey, nor a file."""
-    assert httpx.get(f"{state.url}/v1/jobs").status_code == 401
+    refused = httpx.get(f"{state.url}/v1/jobs")
+    assert refused.status_code == 401
+    assert "api.key" in refused.json()["detail"], "says where the key is"
     assert (directory.stat().st_mode & 0o777, (directory / "api.key").stat().st_mode & 0o777) == (0o700, 0o600)
     assert all(file.stat().st_mode & 0o077 == 0 for file in (directory / "secrets").iterdir())
     port = int(state.nats_url.rpartition(":")[2])

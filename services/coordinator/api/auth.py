@@ -212,7 +212,8 @@ def _unauthorized(what: str) -> HttpProblem:
     return HttpProblem(
         401,
         "invalid_api_key",
-        f"{what}: send 'Authorization: Bearer KEY' (PENSTOCK_API_KEY for the command line)",
+        f"{what}: send 'Authorization: Bearer KEY' (PENSTOCK_API_KEY for the command line). "
+        "The key that 'penstock up' made is in api.key of its data directory",
         headers={"WWW-Authenticate": 'Bearer realm="penstock"'},
     )
 

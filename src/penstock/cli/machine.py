@@ -156,7 +156,9 @@ def _detached(options: StackOptions, rollouts: int, *, as_json: bool) -> None:
             raise typer.Exit(process.returncode or FAILED)
         state = read_state(options.data_dir)
         if state is not None and state.pid == process.pid and _is_ready(state.url):
-            note(f"runs in the background (process {process.pid}); stop it with: penstock down")
+            usual = load_settings().data_dir.expanduser().resolve() == options.data_dir
+            down = "penstock down" if usual else f"penstock down --data-dir {options.data_dir}"
+            note(f"runs in the background (process {process.pid}); stop it with: {down}")
             if as_json:
                 show_line(_facts(state.url, state.pid, options.data_dir, state.processes))
             else:

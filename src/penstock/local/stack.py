@@ -232,11 +232,12 @@ class Stack:
             self.api_key = keys[0].strip() if keys else ""
             return
         self._makes_key = True
-        self.api_key = ensure_secret(key_file(self.options.data_dir))
+        file = key_file(self.options.data_dir)
+        self.api_key = ensure_secret(file)
         try:
             announce_key(self.url, self.options.data_dir)
+            self._tell(f"the API key is in {file}; commands of this user find it by themselves")
         except OSError as error:
-            file = key_file(self.options.data_dir)
             self._tell(f"clients will not find the key by themselves ({error}): PENSTOCK_API_KEY=$(cat {file})")
 
     def _url_of(self, role: str) -> str:
