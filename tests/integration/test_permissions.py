@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import re
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
@@ -205,3 +207,40 @@ async def test_the_bus_over_tls_with_certificates_of_both_sides(store_dir: Path,
 def test_the_coordinator_may_store_in_every_stream() -> None:
     allowed = permissions("coordinator").publish
     assert {f"{stream.lower()}.>" for stream in STREAMS} <= set(allowed)
+
+
+@pytest.mark.parametrize("role", ["coordinator", *WORKERS])
+def test_a_role_may_use_the_subjects_that_its_code_names(role: str) -> None:
+    """A subject that a service gains and its user does not would fail in locked deployments alone."""
+    files = (Path(__file__).parents[2] / "services" / role).rglob("*.py")
+    named = {name for file in files for name in re.findall(r"\bsubjects\.([A-Za-z_]+)", file.read_text())}
+    allowed = permissions(role)
+    missing = set()
+    for name in named:
+        found = getattr(subjects, name)
+        if callable(found):
+            found = found(*["x"] * len(inspect.signature(found).parameters))
+        if name.endswith("_manifest"):  # a key
+            found = subjects.MANIFESTS
+        stream = found.partition(".")[0].upper()
+        ways = [
+            found,
+            f"$JS.API.STREAM.MSG.GET.{found}",
+            f"$JS.API.STREAM.MSG.GET.KV_{found}",
+            f"$JS.API.CONSUMER.MSG.NEXT.{found}.c",
+            f"$JS.API.CONSUMER.CREATE.{stream}.c.{found}",
+        ]
+        if not any(covers(each, way) for each in (*allowed.publish, *allowed.subscribe) for way in ways):
+            missing.add(name)
+    assert len(named) > 2
+    assert missing == set()
+
+
+def covers(pattern: str, subject: str) -> bool:
+    """True if a subject with wildcards holds another subject, which may be one with wildcards, too."""
+    parts, words = pattern.split("."), subject.split(".")
+    if parts[-1] == ">":
+        return len(words) >= len(parts) and covers(
+            ".".join(parts[:-1]) or "x", ".".join(words[: len(parts) - 1]) or "x"
+        )
+    return len(parts) == len(words) and all(part in ("*", word) for part, word in zip(parts, words, strict=True))
