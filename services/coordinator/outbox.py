@@ -112,7 +112,9 @@ class Outbox:
         async with self._sending:
             self._last_status = 0.0
             await self._send_all()
-            while self._status != self._sent_status:  # the last word on a job: nobody would say it again
+            while (
+                self._status and self._status != self._sent_status
+            ):  # the last word on a job: nobody would say it again
                 self._last_status = 0.0
                 await self._send_all()
 

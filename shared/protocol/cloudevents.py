@@ -25,7 +25,8 @@ _NAMES = {
 }
 """Events whose type does not say of what they tell."""
 _OTHERS = (
-    "asked", "blocked", "dead_letter", "dropped", "evaluation", "halted", "ledger_filling", "lineage_forked", "metric",
+    "asked", "blocked", "clock_skew", "dead_letter", "dropped", "evaluation", "halted", "ledger_filling",
+    "lineage_forked", "metric",
     "phase", "settings", "step", "submitted", "tracking",
 )  # fmt: skip
 EVENT_TYPES = tuple(

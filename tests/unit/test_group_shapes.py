@@ -59,7 +59,7 @@ def test_a_header_of_an_earlier_version_names_no_source() -> None:
     header = GroupHeader(**HEADER, temperature=0.5, source="hard")
     assert parse_group_header(group_headers(header)) == header
     ((name, text),) = group_headers(header).items()
-    earlier = json.dumps(json.loads(text)[:-1])
+    earlier = json.dumps(json.loads(text)[:-2])
     assert parse_group_header({name: earlier}) == GroupHeader(**HEADER, temperature=0.5)
 
 

@@ -51,7 +51,7 @@ class Rows:
             self.tokens_RC = torch.nn.functional.pad(self.tokens_RC, (0, extra))
             self._logprobs_RC = torch.nn.functional.pad(self._logprobs_RC, (0, extra))
 
-    def add(self, completions: Sequence[Completion], version: int, weights: str) -> None:
+    def add(self, completions: Sequence[Completion], version: int, weights: str = "") -> None:
         """Append completions that have no output yet."""
         start, stop = self.count, self.count + len(completions)
         ints, floats, stops = [], [], []

@@ -66,6 +66,7 @@ def install(
         sys.executable
     ),
     again: Annotated[bool, typer.Option("--again", help="Remove what is there and install it anew.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Make an interpreter with pinned packages of a simulator, in PENSTOCK_SIMS_DIR."""
     pins = PINS.get(name)
@@ -74,6 +75,8 @@ def install(
     folder = load_settings().sims_dir.expanduser() / name
     if (folder / INSTALLED).exists() and not again:
         note(f"{name} is installed in {folder}; --again installs it anew")
+        if as_json:
+            show_json({"name": name, "folder": str(folder), "packages": pins.packages})
         return
     started = time.monotonic()
     if folder.exists():
@@ -83,6 +86,8 @@ def install(
     _run([str(own), "-m", "pip", "install", "--progress-bar", "off", *pins.packages], f"installing {name}")
     _run([str(own), "-c", f"import {pins.imports}"], f"importing {pins.imports}")
     (folder / INSTALLED).write_text(json.dumps({"packages": pins.packages}))
+    if as_json:
+        show_json({"name": name, "folder": str(folder), "packages": pins.packages})
     note(f"{name} is ready after {time.monotonic() - started:.0f} s{': ' + pins.note if pins.note else ''}")
 
 
