@@ -30,7 +30,7 @@ def biased(number: int) -> tuple[torch.Tensor, int]:
     sampling = Sampling(max_new_tokens=4, logit_bias=tuple((token, 0.5 * token) for token in range(number)))
     rows = Rows(2, torch.device("cpu"))
     rows.reserve(8)
-    rows.add([Completion(0, index, (1, 2), sampling, (3,), index) for index in range(2)], 0)
+    rows.add([Completion(0, index, (1, 2), sampling, (3,), index) for index in range(2)], 0, "")
     rows.drop([0])
     with Ops() as ops:
         nudge = rows.draws(0, 1, VOCAB).nudge_RV
