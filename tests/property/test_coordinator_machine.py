@@ -221,6 +221,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             return False
         if events:
             self.append(events + self.run.decide(self.now, after=events))
+            self.decide()  # as a leader does at once: only now what the report gave up is out of the byte budget
         return True
 
     # -- what may happen ---------------------------------------------------------------------------------------------
