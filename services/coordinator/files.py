@@ -104,6 +104,7 @@ class FileStore:
 
     def _clear_away(self) -> None:
         """Remove what crashes left half written, or half deleted."""
+        self._root.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=self._root) as probe:  # the clock of this file system, as of the others
             old = Path(probe.name).stat().st_mtime - ABANDONED_S
         for folder in self._root.glob("file-*"):

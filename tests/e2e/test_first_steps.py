@@ -46,7 +46,8 @@ def url(stack: Any) -> Iterator[str]:
 def ask(url: str, question: str) -> tuple[str, str]:
     """Run the Python of the section: id and model of the answer."""
     (code,) = blocks("python")
-    for old, new in {"http://127.0.0.1:8000": url, 'api_key="none"': f'api_key="{API_KEY}"', "3+4=": question}.items():
+    made = 'Path("~/.penstock/api.key").expanduser().read_text().strip()'
+    for old, new in {"http://127.0.0.1:8000": url, made: repr(API_KEY), "3+4=": question}.items():
         assert old in code
         code = code.replace(old, new)
     found: dict[str, Any] = {}
@@ -66,7 +67,7 @@ def judge(url: str, answer: str, *, value: bool) -> str:
     headers = dict(value.split(": ") for name, value in options if name == "-H")
     (body,) = (json.loads(value) for name, value in options if name == "-d")
     body |= {"inference_id": answer, "value": value}
-    headers["Authorization"] = headers["Authorization"].replace("none", API_KEY)
+    headers["Authorization"] = headers["Authorization"].replace("$KEY", API_KEY)
     reply = httpx.post(f"{url}/feedback", content=json.dumps(body), headers=headers, timeout=60)
     assert reply.status_code == 202, reply.text
     return str(reply.json()["feedback_id"])
