@@ -10,11 +10,11 @@ import asyncio
 import contextlib
 import heapq
 import logging
-import time
 from collections import Counter
 
 from penstock.shared.errors import Unavailable
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["EntryShares", "FeedbackShares"]
@@ -64,7 +64,7 @@ class EntryShares:
             del self._used[owner]
 
     def _expire(self) -> None:
-        while self._ends and self._ends[0][0] <= time.time():
+        while self._ends and self._ends[0][0] <= bus_time():
             until, key = heapq.heappop(self._ends)
             if key in self._entries and self._entries[key][2] == until:
                 self.remove(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from collections import Counter
@@ -18,6 +19,7 @@ from penstock.shared.protocol.environment import EnvOpened, OpenEnv
 from penstock.shared.runtime.jobs import watch_jobs
 from penstock.shared.transport.bulk_message import FrameMail
 from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.serve import Server
 
 __all__ = ["EnvService"]
 
@@ -115,8 +117,14 @@ class EnvService:
                 except TimeoutError:
                     continue
         finally:
-            await server.close()
-            await session.close()
-            self.sessions.pop(name, None)
-            session.ended.set()
-            logger.info("session %s of job '%s' is closed", name, session.job)
+            ending = asyncio.create_task(self._end(name, session, server))
+            while not ending.done():  # also where this is cancelled meanwhile: the session has processes
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.shield(ending)
+
+    async def _end(self, name: str, session: EnvSession, server: Server) -> None:
+        await server.close()
+        await session.close()
+        self.sessions.pop(name, None)
+        session.ended.set()
+        logger.info("session %s of job '%s' is closed", name, session.job)

@@ -72,10 +72,10 @@ class EnvSession:
         """
         opened = False
         try:
-            self._simulator = await self._in_thread(open_simulator, self._request, self._sims_dir)
-            spec = self._simulator.spec
+            simulator = await self._in_thread(self._open_simulator)
+            spec = simulator.spec
             self._mail.check(_reply_bytes(spec), self._request.host, f"a reply of '{spec.env_id}'")
-            self._pool = EnvPool(self._simulator)
+            self._pool = EnvPool(simulator)
             self._used = time.monotonic()
             opened = True
             return spec
@@ -162,10 +162,18 @@ class EnvSession:
         async with self._lock:
             self.closed.set()
             self._release()
-            if self._simulator is not None:
-                simulator, self._simulator = self._simulator, None
-                await self._in_thread(simulator.close)
+            await self._in_thread(self._close_simulator)
             self._thread.shutdown(wait=False)
+
+    def _open_simulator(self) -> Simulator:
+        """Make the environments; the thread keeps them even where nobody waits for them any more."""
+        self._simulator = open_simulator(self._request, self._sims_dir)
+        return self._simulator
+
+    def _close_simulator(self) -> None:
+        simulator, self._simulator = self._simulator, None
+        if simulator is not None:
+            simulator.close()
 
     async def _in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, partial(function, *args, **kwargs))

@@ -99,7 +99,9 @@ async def test_whatever_is_written_meanwhile_a_backup_is_one_cut(
             groups = {m.seq for m in await restored.read(subjects.EXPERIENCE, subjects.experience("job_a"))}
             newest = json.loads(entries[-1].data)
             assert set(newest["groups"]) <= groups
-            assert max(groups) <= newest["groups"][-1] + 20 < writer.count, "what came after the cut is not there"
+            assert max(groups) <= newest["groups"][-1] + 10 * KEEP < writer.count, (
+                "what came after the cut is not there"
+            )
             assert (tmp_path / "new" / "checkpoints" / "job_a" / newest["checkpoint"] / "COMMIT").exists()
             assert [m.seq for m in entries] == list(range(1, len(entries) + 1)), "sequences are those of before"
             with pytest.raises(ConfigError, match="exists there"):
