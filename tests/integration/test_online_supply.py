@@ -171,7 +171,7 @@ async def test_feedback_becomes_batches_across_the_crash_of_a_leader(
         found = await until_fates(bus, job, a="trained", b="trained")
         assert (found["a"].batch, found["a"].version, found["a"].interactions) == (1, 1, [first])
         young = age_of_feedback(runner)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.1)
         assert age_of_feedback(runner) >= young + 0.05
         fourth = await serve(bus, job, version=1)
         await say(bus, job, ("c", third, 0.5), ("d", fourth, 0.25), ("late", first, -1.0))

@@ -2,23 +2,51 @@
 
 from __future__ import annotations
 
+import random
 import socket
+from pathlib import Path
 
 from penstock.shared.errors import ConfigError
 
 __all__ = ["claimable", "free_ports"]
 
 
+LOWEST, EPHEMERAL = 20_000, Path("/proc/sys/net/ipv4/ip_local_port_range")
+TRIES = 200
+
+
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """``count`` different ports that nobody listens on at the moment."""
-    probes = [socket.socket() for _ in range(count)]
+    """``count`` different ports that nobody listens on at the moment.
+
+    They lie below those that the kernel gives to outgoing connections, which could take one before it is listened on.
+    """
+    probes: list[socket.socket] = []
     try:
-        for probe in probes:
-            probe.bind((host, 0))
+        while len(probes) < count:
+            probes.append(_bound(host))
         return [int(probe.getsockname()[1]) for probe in probes]
     finally:
         for probe in probes:
             probe.close()
+
+
+def _bound(host: str) -> socket.socket:
+    """A socket on a port that is free; on one of the kernel's choice where no other is found."""
+    try:
+        stop = int(EPHEMERAL.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        stop = LOWEST
+    for port in random.SystemRandom().sample(range(LOWEST, stop), min(TRIES, stop - LOWEST)) if stop > LOWEST else ():
+        probe = socket.socket()
+        try:
+            probe.bind((host, port))
+        except OSError:
+            probe.close()
+        else:
+            return probe
+    probe = socket.socket()
+    probe.bind((host, 0))
+    return probe
 
 
 def claimable(host: str, port: int) -> None:
