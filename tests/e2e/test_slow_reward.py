@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 def test_slow_scorers_work_from_a_stream(stack: Any) -> None:
-    total = 30
+    total = 150  # more than it makes between two looks
     job = stack.submit(f"train.max_updates={total}", "reward.slow=true", "reward.processes=2")
     assert stack.reach(job, 5) < total
     stack.kill("reward-0")
