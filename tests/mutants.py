@@ -99,7 +99,7 @@ def run_tests(copy: Path, tests: tuple[str, ...]) -> tuple[int | None, str]:
 
 
 def is_killed(mutant: Mutant, free: Queue[Path]) -> bool:
-    """Whether the tests notice. Raises RuntimeError where they could not run."""
+    """True if the tests fail. Raises RuntimeError where they could not run."""
     copy = free.get()
     try:
         file = copy / mutant.file

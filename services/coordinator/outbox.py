@@ -91,8 +91,7 @@ class Outbox:
 
     async def fail(self, error: JobFailure) -> None:
         """Mark the job failed before it ever ran."""
-        self.event("error", "phase", f"failed: {error.message}")
-        await self._put_status({"phase": "failed", "message": error.message, "error": error})
+        self.status({"phase": "failed", "message": error.message, "error": error}, force=True)
         await self.flush()
 
     async def run(self) -> None:
@@ -112,9 +111,7 @@ class Outbox:
         async with self._sending:
             self._last_status = 0.0
             await self._send_all()
-            while (
-                self._status and self._status != self._sent_status
-            ):  # the last word on a job: nobody would say it again
+            while self._status != self._sent_status:  # the last one of a job would not be written again
                 self._last_status = 0.0
                 await self._send_all()
 

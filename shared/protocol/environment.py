@@ -77,7 +77,7 @@ class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
 class EnvSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of an environment for a policy. ``num_actions`` is set for discrete actions, bounds for others.
 
-    ``has_success``: the simulator tells whether the task is solved; ``has_snapshots``: its states can be restored.
+    ``has_success``: the simulator tells whether the task is solved.
     """
 
     env_id: str
@@ -92,7 +92,6 @@ class EnvSpec(msgspec.Struct, frozen=True, kw_only=True):
     action_high: list[float]
     max_episode_steps: int | None
     has_success: bool
-    has_snapshots: bool
     versions: dict[str, str]
 
 

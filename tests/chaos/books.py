@@ -1,4 +1,4 @@
-"""What must hold once the faults are over: books, replays, acknowledged feedback, and nothing left behind."""
+"""Checks once the faults are over: audits, replays, acknowledged feedback, and nothing left behind."""
 
 from __future__ import annotations
 

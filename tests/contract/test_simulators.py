@@ -338,14 +338,6 @@ def _children() -> list[int]:
     return [child.pid for child in psutil.Process().children()]
 
 
-def test_snapshots_are_refused_where_they_would_not_be_exact() -> None:
-    simulator = open_simulator(REACH, NOWHERE)
-    simulator.reset(ids(0), states(1))
-    with pytest.raises(ConfigError, match="'reach-v3' of metaworld offers no exact snapshots"):
-        simulator.snapshot(ids(0))
-    simulator.close()
-
-
 def test_a_process_that_cannot_come_back_says_why(fragile: EnvPool, monkeypatch: pytest.MonkeyPatch) -> None:
     reset_all(fragile, 1, 2, 3, 4)
     act(fragile, DIE, STEP, STEP, STEP)

@@ -256,7 +256,7 @@ async def test_replicas_on_a_single_server_are_a_clear_error(nats_server: NatsSe
 
 
 async def test_a_stream_keeps_what_an_operator_set(bus: Bus) -> None:
-    """It was rewritten at every start of a coordinator."""
+    """Each start of a coordinator used to rewrite the stream."""
     connection = bus._connection
     info = await call(connection, "STREAM.INFO.LEDGER", None, deadline_s=5, what="LEDGER")
     changed = info["config"] | {"compression": "s2", "metadata": {"owner": "ops"}}
@@ -328,7 +328,7 @@ async def test_a_node_that_is_cut_off_acknowledges_nothing_and_catches_up(cluste
 
 @pytest.mark.long
 async def test_a_replica_that_lags_is_not_believed(cluster: Cluster) -> None:
-    """It is stopped while a thousand messages are stored, and asked as soon as it runs again."""
+    """The replica is stopped while a thousand messages are stored, and asked as soon as it runs again."""
     async with connected(cluster) as bus:
         await ensured(bus, 3)
         await append(bus, 5)

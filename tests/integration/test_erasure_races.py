@@ -228,7 +228,7 @@ async def test_a_deletion_takes_no_group_that_a_trainer_may_ask_for(scene: Scene
 
 
 async def test_a_job_that_lets_nothing_go_holds_up_no_other(scene: Scene) -> None:
-    """Nobody leads the one; what the other made of the data goes as soon as that lets go of it."""
+    """One job has no leader; the data of the other goes as soon as that job releases it."""
     other = Scene(scene.bus, await JobStore(scene.bus).create(CONFIG), scene._dir)
     base: dict[str, Any] = {"writer_epoch": 1, "time": 1.0}
     admission = Admission(0, {new_marked_id(scene.job): 1}, {}, 1.0, 0, "k", "gone", "default", 1.0)

@@ -46,7 +46,7 @@ async def users(locked: NatsServer) -> AsyncIterator[dict[str, Bus]]:
 
 
 async def stored(bus: Bus, subject: str) -> bool:
-    """Whether NATS acknowledges a message."""
+    """True if NATS acknowledges a message."""
     try:
         await bus.publish(subject, b"x", deadline_s=QUICK_S)
     except Unavailable:

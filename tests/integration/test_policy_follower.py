@@ -89,7 +89,7 @@ async def following(bus: Bus, settings: ServiceSettings) -> AsyncIterator[tuple[
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """It may come by late; what counts is that the memory is free without it."""
+    """A collection may come late; the memory must be free without it."""
     gc.collect()
     gc.disable()
     yield
@@ -112,7 +112,7 @@ async def reach(follower: PolicyFollower, version: int, epoch: int) -> None:
 async def test_the_version_of_a_replaced_trainer_is_not_even_tried(
     bus: Bus, settings: ServiceSettings, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What a fenced trainer shows late is refused by its epoch alone, though its version is higher."""
+    """The follower refuses a late manifest of a fenced trainer by its epoch, though its version is higher."""
     async with following(bus, settings) as (follower, trainer):
         late = trainer.publish(7, epoch=1)
         await trainer.show(1, epoch=2)

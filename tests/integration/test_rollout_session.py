@@ -133,7 +133,7 @@ async def test_a_ticket_of_an_earlier_leader_is_answered(bus: Bus, tmp_path: Pat
 async def test_a_fast_clock_of_a_worker_drops_nothing(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made_by: str
 ) -> None:
-    """It took each ticket for late, and acknowledged it: 40 in a tenth of a second."""
+    """The worker took each ticket for late, and acknowledged it: 40 in a tenth of a second."""
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 130)
     assert await bus.measure_clock() == pytest.approx(130, abs=5)

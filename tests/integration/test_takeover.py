@@ -36,7 +36,7 @@ CONFIG, JOB, UPDATES = JobConfig.parse(SPEC), "job_kept", 6
 
 
 class Past:
-    """What an earlier leader left: a ledger, and groups in EXPERIENCE. One of them was dropped and is still there."""
+    """State that an earlier leader left: a ledger, and groups in EXPERIENCE. One was dropped and is still there."""
 
     def __init__(self, bus: Bus) -> None:
         self.bus, self.journal = bus, Journal(bus, JOB)
@@ -117,7 +117,7 @@ async def left(bus: Bus) -> set[int]:
 
 
 async def test_a_stream_that_ends_early_is_read_from_its_beginning(bus: Bus, tmp_path: Path) -> None:
-    """It was restored or made anew: the sequences of the ledger mean nothing there."""
+    """The stream was restored or made anew: the sequences of the ledger mean nothing there."""
     past = Past(bus)
     await past.make()
     await bus._call(f"STREAM.DELETE.{subjects.EXPERIENCE}", None, "delete the stream")

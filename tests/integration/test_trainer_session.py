@@ -249,7 +249,7 @@ def remove_segments(directory: Path) -> None:
 
 
 async def test_weights_whose_segment_is_gone_are_published_again_for_a_new_worker(bus: Bus, tmp_path: Path) -> None:
-    """It was removed while no worker was there; the trainer waits for a batch that only workers can fill."""
+    """The slot was removed while no worker ran; the trainer waits for a batch that only workers can fill."""
     leader = Leader(bus)
     leader.recorded.set()
     async with training(bus, tmp_path, leader) as session, asyncio.timeout(90):

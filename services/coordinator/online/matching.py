@@ -387,7 +387,7 @@ class Matching:
         return key in self.episodes and key not in self.ready and self.episodes[key].due == due
 
     def _is_expiring(self, received: float, name: str) -> bool:
-        """Whether an item that was received then still has no target, or no record of one."""
+        """True if an item that was received then still has no target, or no record of one."""
         held = self._items.get(name)
         if held is None or held.item.feedback.received != received:
             return False

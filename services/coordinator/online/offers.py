@@ -46,7 +46,7 @@ __all__ = ["Offers"]
 
 DEMONSTRATION = "demonstration"
 NOTHING: dict[str, Any] = {}
-"""What items without a body share; never written to."""
+"""Body shared by items without one; never written to."""
 LOOKED_AT = 4_000
 """Posted interactions, or episodes, that one sweep settles again where the policy moved on; the oldest first."""
 ROUNDING_S = 1.0
@@ -80,7 +80,7 @@ class Offers:
         self._dirty: dict[str, None] = {}
         """Items that the next sweep of all looks at: a record of theirs was found, or a user of theirs objects."""
         self._settled: Present | None = None
-        """What the newest sweep of all settled by."""
+        """Inputs by which the newest sweep of all settled."""
         self._again: list[tuple[int, str]] = []
         """Posted interactions that are settled by what held before that, the oldest last."""
         self._due = Marks(self._is_due_at)
@@ -316,7 +316,7 @@ class Offers:
             heapify(self._queue)
 
     def _watch(self, unit: str, users: Iterable[str]) -> None:
-        """What is ready of an item or an episode rests on the consent of these."""
+        """Users on whose consent the ready part of an item or an episode rests."""
         self._unwatch(unit)
         self._watched[unit] = tuple(users)
         self._users.update(self._watched[unit])

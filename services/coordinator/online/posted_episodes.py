@@ -138,7 +138,7 @@ class PostedEpisode:
         return sorted(self.turns.values(), key=lambda turn: turn.order)
 
     def is_over(self, job: OnlineJob, now: float) -> bool:
-        """Whether no turn of it is waited for any more; ``due`` says from when on where one is."""
+        """True if no further turn is waited for; ``due`` says until when one is."""
         course = _Course()
         for turn in self.turns.values():
             course.hear(turn.item.feedback)

@@ -83,15 +83,5 @@ class Simulator(Protocol):
         the one of ``next_state_ids`` [n] begins; None: it stays over.
         """
 
-    def snapshot(self, env_ids: NDArray[np.int32]) -> list[bytes]:
-        """The states of environments, to be restored in any environment of an equal session.
-
-        Raises:
-            ConfigError: the simulator offers no exact snapshots.
-        """
-
-    def restore(self, env_ids: NDArray[np.int32], snapshots: list[bytes]) -> Named:
-        """Put environments into states of ``snapshot``; returns their observations [n, ...]. Raises as ``snapshot``."""
-
     def close(self) -> None:
         """Give everything back."""

@@ -50,7 +50,7 @@ class Environment(Protocol):
 
     spec: Message
     """``observations``: name -> (shape, dtype); ``action``: (shape, dtype); ``num_actions`` or None; ``low``, ``high``;
-    ``max_episode_steps`` or None; ``has_success``, ``has_snapshots``; ``versions``."""
+    ``max_episode_steps`` or None; ``has_success``; ``versions``."""
     task: str
     """The task in words, or ''."""
 
@@ -62,12 +62,6 @@ class Environment(Protocol):
 
     def state(self) -> bytes:
         """The simulator's state: equal states continue equally under equal actions."""
-
-    def snapshot(self) -> bytes:
-        """All that ``restore`` needs. Only where ``spec`` says ``has_snapshots``."""
-
-    def restore(self, snapshot: bytes) -> Mapping[str, NDArray[Any]]:
-        """Continue from a snapshot; returns its observations."""
 
     def close(self) -> None:
         """Free what the environment holds."""
@@ -155,9 +149,9 @@ class Host:
         self._shared = SharedObservations(self.descriptor, self.spec["observations"], num_envs)
 
     def handle(self, header: Message, arrays: list[NDArray[Any]]) -> tuple[Message, list[NDArray[Any]]]:
-        """Answer one request: reset, step, snapshot or restore."""
-        handlers = {"reset": self._reset, "step": self._step, "snapshot": self._snapshot, "restore": self._restore}
-        return handlers[header["kind"]](header, arrays)
+        """Answer one request: reset or step."""
+        handlers = {"reset": self._reset, "step": self._step}
+        return handlers[header["kind"]](arrays)
 
     def close(self) -> None:
         """Close every environment."""
@@ -166,7 +160,7 @@ class Host:
                 with contextlib.suppress(Exception):
                     environment.close()
 
-    def _reset(self, _: Message, arrays: list[NDArray[Any]]) -> tuple[Message, list[NDArray[Any]]]:
+    def _reset(self, arrays: list[NDArray[Any]]) -> tuple[Message, list[NDArray[Any]]]:
         env_ids, state_ids = arrays
         lost: dict[int, str] = {}
         hashes, tasks = np.zeros(len(env_ids), np.uint64), []
@@ -185,7 +179,7 @@ class Host:
             return state_hash(environment), environment.task
         return 0, ""
 
-    def _step(self, _: Message, arrays: list[NDArray[Any]]) -> tuple[Message, list[NDArray[Any]]]:
+    def _step(self, arrays: list[NDArray[Any]]) -> tuple[Message, list[NDArray[Any]]]:
         """Execute a chunk in each environment, up to the end of its episode; then begin the next one where asked."""
         env_ids, actions, next_state_ids = arrays
         n, C = actions.shape[:2]
@@ -214,26 +208,6 @@ class Host:
                     hashes[i], tasks[i] = self._start(i, env, int(next_state_ids[i]), not_started)
         found = {"lost": lost, "not_started": not_started, "tasks": tasks}
         return found, [rewards, terminated, truncated, success, valid, hashes]
-
-    def _snapshot(self, _: Message, arrays: list[NDArray[Any]]) -> tuple[Message, list[NDArray[Any]]]:
-        return {}, [np.frombuffer(self._running(env).snapshot(), np.uint8) for env in arrays[0].tolist()]
-
-    def _restore(self, _: Message, arrays: list[NDArray[Any]]) -> tuple[Message, list[NDArray[Any]]]:
-        env_ids, *snapshots = arrays
-        hashes = np.zeros(len(env_ids), np.uint64)
-        for i, (env, snapshot) in enumerate(zip(env_ids.tolist(), snapshots, strict=True)):
-            environment = self._environments[env]
-            if environment is None:
-                environment = self._environments[env] = self._make()
-            self._write(self._shared.current, env, environment.restore(snapshot.tobytes()))
-            hashes[i] = state_hash(environment)
-        return {}, [hashes]
-
-    def _running(self, env: int) -> Environment:
-        environment = self._environments[env]
-        if environment is None:
-            raise ValueError(f"environment {env} was lost: reset it first")
-        return environment
 
     def _write(self, where: dict[str, NDArray[Any]], env: int, observations: Mapping[str, NDArray[Any]]) -> None:
         """Copy observations into the shared memory. Raises ValueError where one is not finite."""

@@ -107,35 +107,6 @@ class ProcessSimulator:
             state_hashes=hashes, tasks=tasks, lost=lost, not_started=not_started,
         )  # fmt: skip
 
-    def snapshot(self, env_ids: NDArray[np.int32]) -> list[bytes]:
-        """See the protocol."""
-        self._check_snapshots()
-        found: dict[int, bytes] = {}
-        lost: dict[int, str] = {}
-        for places, header, arrays in self._ask({"kind": "snapshot"}, env_ids, [], lost):
-            _check_answer(header)
-            found.update({place: part.tobytes() for place, part in zip(places.tolist(), arrays, strict=True)})
-        _check_complete(lost)
-        return [found[place] for place in range(len(env_ids))]
-
-    def restore(self, env_ids: NDArray[np.int32], snapshots: list[bytes]) -> Named:
-        """See the protocol."""
-        self._check_snapshots()
-        for number in self._numbers(env_ids):
-            self._revive(number)
-        lost: dict[int, str] = {}
-        for number in self._numbers(env_ids):
-            places = self._places(env_ids, number)
-            parts = [np.frombuffer(snapshots[place], np.uint8) for place in places.tolist()]
-            child = self._children[number]
-            assert child is not None
-            child.send({"kind": "restore"}, env_ids[places] - np.int32(self._first[number]), *parts)
-            answer = self._answer(number, places, time.monotonic() + self._limit_s, lost)
-            if answer is not None:
-                _check_answer(answer[0])
-        _check_complete(lost)
-        return self._gather(env_ids, final=False)
-
     def close(self) -> None:
         """End all processes; one that does not end by itself is killed."""
         children = [child for child in self._children if child is not None]
@@ -203,7 +174,7 @@ class ProcessSimulator:
             self._children[number] = None
             lost.update(dict.fromkeys(places.tolist(), self._why[number]))
             return None
-        if "error" in header and "lost" not in header and header["error"]:
+        if header.get("error"):
             raise ProtocolError(f"the simulator of '{self._request.env_id}': {header['error']}")
         return header, arrays
 
@@ -230,10 +201,6 @@ class ProcessSimulator:
                 for name, array in found.items():
                     array[places] = source[name][env_ids[places] - self._first[number]]
         return found
-
-    def _check_snapshots(self) -> None:
-        if not self.spec.has_snapshots:
-            raise ConfigError(f"'{self.spec.env_id}' of {self.spec.backend} offers no exact snapshots")
 
 
 class _Child:
@@ -348,7 +315,6 @@ def _spec_of(request: OpenEnv, spec: Message) -> EnvSpec:
         action_high=spec["high"],
         max_episode_steps=spec["max_episode_steps"],
         has_success=spec["has_success"],
-        has_snapshots=spec["has_snapshots"],
         versions=spec["versions"] | {"python": f"{sys.version_info.major}.{sys.version_info.minor}"},
     )
 
@@ -356,13 +322,3 @@ def _spec_of(request: OpenEnv, spec: Message) -> EnvSpec:
 def _at(places: NDArray[np.int64], reasons: dict[str, str]) -> dict[int, str]:
     """Reasons by place in the whole request; JSON made strings of a process's own places."""
     return {int(places[int(place)]): reason for place, reason in reasons.items()}
-
-
-def _check_answer(header: Message) -> None:
-    if header.get("error"):
-        raise ProtocolError(f"the simulator: {header['error']}")
-
-
-def _check_complete(lost: dict[int, str]) -> None:
-    if lost:
-        raise Unavailable(next(iter(lost.values())))

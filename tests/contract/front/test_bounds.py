@@ -1,4 +1,4 @@
-"""What one client may occupy of the server: connections, heads, bodies, requests at once, followers."""
+"""Bounds on one client: connections, heads, bodies, requests at once, followers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a key may have a job do: run code by its name, and read files of the machine."""
+"""Rights of a key over jobs: run code by its name, and read files of the machine."""
 
 from __future__ import annotations
 

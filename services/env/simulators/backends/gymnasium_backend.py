@@ -31,7 +31,6 @@ class GymnasiumEnvironment:
             **_action(env_id, self._env.action_space),
             "max_episode_steps": self._env.spec.max_episode_steps if self._env.spec else None,
             "has_success": False,
-            "has_snapshots": False,
             "versions": {"gymnasium": gymnasium.__version__},
         }
 
@@ -53,14 +52,6 @@ class GymnasiumEnvironment:
         else:
             parts = [np.asarray(getattr(inner, "state", [])).astype(np.float64).tobytes()]
         return pickle.dumps([*parts, inner.np_random.bit_generator.state], protocol=4)
-
-    def snapshot(self) -> bytes:
-        """Gymnasium has no snapshots."""
-        raise NotImplementedError("environments of Gymnasium have no snapshots")
-
-    def restore(self, snapshot: bytes) -> Mapping[str, NDArray[Any]]:
-        """Gymnasium has no snapshots."""
-        raise NotImplementedError("environments of Gymnasium have no snapshots")
 
     def close(self) -> None:
         """Close it."""

@@ -49,7 +49,6 @@ class MetaWorldEnvironment:
             "high": space.high.ravel().tolist(),
             "max_episode_steps": horizon,
             "has_success": True,
-            "has_snapshots": False,
             "versions": {name: importlib.metadata.version(name) for name in ("metaworld", "mujoco")},
         }
 
@@ -81,14 +80,6 @@ class MetaWorldEnvironment:
         data = self._env.data
         parts = (data.qpos, data.qvel, data.mocap_pos, data.mocap_quat, self._env._target_pos, self._env._prev_obs)
         return struct.pack("<dq", data.time, self._steps) + b"".join(np.asarray(p, np.float64).tobytes() for p in parts)
-
-    def snapshot(self) -> bytes:
-        """Meta-World's own snapshots are not exact."""
-        raise NotImplementedError("Meta-World restores its state only within 1e-2: start the episode again instead")
-
-    def restore(self, snapshot: bytes) -> Mapping[str, NDArray[Any]]:
-        """Meta-World's own snapshots are not exact."""
-        raise NotImplementedError("Meta-World restores its state only within 1e-2: start the episode again instead")
 
     def close(self) -> None:
         """Close it."""
