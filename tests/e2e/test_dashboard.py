@@ -46,11 +46,12 @@ def page() -> Iterator[Page]:
 
 
 def enter(page: Page, stack: Any, key: str) -> None:
-    """Open the page and give it a key when it asks."""
+    """Open the page, give it a key when it asks, and wait until it uses the key: a test may open another page then."""
     page.goto(f"{stack.stack.url}/")
     page.wait_for_selector("#ask-key[open]")
     page.fill("#key-text", key)
-    page.click("#ask-key button[value=use]")
+    with page.expect_request(lambda request: request.headers.get("authorization") == f"Bearer {key}"):
+        page.click("#ask-key button[value=use]")
 
 
 def test_a_job_can_be_watched_and_cancelled(stack: Any, page: Page) -> None:
