@@ -100,7 +100,7 @@ def matching(waiting: int, pairs: int) -> Pairs:
         core.sweep(version=0, now=NOW, everything=False)
     wall, cpu = time.perf_counter() - began, time.process_time() - used
     began = time.perf_counter()
-    core.lowest()
+    core.low_water()
     lowest = time.perf_counter() - began
     core.sweep(version=0, now=NOW)  # gives way where too much is ready
     began = time.perf_counter()
@@ -134,7 +134,7 @@ async def takeover(bus: Bus, items: int) -> Takeover:
     await supply.recover(LedgerState())
     wall, cpu = time.perf_counter() - began, time.process_time() - used
     watching.cancel()
-    assert len(supply.matching.parked) == items
+    assert len(supply.matching.unmatched) == items
     return Takeover(items, wall, cpu, longest, _rss_mib() - before)
 
 

@@ -13,9 +13,9 @@ import xxhash
 from penstock.services.coordinator.canary import flaws_of_canaries
 from penstock.services.coordinator.hyperparameters import hyperparameters_of
 from penstock.services.coordinator.ledger import NO_SIGNAL, LedgerState
-from penstock.services.coordinator.online.proof import flaws_of_admission
-from penstock.services.coordinator.online.sources import flaws_of_weights
-from penstock.services.coordinator.online.values import flaws_of_values
+from penstock.services.coordinator.online.admission_audit import flaws_of_admission
+from penstock.services.coordinator.online.baselines import flaws_of_baselines
+from penstock.services.coordinator.online.source_trust import flaws_of_weights
 from penstock.services.coordinator.promotion import flaws_of_promotions
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.online_job import OnlineJob
@@ -190,7 +190,7 @@ def _check_version(audit: Audit, event: Event) -> None:
 
 def _check_values(audit: Audit, event: Event, config: JobConfig) -> None:
     if isinstance(event, BatchSealed) and isinstance(config, OnlineJob):
-        for flaw in flaws_of_values(config, audit.state, event):
+        for flaw in flaws_of_baselines(config, audit.state, event):
             audit.find("admissions", flaw)
 
 

@@ -33,7 +33,7 @@ from penstock.services.coordinator.ledger_room import ledger_waits, reserve_ledg
 from penstock.services.coordinator.letterbox import LetterBox
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.once import Once
-from penstock.services.coordinator.online.rereading import decide_again
+from penstock.services.coordinator.online.admission_audit import audit_admissions
 from penstock.services.coordinator.probe import WriteProbe
 from penstock.services.coordinator.removal import delete_job
 from penstock.services.coordinator.replays import replay_rows
@@ -314,7 +314,7 @@ class CoordinatorControl:
             await asyncio.to_thread(_audit_groups, audit, [(*wanted[seq], m.data) for seq, m in found.items()])
         if isinstance(config, OnlineJob):
             entries = await asyncio.to_thread(lambda: [decode_events(message.data) for message in messages])
-            audit.decisions_checked, flaws = await decide_again(self.bus, job, config, entries)
+            audit.decisions_checked, flaws = await audit_admissions(self.bus, job, config, entries)
             for flaw in flaws:
                 audit.find("decisions", flaw)
         return audit.report()

@@ -11,7 +11,7 @@ from penstock.services.coordinator.api.control import Row
 from penstock.services.coordinator.buried import Buried, buried, number, origin_of, payload_of
 from penstock.services.coordinator.carrier import ATTEMPTS, LETTER, REASON
 from penstock.services.coordinator.deadletters import draw_of
-from penstock.services.coordinator.supply import LiveLetter
+from penstock.services.coordinator.supply import LiveDeadLetter
 from penstock.shared.errors import NotFound, ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
@@ -59,7 +59,7 @@ class LetterBox:
         if origin_of(await self._get(job, id))[0] not in LIVE:
             await self.draw(job, id)
 
-    async def live(self, job: str, id: int) -> LiveLetter | None:
+    async def live(self, job: str, id: int) -> LiveDeadLetter | None:
         """The interaction or the feedback that the letter is, as it was; None where it is neither.
 
         Raises:
@@ -75,7 +75,7 @@ class LetterBox:
         if missing:
             raise ProtocolError(f"{missing} parts of dead letter {id} are missing: {subjects.DEAD} was full")
         headers = {name: value for name, value in letter.first.headers.items() if name not in {*LETTER, PARTS, MSG_ID}}
-        return LiveLetter(stream, seq, headers, data)
+        return LiveDeadLetter(stream, seq, headers, data)
 
     async def draw(self, job: str, id: int) -> Draw:
         """The draw that the letter stood for. Raises NotFound: no such letter, or it stood for none."""

@@ -12,7 +12,7 @@ from penstock.services.coordinator.run import JobRun
 from penstock.shared.protocol.events import Event
 from penstock.shared.protocol.ids import Draw
 
-__all__ = ["Fact", "LiveLetter", "Supply", "Unreadable"]
+__all__ = ["Fact", "LiveDeadLetter", "Supply", "Unreadable"]
 
 Fact = Callable[[], Awaitable[None]]
 """Runs in turn with the decisions of its job."""
@@ -26,7 +26,7 @@ class Unreadable(NamedTuple):
     reason: str
 
 
-class LiveLetter(NamedTuple):
+class LiveDeadLetter(NamedTuple):
     """A dead letter of INTERACTIONS or FEEDBACK as it was there, its parts put together."""
 
     stream: str
@@ -66,7 +66,7 @@ class Supply(Protocol):
         """Messages since the last call that cannot be read: they are kept before a decision passes them."""
         ...
 
-    async def put_back(self, letter: LiveLetter) -> int:
+    async def requeue(self, letter: LiveDeadLetter) -> int:
         """Take in again what nobody could read; how many interactions or items that are neither over nor known here.
 
         Raises ProtocolError where it still does not decode, and Unavailable. Safe to repeat.

@@ -11,7 +11,7 @@ from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.letterbox import LetterBox
 from penstock.services.coordinator.promotion import Rollback, flaw_of_rollback
 from penstock.services.coordinator.run import JobRun
-from penstock.services.coordinator.supply import LiveLetter, Supply
+from penstock.services.coordinator.supply import LiveDeadLetter, Supply
 from penstock.shared.config.kinds import parse_training
 from penstock.shared.errors import ConfigError, Conflict, NotFound, ProtocolError, Unavailable
 from penstock.shared.protocol.bus_clock import bus_datetime, bus_time
@@ -105,7 +105,7 @@ class Wishes:
             try:
                 live = await letters.live(self.record.id, id)
                 if live is not None:
-                    result = {"stream": live.stream, "stored": await _put_back(run, supply, live)}
+                    result = {"stream": live.stream, "stored": await _requeue(run, supply, live)}
                 elif (drawn := await self._redraw(run, await letters.draw(self.record.id, id), id, commit)) is None:
                     continue
                 else:
@@ -173,12 +173,12 @@ class Wishes:
         return [one for one in asked if one.id not in self._settled]
 
 
-async def _put_back(run: JobRun, supply: Supply | None, letter: LiveLetter) -> int:
-    """Store an interaction or feedback anew, see ``Supply.put_back``. Raises Conflict: the job takes none."""
+async def _requeue(run: JobRun, supply: Supply | None, letter: LiveDeadLetter) -> int:
+    """Store an interaction or feedback anew, see ``Supply.requeue``. Raises Conflict: the job takes none."""
     if supply is None or run.state.finished:
         ended = run.state.finished or "not fed by feedback"
         raise Conflict(f"the job is {ended}: it would not read what is stored anew in {letter.stream}")
-    return await supply.put_back(letter)
+    return await supply.requeue(letter)
 
 
 def _promoted(operation: Operation, run: JobRun) -> dict[str, Any] | None:

@@ -368,7 +368,7 @@ async def test_a_new_leader_asks_the_ledger_about_what_was_stored_anew(scene: Sc
     supply = LiveSupply(scene.bus, scene.job, CONFIG, epoch=2)
     state.read_from = (1, 1)
     await supply.recover(state)
-    assert list(supply.matching.offers.ready) == [new.id]
+    assert list(supply.matching.examples.ready) == [new.id]
 
 
 @pytest.mark.parametrize("is_over", [False, True])
@@ -389,8 +389,8 @@ async def test_a_retraction_that_came_first_and_was_stored_anew_still_takes_back
         await scene.post(item)
     supply = LiveSupply(scene.bus, scene.job, CONFIG, epoch=2)
     await supply.recover(LedgerState())
-    assert list(supply.matching.offers.ready) == []
-    assert supply.matching.knows(retraction.id) is not is_over
+    assert list(supply.matching.examples.ready) == []
+    assert supply.matching.has_feedback(retraction.id) is not is_over
 
 
 STEPS = frozenset({"publish", "publish_whole", "delete_message", "get_whole", "get_many", "stream_state", "last"})

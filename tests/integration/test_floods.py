@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.online import lookups as lookups_module
+from penstock.services.coordinator.online import interaction_reader as reader_module
 from penstock.services.coordinator.online import supply as supply_module
 from penstock.services.coordinator.online.supply import LiveSupply
 from penstock.services.coordinator.retry import Retry
@@ -76,7 +76,7 @@ def asked(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         nonlocal running
         found.append(subject)
         running += 1
-        assert running <= lookups_module.AT_ONCE
+        assert running <= reader_module.AT_ONCE
         try:
             return await last(stream, subject)
         finally:
@@ -95,7 +95,7 @@ async def test_names_that_nobody_knows_are_asked_for_once(bus: Bus, asked: list[
     supply = LiveSupply(bus, JOB, CONFIG, epoch=1)
     await supply.recover(LedgerState())
     assert len([subject for subject in asked if subject.startswith(subjects.INTERACTIONS.lower())]) == 512
-    assert len(supply.matching.offers.items) == 512
+    assert len(supply.matching.examples.items) == 512
 
 
 async def test_what_was_unknown_is_found_once_it_is_there(bus: Bus, asked: list[str]) -> None:
@@ -109,15 +109,15 @@ async def test_what_was_unknown_is_found_once_it_is_there(bus: Bus, asked: list[
     for name in pair:
         await serve(bus, name)
     for message in await bus.read(subjects.INTERACTIONS, subjects.interactions(JOB)):
-        await supply._take(subjects.interactions(JOB), message)
-    assert not supply.matching.offers.missing(early)
-    supply.matching.offers.remove(early.id)
-    supply.matching.offers.let_go()
-    assert supply.matching.offers.missing(late), "nobody waits for it any more"
+        await supply._take_message(subjects.interactions(JOB), message)
+    assert not supply.matching.examples.missing_records(early)
+    supply.matching.examples.remove(early.id)
+    supply.matching.examples.discard_unused_records()
+    assert supply.matching.examples.missing_records(late), "nobody waits for it any more"
     await say(bus, late)
     *_, message = await bus.read(subjects.FEEDBACK, subjects.feedback(JOB))
-    await supply._take(subjects.feedback(JOB), message)
-    assert not supply.matching.offers.missing(late)
+    await supply._take_message(subjects.feedback(JOB), message)
+    assert not supply.matching.examples.missing_records(late)
 
 
 async def test_while_the_bus_is_away_names_are_waited_for_once_and_it_is_said(
@@ -134,11 +134,11 @@ async def test_while_the_bus_is_away_names_are_waited_for_once_and_it_is_said(
     monkeypatch.setattr(bus, "last", away)
     names = [new_marked_id(JOB) for _ in range(3)]
     await serve(bus, names[0])
-    looking = asyncio.create_task(supply._lookups.by_name(names))
+    looking = asyncio.create_task(supply._reader.by_name(names))
     async with asyncio.timeout(DEADLINE_S):
         while retry.blocked is None:
             await asyncio.sleep(0.01)
-        assert retry.blocked.what == lookups_module.LOOK_UP
+        assert retry.blocked.what == reader_module.LOOKUP
         assert len(retry._held) == 1
         is_away = False
         assert list(await looking) == names[:1]
@@ -148,7 +148,7 @@ async def test_while_the_bus_is_away_names_are_waited_for_once_and_it_is_said(
 async def test_of_a_flood_only_a_part_stands_before_what_others_tell_the_leader(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supply_module, "UNTAKEN", 3)
+    monkeypatch.setattr(supply_module, "MAX_UNTAKEN", 3)
     supply, posted = LiveSupply(bus, JOB, CONFIG, epoch=1), asyncio.Queue[Any]()
     monkeypatch.setattr(supply_module, "SWEEP_S", 3600)
     for _ in range(10):
@@ -159,7 +159,7 @@ async def test_of_a_flood_only_a_part_stands_before_what_others_tell_the_leader(
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.1)
             assert posted.qsize() == 3
-            while len(supply.matching.offers.items) < 10:
+            while len(supply.matching.examples.items) < 10:
                 await (await posted.get())()
 
 
@@ -223,7 +223,7 @@ async def test_a_key_that_fills_the_stream_leaves_room_to_others(
             gone = Erasure(user="u", interactions=[], feedback=["f0"], time=time.time())
             await post(bus, subjects.erasures(JOB), pack(gone, job=JOB))
             async with asyncio.timeout(5):
-                while not len(supply.matching.parked):
+                while not len(supply.matching.unmatched):
                     await asyncio.sleep(0.02)
     finally:
         leading.cancel()
@@ -233,7 +233,7 @@ async def test_a_key_that_fills_the_stream_leaves_room_to_others(
     if waits != "nothing":
         assert (told["first"].status, told["first"].reason) == ("rejected", "feedback_full")
     assert (await bus.stream_state(subjects.FEEDBACK)).bytes < STREAM_BYTES
-    assert supply.matching.offers.holdings.nbytes <= STREAM_BYTES / 8 + 100_000
+    assert supply.matching.examples.quota.nbytes <= STREAM_BYTES / 8 + 100_000
 
 
 async def test_whoever_has_the_most_gives_way_first(bus: Bus) -> None:
@@ -247,13 +247,13 @@ async def test_whoever_has_the_most_gives_way_first(bus: Bus) -> None:
 
     def given_up(share: float) -> list[tuple[str, str]]:
         state = replace(here, bytes=int(share * here.max_bytes))
-        return [(one.feedback, one.reason) for one in supply._give_way(state, time.time())]
+        return [(one.feedback, one.reason) for one in supply._relieve_feedback(state, time.time())]
 
     assert given_up(0.7) == []
     assert given_up(0.8) == [("b0", "feedback_full"), ("b1", "feedback_full")]
-    assert supply.matching.lowest()[1] == 1
+    assert supply.matching.low_water()[1] == 1
     assert given_up(0.95) == [("a0", "feedback_full")], "whatever lies in the older half"
-    assert list(supply.matching.offers.items) == ["b2", "b3", "a1"]
+    assert list(supply.matching.examples.items) == ["b2", "b3", "a1"]
 
 
 @asynccontextmanager

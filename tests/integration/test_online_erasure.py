@@ -79,7 +79,7 @@ async def test_what_is_admitted_around_a_deletion_is_not_trained(
     """The leader has read the records before they are deleted, and publishes what it makes of them afterwards."""
     record = await JobStore(bus).create(CONFIG)
     job, supply = record.id, LiveSupply(bus, record.id, CONFIG, epoch=1)
-    read, has_read, may_publish = supply._lookups.by_seq, asyncio.Event(), asyncio.Event()
+    read, has_read, may_publish = supply._reader.by_seq, asyncio.Event(), asyncio.Event()
 
     async def slowly(seqs: Iterable[int]) -> dict[int, Interaction]:
         found = await read(seqs)
@@ -88,7 +88,7 @@ async def test_what_is_admitted_around_a_deletion_is_not_trained(
             await may_publish.wait()
         return found
 
-    monkeypatch.setattr(supply._lookups, "by_seq", slowly)
+    monkeypatch.setattr(supply._reader, "by_seq", slowly)
     runner = JobRunner(bus, JobStore(bus), Members(), record, epoch=1, data_dir=tmp_path, supply=supply)
     leading = asyncio.create_task(runner.lead())
     try:

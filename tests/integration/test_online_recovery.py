@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.online import told as told_module
+from penstock.services.coordinator.online import decision_feed
 from penstock.services.coordinator.online.supply import LiveSupply
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol import subjects
@@ -50,20 +50,20 @@ async def leader(bus: Bus, epoch: int) -> LiveSupply:
 
 async def test_what_gave_way_is_not_taken_by_the_next_leader(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     """However much was told after it: what is read again decides how far back is looked."""
-    monkeypatch.setattr(told_module, "NEWEST", 2)
+    monkeypatch.setattr(decision_feed, "MIN_MESSAGES", 2)
     await say(bus, posted("a", time.time()), posted("b", time.time()))
     first = await leader(bus, 1)
-    assert list(first.matching.offers.ready) == ["a", "b"]
-    first._untold += first.matching.reject(["a"], "feedback_full", time.time())
+    assert list(first.matching.examples.ready) == ["a", "b"]
+    first._unpublished += first.matching.reject(["a"], "feedback_full", time.time())
     await first.flush()
     for number in range(20):
         await tell(bus, Fate(feedback=f"x{number}", status="rejected", reason="stale", time=time.time()), epoch=1)
     second = await leader(bus, 2)
-    assert list(second.matching.offers.ready) == ["b"]
+    assert list(second.matching.examples.ready) == ["b"]
     await say(bus, posted("a", time.time()))
     *_, message = await bus.read(subjects.FEEDBACK, subjects.feedback(JOB))
-    await second._take(subjects.feedback(JOB), message)
-    assert list(second.matching.offers.ready) == ["b"], "nor when it is found once more"
+    await second._take_message(subjects.feedback(JOB), message)
+    assert list(second.matching.examples.ready) == ["b"], "nor when it is found once more"
 
 
 async def test_what_a_leader_told_that_was_gone_already_counts_for_nothing(bus: Bus) -> None:
@@ -73,7 +73,7 @@ async def test_what_a_leader_told_that_was_gone_already_counts_for_nothing(bus: 
     await tell(bus, Fate(feedback="b", status="rejected", reason="feedback_full", time=now), epoch=2)
     await tell(bus, Fate(feedback="c", status="rejected", reason="feedback_full", time=now), epoch=1)
     third = await leader(bus, 3)
-    assert list(third.matching.offers.ready) == ["c"]
+    assert list(third.matching.examples.ready) == ["c"]
     await third.flush()
     batches = [unpack(one.data, FateBatch) for one in await bus.read(subjects.DECISIONS, subjects.decisions(JOB))]
     newest = {fate.feedback: fate.status for batch, _ in batches for fate in batch.items}

@@ -18,7 +18,7 @@ from penstock.services.coordinator.feedback.privacy import Consents
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.online import supply as supply_module
-from penstock.services.coordinator.online.rereading import decide_again
+from penstock.services.coordinator.online.admission_audit import audit_admissions
 from penstock.services.coordinator.online.supply import LiveSupply
 from penstock.services.coordinator.runner import JobRunner
 from penstock.services.coordinator.store import JobStore
@@ -206,7 +206,7 @@ async def test_feedback_becomes_batches_across_the_crash_of_a_leader(
         audit_group(audit, number, one, decode_group(messages[seq].data), one.digest)
     assert not audit.violations
     assert (audit.admissions_checked, audit.groups_checked) == (4, 2)
-    assert await decide_again(bus, job, CONFIG, entries) == (2, []), "the others' records made room"
+    assert await audit_admissions(bus, job, CONFIG, entries) == (2, []), "the others' records made room"
     group = decode_group(messages[sealed.groups[0].seq].data)
     assert group.token_ids.tolist() == [6, 7, 2]
     assert np.allclose(group.logprobs, [-0.1, -0.2, -0.3])
@@ -230,7 +230,7 @@ async def test_a_reward_that_is_not_declared_is_in_what_is_trained_and_decided_a
         await until_fates(bus, job, **{"a": "admitted", "a-reward": "admitted", "b-reward": "admitted"})
     assert sorted(group.rewards for group in sealed.groups) == [[-0.75], [0.5]]
     entries = await ledger(bus, job)
-    assert await decide_again(bus, job, config, entries) == (2, [])
+    assert await audit_admissions(bus, job, config, entries) == (2, [])
 
 
 @pytest.mark.parametrize("ahead_s", [3600.0, -3600.0])
@@ -356,7 +356,7 @@ async def test_decided_feedback_gives_room_without_a_checkpoint(
     await say(bus, "job_x", ("far", about, 999.0))
     await say(bus, "job_x", ("open", new_marked_id("job_x"), 1.0))
     await supply.recover(LedgerState())
-    await supply._make_room()
+    await supply._free_stream_space()
     (left,) = await bus.read(subjects.FEEDBACK, subjects.feedback("job_x"))
     assert [item.id for item in unpack(left.data, FeedbackBatch)[0].items] == ["open"]
     assert (await fates(bus, "job_x"))["far"].status == "rejected", "told before it went"
@@ -376,7 +376,7 @@ async def test_admitted_material_stays_until_its_draw_is_over(bus: Bus, monkeypa
     state.apply(Admitted(writer_epoch=1, time=0.0, admissions=[material], low_interactions=1, low_feedback=3))
     supply = LiveSupply(bus, "job_x", CONFIG, epoch=1)
     await supply.recover(state)
-    await supply._make_room()
+    await supply._free_stream_space()
     left = await bus.read(subjects.FEEDBACK, subjects.feedback("job_x"))
     assert [item.id for message in left for item in unpack(message.data, FeedbackBatch)[0].items] == ["material"]
 
@@ -401,7 +401,7 @@ async def test_interactions_of_batches_that_may_be_repeated_stay(bus: Bus, monke
     await supply.recover(state)
     for served, left in ((state.promoted, names[1:]), (None, names[2:])):
         state.promoted = served
-        await supply._make_room()
+        await supply._free_stream_space()
         messages = await bus.read(subjects.INTERACTIONS, subjects.interactions("job_x"))
         assert [unpack(message.data, Interaction)[0].id for message in messages] == left
 
@@ -425,7 +425,7 @@ async def test_what_arrives_while_a_leader_recovers_is_read_on(bus: Bus, monkeyp
     following = asyncio.create_task(supply.follow(facts.put))
     try:
         async with asyncio.timeout(DEADLINE_S):
-            while len(supply.matching.parked) < 2:
+            while len(supply.matching.unmatched) < 2:
                 await (await facts.get())()
     finally:
         following.cancel()
@@ -469,10 +469,10 @@ async def test_what_is_held_gives_way_where_room_is_needed(bus: Bus, monkeypatch
     await say(bus, job, (new_marked_id(job), new_marked_id(job), 0.01))
     supply = LiveSupply(bus, job, config, epoch=1)
     await supply.recover(LedgerState(read_from=(1, 13)))
-    await supply._make_room()
-    assert (supply.quarantine.num_held, supply.quarantine.lowest) == (1, 13), "there is room"
+    await supply._free_stream_space()
+    assert (supply.quarantine.num_held, supply.quarantine.lowest_seq) == (1, 13), "there is room"
     monkeypatch.setattr(supply_module, "MAX_USED", -1)
-    await supply._make_room()
+    await supply._free_stream_space()
     await supply.flush()
     assert supply.quarantine.num_held == 0
     told = (await fates(bus, job))[odd]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.services.coordinator.audit import audit_ledger
-from penstock.services.coordinator.online.rereading import decide_again
+from penstock.services.coordinator.online.admission_audit import audit_admissions
 from penstock.services.coordinator.store import JobStore
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import decode_events
@@ -73,4 +73,4 @@ async def test_turns_that_come_out_of_order_are_one_trajectory_whoever_leads(bus
         assert fates["r1"].reason == "episode_over"
     entries = [decode_events(m.data) for m in await bus.read(subjects.LEDGER, subjects.ledger(job))]
     assert not audit_ledger(entries, supply.CONFIG).violations
-    assert await decide_again(bus, job, supply.CONFIG, entries) == (2, [])
+    assert await audit_admissions(bus, job, supply.CONFIG, entries) == (2, [])

@@ -9,8 +9,15 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from penstock.services.coordinator.online.branches import HEADER_TOKENS, ROOT, Said, Tree, shares_of, tree_of
-from penstock.services.coordinator.online.credit import returns
+from penstock.services.coordinator.online.credit import (
+    HEADER_TOKENS,
+    ROOT,
+    TurnTokens,
+    TurnTree,
+    branch_shares,
+    returns,
+    turn_tree,
+)
 
 LAWS = settings(max_examples=40, deadline=None)
 
@@ -41,7 +48,7 @@ def test_a_return_is_the_discounted_mean_over_all_ways_on(
 ) -> None:
     """``G_t = Σ_d r_d · gamma^(steps to d) · Π (1 / turns that go on from each turn on the way)``."""
     rewards = data.draw(st.lists(WORTH, min_size=len(parents), max_size=len(parents)))
-    found = returns(rewards, gamma, Tree(parents, (True,) * len(parents)))
+    found = returns(rewards, gamma, TurnTree(parents, (True,) * len(parents)))
     for place in range(len(parents)):
         expected = 0.0
         for later in range(place, len(parents)):
@@ -58,7 +65,7 @@ def test_a_return_is_the_discounted_mean_over_all_ways_on(
 @LAWS
 @given(st.lists(WORTH, min_size=1, max_size=12), st.sampled_from([0.0, 0.5, 1.0]))
 def test_one_branch_has_exactly_the_returns_of_turns_in_time(rewards: list[float], gamma: float) -> None:
-    tree = Tree(tuple(range(-1, len(rewards) - 1)), (False,) * len(rewards))
+    tree = TurnTree(tuple(range(-1, len(rewards) - 1)), (False,) * len(rewards))
     expected, later = list[float](), 0.0
     for reward in reversed(rewards):
         later = reward + gamma * later
@@ -71,9 +78,9 @@ def test_one_branch_has_exactly_the_returns_of_turns_in_time(rewards: list[float
 def test_what_nobody_spoke_of_and_nobody_trains_dilutes_nothing(parents: tuple[int, ...], data: st.DataObject) -> None:
     rewards = data.draw(st.lists(WORTH, min_size=len(parents), max_size=len(parents)))
     place = data.draw(st.integers(0, len(parents) - 1))
-    tree = Tree(parents, (True,) * len(parents))
+    tree = TurnTree(parents, (True,) * len(parents))
     before = returns(rewards, 0.5, tree)
-    mute = Tree((*parents, place), (*tree.extends, True))
+    mute = TurnTree((*parents, place), (*tree.extends, True))
     after = returns([*rewards, 3.0], 0.5, mute, [True] * len(parents) + [False])
     if place in parents:
         assert after[:-1] == before
@@ -85,7 +92,7 @@ def test_what_nobody_spoke_of_and_nobody_trains_dilutes_nothing(parents: tuple[i
 @given(EPISODES)
 def test_a_tree_is_what_a_search_finds(turns: list[tuple[list[int], list[int]]]) -> None:
     """The longest earlier prompt and answer that a prompt begins with; the newest of the same."""
-    tree = tree_of([Said.of(*one) for one in turns])
+    tree = turn_tree([TurnTokens.of(*one) for one in turns])
     wholes = [prompt + answer for prompt, answer in turns]
     for place, (prompt, _) in enumerate(turns):
         fits = [n for n in range(place) if wholes[n] and prompt[: len(wholes[n])] == wholes[n]]
@@ -107,7 +114,7 @@ def goes_on(before: list[int], prompt: list[int]) -> bool:
 def test_what_was_rendered_anew_goes_on_from_the_newest_turn_of_its_conversation(
     turns: list[tuple[list[int], list[int]]],
 ) -> None:
-    tree, parents = tree_of([Said.of(*one) for one in turns]), list[int]()
+    tree, parents = turn_tree([TurnTokens.of(*one) for one in turns]), list[int]()
     for place, (prompt, _) in enumerate(turns):
         begun = [n for n in range(place) if goes_on(turns[n][0], prompt)]
         parent = tree.parents[place] if tree.extends[place] else ROOT
@@ -123,7 +130,7 @@ def test_what_was_rendered_anew_goes_on_from_the_newest_turn_of_its_conversation
 @LAWS
 @given(EPISODES)
 def test_a_branch_begins_only_while_another_conversation_goes_on(turns: list[tuple[list[int], list[int]]]) -> None:
-    tree = tree_of([Said.of(*one) for one in turns])
+    tree = turn_tree([TurnTokens.of(*one) for one in turns])
     for place in range(1, len(turns)):
         if tree.parents[place] == ROOT:
             assert any(tree.parents[later] in range(place) for later in range(place + 1, len(turns)))
@@ -133,11 +140,11 @@ def test_a_branch_begins_only_while_another_conversation_goes_on(turns: list[tup
 @given(st.lists(TOKENS.filter(bool), min_size=1, max_size=6), st.booleans())
 def test_a_conversation_that_goes_on_is_one_branch(said: list[list[int]], again: bool) -> None:
     """However often the same tokens come."""
-    turns, so_far = list[Said](), [9]
+    turns, so_far = list[TurnTokens](), [9]
     for answer in said:
-        turns.append(Said.of(so_far, answer))
+        turns.append(TurnTokens.of(so_far, answer))
         so_far = [*so_far, *answer, *([9] if again else [])]
-    assert tree_of(turns).parents == tuple(range(-1, len(said) - 1))
+    assert turn_tree(turns).parents == tuple(range(-1, len(said) - 1))
 
 
 @LAWS
@@ -148,7 +155,7 @@ def test_the_weighted_sum_over_parts_is_the_mean_over_branches(parents: tuple[in
     losses = data.draw(st.lists(WORTH, min_size=size, max_size=size))
     ends = sorted(set(range(size)) - set(parents))
     mean = sum(losses[part] for end in ends for part in path(parents, end)) / len(ends)
-    shares = shares_of(parents)
+    shares = branch_shares(parents)
     assert sum(share * loss for share, loss in zip(shares, losses, strict=True)) == pytest.approx(mean)
     assert sum(shares[place] for place in range(size) if parents[place] == ROOT) >= 1 - 1e-9
     if len(ends) == 1:
@@ -165,7 +172,7 @@ def test_with_lengths_each_branch_is_one_sequence(parents: tuple[int, ...], data
     ends = sorted(set(range(size)) - set(parents))
     branches = [path(parents, end) for end in ends]
     means = [sum(losses[p] * lengths[p] for p in one) / sum(lengths[p] for p in one) for one in branches]
-    shares = shares_of(parents, lengths)
+    shares = branch_shares(parents, lengths)
     found = sum(share * float(loss) for share, loss in zip(shares, losses, strict=True))
     assert found == pytest.approx(float(sum(means) / len(ends)))
     assert sum(shares) == pytest.approx(1.0), "an episode weighs as much as one trajectory"

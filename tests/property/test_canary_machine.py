@@ -93,7 +93,7 @@ class CanaryMachine(GATED.PromotionMachine):  # type: ignore[misc]
         self.decide()
 
     def sweep(self, *, everything: bool) -> None:
-        self.matching.trials.forget(self.run.state)
+        self.matching.trials.discard_recorded(self.run.state)
         super().sweep(everything=everything)
 
     # -- what must hold ----------------------------------------------------------------------------------------------

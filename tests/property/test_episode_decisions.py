@@ -8,9 +8,9 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 from msgspec.structs import replace
 
-from penstock.services.coordinator.online.again import Stored, decided_again
-from penstock.services.coordinator.online.credit import Trajectory
+from penstock.services.coordinator.online.admission_audit import StoredFacts, replay_admissions
 from penstock.services.coordinator.online.matching import Matching
+from penstock.services.coordinator.online.turns import Trajectory
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission
 from penstock.shared.protocol.generation import Sampling, Span
@@ -108,11 +108,11 @@ def test_an_episode_is_decided_the_same_whoever_reads_it_and_by_an_audit(
         )
         for n, one in enumerate(found)
     ]  # fmt: skip
-    stored = Stored(
+    stored = StoredFacts(
         dict(enumerate(turns, 1)), {seq: [item] for seq, item in enumerate(items, 1)},
         {EPISODE: list(range(1, len(turns) + 1))},
     )  # fmt: skip
-    assert decided_again(admissions, stored, config) == (len(found), [])
+    assert replay_admissions(admissions, stored, config) == (len(found), [])
 
 
 @settings(max_examples=25, deadline=None)

@@ -63,14 +63,14 @@ class Reader:
             if isinstance(fact, Interaction)
             else self.matching.on_feedback(self._seq, fact, now)
         )
-        assert is_turn or fact.id in {*self.said, *(item.feedback.id for item in self.matching.parked)}
+        assert is_turn or fact.id in {*self.said, *(item.feedback.id for item in self.matching.unmatched)}
 
     def sweep(self, version: int, now: float) -> None:
         self._tell(self.matching.sweep(version=version, now=now))
 
     def _tell(self, fates: list[Fate]) -> None:
         self.said |= {one.feedback: (one.status, one.reason) for one in fates}
-        self.refused |= {one.interaction: one.reason for one in self.matching.refusals.drain()}
+        self.refused |= {one.interaction: one.reason for one in self.matching.refused_interactions.drain()}
 
     @property
     def ready(self) -> list[tuple[list[str], set[str], float]]:

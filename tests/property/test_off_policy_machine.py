@@ -12,10 +12,10 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import initialize, invariant, rule
 
-from penstock.services.coordinator.online.groups import group_of, made_group
-from penstock.services.coordinator.online.material import Record
-from penstock.services.coordinator.online.over import mark_of
-from penstock.services.coordinator.online.posted_again import posted_again
+from penstock.services.coordinator.online.admission_audit import replay_posted_admissions
+from penstock.services.coordinator.online.examples import InteractionRecord
+from penstock.services.coordinator.online.groups import example_group, group_of
+from penstock.services.coordinator.online.off_policy import episode_digest
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admitted, BatchSealed, Event
 from penstock.shared.protocol.ids import Draw
@@ -70,7 +70,7 @@ class OffPolicyMachine(machine.OnlineMachine):  # type: ignore[misc, name-define
             return group_of("j", draw, turns, reward=admission.reward, epoch=self.epoch, objective=admission.objective)
         answers = [self.world.interactions[seq].token_ids for seq in admission.context.values()] or [[2]]
         answers = answers if admission.objective == "preference" else answers[:1]
-        return made_group(
+        return example_group(
             "j", draw, [1], answers, objective=admission.objective, reward=admission.reward, epoch=self.epoch,
             version=admission.version, assumed=admission.reason == "assumed",
         )  # fmt: skip
@@ -121,17 +121,17 @@ class OffPolicyMachine(machine.OnlineMachine):  # type: ignore[misc, name-define
 
     def find_records(self, item: Feedback) -> None:
         """As the supply does: records are found by their names, however long ago they were read."""
-        offers = self.matching.offers
-        for name in offers.missing(item) if offers.takes(item) else []:
+        examples = self.matching.examples
+        for name in examples.missing_records(item) if examples.accepts(item) else []:
             for seq, record in self.world.interactions.items():
                 if record.id == name:
-                    offers.know(name, Record.of(seq, record))
+                    examples.add_record(name, InteractionRecord.of(seq, record))
 
     def append(self, events: list[Event], *, crash: bool = False) -> None:
         """A posted episode is decided once, whoever led then."""
-        self.world.over += self.matching.offers.over.drain()
+        self.world.over += self.matching.examples.closed.drain()
         admitted = [one for event in events if isinstance(event, Admitted) for one in event.admissions]
-        posted = {mark_of(one.origin[0]) for one in admitted if one.origin and not one.interactions}
+        posted = {episode_digest(one.origin[0]) for one in admitted if one.origin and not one.interactions}
         assert posted.isdisjoint(mark for mark, _ in self.world.over)
         super().append(events, crash=crash)
 
@@ -139,7 +139,7 @@ class OffPolicyMachine(machine.OnlineMachine):  # type: ignore[misc, name-define
     def turns_of_posted_episodes_are_decided_the_same_again(self) -> None:
         for entry in self.world.entries:
             for event in (event for event in entry if isinstance(event, Admitted)):
-                assert not posted_again(event.admissions, self.world.feedback, self.config)[1]
+                assert not replay_posted_admissions(event.admissions, self.world.feedback, self.config)[1]
 
     @invariant()
     def only_the_policy_loss_knows_a_lag_and_others_have_their_share(self) -> None:

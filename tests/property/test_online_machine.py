@@ -16,11 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from penstock.services.coordinator.audit import audit_ledger
 from penstock.services.coordinator.ledger import LedgerState, fold
-from penstock.services.coordinator.online.fates import fates_of, interaction_fates_of
 from penstock.services.coordinator.online.groups import group_of
 from penstock.services.coordinator.online.matching import Matching
-from penstock.services.coordinator.online.recalled import Told
 from penstock.services.coordinator.online.source import LiveSource
+from penstock.services.coordinator.online.statuses import RecoveredDecisions, feedback_statuses, interaction_statuses
 from penstock.services.coordinator.run import JobRun
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission, Admitted, BatchSealed, Event, Finished
@@ -102,10 +101,12 @@ class OnlineMachine(RuleBasedStateMachine):
         self.run = self.core(state)
         for seq, header in sorted(self.world.stored.items()):
             self.run.on_group(seq, header)
-        self.matching.recall(state, Told.of(self.world.fates, self.world.decided.values(), self.world.over))
+        self.matching.restore(
+            state, RecoveredDecisions.of(self.world.fates, self.world.decided.values(), self.world.over)
+        )
         last = self.world.entries[-1] if self.world.entries else []
-        self.world.fates += fates_of(last, state)
-        self.world.take(interaction_fates_of(last, state))
+        self.world.fates += feedback_statuses(last, state)
+        self.world.take(interaction_statuses(last, state))
         self.cursor = list(state.read_from)
         self.decide()
         self.publish([draw for draw in state.in_flight if draw not in self.run.candidates])
@@ -123,20 +124,20 @@ class OnlineMachine(RuleBasedStateMachine):
     def append(self, events: list[Event], *, crash: bool = False) -> None:
         if not events:
             return
-        self.world.take(self.matching.refusals.drain())  # told before a decision moves the mark
-        self.world.over += self.matching.offers.over.drain()
+        self.world.take(self.matching.refused_interactions.drain())  # told before a decision moves the mark
+        self.world.over += self.matching.examples.closed.drain()
         self.world.entries.append(events)
         if crash:
             return
         effects = self.run.commit(events)
-        self.world.fates += fates_of(events, self.run.state)
-        self.world.take(interaction_fates_of(events, self.run.state))
+        self.world.fates += feedback_statuses(events, self.run.state)
+        self.world.take(interaction_statuses(events, self.run.state))
         for event in events:
             if isinstance(event, Admitted):
-                self.matching.take(event.admissions)
+                self.matching.on_admitted(event.admissions)
             if isinstance(event, Finished):
-                self.world.fates += self.matching.end(self.now)
-                self.world.take(self.matching.refusals.drain())
+                self.world.fates += self.matching.on_job_end(self.now)
+                self.world.take(self.matching.refused_interactions.drain())
         self.publish(effects.tickets)
         for seq in effects.delete:
             self.world.stored.pop(seq, None)
@@ -261,7 +262,7 @@ class OnlineMachine(RuleBasedStateMachine):
     @rule(share=st.sampled_from([0.5, 1.0]))
     def stream_is_full(self, share: float) -> None:
         """What waits in the older part of the stream gives way."""
-        names = self.matching.undecided(int(share * self.cursor[1]))
+        names = self.matching.undecided_feedback(int(share * self.cursor[1]))
         self.world.fates += self.matching.reject(names, "feedback_full", self.now)
         self.world.gave_way.update(names)
 
@@ -273,7 +274,7 @@ class OnlineMachine(RuleBasedStateMachine):
             fates = self.matching._refuse(name, "too_many_waiting", self.now)
             self.world.gave_way.update(one.feedback for one in fates)
             self.world.fates += fates
-        self.world.take(self.matching.refusals.drain())
+        self.world.take(self.matching.refused_interactions.drain())
 
     @rule()
     def decide_now(self) -> None:

@@ -14,12 +14,16 @@ from hypothesis import given, settings
 
 from penstock.services.coordinator.audit import audit_ledger
 from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.online.batches import within_shares
-from penstock.services.coordinator.online.bounds import Bounds, within_bounds
+from penstock.services.coordinator.online.fairness import (
+    InFlightBounds,
+    Owners,
+    OwnerShares,
+    flaws_of_shares,
+    within_bounds,
+)
 from penstock.services.coordinator.online.groups import group_of
 from penstock.services.coordinator.online.matching import Matching
-from penstock.services.coordinator.online.shares import Owners, Shares, over_share
-from penstock.services.coordinator.online.source import LiveSource
+from penstock.services.coordinator.online.source import LiveSource, within_shares
 from penstock.services.coordinator.run import JobRun
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission, Admitted, BatchSealed, Event
@@ -76,7 +80,7 @@ def test_no_batch_gives_anybody_more_than_their_share(
     assert not chosen or least <= len(chosen) <= size
     assert len(set(chosen)) == len(chosen)
     batch = [owners[draw.ordinal] for draw in chosen]
-    assert over_share(config.online, batch) == []
+    assert flaws_of_shares(config.online, batch) == []
     for role, share in enumerate(shares):
         counts = Counter(name for each in batch for name in each[role])
         assert all(count <= share * len(batch) for count in counts.values()), "never rounded up"
@@ -86,9 +90,9 @@ def test_no_batch_gives_anybody_more_than_their_share(
 @given(st.lists(st.lists(st.builds(Owners, SOME, SOME, st.tuples(NAMES)), min_size=1, max_size=4), max_size=20))
 def test_what_is_taken_together_fits_together(episodes: list[list[Owners]]) -> None:
     config = job(max_share_per_key=0.3, max_share_per_asker=0.4, max_share_per_user=0.5)
-    shares, taken = Shares(config.online, 10), list[Owners]()
+    shares, taken = OwnerShares(config.online, 10), list[Owners]()
     for episode in episodes:
-        taken += episode if shares.take(episode) else []
+        taken += episode if shares.try_add(episode) else []
     for role, most in enumerate((3, 4, 5)):
         counts = Counter(name for each in taken for name in each[role])
         assert max(counts.values(), default=0) <= most
@@ -106,7 +110,7 @@ def test_every_episode_fits_within_the_shares_of_its_owners(
     parts = within_bounds(config, range(len(found)), lambda left: [[n] for n in left], lambda part: found[part[0]])
     assert bool(parts) is bool(found)
     assert parts == sorted(parts)
-    assert Bounds.of(config).take([found[part[0]] for part in parts]), "it does not wait for ever"
+    assert InFlightBounds.of(config).try_add([found[part[0]] for part in parts]), "it does not wait for ever"
     for place, share in enumerate(shares):
         counts = Counter(name for (part,) in parts for name in found[part][0][place])
         assert share == 1 or max(counts.values(), default=0) <= share * config.max_draws
@@ -178,7 +182,7 @@ class Flood:
         effects = self.run.commit(events)
         for event in events:
             if isinstance(event, Admitted):
-                self.matching.take(event.admissions)
+                self.matching.on_admitted(event.admissions)
             if isinstance(event, BatchSealed):
                 self.batches.append([self.run.state.admissions[group.draw.ordinal] for group in event.groups])
         for draw in effects.tickets:

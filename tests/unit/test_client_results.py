@@ -18,7 +18,7 @@ from penstock.client.results import Fate, Funnel, LogLine, MetricName, Sample, S
 from penstock.client.results.reading import many, one
 from penstock.client.sse import EventReader
 from penstock.services.coordinator.api.logfiles import read_logs
-from penstock.services.coordinator.online.groups import made_group
+from penstock.services.coordinator.online.groups import example_group
 from penstock.services.coordinator.samples import sample_detail, sample_rows
 from penstock.services.coordinator.series import metric_names
 from penstock.services.coordinator.timeline import timeline
@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_said() -> None:
 
 def test_rows_without_a_schema_have_the_keys_of_their_structs(tmp_path: Path) -> None:
     """Samples, metrics, spans and lines are made by functions of the coordinator, not by models of its API."""
-    made = made_group("j", Draw(0, 0), [4], [[5, 6], [7]], objective="policy", reward=0.0, epoch=1)
+    made = example_group("j", Draw(0, 0), [4], [[5, 6], [7]], objective="policy", reward=0.0, epoch=1)
     broken = replace(made, rewards=np.array([np.nan, 1.0], np.float32))
     sealed = BatchSealed(
         writer_epoch=1, time=3.0, number=1, revision=1, start_version=0, update_index=0,

@@ -1,1 +1,37 @@
-"""Learning from live interactions: matching, admission, credit, and the groups that come of them."""
+"""Learns from live data: turns interactions and feedback into the admissions, groups and batches of online jobs.
+
+The folder owns everything between the streams INTERACTIONS and FEEDBACK and the ledger's admissions: undecided episodes
+and feedback, rewards and credit, quarantine, shares of keys and users, canary samples, and the groups of admitted
+draws. The ledger owns what is admitted; DECISIONS publishes the status of every item and interaction.
+
+Callers: ``service`` gives each leader of an online job a ``LiveSupply``, which the runner drives through the protocol
+``coordinator.supply.Supply``; ``audit`` and ``control`` check and replay admissions. Imports: ``shared``, the
+coordinator's ledger, drafts and retries, and ``feedback`` for consent and deletions; never ``api`` or ``serving``. A
+module marked Pure neither reads the bus nor a clock.
+
+Life cycle of an episode, whether the gateway served it or a client posted it::
+
+    served: an interaction (INTERACTIONS)      posted: feedback of kind `interaction` (FEEDBACK)
+    ServedEpisode, held by Matching            PostedEpisode, held by OffPolicyExamples
+                    |                              |
+                    +--------------+---------------+
+                                   v
+            +-------------------------------------------+
+        +-> | waiting for turns, feedback or a version  | -- refused, deleted, nothing usable -> rejected
+        |   +-------------------------------------------+ -- feedback without a target --------> expired
+        |                          | complete, or out of time
+    a new fact                     v
+        |   +-------------------------------------------+
+        +-- | ready: trajectories with their rewards    | -- too old, too many ----------------> rejected
+            +-------------------------------------------+
+                                   | LiveSource.draw: lag bound, shares, byte budget
+                                   v
+            +-------------------------------------------+
+            | admitted: in the ledger, with a draw      | -- dropped by the gate --------------> rejected
+            +-------------------------------------------+
+                                   | its batch is trained
+                                   v
+                                trained
+
+A single posted interaction, a correction, a demonstration and a preference take the same path, each as one example.
+"""

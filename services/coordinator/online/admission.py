@@ -1,4 +1,4 @@
-"""Whether a live interaction may be trained on, and for which reward. Pure: the same facts give the same decision."""
+"""Decides whether a served interaction is trained, for which loss and with which reward. Pure and deterministic."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ __all__ = [
     "UNFINISHED",
     "Decision",
     "admit",
-    "age",
-    "counted",
+    "arrival_order",
+    "counted_feedback",
     "is_invalid",
     "lag_of",
     "level_of",
     "out_of_range",
     "refusal_of",
     "reward_of",
+    "reward_of_value",
     "reward_of_whole",
-    "worth_of",
 ]
 
 LEVELS: tuple[Level, ...] = ("interaction", "episode")
-FARTHEST = 10.0
-"""A float beyond this many times its metric's bounds is an error of its sender, not an opinion."""
+MAX_OUT_OF_RANGE = 10.0
+"""A float beyond this many times its metric's bounds is an error of its sender, not a judgement."""
 STALE, TRUNCATED, UNFINISHED = "stale", "truncated", "unfinished"
 MASKED = frozenset({TRUNCATED, UNFINISHED})
-"""Why the tokens of what is admitted are in no loss, while its reward is in the baseline."""
+"""Reasons for which the tokens of an admitted turn enter no loss, while its reward still enters the baseline."""
 NOT_REPLAYABLE = "sampling_not_replayable"
 DRAWN_OTHERWISE = frozenset({NOT_REPLAYABLE, CONSTRAINED})
-"""The policy's weights, but another distribution than the one that the trainer computes."""
+"""Reasons of answers drawn with the policy's weights from another distribution than the trainer computes."""
 IMITABLE = frozenset({STALE, *DRAWN_OTHERWISE, "other_temperature"})
-"""Why the policy loss may not use an answer that can be imitated all the same."""
+"""Reasons that exclude an answer from the policy loss, but not from imitation."""
 HIGHEST_LOGPROB = 1e-6
-"""Log-probs above this are no log-probs."""
+"""A larger log-prob is invalid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What becomes of one interaction now.
+    """Decision on one interaction.
 
-    ``wait``: what was said of it is not complete. ``reject``: it is never trained on, for ``reason``; its ``reward``
-    still counts for the turns before it. ``train``: ``reason`` says what the reward comes from: `feedback`, `credit`
-    (only what was said of other turns), `default` or `invalid`, or why it is masked; ``objective`` which loss may use
-    it, and ``denied`` why the policy loss may not. ``compared``: it is not trained on, but its reward says what its
-    version is worth.
+    ``wait``: feedback is missing. ``reject``: the interaction is never trained, for ``reason``; its ``reward`` still
+    counts for the turns before it. ``train``: ``reason`` names the origin of the reward (`feedback`, `credit` from
+    other
+    turns only, `default`, `invalid`) or why its tokens are masked; ``objective`` names the loss, and ``denied`` why the
+    policy loss may not use it. ``compared``: the interaction is not trained, but its reward counts in a canary trial.
     """
 
     verdict: Literal["wait", "train", "reject"]
@@ -65,7 +65,7 @@ class Decision:
 
     @property
     def is_judged(self) -> bool:
-        """Whether its reward is what was said of it, or stands for what was not."""
+        """True if the reward follows from feedback, or from its absence."""
         return self.verdict == "train" or self.compared
 
 
@@ -81,27 +81,28 @@ def admit(
     rated: bool = False,
     refusal: str | None = None,
 ) -> Decision:
-    """Decide on one interaction from everything that was said of it.
+    """Decide on one interaction given all feedback on it.
 
     Args:
-        items: feedback on it, and on its episode where it is the ``last`` turn; the newest revision of each id.
+        items: newest revisions of the feedback on it, and on its episode if it is the ``last`` turn.
         version: policy version from which the next update starts.
         now: Unix seconds.
-        last: whether metrics of the episode are its own.
-        closed: whether nothing more is waited for: what is missing counts as its default.
-        rated: whether something was said of another turn of its conversation, or of the whole episode, for which this
-            one gets its share.
-        refusal: what ``refusal_of`` says of it, where that is known already.
+        last: True if metrics of the episode belong to this turn.
+        closed: True if no more feedback is awaited: a missing metric takes its default.
+        rated: True if another turn of its conversation, or the whole episode, has feedback, so that it gets credit.
+        refusal: result of ``refusal_of``, if the caller has it already.
     """
     reward = reward_of(interaction, items, job, now=now, last=last, closed=closed)
-    said = bool(counted(items, job.online))
+    has_feedback = bool(counted_feedback(items, job.online))
     refusal = refusal_of(interaction, job) if refusal is None else refusal
     reason = refusal or _stale(interaction, version, job.train.max_lag)
     off_policy, masked = job.online.off_policy, _is_cut(interaction) and job.online.truncated == "mask"
     if reason in IMITABLE and not masked and off_policy is not None and off_policy.supervised is not None:
-        return _imitated(interaction, reward, reason, job, source="feedback" if said else "credit" if rated else "")
+        return _imitated(
+            interaction, reward, reason, job, source="feedback" if has_feedback else "credit" if rated else ""
+        )
     if reason:
-        return _refused(interaction, reward, reason, job, said=said or rated)
+        return _refused(interaction, reward, reason, job, has_feedback=has_feedback or rated)
     if max(span.version for span in interaction.spans) > version:
         return Decision("wait", "newer_than_the_clock")
     if is_invalid(interaction, job):
@@ -109,32 +110,34 @@ def admit(
     if reward is None:
         return Decision("wait", "feedback")
     defaults = any(metric.default_after_s is not None for metric in job.online.metrics.values())
-    source = "feedback" if said else "credit" if rated else "default" if defaults else ""
+    source = "feedback" if has_feedback else "credit" if rated else "default" if defaults else ""
     kind = TRUNCATED if masked else source
     return Decision("train", kind, reward) if source else Decision("reject", "no_feedback", reward)
 
 
 def _imitated(interaction: Interaction, reward: float | None, denied: str, job: OnlineJob, *, source: str) -> Decision:
-    """What the policy loss may not use is imitated where somebody said what it is worth."""
+    """Admit for imitation an answer that the policy loss may not use, if it has feedback or credit."""
     if reward is None:
         return Decision("wait", "feedback")
     if not source or is_invalid(interaction, job):
-        return _refused(interaction, reward, denied, job, said=bool(source))
+        return _refused(interaction, reward, denied, job, has_feedback=bool(source))
     return Decision("train", source, reward, "supervised", denied)
 
 
-def _refused(interaction: Interaction, reward: float | None, reason: str, job: OnlineJob, *, said: bool) -> Decision:
-    """What is never trained on. Where versions are compared by its reward, it waits for that all the same."""
+def _refused(
+    interaction: Interaction, reward: float | None, reason: str, job: OnlineJob, *, has_feedback: bool
+) -> Decision:
+    """Reject an interaction; where a canary trial compares versions by its reward, wait for that reward first."""
     if reason != CANARY and (reason != STALE or job.online.canary is None):
         return Decision("reject", reason, reward or 0.0)
     if reward is None:
         return Decision("wait", "feedback")
     defaults = any(metric.default_after_s is not None for metric in job.online.metrics.values())
-    return Decision("reject", reason, reward, compared=said or defaults or is_invalid(interaction, job))
+    return Decision("reject", reason, reward, compared=has_feedback or defaults or is_invalid(interaction, job))
 
 
 def refusal_of(interaction: Interaction, job: OnlineJob) -> str:
-    """Why an interaction is never trained on, whatever is said of it; '' where nothing speaks against it."""
+    """Return why an interaction is never trained whatever its feedback is, or '' if nothing excludes it."""
     tokens = len(interaction.token_ids)
     finite = all(math.isfinite(value) and value <= HIGHEST_LOGPROB for value in interaction.logprobs)
     drawn_otherwise = interaction.untrainable if interaction.untrainable in DRAWN_OTHERWISE else ""
@@ -148,48 +151,48 @@ def refusal_of(interaction: Interaction, job: OnlineJob) -> str:
         "lengths_differ": len(interaction.logprobs) != tokens or not _covers(interaction, tokens),
         "not_finite": not finite,
         drawn_otherwise or NOT_REPLAYABLE: bool(drawn_otherwise),
-        "other_temperature": interaction.sampling.temperature <= 0,  # any other one is trained at
+        "other_temperature": interaction.sampling.temperature <= 0,  # the trainer computes any other temperature
         TRUNCATED: _is_cut(interaction) and job.online.truncated == "leave_out",
     }
     return next((reason for reason, found in checks.items() if found), "")
 
 
 def lag_of(interaction: Interaction, version: int) -> int:
-    """Versions between the oldest token and an update that starts from ``version``."""
+    """Return the number of versions between the oldest token and an update that starts from ``version``."""
     return version - min(span.version for span in interaction.spans)
 
 
 def reward_of(
     interaction: Interaction, items: Iterable[Feedback], job: OnlineJob, *, now: float, last: bool, closed: bool
 ) -> float | None:
-    """Sum over the metrics; None while a declared one is missing that is still waited for."""
+    """Sum the metrics of one turn; None while a declared metric is missing and still awaited."""
     if is_invalid(interaction, job):
         return invalid_reward(job)
     total, online = 0.0, job.online
-    said = counted(items, online)
+    by_metric = counted_feedback(items, online)
     for level in LEVELS if last else LEVELS[:1]:
         for name, metric in online.of_level(level).items():
-            value = _mean(said.get((name, level), ()), metric)
+            value = _mean(by_metric.get((name, level), ()), metric)
             if value is None:
                 due = metric.default_after_s is not None and now >= interaction.ended + metric.default_after_s
                 if not (closed or due or name not in online.metrics):
                     return None
-                value = worth_of(metric.default_value, metric)
+                value = reward_of_value(metric.default_value, metric)
             total += value
     return total
 
 
 def reward_of_whole(items: Iterable[Feedback], job: OnlineJob) -> float:
-    """Sum over the metrics of level `episode` of an episode that is over; a missing one counts as its default."""
-    total, said = 0.0, counted(items, job.online)
+    """Sum the metrics of level `episode` of a finished episode; a missing one takes its default."""
+    total, by_metric = 0.0, counted_feedback(items, job.online)
     for name, metric in job.online.of_level("episode").items():
-        value = _mean(said.get((name, "episode"), ()), metric)
-        total += worth_of(metric.default_value, metric) if value is None else value
+        value = _mean(by_metric.get((name, "episode"), ()), metric)
+        total += reward_of_value(metric.default_value, metric) if value is None else value
     return total
 
 
 def is_invalid(interaction: Interaction, job: OnlineJob) -> bool:
-    """Whether an answer is bad whatever is said of it."""
+    """Return True if an answer is bad whatever its feedback is."""
     cut_short = _is_cut(interaction) and job.online.truncated == "penalise"
     return interaction.tool_calls_valid is False or cut_short
 
@@ -199,16 +202,16 @@ def _is_cut(interaction: Interaction) -> bool:
 
 
 def invalid_reward(job: OnlineJob) -> float:
-    """Reward of an answer that cannot be used: never nothing, or it would pay to break what would be judged badly."""
+    """Return the reward of an unusable answer: the lowest one, or breaking an answer would pay more than a bad one."""
     if job.online.invalid_reward is not None:
         return job.online.invalid_reward
     return min(metric.clip[0] for metric in job.online.metrics.values())
 
 
 def level_of(item: Feedback, online: OnlineConfig) -> Level | None:
-    """What a value judges, one turn or the whole episode; None: it counts nothing.
+    """Return the level that an item judges, a turn or the episode; None if it does not count.
 
-    Undeclared, `reward` judges what it names: an answer, an episode, or one turn of that.
+    The undeclared metric `reward` judges its target: an answer, an episode, or one turn of it.
     """
     metric = online.metric(item.metric)
     if metric is None:
@@ -219,31 +222,33 @@ def level_of(item: Feedback, online: OnlineConfig) -> Level | None:
 
 
 def out_of_range(item: Feedback, online: OnlineConfig) -> bool:
-    """Whether a value cannot be meant."""
+    """Return True if a value lies so far outside its metric's bounds that it must be an error."""
     metric = online.metric(item.metric)
     if metric is None or isinstance(item.value, bool) or not isinstance(item.value, float | int):
         return False
     value = metric.weight * item.value
     if metric.clip[0] <= value <= metric.clip[1]:
         return False
-    low, high = FARTHEST * min(metric.clip[0], -metric.clip[1]), FARTHEST * max(metric.clip[1], -metric.clip[0])
+    low, high = (
+        MAX_OUT_OF_RANGE * min(metric.clip[0], -metric.clip[1]),
+        MAX_OUT_OF_RANGE * max(metric.clip[1], -metric.clip[0]),
+    )
     return not math.isfinite(item.value) or not low <= value <= high
 
 
-def age(item: Feedback) -> tuple[int, float, int, str]:
-    """By which words are ordered, the newest one last: by their places in the stream, whichever coordinator took them,
-    for clocks differ; within a message by the clock of the one that did.
-    """
+def arrival_order(item: Feedback) -> tuple[int, float, int, str]:
+    """Return the sort key of feedback, newest last: the place in the stream first, because the clocks of coordinators
+    differ; the clock of the receiving coordinator within one message."""
     return item.seq, item.received, item.revision, item.id
 
 
-def counted(items: Iterable[Feedback], online: OnlineConfig) -> dict[tuple[str, Level], list[Feedback]]:
-    """By metric and level the newest word of each source.
+def counted_feedback(items: Iterable[Feedback], online: OnlineConfig) -> dict[tuple[str, Level], list[Feedback]]:
+    """Return the newest item of each source, by metric and level.
 
-    What has no weight was not said, whatever else it would cause.
+    An item without weight does not count, but it replaces the earlier items of its source.
     """
     newest: dict[tuple[str, Level, str], Feedback] = {}
-    for item in sorted(items, key=age):
+    for item in sorted(items, key=arrival_order):
         level = level_of(item, online)
         if level is not None:
             newest[item.metric, level, item.key_id] = item
@@ -255,14 +260,14 @@ def counted(items: Iterable[Feedback], online: OnlineConfig) -> dict[tuple[str, 
 
 
 def _mean(words: Sequence[Feedback], metric: MetricConfig) -> float | None:
-    """What was said of one metric, averaged by weight; None where nobody said anything that counts."""
+    """Return the weighted mean reward of the items of one metric, or None without items."""
     if not words:
         return None
-    return sum(item.weight * worth_of(item.value, metric) for item in words) / sum(item.weight for item in words)
+    return sum(item.weight * reward_of_value(item.value, metric) for item in words) / sum(item.weight for item in words)
 
 
-def worth_of(value: bool | float | str | None, metric: MetricConfig) -> float:
-    """Clipped reward of one value."""
+def reward_of_value(value: bool | float | str | None, metric: MetricConfig) -> float:
+    """Return the clipped reward of one value."""
     if isinstance(value, bool):
         value = metric.when_true if value else metric.when_false
     number = float(value) if isinstance(value, float | int) else 0.0
@@ -274,7 +279,7 @@ def _stale(interaction: Interaction, version: int, max_lag: int) -> str:
 
 
 def _covers(interaction: Interaction, tokens: int) -> bool:
-    """Whether the version spans cover every token once, in order."""
+    """Return True if the version spans cover every token once, in order."""
     end = 0
     for span in interaction.spans:
         if span.start != end or span.end <= span.start:

@@ -1,133 +1,250 @@
-"""From turns to trajectories: what later turns earned comes back to earlier ones, and tokens are stored once. Pure."""
+"""Assigns credit: finds the tree of an episode's turns, discounts returns along it, and joins turns into trajectories.
+
+Pure. The parent of a turn follows from its prompt:
+
+==================================================  ======================================================
+the prompt begins with                              parent
+==================================================  ======================================================
+prompt and answer of earlier turns, token by token  the longest of these: the turn ``extends`` it
+the prompt of an earlier turn, whose answer was     the newest turn of that conversation
+rendered anew
+neither                                             the turn before it; a turn without one begins a branch
+                                                    while another conversation of the episode continues
+==================================================  ======================================================
+"""
 
 from __future__ import annotations
 
 import math
+from array import array
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Container, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from penstock.services.coordinator.online.admission import age
-from penstock.services.coordinator.online.branches import ROOT, Tree, shares_of
-from penstock.services.coordinator.online.shares import Owners
 from penstock.shared.config.online_job import OnlineJob
-from penstock.shared.protocol.interaction import Feedback, Interaction
-from penstock.shared.protocol.objective import Objective
 
-__all__ = ["Held", "Item", "Trajectory", "Turn", "joined", "owners_of_turns", "returns", "weights_of"]
+__all__ = [
+    "HEADER_TOKENS",
+    "ROOT",
+    "TurnTokens",
+    "TurnTree",
+    "branch_shares",
+    "join_turns",
+    "longest_earlier_prefix",
+    "returns",
+    "trajectory_weights",
+    "turn_tree",
+]
+
+ROOT = -1
+"""Parent of a turn that begins a branch."""
+TOKEN_BYTES = array("i").itemsize
+HEADER_TOKENS = 4
+"""Tokens that a chat template may put between an answer's header and its text (an empty thought, for example) and leave
+out once the answer is part of the conversation."""
+
+
+def longest_earlier_prefix(
+    texts: Iterable[tuple[bytes, int]], asked: Iterable[tuple[bytes, int]]
+) -> dict[int, tuple[int, int]]:
+    """Find for each of ``asked`` its longest prefix among ``texts`` with a lower place; texts without one are left out.
+
+    In sorted order a text follows all of its prefixes. These form a path, on which the nearest one with a lower place
+    takes ``O(log n)`` steps to find, whatever the order of places is.
+
+    Args:
+        texts: texts, none of them empty, each with its place from 0.
+        asked: texts with places of their own.
+
+    Returns:
+        By place, ``(bytes of the prefix, its newest place below that one)``.
+    """
+    entries = [(data, False, place) for data, place in texts] + [(data, True, place) for data, place in asked]
+    found: dict[int, tuple[int, int]] = {}
+    path: list[_PrefixNode] = [_PrefixNode()]
+    for data, is_asked, place in sorted(entries):
+        while not data.startswith(path[-1].data):
+            path.pop()
+        if not is_asked and path[-1].data == data:
+            path[-1].places.append(place)
+        elif not is_asked:
+            path.append(_PrefixNode(data, place, path[-1].before(place)))
+        elif (text := path[-1].before(place)).data:
+            before = bisect_left(text.places, place) - 1
+            found[place] = len(text.data), text.places[before]
+    return found
+
+
+class _PrefixNode:
+    """A text and its places, lowest first. The root is the empty text, with which every text begins.
+
+    Attributes:
+        earlier: the longest prefix with a lower place: a chain down to the root.
+        far: a node further down that chain, as far as jumps that double with depth allow (Myers 1983, "An applicative
+            random-access stack").
+    """
+
+    __slots__ = ("data", "depth", "earlier", "far", "places")
+
+    def __init__(self, data: bytes = b"", place: int = -1, earlier: _PrefixNode | None = None) -> None:
+        self.data, self.places = data, [place]
+        self.earlier: _PrefixNode = earlier or self
+        self.far: _PrefixNode = self.earlier
+        self.depth: int = 0 if earlier is None else earlier.depth + 1
+        if earlier is not None and earlier.depth - earlier.far.depth == earlier.far.depth - earlier.far.far.depth:
+            self.far = earlier.far.far
+
+    def before(self, place: int) -> _PrefixNode:
+        """Return this node, or the longest one below it, whose lowest place is below ``place``."""
+        text = self
+        while text.places[0] >= place:
+            text = text.far if text.far.places[0] >= place else text.earlier
+        return text
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """One item of feedback and the sequence of its message."""
+class TurnTokens:
+    """Token ids of a turn as bytes: those of the prompt, and those of prompt and completion."""
 
-    seq: int
-    feedback: Feedback
+    prompt: bytes
+    full: bytes
 
-    def is_again(self, seq: int, feedback: Feedback) -> bool:
-        """Whether a later message holds the same item: a deletion stored it anew with what was left of its message."""
-        mine = self.feedback
-        same = (mine.revision, mine.key_id, mine.received) == (feedback.revision, feedback.key_id, feedback.received)
-        is_value = mine.value in (None, feedback.value)  # of material it is left in the stream
-        return seq > self.seq and same and is_value
+    @classmethod
+    def of(cls, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> TurnTokens:
+        """Pack lists of token ids."""
+        prompt = array("i", prompt_ids).tobytes()
+        return cls(prompt, prompt + array("i", token_ids).tobytes())
 
-    def is_revised_by(self, feedback: Feedback) -> bool:
-        """Whether an item is its sender's newer word: nobody revises what others said."""
-        return feedback.revision > self.feedback.revision and feedback.key_id == self.feedback.key_id
-
-
-@dataclass(slots=True)
-class Held:
-    """An undecided item and where it is: with its ``holder`` (a turn or an episode, ``key``), or parked without one."""
-
-    item: Item
-    target: str
-    key: str = ""
-    holder: dict[str, Item] | None = None
-
-    def move(self, seq: int) -> None:
-        """Its message is another one now."""
-        self.item = replace(self.item, seq=seq)
-        if self.holder is not None:
-            self.holder[self.item.feedback.id] = self.item
+    @property
+    def nbytes(self) -> int:
+        """Size of both."""
+        return len(self.prompt) + len(self.full)
 
 
-@dataclass(slots=True)
-class Turn:
-    """One interaction, the sequence of its message, what was said of it, by id, and why it is refused once known."""
+@dataclass(frozen=True, slots=True)
+class TurnTree:
+    """Parents of turns, by place in time (``ROOT`` for the first turn of a branch).
 
-    seq: int
-    interaction: Interaction
-    items: dict[str, Item] = field(default_factory=dict)
-    refusal: str | None = None
-
-
-@dataclass(frozen=True)
-class Trajectory:
-    """Turns that are trained as one: each prompt but the first begins with all tokens before it.
-
-    ``feedback`` is everything whose fate is that of the trajectory; ``judges`` are the keys that its reward comes from,
-    also by what they said of later turns. ``share``: how much it weighs beside the others of its episode.
+    ``extends`` is True where a turn's prompt begins with all tokens of its parent.
     """
 
-    turns: tuple[Turn, ...]
-    reward: float
-    reason: str
-    feedback: dict[str, Item]
-    judges: tuple[str, ...] = ()
-    objective: Objective = "policy"
-    share: float = 1.0
-    refused: dict[str, str] = field(default_factory=dict)
-    """Other turns of its episode that are never trained on, by canonical id, and why; with one of its trajectories."""
-
-    @cached_property
-    def first(self) -> int:
-        """Sequence of its oldest interaction."""
-        return min(turn.seq for turn in self.turns)
-
-    @cached_property
-    def min_version(self) -> int:
-        """Oldest policy version of a token."""
-        return min(span.version for turn in self.turns for span in turn.interaction.spans)
+    parents: tuple[int, ...]
+    extends: tuple[bool, ...]
 
     @property
-    def is_policy(self) -> bool:
-        """Whether the policy loss uses it."""
-        return self.objective == "policy"
+    def children(self) -> list[list[int]]:
+        """Children of each turn."""
+        found: list[list[int]] = [[] for _ in self.parents]
+        for place, parent in enumerate(self.parents):
+            if parent != ROOT:
+                found[parent].append(place)
+        return found
 
     @property
-    def key_id(self) -> str:
-        """Who decided its reward: the newest feedback's key, else the key that asked."""
-        newest = max(self.feedback.values(), key=lambda item: age(item.feedback), default=None)
-        return newest.feedback.key_id if newest is not None else self.turns[-1].interaction.key_id
+    def roots(self) -> list[int]:
+        """First turn of each turn's conversation."""
+        found: list[int] = []
+        for place, parent in enumerate(self.parents):
+            found.append(place if parent == ROOT else found[parent])
+        return found
 
-    @property
-    def user(self) -> str:
-        """Whose conversation it is."""
-        return self.turns[-1].interaction.user
-
-    @cached_property
-    def owners(self) -> Owners:
-        """Who has a share of the batch by it."""
-        return owners_of_turns(self.turns, self.judges)
+    def below(self, place: int) -> list[int]:
+        """Return a turn and all of its descendants."""
+        found = {place}
+        for later in range(place + 1, len(self.parents)):
+            if self.parents[later] in found:
+                found.add(later)
+        return sorted(found)
 
 
-def owners_of_turns(turns: Sequence[Turn], judges: tuple[str, ...]) -> Owners:
-    """Who has a share of the batch by a trajectory of these turns that ``judges`` (keys) decide over."""
-    askers = tuple(sorted({turn.interaction.key_id for turn in turns}))
-    return Owners(judges or askers, askers, (turns[-1].interaction.user,))
+def turn_tree(turns: Sequence[TurnTokens]) -> TurnTree:
+    """Build the tree of turns given in the order of their requests; the result depends on nothing else."""
+    extends_turn = _extended_turns(turns)
+    continued = _continued_prompts(turns, [place for place, full in enumerate(extends_turn) if place and full == ROOT])
+    parents: list[int] = []
+    newest = list(range(len(turns)))  # newest turn of the conversation that each turn begins
+    for place, full in enumerate(extends_turn):
+        parents.append(newest[continued[place]] if place in continued else full)
+        above = parents[-1]
+        while above != ROOT:
+            newest[above] = place
+            above = parents[above]
+    open_until, links = ROOT, [ROOT] * len(turns)
+    for place, parent in enumerate(parents):
+        if parent != ROOT:
+            links[parent] = place
+    for place in range(1, len(turns)):
+        open_until = max(open_until, links[place - 1])
+        if parents[place] == ROOT and open_until <= place:
+            parents[place] = place - 1
+    return TurnTree(tuple(parents), tuple(place != ROOT for place in extends_turn))
+
+
+def _extended_turns(turns: Sequence[TurnTokens]) -> list[int]:
+    """Find for each prompt the newest of the earlier turns that are its longest prefix."""
+    wholes = [(one.full, place) for place, one in enumerate(turns) if one.full]
+    found = longest_earlier_prefix(wholes, [(one.prompt, place) for place, one in enumerate(turns)])
+    return [found[place][1] if place in found else ROOT for place in range(len(turns))]
+
+
+def _continued_prompts(turns: Sequence[TurnTokens], asked: Sequence[int]) -> dict[int, int]:
+    """Find for each of ``asked`` the newest earlier turn whose prompt, up to the answer's header, is its longest
+    prefix.
+
+    The header is what a template puts before an answer; it ends both prompts and does not count.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    for header in range(HEADER_TOKENS + 1):
+        prompts: dict[bytes, list[tuple[bytes, int]]] = {}
+        for place in asked:
+            stem, tail = _split_header(turns[place].prompt, header)
+            prompts.setdefault(tail, []).append((stem[:-TOKEN_BYTES], place))
+        stems: dict[bytes, list[tuple[bytes, int]]] = {tail: [] for tail in prompts}
+        for place, one in enumerate(turns):
+            stem, tail = _split_header(one.prompt, header)
+            if stem and tail in stems:
+                stems[tail].append((stem, place))
+        for tail, others in prompts.items():
+            for place, (length, earlier) in longest_earlier_prefix(stems[tail], others).items():
+                found[place] = max(found.get(place, (0, ROOT)), (length + len(tail), earlier))
+    return {place: earlier for place, (_, earlier) in found.items()}
+
+
+def _split_header(prompt: bytes, header: int) -> tuple[bytes, bytes]:
+    """Return ``(tokens before the header, header)`` for a header of so many tokens."""
+    end = max(0, len(prompt) - header * TOKEN_BYTES)
+    return prompt[:end], prompt[end:]
+
+
+def branch_shares(parents: Sequence[int], lengths: Sequence[int] | None = None) -> list[float]:
+    """Return the share of each part of an episode such that the episode is the mean of its branches.
+
+    A part belongs to every branch that ends below it: with B branches, n of them below, its share is ``n / B``. With
+    ``lengths`` (tokens of each part) a branch is the mean over its tokens instead of their sum: the share is ``sum over
+    its branches of (length of the part / length of the branch) / B``. ``parents`` are earlier parts or ``ROOT``.
+    """
+    ends = sorted(set(range(len(parents))) - set(parents))
+    found = [0.0] * len(parents)
+    for end in ends:
+        path = [end]
+        while parents[path[-1]] != ROOT:
+            path.append(parents[path[-1]])
+        total = 0 if lengths is None else sum(lengths[part] for part in path)
+        for part in path:
+            found[part] += lengths[part] / total if lengths is not None and total else 1.0
+    return [share / len(ends) for share in found]
 
 
 def returns(
-    rewards: Sequence[float], gamma: float, tree: Tree | None = None, counts: Sequence[bool] = ()
+    rewards: Sequence[float], gamma: float, tree: TurnTree | None = None, counts: Sequence[bool] = ()
 ) -> list[float]:
-    """``G_t = r_t + gamma * (mean of G_c over the turns c that go on from t)``; of one: ``r_t + gamma * G_{t+1}``.
+    """Return ``G_t = r_t + gamma * (mean of G_c over the children c of t)``, in a chain ``r_t + gamma * G_{t+1}``.
 
     Args:
-        tree: None: each turn goes on from the one before it.
-        counts: whether each turn is trained, or something was said of it. Where several go on from one, those of which
-            that holds neither for themselves nor for what follows do not dilute the others.
+        tree: parents of turns; None is a chain.
+        counts: True for a turn that is trained or has feedback. Among siblings, those for which this holds neither for
+            themselves nor for a descendant do not dilute the others.
     """
     found, matters = list(rewards), [*counts] or [True] * len(rewards)
     children = tree.children if tree is not None else [[place] for place in range(1, len(rewards))] + [[]]
@@ -140,8 +257,8 @@ def returns(
     return found
 
 
-def nearest(tree: Tree, place: int, among: Container[int]) -> tuple[int, bool]:
-    """``(the nearest turn before one among these, whether it extends that by all its tokens)``; (-1, False): none."""
+def nearest_ancestor(tree: TurnTree, place: int, among: Container[int]) -> tuple[int, bool]:
+    """Return ``(nearest ancestor in among, True if the turn extends all of its tokens)``, or ``(ROOT, False)``."""
     extends = tree.extends[place]
     above = tree.parents[place]
     while above != ROOT and above not in among:
@@ -150,28 +267,32 @@ def nearest(tree: Tree, place: int, among: Container[int]) -> tuple[int, bool]:
     return above, extends and above != ROOT
 
 
-def weights_of(job: OnlineJob, tree: Tree, parts: Sequence[Sequence[int]], lengths: Sequence[int]) -> dict[int, float]:
-    """How much each trajectory for the policy loss weighs, by its first turn; ``lengths``: tokens that turns chose."""
+def trajectory_weights(
+    job: OnlineJob, tree: TurnTree, parts: Sequence[Sequence[int]], lengths: Sequence[int]
+) -> dict[int, float]:
+    """Return the weight of each policy-loss trajectory by its first turn; ``lengths`` count the sampled tokens of
+    turns."""
     if job.online.balance == "trajectories":
         return {}
     part_of = {place: part for part, places in enumerate(parts) for place in places}
-    above = (nearest(tree, places[0], part_of)[0] for places in parts)
+    above = (nearest_ancestor(tree, places[0], part_of)[0] for places in parts)
     parents = [part_of.get(place, ROOT) for place in above]
     sizes = [sum(lengths[place] for place in places) for places in parts]
     by_length = sizes if job.algorithm.aggregation == "sequence_mean" else None
-    return dict(zip((places[0] for places in parts), shares_of(parents, by_length), strict=True))
+    return dict(zip((places[0] for places in parts), branch_shares(parents, by_length), strict=True))
 
 
-def joined(
-    tree: Tree, kinds: Mapping[int, Hashable], values: Sequence[float], temperatures: Sequence[float]
+def join_turns(
+    tree: TurnTree, kinds: Mapping[int, Hashable], values: Sequence[float], temperatures: Sequence[float]
 ) -> list[list[int]]:
-    """Places of turns that make one trajectory each, in order; ``kinds`` of those that are trained, by their use.
+    """Group the places of trained turns into trajectories, in order; ``kinds`` gives the use of each trained turn.
 
-    A turn continues the nearest one before it that is trained where its prompt begins with that turn's prompt and
-    completion, token by token, nothing else goes on from there, and both are of one kind and have the same return and
-    temperature: then one pass over the tokens serves both, and one reward says it all.
+    A turn joins its nearest trained ancestor if its prompt begins with that turn's prompt and completion, token by
+    token, the ancestor has no other child, and both have one kind, return and temperature. Then one pass over the
+    tokens
+    serves both, and one reward describes both.
     """
-    before = {place: nearest(tree, place, kinds) for place in kinds}
+    before = {place: nearest_ancestor(tree, place, kinds) for place in kinds}
     following = Counter(above for above, _ in before.values())
     found: dict[int, list[int]] = {}
     for place in sorted(kinds):

@@ -1,4 +1,4 @@
-"""What came in and what became of it, between two updates: values for the row of an update, and for Prometheus."""
+"""Counts interactions and feedback and their statuses, for the metrics row of an update and for Prometheus."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REASONS = frozenset(
         "completion_too_long", "constrained", "lengths_differ", "not_finite", "rolled_back", "over_share",
     }
 )  # fmt: skip
-"""Values of the label; others are `other`, for each value is a series for good."""
+"""Values of the label `reason`; others count as `other`, because each value is a time series for good."""
 
 
 class Funnel:
@@ -36,61 +36,63 @@ class Funnel:
     def __init__(self, job: OnlineJob) -> None:
         self._job = job
         self._counts: Counter[str] = Counter()
-        self._said: dict[str, tuple[float, int]] = {}
+        self._metric_sums: dict[str, tuple[float, int]] = {}
         """Sum and number of the values of each metric."""
-        self._waits: list[float] = []
+        self._waits_s: list[float] = []
         self._lags: list[int] = []
-        self._trial: dict[str, float] = {}
+        self._trial_figures: dict[str, float] = {}
 
     def on_interaction(self) -> None:
-        """One was read."""
+        """Count an interaction."""
         INTERACTIONS.inc()
         self._counts["interactions"] += 1
 
     def on_feedback(self, item: Feedback) -> None:
-        """One was read; of metrics the mean value is told, of a boolean one the share of `true`."""
+        """Count an item, and add its value to the mean of its metric (the share of `true` for a boolean one)."""
         self._counts["feedback"] += 1
         online = self._job.online
         counts = online.metric(item.metric) is not None and not out_of_range(item, online)
         if counts and isinstance(item.value, float | int):
-            total, number = self._said.get(item.metric, (0.0, 0))
-            self._said[item.metric] = total + float(item.value), number + 1
+            total, number = self._metric_sums.get(item.metric, (0.0, 0))
+            self._metric_sums[item.metric] = total + float(item.value), number + 1
 
-    def on_fates(self, fates: Iterable[Fate]) -> None:
-        """These were decided."""
-        for fate in fates:
-            FEEDBACK.labels(fate.status).inc()
-            self._counts[fate.status] += 1
-            if fate.status == "rejected":
-                self._counts[f"rejected/{fate.reason}"] += 1
+    def on_feedback_statuses(self, statuses: Iterable[Fate]) -> None:
+        """Count statuses of feedback."""
+        for status in statuses:
+            FEEDBACK.labels(status.status).inc()
+            self._counts[status.status] += 1
+            if status.status == "rejected":
+                self._counts[f"rejected/{status.reason}"] += 1
 
-    def on_interactions(self, fates: Iterable[InteractionFate]) -> None:
-        """These were decided; of those that are never trained on, the reason is told."""
-        for fate in fates:
-            refused = fate.status == "rejected"
-            DECIDED.labels(fate.status, (fate.reason if fate.reason in REASONS else "other") if refused else "").inc()
+    def on_interaction_statuses(self, statuses: Iterable[InteractionFate]) -> None:
+        """Count statuses of interactions, refused ones by reason."""
+        for status in statuses:
+            refused = status.status == "rejected"
+            DECIDED.labels(
+                status.status, (status.reason if status.reason in REASONS else "other") if refused else ""
+            ).inc()
             if refused:
                 self._counts["refused"] += 1
-                self._counts[f"refused/{fate.reason}"] += 1
+                self._counts[f"refused/{status.reason}"] += 1
 
     def on_admissions(self, admissions: Sequence[Admission], ended: Sequence[float]) -> None:
-        """These were admitted; ``ended`` is when their last answers were."""
+        """Count admissions; ``ended`` has the times at which their last answers ended."""
         self._counts["admissions"] += len(admissions)
         self._lags += [admission.lag for admission in admissions]
-        self._waits += [admission.time - end for admission, end in zip(admissions, ended, strict=True)]
+        self._waits_s += [admission.time - end for admission, end in zip(admissions, ended, strict=True)]
 
-    def on_decision(self, figures: Mapping[str, float]) -> None:
-        """It was decided whether a version is served; of one that was tried this tells what both arms earned."""
-        self._trial |= {name: value for name, value in figures.items() if name.startswith("canary/")}
+    def on_promotion_decision(self, figures: Mapping[str, float]) -> None:
+        """Take over the figures of both arms of a canary trial."""
+        self._trial_figures |= {name: value for name, value in figures.items() if name.startswith("canary/")}
 
     def row(self) -> dict[str, float]:
-        """Values since the last call; counting starts again."""
+        """Return the values since the last call, and start counting again."""
         values = {f"online/{name}": float(count) for name, count in sorted(self._counts.items())}
-        values |= {f"online/said/{name}": total / number for name, (total, number) in sorted(self._said.items())}
-        if self._waits:
-            values["online/admitted_after_s"] = sum(self._waits) / len(self._waits)
+        values |= {f"online/said/{name}": total / number for name, (total, number) in sorted(self._metric_sums.items())}
+        if self._waits_s:
+            values["online/admitted_after_s"] = sum(self._waits_s) / len(self._waits_s)
             values["online/lag"] = sum(self._lags) / len(self._lags)
-        values |= self._trial
-        for kept in (self._counts, self._said, self._waits, self._lags, self._trial):
+        values |= self._trial_figures
+        for kept in (self._counts, self._metric_sums, self._waits_s, self._lags, self._trial_figures):
             kept.clear()
         return values

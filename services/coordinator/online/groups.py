@@ -1,4 +1,4 @@
-"""From admitted turns, or from material in feedback, to a group as workers would have made it. Pure.
+"""Builds groups from admitted turns and from off-policy examples, in the form in which workers publish them. Pure.
 
 Shapes: N tokens after the first prompt, P prompt tokens, S version spans.
 """
@@ -16,10 +16,10 @@ from penstock.shared.protocol.objective import Objective
 from penstock.shared.protocol.reading import ReadReply
 from penstock.shared.protocol.trajectory import FINISH_REASONS, Group
 
-__all__ = ["gone_group", "group_of", "made_group", "turn_of"]
+__all__ = ["empty_group", "example_group", "group_of", "turn_of"]
 
 WORKER = "online"
-"""Stands where the name of a worker does."""
+"""Name that takes the place of a worker's name."""
 
 
 def group_of(
@@ -32,23 +32,23 @@ def group_of(
     objective: Objective = "policy",
     temperature: float | None = None,
 ) -> Group:
-    """The turns as one trajectory: the first prompt, then what the policy said and, masked, what it was told between.
+    """Build one trajectory from turns: the first prompt, then sampled tokens and, masked, the context between them.
 
-    Tokens that the policy did not choose belong to the version that read them: the next turn's first one. Their
-    log-probs are 0 and never used. The attempt follows from the draw, so every leader makes the same group.
+    Context tokens belong to the version that read them: the first one of the next turn. Their log-probs are 0 and never
+    used. The attempt follows from the draw, so every leader makes the same group.
 
-    ``temperature``: at which it is trained; None: at that of its turns, which they share.
+    ``temperature``: training temperature; None is that of the turns, which share one.
     """
     prompt, tokens, mask = list(turns[0].prompt_ids), list[int](), list[int]()
     logprobs, spans, weights = list[float](), list[list[int]](), list[str]()
     for turn in turns:
-        told = turn.prompt_ids[len(prompt) + len(tokens) :]
-        if told:
-            spans.append([0, turn.spans[0].version, len(tokens), len(tokens) + len(told)])
+        context = turn.prompt_ids[len(prompt) + len(tokens) :]
+        if context:
+            spans.append([0, turn.spans[0].version, len(tokens), len(tokens) + len(context)])
             weights.append(turn.spans[0].weights)
-            tokens += told
-            logprobs += [0.0] * len(told)
-            mask += [0] * len(told)
+            tokens += context
+            logprobs += [0.0] * len(context)
+            mask += [0] * len(context)
         start = len(tokens)
         spans += [[0, span.version, start + span.start, start + span.end] for span in turn.spans]
         weights += [span.weights for span in turn.spans]
@@ -74,20 +74,20 @@ def group_of(
         parts={"feedback": np.array([reward], np.float32)},
         meta={
             "worker": WORKER, "episode": last.episode, "interactions": [turn.id for turn in turns],
-            "prompt": turns[0].prompt, "completions": [turn.text for turn in turns[-1:]], **_said(turns),
+            "prompt": turns[0].prompt, "completions": [turn.text for turn in turns[-1:]], **_transcripts(turns),
         },
     )  # fmt: skip
 
 
-def _said(turns: Sequence[Interaction]) -> dict[str, list[str]]:
-    """All that was said after the first prompt, where there were several turns and their prompts are stored."""
+def _transcripts(turns: Sequence[Interaction]) -> dict[str, list[str]]:
+    """Return the text after the first prompt if there are several turns with stored prompts."""
     first, last = turns[0].prompt, turns[-1]
     if len(turns) == 1 or not first or not last.prompt.startswith(first):
         return {}
     return {"transcripts": [last.prompt[len(first) :] + last.text]}
 
 
-def made_group(
+def example_group(
     job: str,
     draw: Draw,
     prompt_ids: Sequence[int],
@@ -103,12 +103,12 @@ def made_group(
     assumed: bool = False,
     temperature: float = 1.0,
 ) -> Group:
-    """Answers to one prompt that were not sampled for this draw: one, or the better and the worse of two.
+    """Build the group of answers that were not sampled for this draw: one answer, or the better and the worse of two.
 
     Args:
-        logprobs: of the only answer's tokens; None: 0, for a loss that uses none, or to be ``assumed``.
-        version: that sampled them; below 0: none is known, and 0 stands for it.
-        temperature: at which they were sampled, or, where that does not matter, at which they are trained.
+        logprobs: those of a single answer; None stores 0, for a loss without log-probs or with ``assumed`` ones.
+        version: version that sampled the answers; 0 takes the place of an unknown one (below 0).
+        temperature: sampling temperature, or, where that does not matter, the training temperature.
     """
     lengths = [len(answer) for answer in answers]
     tokens = [token for answer in answers for token in answer]
@@ -134,7 +134,7 @@ def made_group(
 def turn_of(
     item: Feedback, read: ReadReply, logprobs: Sequence[float], *, version: int, temperature: float
 ) -> Interaction:
-    """A posted answer as if it had been served here; ``read``: its tokens."""
+    """Build the interaction that a posted answer would be if the gateway had served it; ``read`` has its tokens."""
     return Interaction(
         id=item.id, request=item.id, index=0, job=item.job, episode=item.episode, key_id=item.key_id, user=item.user,
         split="train", untrainable="", prompt_ids=read.prompt_ids, token_ids=read.token_ids, logprobs=list(logprobs),
@@ -145,8 +145,8 @@ def turn_of(
     )  # fmt: skip
 
 
-def gone_group(job: str, draw: Draw, *, epoch: int, reason: str) -> Group:
-    """What stands for a draw whose interactions do not exist any more: it is dropped for ``reason``."""
+def empty_group(job: str, draw: Draw, *, epoch: int, reason: str) -> Group:
+    """Build the group of a draw whose interactions are gone; the gate drops it for ``reason``."""
     empty = np.zeros(0, np.int32)
     return Group(
         job=job, draw=draw, attempt=f"live-{draw}", epoch=epoch, prompt_ids=empty, token_ids=empty,

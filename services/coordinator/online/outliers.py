@@ -1,35 +1,105 @@
-"""What is unusual for a source of feedback, given what it said of the same metric before. Pure.
+"""Finds unusual values of a source of feedback, given its earlier values of the same metric. Pure.
 
-Two rules, each of one source (API key) and metric alone:
+Two rules apply, each to one source (API key) and metric:
 
-- A float is an outlier whose distance from the median is more than ``max_deviation`` times 1.4826 MAD (the median
-  absolute deviation, scaled to estimate the standard deviation of a normal distribution; Hampel 1974).
-- The source has drifted while its exponentially weighted moving average is further from its usual mean than
-  ``max_drift`` standard deviations of that average, sigma sqrt(w / (2 - w)) (EWMA control chart; Roberts 1959).
+- A float is an outlier if its distance from the median exceeds ``max_deviation`` times 1.4826 MAD (the median absolute
+  deviation, scaled to estimate the standard deviation of a normal distribution; Hampel 1974).
+- A source drifts while its exponentially weighted moving average is further from its usual mean than ``max_drift``
+  standard deviations of that average, sigma sqrt(w / (2 - w)) (EWMA control chart; Roberts 1959).
 
 The share of a boolean metric is estimated with two values of each kind added (Agresti and Coull 1998), so that a value
-which was never said is not thereby unusual.
+that never occurred is not unusual for that reason alone.
 
-What is usual is learnt only from values that were let through, so nobody shifts it with what is held back; the moving
-average takes every value but outliers, so that a source which comes back is heard again.
+Usual values are learned only from accepted feedback, so rejected feedback shifts nothing. The moving average takes
+every value but outliers, so that a source that returns to normal is accepted again.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from bisect import bisect_left, insort
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 
-from penstock.services.coordinator.online.window import Window
 from penstock.shared.config.quarantine import QuarantineConfig
 
-__all__ = ["Outliers"]
+__all__ = ["Outliers", "Window"]
 
 MAD_TO_SIGMA = 1.4826
 SMALLEST_SHARE = 0.02
-"""A spread below this share of the metric's range is taken for this: equal values make no other value unusual."""
+"""Smallest spread, as a share of the metric's range: equal values alone make no other value unusual."""
 MAX_SERIES = 20_000
-"""Pairs of source and metric that are remembered; beyond, the one that was heard least recently is forgotten."""
+"""Pairs of source and metric in memory; above this the one used least recently is dropped."""
+
+
+class Window:
+    """The newest ``size`` values of a series, with running statistics.
+
+    Adding a value costs a binary search and a shift, a query at most a binary search.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._newest: deque[float] = deque(maxlen=size)
+        self._ordered: list[float] = []
+        self._sum = self._squares = 0.0
+        self._since = 0
+        """Values since the sums were recomputed: adding and subtracting leaves rounding errors."""
+
+    def __len__(self) -> int:
+        return len(self._newest)
+
+    def add(self, value: float) -> None:
+        """Add a value, and drop the oldest one from a full window."""
+        if len(self._newest) == self._newest.maxlen:
+            oldest = self._newest[0]
+            del self._ordered[bisect_left(self._ordered, oldest)]
+            self._sum, self._squares = self._sum - oldest, self._squares - oldest * oldest
+        self._newest.append(value)
+        insort(self._ordered, value)
+        self._sum, self._squares, self._since = self._sum + value, self._squares + value * value, self._since + 1
+        if self._since >= (self._newest.maxlen or 1):
+            self._sum, self._since = math.fsum(self._newest), 0
+            self._squares = math.fsum(one * one for one in self._newest)
+
+    @property
+    def sum(self) -> float:
+        """Sum of all values."""
+        return self._sum
+
+    @property
+    def mean(self) -> float:
+        """Mean of at least one value."""
+        return self._sum / len(self)
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation of at least one value."""
+        return math.sqrt(max(0.0, self._squares / len(self) - self.mean**2))
+
+    @property
+    def median(self) -> float:
+        """Median of at least one value."""
+        half = len(self) // 2
+        middle = self._ordered[half]
+        return middle if len(self) % 2 else (self._ordered[half - 1] + middle) / 2
+
+    @property
+    def mad(self) -> float:
+        """Median absolute deviation from the median, of at least one value."""
+        centre, half = self.median, len(self) // 2
+        upper = self._distance(centre, half + 1)
+        return upper if len(self) % 2 else (self._distance(centre, half) + upper) / 2
+
+    def _distance(self, centre: float, count: int) -> float:
+        """Return the distance from ``centre`` that contains ``count`` values; these are neighbours in sorted order."""
+        values, low, high = self._ordered, 0, len(self._ordered) - count
+        while low < high:
+            middle = (low + high) // 2
+            if centre - values[middle] > values[middle + count] - centre:
+                low = middle + 1
+            else:
+                high = middle
+        return max(centre - values[low], values[low + count - 1] - centre)
 
 
 @dataclass(slots=True)
@@ -39,17 +109,17 @@ class _Series:
 
 
 class Outliers:
-    """What each source says, in the order of the stream of feedback."""
+    """Statistics of each source, in the order of the stream."""
 
     def __init__(self, config: QuarantineConfig) -> None:
         self._config = config
         self._series: OrderedDict[tuple[str, str], _Series] = OrderedDict()
 
     def judge(self, source: str, metric: str, value: bool | float, span: float) -> str:
-        """Why the next value of a source is held back, '' where it is as usual, and then learnt.
+        """Return why the next value of a source is unusual; learn a usual one and return ''.
 
         Args:
-            span: the largest difference that two values of the metric make.
+            span: largest difference between two values of the metric.
         """
         series, number = self._of(source, metric), float(value)
         is_known = len(series.usual) >= self._config.min_items
@@ -63,7 +133,7 @@ class Outliers:
         return ""
 
     def learn(self, source: str, metric: str, value: bool | float) -> None:
-        """Somebody says that a value which was held back is as it should be."""
+        """Learn a value that a user released from quarantine."""
         self._of(source, metric).usual.add(float(value))
 
     def _of(self, source: str, metric: str) -> _Series:
@@ -76,7 +146,7 @@ class Outliers:
         return self._series[key]
 
     def _deviation(self, series: _Series, value: bool | float, span: float) -> str:
-        if isinstance(value, bool):  # either of two values is as usual as the other; only their share may change
+        if isinstance(value, bool):  # either boolean is usual by itself; only their share can drift
             return ""
         median = series.usual.median
         sigma = max(MAD_TO_SIGMA * series.usual.mad, SMALLEST_SHARE * span)

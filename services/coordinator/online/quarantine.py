@@ -1,8 +1,8 @@
-"""Feedback that is unlike what its source said before waits here until somebody releases or drops it. Pure.
+"""Holds feedback that is unusual for its source until a user releases or drops it. Pure.
 
-It stands between the stream of feedback and the matching, so that what is held has no effect at all. Which items are
-held follows from the stream alone, and stands in the ledger before any decision without them: a leader that reads the
-stream again holds the same ones.
+The quarantine stands between the stream and ``Matching``, so held items have no effect. The stream alone decides which
+items it holds, and the ledger records them before any decision without them: a leader that reads the stream again
+holds the same ones.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator
 from penstock.services.coordinator.decision import Draft
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.admission import out_of_range
-from penstock.services.coordinator.online.credit import Item
-from penstock.services.coordinator.online.fates import fate
 from penstock.services.coordinator.online.outliers import Outliers
-from penstock.services.coordinator.online.recalled import NOTHING, Told
+from penstock.services.coordinator.online.statuses import NOTHING_RECOVERED, RecoveredDecisions, feedback_status
+from penstock.services.coordinator.online.turns import MAX_SEQ, FeedbackItem
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.quarantine import QuarantineConfig
 from penstock.shared.protocol.events import Quarantined
@@ -26,103 +25,100 @@ from penstock.shared.protocol.interaction import Erasure, Fate, Feedback, bare_i
 __all__ = ["DECIDING", "Quarantine"]
 
 PassOn = Callable[[int, Feedback, float], list[Fate]]
-"""What takes the items that are not held: sequence, item, time of reading."""
-
+"""Takes the items that are not held: sequence, item, time of reading."""
 DECIDING = frozenset({"release", "drop"})
-"""Kinds of feedback that decide on an item which is held."""
-UNKNOWN = 1 << 62
-"""Above every sequence."""
+"""Kinds of feedback that decide on a held item."""
 MAX_HELD = 10_000
-"""Items that wait; beyond, the oldest one is rejected."""
-REMEMBERED = 100_000
-"""Items that are judged once, however often they are read."""
+"""Held items; above this the oldest one is rejected."""
+MAX_JUDGED = 100_000
+"""Items whose judgement is remembered, so that each is judged once."""
 
 
 class Quarantine:
-    """What is held of one job; without `online.quarantine` everything is passed on."""
+    """Held items of one job; without `online.quarantine` it holds nothing."""
 
     def __init__(self, job: OnlineJob, pass_on: PassOn) -> None:
         self._job, self._pass_on = job, pass_on
         self._config = job.online.quarantine
         self._outliers = Outliers(self._config or QuarantineConfig())
-        self._held: OrderedDict[str, Item] = OrderedDict()
+        self._held: OrderedDict[str, FeedbackItem] = OrderedDict()
         self._recorded: dict[str, int] = {}
-        """Held according to the ledger, released or not; the sequences of what they said then."""
-        self._used: frozenset[str] = frozenset()
-        self._let_go: OrderedDict[str, float] = OrderedDict()
-        """Rejected, and when it was said, or an earlier leader let it go: what was said by then is over."""
+        """Items that the ledger records as held, released or not, and the sequences of their revisions."""
+        self._consumed: frozenset[str] = frozenset()
+        self._rejected: OrderedDict[str, float] = OrderedDict()
+        """Rejected items and their times, those of earlier leaders included; revisions received later count again."""
         self._judged: OrderedDict[str, int] = OrderedDict()
-        """Item -> its newest revision that was judged."""
+        """Item -> newest revision that was judged."""
         self._released: set[str] = set()
-        """Released before they were read: a deletion stores the rest of its message anew, further on in the stream."""
+        """Items released before they were read: a user's deletion copied them further on in the stream."""
 
-    def recall(self, state: LedgerState, told: Told = NOTHING) -> None:
-        """What the ledger says of items that may be read again, and what earlier leaders told."""
-        self._let_go = OrderedDict(told.let_go)
-        self._recorded, self._used = dict(state.quarantined), frozenset(state.used)
+    def restore(self, state: LedgerState, recovered: RecoveredDecisions = NOTHING_RECOVERED) -> None:
+        """Restore the held items that the ledger records, and the rejections recovered from DECISIONS."""
+        self._rejected = OrderedDict(recovered.rejected_by_quarantine)
+        self._recorded, self._consumed = dict(state.quarantined), frozenset(state.used)
 
     @property
-    def is_used(self) -> bool:
-        """Whether the job holds anything back."""
+    def is_enabled(self) -> bool:
+        """True if the job has a quarantine."""
         return self._config is not None
 
     @property
     def num_held(self) -> int:
-        """Items that wait."""
+        """Number of held items."""
         return len(self._held)
 
     @property
-    def lowest(self) -> int:
-        """Sequence below which nothing is held."""
-        return min((item.seq for item in self._held.values()), default=UNKNOWN)
+    def lowest_seq(self) -> int:
+        """Lowest sequence of a held item, or ``MAX_SEQ``."""
+        return min((item.seq for item in self._held.values()), default=MAX_SEQ)
 
     def __iter__(self) -> Iterator[Feedback]:
-        """What is held."""
+        """Iterate over the held items."""
         return (item.feedback for item in self._held.values())
 
     # -- facts -------------------------------------------------------------------------------------------------------
 
     def learn(self, item: Feedback) -> None:
-        """An item that was decided before this leader: only what it says of its source counts."""
+        """Learn the values of an item that an earlier leader decided."""
         if self._config is not None:
             self._judge(item)
 
     def on_feedback(self, seq: int, item: Feedback, now: float) -> list[Fate]:
-        """An item was read: hold it back, or pass it on."""
+        """Hold an item, or pass it on."""
         if item.kind in DECIDING:
             return self._decide(item, now)
         if item.kind == "retraction" or self._config is None:
-            taken_back = self._take_back(item, now) if item.kind == "retraction" else []
-            return [*taken_back, *self._pass_on(seq, item, now)]
+            released = self._release_retracted(item, now) if item.kind == "retraction" else []
+            return [*released, *self._pass_on(seq, item, now)]
         waiting = self._held.get(item.id)
         if waiting is not None and not waiting.is_revised_by(item):
             if waiting.is_again(seq, item):
-                self._held[item.id] = Item(seq, item)  # which says where it stood before
+                self._held[item.id] = FeedbackItem(seq, item)  # the copy names its earlier sequence
             return []
         reason = self._judge(item)
-        if item.received <= self._let_go.get(item.id, -math.inf):
+        if item.received <= self._rejected.get(item.id, -math.inf):
             return []
         is_released, is_recorded = item.id in self._released, self._is_recorded(seq, item)
         if is_released:
             self._released.discard(item.id)
             if reason:
                 self._learn_released(item)
-        if is_released or item.id in self._used or not (reason or is_recorded):
+        if is_released or item.id in self._consumed or not (reason or is_recorded):
             self._held.pop(item.id, None)
-            self._recorded.pop(item.id, None)  # what its sender said before is over
+            self._recorded.pop(item.id, None)  # the new revision replaces it
             return self._pass_on(seq, item, now)
         return self._hold(seq, item, "" if is_recorded else reason, now)
 
     def _is_recorded(self, seq: int, item: Feedback) -> bool:
-        """Whether the ledger says that this is held, and not only what its sender said before.
+        """Return True if the ledger records this revision as held.
 
-        The first word of an item may be found further on, where a deletion stored it anew.
+        A user's deletion may have copied the first revision of an item further on.
         """
         recorded = self._recorded.get(item.id)
         return recorded is not None and (seq <= recorded or not item.revision)
 
     def on_erasure(self, erasure: Erasure) -> None:
-        """A user's feedback does not exist any more."""
+        """Forget the feedback of a deleted user."""
         for name in erasure.feedback:
             self._held.pop(bare_id(name) or name, None)
             self._released.discard(bare_id(name) or name)
@@ -130,51 +126,51 @@ class Quarantine:
     # -- decisions ---------------------------------------------------------------------------------------------------
 
     def draft(self, draft: Draft) -> None:
-        """Record what is held, before anything is decided without it."""
+        """Record the held items in the ledger, before anything is decided without them."""
         known = draft.state.quarantined
         new = {name: item.seq for name, item in self._held.items() if known.get(name) != item.seq}
         if new:
             draft.add(Quarantined(writer_epoch=draft.run.writer_epoch, time=draft.now, items=new))
 
     def sweep(self, now: float) -> list[Fate]:
-        """Reject what nobody looked at."""
+        """Reject the items held for too long."""
         if self._config is None:
             return []
         limit = now - self._config.hold_s
         late = [name for name, item in self._held.items() if item.feedback.received < limit]
         return [self._reject(name, "quarantine_expired", now) for name in late]
 
-    def give_way(self, now: float) -> list[Fate]:
-        """Reject the older half of what is held, which keeps everything after it from being forgotten."""
+    def reject_older_half(self, now: float) -> list[Fate]:
+        """Reject the older half of the held items: they keep everything after them in the stream."""
         names = sorted(self._held, key=lambda name: self._held[name].seq)
         return [self._reject(name, "quarantine_full", now) for name in names[: (len(names) + 1) // 2]]
 
-    def end(self, now: float) -> list[Fate]:
-        """The job is over."""
+    def on_job_end(self, now: float) -> list[Fate]:
+        """Reject everything held."""
         return [self._reject(name, "job_ended", now) for name in list(self._held)]
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _judge(self, item: Feedback) -> str:
-        """Why an item is held, judged once."""
+        """Return why an item is held, or ''; each revision is judged once."""
         metric = self._job.online.metric(item.metric)
         if metric is None or item.kind != "metric" or not isinstance(item.value, bool | int | float):
             return ""
         if self._judged.get(item.id, -1) >= item.revision or out_of_range(item, self._job.online):
             return ""
         self._judged[item.id] = item.revision
-        if len(self._judged) > REMEMBERED:
+        if len(self._judged) > MAX_JUDGED:
             self._judged.popitem(last=False)
         span = 1.0 if metric.type == "boolean" else (metric.clip[1] - metric.clip[0]) / (abs(metric.weight) or 1.0)
         return self._outliers.judge(item.key_id, item.metric, item.value, span)
 
     def _hold(self, seq: int, item: Feedback, reason: str, now: float) -> list[Fate]:
-        """Hold an item back; without a ``reason`` that was told before."""
-        self._held[item.id] = Item(seq, item)
-        told = [fate(item.id, "quarantined", reason, now)] if reason else []
+        """Hold an item; an empty ``reason`` means that its status is already published."""
+        self._held[item.id] = FeedbackItem(seq, item)
+        statuses = [feedback_status(item.id, "quarantined", reason, now)] if reason else []
         if len(self._held) > MAX_HELD:
-            told.append(self._reject(next(iter(self._held)), "quarantine_full", now))
-        return told
+            statuses.append(self._reject(next(iter(self._held)), "quarantine_full", now))
+        return statuses
 
     def _decide(self, item: Feedback, now: float) -> list[Fate]:
         name = bare_id(str(item.body.get("feedback", ""))) or ""
@@ -185,27 +181,27 @@ class Quarantine:
             return []
         if item.kind == "drop":
             return [self._reject(name, "quarantine_dropped", now)]
-        said = self._held.pop(name).feedback
-        self._learn_released(said)
+        released = self._held.pop(name).feedback
+        self._learn_released(released)
         self._recorded.pop(name, None)
-        return self._pass_on(held.seq, said, now)
+        return self._pass_on(held.seq, released, now)
 
-    def _take_back(self, item: Feedback, now: float) -> list[Fate]:
-        """What a retraction does to what is held: who takes the retraction must know what it takes back."""
+    def _release_retracted(self, item: Feedback, now: float) -> list[Fate]:
+        """Pass on the held item that a retraction names, so that ``Matching`` knows both."""
         name = bare_id(str(item.body.get("feedback", ""))) or ""
-        gone = self._held.pop(name, None)
-        if gone is None:
+        retracted = self._held.pop(name, None)
+        if retracted is None:
             return []
         self._recorded.pop(name, None)
-        return self._pass_on(gone.seq, gone.feedback, now)
+        return self._pass_on(retracted.seq, retracted.feedback, now)
 
     def _learn_released(self, item: Feedback) -> None:
         if isinstance(item.value, bool | int | float):
             self._outliers.learn(item.key_id, item.metric, item.value)
 
     def _reject(self, name: str, reason: str, now: float) -> Fate:
-        """Nor does it count where a deletion stores it anew; its sender may still revise it."""
-        self._let_go[name] = self._held.pop(name).feedback.received
-        if len(self._let_go) > REMEMBERED:
-            self._let_go.popitem(last=False)
-        return fate(name, "rejected", reason, now)
+        """Reject a held item, copies of it included; a later revision counts again."""
+        self._rejected[name] = self._held.pop(name).feedback.received
+        if len(self._rejected) > MAX_JUDGED:
+            self._rejected.popitem(last=False)
+        return feedback_status(name, "rejected", reason, now)

@@ -1,64 +1,73 @@
-"""The part of live interactions in each decision: which are admitted, and which admitted ones make a batch. Pure."""
+"""Drafts the part of live data in each decision: what the leader admits, and which draws form a batch. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.services.coordinator.decision import Draft, Progress
 from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.online.batches import batch_of, others_per_batch
-from penstock.services.coordinator.online.bounds import Bounds, most_others
-from penstock.services.coordinator.online.credit import Trajectory
+from penstock.services.coordinator.online.baselines import baselines_of, bucket_of, origin_of, siblings_of
+from penstock.services.coordinator.online.examples import OffPolicyExample
+from penstock.services.coordinator.online.fairness import (
+    InFlightBounds,
+    OwnerShares,
+    auxiliary_per_batch,
+    has_several_owners,
+    max_auxiliary_in_flight,
+    owners_of,
+)
 from penstock.services.coordinator.online.matching import ERASED, Matching
-from penstock.services.coordinator.online.material import Offer
 from penstock.services.coordinator.online.quarantine import Quarantine
-from penstock.services.coordinator.online.shares import owners_of
-from penstock.services.coordinator.online.sources import comparisons, weight_of
-from penstock.services.coordinator.online.values import bucket_of, origin_of, siblings_of, values_of
+from penstock.services.coordinator.online.source_trust import comparisons, weight_of
+from penstock.services.coordinator.online.turns import Trajectory
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission, Admitted, Drawn, Tracking
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.interaction import bare_id
 
-__all__ = ["LiveSource"]
+__all__ = ["ASSUMED", "LiveSource", "batch_of", "within_shares"]
 
-KEPT_S = 7 * 86400.0
-"""Deadline of an admitted draw: its group is made here and now, so this says only that it is not lost."""
+DRAW_DEADLINE_S = 7 * 86400.0
+"""Deadline of an admitted draw. The leader makes its group at once, so this only says that it is not lost."""
+ASSUMED = "assumed"
+"""Reason of an admission whose unknown sampler counts as the newest policy."""
+MIN_BATCH = 2
+"""A batch of one has no baseline to compare with."""
 
 
 @dataclass(slots=True)
-class Room:
-    """Draws that may be opened for the policy loss, for other losses, and (bytes) for all of them together."""
+class FreeSlots:
+    """Draws that may be opened for the policy loss, for auxiliary losses, and (by bytes) in total."""
 
     policy: int
-    others: int
+    auxiliary: int
     groups: int = 0
 
     @property
     def is_full(self) -> bool:
-        """Nothing fits any more."""
-        return self.groups <= 0 or (self.policy <= 0 and self.others <= 0)
+        """True if nothing fits any more."""
+        return self.groups <= 0 or (self.policy <= 0 and self.auxiliary <= 0)
 
-    def fits(self, job: OnlineJob, policy: int, others: int) -> bool:
-        """Whether so many fit; more than there is room for at all do where there is nothing else."""
-        policy, others = min(policy, job.max_draws), min(others, most_others(job))
-        fits = policy <= max(0, self.policy) and others <= max(0, self.others)
-        return fits and policy + others <= self.groups
+    def fits(self, job: OnlineJob, policy: int, auxiliary: int) -> bool:
+        """Return True if so many fit. More than the limit itself fit if nothing else is in flight."""
+        policy, auxiliary = min(policy, job.max_draws), min(auxiliary, max_auxiliary_in_flight(job))
+        fits = policy <= max(0, self.policy) and auxiliary <= max(0, self.auxiliary)
+        return fits and policy + auxiliary <= self.groups
 
-    def take(self, policy: int, others: int) -> None:
-        """So many are opened."""
+    def take(self, policy: int, auxiliary: int) -> None:
+        """Use so many slots."""
         self.policy -= policy
-        self.others -= others
-        self.groups -= policy + others
+        self.auxiliary -= auxiliary
+        self.groups -= policy + auxiliary
 
 
 class LiveSource:
-    """Draws are what was admitted: each is opened with its admission, in one decision.
+    """Source of draws that opens each draw with its admission, in one decision.
 
     Args:
-        matching: what is undecided; read here, changed only by facts.
-        quarantine: what is held back; recorded before anything is admitted without it.
+        matching: undecided interactions and feedback; read here, changed only by facts.
+        quarantine: held feedback; recorded before anything is admitted without it.
     """
 
     redraws = False
@@ -67,9 +76,9 @@ class LiveSource:
         self._job, self._matching = job, matching
         self._quarantine = quarantine or Quarantine(job, matching.on_feedback)
         self.no_signal = ""
-        """Why the newest batch taught nothing, or ''."""
+        """Why the newest batch had no learning signal, or ''."""
         self.erased: set[int] = set()
-        """Ordinals of what was admitted of users who wanted to be forgotten."""
+        """Ordinals admitted from users whose data was deleted."""
 
     # -- admission ---------------------------------------------------------------------------------------------------
 
@@ -83,57 +92,57 @@ class LiveSource:
         return ERASED if draw.ordinal in self.erased else ""
 
     def draw(self, draft: Draft) -> None:
-        """Admit what is settled, the oldest first, while there is room in flight and in the byte budget."""
+        """Admit what is ready, oldest first, as far as the lag bound and the byte budget allow."""
         self._quarantine.draft(draft)
         state, job = draft.state, self._job
         start = state.start_version(state.next_number)
         room = self._room(draft)
-        bounds = Bounds.of(job)
+        bounds = InFlightBounds.of(job)
         for draw, info in state.open.items():
             if not info.batch:
                 admission = state.admissions[draw.ordinal]
-                bounds.count(owners_of(admission), admission.objective)
+                bounds.add(owners_of(admission), admission.objective)
         episodes = self._episodes(start, room, bounds)
-        offers = self._offers(state, room, bounds)
+        examples = self._examples(state, room, bounds)
         ready = [trajectory for key in episodes for trajectory in self._matching.ready[key]]
-        if not ready and not offers:
+        if not ready and not examples:
             return
         first = state.next_ordinal
-        admissions = [_admission(job, draft, first + n, one, start) for n, one in enumerate(ready)]
+        admissions = [admission_of(job, draft, first + n, one, start) for n, one in enumerate(ready)]
         first += len(ready)
-        admissions += [offer.admission(first + place, start, draft.now) for place, offer in enumerate(offers)]
-        chosen = [*episodes, *(name for offer in offers for name in offer.names)]
-        low_interactions, low_feedback = self._matching.lowest(without=chosen)
+        admissions += [example.admission(first + place, start, draft.now) for place, example in enumerate(examples)]
+        chosen = [*episodes, *(name for example in examples for name in example.feedback_ids)]
+        low_interactions, low_feedback = self._matching.low_water(without=chosen)
         epoch = draft.run.writer_epoch
         draft.add(
             Drawn(
                 writer_epoch=epoch, time=draft.now, start=state.next_ordinal,
                 stop=state.next_ordinal + len(admissions), min_version=max(0, start - job.train.max_lag),
-                deadline=draft.now + KEPT_S,
+                deadline=draft.now + DRAW_DEADLINE_S,
             )
         )  # fmt: skip
         draft.add(
             Admitted(
                 writer_epoch=epoch, time=draft.now, admissions=admissions, low_interactions=low_interactions,
-                low_feedback=min(low_feedback, self._quarantine.lowest),
+                low_feedback=min(low_feedback, self._quarantine.lowest_seq),
             )
         )  # fmt: skip
 
-    def _room(self, draft: Draft) -> Room:
-        """Draws that may be opened: as many as the lag bound lets be in flight, and as the run still needs."""
+    def _room(self, draft: Draft) -> FreeSlots:
+        """Return the draws that may be opened within the lag bound and the rest of the run."""
         state, job, remaining = draft.state, self._job, draft.remaining_batches()
-        limit = others_per_batch(job)
+        limit = auxiliary_per_batch(job)
         policy = {draw for draw in state.open if state.admissions[draw.ordinal].objective == "policy"}
-        room = Room(job.max_draws - len(policy), most_others(job) - (len(state.open) - len(policy)))
+        room = FreeSlots(job.max_draws - len(policy), max_auxiliary_in_flight(job) - (len(state.open) - len(policy)))
         if remaining is not None:
             unsealed = {draw for draw, info in state.open.items() if not info.batch}
             room.policy = min(room.policy, max(0, remaining) * job.groups_per_batch - len(unsealed & policy))
-            room.others = min(room.others, max(0, remaining) * limit - len(unsealed - policy))
+            room.auxiliary = min(room.auxiliary, max(0, remaining) * limit - len(unsealed - policy))
         room.groups = draft.byte_credits()
         return room
 
-    def _episodes(self, start: int, room: Room, bounds: Bounds) -> list[str]:
-        """Episodes to admit whole, so that what was said of one is decided at once."""
+    def _episodes(self, start: int, room: FreeSlots, bounds: InFlightBounds) -> list[str]:
+        """Choose episodes to admit whole, so that all feedback on an episode is decided at once."""
         job = self._job
         chosen: list[str] = []
         ready = self._matching.ready
@@ -146,32 +155,36 @@ class LiveSource:
                 continue
             if any(start - trajectory.min_version > job.train.max_lag for trajectory in policy):
                 continue  # the next sweep refuses it
-            if not bounds.take([(trajectory.owners, trajectory.objective) for trajectory in found]):
+            if not bounds.try_add([(trajectory.owners, trajectory.objective) for trajectory in found]):
                 continue
             chosen.append(name)
             room.take(len(policy), len(found) - len(policy))
         return chosen
 
-    def _offers(self, state: LedgerState, room: Room, bounds: Bounds) -> list[Offer]:
-        """Material to admit, what was posted first."""
-        chosen: list[Offer] = []
+    def _examples(self, state: LedgerState, room: FreeSlots, bounds: InFlightBounds) -> list[OffPolicyExample]:
+        """Choose the off-policy examples to admit, in the order in which clients posted them."""
+        chosen: list[OffPolicyExample] = []
         start = state.start_version(state.next_number)
-        for offers in self._matching.offers.together():
+        for examples in self._matching.examples.ready_together():
             if room.is_full:
                 break
-            policy = [offer for offer in offers if offer.objective == "policy"]
-            if any(offer.settled_at != (start, state.version) for offer in policy):
-                continue  # the next sweep settles it anew
-            if any(start - offer.version > self._job.train.max_lag for offer in offers if offer.version is not None):
-                continue  # all batches that the lag bound allows are sealed: it waits until one is trained
-            need = len(policy), len(offers) - len(policy)
-            if room.fits(self._job, *need) and bounds.take([(offer.owners, offer.objective) for offer in offers]):
-                chosen += offers
+            policy = [example for example in examples if example.objective == "policy"]
+            if any(example.settled_at != (start, state.version) for example in policy):
+                continue  # the next sweep settles it again
+            if any(
+                start - example.version > self._job.train.max_lag for example in examples if example.version is not None
+            ):
+                continue  # the lag bound is used up by sealed batches: it waits until one is trained
+            need = len(policy), len(examples) - len(policy)
+            if room.fits(self._job, *need) and bounds.try_add(
+                [(example.owners, example.objective) for example in examples]
+            ):
+                chosen += examples
                 room.take(*need)
         return chosen
 
-    def learnt(self, number: int, state: LedgerState) -> None:
-        """Batch ``number`` was trained: whether there was something to learn."""
+    def on_trained(self, number: int, state: LedgerState) -> None:
+        """Note whether batch ``number`` had a learning signal."""
         batch = state.batches.get(number)
         draws = batch.draws if batch is not None else ()
         found = [state.admissions[draw.ordinal] for draw in draws if draw.ordinal in state.admissions]
@@ -183,21 +196,22 @@ class LiveSource:
         self.no_signal = same
 
     def judge(self, draft: Draft) -> None:
-        """What live conversations say of a version on trial; before ``draw``, whose mark passes them."""
+        """Record the samples of a canary trial; called before ``draw``, whose low-water marks pass them."""
         self._matching.trials.draft(draft)
 
     # -- batches -----------------------------------------------------------------------------------------------------
 
     def choose(self, draft: Draft, ready: Sequence[Draw]) -> list[Draw] | None:
-        """A full batch, or a smaller one once the oldest has waited `online.max_wait_s`; the oldest policy first."""
+        """Return a full batch, or a smaller one once its oldest draw has waited `online.max_wait_s`; oldest policy
+        first."""
         return batch_of(self._job, draft, ready) or None
 
     def values(self, draft: Draft, chosen: Sequence[Draw]) -> tuple[dict[Draw, float], Tracking]:
-        """Baselines of the groups of a batch, and what it adds to the tracked values of their kinds."""
-        return values_of(self._job, draft.state, chosen)
+        """Return the baselines of a batch, and its update of the tracked values."""
+        return baselines_of(self._job, draft.state, chosen)
 
     def idle(self, state: LedgerState) -> Progress:
-        """Waiting for people is no fault, but it is no progress either."""
+        """Report the wait for feedback: no fault, but no progress either."""
         if state.canary is not None:
             return "False", "Canary", f"version {state.canary.version} is on trial: nothing is trained meanwhile"
         if self.no_signal:
@@ -205,21 +219,22 @@ class LiveSource:
         return "False", "WaitingForFeedback", self.waiting(state)
 
     def waiting(self, state: LedgerState) -> str:
-        """What is there and what is missing."""
+        """Describe what is there and what is missing."""
         unsealed = sum(1 for info in state.open.values() if not info.batch)
         matching = self._matching
         text = (
             f"{unsealed} of {self._job.groups_per_batch} trajectories are admitted; {matching.num_waiting} interactions"
-            f" wait for feedback, {len(matching.parked)} items of feedback for their interaction"
+            f" wait for feedback, {len(matching.unmatched)} items of feedback for their interaction"
         )
         if unsealed < self._job.groups_per_batch:
             return text
         return f"{text}; nobody may have more than their share of a batch, so others must be heard"
 
 
-def _admission(job: OnlineJob, draft: Draft, ordinal: int, trajectory: Trajectory, start: int) -> Admission:
+def admission_of(job: OnlineJob, draft: Draft, ordinal: int, trajectory: Trajectory, start: int) -> Admission:
+    """Build the ledger's record of an admission; ``start`` is the version from which the next update starts."""
     agreements = draft.state.agreements
-    judges, share, said = (
+    judges, share, feedback = (
         trajectory.owners.judges,
         trajectory.share,
         (item.feedback for item in trajectory.feedback.values()),
@@ -239,9 +254,73 @@ def _admission(job: OnlineJob, draft: Draft, ordinal: int, trajectory: Trajector
         judges=list(judges),
         askers=list(trajectory.owners.askers),
         weight=weight_of(job, agreements, judges, trajectory.reason) * share if trajectory.is_policy else 1.0,
-        compared=comparisons(job, said),
+        compared=comparisons(job, feedback),
         group=(group := siblings_of(job, trajectory.turns[0].interaction)),
         origin=origin_of(trajectory.turns[0].interaction) if group else [],
         share=share,
         refused=trajectory.refused,
     )
+
+
+def batch_of(job: OnlineJob, draft: Draft, ready: Sequence[Draw]) -> list[Draw]:
+    """Return the next batch, or [] if it is not time for one.
+
+    A full batch has `train.batch_size` groups for the policy loss. A smaller one is trained once the oldest group has
+    waited `online.max_wait_s`; where shares are bounded, the oldest groups of two owners must have waited, or the
+    surplus
+    of one owner would make every batch a small one. Groups for auxiliary losses join it. They form a batch of their own
+    if
+    there are none for the policy loss, or if those must wait and do not become too old meanwhile; never where a
+    promotion
+    gate bounds a value that only the policy loss measures.
+    """
+    admissions, limit = draft.state.admissions, auxiliary_per_batch(job)
+    policy = [draw for draw in ready if admissions[draw.ordinal].objective == "policy"]
+    auxiliary = sorted(set(ready) - set(policy))
+    times = ((draft.now - admissions[draw.ordinal].time, admissions[draw.ordinal]) for draw in ready)
+    waited = [owners_of(admission) for age_s, admission in times if age_s >= job.online.max_wait_s]
+    due = bool(waited) and has_several_owners(job.online, waited)
+    own = _policy_part(job, draft, policy, due=due)
+    alone = job.online.promotion is None and (due or (not policy and len(auxiliary) >= limit))
+    if not own and not (alone and _can_wait(job, draft, policy)):
+        return []
+    shares = OwnerShares(job.online, limit, least=1)
+    auxiliary = [draw for draw in auxiliary if shares.try_add([owners_of(admissions[draw.ordinal])])]
+    size = len(own) + min(limit, len(auxiliary))
+    return sorted(within_shares(job, [*own, *auxiliary], admissions, size, least=max(1, len(own))))
+
+
+def _can_wait(job: OnlineJob, draft: Draft, policy: Sequence[Draw]) -> bool:
+    """Return True if all of these may still be trained after one more version."""
+    next_start = draft.state.start_version(draft.state.next_number) + 1
+    return not any(draft.candidates[draw].is_stale(next_start, job.train.max_lag) for draw in policy)
+
+
+def _policy_part(job: OnlineJob, draft: Draft, policy: Sequence[Draw], *, due: bool) -> list[Draw]:
+    """Return the part of the batch for the policy loss, oldest policy first."""
+    size, admissions = job.groups_per_batch, draft.state.admissions
+    ordered = sorted(policy, key=lambda draw: (draft.candidates[draw].header.min_version, draw))
+    assumed = [draw for draw in ordered if admissions[draw.ordinal].reason == ASSUMED]
+    left = set(assumed[int(job.online.posted.max_assumed_share * size) :])
+    ordered = [draw for draw in ordered if draw not in left]
+    if len(ordered) < size and not due:
+        return []
+    chosen = within_shares(job, ordered, admissions, size, least=1 if due else size)
+    enough = len(chosen) >= (max(MIN_BATCH, job.train.minibatches) if due else size)
+    return chosen if enough else []
+
+
+def within_shares(
+    job: OnlineJob, ordered: Sequence[Draw], admissions: Mapping[int, Admission], size: int, *, least: int = 1
+) -> list[Draw]:
+    """Return the longest batch of ``least`` to ``size`` draws that exceeds no owner's share, earlier draws first."""
+    owners = {draw: owners_of(admissions[draw.ordinal]) for draw in ordered}
+    for target in range(min(size, len(ordered)), least - 1, -1):
+        shares = OwnerShares(job.online, target)
+        chosen: list[Draw] = []
+        for draw in ordered:
+            if shares.try_add([owners[draw]]):
+                chosen.append(draw)
+            if len(chosen) == target:
+                return chosen
+    return []

@@ -20,11 +20,11 @@ from typer.testing import CliRunner
 from penstock.cli import app as cli
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.online.decision_feed import recover_decisions
 from penstock.services.coordinator.online.supply import LiveSupply
-from penstock.services.coordinator.online.told import told_of
 from penstock.services.coordinator.runner import JobRunner
 from penstock.services.coordinator.store import JobStore
-from penstock.services.coordinator.supply import LiveLetter
+from penstock.services.coordinator.supply import LiveDeadLetter
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol import codec, subjects
 from penstock.shared.protocol.codec import pack
@@ -201,30 +201,30 @@ async def test_nothing_comes_back_that_is_over_or_waits(desk: Any) -> None:
     erasure = Erasure(user="u", interactions=[gone], feedback=[ids["deleted"]], time=1.0)
     await bus.publish(subjects.erasures(job), pack(erasure, job=job))
     items = [item(name) for name in ids if name != "about"] + [item("about", inference=gone)]
-    letter = LiveLetter(subjects.FEEDBACK, 1, {}, pack(FeedbackBatch(items=items), job=job))
-    assert await (await leader()).put_back(letter) == 1
+    letter = LiveDeadLetter(subjects.FEEDBACK, 1, {}, pack(FeedbackBatch(items=items), job=job))
+    assert await (await leader()).requeue(letter) == 1
     assert await newest() == [ids["new"]]
     second = await leader()
-    assert await second.put_back(letter) == 0, "the next leader goes on with a replay that was cut short"
+    assert await second.requeue(letter) == 0, "the next leader goes on with a replay that was cut short"
     revised = pack(FeedbackBatch(items=[item("waits", revision=1)]), job=job)
-    assert await second.put_back(LiveLetter(subjects.FEEDBACK, 2, {}, revised)) == 1
+    assert await second.requeue(LiveDeadLetter(subjects.FEEDBACK, 2, {}, revised)) == 1
     assert await newest() == [ids["waits"]]
 
-    async def letter_of(record: Interaction) -> LiveLetter:
+    async def letter_of(record: Interaction) -> LiveDeadLetter:
         message = await bus.last(subjects.INTERACTIONS, subjects.interaction(job, record.id))
-        return LiveLetter(subjects.INTERACTIONS, message.seq, message.headers, message.data)
+        return LiveDeadLetter(subjects.INTERACTIONS, message.seq, message.headers, message.data)
 
     refused, waiting, lost = [await letter_of(await desk.record()) for _ in range(3)]
     fate = InteractionFate(interaction=_id_in(refused), status="rejected", reason="no_feedback", time=1.0)
     many = [Fate(feedback=desk.new_id(), status="expired", reason="x" * 1200, time=1.0) for _ in range(1000)]
     decided = pack(FateBatch(items=many, interactions=[fate], over=[("mark", ids["about"])]), job=job)
     await bus.publish_whole([Outgoing(subjects.decisions(job), decided)])
-    assert (await told_of(bus, job)).over == [("mark", ids["about"])], "a large message is in parts"
+    assert (await recover_decisions(bus, job)).closed_episodes == [("mark", ids["about"])], "a message in parts"
     for letter in (refused, lost):
         await bus.delete_message(subjects.INTERACTIONS, letter.seq)
     third = await leader()
-    assert [await third.put_back(one) for one in (refused, waiting, lost)] == [0, 0, 1]
-    assert [await third.put_back(one) for one in (refused, waiting, lost)] == [0, 0, 0]
+    assert [await third.requeue(one) for one in (refused, waiting, lost)] == [0, 0, 1]
+    assert [await third.requeue(one) for one in (refused, waiting, lost)] == [0, 0, 0]
 
 
 async def test_an_unreadable_record_loses_nothing_that_was_said_of_others(desk: Any) -> None:
@@ -253,7 +253,7 @@ async def _both(letters: Any) -> list[dict[str, Any]]:
     return found if len(found) == 2 else []
 
 
-def _id_in(letter: LiveLetter) -> str:
+def _id_in(letter: LiveDeadLetter) -> str:
     return codec.unpack(letter.data, Interaction)[0].id
 
 

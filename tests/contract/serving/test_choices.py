@@ -77,4 +77,4 @@ async def test_feedback_on_one_choice_is_about_that_one(agent: Any) -> None:
     places = {}
     for message in await agent.bus.read(subjects.INTERACTIONS, subjects.interactions(agent.job)):
         places[unpack(message.data, Interaction)[0].id] = message.seq
-    assert supply.matching.offers.ready[preference].context == {third: places[third], first: places[first]}
+    assert supply.matching.examples.ready[preference].context == {third: places[third], first: places[first]}

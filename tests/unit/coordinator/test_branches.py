@@ -12,15 +12,15 @@ from msgspec.structs import replace
 
 from penstock.services.coordinator.decision import Draft, copy_state
 from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.online import again as again_module
+from penstock.services.coordinator.online import admission_audit
 from penstock.services.coordinator.online import matching as matching_module
-from penstock.services.coordinator.online.again import Stored, decided_again
-from penstock.services.coordinator.online.branches import Said, Tree, shares_of, tree_of
-from penstock.services.coordinator.online.credit import Trajectory, returns
+from penstock.services.coordinator.online.admission_audit import StoredFacts, replay_admissions
+from penstock.services.coordinator.online.credit import TurnTokens, TurnTree, branch_shares, returns, turn_tree
 from penstock.services.coordinator.online.groups import group_of
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.source import LiveSource
-from penstock.services.coordinator.online.sources import flaws_of_weights
+from penstock.services.coordinator.online.source_trust import flaws_of_weights
+from penstock.services.coordinator.online.turns import Trajectory
 from penstock.services.coordinator.run import JobRun
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission, Admitted, Checkpointed, JobStarted
@@ -77,7 +77,7 @@ def rewards(turns: list[Interaction], *items: Feedback, **online: Any) -> dict[s
 
 
 def parents(*turns: tuple[list[int], list[int]]) -> tuple[int, ...]:
-    return tree_of([Said.of(prompt, answer) for prompt, answer in turns]).parents
+    return turn_tree([TurnTokens.of(prompt, answer) for prompt, answer in turns]).parents
 
 
 @pytest.mark.parametrize(
@@ -120,10 +120,10 @@ def test_what_was_rendered_anew_goes_on_from_the_newest_turn_of_its_conversation
 def test_a_tree_is_found_fast_whatever_the_order_of_its_turns(late: int) -> None:
     """Prompts that shrink turn by turn, and long ones before all that they begin with: neither has an earlier one."""
     tokens, size = list(range(3000)), 1500
-    shrinking = [Said.of(tokens[: 2 * (size - place)], [-1] * (place < late)) for place in range(late, size)]
-    turns = [Said.of(tokens, [-2 - place]) for place in range(late)] + shrinking
+    shrinking = [TurnTokens.of(tokens[: 2 * (size - place)], [-1] * (place < late)) for place in range(late, size)]
+    turns = [TurnTokens.of(tokens, [-2 - place]) for place in range(late)] + shrinking
     before = time.process_time()
-    tree = tree_of(turns)
+    tree = turn_tree(turns)
     assert time.process_time() - before < 1.5, "in the square of the number of turns it takes several seconds"
     assert not any(tree.extends)
 
@@ -174,9 +174,9 @@ def test_where_several_turns_go_on_from_one_it_has_their_mean() -> None:
 
 
 def test_returns_of_a_chain_are_those_of_turns_in_time() -> None:
-    chain = Tree((-1, 0, 1), (False, True, False))
+    chain = TurnTree((-1, 0, 1), (False, True, False))
     assert returns([1.0, 0.0, 4.0], 0.5, chain) == returns([1.0, 0.0, 4.0], 0.5) == [2.0, 2.0, 4.0]
-    forest = Tree((-1, 0, 0, -1, 2), (False, True, True, False, True))
+    forest = TurnTree((-1, 0, 0, -1, 2), (False, True, True, False, True))
     assert returns([1.0, 2.0, 4.0, 8.0, 16.0], 0.5, forest) == [1 + 0.5 * (2 + 12) / 2, 2.0, 4 + 8.0, 8.0, 16.0]
 
 
@@ -195,10 +195,10 @@ def test_the_branches_of_an_episode_weigh_as_much_as_one_conversation() -> None:
 
 
 def test_what_branches_have_in_common_weighs_as_much_as_both() -> None:
-    assert shares_of([-1, 0, 0, -1]) == [pytest.approx(2 / 3), *[pytest.approx(1 / 3)] * 3]
-    assert shares_of([-1, 0, 1]) == [1.0, 1.0, 1.0]
-    assert shares_of([-1, 0, 0], [2, 2, 6]) == [(2 / 4 + 2 / 8) / 2, 2 / 4 / 2, 6 / 8 / 2]
-    assert shares_of([-1, 0], [0, 0]) == [1.0, 1.0]
+    assert branch_shares([-1, 0, 0, -1]) == [pytest.approx(2 / 3), *[pytest.approx(1 / 3)] * 3]
+    assert branch_shares([-1, 0, 1]) == [1.0, 1.0, 1.0]
+    assert branch_shares([-1, 0, 0], [2, 2, 6]) == [(2 / 4 + 2 / 8) / 2, 2 / 4 / 2, 6 / 8 / 2]
+    assert branch_shares([-1, 0], [0, 0]) == [1.0, 1.0]
 
 
 def test_a_branch_is_one_sequence_where_the_loss_is_a_mean_over_sequences() -> None:
@@ -214,7 +214,7 @@ def test_a_branch_is_one_sequence_where_the_loss_is_a_mean_over_sequences() -> N
     assert [one.share for one in matching.ready[EPISODE]] == [2 / 3, 1 / 3], "by tokens that the policy chose"
 
 
-def decided(config: OnlineJob, turns: list[Interaction], items: list[Feedback]) -> tuple[Admitted, Stored]:
+def decided(config: OnlineJob, turns: list[Interaction], items: list[Feedback]) -> tuple[Admitted, StoredFacts]:
     """What a leader admits of these, and what the streams hold."""
     matching = Matching(config)
     source = LiveSource(config, matching)
@@ -229,7 +229,7 @@ def decided(config: OnlineJob, turns: list[Interaction], items: list[Feedback]) 
     draft = Draft(run, copy_state(run.state), NOW + 99_999)
     source.draw(draft)
     (event,) = [one for one in draft.events if isinstance(one, Admitted)]
-    stored = Stored(
+    stored = StoredFacts(
         dict(enumerate(turns, 1)), {seq: [item] for seq, item in enumerate(items, 1)},
         {EPISODE: list(range(1, len(turns) + 1))},
     )  # fmt: skip
@@ -243,9 +243,9 @@ def test_an_audit_finds_weights_and_shares_that_do_not_follow() -> None:
     event, stored = decided(config, agents(), words)
     assert [(one.reward, one.share, one.weight) for one in event.admissions] == [(0.5, 0.5, 0.125), (0.25, 0.5, 0.5)]
     assert flaws_of_weights([[event]], {}, config) == []
-    assert decided_again(event.admissions, stored, config) == (2, [])
+    assert replay_admissions(event.admissions, stored, config) == (2, [])
     greedy = [replace(event.admissions[0], share=1.0, weight=0.25), event.admissions[1]]
-    assert decided_again(greedy, stored, config)[1] == [
+    assert replay_admissions(greedy, stored, config)[1] == [
         "ordinal 0: decided again its share of the episode would be 0.5"
     ]
     heavier = replace(event, admissions=[replace(event.admissions[0], weight=0.25), event.admissions[1]])
@@ -275,7 +275,7 @@ def test_the_first_agents_within_the_share_of_their_user_are_trained() -> None:
     assert event.admissions[0].refused == dict.fromkeys(("x1", "x2"), "over_share")
     assert sorted(name for one in event.admissions for name in one.feedback) == ["f0", "f1", "f2"]
     assert (event.low_interactions, event.low_feedback) == (7, 3), "nothing is undecided"
-    assert decided_again(event.admissions, stored, config) == (2, [])
+    assert replay_admissions(event.admissions, stored, config) == (2, [])
 
 
 def test_an_episode_with_too_much_to_imitate_is_admitted_alone() -> None:
@@ -291,7 +291,7 @@ def test_what_an_earlier_build_decided_of_branches_is_left_out() -> None:
     words = [said("f1", 0.5, inference="a2"), said("f2", 0.25, inference="s2")]
     event, stored = decided(job(), agents(), words)
     earlier: list[Admission] = [replace(one, share=0.0, reward=0.75) for one in event.admissions]
-    assert decided_again(earlier, stored, job()) == (0, [])
+    assert replay_admissions(earlier, stored, job()) == (0, [])
     assert flaws_of_weights([[replace(event, admissions=[replace(earlier[0], weight=1.0)])]], {}, job()) == []
 
 
@@ -315,7 +315,7 @@ def test_the_order_in_which_records_arrive_decides_nothing() -> None:
 
 def test_an_episode_has_so_many_turns_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever leads; and an audit looks at the same turns."""
-    for module in (matching_module, again_module):
+    for module in (matching_module, admission_audit):
         monkeypatch.setattr(module, "MAX_TURNS", 3)
     words = [said("f1", 0.5, inference="a2"), said("f2", 0.25, inference="s2")]
     matching = Matching(job())
@@ -323,7 +323,9 @@ def test_an_episode_has_so_many_turns_and_no_more(monkeypatch: pytest.MonkeyPatc
         matching.on_interaction(seq, one)
     fates = [one for seq, item in enumerate(words, 1) for one in matching.on_feedback(seq, item, NOW)]
     assert [(one.status, one.reason) for one in fates] == [("matched", ""), ("rejected", "too_many_turns")]
-    assert [(one.interaction, one.reason) for one in matching.refusals.drain()] == [("s2", "too_many_turns")]
+    assert [(one.interaction, one.reason) for one in matching.refused_interactions.drain()] == [
+        ("s2", "too_many_turns")
+    ]
     early = Matching(job())
     assert early.on_feedback(1, words[1], NOW) == []
     told = [one for seq, item in enumerate(agents(), 1) for one in early.on_interaction(seq, item)]
@@ -332,4 +334,4 @@ def test_an_episode_has_so_many_turns_and_no_more(monkeypatch: pytest.MonkeyPatc
     turns[1] = replace(turns[1], untrainable="side_turn")
     event, stored = decided(job(), turns, [words[0], said("f3", 0.25, inference="s1")])
     assert [(list(one.interactions), list(one.feedback)) for one in event.admissions] == [(["a1", "a2"], ["f1", "f3"])]
-    assert decided_again(event.admissions, stored, job()) == (1, [])
+    assert replay_admissions(event.admissions, stored, job()) == (1, [])

@@ -21,8 +21,8 @@ from penstock.services.coordinator.canary import (
     verdict_of,
 )
 from penstock.services.coordinator.decision import Draft, copy_state
+from penstock.services.coordinator.online.examples import InteractionRecord
 from penstock.services.coordinator.online.matching import Matching
-from penstock.services.coordinator.online.material import Record
 from penstock.services.coordinator.online.source import LiveSource
 from penstock.services.coordinator.summary import canary_of
 from penstock.services.rollout.serving.server import _untrainable
@@ -317,7 +317,7 @@ class Live:
         draft = Draft(self.run.run, copy_state(self.run.state), NOW + 3)
         self.matching.trials.draft(draft)
         self.run.run.commit(draft.events)
-        self.matching.trials.forget(self.run.state)
+        self.matching.trials.discard_recorded(self.run.state)
         return [one for event in draft.events if isinstance(event, CanaryJudged) for one in event.judged]
 
 
@@ -466,7 +466,7 @@ def test_a_correction_of_an_answer_of_the_trial_is_not_imitated() -> None:
     matching = Matching(config)
     matching.on_interaction(1, answer("a"))
     item = replace(said("a"), kind="correction", metric="", body={"corrected": "x"})
-    matching.offers.know("a", Record.of(1, answer("a")))
+    matching.examples.add_record("a", InteractionRecord.of(1, answer("a")))
     fates = matching.on_feedback(1, item, NOW)
     fates += matching.sweep(version=1, now=NOW)
     assert (fates[-1].status, fates[-1].reason) == ("rejected", CANARY)

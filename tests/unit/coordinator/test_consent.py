@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from penstock.services.coordinator.feedback.privacy import OPTED_IN, OPTED_OUT, Consents, objection
+from penstock.services.coordinator.online.examples import InteractionRecord
 from penstock.services.coordinator.online.matching import Matching
-from penstock.services.coordinator.online.material import Record
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.interaction import Feedback, Interaction
@@ -56,11 +56,11 @@ def trained(consent: str, user: str, **changes: Any) -> str:
     )  # fmt: skip
     fields = {"kind": "metric", "metric": "rating"} | changes
     item = Feedback(id="f", job="j", key_id="k", received=NOW, inference="i", value=1.0, **fields)
-    matching.offers.know("i", Record.of(1, one))
+    matching.examples.add_record("i", InteractionRecord.of(1, one))
     fates = [*matching.on_interaction(1, one), *matching.on_feedback(1, item, NOW)]
     fates += matching.sweep(version=0, now=NOW)
     refused = [one.reason for one in fates if one.status == "rejected"]
-    assert bool(refused) is not bool(matching.ready or matching.offers.ready)
+    assert bool(refused) is not bool(matching.ready or matching.examples.ready)
     return refused[0] if refused else ""
 
 

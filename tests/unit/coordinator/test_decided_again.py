@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from penstock.services.coordinator.online.again import Stored, decided_again
+from penstock.services.coordinator.online.admission_audit import StoredFacts, replay_admissions
 from penstock.services.coordinator.online.matching import Matching
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission
@@ -52,11 +52,11 @@ def again(
     config: OnlineJob, records: list[Interaction], items: list[Feedback], admissions: list[Admission]
 ) -> tuple[int, list[str]]:
     """Decided again from streams that hold the same."""
-    stored = Stored(
+    stored = StoredFacts(
         dict(enumerate(records, 1)), {seq: [item] for seq, item in enumerate(items, 1)},
         {EPISODE: list(range(1, len(records) + 1))},
     )  # fmt: skip
-    return decided_again(admissions, stored, config)
+    return replay_admissions(admissions, stored, config)
 
 
 CASES: dict[str, tuple[dict[str, Any], list[Interaction], list[Feedback], float]] = {
@@ -119,9 +119,9 @@ def test_what_is_said_of_a_turn_whose_user_objects_goes_with_the_others(objectin
     assert sorted(one.feedback) == ["f0", "f1", "whole"]
     assert one.refused == {objecting: "opted_out"}
     assert again(config, records, items, admissions) == (1, [])
-    matching.take(admissions)
-    assert matching.lowest() == (3, 3), "nothing is undecided"
-    assert matching.end(NOW + 10) == []
+    matching.on_admitted(admissions)
+    assert matching.low_water() == (3, 3), "nothing is undecided"
+    assert matching.on_job_end(NOW + 10) == []
 
 
 def test_a_decision_that_does_not_follow_is_found() -> None:
@@ -139,7 +139,7 @@ def test_what_is_not_all_there_any_more_is_left_out() -> None:
     (fair,) = admitted(config, records, items, NOW + 2)
     assert again(config, [], items, [fair]) == (0, [])
     assert again(config, records, [], [replace(fair, reward=0.9)]) == (0, [])
-    assert decided_again([replace(fair, interactions={})], Stored({}, {}), config) == (0, [])
+    assert replay_admissions([replace(fair, interactions={})], StoredFacts({}, {}), config) == (0, [])
 
 
 @pytest.mark.parametrize("gone", [0, 1])
@@ -150,8 +150,8 @@ def test_what_feedback_on_a_turn_that_is_gone_had_a_part_in_is_left_out(gone: in
     admissions = admitted(config, records, items, NOW + 9)
     assert again(config, records, items, admissions) == (1, [])
     kept = {seq: record for seq, record in enumerate(records, 1) if seq != gone + 1}
-    stored = Stored(kept, {1: [items[0]], 2: [items[1]]}, {EPISODE: list(kept)}, oldest=min(kept))
-    assert decided_again(admissions, stored, config) == (0, [])
+    stored = StoredFacts(kept, {1: [items[0]], 2: [items[1]]}, {EPISODE: list(kept)}, oldest=min(kept))
+    assert replay_admissions(admissions, stored, config) == (0, [])
 
 
 def test_turns_that_cannot_be_known_any_more_are_no_violation() -> None:
@@ -160,20 +160,20 @@ def test_turns_that_cannot_be_known_any_more_are_no_violation() -> None:
     items = [said("f1", 0.5, inference="i2")]
     admissions = admitted(config, records, items, NOW + 25)
     assert again(config, records, items, admissions) == (1, [])
-    stored = Stored({2: records[1]}, {1: items}, {EPISODE: [2]}, oldest=2)
-    assert decided_again(admissions, stored, config) == (0, [])
-    assert "would still wait" in decided_again(admissions, replace_oldest(stored), config)[1][0], "nothing is gone"
+    stored = StoredFacts({2: records[1]}, {1: items}, {EPISODE: [2]}, oldest=2)
+    assert replay_admissions(admissions, stored, config) == (0, [])
+    assert "would still wait" in replay_admissions(admissions, replace_oldest(stored), config)[1][0], "nothing is gone"
     by_number = [said("f0", 0.25, key_id="k2", episode=EPISODE, turn=0), said("f1", 0.5, inference="i2", final=True)]
     admissions = admitted(config, records, by_number, NOW + 9)
     both = {seq: [item] for seq, item in enumerate(by_number, 1)}
-    stored = Stored({2: records[1]}, both, {EPISODE: [2]}, oldest=2)
-    assert decided_again(admissions, stored, config) == (0, [])
-    assert decided_again(admissions, replace_oldest(stored), config)[1]
+    stored = StoredFacts({2: records[1]}, both, {EPISODE: [2]}, oldest=2)
+    assert replay_admissions(admissions, stored, config) == (0, [])
+    assert replay_admissions(admissions, replace_oldest(stored), config)[1]
 
 
-def replace_oldest(stored: Stored) -> Stored:
+def replace_oldest(stored: StoredFacts) -> StoredFacts:
     """The same, where nothing is gone."""
-    return Stored(stored.records, stored.items, stored.turns)
+    return StoredFacts(stored.records, stored.items, stored.turns)
 
 
 # -- answers that were cut off ----------------------------------------------------------------------------------------

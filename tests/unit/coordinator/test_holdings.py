@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from penstock.services.coordinator.online import holdings as holdings_module
-from penstock.services.coordinator.online.branches import tree_of
-from penstock.services.coordinator.online.holdings import Holdings
+from penstock.services.coordinator.online import examples as examples_module
+from penstock.services.coordinator.online.credit import turn_tree
+from penstock.services.coordinator.online.examples import KeyQuota
 from penstock.services.coordinator.online.matching import Matching
-from penstock.services.coordinator.online.posted_episodes import said_of
+from penstock.services.coordinator.online.posted_episode import tokens_of
 from penstock.shared.protocol.interaction import Feedback
 
 spec = importlib.util.spec_from_file_location("posted", Path(__file__).with_name("test_posted_episodes.py"))
@@ -27,15 +27,15 @@ LONGEST = 16 + 4
 
 def held(matching: Matching) -> int:
     """Bytes of tokens that wait with turns of posted episodes."""
-    episodes = matching.offers._episodes.values()
-    return sum(one.said.nbytes for episode in episodes for one in episode.turns.values())
+    episodes = matching.examples._episodes.values()
+    return sum(one.tokens.nbytes for episode in episodes for one in episode.turns.values())
 
 
 def test_no_tokens_wait_of_a_key_from_which_nothing_is_learnt() -> None:
     one = turn(0, [1] * 10, [2, 3])
-    assert said_of(one, job(posted={}, off_policy=None)).nbytes == 0
-    assert said_of(one, job(off_policy=None)).nbytes == 4 * (10 + 12)
-    assert said_of(one, job(posted={})).nbytes == 4 * (10 + 12), "it may be imitated"
+    assert tokens_of(one, job(posted={}, off_policy=None)).nbytes == 0
+    assert tokens_of(one, job(off_policy=None)).nbytes == 4 * (10 + 12)
+    assert tokens_of(one, job(posted={})).nbytes == 4 * (10 + 12), "it may be imitated"
 
 
 @pytest.mark.parametrize("size", [LONGEST + 1, 100_000])
@@ -56,11 +56,11 @@ def test_turns_that_are_too_long_stay_in_their_conversation() -> None:
         turn(3, [*other, 120, *range(130, 160)], [121]),
         turn(4, [*first, 20, *range(30, 60), 21, *range(60, 90)], [22]),
     ]
-    assert tree_of([said_of(one, job()) for one in turns]).parents == (-1, -1, 0, 1, 2)
+    assert turn_tree([tokens_of(one, job()) for one in turns]).parents == (-1, -1, 0, 1, 2)
 
 
 def test_a_key_has_a_share_of_the_stream_and_its_oldest_items_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Holdings()
+    found = KeyQuota()
     found.max_bytes = 8000
     for name in "abcd":
         found.add("k", name, 300)
@@ -72,8 +72,8 @@ def test_a_key_has_a_share_of_the_stream_and_its_oldest_items_go(monkeypatch: py
     assert found.nbytes == 400, "it is revised"
     found.add("k", "huge", 9000)
     assert found.excess("k") == ["d", "c"], "not the newest one, or nothing that large could ever be taken"
-    monkeypatch.setattr(holdings_module, "MAX_PER_KEY", 2)
-    small = Holdings()
+    monkeypatch.setattr(examples_module, "MAX_PER_KEY", 2)
+    small = KeyQuota()
     for name in "abcd":
         small.add("k", name, 1)
     assert small.excess("k") == ["a", "b"]
@@ -83,7 +83,7 @@ def test_a_key_has_a_share_of_the_stream_and_its_oldest_items_go(monkeypatch: py
 
 
 def test_all_keys_together_have_half_of_the_stream() -> None:
-    found = Holdings()
+    found = KeyQuota()
     found.max_bytes = 8000
     for key in "klmn":
         for number in range(10):
@@ -96,12 +96,12 @@ def test_all_keys_together_have_half_of_the_stream() -> None:
         found.remove(name)
     assert found.excess("o") == []
     assert found.older_half() == ["l0", "l1", "l2", "l3", "l4"]
-    assert Holdings().older_half() == []
+    assert KeyQuota().older_half() == []
 
 
 def test_beside_a_flood_of_one_key_those_of_others_stay() -> None:
     matching = Matching(job(posted={}, off_policy={"supervised": {}}))
-    matching.offers.holdings.max_bytes = 80_000
+    matching.examples.quota.max_bytes = 80_000
     fates: dict[str, tuple[str, str]] = {}
 
     def hear(seq: int, item: Feedback) -> None:
@@ -110,6 +110,6 @@ def test_beside_a_flood_of_one_key_those_of_others_stay() -> None:
     hear(1, turn(0, [1], [2], name="honest", key_id="other"))
     for number in range(40):
         hear(2 + number, turn(0, [300] * 400, [2], name=f"f{number}", episode=f"e{number}"))
-        assert matching.offers.holdings.nbytes <= 80_000 / 8 + 500
+        assert matching.examples.quota.nbytes <= 80_000 / 8 + 500
     assert fates["f0"] == ("rejected", "too_many_waiting")
     assert fates["f39"] == fates["honest"] == ("matched", "")

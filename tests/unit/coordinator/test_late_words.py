@@ -65,7 +65,7 @@ def test_a_deletion_that_stores_a_word_anew_makes_it_no_newer() -> None:
 def test_a_retraction_that_comes_too_late_says_what_it_found(end: str, reason: str) -> None:
     matching = Matching(job())
     if end == "admitted":
-        matching.recall(LedgerState(used={"f1": 3}))
+        matching.restore(LedgerState(used={"f1": 3}))
     elif end == "rejected":
         matching.on_feedback(3, said("f1", 1e9), NOW)
     else:

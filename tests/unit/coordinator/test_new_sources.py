@@ -12,7 +12,7 @@ from penstock.services.coordinator.decision import Draft, copy_state
 from penstock.services.coordinator.ledger import LedgerState, fold
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.source import LiveSource
-from penstock.services.coordinator.online.sources import comparisons, flaws_of_weights, weight_of
+from penstock.services.coordinator.online.source_trust import comparisons, flaws_of_weights, weight_of
 from penstock.services.coordinator.run import JobRun
 from penstock.shared.algorithms.agreement import add_pairs, concordance
 from penstock.shared.config.online_job import OnlineJob
@@ -203,7 +203,7 @@ class Live:
         self.source.draw(draft)
         self.commit(draft.events)
         (admission,) = [one for event in draft.events if isinstance(event, Admitted) for one in event.admissions]
-        self.matching.take([admission])
+        self.matching.on_admitted([admission])
         return admission
 
 

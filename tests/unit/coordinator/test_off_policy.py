@@ -13,13 +13,12 @@ import pytest
 from penstock.services.coordinator.decision import Draft
 from penstock.services.coordinator.gate import Candidate, Verdict
 from penstock.services.coordinator.ledger import LOGPROBS_DIFFER, LedgerState
-from penstock.services.coordinator.online.batches import batch_of
-from penstock.services.coordinator.online.fates import fates_of
-from penstock.services.coordinator.online.groups import made_group
+from penstock.services.coordinator.online.admission_audit import flaws_of_admission
+from penstock.services.coordinator.online.fairness import owners_of
+from penstock.services.coordinator.online.groups import example_group
 from penstock.services.coordinator.online.matching import Matching
-from penstock.services.coordinator.online.proof import flaws_of_admission
-from penstock.services.coordinator.online.shares import owners_of
-from penstock.services.coordinator.online.source import LiveSource
+from penstock.services.coordinator.online.source import LiveSource, batch_of
+from penstock.services.coordinator.online.statuses import feedback_statuses
 from penstock.services.coordinator.run import JobRun
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.errors import ProtocolError
@@ -85,7 +84,7 @@ def met(items: list[Feedback], records: Sequence[Interaction] = (), *, version: 
 
 
 def offered(matching: Matching) -> list[tuple[str, str, float]]:
-    return [(offer.objective, offer.reason, offer.reward) for offer in matching.offers.ready.values()]
+    return [(offer.objective, offer.reason, offer.reward) for offer in matching.examples.ready.values()]
 
 
 def told(matching: Matching) -> list[tuple[str, str]]:
@@ -184,7 +183,7 @@ def test_rows_3_to_6_posted_interactions(body: dict[str, Any], posted: Any, expe
 def test_posted_tokens_that_cannot_be_scored_reach_no_batch(changes: dict[str, Any], reason: str) -> None:
     matching = met([item("interaction", body=EXACT | changes)], posted=TRUSTED)
     assert told(matching) == [("rejected", reason)]
-    assert not matching.offers.ready
+    assert not matching.examples.ready
 
 
 def test_a_posted_reward_is_the_sum_of_declared_metrics() -> None:
@@ -230,7 +229,7 @@ def test_a_key_whose_log_probs_were_wrong_is_not_believed_any_more() -> None:
     matching.on_feedback(1, item("interaction", body=EXACT), NOW)
     matching.sweep(version=5, now=NOW)
     state = LedgerState()
-    (offer,) = matching.offers.ready.values()
+    (offer,) = matching.examples.ready.values()
     state.apply(Drawn(writer_epoch=1, time=NOW, start=0, stop=1, min_version=0, deadline=NOW))
     admitted = Admitted(
         writer_epoch=1, time=NOW, admissions=[offer.admission(0, 5, NOW)], low_interactions=1, low_feedback=1
@@ -243,8 +242,8 @@ def test_a_key_whose_log_probs_were_wrong_is_not_believed_any_more() -> None:
         )
     )  # fmt: skip
     assert state.distrusted == {"k1"}
-    matching.take(admitted.admissions)
-    matching.offers.distrusted = state.distrusted
+    matching.on_admitted(admitted.admissions)
+    matching.examples.distrusted = state.distrusted
     matching.on_feedback(2, item("interaction", "f2", body=EXACT), NOW)
     matching.sweep(version=5, now=NOW)
     assert offered(matching) == [("supervised", "source_distrusted", 0.5)]
@@ -254,7 +253,7 @@ def test_what_is_posted_must_be_sampled_as_the_job_samples_by_now() -> None:
     matching = Matching(job(posted=TRUSTED))
     matching.on_feedback(1, item("interaction", body=EXACT | {"sampling": {"temperature": 0.5}}), NOW)
     for temperature, expected in ((1.0, "supervised"), (0.5, "policy"), (1.0, "supervised")):
-        matching.offers.temperature = temperature
+        matching.examples.temperature = temperature
         matching.sweep(version=5, now=NOW)
         assert [objective for objective, _, _ in offered(matching)] == [expected]
 
@@ -265,7 +264,7 @@ def test_what_is_posted_must_be_sampled_as_the_job_samples_by_now() -> None:
 def test_a_correction_and_a_demonstration_are_imitated_beside_the_answer_itself() -> None:
     for given in (item("correction"), item("metric", metric="demonstration", value="better")):
         matching = met([given, item("metric", "f2")], [served("i1")])
-        (offer,) = matching.offers.ready.values()
+        (offer,) = matching.examples.ready.values()
         assert (offer.objective, offer.reward, dict(offer.context)) == ("supervised", 1.0, {"i1": 11})
         assert matching.ready["i1"][0].objective == "policy"
 
@@ -273,12 +272,12 @@ def test_a_correction_and_a_demonstration_are_imitated_beside_the_answer_itself(
 def test_a_preference_is_between_two_answers_to_the_same_prompt() -> None:
     matching = met([item("preference")], [served("i1"), served("i2", token_ids=[3, 4])])
     assert offered(matching) == [("preference", "preference", 0.5)]
-    (offer,) = matching.offers.ready.values()
+    (offer,) = matching.examples.ready.values()
     assert list(offer.context) == ["i1", "i2"], "the better one first"
     other = met([item("preference")], [served("i1"), served("i2", prompt_ids=[9])])
     assert told(other) == [("rejected", "prompts_differ")]
     waits = met([item("preference")], [served("i1")])
-    assert not waits.offers.ready
+    assert not waits.examples.ready
     assert not told(waits)
 
 
@@ -291,19 +290,19 @@ def between(name: str = "f1", **changes: Any) -> Feedback:
 def test_a_preference_between_texts_is_about_no_interaction() -> None:
     matching = met([between()])
     assert offered(matching) == [("preference", "texts", 0.25)]
-    (offer,) = matching.offers.ready.values()
+    (offer,) = matching.examples.ready.values()
     entry = offer.admission(0, 5, NOW)
     assert (entry.feedback, entry.context, entry.version) == ({"f1": 1}, {}, -1)
     assert owners_of(entry) == (("k1",), ("k1",), ("v",))
     assert offer.item.feedback.body == {"strength": 0.25}, "the texts stay in the stream"
-    assert matching.lowest()[1] == 1, "and in the stream they stay until it is decided"
+    assert matching.low_water()[1] == 1, "and in the stream they stay until it is decided"
     assert told(met([between()], off_policy={"supervised": {}})) == [("rejected", "preference_is_no_reward")]
     against = Matching(job(), opted_out=lambda user: user == "v")
     against.on_feedback(1, between(), NOW)
     assert [fate.reason for fate in against.sweep(version=5, now=NOW)] == ["opted_out"]
     erased = Erasure(user="v", interactions=[], feedback=["f1"], time=NOW)
     matching.on_erasure(erased, NOW)
-    assert not matching.offers.ready
+    assert not matching.examples.ready
 
 
 @pytest.mark.parametrize(
@@ -329,7 +328,7 @@ def test_what_a_job_does_not_ask_for_is_rejected_as_before() -> None:
 
 def test_material_expires_is_retracted_revised_and_erased_as_other_feedback() -> None:
     matching = met([item("correction")], match_ttl_s=60.0)
-    assert matching.lowest() == (1, 1)
+    assert matching.low_water() == (1, 1)
     fates = matching.sweep(version=5, now=NOW + 61)
     assert [(one.status, one.reason) for one in fates] == [("expired", "unknown_target")]
     matching = met([item("correction")], [served("i1")])
@@ -337,15 +336,15 @@ def test_material_expires_is_retracted_revised_and_erased_as_other_feedback() ->
     assert {one.feedback: one.status for one in matching.on_feedback(2, retraction, NOW)} == dict.fromkeys(
         ("f1", "r1"), "retracted"
     )
-    assert not matching.offers.ready
+    assert not matching.examples.ready
     matching = met([item("preference")], [served("i1"), served("i2")])
     matching.on_feedback(2, item("preference", revision=1, body={"chosen": "i2", "rejected": "i1"}), NOW)
     matching.sweep(version=5, now=NOW)
-    (offer,) = matching.offers.ready.values()
+    (offer,) = matching.examples.ready.values()
     assert (list(offer.context), offer.reward, offer.item.seq) == (["i2", "i1"], 1.0, 2)
     fates = matching.on_erasure(Erasure(user="u", interactions=["i2"], feedback=[], time=NOW), NOW)
     assert [(one.feedback, one.reason) for one in fates] == [("f1", "erased")]
-    assert not matching.offers.items
+    assert not matching.examples.items
 
 
 # -- draws and batches -------------------------------------------------------------------------------------------------
@@ -434,12 +433,12 @@ def test_offers_are_admitted_with_their_objective_and_told() -> None:
     assert set(found) == {"policy", "preference"}
     assert (found["preference"].context, found["preference"].feedback) == ({"i1": 11, "i2": 12}, {"f1": 1})
     assert found["preference"].askers == ["asker"]
-    fates = {one.feedback: one for one in fates_of(draft.events, draft.state)}
+    fates = {one.feedback: one for one in feedback_statuses(draft.events, draft.state)}
     assert fates["f1"].reason == "preference: preference"
     assert fates["f1"].interactions == ["i1", "i2"]
     assert fates["f2"].reason == "feedback"
-    matching.take(draft.state.admissions.values())
-    assert not matching.offers.items
+    matching.on_admitted(draft.state.admissions.values())
+    assert not matching.examples.items
     assert matching.num_waiting == 1, "the other answer may still be judged"
 
 
@@ -482,7 +481,7 @@ def test_no_answer_is_from_a_version_that_no_update_has_made_yet(
     matching.on_feedback(1, item("interaction", body=body), NOW)
     state = ahead(matching.job, sealed=sealed)
     matching.sweep(version=state.start_version(state.next_number), newest=state.version, now=NOW)
-    assert "f1" in matching.offers.items
+    assert "f1" in matching.examples.items
     draft = Draft(JobRun(matching.job, state, num_ordinals=None, writer_epoch=1), state, NOW)
     LiveSource(matching.job, matching).draw(draft)
     assert [(one.reason, one.version, one.lag) for one in draft.state.admissions.values()] == admitted
@@ -504,9 +503,9 @@ def test_a_preference_needs_the_consent_of_both_whose_answers_it_compares() -> N
     for seq, (name, user) in enumerate((("i1", "u"), ("i2", "v")), 11):
         matching.on_interaction(seq, served(name, user=user, token_ids=[seq]))
     assert "opted_out" in [fate.reason for fate in matching.sweep(version=5, now=NOW)]
-    assert not matching.offers.ready
+    assert not matching.examples.ready
     both = met([item("preference")], [served("i1"), served("i2", user="v", token_ids=[3])])
-    (offer,) = both.offers.ready.values()
+    (offer,) = both.examples.ready.values()
     entry = offer.admission(0, 5, NOW)
     assert owners_of(entry).users == ("u", "v")
     assert owners_of(msgspec.structs.replace(entry, users=[])).users == ("u",), "as earlier ledgers say it"
@@ -569,17 +568,17 @@ def test_an_audit_finds_another_objective_and_forgives_its_lag() -> None:
 
 
 def test_a_group_says_what_it_is_for_and_one_for_the_policy_loss_is_as_it_was() -> None:
-    pair = made_group("j", Draw(1), [7, 8], [[1, 2], [3]], objective="preference", reward=0.5, epoch=1)
+    pair = example_group("j", Draw(1), [7, 8], [[1, 2], [3]], objective="preference", reward=0.5, epoch=1)
     data, head = encode_group(pair)
     back = decode_group(data)
     assert (back.objective, back.rewards.tolist(), back.lengths.tolist()) == ("preference", [0.5, 0.5], [2, 1])
     assert parse_group_header(group_headers(head)).objective == "preference"
-    plain = encode_group(made_group("j", Draw(1), [7], [[1]], objective="policy", reward=1.0, epoch=1))[0]
+    plain = encode_group(example_group("j", Draw(1), [7], [[1]], objective="policy", reward=1.0, epoch=1))[0]
     assert b"objective" not in plain
     assert b"assumed" not in plain
     assert decode_group(plain).objective == "policy"
     with pytest.raises(ProtocolError, match="needs 2 completions"):
-        encode_group(made_group("j", Draw(1), [7], [[1]], objective="preference", reward=1.0, epoch=1))
+        encode_group(example_group("j", Draw(1), [7], [[1]], objective="preference", reward=1.0, epoch=1))
 
 
 def test_ledgers_without_objectives_are_for_the_policy_loss() -> None:

@@ -7,16 +7,16 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.services.coordinator.online.crowding import crowded, most_ready
+from penstock.services.coordinator.online.matching import max_ready, overload_victims
 
 
 def test_the_oldest_of_the_heaviest_go() -> None:
     waiting = [("hostile" if n % 10 else "honest", f"i{n}") for n in range(200)]
-    assert crowded(waiting, 200) == []
-    gone = crowded(waiting, 100)
+    assert overload_victims(waiting, 200) == []
+    gone = overload_victims(waiting, 100)
     assert gone == [name for owner, name in waiting if owner == "hostile"][: 200 - 75]
-    assert most_ready(10) == 256
-    assert most_ready(1000) == 4000
+    assert max_ready(10) == 256
+    assert max_ready(1000) == 4000
 
 
 @given(st.lists(st.sampled_from("aaaabbc"), max_size=80), st.integers(1, 40))
@@ -24,7 +24,7 @@ def test_it_ends_below_the_bound_and_who_has_little_keeps_it(owners: list[str], 
     waiting = [(owner, f"{owner}{n}") for n, owner in enumerate(owners)]
     before = Counter(owners)
     for _ in range(80):
-        gone = set(crowded(waiting, most))
+        gone = set(overload_victims(waiting, most))
         if not gone:
             break
         counts = Counter(owner for owner, _ in waiting)

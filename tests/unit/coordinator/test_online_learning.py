@@ -10,14 +10,13 @@ from msgspec.structs import replace
 
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.admission import admit
-from penstock.services.coordinator.online.batches import within_shares
 from penstock.services.coordinator.online.credit import returns
-from penstock.services.coordinator.online.fates import interaction_fates_of
 from penstock.services.coordinator.online.funnel import DECIDED, Funnel
 from penstock.services.coordinator.online.groups import group_of
 from penstock.services.coordinator.online.matching import Matching
-from penstock.services.coordinator.online.refusals import refused
-from penstock.services.coordinator.online.sources import weight_of
+from penstock.services.coordinator.online.source import within_shares
+from penstock.services.coordinator.online.source_trust import weight_of
+from penstock.services.coordinator.online.statuses import interaction_statuses, refused_statuses
 from penstock.services.coordinator.samples import sample_rows
 from penstock.shared.config.kinds import parse_job
 from penstock.shared.config.online_job import OnlineJob
@@ -207,7 +206,7 @@ def take(matching: Matching) -> list[Admission]:
         )
         for n, one in enumerate(ready)
     ]  # fmt: skip
-    matching.take(admissions)
+    matching.on_admitted(admissions)
     return admissions
 
 
@@ -231,7 +230,7 @@ def test_a_duplicate_changes_nothing_and_a_higher_revision_replaces() -> None:
     assert matching.ready["i1"][0].reward == -1.0
     assert take(matching)[0].feedback == {"f1": 3}
     heir = Matching(job())
-    heir.recall(LedgerState(used={"f1": 3}))
+    heir.restore(LedgerState(used={"f1": 3}))
     for leader in (matching, heir):
         for seq in (2, 3):
             assert leader.on_feedback(seq, said(value=-1.0, revision=seq - 2), NOW) == [], "that counted"
@@ -254,7 +253,7 @@ def test_a_retraction_may_overtake_what_it_retracts() -> None:
     matching = Matching(job())
     matching.on_feedback(1, said("r1", kind="retraction", inference="", body={"feedback": "f1"}), NOW)
     matching.on_interaction(1, interaction())
-    assert matching.lowest()[1] == 1, "a new leader must know of it, too"
+    assert matching.low_water()[1] == 1, "a new leader must know of it, too"
     assert [(f.feedback, f.status) for f in matching.on_feedback(2, said(), NOW)] == [("f1", "retracted")]
     assert matching.sweep(version=5, now=NOW) == []
     assert not matching.ready
@@ -277,7 +276,7 @@ def test_an_episode_whose_turns_are_all_erased_is_over() -> None:
     (fate,) = matching.on_erasure(Erasure(user="u", interactions=["i1"], feedback=[], time=NOW), NOW + 8)
     assert (fate.feedback, fate.status, fate.reason) == ("whole", "rejected", "erased")
     assert not matching.episodes
-    assert matching.lowest() == (3, 2), "nothing is undecided"
+    assert matching.low_water() == (3, 2), "nothing is undecided"
     assert matching.sweep(version=6, now=NOW + 9) == []
     late = matching.on_feedback(9, said("f9", 1.0, episode=EPISODE), NOW + 9)
     assert [(one.status, one.reason) for one in late] == [("rejected", "erased")]
@@ -309,16 +308,16 @@ def test_who_judges_a_later_turn_has_a_share_in_the_earlier_ones() -> None:
 
 def test_below_the_lowest_sequences_everything_is_decided() -> None:
     matching, _ = settled([interaction(), interaction("i2")], [said(), said("f2", inference="i2", episode="")])
-    assert matching.lowest() == (1, 1)
-    assert matching.lowest(without=["i1"]) == (2, 2)
+    assert matching.low_water() == (1, 1)
+    assert matching.low_water(without=["i1"]) == (2, 2)
     take(matching)
-    assert matching.lowest() == (3, 2), "a message of feedback may hold more items"
+    assert matching.low_water() == (3, 2), "a message of feedback may hold more items"
 
 
 def test_the_end_of_a_job_leaves_no_item_without_a_fate() -> None:
     matching = Matching(job())
     matching.on_feedback(1, said("f9", inference="nobody"), NOW)
-    assert [(f.feedback, f.reason) for f in matching.end(NOW)] == [("f9", "job_ended")]
+    assert [(f.feedback, f.reason) for f in matching.on_job_end(NOW)] == [("f9", "job_ended")]
 
 
 # -- turns ------------------------------------------------------------------------------------------------------------
@@ -348,9 +347,9 @@ def test_an_interaction_that_is_never_trained_on_says_why(
     record: Interaction, items: list[Feedback], reason: str
 ) -> None:
     matching, _ = settled([record], items)
-    (found,) = matching.refusals.drain()
+    (found,) = matching.refused_interactions.drain()
     assert (found.interaction, found.status, found.reason) == (record.id, "rejected", reason)
-    assert matching.refusals.drain() == []
+    assert matching.refused_interactions.drain() == []
 
 
 def test_turns_beside_those_that_are_admitted_stand_in_the_admission() -> None:
@@ -361,21 +360,21 @@ def test_turns_beside_those_that_are_admitted_stand_in_the_admission() -> None:
     matching.sweep(version=6, now=NOW + 6)
     (trajectory,) = matching.ready[EPISODE]
     assert trajectory.refused == {"i2": "train_false"}
-    assert matching.refusals.drain() == [], "not before it is admitted"
+    assert matching.refused_interactions.drain() == [], "not before it is admitted"
     admission = Admission(
         0, {"i1": 1}, {"f1": 1, "end": 2}, 0.5, 0, "k1", "u", "credit", NOW, refused=trajectory.refused
     )  # fmt: skip
     event = Admitted(writer_epoch=1, time=NOW, admissions=[admission], low_interactions=3, low_feedback=3)
     state = LedgerState(admissions={0: admission})
-    told = interaction_fates_of([event], state)
+    told = interaction_statuses([event], state)
     assert {one.interaction: (one.status, one.reason) for one in told} == {
         "i1": ("admitted", "credit"), "i2": ("rejected", "train_false"),
     }  # fmt: skip
     successor = Matching(job())
-    successor.recall(state)
+    successor.restore(state)
     assert successor.on_interaction(2, replace(second, untrainable="train_false")) == []
     assert successor.num_waiting == 0
-    matching.take([admission])
+    matching.on_admitted([admission])
     for one in (matching, successor):
         (late,) = one.on_feedback(9, said("late", inference="i2"), NOW)
         assert (late.status, late.reason) == ("rejected", "train_false")
@@ -383,15 +382,15 @@ def test_turns_beside_those_that_are_admitted_stand_in_the_admission() -> None:
 
 def test_what_waits_at_the_end_of_the_job_says_so() -> None:
     matching, _ = settled([interaction()], [])
-    matching.end(NOW)
-    assert [one.reason for one in matching.refusals.drain()] == ["job_ended"]
+    matching.on_job_end(NOW)
+    assert [one.reason for one in matching.refused_interactions.drain()] == ["job_ended"]
 
 
 def test_reasons_are_counted_and_few_are_labels() -> None:
     funnel = Funnel(job())
     counter = DECIDED.labels("rejected", "other")
     before = counter._value.get()
-    funnel.on_interactions(refused({"i1": "stale", "i2": "stale", "i3": "made up by a worker"}, NOW))
+    funnel.on_interaction_statuses(refused_statuses({"i1": "stale", "i2": "stale", "i3": "made up by a worker"}, NOW))
     row = funnel.row()
     assert (row["online/refused"], row["online/refused/stale"]) == (3.0, 2.0)
     assert counter._value.get() == before + 1
@@ -403,7 +402,7 @@ def test_feedback_on_a_turn_is_refused_for_the_reason_of_that_turn() -> None:
     matching.on_feedback(3, said("end", None, episode=EPISODE, metric="", final=True), NOW)
     fates = matching.sweep(version=9, now=NOW + 6)
     expected = {"i1": "stale", "i2": "side_turn"}
-    assert {one.interaction: one.reason for one in matching.refusals.drain()} == expected
+    assert {one.interaction: one.reason for one in matching.refused_interactions.drain()} == expected
     assert {one.feedback: one.reason for one in fates} == {"f1": "stale", "f2": "side_turn", "end": "side_turn"}
     for seq, (name, reason) in enumerate(expected.items(), 4):
         late = matching.on_feedback(seq, said(f"late-{name}", inference=name), NOW)

@@ -9,13 +9,13 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.online import episode as episode_module
-from penstock.services.coordinator.online import parked as parked_module
-from penstock.services.coordinator.online import remembered as remembered_module
+from penstock.services.coordinator.online import served_episode as served_episode_module
+from penstock.services.coordinator.online import statuses as statuses_module
+from penstock.services.coordinator.online import unmatched as unmatched_module
 from penstock.services.coordinator.online.admission import refusal_of
-from penstock.services.coordinator.online.episode import CUT
 from penstock.services.coordinator.online.matching import Matching
-from penstock.services.coordinator.online.offers import Offers
+from penstock.services.coordinator.online.off_policy import OffPolicyExamples
+from penstock.services.coordinator.online.turns import DISCONNECTED
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.interaction import Erasure, Feedback, Interaction
@@ -109,22 +109,22 @@ def test_a_job_may_listen_to_the_key_that_asked_alone(early: bool, place: dict[s
 
 
 def test_what_waits_for_its_target_is_bounded_for_each_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parked_module, "MAX_PER_KEY", 2)
+    monkeypatch.setattr(unmatched_module, "MAX_PER_KEY", 2)
     found = matching()
     items = [said(f"f{n}", f"i{n}", key="flood") for n in range(1, 4)]
     fates = [one for seq, item in enumerate(items) for one in found.on_feedback(seq, item, NOW)]
     assert [(one.feedback, one.status, one.reason) for one in fates] == [("f1", "expired", "too_many_parked")]
     assert found.on_feedback(4, said("f4", "i4", key="quiet"), NOW) == []
-    assert len(found.parked) == 3
+    assert len(found.unmatched) == 3
     assert found.on_interaction(1, served("i1")) == []
     assert [one.feedback for one in found.on_interaction(2, served("i2", episode="other"))] == ["f2"]
-    assert len(found.parked) == 2
+    assert len(found.unmatched) == 2
 
 
 def test_only_what_decides_a_reward_is_kept_of_an_item() -> None:
     found = matching()
     found.on_feedback(1, said("f1", "i1", body={"comment": "x" * 9999}, tags={"a": "b"}), NOW)
-    (item,) = found.parked
+    (item,) = found.unmatched
     assert (item.feedback.body, item.feedback.tags) == ({}, {})
 
 
@@ -135,7 +135,7 @@ def test_a_turn_is_checked_once_however_often_it_is_looked_at(monkeypatch: pytes
         checked.append(interaction.id)
         return refusal_of(interaction, job)
 
-    monkeypatch.setattr(episode_module, "refusal_of", counted)
+    monkeypatch.setattr(served_episode_module, "refusal_of", counted)
     found = matching()
     found.on_interaction(1, served("i1"))
     for _ in range(3):
@@ -145,13 +145,13 @@ def test_a_turn_is_checked_once_however_often_it_is_looked_at(monkeypatch: pytes
 
 def test_what_waits_costs_nothing_until_something_may_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[float] = []
-    settle = episode_module.Episode._settle
+    settle = served_episode_module.ServedEpisode._settle
 
     def spy(episode: Any, job: Any, *, version: int, now: float) -> Any:
         looked.append(now)
         return settle(episode, job, version=version, now=now)
 
-    monkeypatch.setattr(episode_module.Episode, "_settle", spy)
+    monkeypatch.setattr(served_episode_module.ServedEpisode, "_settle", spy)
     rating = {"type": "float", "default_after_s": 60}
     found = matching(metrics={"rating": rating}, idle_ttl_s=600, max_age_s=3600)
     for number in range(5):
@@ -183,7 +183,7 @@ def test_a_name_that_agents_made_up_is_an_episode_of_each_key() -> None:
 def test_an_answer_that_was_cut_off_and_completed_counts_as_completed(looked: bool) -> None:
     found = matching()
     whole = served("i1")
-    cut = replace(whole, token_ids=[], logprobs=[], spans=[], finish="client_disconnected", untrainable=CUT)
+    cut = replace(whole, token_ids=[], logprobs=[], spans=[], finish="client_disconnected", untrainable=DISCONNECTED)
     found.on_interaction(1, cut)
     if looked:
         found.sweep(version=0, now=NOW)
@@ -209,7 +209,7 @@ def test_what_a_deletion_stored_anew_is_admitted_from_where_it_is(place: str) ->
     assert found.on_feedback(160, replace(item, received=NOW + 9), NOW + 9) == [], "posted twice: the first one counts"
     if place == "parked":
         found.on_interaction(1, served("i1"))
-    assert found.lowest()[1] == 150
+    assert found.low_water()[1] == 150
     found.sweep(version=0, now=NOW + 9)
     (path,) = found.ready["i1"]
     assert [(one.seq, one.feedback.received) for one in path.feedback.values()] == [(150, NOW)]
@@ -227,17 +227,17 @@ def test_material_that_a_deletion_stored_anew_is_made_from_where_it_is(episode: 
     found.on_feedback(100, item, NOW)
     found.on_interaction(1, served("i1"))
     found.sweep(version=0, now=NOW + 9)
-    assert list(found.offers.ready) == ["b"]
+    assert list(found.examples.ready) == ["b"]
     found.on_feedback(150, item, NOW + 9)
-    assert not found.offers.ready, "settled anew before it is admitted"
+    assert not found.examples.ready, "settled anew before it is admitted"
     found.sweep(version=0, now=NOW + 9, everything=False)
-    assert found.offers.ready["b"].admission(0, 0, NOW).feedback == {"b": 150}
+    assert found.examples.ready["b"].admission(0, 0, NOW).feedback == {"b": 150}
 
 
 def test_what_the_ledger_names_is_decided_once_however_much_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remembered_module, "REMEMBERED", 3)
+    monkeypatch.setattr(statuses_module, "MAX_DECIDED", 3)
     found, numbers = matching(), range(1, 6)
-    found.recall(LedgerState(consumed={f"i{n}": n for n in numbers}, used={f"f{n}": n for n in numbers}))
+    found.restore(LedgerState(consumed={f"i{n}": n for n in numbers}, used={f"f{n}": n for n in numbers}))
     for n in numbers:
         assert found.on_interaction(n, served(f"i{n}", episode=f"e{n}")) == []
         assert found.on_feedback(n, said(f"f{n}", f"i{n}"), NOW) == []
@@ -267,7 +267,7 @@ def _seconds_of_pairs(waiting: int, pairs: int = 100) -> float:
             found.sweep(version=0, now=NOW, everything=False)
             found.on_interaction(number, served(f"i{number}", episode=""))
             found.sweep(version=0, now=NOW, everything=False)
-            found.lowest()
+            found.low_water()
         seconds.append(time.process_time() - began)
     return min(seconds)
 
@@ -283,13 +283,13 @@ def test_a_sweep_looks_at_nothing_that_only_waits(monkeypatch: pytest.MonkeyPatc
         found.on_feedback(number, said(f"f{number}", f"j{number}"), NOW)
     found.sweep(version=0, now=NOW)
     looked: list[str] = []
-    settle = Offers._settle
+    settle = OffPolicyExamples._settle
 
-    def spy(offers: Offers, name: str, *args: Any) -> str:
+    def spy(offers: OffPolicyExamples, name: str, *args: Any) -> str:
         looked.append(name)
         return settle(offers, name, *args)
 
-    monkeypatch.setattr(Offers, "_settle", spy)
+    monkeypatch.setattr(OffPolicyExamples, "_settle", spy)
     for version in range(3):
         found.sweep(version=version, now=NOW + version)
     assert not looked
@@ -299,12 +299,12 @@ def test_a_sweep_looks_at_nothing_that_only_waits(monkeypatch: pytest.MonkeyPatc
 
 
 def test_all_keys_together_have_no_more_waiting_than_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parked_module, "MAX_PARKED", 10)
-    monkeypatch.setattr(parked_module, "AT_ONCE", 3)
+    monkeypatch.setattr(unmatched_module, "MAX_UNMATCHED", 10)
+    monkeypatch.setattr(unmatched_module, "EVICTED_AT_ONCE", 3)
     found = matching()
     for number in range(11):
         fates = found.on_feedback(number, said(f"f{number}", f"i{number}", key=f"k{number % 2}"), NOW)
     gone = [(f"f{number}", "expired", "too_many_parked") for number in (0, 2, 4)]
     assert [(one.feedback, one.status, one.reason) for one in fates] == gone
-    assert len(found.parked) == 8
-    assert found.lowest()[1] == 1, "what went keeps nothing"
+    assert len(found.unmatched) == 8
+    assert found.low_water()[1] == 1, "what went keeps nothing"

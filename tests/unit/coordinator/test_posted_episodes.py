@@ -11,15 +11,20 @@ from msgspec.structs import replace
 
 from penstock.services.coordinator.decision import Draft, copy_state
 from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.online import posted_episodes
-from penstock.services.coordinator.online.again import Stored, decided_again
-from penstock.services.coordinator.online.credit import Item
+from penstock.services.coordinator.online import posted_episode
+from penstock.services.coordinator.online.admission_audit import StoredFacts, replay_admissions
 from penstock.services.coordinator.online.matching import Matching
-from penstock.services.coordinator.online.posted import Present, facts_of
-from penstock.services.coordinator.online.posted_episodes import PostedEpisode, PostedTurn, said_of
-from penstock.services.coordinator.online.recalled import Told
+from penstock.services.coordinator.online.posted_episode import (
+    PolicyState,
+    PostedEpisode,
+    PostedTurn,
+    facts_of,
+    tokens_of,
+)
 from penstock.services.coordinator.online.source import LiveSource
-from penstock.services.coordinator.online.sources import flaws_of_weights
+from penstock.services.coordinator.online.source_trust import flaws_of_weights
+from penstock.services.coordinator.online.statuses import RecoveredDecisions
+from penstock.services.coordinator.online.turns import FeedbackItem
 from penstock.services.coordinator.run import JobRun
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission, Admitted, Checkpointed, Dropped, JobStarted
@@ -89,12 +94,12 @@ class Leader:
         if before is None:
             self.commit([JobStarted(**EPOCH, config_digest="c")])
             self.commit([Checkpointed(**EPOCH, number=0, version=5, digest="w", path="p", trainer_epoch=1, low_seq=1)])
-        self.matching.recall(self.run.state, Told(over=self.told))
+        self.matching.restore(self.run.state, RecoveredDecisions(closed_episodes=self.told))
         self.fates: dict[str, tuple[str, str]] = {}
         self.read(self.run.state.read_from[1])
 
     def commit(self, events: list[Any]) -> None:
-        self.told += self.matching.offers.over.drain()
+        self.told += self.matching.examples.closed.drain()
         self.entries.append(events)
         self.run.commit(events)
 
@@ -118,7 +123,7 @@ class Leader:
             return []
         self.commit(draft.events)
         found = [one for event in draft.events if isinstance(event, Admitted) for one in event.admissions]
-        self.matching.take(found)
+        self.matching.on_admitted(found)
         return found
 
 
@@ -128,7 +133,7 @@ def rewards(admissions: list[Admission]) -> dict[str, float]:
 
 def again(leader: Leader, admissions: list[Admission]) -> tuple[int, list[str]]:
     items = {seq: [item] for seq, item in enumerate(leader.items, 1)}
-    return decided_again(admissions, Stored({}, items), leader.config)
+    return replay_admissions(admissions, StoredFacts({}, items), leader.config)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1)])
@@ -139,14 +144,14 @@ def test_turns_in_any_order_are_credited_as_served_ones_once_all_are_there(
     leader = Leader(job(gamma=gamma), [])
     for place in order:
         assert leader.decide() == [], "turns are missing"
-        assert leader.matching.lowest()[1] == 1, "a new leader must read all of them"
+        assert leader.matching.low_water()[1] == 1, "a new leader must read all of them"
         leader.hear(talk()[place])
     admissions = leader.decide()
     expected = {"t0 t1 t2": 0.5} if gamma == 1 else {"t0": 0.125, "t1": 0.25, "t2": 0.5}
     assert rewards(admissions) == expected
     assert {one.weight for one in admissions} == {1.0}
     assert again(leader, admissions) == (len(admissions), [])
-    assert leader.matching.lowest()[1] == 3, "nothing is undecided"
+    assert leader.matching.low_water()[1] == 3, "nothing is undecided"
 
 
 @pytest.mark.parametrize(("solved", "reward"), [(True, 1.0), (False, -1.0)])
@@ -264,12 +269,12 @@ def test_what_comes_in_one_message_or_is_revised_is_not_late() -> None:
 
 
 def test_an_episode_has_so_many_turns_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(posted_episodes, "MAX_TURNS", 2)
+    monkeypatch.setattr(posted_episode, "MAX_TURNS", 2)
     items = [replace(one, final=False, body=one.body | {"reward": 0.5}) for one in talk()]
     first = Leader(job(idle_ttl_s=60.0), items)
     assert first.decide(59.0) == []
     assert first.fates["t2"] == ("rejected", "too_many_turns")
-    assert list(first.matching.offers.items) == ["t0", "t1"]
+    assert list(first.matching.examples.items) == ["t0", "t1"]
     first.hear(replace(items[0], revision=1))
     second = Leader(first.config, first.items, first)
     assert rewards(second.decide(61.0)) == rewards(first.decide(61.0)) == {"t0": 1.0, "t1": 0.5}
@@ -304,10 +309,11 @@ def test_what_is_not_trained_counts_by_credit_and_is_decided_with_the_rest() -> 
 def test_an_episode_of_an_untrusted_key_is_refused_unread() -> None:
     config = job(posted={}, off_policy=None)
     turns = {
-        one.id: PostedTurn(Item(seq, one), facts_of(one), said_of(one, config)) for seq, one in enumerate(talk(), 1)
+        one.id: PostedTurn(FeedbackItem(seq, one), facts_of(one), tokens_of(one, config))
+        for seq, one in enumerate(talk(), 1)
     }
     episode = PostedEpisode(turns)
-    present = Present(version=5, newest=5, temperature=1.0)
+    present = PolicyState(version=5, newest=5, temperature=1.0)
     assert episode.settle(config, present) == dict.fromkeys(turns, "source_not_trusted")
     assert episode._credit[1] is None
 
@@ -368,9 +374,9 @@ def test_a_single_turn_is_decided_as_it_was_without_an_episode() -> None:
 def test_what_is_revised_retracted_or_erased_is_settled_anew() -> None:
     leader = Leader(job(), talk())
     leader.tell(leader.matching.sweep(version=5, now=NOW + 1))
-    assert leader.matching.offers.ready
+    assert leader.matching.examples.ready
     leader.hear(replace(talk()[2], revision=1, body=talk()[2].body | {"reward": -0.5}))
-    assert not leader.matching.offers.ready
+    assert not leader.matching.examples.ready
     assert rewards(leader.decide()) == {"t0 t1 t2": -0.5}
     taken_back = Leader(job(idle_ttl_s=60.0), talk())
     taken_back.hear(off_policy.item("retraction", "r", inference="", body={"feedback": "t1"}))
@@ -379,7 +385,7 @@ def test_what_is_revised_retracted_or_erased_is_settled_anew() -> None:
     erased = Leader(job(), talk()[:2])
     erased.matching.on_erasure(Erasure(user="u", interactions=[], feedback=["t0", "t1"], time=NOW), NOW)
     assert erased.decide(99_999.0) == []
-    assert erased.matching.lowest()[1] == 2
+    assert erased.matching.low_water()[1] == 2
 
 
 def test_a_turn_that_becomes_a_metric_is_no_turn_any_more() -> None:
@@ -395,10 +401,10 @@ def test_a_turn_that_becomes_a_metric_is_no_turn_any_more() -> None:
     single = Leader(config, [turn(0, [1], [2], done=True, reward=0.5, name="one", episode="")])
     single.matching.on_interaction(1, served)
     single.tell(single.matching.sweep(version=5, now=NOW + 1))
-    assert list(single.matching.offers.ready) == ["one"]
+    assert list(single.matching.examples.ready) == ["one"]
     single.hear(off_policy.item("metric", "one", value=1.0, revision=1))
     assert [(list(one.interactions), list(one.feedback)) for one in single.decide()] == [(["i1"], ["one"])]
-    assert not (single.matching.offers.items or single.matching.offers.ready)
+    assert not (single.matching.examples.items or single.matching.examples.ready)
 
 
 def test_an_episode_of_which_somebody_does_not_want_to_be_trained_on_is_refused() -> None:
@@ -439,14 +445,14 @@ def test_an_episode_is_admitted_whole_or_waits_for_what_its_owner_has_in_flight(
     leader = Leader(config, [first, *two_turns(), later])
     assert rewards(leader.decide()) == {"first": 0.5}
     assert leader.decide() == [], "what came later does not pass it"
-    assert {"t0", "t1", "later"} <= leader.matching.offers.ready.keys()
+    assert {"t0", "t1", "later"} <= leader.matching.examples.ready.keys()
     (draw,) = leader.run.state.open
     leader.commit(
         [Dropped(**EPOCH, draws=[draw], reason="lost", lengths=[0], redraw=False, min_version=0, deadline=NOW)]
     )
     assert rewards(leader.decide()) == {"t0": 0.25, "t1": 0.5}
     assert leader.decide() == [], "both of its places are taken"
-    assert list(leader.matching.offers.ready) == ["later"]
+    assert list(leader.matching.examples.ready) == ["later"]
 
 
 @pytest.mark.parametrize("share", ["max_share_per_key", "max_share_per_asker", "max_share_per_user"])
@@ -456,7 +462,7 @@ def test_an_episode_beyond_its_owners_share_trains_its_first_turns(share: str) -
     assert rewards(admissions) == {"t0": 0.125, "t1": 0.25}
     assert [list(one.feedback) for one in admissions] == [["t0"], ["t1", "t2"]], "the last one counts by credit"
     assert again(leader, admissions) == (2, [])
-    assert leader.matching.lowest()[1] == 3, "nothing is undecided"
+    assert leader.matching.low_water()[1] == 3, "nothing is undecided"
 
 
 def test_a_conversation_of_text_that_exceeds_the_share_of_its_user_is_decided() -> None:
@@ -471,7 +477,7 @@ def test_a_conversation_of_text_that_exceeds_the_share_of_its_user_is_decided() 
     assert [(one.objective, list(one.feedback), one.reward) for one in admissions] == [
         ("supervised", ["t0", "t1"], 0.25)
     ]
-    assert leader.matching.lowest()[1] == 2, "nothing is undecided"
+    assert leader.matching.low_water()[1] == 2, "nothing is undecided"
     assert again(leader, admissions) == (1, [])
 
 

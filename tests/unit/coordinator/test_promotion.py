@@ -11,9 +11,9 @@ import pytest
 from penstock.services.coordinator.evaluation import EvaluationPlan
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.measures import Measures
-from penstock.services.coordinator.online.fates import fates_of
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.source import LiveSource
+from penstock.services.coordinator.online.statuses import feedback_statuses
 from penstock.services.coordinator.outbox import Outbox
 from penstock.services.coordinator.promotion import (
     Evaluated,
@@ -282,7 +282,7 @@ def test_what_a_rollback_gives_up_is_not_trained_again() -> None:
     assert (events[0].redraw, events[0].draws) == (False, given_up)
     state = run.state
     assert (state.open, state.dropped["rolled_back"], state.trained) == ({}, 2, 1)
-    told = fates_of(decode_events(encode_events(events)), state)
+    told = feedback_statuses(decode_events(encode_events(events)), state)
     assert [(one.feedback, one.status, one.reason) for one in told] == [
         ("f1", "rejected", "rolled_back"),
         ("f2", "rejected", "rolled_back"),
@@ -296,7 +296,7 @@ def test_what_a_trainer_cannot_repeat_is_drawn_again() -> None:
     events = run.fork(1)
     assert events[0].redraw
     assert set(run.state.open) == {Draw(0, 1)}
-    assert [one.status for one in fates_of(events[:1], run.state)] == ["admitted"]
+    assert [one.status for one in feedback_statuses(events[:1], run.state)] == ["admitted"]
 
 
 def test_a_rollback_that_nobody_wants_any_more_is_refused() -> None:

@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from penstock.services.coordinator.decision import Draft
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.matching import Matching
-from penstock.services.coordinator.online.outliers import Outliers
+from penstock.services.coordinator.online.outliers import Outliers, Window
 from penstock.services.coordinator.online.quarantine import Quarantine
-from penstock.services.coordinator.online.window import Window
 from penstock.services.coordinator.run import JobRun
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.quarantine import QuarantineConfig
@@ -58,7 +57,7 @@ class Reader:
     def __init__(self, state: LedgerState | None = None) -> None:
         self.passed: list[str] = []
         self.quarantine = Quarantine(CONFIG, self._pass)
-        self.quarantine.recall(state or LedgerState())
+        self.quarantine.restore(state or LedgerState())
 
     def _pass(self, seq: int, item: Feedback, now: float) -> list[Fate]:
         self.passed.append(item.id)
@@ -170,7 +169,7 @@ def test_an_outlier_is_held_and_nothing_follows_from_it() -> None:
     ((status, reason),) = reader.read(said(50, 1.0), start=21)
     assert (status, reason.partition(":")[0]) == ("quarantined", "outlier")
     assert name_of(50) not in reader.passed
-    assert reader.quarantine.lowest == 21
+    assert reader.quarantine.lowest_seq == 21
     assert reader.read(said(50, 1.0), start=22) == [], "the same item again"
     assert reader.quarantine.num_held == 1
 
@@ -215,7 +214,7 @@ def test_what_was_taken_back_while_it_was_held_is_over_with_its_retraction() -> 
     later = NOW + CONFIG.online.match_ttl_s + 1
     expired = [fate.feedback for fate in matching.sweep(version=0, now=later) if fate.status == "expired"]
     assert sorted(expired) == [name_of(number) for number in range(20)], "the retraction does not wait for anything"
-    assert matching.lowest()[1] == 40
+    assert matching.low_water()[1] == 40
 
 
 def test_what_nobody_looks_at_expires_and_the_end_of_the_job_rejects_the_rest() -> None:
@@ -223,7 +222,7 @@ def test_what_nobody_looks_at_expires_and_the_end_of_the_job_rejects_the_rest() 
     reader.read(*usual(20), said(50, 1.0), said(51, 1.0, received=NOW + 50))
     told = reader.quarantine.sweep(NOW + 120)
     assert [(fate.feedback, fate.reason) for fate in told] == [(name_of(50), "quarantine_expired")]
-    assert [fate.reason for fate in reader.quarantine.end(NOW + 130)] == ["job_ended"]
+    assert [fate.reason for fate in reader.quarantine.on_job_end(NOW + 130)] == ["job_ended"]
     assert reader.quarantine.num_held == 0
 
 
@@ -238,13 +237,13 @@ def test_erased_feedback_is_not_held_any_more() -> None:
 def test_the_older_half_gives_way() -> None:
     reader = Reader()
     reader.read(*usual(20), said(50, 1.0), said(51, 1.0), said(52, 1.0))
-    told = reader.quarantine.give_way(NOW)
+    told = reader.quarantine.reject_older_half(NOW)
     assert [(fate.feedback, fate.status, fate.reason) for fate in told] == [
         (name_of(number), "rejected", "quarantine_full") for number in (50, 51)
     ]
-    assert reader.quarantine.lowest == 23
-    assert len(reader.quarantine.give_way(NOW)) == 1
-    assert reader.quarantine.give_way(NOW) == []
+    assert reader.quarantine.lowest_seq == 23
+    assert len(reader.quarantine.reject_older_half(NOW)) == 1
+    assert reader.quarantine.reject_older_half(NOW) == []
 
 
 def test_what_was_released_counts_where_a_deletion_stored_it_anew() -> None:
@@ -285,7 +284,7 @@ def test_a_new_leader_that_reads_from_the_mark_holds_the_same(values: list[float
     fates = whole.read(*items)
     before = Reader()
     before.read(*items[:cut])
-    low = min(low, cut, before.quarantine.lowest - 1)
+    low = min(low, cut, before.quarantine.lowest_seq - 1)
     after = Reader()
     for item in items[:low]:
         after.quarantine.learn(item)
@@ -337,7 +336,7 @@ def test_what_is_held_is_found_where_a_deletion_stored_it_anew() -> None:
     for seq in (21, 40):
         assert reader.read(said(50, 1.0), start=seq) == []
         reader.quarantine.draft(draft)
-        assert (reader.quarantine.lowest, draft.state.quarantined) == (seq, {name_of(50): seq})
+        assert (reader.quarantine.lowest_seq, draft.state.quarantined) == (seq, {name_of(50): seq})
     reader.quarantine.draft(draft)
     assert len(draft.events) == 2, "recorded once in each place"
     later = Reader(draft.state)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from penstock.services.coordinator.online.groups import made_group
+from penstock.services.coordinator.online.groups import example_group
 from penstock.services.coordinator.samples import check_env, sample_rows
 from penstock.shared.errors import NotFound
 from penstock.shared.protocol.ids import Draw
@@ -18,7 +18,7 @@ EXACT = {"type": "exact"}
 
 def group(*rewards: float, failed: tuple[int, ...] = ()) -> Group:
     answers = [[5, 6]] * len(rewards)
-    made = made_group("j", Draw(0, 0), [4], answers, objective="policy", reward=0.0, epoch=1)
+    made = example_group("j", Draw(0, 0), [4], answers, objective="policy", reward=0.0, epoch=1)
     broken = np.zeros(len(rewards), np.bool_)
     broken[list(failed)] = True
     return replace(made, rewards=np.array(rewards, np.float32), failed=broken)

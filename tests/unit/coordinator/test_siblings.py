@@ -12,10 +12,10 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.online.credit import Trajectory, Turn
-from penstock.services.coordinator.online.posted import facts_of
-from penstock.services.coordinator.online.source import _admission
-from penstock.services.coordinator.online.values import flaws_of_values, origin_of, siblings_of, values_of
+from penstock.services.coordinator.online.baselines import baselines_of, flaws_of_baselines, origin_of, siblings_of
+from penstock.services.coordinator.online.posted_episode import facts_of
+from penstock.services.coordinator.online.source import admission_of
+from penstock.services.coordinator.online.turns import Trajectory, Turn
 from penstock.shared.algorithms.baseline import mean_without
 from penstock.shared.protocol.events import Admission, Admitted, Drawn
 from penstock.shared.protocol.ids import Draw
@@ -60,22 +60,22 @@ def test_it_does_not_depend_on_the_order() -> None:
 
 def test_siblings_of_a_batch_are_compared_and_who_is_alone_has_the_tracked_value() -> None:
     found, draws = book(("a", 1.0), ("b", 0.5), ("a", 0.0), ("", 0.25), ("", -0.25), ("a", 0.5), value=0.125)
-    baselines, tracking = values_of(found.config, found.state, draws)
+    baselines, tracking = baselines_of(found.config, found.state, draws)
     assert [baselines[draw] for draw in draws] == [0.25, 0.125, 0.75, 0.125, 0.125, 0.5]
     assert tracking.rewards[""][1] == 6, "what is tracked is everything, as without siblings"
-    part, _ = values_of(found.config, found.state, draws[:2])
+    part, _ = baselines_of(found.config, found.state, draws[:2])
     assert [part[draw] for draw in draws[:2]] == [0.125, 0.125], "the others are not in this batch"
 
 
 def test_turns_of_one_episode_are_compared_with_other_episodes_only() -> None:
     split = [("g", 1.0, "e1", "r1"), ("g", 0.5, "e1", "r2")]
     found, draws = book(*split, ("g", 0.0, "e2", "r3"), value=0.125)
-    baselines, _ = values_of(found.config, found.state, draws)
+    baselines, _ = baselines_of(found.config, found.state, draws)
     assert [baselines[draw] for draw in draws] == [0.0, 0.0, 0.75]
-    alone, _ = values_of(found.config, found.state, draws[:2])
+    alone, _ = baselines_of(found.config, found.state, draws[:2])
     assert [alone[draw] for draw in draws[:2]] == [0.125, 0.125], "its own turns say nothing of its worth"
     choices, draws = book(*split, ("g", -1.0, "e1", "r2"), ("g", 0.25), value=0.125)
-    baselines, _ = values_of(choices.config, choices.state, draws)
+    baselines, _ = baselines_of(choices.config, choices.state, draws)
     assert [baselines[draw] for draw in draws] == [0.25, -0.375, 0.375, 0.5 / 3], "choices of one request are samples"
 
 
@@ -83,10 +83,10 @@ def test_an_admission_says_of_which_episode_it_is() -> None:
     turn = Turn(1, learning.interaction("i1", tags={"group_id": "g"}, request="r1", episode="talk", key_id="k1"))
     trajectory = Trajectory((turn,), 0.5, "feedback", {})
     draft: Any = SimpleNamespace(state=LedgerState(), now=0.0)
-    admission = _admission(tracked.job(siblings=True), draft, 0, trajectory, 5)
+    admission = admission_of(tracked.job(siblings=True), draft, 0, trajectory, 5)
     assert (admission.group, admission.origin) == ("k1 g", ["k1 talk", "r1"])
     assert origin_of(turn.interaction) == admission.origin
-    assert _admission(tracked.job(), draft, 0, trajectory, 5).origin == []
+    assert admission_of(tracked.job(), draft, 0, trajectory, 5).origin == []
 
 
 def test_an_audit_knows_the_baselines_of_siblings() -> None:
@@ -96,9 +96,9 @@ def test_an_audit_knows_the_baselines_of_siblings() -> None:
     sealed = found.events[-1]
     fresh, _ = book(("a", 1.0), ("a", 0.0))
     assert before is found.state
-    assert flaws_of_values(found.config, fresh.state, sealed) == []
+    assert flaws_of_baselines(found.config, fresh.state, sealed) == []
     wrong = replace(sealed, groups=[replace(sealed.groups[0], baseline=0.5), *sealed.groups[1:]])
-    assert flaws_of_values(found.config, fresh.state, wrong)
+    assert flaws_of_baselines(found.config, fresh.state, wrong)
 
 
 def test_what_answers_have_in_common() -> None:

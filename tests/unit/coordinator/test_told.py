@@ -8,10 +8,9 @@ import pytest
 
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online import matching as matching_module
-from penstock.services.coordinator.online.fates import fate
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.quarantine import Quarantine
-from penstock.services.coordinator.online.recalled import Told
+from penstock.services.coordinator.online.statuses import RecoveredDecisions, feedback_status
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.interaction import Fate, Feedback, Interaction, InteractionFate
@@ -61,11 +60,11 @@ def test_what_gave_way_for_a_full_stream_is_not_taken_by_the_next_leader() -> No
     facts: Facts = [served("i1"), said("f1", "i1"), said("f2", "i2")]
     leader = Matching(job())
     fates = read(leader, facts)
-    fates += leader.reject(leader.undecided(9), "feedback_full", NOW)
+    fates += leader.reject(leader.undecided_feedback(9), "feedback_full", NOW)
     successor = Matching(job())
-    successor.recall(LedgerState(), Told.of(fates))
+    successor.restore(LedgerState(), RecoveredDecisions.of(fates))
     assert read(successor, facts) == []
-    assert (successor.ready, len(successor.parked)) == ({}, 0)
+    assert (successor.ready, len(successor.unmatched)) == ({}, 0)
     assert read(successor, [served("i1"), said("f3", "i1")]) != [], "its answer may be judged by others"
     assert [[*one.feedback] for one in successor.ready["i1"]] == [["f3"]]
 
@@ -81,22 +80,24 @@ def test_an_episode_that_was_one_too_many_stays_refused(alone: bool, monkeypatch
         ("f1", "too_many_waiting"), ("f2", "too_many_waiting"),
     }  # fmt: skip
     successor = Matching(job(gamma=1.0))
-    successor.recall(LedgerState(), Told.of(fates, leader.refusals.drain()))
+    successor.restore(LedgerState(), RecoveredDecisions.of(fates, leader.refused_interactions.drain()))
     assert read(successor, facts) == []
     assert (successor.num_waiting, successor.ready) == (0, {})
     late = successor.on_feedback(9, said("f9", "", episode=EPISODE), NOW)
     assert [(one.status, one.reason) for one in late] == [("rejected", "too_many_waiting")]
     if not alone:
         successor.on_interaction(9, served("i9", alone=False))
-        assert [one.reason for one in successor.refusals.drain()] == ["episode_over"]
+        assert [one.reason for one in successor.refused_interactions.drain()] == ["episode_over"]
 
 
 def test_only_what_came_last_of_an_item_and_first_of_an_answer_is_recalled() -> None:
     fates = [
-        fate("again", "rejected", "quarantine_full", 1.0), fate("again", "matched", "", 2.0),
-        fate("dropped", "rejected", "lost", 2.0, ordinal=3), fate("taken-back", "retracted", "by r", 2.0),
-        fate("nowhere", "expired", "unknown_target", 2.0), fate("held", "rejected", "quarantine_full", 5.0),
-        fate("waits", "matched", "", 2.0), fate("r2", "retracted", "retracts never", 2.0),
+        feedback_status("again", "rejected", "quarantine_full", 1.0), feedback_status("again", "matched", "", 2.0),
+        feedback_status("dropped", "rejected", "lost", 2.0, ordinal=3),
+        feedback_status("taken-back", "retracted", "by r", 2.0),
+        feedback_status("nowhere", "expired", "unknown_target", 2.0),
+        feedback_status("held", "rejected", "quarantine_full", 5.0),
+        feedback_status("waits", "matched", "", 2.0), feedback_status("r2", "retracted", "retracts never", 2.0),
     ]  # fmt: skip
     refused = [
         InteractionFate(interaction=name, status="rejected", reason=reason, time=1.0)
@@ -113,12 +114,12 @@ def test_only_what_came_last_of_an_item_and_first_of_an_answer_is_recalled() -> 
         Fate(feedback="learnt", status="rejected", reason="too_late", revision=2, time=2.0),  # of its revision alone
         Fate(feedback="long-ago", status="rejected", reason="too_late", revision=1, time=2.0),
     ]
-    told = Told.of(fates, refused)
+    told = RecoveredDecisions.of(fates, refused)
     items = {
         "dropped": "admitted", "taken-back": "retracted", "r": "retracted", "nowhere": "expired", "learnt": "admitted",
         "long-ago": "admitted",
     }  # fmt: skip
-    assert told == Told([], items, {"i1": "stale", "whole": "too_many_waiting"}, {"held": 5.0})
+    assert told == RecoveredDecisions([], items, {"i1": "stale", "whole": "too_many_waiting"}, {"held": 5.0})
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -126,9 +127,9 @@ def test_a_late_word_of_what_was_trained_is_late_whoever_leads(is_known: bool) -
     """A checkpoint is behind it and the mark has passed it: the ledger does not name it any more."""
     item = said("f1", "i1")
     fates = [Fate(feedback="f1", status="trained", ordinal=3, batch=1, version=1, time=NOW)] if is_known else []
-    fates.append(fate("f1", "rejected", "too_late", NOW, revision=1))
+    fates.append(feedback_status("f1", "rejected", "too_late", NOW, revision=1))
     successor = Matching(job())
-    successor.recall(LedgerState(), Told.of(fates))
+    successor.restore(LedgerState(), RecoveredDecisions.of(fates))
     assert read(successor, [served("i1"), said("f1", "i1", revision=1)]) == []
     assert not any(one.feedback for found in successor.ready.values() for one in found)
     retraction = said("r1", "", kind="retraction", body={"feedback": item.id}, metric="", value=None)
@@ -140,9 +141,9 @@ def test_what_was_taken_back_stays_so_with_what_takes_it_back() -> None:
     fates = read(Matching(job()), [said("f1", "i1"), retraction])
     assert {one.feedback: one.status for one in fates} == {"f1": "retracted", "r1": "retracted"}
     successor = Matching(job())
-    successor.recall(LedgerState(), Told.of(fates))
+    successor.restore(LedgerState(), RecoveredDecisions.of(fates))
     assert read(successor, [said("f1", "i1", revision=1), retraction]) == []
-    assert len(successor.parked) == 0
+    assert len(successor.unmatched) == 0
 
 
 def test_what_the_quarantine_let_go_is_not_held_again_but_its_revision_counts() -> None:
@@ -155,7 +156,7 @@ def test_what_the_quarantine_let_go_is_not_held_again_but_its_revision_counts() 
     item = said("0192f0c1-0000-7000-8000-000000000001", "i1", received=4.0)
     found = Quarantine(job(quarantine={}), take)
     state = LedgerState(quarantined={item.id: 1})
-    found.recall(state, Told(let_go={item.id: 5.0}))
+    found.restore(state, RecoveredDecisions(rejected_by_quarantine={item.id: 5.0}))
     assert found.on_feedback(1, item, NOW) == []
     assert (found.num_held, passed) == (0, [])
     found.on_feedback(2, said(item.id, "i1", received=6.0, revision=1), NOW)
@@ -168,13 +169,13 @@ def test_a_retraction_of_what_never_comes_expires_and_the_mark_moves_on() -> Non
     assert [(one.feedback, one.status) for one in found.on_feedback(3, retraction, NOW)] == [("r1", "retracted")]
     found.on_feedback(8, said("f8", "i8", received=NOW + wait), NOW + wait)
     assert found.sweep(version=0, now=NOW + wait) == []
-    assert found.lowest()[1] == 3
+    assert found.low_water()[1] == 3
     fates = found.sweep(version=0, now=NOW + wait + 1)
     assert [(one.feedback, one.status, one.reason) for one in fates] == [("r1", "expired", "unknown_target")]
-    assert found.lowest()[1] == 8
+    assert found.low_water()[1] == 8
     successor = Matching(job())
-    successor.recall(LedgerState(), Told.of(fates))
+    successor.restore(LedgerState(), RecoveredDecisions.of(fates))
     assert successor.on_feedback(3, retraction, NOW + wait + 1) == []
-    assert successor.lowest()[1] == 3, "read up to there"
+    assert successor.low_water()[1] == 3, "read up to there"
     successor.on_feedback(8, said("f8", "i8"), NOW)
-    assert successor.lowest()[1] == 8
+    assert successor.low_water()[1] == 8

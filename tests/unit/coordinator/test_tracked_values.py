@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.services.coordinator.ledger import LedgerState, fold
-from penstock.services.coordinator.online.values import bucket_of, flaws_of_values, values_of
+from penstock.services.coordinator.online.baselines import baselines_of, bucket_of, flaws_of_baselines
 from penstock.services.coordinator.snapshot import decode_snapshot, encode_snapshot
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.online_job import OnlineJob
@@ -63,7 +63,7 @@ class Book:
 
     def seal(self, draws: list[Draw]) -> dict[Draw, float]:
         state, number = self.state, self.state.next_number
-        baselines, tracking = values_of(self.config, state, draws)
+        baselines, tracking = baselines_of(self.config, state, draws)
         groups = [
             SealedGroup(draw, "a", draw.ordinal + 1, "d", 0, 0, [0.0], 1, "w", baseline=baselines.get(draw))
             for draw in draws
@@ -73,7 +73,7 @@ class Book:
             start_version=state.start_version(number), update_index=state.update_index(number), groups=groups,
             tracking=tracking,
         )  # fmt: skip
-        assert flaws_of_values(self.config, state, sealed) == []
+        assert flaws_of_baselines(self.config, state, sealed) == []
         self.add(sealed)
         return baselines
 

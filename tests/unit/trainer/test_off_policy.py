@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.services.coordinator.online.groups import made_group
+from penstock.services.coordinator.online.groups import example_group
 from penstock.services.trainer.collective import Alone, Collective
 from penstock.services.trainer.learner import Learner
 from penstock.services.trainer.process_group import World
@@ -41,11 +41,11 @@ def config(**sections: Any) -> OnlineJob:
 
 
 def material(n: int, objective: Objective, answers: Sequence[Sequence[int]], *, reward: float = 1.0) -> Group:
-    return made_group("j", Draw(n), [10, 11, 12 + n % 3], answers, objective=objective, reward=reward, epoch=1)
+    return example_group("j", Draw(n), [10, 11, 12 + n % 3], answers, objective=objective, reward=reward, epoch=1)
 
 
 def sampled(n: int, answer: Sequence[int], reward: float, *, assumed: bool = False) -> Group:
-    return made_group(
+    return example_group(
         "j", Draw(n), [10, 11], [answer], objective="policy", reward=reward, epoch=1, version=0, assumed=assumed,
         logprobs=[-3.8] * len(answer),
     )  # fmt: skip

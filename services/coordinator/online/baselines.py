@@ -1,4 +1,4 @@
-"""Tracked values of kinds of prompts, decided with each batch: replay and a new leader find the same ones. Pure."""
+"""Computes the baselines of a batch from tracked values and siblings. Pure: a replay finds the same ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.online.names import episode_of
+from penstock.services.coordinator.online.turns import episode_key
 from penstock.shared.algorithms.baseline import EVERYTHING, Tracked, mean_without, sums_of, track, value_of
 from penstock.shared.config.algorithm import ReinforcePPConfig, ValueTracker
 from penstock.shared.config.online_job import OnlineJob
@@ -14,26 +14,26 @@ from penstock.shared.protocol.events import Admission, BatchSealed, Tracking
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.interaction import Interaction
 
-__all__ = ["bucket_of", "flaws_of_values", "origin_of", "siblings_of", "tracked_by", "values_of"]
+__all__ = ["baselines_of", "bucket_of", "flaws_of_baselines", "origin_of", "siblings_of", "tracked_by"]
 
 GROUP = "group_id"
-"""Tag by which interactions and episodes of one task are known."""
+"""Tag that groups the interactions and episodes of one task."""
 
 
 def tracked_by(job: OnlineJob) -> ValueTracker | None:
-    """How a job tracks values; None where it does not."""
+    """Return how a job tracks values, or None."""
     return job.algorithm.baseline if isinstance(job.algorithm, ReinforcePPConfig) else None
 
 
 def bucket_of(job: OnlineJob, tags: Mapping[str, str]) -> str:
-    """The kind of an interaction with these tags."""
+    """Return the bucket of an interaction with these tags."""
     config = tracked_by(job)
     kind = tags.get(config.tag, EVERYTHING) if config is not None and config.tag is not None else EVERYTHING
     return kind if config is not None and kind in config.buckets else EVERYTHING
 
 
 def siblings_of(job: OnlineJob, interaction: Interaction) -> str:
-    """What the answers have in common that are compared with each other; '' where the job compares none."""
+    """Return the name shared by answers that are compared with each other, or '' if the job compares none."""
     config = tracked_by(job)
     if config is None or not config.siblings:
         return ""
@@ -42,12 +42,12 @@ def siblings_of(job: OnlineJob, interaction: Interaction) -> str:
 
 
 def origin_of(interaction: Interaction) -> list[str]:
-    """Episode and request: an answer is not compared with what became of the same conversation before or after it."""
-    return [episode_of(interaction), interaction.request]
+    """Return episode and request: answers of one conversation are not compared with each other across turns."""
+    return [episode_key(interaction), interaction.request]
 
 
-def _compared(found: Mapping[Draw, Admission]) -> dict[Draw, float]:
-    """Baselines of those that have siblings in the batch."""
+def _sibling_baselines(found: Mapping[Draw, Admission]) -> dict[Draw, float]:
+    """Return the baselines of draws that have siblings in the batch."""
     groups: defaultdict[str, list[Admission]] = defaultdict(list)
     episodes: defaultdict[tuple[str, str], list[Admission]] = defaultdict(list)
     for one in found.values():
@@ -57,7 +57,7 @@ def _compared(found: Mapping[Draw, Admission]) -> dict[Draw, float]:
     baselines: dict[Draw, float] = {}
     for draw, one in found.items():
         if one.group:
-            same = episodes[one.group, one.origin[0]] if one.origin else [one]  # what was posted stands for itself
+            same = episodes[one.group, one.origin[0]] if one.origin else [one]  # a posted answer stands alone
             own = [other.reward for other in same if other is one or other.origin != one.origin]
             mean = mean_without([other.reward for other in groups[one.group]], own)
             if mean is not None:
@@ -65,10 +65,10 @@ def _compared(found: Mapping[Draw, Admission]) -> dict[Draw, float]:
     return baselines
 
 
-def values_of(job: OnlineJob, state: LedgerState, chosen: Sequence[Draw]) -> tuple[dict[Draw, float], Tracking]:
-    """``(baseline of each draw, what it adds to the tracked values of their kinds)`` of the batch that is sealed next.
+def baselines_of(job: OnlineJob, state: LedgerState, chosen: Sequence[Draw]) -> tuple[dict[Draw, float], Tracking]:
+    """Return ``(baseline of each draw, update of the tracked values)`` for the next sealed batch.
 
-    The baselines rest on all batches before it, those included that are sealed and not trained yet.
+    Baselines depend on all earlier batches, those included that are sealed but not trained yet.
     """
     config = tracked_by(job)
     if config is None:
@@ -82,14 +82,14 @@ def values_of(job: OnlineJob, state: LedgerState, chosen: Sequence[Draw]) -> tup
     baselines = {
         draw: value_of(tracked, admission.bucket, value=config.value, weight=config.weight)
         for draw, admission in policy.items()
-    } | _compared(policy)
+    } | _sibling_baselines(policy)
     rewards = [(admission.bucket, admission.reward) for admission in policy.values()]
     return baselines, Tracking(sums_of(rewards), config.keep)
 
 
-def flaws_of_values(job: OnlineJob, state: LedgerState, batch: BatchSealed) -> list[str]:
-    """What is wrong with the values that a batch was sealed with; ``state`` is the one before it."""
-    baselines, tracking = values_of(job, state, [group.draw for group in batch.groups])
+def flaws_of_baselines(job: OnlineJob, state: LedgerState, batch: BatchSealed) -> list[str]:
+    """Compare a batch's baselines with those that follow from ``state``, the ledger before it."""
+    baselines, tracking = baselines_of(job, state, [group.draw for group in batch.groups])
     sealed = {group.draw: group.baseline for group in batch.groups if group.baseline is not None}
     same = sealed == baselines and batch.tracking == tracking
     return [] if same else [f"batch {batch.number}: its baselines do not follow from the batches before it"]

@@ -1,4 +1,4 @@
-"""What live conversations say of a version on trial, until it stands in the ledger. Pure."""
+"""Collects the results of live conversations in a canary trial until the ledger records them. Pure."""
 
 from __future__ import annotations
 
@@ -10,41 +10,42 @@ from msgspec.structs import replace
 from penstock.services.coordinator.decision import Draft
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.admission import Decision, refusal_of
-from penstock.services.coordinator.online.credit import Turn
-from penstock.services.coordinator.online.names import canonical, episode_of
-from penstock.services.coordinator.online.shares import Owners, Shares
+from penstock.services.coordinator.online.fairness import Owners, OwnerShares
+from penstock.services.coordinator.online.turns import Turn, canonical_id, episode_key
 from penstock.shared.config.canary import CanaryConfig
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import CanaryBegun, CanaryJudged, Judged
 from penstock.shared.protocol.interaction import CANARY
 
-__all__ = ["Earned", "Trials", "earned_by"]
+__all__ = ["TrialSample", "TrialSamples", "trial_sample_of"]
 
-MAX_EARNED = 50_000
-"""Conversations that wait for the next decision; beyond, the oldest ones do not count."""
+MAX_SAMPLES = 50_000
+"""Samples that wait for the next decision; above this the oldest ones are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
-class Earned:
-    """What an episode earned that one version answered; ``started``: when it was asked for the first of its answers."""
+class TrialSample:
+    """Result of an episode that one version answered; ``started`` is when its first answer was requested."""
 
     version: int
     started: float
     judged: Judged
 
     def belongs_to(self, canary: CanaryBegun) -> bool:
-        """Whether it says something of this trial: by the version of its arm, and since it began."""
+        """Return True if the sample belongs to this trial: by the version of its arm, and by its start."""
         if self.judged.is_canary:
             return self.version == canary.version
         return self.version == canary.served and self.started >= canary.time
 
 
-def earned_by(
+def trial_sample_of(
     job: OnlineJob, turns: Sequence[Turn], decisions: Sequence[Decision], judges: Collection[str]
-) -> Earned | None:
-    """What a settled episode counts as; None where its job tries nothing, or it cannot be compared.
+) -> TrialSample | None:
+    """Return the sample of a settled episode, or None if its job runs no trial or it cannot be compared.
 
-    Compared is what could be trained on if it were not for the trial, of one version, with everything said of it.
+    An episode is comparable if, apart from the trial, it could be trained, if one version answered all of it, and if
+    its
+    feedback is complete.
     """
     if job.online.canary is None or not all(decision.is_judged for decision in decisions):
         return None
@@ -55,57 +56,57 @@ def earned_by(
         return None
     is_canary = arms.pop()
     asked = [replace(one, untrainable="") for one in interactions] if is_canary else interactions
-    if any(refusal_of(one, job) for one in asked):  # in either arm, also what only imitation may use
+    if any(refusal_of(one, job) for one in asked):  # in both arms, this also excludes what only imitation may use
         return None
     askers = sorted({interaction.key_id for interaction in interactions})
     judged = Judged(
-        episode_of(interactions[0]), is_canary, sum(decision.reward for decision in decisions),
-        [canonical(interaction.id) for interaction in interactions], sorted(judges) or askers, askers,
+        episode_key(interactions[0]), is_canary, sum(decision.reward for decision in decisions),
+        [canonical_id(interaction.id) for interaction in interactions], sorted(judges) or askers, askers,
         sorted({interaction.user for interaction in interactions}),
     )  # fmt: skip
-    return Earned(versions.pop(), min(interaction.started for interaction in interactions), judged)
+    return TrialSample(versions.pop(), min(interaction.started for interaction in interactions), judged)
 
 
-class Trials:
-    """Episodes that were judged and are not recorded yet."""
+class TrialSamples:
+    """Samples that are not recorded yet."""
 
     def __init__(self, job: OnlineJob) -> None:
         self._job = job
-        self._earned: dict[str, Earned] = {}
-        """By first interaction; one that is judged anew before it is recorded counts with the newest word."""
+        self._samples: dict[str, TrialSample] = {}
+        """By first interaction; a sample that changes before it is recorded counts with its newest feedback."""
 
-    def take(self, first: str, earned: Earned | None) -> None:
-        """An episode was looked at, ``first`` of its interactions; None: it says nothing, or nothing any more."""
-        if earned is None:
-            self._earned.pop(first, None)
+    def update(self, first: str, sample: TrialSample | None) -> None:
+        """Set the sample of an episode by its ``first`` interaction; None removes it."""
+        if sample is None:
+            self._samples.pop(first, None)
             return
-        self._earned[first] = earned
-        if len(self._earned) > MAX_EARNED:
-            del self._earned[next(iter(self._earned))]
+        self._samples[first] = sample
+        if len(self._samples) > MAX_SAMPLES:
+            del self._samples[next(iter(self._samples))]
 
-    def forget(self, state: LedgerState) -> None:
-        """Drop what is recorded, and what says nothing of the present trial."""
+    def discard_recorded(self, state: LedgerState) -> None:
+        """Drop the samples that are recorded or belong to no running trial."""
         canary = state.canary
-        if self._earned:
-            self._earned = {
-                name: earned
-                for name, earned in self._earned.items()
-                if canary is not None and name not in state.judged and earned.belongs_to(canary)
+        if self._samples:
+            self._samples = {
+                name: sample
+                for name, sample in self._samples.items()
+                if canary is not None and name not in state.judged and sample.belongs_to(canary)
             }
 
     def draft(self, draft: Draft) -> None:
-        """Record what both arms earned, before anything moves the mark below which nothing is read again.
+        """Record the samples of both arms before the low-water marks pass them.
 
-        In each arm nobody owns more than their share of the conversations that are needed, as in a batch.
+        In each arm no owner has more than its share of the conversations needed, as in a batch.
         """
         state, config = draft.state, self._job.online.canary
         canary = state.canary
         if canary is None or config is None:
             return
         new = [
-            earned.judged
-            for name, earned in self._earned.items()
-            if name not in state.judged and earned.belongs_to(canary)
+            sample.judged
+            for name, sample in self._samples.items()
+            if name not in state.judged and sample.belongs_to(canary)
         ]
         if new:
             new = self._within_shares(config, canary, state, new)
@@ -120,16 +121,16 @@ class Trials:
         self, config: CanaryConfig, canary: CanaryBegun, state: LedgerState, new: Sequence[Judged]
     ) -> list[Judged]:
         sizes = {True: config.conversations, False: int(config.conversations * (1 - canary.share) / canary.share)}
-        shares = {arm: Shares(self._job.online, size) for arm, size in sizes.items()}
+        shares = {arm: OwnerShares(self._job.online, size) for arm, size in sizes.items()}
         known: set[tuple[bool, str]] = set()
         for one in state.judged.values():
             if (one.is_canary, one.conversation) not in known:
                 known.add((one.is_canary, one.conversation))
-                shares[one.is_canary].count(_owners(one))
+                shares[one.is_canary].add(_owners(one))
         chosen = []
         for one in new:
             arm = one.is_canary, one.conversation
-            if arm in known or shares[one.is_canary].take([_owners(one)]):
+            if arm in known or shares[one.is_canary].try_add([_owners(one)]):
                 known.add(arm)
                 chosen.append(one)
         return chosen

@@ -1,24 +1,24 @@
-"""The lowest of many marks that come and go, without a look at all of them. Pure."""
+"""Provides a heap with lazy deletion: the smallest of many values that change often. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
 from heapq import heapify, heappop, heappush
 
-__all__ = ["SLACK", "Marks"]
+__all__ = ["SLACK", "LazyHeap"]
 
 SLACK = 1024
-"""Entries that no longer hold and stay all the same: a heap is cleaned once it has twice as many as held then."""
+"""Outdated entries that may stay in a small heap. A heap is cleaned at twice its valid entries plus this."""
 
 
-class Marks:
-    """A heap of (mark, name) in which an entry that no longer holds stays until it is met, or the heap is cleaned.
+class LazyHeap:
+    """A heap of ``(value, name)`` that drops an outdated entry when it surfaces, or when the heap is cleaned.
 
-    One more costs a push; the lowest one as many pops as entries before it no longer hold. Memory: at most twice the
-    entries that hold, and SLACK.
+    A push costs O(log n), the lowest value one pop for each outdated entry before it. The heap holds at most twice its
+    valid entries plus ``SLACK``.
 
     Args:
-        holds: whether a mark is still that of a name.
+        holds: returns True while ``value`` is still the value of ``name``.
     """
 
     def __init__(self, holds: Callable[[float, str], bool]) -> None:
@@ -27,11 +27,11 @@ class Marks:
         self._most = SLACK
 
     def __len__(self) -> int:
-        """Entries, also those that no longer hold."""
+        """Number of entries, outdated ones included."""
         return len(self._heap)
 
     def put(self, mark: float, name: str) -> None:
-        """A name has a mark now; what it had before no longer holds."""
+        """Set the value of a name; earlier entries of that name become outdated."""
         heappush(self._heap, (mark, name))
         if len(self._heap) > self._most:
             self._heap = [entry for entry in dict.fromkeys(self._heap) if self._holds(*entry)]
@@ -39,7 +39,7 @@ class Marks:
             self._most = 2 * len(self._heap) + SLACK
 
     def lowest(self, without: Container[str] = ()) -> float | None:
-        """The lowest mark that holds, of the names that are not ``without``; None where there is none."""
+        """Return the lowest valid value of the names outside ``without``, or None."""
         passed, found = list[tuple[float, str]](), None
         while self._heap and found is None:
             mark, name = self._heap[0]
@@ -54,10 +54,10 @@ class Marks:
         return found
 
     def pop_until(self, limit: float, *, inclusive: bool = True) -> Iterator[str]:
-        """Names whose marks hold and lie below ``limit``, or on it, the lowest first; each is taken out."""
+        """Remove and yield the names whose valid values lie below ``limit`` (or on it, if inclusive), lowest first."""
         while self._heap and (self._heap[0][0] < limit or (inclusive and self._heap[0][0] == limit)):
             entry = heappop(self._heap)
-            while self._heap and self._heap[0] == entry:  # the same was put twice
+            while self._heap and self._heap[0] == entry:  # a caller put the same entry twice
                 heappop(self._heap)
             if self._holds(*entry):
                 yield entry[1]

@@ -1,4 +1,4 @@
-"""Makes the groups of material in feedback; a rollout worker turns text into tokens and computes log-probs."""
+"""Makes the groups of off-policy examples: a rollout worker tokenizes their texts and computes log-probs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import xxhash
 
 from penstock.services.coordinator.ledger import LOGPROBS_DIFFER
-from penstock.services.coordinator.online.groups import gone_group, group_of, made_group, turn_of
-from penstock.services.coordinator.online.restored import find_restored
+from penstock.services.coordinator.online.groups import empty_group, example_group, group_of, turn_of
+from penstock.services.coordinator.online.redelivered import find_restored_copies
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.errors import PenstockError, Unavailable
 from penstock.shared.protocol import subjects
@@ -23,61 +23,60 @@ from penstock.shared.protocol.reading import ReadReply, ReadRequest
 from penstock.shared.protocol.trajectory import Group
 from penstock.shared.transport.bus import Bus
 
-__all__ = ["Maker"]
+__all__ = ["GroupMaker"]
 
 logger = logging.getLogger(__name__)
-
 RETRY_S = 0.5
 DEADLINE_S = 30.0
 
 
 class Unusable(Exception):  # noqa: N818
-    """Material that cannot be trained on; the text is the reason under which its draw is dropped."""
+    """Raised for an example that cannot be trained on; its text is the reason for which the draw is dropped."""
 
 
-class Maker:
-    """Makes groups one after another, beside the decisions: workers may be away.
+class GroupMaker:
+    """Makes groups one after another, apart from the leader's decisions, because workers may be away.
 
     Args:
-        publish: makes a group durable.
+        publish: stores a group durably.
     """
 
     def __init__(
         self, bus: Bus, job: str, config: OnlineJob, *, epoch: int, publish: Callable[[Group], Awaitable[None]]
     ) -> None:
         self._bus, self._job, self._config, self._epoch, self._publish = bus, job, config, epoch, publish
-        self._asked: asyncio.Queue[tuple[Draw, Admission, float]] = asyncio.Queue()  # bounded by the draws in flight
-        self._waiting: set[Draw] = set()
+        self._requests: asyncio.Queue[tuple[Draw, Admission, float]] = asyncio.Queue()  # the draws in flight bound it
+        self._pending: set[Draw] = set()
 
-    def ask(self, draw: Draw, admission: Admission, temperature: float) -> None:
-        """Have a group made, trained at ``temperature`` where nothing says at which it was sampled; safe to repeat."""
-        if draw not in self._waiting:
-            self._waiting.add(draw)
-            self._asked.put_nowait((draw, admission, temperature))
+    def request(self, draw: Draw, admission: Admission, temperature: float) -> None:
+        """Request a group, trained at ``temperature`` unless the example names its own. Safe to repeat."""
+        if draw not in self._pending:
+            self._pending.add(draw)
+            self._requests.put_nowait((draw, admission, temperature))
 
     @property
-    def num_waiting(self) -> int:
-        """Groups that are not made yet."""
-        return len(self._waiting)
+    def num_pending(self) -> int:
+        """Number of groups requested and not made yet."""
+        return len(self._pending)
 
     async def run(self) -> None:
-        """Make what is asked for until cancelled."""
+        """Make requested groups until cancelled."""
         while True:
-            draw, admission, temperature = await self._asked.get()
+            draw, admission, temperature = await self._requests.get()
             await self._publish(await self._make(draw, admission, temperature))
-            self._waiting.discard(draw)
+            self._pending.discard(draw)
 
     async def _make(self, draw: Draw, admission: Admission, temperature: float) -> Group:
         while True:
             try:
                 return await self._group(draw, admission, temperature)
             except Unusable as unusable:
-                return gone_group(self._job, draw, epoch=self._epoch, reason=str(unusable))
+                return empty_group(self._job, draw, epoch=self._epoch, reason=str(unusable))
             except Unavailable as error:
                 logger.info("%s: draw %s waits to be made: %s", self._job, draw, error)
             except PenstockError as error:
                 logger.warning("%s: draw %s cannot be made: %s", self._job, draw, error)
-                return gone_group(self._job, draw, epoch=self._epoch, reason="not_readable")
+                return empty_group(self._job, draw, epoch=self._epoch, reason="not_readable")
             await asyncio.sleep(RETRY_S)
 
     async def _group(self, draw: Draw, admission: Admission, temperature: float) -> Group:
@@ -86,22 +85,24 @@ class Maker:
         records = await self._records(admission)
         match item.kind:
             case "preference" if not records:
-                return await self._compared(draw, admission, item.body, temperature)
+                return await self._text_preference_group(draw, admission, item.body, temperature)
             case "preference":
                 chosen, rejected = records
-                return made_group(
+                return example_group(
                     self._job, draw, chosen.prompt_ids, [chosen.token_ids, rejected.token_ids],
                     objective=admission.objective, reward=admission.reward, epoch=self._epoch,
                     prompt=chosen.prompt, texts=[chosen.text, rejected.text], temperature=temperature,
                 )  # fmt: skip
             case "interaction":
-                return await self._posted(draw, admission, items, temperature)
+                return await self._posted_group(draw, admission, items, temperature)
             case _:
                 read = await self._read(ReadRequest(prompt_ids=records[0].prompt_ids, answer=_answer(item)))
-                return self._made(draw, admission, read, temperature)
+                return self._single_answer_group(draw, admission, read, temperature)
 
-    async def _compared(self, draw: Draw, admission: Admission, body: dict[str, Any], temperature: float) -> Group:
-        """Two texts that answer the same prompt, the better one first."""
+    async def _text_preference_group(
+        self, draw: Draw, admission: Admission, body: dict[str, Any], temperature: float
+    ) -> Group:
+        """Make the group of two texts that answer the same prompt, the better one first."""
         prompt_ids, read = body.get("prompt_token_ids") or [], list[ReadReply]()
         for answer in body["answers"]:
             read.append(
@@ -113,17 +114,19 @@ class Maker:
         chosen, rejected = read
         if chosen.token_ids == rejected.token_ids:
             raise Unusable("same_answer")
-        return made_group(
+        return example_group(
             self._job, draw, chosen.prompt_ids, [chosen.token_ids, rejected.token_ids], objective=admission.objective,
             reward=admission.reward, epoch=self._epoch, temperature=temperature, prompt=chosen.prompt,
             texts=[chosen.text, rejected.text],
         )  # fmt: skip
 
-    async def _posted(self, draw: Draw, admission: Admission, items: Sequence[Feedback], temperature: float) -> Group:
-        """One posted answer, or turns of an episode that extend one another, each with log-probs of its own."""
+    async def _posted_group(
+        self, draw: Draw, admission: Admission, items: Sequence[Feedback], temperature: float
+    ) -> Group:
+        """Make the group of one posted answer, or of turns that extend one another, each with its own log-probs."""
         read = [await self._read_posted(admission, item, temperature) for item in items]
         if len(items) == 1:
-            return self._made(draw, admission, *read[0])
+            return self._single_answer_group(draw, admission, *read[0])
         turns = []
         for item, (reply, sampled, logprobs) in zip(items, read, strict=True):
             self._check_lengths(reply)
@@ -135,12 +138,12 @@ class Maker:
     async def _read_posted(
         self, admission: Admission, item: Feedback, temperature: float
     ) -> tuple[ReadReply, float, list[float] | None]:
-        """``(its tokens, the temperature at which it is trained, its log-probs; None: there are none)``."""
+        """Return ``(tokens, training temperature, log-probs or None)`` of a posted answer."""
         body, version = item.body, _version(item, admission)
         token_ids, posted = body.get("token_ids") or [], body.get("logprobs")
         is_posted = admission.reason == "posted"
-        said = body.get("sampling") or {}
-        sampled = float(said.get("temperature", 1.0)) if admission.objective == "policy" else temperature
+        sampling = body.get("sampling") or {}
+        sampled = float(sampling.get("temperature", 1.0)) if admission.objective == "policy" else temperature
         audited = is_posted and sampled == 1.0 and self._is_audited(item.id)
         request = ReadRequest(
             prompt_ids=body.get("prompt_token_ids") or [], messages=body.get("messages") or [], token_ids=token_ids,
@@ -154,12 +157,12 @@ class Maker:
             if read.version != version:
                 raise Unusable("version_not_held")
             return read, sampled, read.logprobs
-        known = audited and read.version == version  # other weights say nothing about the key that posted it
+        known = audited and read.version == version  # other weights prove nothing about the key that posted it
         if known and _gap(posted or [], read.logprobs) > self._config.online.posted.max_logprob_gap:
             raise Unusable(LOGPROBS_DIFFER)
         return read, sampled, posted if is_posted else None
 
-    def _made(
+    def _single_answer_group(
         self,
         draw: Draw,
         admission: Admission,
@@ -168,7 +171,7 @@ class Maker:
         logprobs: list[float] | None = None,
     ) -> Group:
         self._check_lengths(read)
-        return made_group(
+        return example_group(
             self._job, draw, read.prompt_ids, [read.token_ids], objective=admission.objective, reward=admission.reward,
             epoch=self._epoch, logprobs=logprobs, version=admission.version, assumed=admission.reason == "assumed",
             temperature=temperature, prompt=read.prompt, texts=[read.text],
@@ -181,9 +184,9 @@ class Maker:
             raise Unusable("completion_too_long")
 
     def _is_audited(self, name: str) -> bool:
-        """Whether a posted interaction is in the sample that is computed again: by its id, whoever leads.
+        """Return True if a posted interaction is in the recomputed sample. The id decides, so every leader agrees.
 
-        Workers compute log-probs without a temperature; those of another one cannot be compared.
+        Workers compute log-probs without a temperature, so answers sampled at another one cannot be compared.
         """
         return xxhash.xxh32_intdigest(name.encode()) < self._config.online.posted.audit_share * (1 << 32)
 
@@ -195,17 +198,17 @@ class Maker:
         return reply
 
     async def _items(self, admission: Admission) -> list[Feedback]:
-        """What it is made of: one item, or the turns that the admission names of an episode."""
+        """Return the items of an admission: one item, or the turns of a posted episode."""
         seqs = {name: admission.feedback[name] for name in admission.origin[1:]} or admission.feedback
         found = await self._bus.get_whole(subjects.FEEDBACK, sorted(set(seqs.values())))
         items = []
         for name, seq in seqs.items():
             batch = unpack(found[seq].data, FeedbackBatch)[0].items if seq in found else []
-            mine = [item for item in batch if item.id == name]
-            mine = mine or await find_restored(self._bus, self._job, name, seq)
-            if not mine:
+            revisions = [item for item in batch if item.id == name]
+            revisions = revisions or await find_restored_copies(self._bus, self._job, name, seq)
+            if not revisions:
                 raise Unusable("feedback_gone")
-            items.append(max(mine, key=lambda item: item.revision))
+            items.append(max(revisions, key=lambda item: item.revision))
         return items
 
     async def _records(self, admission: Admission) -> list[Interaction]:
@@ -217,7 +220,7 @@ class Maker:
 
 
 def _answer(item: Feedback) -> dict[str, Any]:
-    """The message that a correction or a demonstration gives."""
+    """Return the assistant message of a correction or a demonstration."""
     if item.kind == "correction":
         return dict(item.body["corrected"])
     if isinstance(item.value, str):
@@ -231,11 +234,11 @@ def _answer(item: Feedback) -> dict[str, Any]:
 
 
 def _version(item: Feedback, admission: Admission) -> int:
-    """The policy version that a posted answer is from: of several in one admission each has its own."""
+    """Return the policy version of a posted answer; each turn of a trajectory names its own."""
     own = item.body.get("policy_version")
     return int(own) if own is not None and len(admission.origin) > 2 else admission.version
 
 
 def _gap(posted: list[float], computed: list[float]) -> float:
-    """Mean absolute difference of log-probs."""
+    """Return the mean absolute difference of log-probs."""
     return sum(abs(a - b) for a, b in zip(posted, computed, strict=True)) / max(1, len(posted))

@@ -1,11 +1,11 @@
-"""What new sources of feedback count for, and how they become known ones. Pure."""
+"""Weighs new sources of feedback by their agreement with the job's reference keys. Pure."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from penstock.services.coordinator.online.admission import MASKED, age, worth_of
+from penstock.services.coordinator.online.admission import MASKED, arrival_order, reward_of_value
 from penstock.shared.algorithms.agreement import Paired, add_pairs, concordance
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission, Admitted, BatchSealed, Event
@@ -13,25 +13,26 @@ from penstock.shared.protocol.interaction import Feedback
 
 __all__ = ["comparisons", "flaws_of_weights", "weight_of"]
 
-RULED = ("default", "invalid")
-"""Reasons of rewards that no source decided. A return in which others have their part is not `invalid` (Episode)."""
+WITHOUT_SOURCE = ("default", "invalid")
+"""Reasons of rewards without a source. A return with the feedback of others in it is not `invalid`."""
 
 
 def comparisons(job: OnlineJob, items: Iterable[Feedback]) -> list[tuple[str, float, float]]:
-    """``(source, what it said, what the reference keys said)`` of the same metric of the same target, in rewards.
+    """Return ``(source, its value, mean of the reference keys)`` for each metric and target that both judged, in
+    rewards.
 
-    The newest word of each key counts, and the mean of the reference keys.
+    Only the newest item of each key counts.
     """
     config = job.online.new_sources
     if config is None:
         return []
-    said: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
-    for item in sorted(items, key=age):
+    by_target: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+    for item in sorted(items, key=arrival_order):
         metric = job.online.metric(item.metric)
         if metric is not None:
-            said[item.inference or item.episode, item.metric][item.key_id] = worth_of(item.value, metric)
+            by_target[item.inference or item.episode, item.metric][item.key_id] = reward_of_value(item.value, metric)
     pairs = []
-    for values in said.values():
+    for values in by_target.values():
         trusted = [value for key, value in values.items() if key in config.reference_keys]
         if trusted:
             mean = sum(trusted) / len(trusted)
@@ -40,14 +41,14 @@ def comparisons(job: OnlineJob, items: Iterable[Feedback]) -> list[tuple[str, fl
 
 
 def weight_of(job: OnlineJob, agreements: Mapping[str, Paired], judges: Sequence[str], reason: str) -> float:
-    """Factor of the advantages of a trajectory: that of a new source where one of its judges is new; 0: it is masked.
+    """Return the factor of a trajectory's advantages: below 1 if one of its judges is a new source, 0 if it is masked.
 
-    Any new one, for each of them has its part of the reward.
+    One new judge suffices, because each of them has a part of the reward.
     """
     config = job.online.new_sources
     if reason in MASKED:
         return 0.0
-    if config is None or reason in RULED:
+    if config is None or reason in WITHOUT_SOURCE:
         return 1.0
     for judge in judges:
         paired = agreements.get(judge)
@@ -60,7 +61,7 @@ def weight_of(job: OnlineJob, agreements: Mapping[str, Paired], judges: Sequence
 def flaws_of_weights(
     entries: Iterable[Iterable[Event]], trained: Mapping[int, BatchSealed], job: OnlineJob
 ) -> list[str]:
-    """What an audit finds: weights that do not follow from what was said before, and groups trained with others."""
+    """Find the weights that do not follow from the feedback before them, and the groups trained with other weights."""
     flaws: list[str] = []
     agreements: dict[str, Paired] = {}
     admissions: dict[int, Admission] = {}

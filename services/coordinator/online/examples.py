@@ -1,0 +1,219 @@
+"""Defines off-policy examples: feedback that can itself be trained on, and its quota by API key. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+
+import msgspec
+import xxhash
+
+from penstock.services.coordinator.online.fairness import Owners
+from penstock.services.coordinator.online.posted_episode import PolicyState, PostedFacts, PostedTrajectory, PostedUse
+from penstock.services.coordinator.online.turns import FeedbackItem, canonical_id
+from penstock.shared.protocol.events import Admission
+from penstock.shared.protocol.interaction import Feedback, Interaction
+from penstock.shared.protocol.objective import Objective
+
+__all__ = [
+    "InteractionRecord",
+    "KeyQuota",
+    "OffPolicyExample",
+    "example_of_trajectory",
+    "sampler_version",
+    "targets_of",
+    "text_preference",
+]
+
+TEXTS = "texts"
+MAX_PER_KEY = 10_000
+"""Undecided examples of one API key; above this its oldest ones are rejected."""
+MAX_BYTES = 1 << 30
+"""Size of FEEDBACK until the leader has asked for it."""
+SHARE_OF_KEY, SHARE_OF_ALL = 1 / 8, 1 / 2
+"""Shares of the stream's size that the undecided examples of one key, and of all keys, may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class InteractionRecord:
+    """Facts about a served interaction that an example refers to; ``seq`` is the sequence of its message."""
+
+    seq: int
+    key_id: str
+    user: str
+    prompt: str
+    """Digest of the prompt's tokens."""
+    num_prompt: int
+    num_tokens: int
+    untrainable: str
+    split: str
+
+    @classmethod
+    def of(cls, seq: int, interaction: Interaction) -> InteractionRecord:
+        """Extract the facts of an interaction."""
+        return cls(
+            seq=seq, key_id=interaction.key_id, user=interaction.user,
+            prompt=xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(interaction.prompt_ids)),
+            num_prompt=len(interaction.prompt_ids), num_tokens=len(interaction.token_ids),
+            untrainable=interaction.untrainable, split=interaction.split,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class OffPolicyExample:
+    """An example that the leader can admit as one draw. ``reward`` is the strength of a preference, 1 for a correction.
+
+    The leader may admit an example for the policy loss while ``settled_at`` is current: the version from which the next
+    update starts, and the newest version that exists.
+    """
+
+    item: FeedbackItem
+    objective: Objective
+    reason: str
+    reward: float
+    users: tuple[str, ...]
+    """Pseudonyms of all users whose conversations it uses, that of the preferred answer first."""
+    context: Mapping[str, int] = field(default_factory=dict)
+    askers: tuple[str, ...] = ()
+    version: int | None = None
+    settled_at: tuple[int, int] = (0, 0)
+    group: str = ""
+    """Name shared by the examples that answer the same task."""
+    episode: str = ""
+    """Key of the posted episode whose turns these are: ``item`` is the first turn, ``later`` has those that follow.
+
+    The leader admits all examples of an episode together; ``untrained`` has turns that only count by credit.
+    """
+    later: tuple[FeedbackItem, ...] = ()
+    untrained: tuple[FeedbackItem, ...] = ()
+    share: float = 1.0
+
+    @property
+    def feedback_ids(self) -> list[str]:
+        """Ids of all items that are decided with the example, its own first."""
+        return [item.feedback.id for item in (self.item, *self.later, *self.untrained)]
+
+    @property
+    def owners(self) -> Owners:
+        """Owners whose share of a batch the example counts towards."""
+        judge = self.item.feedback.key_id
+        return Owners((judge,), self.askers or (judge,), tuple(sorted(set(self.users))))
+
+    def admission(self, ordinal: int, start: int, now: float) -> Admission:
+        """Build the ledger's record of its admission; ``start`` is the version from which the next update starts."""
+        feedback, owners = self.item.feedback, self.owners
+        return Admission(
+            ordinal=ordinal, interactions={}, reward=self.reward,
+            feedback={item.feedback.id: item.seq for item in (self.item, *self.later, *self.untrained)},
+            lag=0 if self.version is None else start - self.version, key_id=feedback.key_id, user=self.users[0],
+            reason=self.reason, time=now, objective=self.objective, context=dict(self.context),
+            judges=list(owners.judges), askers=list(owners.askers), users=list(owners.users),
+            version=-1 if self.version is None else self.version, group=self.group, share=self.share,
+            weight=self.share, origin=[self.episode, *self.feedback_ids[: 1 + len(self.later)]] if self.episode else [],
+        )  # fmt: skip
+
+
+def sampler_version(facts: PostedFacts, use: PostedUse, now: PolicyState) -> int | None:
+    """Return the version that counts as the answer's sampler; None if no loss needs one."""
+    return facts.version if use.reason in ("posted", "rescored") else now.newest if use.reason == "assumed" else None
+
+
+def example_of_trajectory(key: str, part: PostedTrajectory, now: PolicyState) -> OffPolicyExample:
+    """Build the example of one trajectory of a posted episode."""
+    first, use = part.turns[0], part.use
+    versions = [sampler_version(turn.facts, use, now) for turn in part.turns]
+    return OffPolicyExample(
+        first.item, use.objective, use.reason, use.reward, (first.item.feedback.user,),
+        version=min((version for version in versions if version is not None), default=None),
+        settled_at=(now.version, now.newest), group=first.facts.group if use.objective == "policy" else "",
+        episode=key, later=tuple(turn.item for turn in part.turns[1:]),
+        untrained=tuple(turn.item for turn in part.untrained), share=part.share,
+    )  # fmt: skip
+
+
+def text_preference(item: FeedbackItem) -> OffPolicyExample:
+    """Build the example of a preference between two texts; a worker tokenizes them and rejects unusable ones."""
+    feedback = item.feedback
+    return OffPolicyExample(item, "preference", TEXTS, float(feedback.body.get("strength", 1.0)), (feedback.user,))
+
+
+def targets_of(item: Feedback) -> list[str]:
+    """Return the served interactions that an item refers to, the preferred one first; none for posted texts."""
+    if item.kind == "interaction" or (item.kind == "preference" and not item.inference):
+        return []
+    names = [item.body["chosen"], item.body["rejected"]] if item.kind == "preference" else [item.inference]
+    return [canonical_id(str(name)) for name in names]
+
+
+class KeyQuota:
+    """Bytes of undecided examples by API key, oldest first; bounds each key, and all keys together.
+
+    Attributes:
+        max_bytes: size of the stream that holds them.
+    """
+
+    def __init__(self) -> None:
+        self.max_bytes = MAX_BYTES
+        self._keys: dict[str, dict[str, int]] = {}
+        self._keys_of: dict[str, str] = {}
+        self._nbytes: dict[str, int] = {}
+        self.nbytes = 0
+        """Bytes of all examples."""
+
+    def add(self, key_id: str, name: str, nbytes: int) -> None:
+        """Count an example."""
+        self.remove(name)
+        self._keys.setdefault(key_id, {})[name] = nbytes
+        self._keys_of[name] = key_id
+        self._nbytes[key_id] = self._nbytes.get(key_id, 0) + nbytes
+        self.nbytes += nbytes
+
+    def remove(self, name: str) -> None:
+        """Stop counting an example, if it is counted."""
+        key_id = self._keys_of.pop(name, None)
+        if key_id is None:
+            return
+        nbytes = self._keys[key_id].pop(name)
+        self._nbytes[key_id] -= nbytes
+        self.nbytes -= nbytes
+        if not self._keys[key_id]:
+            del self._keys[key_id], self._nbytes[key_id]
+
+    def move(self, name: str) -> None:
+        """Move an example behind all others of its key."""
+        items = self._keys[self._keys_of[name]]
+        items[name] = items.pop(name)
+
+    def excess(self, key_id: str) -> list[str]:
+        """Return the examples to reject after ``key_id`` has posted: its oldest, or those of the largest key if all are
+        full.
+
+        The newest example of a key stays, however large it is.
+        """
+        of_key = self._keys.get(key_id, {})
+        found = _oldest(of_key, len(of_key) - MAX_PER_KEY, self._nbytes.get(key_id, 0) - SHARE_OF_KEY * self.max_bytes)
+        left = self.nbytes - sum(of_key[name] for name in found) - SHARE_OF_ALL * self.max_bytes
+        if left > 0:
+            heaviest = self._keys[self._heaviest()]
+            found += [name for name in _oldest(heaviest, 0, left) if name not in found]
+        return found
+
+    def older_half(self) -> list[str]:
+        """Return the older half of the examples of the key with the most bytes."""
+        heaviest = self._keys[self._heaviest()] if self._keys else {}
+        return list(heaviest)[: (len(heaviest) + 1) // 2]
+
+    def _heaviest(self) -> str:
+        return max(self._nbytes, key=lambda key_id: self._nbytes[key_id])
+
+
+def _oldest(items: dict[str, int], count: int, nbytes: float) -> list[str]:
+    """Return the oldest of ``items`` until ``count`` and ``nbytes`` are reached; never the newest one."""
+    found: list[str] = []
+    for name, size in islice(items.items(), max(0, len(items) - 1)):
+        if count <= 0 and nbytes <= 0:
+            break
+        found.append(name)
+        count, nbytes = count - 1, nbytes - size
+    return found

@@ -1,0 +1,511 @@
+"""Holds undecided off-policy examples: corrections, demonstrations, preferences and posted interactions. Pure.
+
+An example waits for the records of the interactions that it refers to, a posted turn for the rest of its episode.
+Then it is ready, until the leader admits it or something changes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
+from heapq import heapify, heappop, heappush
+from typing import Any
+
+import msgspec
+import xxhash
+
+from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.online.admission import DRAWN_OTHERWISE
+from penstock.services.coordinator.online.examples import (
+    InteractionRecord,
+    KeyQuota,
+    OffPolicyExample,
+    example_of_trajectory,
+    sampler_version,
+    targets_of,
+    text_preference,
+)
+from penstock.services.coordinator.online.lazy_heap import SLACK, LazyHeap
+from penstock.services.coordinator.online.posted_episode import (
+    EPISODE_OVER,
+    PolicyState,
+    PostedEpisode,
+    PostedFacts,
+    PostedTrajectory,
+    PostedTurn,
+    facts_of,
+    posted_episode_key,
+    tokens_of,
+    use_of,
+)
+from penstock.services.coordinator.online.turns import MAX_SEQ, FeedbackItem, canonical_id
+from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.protocol.events import Admission
+from penstock.shared.protocol.interaction import Feedback, Interaction
+
+__all__ = ["ClosedEpisodes", "OffPolicyExamples", "episode_digest"]
+
+MAX_CLOSED = 100_000
+"""Closed posted episodes that a leader remembers."""
+DEMONSTRATION = "demonstration"
+EMPTY_BODY: dict[str, Any] = {}
+"""Body shared by items without one; never written to."""
+MAX_RECHECKS = 4_000
+"""Posted interactions and episodes that one sweep settles again after the policy changed, oldest first."""
+ROUNDING_S = 1.0
+"""Sweeps begin to check an episode this long before its time is up, because sums of times are not exact."""
+
+
+def episode_digest(episode: str) -> str:
+    """Digest the key of an episode, because DECISIONS must not hold names that clients chose."""
+    return xxhash.xxh3_128_hexdigest(episode.encode())
+
+
+class ClosedEpisodes:
+    """Decided posted episodes, so that a late turn is not taken for the first turn of a new episode.
+
+    The ledger drops admitted episodes in time, and never holds refused ones: a new leader restores both from DECISIONS.
+    """
+
+    def __init__(self) -> None:
+        self._digests: OrderedDict[str, None] = OrderedDict()
+        self._unpublished: list[tuple[str, str]] = []
+
+    def __contains__(self, episode: str) -> bool:
+        return episode_digest(episode) in self._digests
+
+    def add(self, episode: str, refused: Iterable[str] = ()) -> None:
+        """Close an episode; ``refused`` are its items if none of it is trained."""
+        digest = episode_digest(episode)
+        self._unpublished += [(digest, item) for item in refused] or [(digest, "")]
+        self._insert(digest)
+
+    def restore(self, recovered: Iterable[tuple[str, str]]) -> None:
+        """Add the episodes that an earlier leader published."""
+        for digest, _ in recovered:
+            self._insert(digest)
+
+    def drain(self) -> list[tuple[str, str]]:
+        """Return the digests not published yet, each with an item refused with it or ''."""
+        found, self._unpublished = self._unpublished, []
+        return found
+
+    def _insert(self, digest: str) -> None:
+        self._digests[digest] = None
+        if len(self._digests) > MAX_CLOSED:
+            self._digests.popitem(last=False)
+
+
+class OffPolicyExamples:
+    """Undecided examples of one job.
+
+    Attributes:
+        items: examples by id; their bodies stay in the stream.
+        ready: examples that can be admitted now.
+        records: facts of the interactions that examples refer to, as far as they are known.
+        quota: bytes of examples by API key.
+    """
+
+    def __init__(self, job: OnlineJob) -> None:
+        self._job = job
+        self.items: dict[str, FeedbackItem] = {}
+        self.ready: dict[str, OffPolicyExample] = {}
+        self.records: dict[str, InteractionRecord] = {}
+        self.distrusted: Collection[str] = frozenset()
+        self.temperature = job.sampling.temperature
+        """Temperature at which the job samples now."""
+        self._missing: set[str] = set()
+        """Interactions without a record that examples refer to, or did at the newest sweep."""
+        self._by_target: dict[str, dict[str, None]] = {}
+        """Interaction -> examples that refer to it, in their order."""
+        self._unreferenced: set[str] = set()
+        """Interactions that no example refers to; the next sweep drops their records."""
+        self._changed_items: dict[str, None] = {}
+        """Examples that the next full sweep checks: a record arrived, or a user's consent changed."""
+        self._settled_for: PolicyState | None = None
+        """Policy state of the newest full sweep."""
+        self._to_recheck: list[tuple[int, str]] = []
+        """Posted interactions to settle again for that state, the oldest last."""
+        self._due = LazyHeap(self._is_due_at)
+        """Times at which posted episodes close without a further turn."""
+        self._order: dict[str, int] = {}
+        self._num_added = 0
+        """Number of examples so far; it orders them by arrival."""
+        self._queue: list[tuple[int, int, str]] = []
+        self._queued: dict[str, tuple[int, int]] = {}
+        """Heap of ready examples by sequence; entries that are no longer ready are skipped."""
+        self._consenting: dict[str, tuple[str, ...]] = {}
+        self._users: Counter[str] = Counter()
+        """Users on whose consent ready examples and closed episodes depend."""
+        self.quota = KeyQuota()
+        self._facts: dict[str, PostedFacts] = {}
+        self._episodes: dict[str, PostedEpisode] = {}
+        self._episode_keys: dict[str, str] = {}
+        """Item -> the posted episode that it is a turn of."""
+        self._parts: dict[str, list[str]] = {}
+        """Posted episode -> ids under which its trajectories are ready."""
+        self.closed = ClosedEpisodes()
+        """Decided posted episodes."""
+        self._consumed: dict[str, int] = {}
+        """Items admitted before this leader, and the sequences of the revisions that counted."""
+
+    def accepts(self, item: Feedback) -> bool:
+        """Return True if an item is an example of a kind that this job uses."""
+        return self._is_example(item) and not self.refusal(item)
+
+    def refusal(self, item: Feedback) -> str:
+        """Return why an item is neither a reward nor an example that this job uses, or ''."""
+        off_policy = self._job.online.off_policy
+        supervised = off_policy is not None and off_policy.supervised is not None
+        preference = off_policy is not None and off_policy.preference is not None
+        match item.kind:
+            case "preference":
+                return "" if preference else "preference_is_no_reward"
+            case "correction":
+                return "" if supervised else "correction_is_no_reward"
+            case "metric" if item.metric == DEMONSTRATION:
+                return "" if supervised else "demonstration_is_no_reward"
+            case "metric" if item.metric == "comment":
+                return "comment_is_no_reward"
+            case _:
+                return ""
+
+    def add(self, seq: int, item: Feedback) -> FeedbackItem:
+        """Add an example without the fields that only training needs."""
+        kept = {name: item.body[name] for name in ("chosen", "rejected", "strength") if name in item.body} or EMPTY_BODY
+        if item.kind == "interaction":
+            self._facts[item.id] = facts_of(item)
+        held = FeedbackItem(seq, msgspec.structs.replace(item, body=kept, value=None, tags=EMPTY_BODY, fingerprint=""))
+        self.items[item.id] = held
+        self._order[item.id], self._num_added = self._num_added, self._num_added + 1
+        self._remove_turn(item.id)
+        nbytes = len(msgspec.msgpack.encode(item))
+        if key := self.episode_key(item):
+            self._episode_keys[item.id] = key
+            turn = PostedTurn(held, self._facts[item.id], tokens_of(item, self._job))
+            self._episodes.setdefault(key, PostedEpisode()).turns[item.id] = turn
+            self._clear_ready(key)
+            nbytes += turn.tokens.nbytes
+        self.quota.add(item.key_id, item.id, nbytes)
+        for target in targets_of(held.feedback):
+            self._by_target.setdefault(target, {})[item.id] = None
+            if target not in self.records:
+                self._missing.add(target)
+        return held
+
+    def move(self, item: FeedbackItem) -> None:
+        """Note that an example was found at another sequence."""
+        name = item.feedback.id
+        self.items[name] = item
+        self.quota.move(name)
+        self.ready.pop(name, None)
+        if key := self._episode_keys.get(name, ""):
+            turns = self._episodes[key].turns
+            turns[name] = replace(turns[name], item=item)
+            self._clear_ready(key)
+
+    def missing_records(self, item: Feedback) -> list[str]:
+        """Return the interactions that an example refers to and that have no record yet."""
+        return [name for name in targets_of(item) if name not in self.records]
+
+    def on_interaction(self, seq: int, interaction: Interaction) -> list[str]:
+        """Record an interaction if examples wait for it, and return these examples."""
+        name = canonical_id(interaction.id)
+        if name not in self._missing:
+            return []
+        self.add_record(name, InteractionRecord.of(seq, interaction))
+        return self.examples_about([name])
+
+    def add_record(self, name: str, record: InteractionRecord) -> None:
+        """Add the record of an interaction that an example refers to, or is about to."""
+        self.records[name] = record
+        self._missing.discard(name)
+        self._changed_items.update(self._by_target.get(name, {}))
+        if name not in self._by_target:
+            self._unreferenced.add(name)
+
+    def remove(self, name: str) -> None:
+        """Remove an example that was decided, revised or retracted."""
+        self.quota.remove(name)
+        item = self.items.pop(name, None)
+        self.ready.pop(name, None)
+        self._unwatch_consent(name)
+        self._facts.pop(name, None)
+        self._order.pop(name, None)
+        self._changed_items.pop(name, None)
+        self._remove_turn(name)
+        for target in targets_of(item.feedback) if item is not None else ():
+            others = self._by_target.get(target, {})
+            others.pop(name, None)
+            if not others:
+                self._by_target.pop(target, None)
+                self._unreferenced.add(target)
+
+    def episode_key(self, item: Feedback) -> str:
+        """Return the posted episode that an item is a turn of, or '' if it stands alone."""
+        return posted_episode_key(item, self._job)
+
+    def restore(self, state: LedgerState, closed: Iterable[tuple[str, str]] = ()) -> None:
+        """Restore the admissions that the ledger still names; ``closed`` are the closed episodes from DECISIONS."""
+        self._consumed = dict(state.used)
+        self.closed.restore(closed)
+        for admission in state.admissions.values():
+            self.on_admitted(admission)
+        self.closed.drain()
+
+    def on_reread(self, seq: int, item: Feedback) -> None:
+        """Close the episode of an item that was decided before; an earlier revision of it belongs to no episode."""
+        if self._consumed.get(item.id) == seq and (episode := self.episode_key(item)):
+            self.closed.add(episode)
+
+    def on_admitted(self, admission: Admission) -> None:
+        """Close the posted episode of an admission: a turn that arrives now is too late."""
+        if admission.origin and not admission.interactions:
+            self.closed.add(admission.origin[0])
+
+    def _remove_turn(self, name: str) -> None:
+        """Remove an item from the turns of its episode."""
+        key = self._episode_keys.pop(name, "")
+        if key:
+            del self._episodes[key].turns[name]
+            self._clear_ready(key)
+            if not (turns := self._episodes[key].turns):
+                del self._episodes[key]
+            else:
+                self._changed_items[next(iter(turns))] = None
+
+    def _clear_ready(self, key: str) -> None:
+        """Withdraw the ready trajectories of an episode that changed."""
+        for name in self._parts.pop(key, ()):
+            self.ready.pop(name, None)
+        self._unwatch_consent(key)
+
+    def examples_about(self, interactions: Iterable[str]) -> list[str]:
+        """Return the examples that refer to any of these interactions, in their order."""
+        found = {name for target in interactions for name in self._by_target.get(target, ())}
+        return sorted(found, key=self._order.__getitem__)
+
+    def settle(
+        self,
+        names: Iterable[str],
+        *,
+        version: int,
+        newest: int,
+        now: float,
+        opted_out: Callable[[str], bool],
+        everything: bool = False,
+    ) -> list[tuple[str, str]]:
+        """Make examples and posted episodes ready; return the rejected items, each with the reason.
+
+        Others wait for a record, for a version, or for more turns.
+
+        Args:
+            names: items that changed; unknown names are skipped.
+            version: version from which the next update starts; the batches before it may not be trained yet.
+            newest: newest version that exists.
+            now: Unix seconds.
+            everything: also settle examples for which time, the policy or a user's consent changed.
+        """
+        policy, refused = PolicyState(version, newest, self.temperature, self.distrusted), list[tuple[str, str]]()
+        wanted = {name for name in names if name in self.items}
+        if everything:
+            wanted |= self._changed_without_facts(policy, now, opted_out)
+        elif policy != self._settled_for:  # the policy may be back to its earlier state by the next full sweep
+            self._changed_items.update(dict.fromkeys(wanted))
+        found = sorted(wanted, key=self._order.__getitem__)
+        for name in found:
+            reason = "" if name in self._episode_keys else self._settle(name, version, newest, opted_out)
+            refused += [(name, reason)] if reason else []
+        for key in dict.fromkeys(self._episode_keys[name] for name in found if name in self._episode_keys):
+            refused += self._settle_episode(key, policy, now, opted_out).items()
+        return refused
+
+    def _changed_without_facts(self, policy: PolicyState, now: float, opted_out: Callable[[str], bool]) -> set[str]:
+        """Return the examples to settle without new facts: those marked as changed, and at most ``MAX_RECHECKS``
+        others."""
+        found = {name for name in self._changed_items if name in self.items}
+        self._changed_items.clear()
+        if policy != self._settled_for:
+            posted = (name for name in self._facts if name in self.items)
+            self._to_recheck = sorted(((self._order[name], name) for name in posted), reverse=True)
+            self._settled_for = policy
+        for order, name in (self._to_recheck.pop() for _ in range(min(MAX_RECHECKS, len(self._to_recheck)))):
+            if self._order.get(name) == order:
+                found.add(name)
+        found |= {next(iter(self._episodes[key].turns)) for key in list(self._due.pop_until(now + ROUNDING_S))}
+        objecting = {user for user in self._users if opted_out(user)}
+        if objecting:
+            units = (unit for unit, users in self._consenting.items() if not objecting.isdisjoint(users))
+            found |= {next(iter(self._episodes[unit].turns)) if unit in self._episodes else unit for unit in units}
+        return found
+
+    def _is_due_at(self, due: float, key: str) -> bool:
+        episode = self._episodes.get(key)
+        return episode is not None and episode.due == due
+
+    def _put_ready(self, name: str, example: OffPolicyExample) -> None:
+        self.ready[name] = example
+        place = example.item.seq, self._order[name]
+        if self._queued.get(name) == place:
+            return
+        self._queued[name] = place
+        heappush(self._queue, (*place, name))
+        self._clean_queue()
+
+    def _clean_queue(self) -> None:
+        """Drop outdated entries from the heap once they outnumber the valid ones."""
+        if len(self._queue) > 2 * len(self.ready) + SLACK:
+            self._queued = {name: (example.item.seq, self._order[name]) for name, example in self.ready.items()}
+            self._queue = [(*place, name) for name, place in self._queued.items()]
+            heapify(self._queue)
+
+    def _watch_consent(self, unit: str, users: Iterable[str]) -> None:
+        """Watch the consent of the users whom a ready example, or a closed episode, depends on."""
+        self._unwatch_consent(unit)
+        self._consenting[unit] = tuple(users)
+        self._users.update(self._consenting[unit])
+
+    def _unwatch_consent(self, unit: str) -> None:
+        for user in self._consenting.pop(unit, ()):
+            self._users[user] -= 1
+            if not self._users[user]:
+                del self._users[user]
+
+    def _settle_episode(
+        self, key: str, policy: PolicyState, now: float, opted_out: Callable[[str], bool]
+    ) -> dict[str, str]:
+        """Refuse the late turns of an episode, and make the others ready together once the episode is over."""
+        episode = self._episodes[key]
+        self._clear_ready(key)
+        if key in self.closed:
+            return dict.fromkeys(episode.turns, EPISODE_OVER)
+        late = episode.late_turns(self._job)
+        for name in late:
+            self._remove_turn(name)
+        return late | self._offer_episode(key, episode, policy, now, opted_out)
+
+    def _offer_episode(
+        self, key: str, episode: PostedEpisode, policy: PolicyState, now: float, opted_out: Callable[[str], bool]
+    ) -> dict[str, str]:
+        """Make the trajectories of a finished episode ready; return the reasons by item if none of it is used."""
+        if not episode.is_over(self._job, now):
+            self._due.put(episode.due or 0.0, key)
+            return {}
+        users = [turn.item.feedback.user for turn in episode.turns.values()]
+        self._watch_consent(key, users)
+        if any(map(opted_out, users)):
+            found: list[PostedTrajectory] | dict[str, str] | None = dict.fromkeys(
+                episode.turns, self._job.online.without_consent
+            )
+        else:
+            found = episode.settle(self._job, policy)
+        if isinstance(found, dict):
+            self.closed.add(key, found)
+            return found
+        examples = {part.turns[0].item.feedback.id: example_of_trajectory(key, part, policy) for part in found or []}
+        for name, example in examples.items():
+            self._put_ready(name, example)
+        self._parts[key] = list(examples)
+        return {}
+
+    def ready_together(self) -> Iterator[list[OffPolicyExample]]:
+        """Yield ready examples in the order of the stream, all examples of one episode together."""
+        self._clean_queue()
+        queue, episodes = self._queue.copy(), set[str]()
+        while queue:
+            *place, name = heappop(queue)
+            example = self.ready.get(name)
+            if example is None or [example.item.seq, self._order[name]] != place:
+                continue
+            if not example.episode:
+                yield [example]
+            elif example.episode not in episodes:
+                episodes.add(example.episode)
+                names = sorted(
+                    self._parts[example.episode], key=lambda one: (self.ready[one].item.seq, self._order[one])
+                )
+                yield [self.ready[one] for one in names]
+
+    def _settle(self, name: str, version: int, newest: int, opted_out: Callable[[str], bool]) -> str:
+        """Make one example ready that stands alone, or return why it is rejected."""
+        item = self.items[name]
+        self.ready.pop(name, None)
+        self._unwatch_consent(name)
+        if item.feedback.kind == "interaction":
+            found = self._posted_example(item, version, newest)
+        else:
+            found = self._example_about_served(item) if targets_of(item.feedback) else text_preference(item)
+        if isinstance(found, str):
+            return found
+        if found is not None:
+            if any(opted_out(user) for user in found.users):
+                return self._job.online.without_consent
+            self._put_ready(name, found)
+            self._watch_consent(name, found.users)
+        return ""
+
+    @property
+    def lowest_seq(self) -> int:
+        """Lowest sequence of an interaction that an undecided example refers to, or ``MAX_SEQ``."""
+        return min((record.seq for record in self.records.values()), default=MAX_SEQ)
+
+    def discard_unused_records(self) -> None:
+        """Drop the records of interactions that no example refers to."""
+        for name in self._unreferenced:
+            if name not in self._by_target:
+                self.records.pop(name, None)
+                self._missing.discard(name)
+        self._unreferenced.clear()
+
+    def _is_example(self, item: Feedback) -> bool:
+        return item.kind in ("interaction", "preference", "correction") or item.metric == DEMONSTRATION
+
+    def _posted_example(self, item: FeedbackItem, version: int, newest: int) -> OffPolicyExample | str | None:
+        facts, feedback = self._facts[item.feedback.id], item.feedback
+        policy = PolicyState(version, newest, self.temperature, self.distrusted)
+        use = use_of(facts, feedback.key_id, self._job, policy)
+        if use.verdict != "take":
+            return use.reason if use.verdict == "reject" else None
+        return OffPolicyExample(
+            item, use.objective, use.reason, use.reward, (feedback.user,), version=sampler_version(facts, use, policy),
+            settled_at=(version, newest),
+            group=facts.group if use.objective == "policy" else "",
+        )  # fmt: skip
+
+    def _example_about_served(self, item: FeedbackItem) -> OffPolicyExample | str | None:
+        names = targets_of(item.feedback)
+        if any(name not in self.records for name in names):
+            return None
+        records = [self.records[name] for name in names]
+        refusal = self._refusal_by_records(item.feedback, records)
+        if refusal:
+            return refusal
+        preference = item.feedback.kind == "preference"
+        return OffPolicyExample(
+            item, "preference" if preference else "supervised", item.feedback.metric or item.feedback.kind,
+            float(item.feedback.body.get("strength", 1.0)),
+            tuple(record.user for record in records),
+            context={name: record.seq for name, record in zip(names, records, strict=True)},
+            askers=tuple(sorted({record.key_id for record in records})),
+        )  # fmt: skip
+
+    def _refusal_by_records(self, feedback: Feedback, records: list[InteractionRecord]) -> str:
+        """Return why records exclude an example: consent, split and lengths apply to imitation, too."""
+        same_key = self._job.online.raters == "same_key"
+        checks = {
+            "other_key": same_key and any(record.key_id != feedback.key_id for record in records),
+            "prompts_differ": len({record.prompt for record in records}) > 1,
+            "same_answer": len({record.seq for record in records}) < len(records),
+            "no_tokens": any(not record.num_prompt for record in records),
+            "prompt_too_long": any(record.num_prompt > self._job.data.prompt.max_tokens for record in records),
+        }
+        if feedback.kind == "preference":
+            checks["no_tokens"] |= any(not record.num_tokens for record in records)
+            checks["completion_too_long"] = any(r.num_tokens > self._job.sampling.max_new_tokens for r in records)
+        for record in records:
+            checks |= {
+                record.untrainable: record.untrainable not in ("", *DRAWN_OTHERWISE, "client_disconnected"),
+                f"split_{record.split}": record.split != "train",
+            }
+        return next((reason for reason, found in checks.items() if found), "")

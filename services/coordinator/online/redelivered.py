@@ -1,0 +1,216 @@
+"""Handles messages stored a second time, copies left by deletions and requeued dead letters: skips decided items.
+
+A user's deletion reads a message, removes that user's items, and stores the rest anew while the leader goes on
+deciding.
+A leader passes over a message that it cannot read, and its low-water mark moves on; once the message is readable, it is
+stored anew. In both cases a leader reads items again that may be decided below the mark. This module finds these in
+the ledger, in DECISIONS and among deletions, so that an item is admitted once, whichever copy a leader reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from penstock.services.coordinator.feedback.erasure import UNDECIDED, target_of
+from penstock.services.coordinator.feedback.leaders import Leaders
+from penstock.services.coordinator.feedback.pieces import data_of
+from penstock.services.coordinator.online.matching import Matching
+from penstock.services.coordinator.online.quarantine import Quarantine
+from penstock.services.coordinator.online.turns import DISCONNECTED, canonical_id
+from penstock.services.coordinator.supply import LiveDeadLetter
+from penstock.shared.errors import ProtocolError
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.events import Admitted, decode_events
+from penstock.shared.protocol.interaction import (
+    RESTORED_HEADER,
+    Erasure,
+    FateBatch,
+    Feedback,
+    FeedbackBatch,
+    Interaction,
+)
+from penstock.shared.runtime.ledger import LedgerArchive, scan_ledger
+from penstock.shared.transport.bus import Bus, Message, Outgoing
+
+__all__ = ["DecidedIds", "RestoredCopies", "decided_ids", "find_restored_copies", "ids_in", "requeue_dead_letter"]
+
+
+class DecidedIds(NamedTuple):
+    """Ids of interactions and feedback that were decided, and of those that were deleted with a user's data."""
+
+    decided: set[str]
+    deleted: set[str]
+
+    def has_item(self, item: Feedback) -> bool:
+        """Return True if an item is decided, or refers to a deleted interaction.
+
+        A retraction that arrived before its item has a status at once, but is decided only with its item.
+        """
+        about = {item.id, item.inference, str(item.body.get("rejected", ""))}
+        return {item.id, target_of(item)} <= self.decided or not self.deleted.isdisjoint(about)
+
+    def has_record(self, record: Interaction) -> bool:
+        """Return True if an interaction is decided or deleted."""
+        return canonical_id(record.id) in self.decided | self.deleted
+
+
+def ids_in(items: Iterable[Feedback]) -> set[str]:
+    """Return the ids that decide whether these items are decided."""
+    return {
+        name
+        for item in items
+        for name in (item.id, target_of(item), item.inference, str(item.body.get("rejected", "")))
+    }
+
+
+async def decided_ids(bus: Bus, job: str, names: set[str], archive: LedgerArchive | None = None) -> DecidedIds:
+    """Find which of ``names`` the ledger admitted, DECISIONS closed, or a deletion named.
+
+    Raises:
+        ProtocolError: the ledger or a deletion cannot be read.
+        Unavailable: the bus went away.
+    """
+    decided, deleted, newest, leaders = set[str](), set[str](), dict[str, str](), Leaders()
+    async for entry in scan_ledger(bus, job, archive):
+        for event in decode_events(entry.data):
+            for admission in event.admissions if isinstance(event, Admitted) else ():
+                decided.update(names.intersection(map(canonical_id, (*admission.interactions, *admission.feedback))))
+    async for message in bus.scan(subjects.DECISIONS, subjects.decisions(job)):
+        with contextlib.suppress(ProtocolError):  # written by another version, which a leader passes over, too
+            batch, envelope = unpack(await data_of(bus, subjects.DECISIONS, message), FateBatch)
+            if leaders.is_gone(job, envelope.epoch):
+                continue
+            newest |= {fate.feedback: fate.status for fate in batch.items if fate.feedback in names}
+            decided |= names & {
+                canonical_id(one.interaction) for one in batch.interactions if one.reason != DISCONNECTED
+            }
+    async for message in bus.scan(subjects.FEEDBACK, subjects.erasures(job)):
+        erasure = unpack(message.data, Erasure)[0]
+        deleted |= names.intersection(map(canonical_id, (*erasure.interactions, *erasure.feedback)))
+    return DecidedIds(decided | {name for name, status in newest.items() if status not in UNDECIDED}, deleted)
+
+
+class RestoredCopies:
+    """Filters decided items from the copies that deletions left; the leader knows those that it has read."""
+
+    def __init__(self, bus: Bus, job: str, archive: LedgerArchive | None = None) -> None:
+        self._bus, self._job, self._archive = bus, job, archive
+        self._known, self._until = DecidedIds(set(), set()), 0
+        """Decided ids of the copies up to this sequence."""
+
+    async def undecided(
+        self, message: Message, items: Sequence[Feedback], is_here: Callable[[str], bool]
+    ) -> Sequence[Feedback]:
+        """Return the items of a message that may be undecided. Raises Unavailable, ProtocolError.
+
+        Args:
+            is_here: returns True for an item that this leader has read before.
+        """
+        if RESTORED_HEADER not in message.headers or all(is_here(item.id) for item in items):
+            return items
+        if message.seq > self._until:
+            await self._look(message)
+        return [item for item in items if is_here(item.id) or not self._known.has_item(item)]
+
+    async def _look(self, message: Message) -> None:
+        """Look up the ids of all copies so far at once: a deletion leaves many."""
+        places = await _copy_seqs(self._bus, self._job, message.seq)
+        copies = await self._bus.get_whole(subjects.FEEDBACK, places)
+        names = ids_in(item for items in map(_items_of, copies.values()) for item in items)
+        self._known, self._until = (
+            await decided_ids(self._bus, self._job, names, self._archive),
+            max([message.seq, *places]),
+        )
+
+
+async def find_restored_copies(bus: Bus, job: str, name: str, seq: int) -> list[Feedback]:
+    """Return the copies of an item that stood at ``seq`` before a deletion copied the rest of its message."""
+    places = await _copy_seqs(bus, job, seq + 1, was=seq)
+    copies = await bus.get_whole(subjects.FEEDBACK, places)
+    return [item for message in copies.values() for item in _items_of(message) if item.id == name]
+
+
+async def _copy_seqs(bus: Bus, job: str, start_seq: int, *, was: int | None = None) -> list[int]:
+    """Return the sequences of copies from ``start_seq`` on; ``was`` limits them to those of one earlier sequence."""
+    found = await bus.read(subjects.FEEDBACK, subjects.feedback(job), start_seq=start_seq, headers_only=True)
+    before = ((message.seq, message.headers.get(RESTORED_HEADER, "").split()) for message in found)
+    return [seq for seq, places in before if places and (was is None or str(was) in places)]
+
+
+def _items_of(message: Message) -> Sequence[Feedback]:
+    try:
+        return unpack(message.data, FeedbackBatch)[0].items
+    except ProtocolError:
+        return ()
+
+
+async def requeue_dead_letter(
+    bus: Bus,
+    job: str,
+    dead_letter: LiveDeadLetter,
+    matching: Matching,
+    quarantine: Quarantine,
+    *,
+    archive: LedgerArchive | None,
+) -> int:
+    """Store a dead letter's message in its stream again; return how many interactions or items that brings back.
+
+    Args:
+        archive: has the older entries of the ledger.
+        matching, quarantine: hold what is undecided; DECISIONS names the rest.
+
+    Raises:
+        ProtocolError: this version cannot decode it either.
+        Unavailable: the bus went away; the message may be stored or not. Safe to repeat.
+    """
+    data = dead_letter.data
+    if dead_letter.stream == subjects.INTERACTIONS:
+        record = unpack(data, Interaction)[0]
+        subject = subjects.interaction(job, record.id)
+        count = int(await _is_new(bus, job, dead_letter.seq, record, matching, archive=archive))
+    elif _is_erasure(data):
+        subject, count = subjects.erasures(job), 1
+    else:
+        items = unpack(data, FeedbackBatch)[0].items
+        known = await decided_ids(bus, job, ids_in(items), archive)
+        waiting = {one.id: one.revision for one in (*_undecided_feedback(matching), *quarantine)}
+        new = [one for one in items if one.revision > waiting.get(one.id, -1) and not known.has_item(one)]
+        subject, count = subjects.feedback(job), len(new)
+        if count < len(items):
+            data = pack(FeedbackBatch(items=new), job=job)
+    if count:
+        msg_id = f"again:{dead_letter.stream}:{dead_letter.seq}"
+        await bus.publish_whole([Outgoing(subject, data, dead_letter.headers, msg_id)], deadline_s=5)
+    return count
+
+
+async def _is_new(
+    bus: Bus, job: str, seq: int, record: Interaction, matching: Matching, *, archive: LedgerArchive | None
+) -> bool:
+    """Return True if an interaction has no newer record, and is neither decided nor waiting here."""
+    newest = await bus.last(subjects.INTERACTIONS, subjects.interaction(job, record.id))
+    if newest is not None and newest.seq > seq:
+        return False
+    turns = (turn.interaction for episode in matching.episodes.values() for turn in episode.turns)
+    is_here = any(turn.id == record.id and turn.finish != DISCONNECTED for turn in turns)
+    return not is_here and not (await decided_ids(bus, job, {canonical_id(record.id)}, archive)).has_record(record)
+
+
+def _is_erasure(data: bytes) -> bool:
+    try:
+        unpack(data, Erasure)
+    except ProtocolError:
+        return False
+    return True
+
+
+def _undecided_feedback(matching: Matching) -> Iterator[Feedback]:
+    """Yield all undecided feedback."""
+    held = [matching.examples.items]
+    for episode in matching.episodes.values():
+        held += [episode.items, *(turn.items for turn in episode.turns)]
+    yield from (item.feedback for items in held for item in items.values())
+    yield from (item.feedback for item in matching.unmatched)

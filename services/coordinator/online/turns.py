@@ -1,0 +1,135 @@
+"""Defines turns, the feedback attached to them, and the trajectories that turns form. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from penstock.services.coordinator.online.admission import arrival_order
+from penstock.services.coordinator.online.fairness import Owners
+from penstock.shared.protocol.interaction import Feedback, Interaction, bare_id
+from penstock.shared.protocol.objective import Objective
+
+__all__ = ["FeedbackItem", "Trajectory", "Turn", "UndecidedFeedback", "canonical_id", "episode_key", "owners_of_turns"]
+
+MAX_SEQ = 1 << 62
+"""Sorts behind every sequence of a stream."""
+DISCONNECTED = "client_disconnected"
+"""Finish reason of an answer whose client seemed to have gone away."""
+
+
+def canonical_id(text: str) -> str:
+    """Return an id without its prefix, and any other text unchanged."""
+    return bare_id(text) or text
+
+
+def episode_key(interaction: Interaction) -> str:
+    """Return the key of an interaction's episode. A name that an agent chose is scoped to its API key: others may
+    choose it."""
+    return bare_id(interaction.episode) or f"{interaction.key_id} {interaction.episode}"
+
+
+@dataclass(frozen=True, slots=True)
+class FeedbackItem:
+    """One item of feedback and the sequence of its message in FEEDBACK."""
+
+    seq: int
+    feedback: Feedback
+
+    def is_again(self, seq: int, feedback: Feedback) -> bool:
+        """Return True if a later message holds the same item: a user's deletion copied the rest of a message further
+        on."""
+        own = self.feedback
+        same = (own.revision, own.key_id, own.received) == (feedback.revision, feedback.key_id, feedback.received)
+        is_value = own.value in (None, feedback.value)  # the body of an off-policy example stays in the stream
+        return seq > self.seq and same and is_value
+
+    def is_revised_by(self, feedback: Feedback) -> bool:
+        """Return True if ``feedback`` is a newer revision by the same API key: no other key may revise an item."""
+        return feedback.revision > self.feedback.revision and feedback.key_id == self.feedback.key_id
+
+
+@dataclass(slots=True)
+class UndecidedFeedback:
+    """An item without a final status. ``holder`` is the dictionary of the turn or episode (``key``) that has it.
+
+    ``holder`` is None while the item's target is unknown.
+    """
+
+    item: FeedbackItem
+    target: str
+    key: str = ""
+    holder: dict[str, FeedbackItem] | None = None
+
+    def move(self, seq: int) -> None:
+        """Record that the item was found again at ``seq``."""
+        self.item = replace(self.item, seq=seq)
+        if self.holder is not None:
+            self.holder[self.item.feedback.id] = self.item
+
+
+@dataclass(slots=True)
+class Turn:
+    """One interaction, the sequence of its message, the feedback on it by id, and why it is refused, once known."""
+
+    seq: int
+    interaction: Interaction
+    items: dict[str, FeedbackItem] = field(default_factory=dict)
+    refusal: str | None = None
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """Turns that are trained as one sequence: each prompt after the first begins with all tokens before it.
+
+    ``feedback`` holds every item that shares the trajectory's status; ``judges`` are the API keys whose feedback made
+    its reward, feedback on later turns included; ``share`` is its weight beside the other trajectories of its episode.
+    """
+
+    turns: tuple[Turn, ...]
+    reward: float
+    reason: str
+    feedback: dict[str, FeedbackItem]
+    judges: tuple[str, ...] = ()
+    objective: Objective = "policy"
+    share: float = 1.0
+    refused: dict[str, str] = field(default_factory=dict)
+    """Reasons, by canonical id, of the episode's turns that are never trained; one of its trajectories has them."""
+
+    @cached_property
+    def first(self) -> int:
+        """Sequence of the oldest interaction."""
+        return min(turn.seq for turn in self.turns)
+
+    @cached_property
+    def min_version(self) -> int:
+        """Oldest policy version that produced a token."""
+        return min(span.version for turn in self.turns for span in turn.interaction.spans)
+
+    @property
+    def is_policy(self) -> bool:
+        """True if the policy loss uses the trajectory."""
+        return self.objective == "policy"
+
+    @property
+    def key_id(self) -> str:
+        """API key of the newest feedback; without feedback the key that sent the request."""
+        newest = max(self.feedback.values(), key=lambda item: arrival_order(item.feedback), default=None)
+        return newest.feedback.key_id if newest is not None else self.turns[-1].interaction.key_id
+
+    @property
+    def user(self) -> str:
+        """Pseudonym of the user whose conversation this is."""
+        return self.turns[-1].interaction.user
+
+    @cached_property
+    def owners(self) -> Owners:
+        """Owners whose share of a batch the trajectory counts towards."""
+        return owners_of_turns(self.turns, self.judges)
+
+
+def owners_of_turns(turns: Sequence[Turn], judges: tuple[str, ...]) -> Owners:
+    """Return the owners of a trajectory of these turns whose reward the keys ``judges`` gave."""
+    askers = tuple(sorted({turn.interaction.key_id for turn in turns}))
+    return Owners(judges or askers, askers, (turns[-1].interaction.user,))

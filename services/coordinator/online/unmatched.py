@@ -1,0 +1,127 @@
+"""Holds feedback that arrived before its target: unmatched items and pending retractions, both bounded. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import islice
+
+from penstock.services.coordinator.online.lazy_heap import LazyHeap
+from penstock.services.coordinator.online.turns import FeedbackItem
+from penstock.shared.protocol.interaction import Feedback
+
+__all__ = ["MAX_PER_KEY", "MAX_RETRACTIONS", "MAX_UNMATCHED", "PendingRetractions", "UnmatchedFeedback"]
+
+MAX_PER_KEY = 50_000
+"""Unmatched items that one API key may have; above this its oldest ones are evicted."""
+MAX_UNMATCHED = 1_000_000
+"""Unmatched items that all keys may have; above this the oldest ones of the key with the most are evicted."""
+EVICTED_AT_ONCE = 1_000
+"""Items evicted at once when all keys together have too many."""
+MAX_RETRACTIONS = 100_000
+"""Pending retractions; above this the oldest one is evicted."""
+
+
+class UnmatchedFeedback:
+    """Unmatched items by target, bounded for each API key and in total, so that no client can fill the memory.
+
+    One item takes about 1 KB, the entries of ``Matching`` included.
+    """
+
+    def __init__(self) -> None:
+        self._targets: dict[str, FeedbackItem | dict[str, FeedbackItem]] = {}
+        """Most targets have one item; a dictionary holds several."""
+        self._keys: dict[str, OrderedDict[str, FeedbackItem]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[FeedbackItem]:
+        return (item for items in self._keys.values() for item in items.values())
+
+    def add(self, target: str, item: FeedbackItem) -> list[FeedbackItem]:
+        """Hold an item, and return those that the caller must ``remove`` for it: the oldest of its key, or of the
+        largest key.
+
+        An item that is already here keeps its place among those of its key.
+        """
+        name, of_key = item.feedback.id, self._keys.setdefault(item.feedback.key_id, OrderedDict())
+        known = self._targets.get(target)
+        if known is None or (isinstance(known, FeedbackItem) and known.feedback.id == name):
+            self._targets[target] = item
+        elif isinstance(known, FeedbackItem):
+            self._targets[target] = {known.feedback.id: known, name: item}
+        else:
+            known[name] = item
+        self._count += name not in of_key
+        of_key[name] = item
+        if len(of_key) > MAX_PER_KEY:
+            return [next(iter(of_key.values()))]
+        if self._count > MAX_UNMATCHED:
+            heaviest = max(self._keys.values(), key=len)
+            return list(islice(heaviest.values(), EVICTED_AT_ONCE))
+        return []
+
+    def remove(self, target: str, name: str) -> None:
+        """Release one item."""
+        items = self._targets.get(target)
+        if isinstance(items, FeedbackItem):
+            if items.feedback.id == name:
+                del self._targets[target]
+                self._remove_from_key(items)
+        elif items is not None and (item := items.pop(name, None)) is not None:
+            self._remove_from_key(item)
+            if not items:
+                del self._targets[target]
+
+    def pop(self, target: str) -> dict[str, FeedbackItem]:
+        """Release and return the items of a target, by id."""
+        found = self._targets.pop(target, {})
+        items = {found.feedback.id: found} if isinstance(found, FeedbackItem) else found
+        for item in items.values():
+            self._remove_from_key(item)
+        return items
+
+    def _remove_from_key(self, item: FeedbackItem) -> None:
+        of_key = self._keys.get(item.feedback.key_id)
+        if of_key is not None:
+            self._count -= of_key.pop(item.feedback.id, None) is not None
+            if not of_key:
+                del self._keys[item.feedback.key_id]
+
+
+class PendingRetractions:
+    """Retractions that arrived before the item they retract.
+
+    They wait as long as unmatched feedback does, and hold back the low-water mark no longer than that.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[str, tuple[int, Feedback]] = OrderedDict()
+        self._seqs = LazyHeap(lambda seq, name: name in self._waiting and self._waiting[name][0] == seq)
+        self._times = LazyHeap(lambda time, name: name in self._waiting and self._waiting[name][1].received == time)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._waiting
+
+    @property
+    def lowest_seq(self) -> int | None:
+        """Lowest sequence in FEEDBACK of a pending retraction."""
+        found = self._seqs.lowest()
+        return None if found is None else int(found)
+
+    def put(self, name: str, seq: int, retraction: Feedback) -> str:
+        """Hold a retraction of item ``name``; return the id of the retraction evicted for it, or ''."""
+        self._waiting[name] = (seq, retraction)
+        self._seqs.put(seq, name)
+        self._times.put(retraction.received, name)
+        return self.pop(next(iter(self._waiting))) if len(self._waiting) > MAX_RETRACTIONS else ""
+
+    def pop(self, name: str) -> str:
+        """Release the retraction of an item, and return its id."""
+        return self._waiting.pop(name)[1].id
+
+    def expire(self, limit: float) -> list[str]:
+        """Release the retractions received before ``limit``, and return their ids: their items never arrived."""
+        return [self.pop(name) for name in self._times.pop_until(limit, inclusive=False)]
