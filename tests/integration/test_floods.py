@@ -1,4 +1,4 @@
-"""One key that posts as much as it can, on a real bus: nobody else waits for it, and their posts find room."""
+"""A flood of one key on a real bus: other clients are not delayed, and their posts find room."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CONFIG = OnlineJob.parse(
 
 
 async def serve(bus: Bus, name: str, *, alone: bool = True) -> None:
-    """One answer, recorded."""
+    """Record one answer."""
     now = time.time()
     record = Interaction(
         id=name, request=name, index=0, job=JOB, episode=new_marked_id(JOB), alone=alone, key_id="k", user="u",
@@ -69,7 +69,7 @@ async def say(bus: Bus, *items: Feedback) -> None:
 
 @pytest.fixture
 def asked(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Subjects of which the newest message was asked for; at most ``AT_ONCE`` of them at a time."""
+    """Subjects whose newest message was requested; at most ``AT_ONCE`` of them at a time."""
     found, last, running = list[str](), bus.last, 0
 
     async def counted(stream: str, subject: str) -> Any:
@@ -86,7 +86,7 @@ def asked(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-async def test_names_that_nobody_knows_are_asked_for_once(bus: Bus, asked: list[str]) -> None:
+async def test_unknown_names_are_looked_up_once(bus: Bus, asked: list[str]) -> None:
     names = [new_marked_id(JOB) for _ in range(512)]
     flood = [preference(*names[place : place + 2]) for place in range(0, 512, 2)]
     for _ in range(2):
@@ -98,8 +98,8 @@ async def test_names_that_nobody_knows_are_asked_for_once(bus: Bus, asked: list[
     assert len(supply.matching.examples.items) == 512
 
 
-async def test_what_was_unknown_is_found_once_it_is_there(bus: Bus, asked: list[str]) -> None:
-    """Whether an item waits for it then or comes later."""
+async def test_an_unknown_name_is_found_once_it_exists(bus: Bus, asked: list[str]) -> None:
+    """The item may wait for it or arrive later."""
     pair = [new_marked_id(JOB) for _ in range(2)]
     supply = LiveSupply(bus, JOB, CONFIG, epoch=1)
     early, late = preference(*pair), preference(*pair)
@@ -120,11 +120,9 @@ async def test_what_was_unknown_is_found_once_it_is_there(bus: Bus, asked: list[
     assert not supply.matching.examples.missing_records(late)
 
 
-async def test_while_the_bus_is_away_names_are_waited_for_once_and_it_is_said(
-    bus: Bus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_lookup_waits_and_reports_while_the_bus_is_away(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     supply, last, is_away = LiveSupply(bus, JOB, CONFIG, epoch=1), bus.last, True
-    retry = supply.retry = Retry(JOB)  # as the job's leader gives it
+    retry = supply.retry = Retry(JOB)  # in the form of the leader's wait
 
     async def away(stream: str, subject: str) -> Any:
         if is_away:
@@ -145,7 +143,7 @@ async def test_while_the_bus_is_away_names_are_waited_for_once_and_it_is_said(
     assert retry.blocked is None
 
 
-async def test_of_a_flood_only_a_part_stands_before_what_others_tell_the_leader(
+async def test_a_flood_delays_other_facts_by_a_bounded_number_of_messages(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supply_module, "MAX_UNTAKEN", 3)
@@ -169,7 +167,7 @@ async def fates(bus: Bus) -> dict[str, Fate]:
 
 
 def turn(name: str, key: str, size: int) -> Feedback:
-    """Of an episode that nobody ends."""
+    """Build a turn of an episode that no client ends."""
     return Feedback(
         id=name, job=JOB, kind="interaction", key_id=key, received=time.time(), episode=f"e-{name}", turn=0,
         body={"prompt_token_ids": [7], "token_ids": [300] * size},
@@ -184,7 +182,7 @@ def metric(name: str, about: str = "") -> Feedback:
 
 
 async def post(bus: Bus, subject: str, data: bytes) -> None:
-    """As soon as there is room."""
+    """Publish as soon as there is room."""
     async with asyncio.timeout(5):
         while True:
             with suppress(StreamFull):
@@ -194,10 +192,10 @@ async def post(bus: Bus, subject: str, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("waits", ["nothing", "turn", "metric", "episode"])
-async def test_a_key_that_fills_the_stream_leaves_room_to_others(
+async def test_a_key_that_fills_the_stream_leaves_room_for_others(
     bus: Bus, monkeypatch: pytest.MonkeyPatch, waits: str
 ) -> None:
-    """Whatever waited there before it, and keeps everything after it."""
+    """Undecided items that other keys posted earlier keep everything after them in the stream."""
     monkeypatch.setattr(supply_module, "SWEEP_S", 0.05)
     monkeypatch.setattr(supply_module, "ROOM_EVERY_S", 0.05)
     await bus.ensure_streams(experience_bytes=STREAM_BYTES, stream_bytes=STREAM_BYTES)
@@ -236,7 +234,7 @@ async def test_a_key_that_fills_the_stream_leaves_room_to_others(
     assert supply.matching.examples.quota.nbytes <= STREAM_BYTES / 8 + 100_000
 
 
-async def test_whoever_has_the_most_gives_way_first(bus: Bus) -> None:
+async def test_the_largest_key_is_rejected_first(bus: Bus) -> None:
     supply = LiveSupply(bus, JOB, CONFIG, epoch=1)
     await say(bus, turn("a0", "small", 2))
     for number in range(4):

@@ -1,4 +1,4 @@
-"""An audit over real streams of a job that serves: tampered with, the check that is there for it fails, by its name."""
+"""An audit over real streams of a serving job: each tampering makes the check for it fail."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def promoted(reason: str, **figures: float) -> Promoted:
 
 
 def judged(canary: float) -> CanaryJudged:
-    """Of ten conversations with the version on trial, and ten with the other one, which earned 1."""
+    """Record ten conversations of the version on trial, and ten with reward 1 of the other one."""
     rows = [
         Judged(f"conversation {arm}{n}", arm == "c", canary if arm == "c" else 1.0, [f"{arm}{n}"], ["k"], ["k"], ["u"])
         for arm in "cs"
@@ -77,7 +77,7 @@ def admitted(name: str) -> list[Event]:
 
 
 async def report_of(bus: Bus, config: OnlineJob, entries: list[list[Event]], directory: Path) -> dict[str, Any]:
-    """The audit of a job with these entries after its first ones."""
+    """Audit the job with these entries after its first ones."""
     record = await JobStore(bus).create(config)
     journal = Journal(bus, record.id)
     await journal.load()
@@ -113,7 +113,7 @@ CASES: dict[str, tuple[dict[str, Any], list[list[Event]], list[list[Event]], str
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_what_was_served_against_the_rules_is_found(case: str, bus: Bus, tmp_path: Path) -> None:
+async def test_an_audit_finds_answers_served_against_the_rules(case: str, bus: Bus, tmp_path: Path) -> None:
     promotion, honest, tampered, check, text = CASES[case]
     fair = await report_of(bus, job(**promotion), honest, tmp_path)
     assert fair["ok"], fair["violations"]
@@ -124,7 +124,7 @@ async def test_what_was_served_against_the_rules_is_found(case: str, bus: Bus, t
     assert flaw.startswith(f"{check}: {text}")
 
 
-async def test_an_audit_finds_an_admission_that_does_not_follow_from_what_is_stored(bus: Bus, tmp_path: Path) -> None:
+async def test_an_audit_finds_an_admission_that_does_not_follow(bus: Bus, tmp_path: Path) -> None:
     record = await JobStore(bus).create(live.CONFIG)
     job, subject = record.id, subjects.ledger(record.id)
     async with live.leader(bus, record, 1, tmp_path):

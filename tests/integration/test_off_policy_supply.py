@@ -1,4 +1,4 @@
-"""Corrections, preferences and posted interactions on a real bus become updates, and the updates can be repeated."""
+"""Corrections, preferences and posted interactions on a real bus become updates that can be repeated."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ CONFIG = OnlineJob.parse(SPEC)
 
 @asynccontextmanager
 async def leader(bus: Bus, record: JobRecord, epoch: int, data_dir: Path) -> AsyncIterator[JobRunner]:
-    """Leads until it is killed at the end of the block."""
+    """Lead until the end of the block kills the leader."""
     supply = LiveSupply(bus, record.id, CONFIG, epoch=epoch)
     runner = JobRunner(bus, JobStore(bus), Members(), record, epoch=epoch, data_dir=data_dir, supply=supply)
     task = asyncio.create_task(runner.lead())
@@ -68,7 +68,7 @@ async def leader(bus: Bus, record: JobRecord, epoch: int, data_dir: Path) -> Asy
 
 @asynccontextmanager
 async def reader(bus: Bus, job: str, *, version: int) -> AsyncIterator[Engine]:
-    """What a rollout worker answers about text, with its engine."""
+    """Answer requests for tokens as a rollout worker does."""
     tokenizer = build_tokenizer(CONFIG.model)
     engine = await asyncio.to_thread(
         open_engine, CONFIG.model, tokenizer, max_running=2, seed=CONFIG.seed, version=version
@@ -84,7 +84,7 @@ async def reader(bus: Bus, job: str, *, version: int) -> AsyncIterator[Engine]:
 
 
 async def serve(bus: Bus, job: str, token_ids: list[int]) -> str:
-    """One answer, recorded."""
+    """Record one answer."""
     name, now = new_marked_id(job), time.time()
     record = Interaction(
         id=name, request=name, index=0, job=job, episode=new_marked_id(job), alone=True, key_id="k", user="u",
@@ -102,7 +102,7 @@ async def say(bus: Bus, job: str, name: str, kind: Any, *, key: str = "k", **fie
 
 
 async def report(bus: Bus, job: str, **fields: Any) -> None:
-    """As the trainer does: again until the leader has it."""
+    """Report like the trainer: repeat until the leader has the event."""
     data = pack(Report(epoch=1, **fields), job=job)
     async with asyncio.timeout(DEADLINE_S):
         while True:
@@ -132,7 +132,7 @@ async def until_manifest(bus: Bus, job: str, number: int) -> BatchManifest:
 
 
 async def train(bus: Bus, learner: Learner, manifest: BatchManifest) -> str:
-    """One update from the log; the digest of its weights."""
+    """Run one update from the log; return the digest of the weights."""
     positions = list(range(len(manifest.groups)))
     shard = await fetch_shard(bus, manifest, positions, max_lag=CONFIG.train.max_lag, temperature=1.0)
     await asyncio.to_thread(learner.update, shard, update_index=manifest.update_index)
@@ -148,7 +148,7 @@ async def groups_of(bus: Bus, manifest: BatchManifest) -> dict[str, Group]:
     return {group.objective: group for group in await every_group_of(bus, manifest)}
 
 
-async def test_material_is_trained_once_audited_and_repeated(bus: Bus, tmp_path: Path) -> None:
+async def test_examples_are_trained_once_audited_and_repeated(bus: Bus, tmp_path: Path) -> None:
     record = await JobStore(bus).create(CONFIG)
     job = record.id
     learner, again = Learner(CONFIG), Learner(CONFIG)
@@ -195,7 +195,7 @@ async def test_material_is_trained_once_audited_and_repeated(bus: Bus, tmp_path:
         assert (fates["false"].reason, fates["unread"].reason) == ("logprobs_differ", "not_encodable")
         await say(bus, job, "again", "interaction", key="liar", body=posted | {"logprobs": exact.logprobs[1:]})
         async with asyncio.timeout(DEADLINE_S):
-            while len(runner.run.candidates) < 3:  # what is for other losses goes with the batch if it is there by then
+            while len(runner.run.candidates) < 3:  # auxiliary groups join the batch if they are there by then
                 await asyncio.sleep(0.05)
         await say(bus, job, "liked", "metric", inference=good, metric="reward", value=-1.0)
         manifest = await until_manifest(bus, job, 2)

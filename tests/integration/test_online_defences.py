@@ -1,4 +1,4 @@
-"""The guarded example on a real bus: what one key or one user floods it with stays within their share of a batch."""
+"""The guarded example on a real bus: a flood of one key or user stays within its share of a batch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_a_flood_stays_within_its_share(bus: Bus, tmp_path: Path) -> None:
     config = OnlineJob.parse(file)
     record = await JobStore(bus).create(config)
     job = record.id
-    flood = [answer(job, "k0", "eve") for _ in range(FLOOD)]  # one user, who also judges what others were answered
+    flood = [answer(job, "k0", "eve") for _ in range(FLOOD)]  # one user, who also judges answers to other users
     honest = [answer(job, f"k{n % KEYS}", f"user-{n}") for n in range(SIZE + KEYS)]
     said = [verdict(one, one.key_id) for one in flood + honest] + [verdict(one, "k-of-eve") for one in honest]
     records = [Outgoing(subjects.interaction(job, one.id), pack(one, job=job)) for one in flood + honest]

@@ -1,4 +1,4 @@
-"""A user's deletion in the very moment in which a leader admits what they said, on a real bus."""
+"""Deletion of a user's data while a leader admits it, on a real bus."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CONFIG = OnlineJob.parse(
 
 
 async def serve(bus: Bus, job: str) -> str:
-    """One answer, recorded."""
+    """Record one answer."""
     name, now = new_marked_id(job), time.time()
     record = Interaction(
         id=name, request=name, index=0, job=job, episode=new_marked_id(job), alone=True, key_id="k", user="u",
@@ -76,7 +76,7 @@ async def dropped(bus: Bus, job: str) -> list[Dropped]:
 async def test_what_is_admitted_around_a_deletion_is_not_trained(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The leader has read the records before they are deleted, and publishes what it makes of them afterwards."""
+    """The leader has read the records before their deletion, and publishes the groups after it."""
     record = await JobStore(bus).create(CONFIG)
     job, supply = record.id, LiveSupply(bus, record.id, CONFIG, epoch=1)
     read, has_read, may_publish = supply._reader.by_seq, asyncio.Event(), asyncio.Event()
@@ -119,8 +119,8 @@ async def test_what_is_admitted_around_a_deletion_is_not_trained(
     assert [(one.reason, one.draws, one.redraw) for one in found] == [("erased", [Draw(0)], False)]
 
 
-async def test_a_new_leader_knows_of_deletions_below_its_mark(bus: Bus) -> None:
-    """Their records are still there: one undecided, whose place others keep, and one that was admitted."""
+async def test_a_new_leader_reads_deletions_below_its_mark(bus: Bus) -> None:
+    """The records still exist: one undecided, kept by its neighbours in the stream, and one that was admitted."""
     job = "job_x"
     waits, admitted = await serve(bus, job), await serve(bus, job)
     erasure = Erasure(user="u", interactions=[waits, admitted], feedback=[], time=0.0)

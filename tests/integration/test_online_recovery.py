@@ -1,4 +1,4 @@
-"""What an online job's next leader knows of what was decided before it, on a real bus."""
+"""Decisions that the next leader of an online job recovers, on a real bus."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ async def leader(bus: Bus, epoch: int) -> LiveSupply:
     return found
 
 
-async def test_what_gave_way_is_not_taken_by_the_next_leader(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However much was told after it: what is read again decides how far back is looked."""
+async def test_items_rejected_for_space_stay_rejected(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new leader reads DECISIONS back to the oldest message that it reads again, however many came after it."""
     monkeypatch.setattr(decision_feed, "MIN_MESSAGES", 2)
     await say(bus, posted("a", time.time()), posted("b", time.time()))
     first = await leader(bus, 1)
@@ -66,7 +66,7 @@ async def test_what_gave_way_is_not_taken_by_the_next_leader(bus: Bus, monkeypat
     assert list(second.matching.examples.ready) == ["b"], "nor when it is found once more"
 
 
-async def test_what_a_leader_told_that_was_gone_already_counts_for_nothing(bus: Bus) -> None:
+async def test_decisions_of_a_deposed_leader_do_not_count(bus: Bus) -> None:
     now = time.time()
     await say(bus, *(posted(name, now) for name in "abc"))
     await tell(bus, Fate(feedback="a", status="rejected", reason="feedback_full", time=now), epoch=1)

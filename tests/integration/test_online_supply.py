@@ -1,4 +1,4 @@
-"""Live interactions and feedback on a real bus become batches, across the crash of their leader, each of them once."""
+"""Live data on a real bus becomes batches, each item once, across a crash of the leader."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ CONFIG = OnlineJob.parse(
 async def leader(
     bus: Bus, record: JobRecord, epoch: int, data_dir: Path, config: OnlineJob = CONFIG
 ) -> AsyncIterator[JobRunner]:
-    """Leads until it is killed at the end of the block."""
+    """Lead until the end of the block kills the leader."""
     supply = LiveSupply(bus, record.id, config, epoch=epoch)
     runner = JobRunner(bus, JobStore(bus), Members(), record, epoch=epoch, data_dir=data_dir, supply=supply)
     task = asyncio.create_task(runner.lead())
@@ -80,7 +80,7 @@ async def leader(
 
 
 async def serve(bus: Bus, job: str, *, version: int = 0, prompt: str = "") -> str:
-    """One answer, recorded."""
+    """Record one answer."""
     name, now = new_marked_id(job), time.time()
     record = Interaction(
         id=name, request=name, index=0, job=job, episode=new_marked_id(job), alone=True, key_id="k", user="u",
@@ -93,7 +93,7 @@ async def serve(bus: Bus, job: str, *, version: int = 0, prompt: str = "") -> st
 
 
 async def say(bus: Bus, job: str, *items: tuple[str, str, float]) -> None:
-    """One message of (feedback id, interaction, reward)."""
+    """Publish one message of (feedback id, interaction, reward)."""
     now = time.time()
     batch = FeedbackBatch(
         items=[
@@ -107,7 +107,7 @@ async def say(bus: Bus, job: str, *items: tuple[str, str, float]) -> None:
 
 
 async def report(bus: Bus, job: str, **fields: Any) -> None:
-    """As the trainer does: again until the leader has it."""
+    """Report like the trainer: repeat until the leader has the event."""
     data = pack(Report(epoch=1, **fields), job=job)
     async with asyncio.timeout(DEADLINE_S):
         while True:
@@ -118,7 +118,7 @@ async def report(bus: Bus, job: str, **fields: Any) -> None:
 
 
 async def fates(bus: Bus, job: str) -> dict[str, Fate]:
-    """The newest of each item."""
+    """Return the newest status of each item."""
     messages = await bus.read(subjects.DECISIONS, subjects.decisions(job))
     return {fate.feedback: fate for message in messages for fate in unpack(message.data, FateBatch)[0].items}
 
@@ -212,7 +212,7 @@ async def test_feedback_becomes_batches_across_the_crash_of_a_leader(
     assert np.allclose(group.logprobs, [-0.1, -0.2, -0.3])
 
 
-async def test_a_reward_that_is_not_declared_is_in_what_is_trained_and_decided_again(bus: Bus, tmp_path: Path) -> None:
+async def test_an_undeclared_reward_is_trained_and_audited(bus: Bus, tmp_path: Path) -> None:
     online = {"max_wait_s": 3600, "metrics": {"liked": {"type": "boolean"}}}
     config = CONFIG.model_copy(update={"online": CONFIG.online.model_validate(online)})
     record = await JobStore(bus).create(config)
@@ -237,7 +237,7 @@ async def test_a_reward_that_is_not_declared_is_in_what_is_trained_and_decided_a
 async def test_a_wrong_clock_of_the_coordinator_decides_nothing(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float
 ) -> None:
-    """An hour ahead it took all feedback for too late, and every draw for past its deadline, without a word."""
+    """A clock one hour ahead once made all feedback late and every draw overdue, without a message."""
     online = {"max_wait_s": 3600, "idle_ttl_s": 1800, "match_ttl_s": 1800}
     config = CONFIG.model_copy(update={"online": CONFIG.online.model_validate(online)})
     record = await JobStore(bus).create(config)
@@ -259,7 +259,7 @@ async def test_a_wrong_clock_of_the_coordinator_decides_nothing(
     assert all(abs(one - right) < 600 for one in times), "in bus time"
 
 
-async def test_a_record_in_parts_is_read_and_decided(bus: Bus, tmp_path: Path) -> None:
+async def test_a_record_in_parts_is_admitted(bus: Bus, tmp_path: Path) -> None:
     record = await JobStore(bus).create(CONFIG)
     job = record.id
     async with leader(bus, record, 1, tmp_path):
@@ -306,10 +306,8 @@ async def test_an_outlier_is_held_across_the_crash_of_a_leader_until_it_is_relea
     assert admitted[0].low_feedback <= held.items[odd], "another leader reads it again"
 
 
-async def test_nothing_is_undecided_when_a_job_is_over(
-    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However it ended: what nobody had read by then, and what a leader did not live to tell, ends with it, too."""
+async def test_a_finished_job_has_nothing_undecided(bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages that no leader had read, and statuses that none had published, are settled, too."""
     store = JobStore(bus)
     record = await store.create(CONFIG)
     job, names = record.id, [new_marked_id(record.id) for _ in range(3)]
@@ -347,7 +345,7 @@ async def test_nothing_is_undecided_when_a_job_is_over(
     assert {(one.interaction, one.status, one.reason) for one in told} == {(answer, "rejected", "job_ended")}
 
 
-async def test_decided_feedback_gives_room_without_a_checkpoint(
+async def test_decided_feedback_is_purged_without_a_checkpoint(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supply_module, "FULL_SHARE", -1.0)
@@ -363,8 +361,8 @@ async def test_decided_feedback_gives_room_without_a_checkpoint(
     assert len(await bus.read(subjects.INTERACTIONS, subjects.interactions("job_x"))) == 1, "undecided"
 
 
-async def test_admitted_material_stays_until_its_draw_is_over(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its body lies nowhere else, and whoever leads by then makes its group."""
+async def test_admitted_examples_stay_until_their_draw_ends(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The body of an example lies nowhere else, and a later leader may have to make its group."""
     monkeypatch.setattr(supply_module, "FULL_SHARE", -1.0)
     for name in ("done", "material"):
         await say(bus, "job_x", (name, new_marked_id("job_x"), 1.0))
@@ -381,8 +379,8 @@ async def test_admitted_material_stays_until_its_draw_is_over(bus: Bus, monkeypa
     assert [item.id for message in left for item in unpack(message.data, FeedbackBatch)[0].items] == ["material"]
 
 
-async def test_interactions_of_batches_that_may_be_repeated_stay(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While newer versions than the served one are refused, a trainer begins at a checkpoint before the newest."""
+async def test_interactions_of_repeatable_batches_stay(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While newer versions than the served one are refused, a trainer begins at a checkpoint before the newest one."""
     monkeypatch.setattr(supply_module, "FULL_SHARE", -1.0)
     names = [await serve(bus, "job_x") for _ in range(3)]
     checkpoints = {
@@ -406,8 +404,8 @@ async def test_interactions_of_batches_that_may_be_repeated_stay(bus: Bus, monke
         assert [unpack(message.data, Interaction)[0].id for message in messages] == left
 
 
-async def test_what_arrives_while_a_leader_recovers_is_read_on(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Feedback and erasures share a stream and are read one after the other."""
+async def test_facts_that_arrive_during_recovery_are_read(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Feedback and deletions share a stream; the leader reads one after the other."""
     supply = LiveSupply(bus, "job_x", CONFIG, epoch=1)
     await say(bus, "job_x", ("early", new_marked_id("job_x"), 1.0))
     take_all = supply._take_all
@@ -431,8 +429,8 @@ async def test_what_arrives_while_a_leader_recovers_is_read_on(bus: Bus, monkeyp
         following.cancel()
 
 
-async def test_a_leader_that_recovers_lets_its_lease_be_renewed(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between any two messages others get their turn, however many the bus gave at once."""
+async def test_the_lease_is_renewed_during_recovery(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tasks run between any two messages, however many the bus delivers at once."""
     quarantine = {"max_wait_s": 3600, "quarantine": {}}
     config = CONFIG.model_copy(update={"online": CONFIG.online.model_validate(quarantine)})
     for _ in range(60):
@@ -458,7 +456,7 @@ async def test_a_leader_that_recovers_lets_its_lease_be_renewed(bus: Bus, monkey
     assert len(set(seen)) >= 59, "the last one that is learnt from and the first one undecided are two reads"
 
 
-async def test_what_is_held_gives_way_where_room_is_needed(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_held_items_are_rejected_for_space(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     config = CONFIG.model_copy(
         update={"online": CONFIG.online.model_validate({"quarantine": {"min_items": 10, "window": 50}})}
     )
@@ -480,7 +478,7 @@ async def test_what_is_held_gives_way_where_room_is_needed(bus: Bus, monkeypatch
 
 
 @pytest.mark.parametrize(("consent", "reason"), [("opt_out", "opted_out"), ("opt_in", "no_consent")])
-async def test_who_does_not_consent_is_known_before_the_first_decision(bus: Bus, consent: Any, reason: str) -> None:
+async def test_objections_are_read_before_the_first_decision(bus: Bus, consent: Any, reason: str) -> None:
     if consent == "opt_out":
         await Consents(bus).say("u", train=False)
     config = CONFIG.model_copy(update={"online": CONFIG.online.model_copy(update={"consent": consent})})
@@ -493,6 +491,6 @@ async def test_who_does_not_consent_is_known_before_the_first_decision(bus: Bus,
 
 
 def age_of_feedback(runner: JobRunner) -> float:
-    """For how long feedback is waited for."""
+    """Return how long the job has waited for feedback."""
     (age_s,) = [row["age_s"] for row in runner.why() if "WaitingForFeedback" in row["waiting_for"]]
     return float(age_s)

@@ -1,4 +1,4 @@
-"""Turns that were posted out of order on a real bus, under two leaders, become one trajectory that is audited."""
+"""Turns posted out of order on a real bus, under two leaders, become one audited trajectory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TURNS: list[dict[str, Any]] = [
 ]
 
 
-async def test_turns_that_come_out_of_order_are_one_trajectory_whoever_leads(bus: Bus, tmp_path: Path) -> None:
+async def test_turns_out_of_order_form_one_trajectory_under_two_leaders(bus: Bus, tmp_path: Path) -> None:
     record = await JobStore(bus).create(supply.CONFIG)
     job = record.id
 
@@ -67,7 +67,7 @@ async def test_turns_that_come_out_of_order_are_one_trajectory_whoever_leads(bus
         await supply.say(bus, job, "late", "interaction", key="trusted", episode=EPISODE, turn=3, final=True, body=late)
         fates = await supply.until_fates(bus, job, late="rejected")
         assert fates["late"].reason == "episode_over"
-    async with supply.leader(bus, record, 3, tmp_path):  # which begins behind what was refused
+    async with supply.leader(bus, record, 3, tmp_path):  # which starts reading after the refused turns
         await turn_of_another("r1", 1, done=True)
         fates = await supply.until_fates(bus, job, r1="rejected")
         assert fates["r1"].reason == "episode_over"

@@ -1,4 +1,4 @@
-"""Laws of credit over branches: returns against their closed form, trees against a search, weights against the mean."""
+"""Laws of credit over branches: returns against a closed form, trees against a search, weights against the mean."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WORTH = st.integers(-4, 4).map(float)
 
 
 def path(parents: Sequence[int], place: int) -> list[int]:
-    """From a turn to the first one of its branch."""
+    """Return a turn and its ancestors."""
     found = [place]
     while parents[found[-1]] != ROOT:
         found.append(parents[found[-1]])
@@ -43,10 +43,10 @@ def path(parents: Sequence[int], place: int) -> list[int]:
 
 @LAWS
 @given(forests(), st.data(), st.sampled_from([0.0, 0.5, 0.9, 1.0]))
-def test_a_return_is_the_discounted_mean_over_all_ways_on(
+def test_a_return_is_the_discounted_mean_over_all_paths(
     parents: tuple[int, ...], data: st.DataObject, gamma: float
 ) -> None:
-    """``G_t = Σ_d r_d · gamma^(steps to d) · Π (1 / turns that go on from each turn on the way)``."""
+    """``G_t = Σ_d r_d · gamma^(steps to d) · Π (1 / children of each turn on the path)``."""
     rewards = data.draw(st.lists(WORTH, min_size=len(parents), max_size=len(parents)))
     found = returns(rewards, gamma, TurnTree(parents, (True,) * len(parents)))
     for place in range(len(parents)):
@@ -64,7 +64,7 @@ def test_a_return_is_the_discounted_mean_over_all_ways_on(
 
 @LAWS
 @given(st.lists(WORTH, min_size=1, max_size=12), st.sampled_from([0.0, 0.5, 1.0]))
-def test_one_branch_has_exactly_the_returns_of_turns_in_time(rewards: list[float], gamma: float) -> None:
+def test_one_branch_has_the_returns_of_a_chain(rewards: list[float], gamma: float) -> None:
     tree = TurnTree(tuple(range(-1, len(rewards) - 1)), (False,) * len(rewards))
     expected, later = list[float](), 0.0
     for reward in reversed(rewards):
@@ -75,7 +75,7 @@ def test_one_branch_has_exactly_the_returns_of_turns_in_time(rewards: list[float
 
 @LAWS
 @given(forests(), st.data())
-def test_what_nobody_spoke_of_and_nobody_trains_dilutes_nothing(parents: tuple[int, ...], data: st.DataObject) -> None:
+def test_untrained_turns_without_feedback_dilute_nothing(parents: tuple[int, ...], data: st.DataObject) -> None:
     rewards = data.draw(st.lists(WORTH, min_size=len(parents), max_size=len(parents)))
     place = data.draw(st.integers(0, len(parents) - 1))
     tree = TurnTree(parents, (True,) * len(parents))
@@ -90,8 +90,8 @@ def test_what_nobody_spoke_of_and_nobody_trains_dilutes_nothing(parents: tuple[i
 
 @LAWS
 @given(EPISODES)
-def test_a_tree_is_what_a_search_finds(turns: list[tuple[list[int], list[int]]]) -> None:
-    """The longest earlier prompt and answer that a prompt begins with; the newest of the same."""
+def test_the_tree_equals_an_exhaustive_search(turns: list[tuple[list[int], list[int]]]) -> None:
+    """The search finds the longest earlier prompt and answer that begin a prompt, the newest of equal ones."""
     tree = turn_tree([TurnTokens.of(*one) for one in turns])
     wholes = [prompt + answer for prompt, answer in turns]
     for place, (prompt, _) in enumerate(turns):
@@ -104,14 +104,14 @@ def test_a_tree_is_what_a_search_finds(turns: list[tuple[list[int], list[int]]])
 
 
 def goes_on(before: list[int], prompt: list[int]) -> bool:
-    """Whether a prompt begins with another one but for up to four tokens that both end in."""
+    """Return True if a prompt begins with another one, except for up to four tokens that end both."""
     cuts = [cut for cut in range(HEADER_TOKENS + 1) if cut < len(before) < len(prompt)]
     return any(prompt[: len(before) - cut] + prompt[len(prompt) - cut :] == before for cut in cuts)
 
 
 @LAWS
 @given(st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=9), TOKENS), min_size=1, max_size=9))
-def test_what_was_rendered_anew_goes_on_from_the_newest_turn_of_its_conversation(
+def test_a_rendered_prompt_extends_the_newest_turn_of_its_conversation(
     turns: list[tuple[list[int], list[int]]],
 ) -> None:
     tree, parents = turn_tree([TurnTokens.of(*one) for one in turns]), list[int]()
@@ -129,7 +129,7 @@ def test_what_was_rendered_anew_goes_on_from_the_newest_turn_of_its_conversation
 
 @LAWS
 @given(EPISODES)
-def test_a_branch_begins_only_while_another_conversation_goes_on(turns: list[tuple[list[int], list[int]]]) -> None:
+def test_a_branch_begins_only_while_another_conversation_continues(turns: list[tuple[list[int], list[int]]]) -> None:
     tree = turn_tree([TurnTokens.of(*one) for one in turns])
     for place in range(1, len(turns)):
         if tree.parents[place] == ROOT:
@@ -138,8 +138,8 @@ def test_a_branch_begins_only_while_another_conversation_goes_on(turns: list[tup
 
 @LAWS
 @given(st.lists(TOKENS.filter(bool), min_size=1, max_size=6), st.booleans())
-def test_a_conversation_that_goes_on_is_one_branch(said: list[list[int]], again: bool) -> None:
-    """However often the same tokens come."""
+def test_a_continued_conversation_is_one_branch(said: list[list[int]], again: bool) -> None:
+    """The same tokens may occur in several turns."""
     turns, so_far = list[TurnTokens](), [9]
     for answer in said:
         turns.append(TurnTokens.of(so_far, answer))
@@ -150,7 +150,7 @@ def test_a_conversation_that_goes_on_is_one_branch(said: list[list[int]], again:
 @LAWS
 @given(forests(), st.data())
 def test_the_weighted_sum_over_parts_is_the_mean_over_branches(parents: tuple[int, ...], data: st.DataObject) -> None:
-    """With losses of parts that are sums over tokens: ``Σ_p share_p · L_p = 1/B · Σ_b Σ_{p in b} L_p``."""
+    """If the loss of a part is a sum over its tokens: ``Σ_p share_p · L_p = 1/B · Σ_b Σ_{p in b} L_p``."""
     size = len(parents)
     losses = data.draw(st.lists(WORTH, min_size=size, max_size=size))
     ends = sorted(set(range(size)) - set(parents))
@@ -165,7 +165,7 @@ def test_the_weighted_sum_over_parts_is_the_mean_over_branches(parents: tuple[in
 @LAWS
 @given(forests(), st.data())
 def test_with_lengths_each_branch_is_one_sequence(parents: tuple[int, ...], data: st.DataObject) -> None:
-    """With losses of parts that are means over tokens, a branch is the mean over all of its tokens."""
+    """If the loss of a part is a mean over its tokens, a branch is the mean over all of its tokens."""
     size = len(parents)
     losses = data.draw(st.lists(st.integers(-4, 4).map(Fraction), min_size=size, max_size=size))
     lengths = data.draw(st.lists(st.integers(1, 9), min_size=size, max_size=size))

@@ -1,4 +1,4 @@
-"""A job that tries versions on live traffic, under everything that may happen to one with a promotion gate."""
+"""State machine of a job that runs canary trials on live traffic, with a promotion gate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.shared.protocol.messages import Report
 
 
 def promotion_machine() -> Any:
-    """The module beside this one."""
+    """Load the module beside this one."""
     path = Path(__file__).with_name("test_promotion_machine.py")
     spec = importlib.util.spec_from_file_location("promotion_machine", path)
     assert spec is not None
@@ -46,7 +46,7 @@ class CanaryMachine(GATED.PromotionMachine):  # type: ignore[misc]
     )
     def begin(self, max_lag: int, gamma: float, share: float, on_timeout: Any, default_after_s: float | None) -> None:
         canary = CanaryConfig(share=0.5, max_drop=0.5, confidence=0.5, max_wait_s=60.0, on_timeout=on_timeout)
-        canary = canary.model_copy(update={"conversations": 2})  # fewer than anybody may ask for
+        canary = canary.model_copy(update={"conversations": 2})  # fewer than a job may ask for
         self.promotion = PromotionConfig(min_entropy=0.5, patience=max_lag, canary=canary)
         self.entropy, self.told = 1.0, -1
         plain = BASE.job(max_lag=max_lag, batch=2, gamma=gamma, share=share, default_after_s=default_after_s)
@@ -59,7 +59,7 @@ class CanaryMachine(GATED.PromotionMachine):  # type: ignore[misc]
 
     @rule(episode=st.sampled_from(["", "", *BASE.EPISODES[1:]]), old=st.integers(0, 2), broken=st.integers(0, 7))
     def serve(self, episode: str, old: int, broken: int) -> None:
-        """As the gateways do: the version on trial answers its share, the version served the rest."""
+        """Route like the gateway: the version on trial answers its share, the served version the rest."""
         before, state = self.served, self.run.state
         super().serve(episode=episode, old=old, broken=broken)
         canary = state.canary
@@ -100,7 +100,7 @@ class CanaryMachine(GATED.PromotionMachine):  # type: ignore[misc]
 
     @invariant()
     def only_what_passed_is_served(self) -> None:
-        """As without trials, but that a version which keeps the bounds may be refused for what was said of it."""
+        """Check the rule of jobs without trials, except that feedback may refuse a version which keeps the bounds."""
         state = self.run.state
         assert len(state.sealed) <= 1
         for event in (event for entry in self.world.entries for event in entry):

@@ -1,4 +1,4 @@
-"""Episodes with branches are decided the same in whatever order their records and feedback arrive, and by an audit."""
+"""Episodes with branches: decisions do not depend on the order of records and feedback, and an audit repeats them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ METRICS = {"rating": {"type": "float"}, "solved": {"type": "float", "level": "ep
 
 
 REWARDS = {"of_turn": {"type": "float"}, "of_whole": {"type": "float", "level": "episode"}}
-"""What undeclared `reward` is, declared as two metrics; what nobody says of them adds nothing."""
+"""The undeclared `reward` written as two declared metrics; a missing one adds nothing."""
 
 
 def job(gamma: float, aggregation: str, metrics: dict[str, Any] = METRICS) -> OnlineJob:
@@ -39,7 +39,7 @@ def job(gamma: float, aggregation: str, metrics: dict[str, Any] = METRICS) -> On
 
 @st.composite
 def episodes(draw: st.DrawFn) -> tuple[list[Interaction], list[Feedback]]:
-    """Turns whose prompts are new, or go on from some earlier turn, and what was said of some of them."""
+    """Draw turns whose prompts are new or extend an earlier turn, with feedback on some of them."""
     turns: list[Interaction] = []
     for place in range(draw(st.integers(1, 7))):
         before = draw(st.sampled_from([None, *turns]))
@@ -90,7 +90,7 @@ def told(trajectories: list[Trajectory]) -> list[tuple[Any, ...]]:
 
 @settings(max_examples=25, deadline=None)
 @given(episodes(), st.sampled_from([0.5, 1.0]), st.sampled_from(["token_mean", "sequence_mean"]), st.data())
-def test_an_episode_is_decided_the_same_whoever_reads_it_and_by_an_audit(
+def test_every_leader_and_the_audit_decide_an_episode_the_same(
     episode: tuple[list[Interaction], list[Feedback]], gamma: float, aggregation: str, data: st.DataObject
 ) -> None:
     config, (turns, items) = job(gamma, aggregation), episode
@@ -117,7 +117,7 @@ def test_an_episode_is_decided_the_same_whoever_reads_it_and_by_an_audit(
 
 @settings(max_examples=25, deadline=None)
 @given(episodes(), st.sampled_from([0.5, 1.0]))
-def test_an_undeclared_reward_counts_as_one_declared_for_turns_and_one_for_the_whole(
+def test_an_undeclared_reward_counts_like_declared_ones(
     episode: tuple[list[Interaction], list[Feedback]], gamma: float
 ) -> None:
     turns, items = episode

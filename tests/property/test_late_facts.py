@@ -1,4 +1,4 @@
-"""What comes after an episode was over by time: who saw it end decides the same as who reads it all at once."""
+"""Facts after an episode ran out of time: a leader that saw it end decides like one that reads everything at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EPISODE = "0192f0c1-0000-7000-8000-00000000000e"
 IDLE, AGE, END = 8, 20, 60
 
 Facts = list[tuple[int, Interaction | Feedback]]
-"""Each with the second in which it comes."""
+"""Facts, each with the second of its arrival."""
 
 
 def job(gamma: float) -> OnlineJob:
@@ -49,7 +49,7 @@ def word(number: int, about: str, received: int, weight: float = 1.0) -> Feedbac
 
 
 class Reader:
-    """A leader, and the last it said of each item and answer."""
+    """A leader, and its newest status of each item and interaction."""
 
     def __init__(self, config: OnlineJob) -> None:
         self.matching, self.said, self.refused = Matching(config), dict[str, tuple[str, str]](), dict[str, str]()
@@ -80,7 +80,7 @@ class Reader:
 
 
 def live(config: OnlineJob, facts: Facts) -> Reader:
-    """Looks every second."""
+    """Settle every second."""
     reader = Reader(config)
     for now in range(END + 1):
         reader.sweep(0, now)
@@ -90,7 +90,7 @@ def live(config: OnlineJob, facts: Facts) -> Reader:
 
 
 def again(config: OnlineJob, facts: Facts) -> Reader:
-    """Reads one stream, then the other, and only then decides."""
+    """Read one stream, then the other, and only then decide."""
     reader = Reader(config)
     for kind in (Interaction, Feedback):
         for _, fact in facts:
@@ -102,7 +102,7 @@ def again(config: OnlineJob, facts: Facts) -> Reader:
 
 @st.composite
 def courses(draw: st.DrawFn, whole: bool) -> Facts:
-    """Turns and words of one episode, each in a second of its own, with silences; ``whole``: words about it all."""
+    """Draw turns and items of one episode, one per second, with pauses; ``whole`` items judge the whole episode."""
     seconds = sorted(draw(st.sets(st.integers(1, 45), min_size=2, max_size=9)))
     facts: Facts = [(seconds[0], turn(0, seconds[0], cut=draw(st.booleans())))]
     for number, second in enumerate(seconds[1:], 1):
@@ -126,21 +126,21 @@ def test_a_new_leader_reverses_no_refusal(course: tuple[bool, Facts]) -> None:
 
 
 @pytest.mark.parametrize("gamma", [0.0, 1.0])
-def test_an_answer_that_nobody_judged_in_time_is_not_judged_later(gamma: float) -> None:
+def test_late_feedback_does_not_revive_an_answer(gamma: float) -> None:
     facts: Facts = [(1, turn(0, 1)), (1 + IDLE, word(1, "i0", 1 + IDLE))]
     for reader in (live(job(gamma), facts), again(job(gamma), facts)):
         assert (reader.said, reader.refused) == ({"f1": ("rejected", "no_feedback")}, {"i0": "no_feedback"})
 
 
-def test_a_turn_of_an_episode_that_came_to_nothing_is_too_late() -> None:
+def test_a_turn_of_a_refused_episode_is_too_late() -> None:
     facts: Facts = [(1, turn(0, 1)), (20, turn(1, 20)), (21, word(2, "i1", 21)), (22, word(3, "", 22))]
     for reader in (live(job(1.0), facts), again(job(1.0), facts)):
         assert reader.refused == {"i0": "no_feedback", "i1": "episode_over"}
         assert reader.said == {"f2": ("rejected", "episode_over"), "f3": ("rejected", "no_feedback")}
 
 
-def test_what_was_judged_in_time_is_judged_anew_until_it_is_admitted() -> None:
-    """It waits for others: whoever speaks meanwhile is heard, and a version that came meanwhile changes nothing."""
+def test_feedback_in_time_can_be_revised_until_admission() -> None:
+    """A ready episode waits for a batch: it takes later feedback, and a new version changes nothing."""
     facts: Facts = [(1, turn(0, 1)), (2, word(1, "i0", 2)), (30, turn(2, 30, version=9)), (31, word(3, "i2", 31))]
     for reader in (live(job(1.0), facts), again(job(1.0), facts)):
         reader.sweep(9, END)

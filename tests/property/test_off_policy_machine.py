@@ -1,4 +1,4 @@
-"""The machine of live interactions with what may not be used on-policy: the same books, the same crashes."""
+"""The state machine of live data with off-policy examples: the same invariants, the same crashes."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class OffPolicyMachine(machine.OnlineMachine):  # type: ignore[misc, name-define
     def offer(
         self, *, number: int, back: int, key: str, revision: int, kind: Any, age: int, complete: bool, turn: int
     ) -> None:
-        """Material, also about answers that are not there yet, revised, and by keys that nobody trusts."""
+        """Post examples, also about answers that do not exist yet, revised ones, and ones of untrusted keys."""
         last = len(machine.NAMES) - 1
         one, other = (machine.NAMES[max(0, min(last, self.served - back - n))] for n in (0, 1))
         bodies: dict[str, dict[str, Any]] = {
@@ -120,7 +120,7 @@ class OffPolicyMachine(machine.OnlineMachine):  # type: ignore[misc, name-define
         self.sweep(everything=False)
 
     def find_records(self, item: Feedback) -> None:
-        """As the supply does: records are found by their names, however long ago they were read."""
+        """Look up records by name like the supply, however long ago they were read."""
         examples = self.matching.examples
         for name in examples.missing_records(item) if examples.accepts(item) else []:
             for seq, record in self.world.interactions.items():
@@ -128,7 +128,7 @@ class OffPolicyMachine(machine.OnlineMachine):  # type: ignore[misc, name-define
                     examples.add_record(name, InteractionRecord.of(seq, record))
 
     def append(self, events: list[Event], *, crash: bool = False) -> None:
-        """A posted episode is decided once, whoever led then."""
+        """Check that a posted episode is decided once, whichever leader decides."""
         self.world.over += self.matching.examples.closed.drain()
         admitted = [one for event in events if isinstance(event, Admitted) for one in event.admissions]
         posted = {episode_digest(one.origin[0]) for one in admitted if one.origin and not one.interactions}

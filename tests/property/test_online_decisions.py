@@ -1,4 +1,4 @@
-"""What is decided about live traffic follows from the streams alone, and no user decides for the others."""
+"""Decisions on live data follow from the streams alone, and no user decides for the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHARES = Path(__file__).with_name("test_online_shares.py")
 
 
 def load() -> ModuleType:
-    """The job under traffic of the neighbouring tests."""
+    """Load the job under traffic from the neighbouring tests."""
     spec = importlib.util.spec_from_file_location("online_shares", SHARES)
     assert spec is not None
     assert spec.loader is not None
@@ -29,7 +29,7 @@ def load() -> ModuleType:
 
 
 def decisions() -> str:
-    """Digest of all that is decided about the same traffic of a few keys."""
+    """Return a digest of all decisions on the same traffic of a few keys."""
     world: Any = load()
     shares = {"max_share_per_key": 0.5, "max_share_per_asker": 0.5, "max_share_per_user": 0.5}
     flood, chance = world.Flood(world.job(batch=8, **shares)), random.Random(7)
@@ -42,7 +42,7 @@ def decisions() -> str:
 
 
 def test_the_same_streams_give_the_same_decisions_in_every_process() -> None:
-    """No order of a set, no clock and no chance takes part in them."""
+    """Decisions depend on no set order, no clock and no random number."""
     found = {decisions()}
     for seed in ("1", "2"):
         run = subprocess.run(

@@ -1,5 +1,4 @@
 """Live interactions, feedback, admission and ledger as one state machine against a world that misbehaves.
-
 The world keeps what the real one keeps durably (both streams, the ledger, stored groups, fates) and loses the leader's
 memory. Feedback comes early, late, twice, revised and retracted; leaders crash between any two steps.
 """
@@ -53,7 +52,7 @@ def job(
 
 @dataclass
 class World:
-    """What survives every crash."""
+    """State that survives every crash."""
 
     entries: list[list[Event]] = field(default_factory=list)
     interactions: dict[int, Interaction] = field(default_factory=dict)
@@ -61,11 +60,11 @@ class World:
     stored: dict[int, GroupHeader] = field(default_factory=dict)
     fates: list[Fate] = field(default_factory=list)
     decided: dict[str, InteractionFate] = field(default_factory=dict)
-    """Interactions, by the rule of ``InteractionFate``."""
+    """Statuses of interactions, by the rule of ``InteractionFate``."""
     over: list[tuple[str, str]] = field(default_factory=list)
-    """Posted episodes, as ``FateBatch.over``."""
+    """Closed posted episodes, as in ``FateBatch.over``."""
     gave_way: set[str] = field(default_factory=set)
-    """Interactions and feedback that were refused for lack of room."""
+    """Interactions and feedback rejected for lack of room."""
     num_groups: int = 0
 
     engine_version: int = 0
@@ -94,7 +93,7 @@ class OnlineMachine(RuleBasedStateMachine):
     # -- the leader --------------------------------------------------------------------------------------------------
 
     def lead(self) -> None:
-        """A leader that knows only what is durable."""
+        """Start a leader that knows only durable state."""
         state = fold((event for entry in self.world.entries for event in entry), LedgerState())
         self.matching = Matching(self.config)
         self.source = LiveSource(self.config, self.matching)
@@ -115,7 +114,7 @@ class OnlineMachine(RuleBasedStateMachine):
         return JobRun(self.config, state, num_ordinals=None, writer_epoch=self.epoch, source=self.source)
 
     def measured(self) -> dict[str, float]:
-        """Metrics of the next update."""
+        """Return the metrics of the next update."""
         return {}
 
     def decide(self) -> None:
@@ -124,7 +123,7 @@ class OnlineMachine(RuleBasedStateMachine):
     def append(self, events: list[Event], *, crash: bool = False) -> None:
         if not events:
             return
-        self.world.take(self.matching.refused_interactions.drain())  # told before a decision moves the mark
+        self.world.take(self.matching.refused_interactions.drain())  # published before a decision moves the mark
         self.world.over += self.matching.examples.closed.drain()
         self.world.entries.append(events)
         if crash:
@@ -167,7 +166,7 @@ class OnlineMachine(RuleBasedStateMachine):
         back=st.integers(0, 3),
     )
     def serve(self, episode: str, old: int, broken: int, back: int = 0) -> None:
-        """An answer to a new prompt, or to one that goes on from one of the newest turns of the episode."""
+        """Serve an answer to a new prompt, or to one that extends one of the newest turns of the episode."""
         if self.served == len(NAMES):
             return
         name = NAMES[self.served]
@@ -194,7 +193,7 @@ class OnlineMachine(RuleBasedStateMachine):
         final=st.booleans(),
     )
     def say(self, *, name: int, back: int, value: float, key: str, revision: int, kind: Any, final: bool) -> None:
-        """Items come alone or in one message with others; an id may come again, on whatever target it likes."""
+        """Post items alone or in one message; an id may come again, on any target."""
         about = NAMES[max(0, min(len(NAMES) - 1, self.served - back))]  # also one that is not served yet
         place = {"episode": EPISODES[back - 4]} if back > 4 else {"inference": about}
         body = {"feedback": f"f{(name + revision) % 60}"} if kind == "retraction" else {}
@@ -210,7 +209,7 @@ class OnlineMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4), early=st.booleans(), key=st.sampled_from(KEYS), full=st.booleans())
     def talk(self, count: int, early: bool, key: str, full: bool = False) -> None:
-        """Answers that are rated at once, sometimes before they are read; or it gives way, and another one leads."""
+        """Serve answers that are rated at once, sometimes before they are read; then a new leader may take over."""
         for n in range(count):
             if self.served < len(NAMES):
                 self.serve(episode="", old=0, broken=0)
@@ -261,14 +260,14 @@ class OnlineMachine(RuleBasedStateMachine):
 
     @rule(share=st.sampled_from([0.5, 1.0]))
     def stream_is_full(self, share: float) -> None:
-        """What waits in the older part of the stream gives way."""
+        """Reject what waits in the older part of the stream."""
         names = self.matching.undecided_feedback(int(share * self.cursor[1]))
         self.world.fates += self.matching.reject(names, "feedback_full", self.now)
         self.world.gave_way.update(names)
 
     @rule(count=st.integers(1, 3))
     def too_many_wait(self, count: int) -> None:
-        """The oldest episodes give way, with what was said of them."""
+        """Reject the oldest episodes, and the feedback on them."""
         for name in list(self.matching.episodes)[:count]:
             self.world.gave_way.update(turn.interaction.id for turn in self.matching.episodes[name].turns)
             fates = self.matching._refuse(name, "too_many_waiting", self.now)
@@ -287,7 +286,7 @@ class OnlineMachine(RuleBasedStateMachine):
 
     @rule()
     def crash_after_the_append(self) -> None:
-        """The decision is durable; nothing that follows from it was done."""
+        """Crash after the append: the decision is durable, and none of its effects happened."""
         self.append(self.run.decide(self.now), crash=True)
         self.crash()
 
@@ -311,7 +310,7 @@ class OnlineMachine(RuleBasedStateMachine):
 
     @rule()
     def fork(self) -> None:
-        """A restarted trainer cannot repeat a batch: what it trained is opened again, from the same records."""
+        """Let a restarted trainer fail to repeat a batch: its draws are opened again, from the same records."""
         state = self.run.state
         newest = -1 if state.checkpoint is None else state.checkpoint.number
         rolled_back = [number for number in state.batches if number > newest]
@@ -366,7 +365,7 @@ class OnlineMachine(RuleBasedStateMachine):
                 assert max(keys.values()) <= self.config.online.max_share_per_key * len(event.groups)
 
     def teardown(self) -> None:
-        """Everything is read, the job ends: each item has one newest fate, and it is what the ledger says."""
+        """Read everything and end the job: each item has one newest status, and it agrees with the ledger."""
         while self.cursor[0] in self.world.interactions:
             self.read_interactions(4)
         while self.cursor[1] in self.world.feedback:
@@ -388,7 +387,7 @@ class OnlineMachine(RuleBasedStateMachine):
             found = newest[item.id]
             assert found.status in LAST
             assert found.status != "admitted", "the job has ended"
-            if not revised[item.id]:  # a revision that comes too late has a fate of its own
+            if not revised[item.id]:  # a late revision has its own status
                 assert (found.status == "trained") == (ordinals.get(item.id, -1) in trained), found
 
 

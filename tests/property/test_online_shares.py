@@ -1,4 +1,4 @@
-"""Nobody has more of a batch than their share, however much of the traffic is theirs."""
+"""No owner has more of a batch than its share, however much of the traffic it sends."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def admission(ordinal: int, owners: Owners) -> Admission:
 @given(
     OWNERS, st.integers(2, 40), st.tuples(*[st.sampled_from([0.05, 0.2, 0.29, 1 / 3, 0.5, 0.7, 1.0])] * 3), st.data()
 )
-def test_no_batch_gives_anybody_more_than_their_share(
+def test_no_batch_exceeds_an_owners_share(
     owners: list[Owners], size: int, shares: tuple[float, ...], data: st.DataObject
 ) -> None:
     config = job(**dict(zip(ROLES, shares, strict=True)))
@@ -88,7 +88,7 @@ def test_no_batch_gives_anybody_more_than_their_share(
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.lists(st.builds(Owners, SOME, SOME, st.tuples(NAMES)), min_size=1, max_size=4), max_size=20))
-def test_what_is_taken_together_fits_together(episodes: list[list[Owners]]) -> None:
+def test_trajectories_accepted_together_fit_together(episodes: list[list[Owners]]) -> None:
     config = job(max_share_per_key=0.3, max_share_per_asker=0.4, max_share_per_user=0.5)
     shares, taken = OwnerShares(config.online, 10), list[Owners]()
     for episode in episodes:
@@ -211,7 +211,7 @@ class Flood:
 
 @pytest.mark.parametrize("role", ["asks and judges", "asks", "judges"])
 def test_a_flood_of_one_key_is_at_most_its_share_of_every_batch(role: str) -> None:
-    """Nine of ten answers are asked for, or judged, or both by one key."""
+    """One key requests, or judges, nine of ten answers, or both."""
     flood = Flood(job(10, max_share_per_key=SHARE, max_share_per_asker=SHARE))
     for number in range(300):
         hostile = number % 10 != 0
@@ -231,7 +231,7 @@ def test_a_flood_of_one_key_is_at_most_its_share_of_every_batch(role: str) -> No
 
 
 def bandit(config: OnlineJob, *, rounds: int) -> float:
-    """A policy over four answers under inverted feedback on nine of ten; the share of right ones at the end.
+    """Train a policy over four answers under inverted feedback on nine of ten; return the final share of right answers.
 
     Its gradient is that of REINFORCE with advantages normalised over the batch.
     """
@@ -279,7 +279,7 @@ def test_with_few_honest_answers_a_batch_waits_and_is_then_small() -> None:
     assert sum(HOSTILE in one.judges for one in batch) == 2
 
 
-def test_without_others_a_flood_trains_nothing() -> None:
+def test_a_flood_alone_trains_nothing() -> None:
     flood = Flood(job(max_share_per_key=SHARE, max_share_per_asker=SHARE))
     for _ in range(60):
         flood.traffic(HOSTILE, HOSTILE)
@@ -288,7 +288,7 @@ def test_without_others_a_flood_trains_nothing() -> None:
     assert len(flood.run.state.open) == 8, "a fifth of the 40 places"
 
 
-def test_what_a_flood_leaves_waiting_is_bounded() -> None:
+def test_the_backlog_of_a_flood_is_bounded() -> None:
     flood = Flood(job(max_share_per_key=SHARE))
     flood.traffic("a", "a")
     for _ in range(300):

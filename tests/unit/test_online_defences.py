@@ -1,4 +1,4 @@
-"""`online.defences`: what the preset sets, what wins over it, and who is told that there are none."""
+"""`online.defences`: the values that the preset sets, the fields that override it, the warning without it."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def test_the_preset_sets_what_the_job_file_does_not() -> None:
     assert (written.promotion.max_mismatch, written.promotion.min_entropy) == (0.2, 0.02)
 
 
-def test_job_files_without_it_mean_what_they_meant() -> None:
+def test_job_files_without_the_preset_do_not_change() -> None:
     bare = job().online
     assert bare == OnlineConfig()
     assert not bare.is_defended
     assert (bare.max_share_per_key, bare.raters, bare.quarantine, bare.promotion) == (1.0, "any", None, None)
 
 
-def test_what_is_stored_of_a_job_says_the_values() -> None:
+def test_a_stored_job_holds_the_preset_values() -> None:
     first = job(defences="standard", quarantine={"min_items": 20})
     stored = first.model_dump(mode="json", exclude_unset=True)
     assert stored["online"]["max_share_per_user"] == STANDARD["max_share_per_user"]
@@ -55,7 +55,7 @@ def test_what_is_stored_of_a_job_says_the_values() -> None:
     assert parse_job(stored) == first == parse_job(first.model_dump(mode="json"))
 
 
-def test_a_batch_too_small_for_a_share_says_how_large_it_must_be() -> None:
+def test_a_batch_too_small_for_a_share_names_the_size_needed() -> None:
     with pytest.raises(ConfigError, match=r"max_share_per_user: 0.02 of a batch of 32 .* train.batch_size to 50"):
         OnlineJob.parse(
             {**job().model_dump(mode="json"), "train": {"batch_size": 32}, "online": {"defences": "standard"}}
@@ -74,7 +74,7 @@ def test_a_batch_too_small_for_a_share_says_how_large_it_must_be() -> None:
         ("0.0.0.0", {"quarantine": {}}, False),
     ],
 )
-async def test_whoever_submits_a_job_without_any_is_told(host: str, online: dict[str, Any], warned: bool) -> None:
+async def test_submitting_a_job_without_defences_warns(host: str, online: dict[str, Any], warned: bool) -> None:
     settings = ServiceSettings(http_host=host, api_keys="k")
     plan = await plan_job(job(**online), [], settings, stores_parts=True)
     assert bool(plan["warnings"]) is warned

@@ -1,6 +1,6 @@
-"""Messages of INTERACTIONS and FEEDBACK that nobody can read: dead letters, once, and nothing else waits for them.
+"""Unreadable messages of INTERACTIONS and FEEDBACK become dead letters once, and delay nothing else.
 
-What can be read later comes back when its letter is replayed, once.
+A message that becomes readable later counts once its dead letter is requeued.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Dlq = Callable[..., Awaitable[Any]]
 
 
 class OlderItem(msgspec.Struct):
-    """Feedback, and a record, as a build knew them that had fewer kinds of either."""
+    """Feedback and a record in the form that an older version knew, with fewer kinds of either."""
 
     kind: Literal["none yet"]
 
@@ -56,7 +56,7 @@ class OlderBatch(msgspec.Struct):
 
 @asynccontextmanager
 async def led(desk: Any, epoch: int, data_dir: Path) -> AsyncIterator[None]:
-    """The desk's job has a leader, until the end of the block kills it."""
+    """Lead the desk's job until the end of the block kills the leader."""
     record = await desk.store.get(desk.job)
     supply = LiveSupply(desk.bus, desk.job, OnlineJob.parse(record.spec), epoch=epoch)
     runner = JobRunner(
@@ -80,7 +80,7 @@ async def led(desk: Any, epoch: int, data_dir: Path) -> AsyncIterator[None]:
 
 @pytest.fixture
 def dlq(desk: Any, url: str) -> Dlq:
-    """``penstock dlq VERB JOB ...``."""
+    """Run ``penstock dlq VERB JOB ...``."""
 
     async def run(verb: str, *words: object, code: int = 0) -> Any:
         env = {"PENSTOCK_URL": url, "PENSTOCK_API_KEY": ""}
@@ -92,7 +92,7 @@ def dlq(desk: Any, url: str) -> Dlq:
     return run
 
 
-async def test_what_cannot_be_read_is_a_dead_letter_once(desk: Any, dlq: Dlq, tmp_path: Path) -> None:
+async def test_an_unreadable_message_is_one_dead_letter(desk: Any, dlq: Dlq, tmp_path: Path) -> None:
     async def letters() -> list[dict[str, Any]]:
         return list(json.loads((await dlq("ls", "--json")).stdout))
 
@@ -134,7 +134,7 @@ async def test_what_cannot_be_read_is_a_dead_letter_once(desk: Any, dlq: Dlq, tm
 async def test_what_can_be_read_by_now_counts_once_it_is_replayed(
     desk: Any, dlq: Dlq, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An upgrade: a leader of the older build meets what the newer API took in, and its mark moves past that."""
+    """An upgrade: a leader of the older version reads messages of the newer API, and its low-water mark passes them."""
     bus, job = desk.bus, desk.job
 
     async def letters() -> list[dict[str, Any]]:
@@ -173,8 +173,8 @@ async def test_what_can_be_read_by_now_counts_once_it_is_replayed(
     assert [item.id for item in await desk.items()] == [said, large] * 2
 
 
-async def test_nothing_comes_back_that_is_over_or_waits(desk: Any) -> None:
-    """A leader forgets what it decided below its mark: stored anew it would be trained twice."""
+async def test_decided_or_waiting_items_are_not_requeued(desk: Any) -> None:
+    """A leader forgets decisions below its mark, so a requeued message could be trained twice."""
     bus, job, gone = desk.bus, desk.job, desk.new_id()
     ids = {name: desk.new_id() for name in ("new", "waits", "expired", "trained", "deleted", "about")}
 
@@ -227,8 +227,8 @@ async def test_nothing_comes_back_that_is_over_or_waits(desk: Any) -> None:
     assert [await third.requeue(one) for one in (refused, waiting, lost)] == [0, 0, 0]
 
 
-async def test_an_unreadable_record_loses_nothing_that_was_said_of_others(desk: Any) -> None:
-    """A correction of it only waits; what stands behind that in the same message counts."""
+async def test_an_unreadable_record_loses_no_feedback_on_others(desk: Any) -> None:
+    """A correction of the unreadable record waits; the items after it in its message count."""
     broken, record = desk.new_id(), await desk.record()
     await desk.bus.publish(subjects.interaction(desk.job, broken), b"\xff is no envelope")
     correction = {"kind": "correction", "inference_id": broken, "corrected": {"role": "assistant", "content": "yes"}}

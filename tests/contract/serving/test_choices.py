@@ -1,4 +1,4 @@
-"""Each choice of a request is an interaction of its own, and its client learns the name of each."""
+"""Each choice of a request is its own interaction, and the client learns its id."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ async def test_each_choice_names_its_interaction(agent: Any, path: str, body: di
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_is_not_to_be_recorded_names_none(agent: Any, stream: bool) -> None:
+async def test_unrecorded_answers_name_no_interaction(agent: Any, stream: bool) -> None:
     reply = await agent.chat("hi", n=2, store=False, stream=stream)
     text = reply.text.removeprefix("data: ").partition("\n\n")[0]
     assert {choice["interaction_id"] for choice in orjson.loads(text)["choices"]} == {None}
 
 
-async def test_feedback_on_one_choice_is_about_that_one(agent: Any) -> None:
+async def test_feedback_on_one_choice_judges_that_one(agent: Any) -> None:
     choices = (await agent.client.post("/v1/chat/completions", json=CHAT)).json()["choices"]
     first, second, third = [choice["interaction_id"] for choice in choices]
 

@@ -1,4 +1,4 @@
-"""Conversations of stock clients, which name no episode: credited as one where the job asks, else turn by turn."""
+"""Conversations of stock clients, which name no episode: credited as one if the job asks for it, else turn by turn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.shared.protocol.interaction import bare_id
 
 
 class Chat:
-    """What a client keeps of a conversation: the messages, which grow."""
+    """A client's side of a conversation: the messages, which grow."""
 
     def __init__(self, agent: Any, **more: Any) -> None:
         self.agent, self.more = agent, more
@@ -23,7 +23,7 @@ class Chat:
         self.episodes: list[str] = []
 
     async def ask(self, content: str, **more: Any) -> Any:
-        """One more question; the record of its answer, None where there is none."""
+        """Ask once more; return the record of the answer, or None if there is none."""
         self.messages.append({"role": "user", "content": content})
         reply = await self.agent.chat("", messages=self.messages, **self.more, **more)
         assert reply.status_code == 200, reply.text
@@ -37,7 +37,7 @@ class Chat:
 
 
 async def rewards(agent: Any) -> dict[str, float]:
-    """What is ready to be trained for a leader that reads everything, by interaction."""
+    """Return the rewards, by interaction, of what a leader that reads everything has ready."""
     supply = LiveSupply(agent.bus, agent.job, OnlineJob.parse(agent.record.spec), epoch=1)
     await supply.recover(LedgerState())
     found = [trajectory for ready in supply.matching.ready.values() for trajectory in ready]
@@ -50,7 +50,7 @@ async def judge(agent: Any, id: str, **more: Any) -> None:
     assert reply.status_code == 202, reply.text
 
 
-async def test_a_conversation_that_nobody_named_is_one_episode_where_the_job_asks_for_it(stack_of: Any) -> None:
+async def test_an_unnamed_conversation_is_one_episode_if_the_job_asks(stack_of: Any) -> None:
     async with stack_of(episodes="found", gamma=0.5) as agent:
         talk, other = Chat(agent, user="bob"), Chat(agent, user="eve")
         async with agent.replica() as elsewhere:
@@ -70,9 +70,7 @@ async def test_a_conversation_that_nobody_named_is_one_episode_where_the_job_ask
 
 
 @pytest.mark.parametrize("unlinked", [{"store": False}, {"user": "says no"}])
-async def test_what_is_not_recorded_or_not_trained_on_is_no_part_of_a_conversation(
-    stack_of: Any, unlinked: dict[str, Any]
-) -> None:
+async def test_unrecorded_or_untrained_answers_join_no_conversation(stack_of: Any, unlinked: dict[str, Any]) -> None:
     async with stack_of(episodes="found") as agent:
         talk = Chat(agent, **unlinked)
         records = [await talk.ask("hi"), await talk.ask("again")]
@@ -80,8 +78,8 @@ async def test_what_is_not_recorded_or_not_trained_on_is_no_part_of_a_conversati
         assert all(record is None or record.alone for record in records)
 
 
-async def test_a_chat_that_goes_on_late_begins_an_episode(stack_of: Any) -> None:
-    """One that is asked for in time ends before its episode is over: a turn of that would not be trained."""
+async def test_a_late_continuation_begins_an_episode(stack_of: Any) -> None:
+    """An answer requested in time may end after its episode closed; a turn of that episode would not be trained."""
     async with stack_of(episodes="found", idle_ttl_s=0.5) as agent, agent.replica() as elsewhere:
         talk = Chat(agent)
         await talk.ask("hi")
@@ -93,7 +91,7 @@ async def test_a_chat_that_goes_on_late_begins_an_episode(stack_of: Any) -> None
         assert len(set(talk.episodes)) == 3
 
 
-async def test_answers_are_credited_one_by_one_where_the_job_does_not_ask_for_more(stack_of: Any) -> None:
+async def test_answers_are_credited_alone_by_default(stack_of: Any) -> None:
     async with stack_of() as agent:
         talk = Chat(agent, user="bob")
         records = [await talk.ask("hi"), await talk.ask("again")]

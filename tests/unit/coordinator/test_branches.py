@@ -1,4 +1,4 @@
-"""Episodes with branches: which turn goes on from which, whose reward comes back to whom, what each branch weighs."""
+"""Episodes with branches: parents of turns, credit along branches, and weights of branches."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NOW, EPISODE, SOLVED = learning.NOW, learning.EPISODE, learning.SOLVED
 job, said = learning.job, learning.said
 EPOCH: dict[str, Any] = {"writer_epoch": 1, "time": NOW}
 HEADER = [90, 91]
-"""What a template puts before each answer."""
+"""Tokens that a template puts before each answer."""
 
 
 def turn(name: str, prompt: list[int], answer: list[int], at: float, **changes: Any) -> Interaction:
@@ -47,7 +47,7 @@ def turn(name: str, prompt: list[int], answer: list[int], at: float, **changes: 
 
 
 def agents() -> list[Interaction]:
-    """An agent (a) and one that it asks meanwhile (s): two conversations of two turns each, interleaved."""
+    """Build two interleaved conversations of two turns each: an agent (a), and one that it asks meanwhile (s)."""
     return [
         turn("a1", [1, 2], [3], 1),
         turn("s1", [7], [8], 2),
@@ -59,7 +59,7 @@ def agents() -> list[Interaction]:
 def settled(
     turns: list[Interaction], *items: Feedback, now: float = NOW + 99_999, **online: Any
 ) -> dict[str, Trajectory]:
-    """Trajectories by the names of their turns, once the episode is over."""
+    """Return the trajectories by the names of their turns, once the episode is closed."""
     matching = Matching(job(**online))
     for seq, one in enumerate(turns, 1):
         matching.on_interaction(seq, one)
@@ -94,20 +94,20 @@ def parents(*turns: tuple[list[int], list[int]]) -> tuple[int, ...]:
         pytest.param([([257], [2]), ([257, 2, 1], [2]), ([1], [9])], (-1, 0, 1), id="tokens, not bytes"),
     ],
 )
-def test_a_turn_goes_on_from_the_longest_beginning_of_its_prompt(
+def test_the_parent_is_the_longest_prefix_of_the_prompt(
     turns: list[tuple[list[int], list[int]]], expected: tuple[int, ...]
 ) -> None:
     assert parents(*turns) == expected
 
 
-def test_what_was_rendered_anew_goes_on_from_the_newest_turn_of_its_conversation() -> None:
-    """As a template does that leaves out earlier thoughts: 50 is a thought, 51 its answer, 60 what people say."""
+def test_a_rendered_prompt_extends_the_newest_turn_of_its_conversation() -> None:
+    """A template may leave out earlier thoughts: 50 is a thought, 51 its answer, 60 the user's next message."""
     first = ([1, 60, *HEADER], [50, 51])
     tool = ([1, 60, *HEADER, 50, 51, 61, *HEADER], [50, 52])
     other = ([7, 60, *HEADER], [50])
     anew = ([1, 60, *HEADER, 51, 61, *HEADER, 52, 62, *HEADER], [53])
     assert parents(first, tool, other, anew) == (-1, 0, -1, 1)
-    thinking = [*HEADER, 92]  # begins a thought, which is gone once the answer is part of the conversation
+    thinking = [*HEADER, 92]  # a thought begins, which the template drops once the answer is part of the conversation
     assert parents(
         ([1, 60, *thinking], [50]), ([7, 60, *thinking], [50]), ([1, 60, *HEADER, 51, 62, *thinking], [50])
     ) == (-1, -1, 0)  # fmt: skip
@@ -117,8 +117,8 @@ def test_what_was_rendered_anew_goes_on_from_the_newest_turn_of_its_conversation
 
 
 @pytest.mark.parametrize("late", [0, 750])
-def test_a_tree_is_found_fast_whatever_the_order_of_its_turns(late: int) -> None:
-    """Prompts that shrink turn by turn, and long ones before all that they begin with: neither has an earlier one."""
+def test_building_a_tree_is_fast_in_any_order(late: int) -> None:
+    """Prompts that shrink turn by turn, and long ones before all of their prefixes: neither has an earlier prefix."""
     tokens, size = list(range(3000)), 1500
     shrinking = [TurnTokens.of(tokens[: 2 * (size - place)], [-1] * (place < late)) for place in range(late, size)]
     turns = [TurnTokens.of(tokens, [-2 - place]) for place in range(late)] + shrinking
@@ -131,13 +131,13 @@ def test_a_tree_is_found_fast_whatever_the_order_of_its_turns(late: int) -> None
 # -- credit -----------------------------------------------------------------------------------------------------------
 
 
-def test_interleaved_agents_have_no_part_in_what_each_other_earned() -> None:
+def test_interleaved_agents_share_no_credit() -> None:
     found = settled(agents(), said("f1", 0.5, inference="a2"), said("f2", -0.25, inference="s2", key_id="k2"), gamma=1)
     assert {name: one.reward for name, one in found.items()} == {"a1a2": 0.5, "s1s2": -0.25}
     assert {name: one.judges for name, one in found.items()} == {"a1a2": ("k1",), "s1s2": ("k2",)}
 
 
-def test_turns_that_are_not_adjacent_are_one_trajectory() -> None:
+def test_turns_that_are_not_adjacent_form_one_trajectory() -> None:
     found = settled(agents(), said("f1", 0.5, inference="a2"), said("f2", -0.25, inference="s2"))
     a, s = (group_of("j", Draw(n), [t.interaction for t in one.turns], reward=one.reward, epoch=1)
             for n, one in enumerate(found.values()))  # fmt: skip
@@ -145,7 +145,7 @@ def test_turns_that_are_not_adjacent_are_one_trajectory() -> None:
     assert (s.prompt_ids.tolist(), s.token_ids.tolist(), s.mask.tolist()) == ([7], [8, 9, 10], [1, 0, 1])
 
 
-def test_a_conversation_of_which_nobody_said_anything_is_not_trained_for_another_one() -> None:
+def test_a_conversation_without_feedback_gets_no_credit_from_another() -> None:
     only = said("f1", 0.5, inference="a2")
     assert rewards(agents(), only) == {"a1a2": 0.5}
     timed = {"rating": {"type": "float", "default_after_s": 5.0, "default_value": -0.5}}
@@ -155,7 +155,7 @@ def test_a_conversation_of_which_nobody_said_anything_is_not_trained_for_another
     }  # fmt: skip
 
 
-def test_what_the_whole_episode_earned_comes_to_the_end_of_each_branch() -> None:
+def test_the_reward_of_the_episode_reaches_the_end_of_each_branch() -> None:
     solved = said("f1", True, episode=EPISODE, metric="solved")
     found = settled(agents(), solved, metrics=SOLVED, gamma=0.5)
     assert {name: one.reward for name, one in found.items()} == {"a1": 0.5, "s1": 0.5, "a2": 1.0, "s2": 1.0}
@@ -164,7 +164,7 @@ def test_what_the_whole_episode_earned_comes_to_the_end_of_each_branch() -> None
     assert rewards(broken, solved, metrics=SOLVED, gamma=0.5) == {"a1": -0.5, "s1": 0.5, "a2": -1.0, "s2": 1.0}
 
 
-def test_where_several_turns_go_on_from_one_it_has_their_mean() -> None:
+def test_a_parent_gets_the_mean_return_of_its_children() -> None:
     fork = [turn("r", [1], [2], 1), turn("x", [1, 2, 3], [4], 2), turn("y", [1, 2, 5], [6], 3)]
     words = [said("f0", 0.25, inference="r"), said("f1", 1.0, inference="x"), said("f2", 0.5, inference="y")]
     assert rewards(fork, *words, gamma=0.5) == {"r": 0.25 + 0.5 * (1.0 + 0.5) / 2, "x": 1.0, "y": 0.5}
@@ -183,7 +183,7 @@ def test_returns_of_a_chain_are_those_of_turns_in_time() -> None:
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_branches_of_an_episode_weigh_as_much_as_one_conversation() -> None:
+def test_the_branches_of_an_episode_weigh_as_one_conversation() -> None:
     words = [said("f1", 0.5, inference="a2"), said("f2", 0.5, inference="s2")]
     assert {name: one.share for name, one in settled(agents(), *words).items()} == {"a1a2": 0.5, "s1s2": 0.5}
     assert {one.share for one in settled(agents(), *words, balance="trajectories").values()} == {1.0}
@@ -194,14 +194,14 @@ def test_the_branches_of_an_episode_weigh_as_much_as_one_conversation() -> None:
     assert {name: one.share for name, one in settled(side, words[0]).items()} == {"a1a2": 1.0}
 
 
-def test_what_branches_have_in_common_weighs_as_much_as_both() -> None:
+def test_a_shared_part_weighs_as_much_as_its_branches() -> None:
     assert branch_shares([-1, 0, 0, -1]) == [pytest.approx(2 / 3), *[pytest.approx(1 / 3)] * 3]
     assert branch_shares([-1, 0, 1]) == [1.0, 1.0, 1.0]
     assert branch_shares([-1, 0, 0], [2, 2, 6]) == [(2 / 4 + 2 / 8) / 2, 2 / 4 / 2, 6 / 8 / 2]
     assert branch_shares([-1, 0], [0, 0]) == [1.0, 1.0]
 
 
-def test_a_branch_is_one_sequence_where_the_loss_is_a_mean_over_sequences() -> None:
+def test_a_branch_is_one_sequence_for_a_sequence_mean_loss() -> None:
     config = OnlineJob.parse(
         job().model_dump(mode="json", exclude_unset=True) | {"algorithm": {"aggregation": "sequence_mean"}}
     )
@@ -215,7 +215,7 @@ def test_a_branch_is_one_sequence_where_the_loss_is_a_mean_over_sequences() -> N
 
 
 def decided(config: OnlineJob, turns: list[Interaction], items: list[Feedback]) -> tuple[Admitted, StoredFacts]:
-    """What a leader admits of these, and what the streams hold."""
+    """Return a leader's admissions of these, and the content of the streams."""
     matching = Matching(config)
     source = LiveSource(config, matching)
     run = JobRun(config, LedgerState(), num_ordinals=None, writer_epoch=1, source=source)
@@ -252,8 +252,8 @@ def test_an_audit_finds_weights_and_shares_that_do_not_follow() -> None:
     assert flaws_of_weights([[heavier]], {}, config) == ["ordinal 0: admitted with weight 0.25, not 0.125"]
 
 
-def test_an_episode_of_more_trajectories_than_may_be_in_flight_is_admitted_by_itself() -> None:
-    """Half of an episode would be decided without the rest."""
+def test_an_episode_larger_than_the_pipeline_is_admitted_alone() -> None:
+    """Otherwise half of an episode would be decided without the rest."""
     config = OnlineJob.parse(
         job(gamma=0.5).model_dump(mode="json", exclude_unset=True) | {"train": {"batch_size": 2, "max_lag": 0}}
     )
@@ -279,7 +279,7 @@ def test_the_first_agents_within_the_share_of_their_user_are_trained() -> None:
 
 
 def test_an_episode_with_too_much_to_imitate_is_admitted_alone() -> None:
-    """Old answers of agents that nobody may train on-policy any more."""
+    """Stale answers of agents, which the policy loss may not use."""
     off_policy = {"supervised": {}, "max_share": 0.01}
     config = job(gamma=0.5, off_policy=off_policy)
     old = [replace(one, spans=[replace(one.spans[0], version=0)]) for one in agents()]
@@ -287,7 +287,7 @@ def test_an_episode_with_too_much_to_imitate_is_admitted_alone() -> None:
     assert [one.objective for one in event.admissions] == ["supervised"] * 4
 
 
-def test_what_an_earlier_build_decided_of_branches_is_left_out() -> None:
+def test_an_audit_leaves_out_branches_decided_by_earlier_versions() -> None:
     words = [said("f1", 0.5, inference="a2"), said("f2", 0.25, inference="s2")]
     event, stored = decided(job(), agents(), words)
     earlier: list[Admission] = [replace(one, share=0.0, reward=0.75) for one in event.admissions]
@@ -295,7 +295,7 @@ def test_what_an_earlier_build_decided_of_branches_is_left_out() -> None:
     assert flaws_of_weights([[replace(event, admissions=[replace(earlier[0], weight=1.0)])]], {}, job()) == []
 
 
-def test_the_order_in_which_records_arrive_decides_nothing() -> None:
+def test_the_order_of_records_does_not_matter() -> None:
     words = [said("f1", 0.5, inference="a2"), said("f2", -0.25, inference="s2")]
     expected = rewards(agents(), *words)
     assert rewards(agents()[::-1], *words[::-1]) == expected
@@ -313,8 +313,8 @@ def test_the_order_in_which_records_arrive_decides_nothing() -> None:
     assert dict(zip(names, [one.reward for one in matching.ready[EPISODE]], strict=True)) == expected
 
 
-def test_an_episode_has_so_many_turns_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever leads; and an audit looks at the same turns."""
+def test_an_episode_has_at_most_max_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every leader, and the audit, use the same turns."""
     for module in (matching_module, admission_audit):
         monkeypatch.setattr(module, "MAX_TURNS", 3)
     words = [said("f1", 0.5, inference="a2"), said("f2", 0.25, inference="s2")]

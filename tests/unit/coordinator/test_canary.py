@@ -1,4 +1,4 @@
-"""A version on trial: who tries it, what is compared, what the comparison decides, and what an audit finds."""
+"""Canary trials: who takes part, which conversations are compared, what the comparison decides, what an audit finds."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ BEGUN = CanaryBegun(writer_epoch=1, time=NOW, version=1, number=1, digest="w1", 
 
 
 def promotions() -> Any:
-    """The tests of the gate, whose run without a bus is used here."""
+    """Load the tests of the gate, whose run without a bus is used here."""
     spec = importlib.util.spec_from_file_location("promotion_tests", Path(__file__).with_name("test_promotion.py"))
     assert spec is not None
     assert spec.loader is not None
@@ -97,13 +97,13 @@ def test_the_unit_is_the_conversation() -> None:
     [(0.95, 6, 1.8125), (0.95, 16, 1.6973), (0.99, 11, 2.5280), (0.5, 6, 0.0)],
 )
 def test_the_bound_is_students_for_arms_of_the_same_spread(level: float, count: int, quantile: float) -> None:
-    """Of 2 * (count - 1) degrees of freedom; the quantiles are those of a table."""
+    """With 2 * (count - 1) degrees of freedom; the quantiles are those of a table."""
     found = lower_bound(Arm(count, 0.5, 2.0), Arm(count, 0.2, 2.0), level)
     assert found == pytest.approx(0.3 - quantile * (4.0 / count) ** 0.5, abs=2e-3)
 
 
 def test_the_bound_counts_the_degrees_of_freedom_of_the_smaller_arm() -> None:
-    """Variances 4 and 1 of 10 and 40: freedom (0.4 + 0.025)^2 / (0.4^2 / 9 + 0.025^2 / 39) = 10.151."""
+    """Variances 4 and 1 of 10 and 40 samples: freedom (0.4 + 0.025)^2 / (0.4^2 / 9 + 0.025^2 / 39) = 10.151."""
     found = lower_bound(Arm(10, 0.0, 4.0), Arm(40, 0.0, 1.0), 0.95)
     assert found == pytest.approx(-1.8103 * 0.425**0.5, abs=2e-3)
     assert lower_bound(Arm(10, 0.3, 0.0), Arm(40, 0.5, 0.0), 0.95) == pytest.approx(-0.2)
@@ -126,7 +126,7 @@ GOOD, BAD, MIXED = [1.0] * 10, [-1.0] * 10, [1.0, -1.0] * 5
         (GOOD, BAD, "passed"),
         (BAD, GOOD, "refused"),
         (MIXED, GOOD, "refused"),
-        (MIXED, MIXED, "refused"),  # so few say nothing of a difference of 0.1
+        (MIXED, MIXED, "refused"),  # too few to detect a difference of 0.1
         (GOOD[:9], GOOD, "wait"),
         (GOOD, GOOD[:9], "wait"),
         ([], [], "wait"),
@@ -149,17 +149,17 @@ def test_with_enough_conversations_equal_versions_pass() -> None:
         (GOOD[:5], "refuse", "refused"),
         ([], "promote", "timed out"),
         (GOOD[:5], "promote", "timed out"),
-        (BAD[:5], "promote", "refused"),  # the little that is known is bad enough
+        (BAD[:5], "promote", "refused"),  # the few samples are bad enough
     ],
 )
-def test_a_time_limit_decides_where_too_little_was_said(canary: list[float], on_timeout: str, status: str) -> None:
+def test_a_time_limit_decides_without_enough_feedback(canary: list[float], on_timeout: str, status: str) -> None:
     assert verdict(canary, GOOD, now=NOW + 599.0).status == "wait"
     found = verdict(canary, GOOD, now=NOW + 600.0, on_timeout=on_timeout)
     assert found.status == status
     assert f"{len(canary)} and 10 of 10 conversations judged in 600 s" in found.reason
 
 
-def test_the_figures_say_what_was_compared() -> None:
+def test_the_figures_describe_both_arms() -> None:
     found = verdict(MIXED, GOOD)
     assert found.figures["canary/reward"] == 0.0
     assert found.figures["canary/served_reward"] == 1.0
@@ -173,7 +173,7 @@ def test_the_figures_say_what_was_compared() -> None:
 
 
 def trial(**canary: Any) -> Any:
-    """A run whose version 1 kept the bound and is on trial."""
+    """Start a run whose version 1 kept the bound and is on trial."""
     settings = {"conversations": 10, "share": 0.2, "max_wait_s": 600.0, **canary}
     run = GATE.Lineage(GATE.job(max_lag=2, min_entropy=0.5, patience=2, canary=settings))
     run.gate.announced = 0
@@ -182,7 +182,7 @@ def trial(**canary: Any) -> Any:
 
 
 def say(run: Any, canary: list[float], served: list[float]) -> list[Any]:
-    """Both arms are judged; what is decided then."""
+    """Add samples to both arms; return the decision."""
     run.run.commit(
         [CanaryJudged(writer_epoch=1, time=NOW, version=run.state.canary.version, judged=arms(canary, served))]
     )
@@ -209,7 +209,7 @@ def test_a_version_that_keeps_the_bounds_is_tried_before_it_is_served() -> None:
     assert (run.state.canary, run.state.judged, canary_of(run.run)) == (None, {}, None)
 
 
-def test_a_version_that_agents_like_less_is_refused_and_training_goes_back() -> None:
+def test_a_worse_version_is_refused_and_training_goes_back() -> None:
     run = trial()
     run.gate.announced = 0
     (refused,) = GATE.decisions(say(run, BAD, GOOD))
@@ -223,7 +223,7 @@ def test_a_version_that_agents_like_less_is_refused_and_training_goes_back() -> 
     assert run.run.rollback.number == 0
 
 
-def test_whoever_wants_it_served_ends_the_trial_and_so_does_a_fork() -> None:
+def test_a_manual_promotion_or_a_fork_ends_the_trial() -> None:
     run = trial()
     run.gate.forced = 1
     assert GATE.decisions(run.decide()) == [("Promoted", 1, "by request")]
@@ -234,7 +234,7 @@ def test_whoever_wants_it_served_ends_the_trial_and_so_does_a_fork() -> None:
     assert other.state.canary is None
 
 
-def test_nothing_that_failed_a_bound_is_tried() -> None:
+def test_a_version_that_failed_a_bound_gets_no_trial() -> None:
     run = trial()
     say(run, GOOD, GOOD)
     run.gate.announced = 1
@@ -256,7 +256,7 @@ def test_a_trial_needs_no_other_bound_and_its_figures_survive_the_leader() -> No
 
 
 @pytest.mark.parametrize("change", [{"conversations": 3}, {"share": 0.6}, {"confidence": 1.0}, {"wait_s": 1.0}])
-def test_a_trial_that_could_not_decide_is_refused_at_load(change: dict[str, Any]) -> None:
+def test_a_trial_that_cannot_decide_is_refused_at_load(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(change))):
         GATE.job(canary=change)
 
@@ -295,7 +295,7 @@ def said(about: str, value: float = 0.5, **changes: Any) -> Feedback:
 
 
 class Live:
-    """A trial of version 1 against version 0, and what is said of live answers meanwhile."""
+    """A trial of version 1 against version 0, with feedback on live answers."""
 
     def __init__(self, config: OnlineJob, *opted_out: str) -> None:
         self.matching = Matching(config, opted_out=lambda user: user in opted_out)
@@ -313,7 +313,7 @@ class Live:
         self.fates += self.matching.sweep(version=1, now=NOW + 3)
 
     def drafted(self) -> list[Judged]:
-        """What is recorded of it."""
+        """Return what the leader records of the trial."""
         draft = Draft(self.run.run, copy_state(self.run.state), NOW + 3)
         self.matching.trials.draft(draft)
         self.run.run.commit(draft.events)
@@ -321,7 +321,7 @@ class Live:
         return [one for event in draft.events if isinstance(event, CanaryJudged) for one in event.judged]
 
 
-def test_answers_of_both_arms_are_compared_and_only_those_of_the_old_one_are_trained() -> None:
+def test_both_arms_are_compared_and_only_the_served_one_is_trained() -> None:
     live = Live(job())
     live.heard(answer("a"), value=None)
     assert (live.drafted(), live.matching.num_waiting) == ([], 1), "it waits for what is said of it"
@@ -338,7 +338,7 @@ def test_answers_of_both_arms_are_compared_and_only_those_of_the_old_one_are_tra
     assert [one.reason for one in live.matching.on_feedback(10, said("a", 1.0, key_id="late"), NOW)] == []
 
 
-def test_who_does_not_want_to_be_trained_on_and_what_was_taken_back_decides_nothing() -> None:
+def test_objections_and_retractions_remove_samples() -> None:
     live = Live(job(), "out")
     live.heard(answer("a", user="out"), answer("b", version=0, untrainable="", user="out"))
     assert live.drafted() == []
@@ -349,7 +349,7 @@ def test_who_does_not_want_to_be_trained_on_and_what_was_taken_back_decides_noth
     assert [row.interactions for row in live.drafted()] == [["d"]]
 
 
-def test_the_old_version_is_compared_also_where_it_is_too_old_to_be_trained() -> None:
+def test_stale_answers_of_the_served_version_are_compared() -> None:
     live = Live(job())
     live.heard(answer("a", version=0, untrainable=""), value=None)
     live.matching.sweep(version=9, now=NOW + 3)
@@ -373,14 +373,14 @@ def test_the_old_version_is_compared_also_where_it_is_too_old_to_be_trained() ->
         answer("a", logprobs=[float("nan")]),
     ],
 )
-def test_only_what_could_be_trained_otherwise_is_compared(one: Interaction) -> None:
-    """By a worker that did not have the version, before the trial, of several versions, broken, or excluded anyway."""
+def test_only_trainable_answers_are_compared(one: Interaction) -> None:
+    """Excluded are answers of a worker without the version, from before the trial, of several versions, or broken."""
     live = Live(job())
     live.heard(one)
     assert live.drafted() == []
 
 
-def test_silence_is_judged_where_it_has_a_worth_and_else_says_nothing() -> None:
+def test_silence_counts_only_with_a_default() -> None:
     live = Live(job(idle_ttl_s=1.0))
     live.heard(answer("a"), value=None)
     live.fates += live.matching.sweep(version=1, now=NOW + 50)
@@ -395,7 +395,7 @@ def test_silence_is_judged_where_it_has_a_worth_and_else_says_nothing() -> None:
 @pytest.mark.parametrize(
     "how", [{"untrainable": "sampling_not_replayable"}, {"sampling": Sampling(max_new_tokens=4, temperature=0.0)}]
 )
-def test_what_is_only_imitated_is_compared_in_neither_arm(how: dict[str, Any]) -> None:
+def test_imitated_answers_are_compared_in_neither_arm(how: dict[str, Any]) -> None:
     live = Live(job(off_policy={"supervised": {}}))
     trial = {"untrainable": CANARY} | how
     if how.get("untrainable"):
@@ -414,7 +414,7 @@ def test_a_stale_answer_counts_with_its_worst_feedback() -> None:
     assert {row.interactions[0]: row.reward for row in live.drafted()} == {"broken": -1.0, "silent": -0.5}
 
 
-def test_an_episode_that_nobody_ended_is_compared_in_both_arms_however_old_it_is() -> None:
+def test_an_unfinished_episode_is_compared_in_both_arms() -> None:
     live = Live(job(gamma=1.0, unfinished="mask", off_policy={"supervised": {}}, idle_ttl_s=10.0))
     live.heard(
         answer("a", episode="new", alone=False), answer("b", version=0, untrainable="", episode="old", alone=False)
@@ -424,7 +424,7 @@ def test_an_episode_that_nobody_ended_is_compared_in_both_arms_however_old_it_is
     assert not live.matching.ready, "nobody ended it: it is not imitated"
 
 
-def test_a_conversation_with_an_answer_of_the_trial_is_not_trained_at_all() -> None:
+def test_a_conversation_with_a_trial_answer_is_not_trained() -> None:
     live = Live(job(gamma=1.0))
     turns = [
         answer("a", version=0, untrainable="", episode="talk", started=NOW + 1),
@@ -439,7 +439,7 @@ def test_a_conversation_with_an_answer_of_the_trial_is_not_trained_at_all() -> N
     assert [(row.reward, row.interactions) for row in whole.drafted()] == [(0.5, ["a", "b"])]
 
 
-def test_what_was_said_counts_before_the_time_limit_does_and_in_a_paused_job() -> None:
+def test_feedback_counts_before_the_time_limit_and_while_paused() -> None:
     live = Live(job())
     live.run.run.source = LiveSource(live.run.run.config, live.matching)
     live.run.run.desired = "paused"
@@ -449,7 +449,7 @@ def test_what_was_said_counts_before_the_time_limit_does_and_in_a_paused_job() -
     assert [type(event).__name__ for event in events] == ["PhaseChanged", "CanaryJudged", "Promoted"]
 
 
-def test_nobody_decides_alone_beyond_their_share() -> None:
+def test_no_owner_decides_a_trial_alone() -> None:
     live = Live(job(max_share_per_key=0.25))
     live.heard(*(answer(f"a{n}") for n in range(5)), key_id="loud")
     live.heard(*(answer(f"b{n}") for n in range(2)), key_id="calm")
@@ -461,7 +461,7 @@ def test_nobody_decides_alone_beyond_their_share() -> None:
     assert [row.is_canary for row in live.drafted()] == [False], "each arm by itself"
 
 
-def test_a_correction_of_an_answer_of_the_trial_is_not_imitated() -> None:
+def test_a_correction_of_a_trial_answer_is_not_imitated() -> None:
     config = job(off_policy={"supervised": {}})
     matching = Matching(config)
     matching.on_interaction(1, answer("a"))
@@ -487,16 +487,14 @@ def test_a_correction_of_an_answer_of_the_trial_is_not_imitated() -> None:
         (CANARY, True, "", NOT_COMPARED),
     ],
 )
-def test_a_record_says_whether_it_may_be_trained_or_compared(
-    asked: str, broken_off: bool, drawn: str, found: str
-) -> None:
+def test_a_record_is_marked_as_trainable_or_comparable(asked: str, broken_off: bool, drawn: str, found: str) -> None:
     assert _untrainable(asked, broken_off=broken_off, drawn=drawn) == found
 
 
 # -- audit -------------------------------------------------------------------------------------------------------------
 
 
-def test_an_audit_finds_what_was_served_against_its_trial_and_what_was_trained() -> None:
+def test_an_audit_finds_violations_of_a_trial() -> None:
     config = GATE.job(canary={"conversations": 10}).online.promotion
     epoch: dict[str, Any] = {"writer_epoch": 1, "time": NOW + 1}
 

@@ -1,4 +1,4 @@
-"""Whose conversations are trained on: all but those who said no, or only those who said yes."""
+"""Consent of users: a job trains on all users but those who objected, or only on those who agreed."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ USERS = {"willing": True, "unwilling": False}
 @pytest.mark.parametrize(
     ("said", "opt_out", "opt_in"), [(True, "", ""), (None, "", "no_consent"), (False, "opted_out", "opted_out")]
 )
-def test_silence_is_consent_only_where_a_job_takes_it_for_that(said: bool | None, opt_out: str, opt_in: str) -> None:
+def test_silence_is_consent_only_if_the_job_says_so(said: bool | None, opt_out: str, opt_in: str) -> None:
     assert (objection(said, "opt_out"), objection(said, "opt_in")) == (opt_out, opt_in)
 
 
 class Nothing:
     def kv(self, bucket: str) -> None:
-        """No bus is asked here."""
+        """No test here asks the bus."""
 
 
-def test_the_newest_word_of_a_user_counts_and_can_be_forgotten() -> None:
+def test_the_newest_choice_of_a_user_counts_and_can_be_deleted() -> None:
     consents = Consents(Nothing())  # type: ignore[arg-type]
     assert (consents.of("u"), consents.opted_out("u")) == (None, False)
     for value, expected in ((OPTED_IN, True), (OPTED_OUT, False), (OPTED_IN, True), (None, None)):
@@ -39,7 +39,7 @@ def test_the_newest_word_of_a_user_counts_and_can_be_forgotten() -> None:
 
 
 def trained(consent: str, user: str, **changes: Any) -> str:
-    """Why an answer to a user is refused; '' where it is trained on."""
+    """Return why an answer to a user is refused, or '' if it is trained."""
     config = OnlineJob.parse(
         {
             "kind": "online_rl", "name": "live", "model": {"config": {}, "tokenizer": "char"},
@@ -74,7 +74,7 @@ def trained(consent: str, user: str, **changes: Any) -> str:
         ("unwilling", "opted_out", "no_consent"),
     ],
 )
-def test_answers_and_corrections_need_the_consent_that_the_job_asks_for(
+def test_answers_and_corrections_need_the_required_consent(
     user: str, opt_out: str, opt_in: str, item: dict[str, Any]
 ) -> None:
     assert trained("opt_out", user, **item) == opt_out

@@ -1,4 +1,4 @@
-"""An audit decides once more on what was admitted; answers that were cut off, and episodes without an end."""
+"""The audit of admissions: it replays decisions; also answers that were cut off and episodes without an end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VERSION = 6
 def admitted(
     config: OnlineJob, records: list[Interaction], items: list[Feedback], now: float, leader: Matching | None = None
 ) -> list[Admission]:
-    """What the leader admits of these, at version 6."""
+    """Return a leader's admissions of these at version 6."""
     matching = leader or Matching(config)
     for seq, record in enumerate(records, 1):
         matching.on_interaction(seq, record)
@@ -51,7 +51,7 @@ def admitted(
 def again(
     config: OnlineJob, records: list[Interaction], items: list[Feedback], admissions: list[Admission]
 ) -> tuple[int, list[str]]:
-    """Decided again from streams that hold the same."""
+    """Replay admissions from streams with the same content."""
     stored = StoredFacts(
         dict(enumerate(records, 1)), {seq: [item] for seq, item in enumerate(items, 1)},
         {EPISODE: list(range(1, len(records) + 1))},
@@ -107,7 +107,7 @@ def test_what_was_admitted_is_decided_the_same_again(case: str) -> None:
 
 
 @pytest.mark.parametrize("objecting", ["i1", "i2"])
-def test_what_is_said_of_a_turn_whose_user_objects_goes_with_the_others(objecting: str) -> None:
+def test_feedback_on_a_turn_of_an_objecting_user_moves_to_the_others(objecting: str) -> None:
     records = [replace(one, user="out" if one.id == objecting else "u") for one in turns()]
     items = [said("f0", 0.25), said("f1", 0.5, inference="i2", final=True), said("whole", 0.5, episode=EPISODE)]
     config = job(gamma=0.5, metrics=learning.RATED | {"whole": {"type": "float", "level": "episode"}})
@@ -134,7 +134,7 @@ def test_a_decision_that_does_not_follow_is_found() -> None:
     assert "it would be policy by feedback" in again(config, records, items, [replace(fair, reason="default")])[1][0]
 
 
-def test_what_is_not_all_there_any_more_is_left_out() -> None:
+def test_admissions_with_missing_records_are_left_out() -> None:
     config, records, items = job(), [interaction()], [said()]
     (fair,) = admitted(config, records, items, NOW + 2)
     assert again(config, [], items, [fair]) == (0, [])
@@ -143,7 +143,7 @@ def test_what_is_not_all_there_any_more_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("gone", [0, 1])
-def test_what_feedback_on_a_turn_that_is_gone_had_a_part_in_is_left_out(gone: int) -> None:
+def test_admissions_with_feedback_on_a_missing_turn_are_left_out(gone: int) -> None:
     config, records = job(gamma=0.5), turns()
     records[gone] = replace(records[gone], untrainable="side_turn")
     items = [said("f0", 0.25, inference="i1"), said("f1", 0.5, inference="i2", final=True)]
@@ -154,7 +154,7 @@ def test_what_feedback_on_a_turn_that_is_gone_had_a_part_in_is_left_out(gone: in
     assert replay_admissions(admissions, stored, config) == (0, [])
 
 
-def test_turns_that_cannot_be_known_any_more_are_no_violation() -> None:
+def test_missing_turns_are_no_violation() -> None:
     config, records = job(gamma=0.5, max_age_s=60.0, idle_ttl_s=600.0), turns()
     records[0] = replace(records[0], untrainable="side_turn", started=NOW - 40)
     items = [said("f1", 0.5, inference="i2")]
@@ -172,7 +172,7 @@ def test_turns_that_cannot_be_known_any_more_are_no_violation() -> None:
 
 
 def replace_oldest(stored: StoredFacts) -> StoredFacts:
-    """The same, where nothing is gone."""
+    """Return the same facts with nothing purged."""
     return StoredFacts(stored.records, stored.items, stored.turns)
 
 
@@ -187,13 +187,13 @@ def replace_oldest(stored: StoredFacts) -> StoredFacts:
         ("leave_out", ("reject", "truncated", 0.5)),
     ],
 )
-def test_row_10_an_answer_that_hit_the_limit(truncated: str, decision: tuple[str, str, float]) -> None:
+def test_row_10_an_answer_at_the_length_limit(truncated: str, decision: tuple[str, str, float]) -> None:
     config = job(truncated=truncated)
     assert table(job=config, interaction=interaction(finish="length")) == decision
     assert table(job=config) == ("train", "feedback", 0.5), "one that ended by itself"
 
 
-def test_row_10_a_cut_answer_is_penalised_though_nobody_speaks() -> None:
+def test_row_10_a_cut_answer_is_penalised_without_feedback() -> None:
     config = job(truncated="penalise", invalid_reward=-0.25)
     assert table(job=config, interaction=interaction(finish="length"), items=[]) == ("train", "invalid", -0.25)
 
@@ -201,7 +201,7 @@ def test_row_10_a_cut_answer_is_penalised_though_nobody_speaks() -> None:
 # -- episodes without an end ------------------------------------------------------------------------------------------
 
 
-def test_row_9_an_episode_that_never_rests_is_over_at_its_age() -> None:
+def test_row_9_an_active_episode_closes_at_its_maximum_age() -> None:
     config = job(max_age_s=60.0, idle_ttl_s=30.0)
     matching = Matching(config)
     for place in range(8):

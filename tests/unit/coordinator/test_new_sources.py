@@ -1,4 +1,4 @@
-"""What new sources of feedback count for: less, until they agree with those that are believed."""
+"""Weights of new sources of feedback: small until they agree with the reference keys."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def paired(*values: tuple[float, float], key: str = "k") -> Any:
     ("both", "only_x", "only_y", "neither", "kappa"),
     [(20, 5, 10, 15, 0.4), (45, 15, 25, 15, 0.1304), (25, 35, 5, 35, 0.2593), (10, 0, 0, 10, 1.0), (0, 9, 9, 0, -1.0)],
 )
-def test_of_yes_and_no_it_is_cohens_kappa(both: int, only_x: int, only_y: int, neither: int, kappa: float) -> None:
+def test_agreement_of_booleans_is_cohens_kappa(both: int, only_x: int, only_y: int, neither: int, kappa: float) -> None:
     """The first three are worked examples of two raters."""
     values = [(1.0, 1.0)] * both + [(1.0, -1.0)] * only_x + [(-1.0, 1.0)] * only_y + [(-1.0, -1.0)] * neither
     assert concordance(paired(*values)) == pytest.approx(kappa, abs=1e-4)
@@ -85,7 +85,7 @@ def test_a_shift_costs_agreement_though_the_order_is_the_same() -> None:
 # -- what is compared --------------------------------------------------------------------------------------------------
 
 
-def test_the_newest_word_of_each_is_compared_with_the_mean_of_the_reference_keys() -> None:
+def test_newest_values_are_compared_with_the_reference_mean() -> None:
     config = job(reference_keys=["judge", "people"])
     items = [
         said("a", True, received=NOW), said("a", False, received=NOW + 1, id="later"), said("a", True, key="judge"),
@@ -124,7 +124,7 @@ def test_a_source_is_new_until_it_agrees_often_enough(values: list[tuple[float, 
     assert weight_of(job(weight=0.5), {}, ["k"], "credit") == 0.5
 
 
-def test_somebody_must_be_believed() -> None:
+def test_a_job_needs_a_reference_key() -> None:
     with pytest.raises(ConfigError, match="reference_keys"):
         job(reference_keys=[])
 
@@ -145,13 +145,13 @@ def answered(name: str, **changes: Any) -> Interaction:
 @pytest.mark.parametrize(
     ("gamma", "broken", "judged", "reasons"),
     [
-        (0.5, "a", "b", ["credit", "feedback"]),  # its return holds half of what was said of b
+        (0.5, "a", "b", ["credit", "feedback"]),  # half of its return is feedback on b
         (0.5, "b", "a", ["feedback", "invalid"]),
         (0.5, "b", "", ["invalid"]),
-        (1.0, "a", "a", ["invalid", "credit"]),  # whatever is said of it
+        (1.0, "a", "a", ["invalid", "credit"]),  # whatever feedback it has
     ],
 )
-def test_a_broken_turn_does_not_hide_who_has_a_part_in_its_return(
+def test_a_broken_turn_does_not_hide_the_judges_of_its_return(
     gamma: float, broken: str, judged: str, reasons: list[str]
 ) -> None:
     config = OnlineJob.parse(
@@ -173,7 +173,7 @@ def test_a_broken_turn_does_not_hide_who_has_a_part_in_its_return(
 
 
 class Live:
-    """A run that admits what is judged; each answer by the keys that the test wants."""
+    """A run that admits judged answers; the test chooses the keys of each."""
 
     def __init__(self) -> None:
         self.job, self.seq = job(), 0
@@ -189,7 +189,7 @@ class Live:
         self.run.commit(events)
 
     def judged(self, **verdicts: bool) -> Admission:
-        """An answer, and how it is admitted."""
+        """Serve an answer, and return its admission."""
         self.seq += 1
         name = f"i{self.seq}"
         self.matching.on_interaction(self.seq, answered(name))
@@ -197,7 +197,7 @@ class Live:
             self.matching.on_feedback(self.seq, said(name, value, key=key), NOW)
         self.matching.sweep(version=0, now=NOW)
         draft = Draft(self.run, copy_state(self.run.state), NOW)
-        self.run.state.open.clear()  # as if all before were trained: there is always room
+        self.run.state.open.clear()  # as if all earlier draws were trained: there is always room
         self.run.state.drawn = self.run.state.trained + self.run.state.dropped.total()
         draft = Draft(self.run, copy_state(self.run.state), NOW)
         self.source.draw(draft)
@@ -207,7 +207,7 @@ class Live:
         return admission
 
 
-def test_a_source_becomes_known_by_what_stands_in_the_ledger() -> None:
+def test_a_source_becomes_known_by_the_ledger() -> None:
     live = Live()
     first = live.judged(k=True, judge=True)
     assert (first.weight, first.compared) == (0.2, [("k", 1.0, 1.0)])

@@ -1,4 +1,4 @@
-"""What may not be used on-policy: old answers, corrections, preferences, posted interactions, row by row."""
+"""Off-policy examples row by row: stale answers, corrections, preferences, posted interactions."""
 
 from __future__ import annotations
 
@@ -73,22 +73,22 @@ def item(kind: str, name: str = "f1", **changes: Any) -> Feedback:
     return Feedback(**fields | changes)
 
 
-def met(items: list[Feedback], records: Sequence[Interaction] = (), *, version: int = 5, **online: Any) -> Matching:
-    """A matching that has read all of this; its fates are in ``told``."""
+def matched(items: list[Feedback], records: Sequence[Interaction] = (), *, version: int = 5, **online: Any) -> Matching:
+    """Return a matching that has read all of this, with its statuses in ``statuses``."""
     matching = Matching(job(**online))
-    told = [one for seq, found in enumerate(items, 1) for one in matching.on_feedback(seq, found, NOW)]
-    told += [one for seq, record in enumerate(records, 11) for one in matching.on_interaction(seq, record)]
-    told += matching.sweep(version=version, now=NOW + 1)
-    matching.told = [(one.status, one.reason) for one in told if one.status != "matched"]  # type: ignore[attr-defined]
+    statuses = [one for seq, found in enumerate(items, 1) for one in matching.on_feedback(seq, found, NOW)]
+    statuses += [one for seq, record in enumerate(records, 11) for one in matching.on_interaction(seq, record)]
+    statuses += matching.sweep(version=version, now=NOW + 1)
+    matching.statuses = [(one.status, one.reason) for one in statuses if one.status != "matched"]  # type: ignore[attr-defined]
     return matching
 
 
 def offered(matching: Matching) -> list[tuple[str, str, float]]:
-    return [(offer.objective, offer.reason, offer.reward) for offer in matching.examples.ready.values()]
+    return [(example.objective, example.reason, example.reward) for example in matching.examples.ready.values()]
 
 
-def told(matching: Matching) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = matching.told  # type: ignore[attr-defined]
+def statuses_of(matching: Matching) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = matching.statuses  # type: ignore[attr-defined]
     return found
 
 
@@ -97,27 +97,29 @@ def told(matching: Matching) -> list[tuple[str, str]]:
 
 def test_row_2_a_good_old_answer_is_imitated_and_a_bad_one_is_not() -> None:
     for value, reward, expected in ((0.5, 0.5, "supervised"), (-0.5, None, "stale")):
-        matching = met([item("metric", value=value)], [served("i1", version=3)])
+        matching = matched([item("metric", value=value)], [served("i1", version=3)])
         if reward is None:
-            assert told(matching) == [("rejected", expected)]
+            assert statuses_of(matching) == [("rejected", expected)]
             continue
         (trajectory,) = matching.ready["i1"]
         assert (trajectory.objective, trajectory.reward) == (expected, reward)
-    assert told(met([item("metric")], [served("i1", version=3)], off_policy=None)) == [("rejected", "stale")]
+    assert statuses_of(matched([item("metric")], [served("i1", version=3)], off_policy=None)) == [("rejected", "stale")]
 
 
-def test_a_good_answer_sampled_otherwise_is_imitated() -> None:
+def test_a_good_answer_from_another_distribution_is_imitated() -> None:
     greedy = {"untrainable": "sampling_not_replayable", "sampling": Sampling(max_new_tokens=4, temperature=0.0)}
-    (trajectory,) = met([item("metric")], [served("i1", **greedy)]).ready["i1"]
+    (trajectory,) = matched([item("metric")], [served("i1", **greedy)]).ready["i1"]
     assert trajectory.objective == "supervised"
-    assert told(met([item("metric", value=-0.5)], [served("i1", **greedy)])) == [
+    assert statuses_of(matched([item("metric", value=-0.5)], [served("i1", **greedy)])) == [
         ("rejected", "sampling_not_replayable")
     ]
     formed = {"untrainable": "constrained", "constraint": "response_format"}
-    (trajectory,) = met([item("metric")], [served("i1", **formed)]).ready["i1"]
+    (trajectory,) = matched([item("metric")], [served("i1", **formed)]).ready["i1"]
     assert trajectory.objective == "supervised"
-    assert told(met([item("metric", value=-0.5)], [served("i1", **formed)])) == [("rejected", "constrained")]
-    assert told(met([item("metric")], [served("i1", **formed)], off_policy=None)) == [("rejected", "constrained")]
+    assert statuses_of(matched([item("metric", value=-0.5)], [served("i1", **formed)])) == [("rejected", "constrained")]
+    assert statuses_of(matched([item("metric")], [served("i1", **formed)], off_policy=None)) == [
+        ("rejected", "constrained")
+    ]
     refused: tuple[tuple[dict[str, Any], str], ...] = (
         ({"untrainable": "opted_out"}, "opted_out"),
         ({"untrainable": "client_disconnected"}, "client_disconnected"),
@@ -125,15 +127,15 @@ def test_a_good_answer_sampled_otherwise_is_imitated() -> None:
         (greedy | {"split": "val"}, "split_val"),
     )
     for changes, reason in refused:
-        assert told(met([item("metric")], [served("i1", **changes)])) == [("rejected", reason)]
+        assert statuses_of(matched([item("metric")], [served("i1", **changes)])) == [("rejected", reason)]
 
 
-def test_row_2_an_old_answer_waits_for_its_judgement_and_not_for_ever() -> None:
-    matching = met([], [served("i1", version=3)], idle_ttl_s=60.0)
+def test_row_2_an_old_answer_waits_for_feedback_and_not_for_ever() -> None:
+    matching = matched([], [served("i1", version=3)], idle_ttl_s=60.0)
     assert matching.num_waiting == 1
     matching.sweep(version=5, now=NOW + 61)
     assert matching.num_waiting == 0, "nobody said anything of it"
-    matching = met([], [served("i1", version=3, tool_calls_valid=False)])
+    matching = matched([], [served("i1", version=3, tool_calls_valid=False)])
     assert matching.num_waiting == 0, "a broken call is not imitated"
 
 
@@ -159,13 +161,15 @@ def test_row_2_an_old_answer_waits_for_its_judgement_and_not_for_ever() -> None:
     ],
 )
 def test_rows_3_to_6_posted_interactions(body: dict[str, Any], posted: Any, expected: tuple[str, str, float]) -> None:
-    matching = met([item("interaction", body=body)], posted=posted)
+    matching = matched([item("interaction", body=body)], posted=posted)
     assert offered(matching) == [expected]
     if expected[0] == "supervised":
         reason = expected[1]
-        assert told(met([item("interaction", body=body)], posted=posted, off_policy=None)) == [("rejected", reason)]
+        assert statuses_of(matched([item("interaction", body=body)], posted=posted, off_policy=None)) == [
+            ("rejected", reason)
+        ]
         bad = item("interaction", body=body | {"reward": -0.5})
-        assert told(met([bad], posted=posted)) == [("rejected", reason)], "only good answers are imitated"
+        assert statuses_of(matched([bad], posted=posted)) == [("rejected", reason)], "only good answers are imitated"
 
 
 @pytest.mark.parametrize(
@@ -181,20 +185,20 @@ def test_rows_3_to_6_posted_interactions(body: dict[str, Any], posted: Any, expe
     ],
 )
 def test_posted_tokens_that_cannot_be_scored_reach_no_batch(changes: dict[str, Any], reason: str) -> None:
-    matching = met([item("interaction", body=EXACT | changes)], posted=TRUSTED)
-    assert told(matching) == [("rejected", reason)]
+    matching = matched([item("interaction", body=EXACT | changes)], posted=TRUSTED)
+    assert statuses_of(matching) == [("rejected", reason)]
     assert not matching.examples.ready
 
 
 def test_a_posted_reward_is_the_sum_of_declared_metrics() -> None:
     metrics = {"a": {"type": "float", "weight": 0.5}, "b": {"type": "boolean", "default_value": False}}
     body = {name: value for name, value in EXACT.items() if name != "reward"}
-    matching = met([item("interaction", body=body | {"rewards": {"a": 1.0}})], posted=TRUSTED, metrics=metrics)
+    matching = matched([item("interaction", body=body | {"rewards": {"a": 1.0}})], posted=TRUSTED, metrics=metrics)
     assert offered(matching) == [("policy", "posted", -0.5)]
-    nothing = met([item("interaction", body=body)], posted=TRUSTED, metrics=metrics)
-    assert told(nothing) == [("rejected", "no_reward")]
-    liked = met([item("interaction", body=body | {"rewards": {"liked": 1.0}})], posted=TRUSTED, metrics=metrics)
-    assert told(liked) == [("rejected", "no_reward")]
+    nothing = matched([item("interaction", body=body)], posted=TRUSTED, metrics=metrics)
+    assert statuses_of(nothing) == [("rejected", "no_reward")]
+    liked = matched([item("interaction", body=body | {"rewards": {"liked": 1.0}})], posted=TRUSTED, metrics=metrics)
+    assert statuses_of(liked) == [("rejected", "no_reward")]
 
 
 @pytest.mark.parametrize(
@@ -214,25 +218,25 @@ def test_a_posted_reward_has_booleans_and_the_undeclared_reward(said: dict[str, 
         "b": {"type": "boolean", "when_false": -0.5, "default_value": True},
     }
     body = {name: value for name, value in EXACT.items() if name != "reward"}
-    matching = met([item("interaction", body=body | said)], posted=TRUSTED, metrics=metrics)
+    matching = matched([item("interaction", body=body | said)], posted=TRUSTED, metrics=metrics)
     assert offered(matching) == [("policy", "posted", expected)]
 
 
 def test_a_declared_reward_may_be_a_boolean() -> None:
     metrics = {"reward": {"type": "boolean", "when_true": 0.5}}
-    (offer,) = offered(met([item("interaction", body=EXACT | {"reward": True})], posted=TRUSTED, metrics=metrics))
-    assert offer == ("policy", "posted", 0.5)
+    (example,) = offered(matched([item("interaction", body=EXACT | {"reward": True})], posted=TRUSTED, metrics=metrics))
+    assert example == ("policy", "posted", 0.5)
 
 
-def test_a_key_whose_log_probs_were_wrong_is_not_believed_any_more() -> None:
+def test_a_key_with_wrong_log_probs_is_distrusted() -> None:
     matching = Matching(job(posted=TRUSTED))
     matching.on_feedback(1, item("interaction", body=EXACT), NOW)
     matching.sweep(version=5, now=NOW)
     state = LedgerState()
-    (offer,) = matching.examples.ready.values()
+    (example,) = matching.examples.ready.values()
     state.apply(Drawn(writer_epoch=1, time=NOW, start=0, stop=1, min_version=0, deadline=NOW))
     admitted = Admitted(
-        writer_epoch=1, time=NOW, admissions=[offer.admission(0, 5, NOW)], low_interactions=1, low_feedback=1
+        writer_epoch=1, time=NOW, admissions=[example.admission(0, 5, NOW)], low_interactions=1, low_feedback=1
     )
     state.apply(admitted)
     state.apply(
@@ -249,7 +253,7 @@ def test_a_key_whose_log_probs_were_wrong_is_not_believed_any_more() -> None:
     assert offered(matching) == [("supervised", "source_distrusted", 0.5)]
 
 
-def test_what_is_posted_must_be_sampled_as_the_job_samples_by_now() -> None:
+def test_a_post_must_have_the_temperature_of_the_job() -> None:
     matching = Matching(job(posted=TRUSTED))
     matching.on_feedback(1, item("interaction", body=EXACT | {"sampling": {"temperature": 0.5}}), NOW)
     for temperature, expected in ((1.0, "supervised"), (0.5, "policy"), (1.0, "supervised")):
@@ -263,40 +267,40 @@ def test_what_is_posted_must_be_sampled_as_the_job_samples_by_now() -> None:
 
 def test_a_correction_and_a_demonstration_are_imitated_beside_the_answer_itself() -> None:
     for given in (item("correction"), item("metric", metric="demonstration", value="better")):
-        matching = met([given, item("metric", "f2")], [served("i1")])
-        (offer,) = matching.examples.ready.values()
-        assert (offer.objective, offer.reward, dict(offer.context)) == ("supervised", 1.0, {"i1": 11})
+        matching = matched([given, item("metric", "f2")], [served("i1")])
+        (example,) = matching.examples.ready.values()
+        assert (example.objective, example.reward, dict(example.context)) == ("supervised", 1.0, {"i1": 11})
         assert matching.ready["i1"][0].objective == "policy"
 
 
 def test_a_preference_is_between_two_answers_to_the_same_prompt() -> None:
-    matching = met([item("preference")], [served("i1"), served("i2", token_ids=[3, 4])])
+    matching = matched([item("preference")], [served("i1"), served("i2", token_ids=[3, 4])])
     assert offered(matching) == [("preference", "preference", 0.5)]
-    (offer,) = matching.examples.ready.values()
-    assert list(offer.context) == ["i1", "i2"], "the better one first"
-    other = met([item("preference")], [served("i1"), served("i2", prompt_ids=[9])])
-    assert told(other) == [("rejected", "prompts_differ")]
-    waits = met([item("preference")], [served("i1")])
+    (example,) = matching.examples.ready.values()
+    assert list(example.context) == ["i1", "i2"], "the better one first"
+    other = matched([item("preference")], [served("i1"), served("i2", prompt_ids=[9])])
+    assert statuses_of(other) == [("rejected", "prompts_differ")]
+    waits = matched([item("preference")], [served("i1")])
     assert not waits.examples.ready
-    assert not told(waits)
+    assert not statuses_of(waits)
 
 
 def between(name: str = "f1", **changes: Any) -> Feedback:
-    """A preference between texts."""
+    """Build a preference between texts."""
     body = {"messages": [{"role": "user"}], "answers": [{"content": "a"}, {"content": "b"}], "strength": 0.25}
     return item("preference", name, inference="", body=body, user="v", **changes)
 
 
-def test_a_preference_between_texts_is_about_no_interaction() -> None:
-    matching = met([between()])
+def test_a_preference_between_texts_needs_no_interaction() -> None:
+    matching = matched([between()])
     assert offered(matching) == [("preference", "texts", 0.25)]
-    (offer,) = matching.examples.ready.values()
-    entry = offer.admission(0, 5, NOW)
+    (example,) = matching.examples.ready.values()
+    entry = example.admission(0, 5, NOW)
     assert (entry.feedback, entry.context, entry.version) == ({"f1": 1}, {}, -1)
     assert owners_of(entry) == (("k1",), ("k1",), ("v",))
-    assert offer.item.feedback.body == {"strength": 0.25}, "the texts stay in the stream"
+    assert example.item.feedback.body == {"strength": 0.25}, "the texts stay in the stream"
     assert matching.low_water()[1] == 1, "and in the stream they stay until it is decided"
-    assert told(met([between()], off_policy={"supervised": {}})) == [("rejected", "preference_is_no_reward")]
+    assert statuses_of(matched([between()], off_policy={"supervised": {}})) == [("rejected", "preference_is_no_reward")]
     against = Matching(job(), opted_out=lambda user: user == "v")
     against.on_feedback(1, between(), NOW)
     assert [fate.reason for fate in against.sweep(version=5, now=NOW)] == ["opted_out"]
@@ -313,35 +317,35 @@ def test_a_preference_between_texts_is_about_no_interaction() -> None:
         ({"prompt_ids": [1] * 17}, "prompt_too_long"),
     ],
 )
-def test_consent_split_and_length_hold_for_imitation_too(changes: dict[str, Any], reason: str) -> None:
-    assert told(met([item("correction")], [served("i1", **changes)])) == [("rejected", reason)]
-    greedy = met([item("correction")], [served("i1", untrainable="sampling_not_replayable")])
+def test_consent_split_and_length_apply_to_imitation(changes: dict[str, Any], reason: str) -> None:
+    assert statuses_of(matched([item("correction")], [served("i1", **changes)])) == [("rejected", reason)]
+    greedy = matched([item("correction")], [served("i1", untrainable="sampling_not_replayable")])
     assert offered(greedy), "how the answer was sampled does not matter"
 
 
-def test_what_a_job_does_not_ask_for_is_rejected_as_before() -> None:
+def test_kinds_that_the_job_does_not_use_are_rejected() -> None:
     for given, reason in ((item("correction"), "correction"), (item("preference"), "preference")):
-        assert told(met([given], off_policy=None)) == [("rejected", f"{reason}_is_no_reward")]
+        assert statuses_of(matched([given], off_policy=None)) == [("rejected", f"{reason}_is_no_reward")]
     comment = item("metric", metric="comment", value="hm")
-    assert told(met([comment])) == [("rejected", "comment_is_no_reward")]
+    assert statuses_of(matched([comment])) == [("rejected", "comment_is_no_reward")]
 
 
-def test_material_expires_is_retracted_revised_and_erased_as_other_feedback() -> None:
-    matching = met([item("correction")], match_ttl_s=60.0)
+def test_examples_expire_and_are_retracted_revised_and_deleted() -> None:
+    matching = matched([item("correction")], match_ttl_s=60.0)
     assert matching.low_water() == (1, 1)
     fates = matching.sweep(version=5, now=NOW + 61)
     assert [(one.status, one.reason) for one in fates] == [("expired", "unknown_target")]
-    matching = met([item("correction")], [served("i1")])
+    matching = matched([item("correction")], [served("i1")])
     retraction = item("retraction", "r1", body={"feedback": "f1"})
     assert {one.feedback: one.status for one in matching.on_feedback(2, retraction, NOW)} == dict.fromkeys(
         ("f1", "r1"), "retracted"
     )
     assert not matching.examples.ready
-    matching = met([item("preference")], [served("i1"), served("i2")])
+    matching = matched([item("preference")], [served("i1"), served("i2")])
     matching.on_feedback(2, item("preference", revision=1, body={"chosen": "i2", "rejected": "i1"}), NOW)
     matching.sweep(version=5, now=NOW)
-    (offer,) = matching.examples.ready.values()
-    assert (list(offer.context), offer.reward, offer.item.seq) == (["i2", "i1"], 1.0, 2)
+    (example,) = matching.examples.ready.values()
+    assert (list(example.context), example.reward, example.item.seq) == (["i2", "i1"], 1.0, 2)
     fates = matching.on_erasure(Erasure(user="u", interactions=["i2"], feedback=[], time=NOW), NOW)
     assert [(one.feedback, one.reason) for one in fates] == [("f1", "erased")]
     assert not matching.examples.items
@@ -385,14 +389,14 @@ def chosen(objectives: list[Objective], *, now: float = NOW, **online: Any) -> l
     return [draw.ordinal for draw in batch_of(config, draft, list(draft.candidates))]
 
 
-def test_what_is_for_other_losses_goes_with_a_full_batch_up_to_its_share() -> None:
+def test_auxiliary_groups_join_a_full_batch_up_to_their_share() -> None:
     others: list[Objective] = ["supervised", "preference", "supervised"]
     assert chosen([*others, "policy", "policy", "policy"]) == [], "not full, and nothing waits for long"
     assert chosen([*others, "policy", "policy", "policy", "policy"]) == [0, 1, 3, 4, 5, 6]
     assert chosen(["supervised", *["policy"] * 4]) == [0, 1, 2, 3, 4]  # type: ignore[list-item]
 
 
-def test_other_losses_make_a_batch_of_their_own() -> None:
+def test_auxiliary_groups_can_form_a_batch() -> None:
     assert chosen(["supervised"]) == []
     assert chosen(["supervised"], now=NOW + 61) == [0]
     assert chosen(["supervised", "preference"]) == [0, 1], "as many as an update may have"
@@ -400,7 +404,7 @@ def test_other_losses_make_a_batch_of_their_own() -> None:
     assert chosen(["supervised", "policy", "policy"], now=NOW + 61) == [0, 1, 2]
 
 
-def test_a_promotion_gate_sees_no_update_that_measures_nothing() -> None:
+def test_a_promotion_gate_sees_no_update_without_its_measure() -> None:
     gate = {"promotion": {"min_entropy": 0.1}}
     assert chosen(["supervised", "preference"], now=NOW + 61, **gate) == []
     assert chosen(["supervised", "policy", "policy"], now=NOW + 61, **gate) == [0, 1, 2]
@@ -413,7 +417,7 @@ def test_no_more_than_a_quarter_of_a_batch_is_assumed() -> None:
     assert [draw.ordinal for draw in batch_of(config, draft, list(draft.candidates))] == [0, 3, 4, 5]
 
 
-def test_only_the_policy_loss_knows_a_lag() -> None:
+def test_only_the_policy_loss_has_a_lag_bound() -> None:
     draft = draft_of(job(), [admission(0, "policy"), admission(1, "supervised")], version=9, now=NOW + 61)
     draft.drop()
     assert draft.state.dropped == {"stale": 1}
@@ -423,8 +427,8 @@ def test_only_the_policy_loss_knows_a_lag() -> None:
     assert draft.state.balanced()
 
 
-def test_offers_are_admitted_with_their_objective_and_told() -> None:
-    matching = met([item("preference"), item("metric", "f2")], [served("i1"), served("i2", token_ids=[3, 4])])
+def test_examples_are_admitted_with_their_objective() -> None:
+    matching = matched([item("preference"), item("metric", "f2")], [served("i1"), served("i2", token_ids=[3, 4])])
     config, state = matching.job, LedgerState(version=5)
     run = JobRun(config, state, num_ordinals=None, writer_epoch=1)
     draft = Draft(run, state, NOW)
@@ -442,8 +446,8 @@ def test_offers_are_admitted_with_their_objective_and_told() -> None:
     assert matching.num_waiting == 1, "the other answer may still be judged"
 
 
-def test_an_offer_is_settled_anew_for_another_version() -> None:
-    matching = met([item("interaction", body=TOKENS)], posted=TRUSTED | {"assume_on_policy": True})
+def test_an_example_is_settled_again_for_another_version() -> None:
+    matching = matched([item("interaction", body=TOKENS)], posted=TRUSTED | {"assume_on_policy": True})
     for version, admitted in ((6, []), (5, [("assumed", 5, 0)])):
         run = JobRun(matching.job, LedgerState(version=version), num_ordinals=None, writer_epoch=1)
         draft = Draft(run, run.state, NOW)
@@ -452,7 +456,7 @@ def test_an_offer_is_settled_anew_for_another_version() -> None:
 
 
 def ahead(config: OnlineJob, *, sealed: int) -> LedgerState:
-    """Version 5, and batches that are sealed and not trained yet."""
+    """Build a ledger at version 5 with batches that are sealed and not trained yet."""
     return LedgerState(
         version=5,
         sealed={
@@ -470,11 +474,11 @@ def ahead(config: OnlineJob, *, sealed: int) -> LedgerState:
         (TOKENS | {"policy_version": 5}, 1, [("rescored", 5, 1)]),
         (TOKENS, 1, [("assumed", 5, 1)]),
         (TOKENS, 2, []),  # it would be too old for the next batch: it waits for the version before it
-        (EXACT | {"policy_version": 6}, 1, []),  # engines may have it already: it waits for the ledger
+        (EXACT | {"policy_version": 6}, 1, []),  # engines may have the version already: it waits for the ledger
         (EXACT | {"policy_version": 7}, 1, [("unknown_version", -1, 0)]),
     ],
 )
-def test_no_answer_is_from_a_version_that_no_update_has_made_yet(
+def test_an_answer_from_an_impossible_version_is_refused(
     body: dict[str, Any], sealed: int, admitted: list[tuple[str, int, int]]
 ) -> None:
     matching = Matching(job(posted=TRUSTED | {"assume_on_policy": True}))
@@ -487,7 +491,7 @@ def test_no_answer_is_from_a_version_that_no_update_has_made_yet(
     assert [(one.reason, one.version, one.lag) for one in draft.state.admissions.values()] == admitted
 
 
-def test_an_answer_of_a_version_that_its_ledger_gets_to_know_later_is_taken_then() -> None:
+def test_an_answer_waits_until_the_ledger_knows_its_version() -> None:
     for trained, expected in ((True, ("policy", "posted", 0.5)), (False, ("supervised", "unknown_version", 0.5))):
         matching = Matching(job(posted=TRUSTED))
         matching.on_feedback(1, item("interaction", body=EXACT | {"policy_version": 6}), NOW)
@@ -497,28 +501,28 @@ def test_an_answer_of_a_version_that_its_ledger_gets_to_know_later_is_taken_then
         assert offered(matching) == [expected]
 
 
-def test_a_preference_needs_the_consent_of_both_whose_answers_it_compares() -> None:
+def test_a_preference_needs_the_consent_of_both_users() -> None:
     matching = Matching(job(), opted_out=lambda user: user == "v")
     matching.on_feedback(1, item("preference"), NOW)
     for seq, (name, user) in enumerate((("i1", "u"), ("i2", "v")), 11):
         matching.on_interaction(seq, served(name, user=user, token_ids=[seq]))
     assert "opted_out" in [fate.reason for fate in matching.sweep(version=5, now=NOW)]
     assert not matching.examples.ready
-    both = met([item("preference")], [served("i1"), served("i2", user="v", token_ids=[3])])
-    (offer,) = both.examples.ready.values()
-    entry = offer.admission(0, 5, NOW)
+    both = matched([item("preference")], [served("i1"), served("i2", user="v", token_ids=[3])])
+    (example,) = both.examples.ready.values()
+    entry = example.admission(0, 5, NOW)
     assert owners_of(entry).users == ("u", "v")
     assert owners_of(msgspec.structs.replace(entry, users=[])).users == ("u",), "as earlier ledgers say it"
 
 
-def test_updates_without_the_policy_loss_make_nothing_that_waits_for_it_too_old() -> None:
+def test_auxiliary_updates_make_no_waiting_group_too_old() -> None:
     admissions = [admission(n, objective) for n, objective in enumerate(("supervised", "preference", "policy"))]
     for version, expected in ((0, [0, 1]), (1, [])):
         draft = draft_of(job(), admissions, now=NOW + 61, version=version)
         assert [draw.ordinal for draw in batch_of(job(), draft, list(draft.candidates))] == expected
 
 
-def test_one_key_has_its_share_of_what_is_for_other_losses() -> None:
+def test_one_key_has_its_share_of_the_auxiliary_groups() -> None:
     config = job(max_share_per_key=0.5)
     keys = ["flood", "flood", "k2", *(f"p{n}" for n in range(4))]
     admissions = [
@@ -529,7 +533,7 @@ def test_one_key_has_its_share_of_what_is_for_other_losses() -> None:
     assert [draw.ordinal for draw in batch_of(config, draft, list(draft.candidates))] == [0, 2, 3, 4, 5, 6]
 
 
-def test_one_key_has_its_share_of_the_draws_for_other_losses() -> None:
+def test_one_key_has_its_share_of_the_auxiliary_draws() -> None:
     config = job(max_share_per_key=0.5)
     matching = Matching(config)
     for n, key in enumerate(["flood"] * 6 + ["k2"]):
@@ -543,9 +547,9 @@ def test_one_key_has_its_share_of_the_draws_for_other_losses() -> None:
     assert found == {"flood": 2, "k2": 1}, "half of the four that the lag bound lets be in flight"
 
 
-def test_a_preference_is_not_between_an_answer_and_itself() -> None:
+def test_a_preference_needs_two_answers() -> None:
     body = {"chosen": "i1", "rejected": "i1", "strength": 1.0}
-    assert told(met([item("preference", body=body)], [served("i1")])) == [("rejected", "same_answer")]
+    assert statuses_of(matched([item("preference", body=body)], [served("i1")])) == [("rejected", "same_answer")]
 
 
 def test_an_audit_finds_another_objective_and_forgives_its_lag() -> None:
@@ -567,7 +571,7 @@ def test_an_audit_finds_another_objective_and_forgives_its_lag() -> None:
 # -- the wire ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_group_says_what_it_is_for_and_one_for_the_policy_loss_is_as_it_was() -> None:
+def test_a_group_names_its_objective_unless_it_is_the_policy() -> None:
     pair = example_group("j", Draw(1), [7, 8], [[1, 2], [3]], objective="preference", reward=0.5, epoch=1)
     data, head = encode_group(pair)
     back = decode_group(data)
@@ -581,6 +585,6 @@ def test_a_group_says_what_it_is_for_and_one_for_the_policy_loss_is_as_it_was() 
         encode_group(example_group("j", Draw(1), [7], [[1]], objective="preference", reward=1.0, epoch=1))
 
 
-def test_ledgers_without_objectives_are_for_the_policy_loss() -> None:
+def test_ledgers_without_objectives_mean_the_policy_loss() -> None:
     old = msgspec.msgpack.encode([0, {"i": 1}, {"f": 1}, 1.0, 0, "k", "u", "feedback", NOW])
     assert msgspec.msgpack.decode(old, type=Admission).objective == "policy"

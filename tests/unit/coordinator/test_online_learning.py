@@ -1,4 +1,4 @@
-"""The admission table row by row, feedback in any order, credit over turns, shares of a batch."""
+"""Rows of the admission table, feedback in any order, credit across turns, shares of a batch."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def said(name: str = "f1", value: Any = 0.5, **changes: Any) -> Feedback:
 
 
 def table(**changes: Any) -> tuple[str, str, float]:
-    """Verdict, reason and reward of one interaction."""
+    """Return verdict, reason and reward of one interaction."""
     arguments: dict[str, Any] = {"interaction": interaction(), "items": [said()], "job": job(), "version": 5}
     arguments |= changes
     found = admit(arguments.pop("interaction"), arguments.pop("items"), arguments.pop("job"), now=NOW + 2, **arguments)
@@ -76,7 +76,7 @@ def table(**changes: Any) -> tuple[str, str, float]:
 
 
 @pytest.mark.parametrize("version", [5, 6])
-def test_row_1_served_by_us_within_the_window_is_trained(version: int) -> None:
+def test_row_1_an_answer_within_the_lag_bound_is_trained(version: int) -> None:
     assert table(version=version) == ("train", "feedback", 0.5)
 
 
@@ -112,7 +112,7 @@ def test_rows_3_to_6_posted_interactions_are_refused_unless_the_job_asks_for_the
     assert [(fate.status, fate.reason) for fate in fates] == [("rejected", reason)]
 
 
-def test_row_7_last_word_of_each_source_then_their_mean() -> None:
+def test_row_7_the_newest_item_of_each_source_counts_then_their_mean() -> None:
     items = [said("a", 1.0), said("b", -1.0, received=NOW + 3), said("c", 0.5, key_id="k2")]
     assert table(items=items) == ("train", "feedback", -0.25)
     assert table(items=[*items[:2], said("c", 0.5, key_id="k2", weight=3.0)])[2] == pytest.approx(0.125)
@@ -146,11 +146,11 @@ def test_row_10_a_broken_tool_call_is_never_free() -> None:
     ("changes", "reason"),
     [({"untrainable": "opted_out"}, "opted_out"), ({"split": "val"}, "split_val")],
 )
-def test_row_11_what_is_kept_from_training(changes: dict[str, Any], reason: str) -> None:
+def test_row_11_marked_answers_are_not_trained(changes: dict[str, Any], reason: str) -> None:
     assert table(interaction=interaction(**changes))[:2] == ("reject", reason)
 
 
-def test_row_11_who_opted_out_is_not_trained_on() -> None:
+def test_row_11_users_who_opted_out_are_not_trained_on() -> None:
     matching = Matching(job(), opted_out=lambda user: user == "u")
     matching.on_interaction(1, interaction())
     matching.on_feedback(1, said(), NOW)
@@ -249,7 +249,7 @@ def test_retraction_before_and_after_it_counted() -> None:
     assert [(f.feedback, f.status, f.reason) for f in again] == [("r1", "rejected", "late_after_training")]
 
 
-def test_a_retraction_may_overtake_what_it_retracts() -> None:
+def test_a_retraction_may_overtake_its_item() -> None:
     matching = Matching(job())
     matching.on_feedback(1, said("r1", kind="retraction", inference="", body={"feedback": "f1"}), NOW)
     matching.on_interaction(1, interaction())
@@ -259,7 +259,7 @@ def test_a_retraction_may_overtake_what_it_retracts() -> None:
     assert not matching.ready
 
 
-def test_what_is_erased_is_forgotten() -> None:
+def test_deleted_data_is_forgotten() -> None:
     matching, _ = settled([interaction()], [said()])
     assert matching.on_erasure(Erasure(user="u", interactions=["i1"], feedback=["f1"], time=NOW), NOW) == []
     assert matching.sweep(version=5, now=NOW) == []
@@ -267,7 +267,7 @@ def test_what_is_erased_is_forgotten() -> None:
     assert not matching.num_waiting
 
 
-def test_an_episode_whose_turns_are_all_erased_is_over() -> None:
+def test_an_episode_without_turns_after_a_deletion_is_closed() -> None:
     matching, _ = settled(turns(), [said("f1", 0.5, inference="i2"), said("whole", 1.0, episode=EPISODE, key_id="k2")])
     assert matching.on_erasure(Erasure(user="u", interactions=["i2"], feedback=[], time=NOW), NOW + 7) == [
         Fate(feedback="f1", status="rejected", reason="erased", time=NOW + 7)
@@ -282,7 +282,7 @@ def test_an_episode_whose_turns_are_all_erased_is_over() -> None:
     assert [(one.status, one.reason) for one in late] == [("rejected", "erased")]
 
 
-def test_what_is_ready_is_settled_anew_only_where_something_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ready_episodes_are_settled_again_only_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
     matching, _ = settled([interaction()], [said()])
     ready = matching.ready["i1"]
     matching.sweep(version=5, now=NOW + 3)
@@ -295,7 +295,7 @@ def test_what_is_ready_is_settled_anew_only_where_something_changed(monkeypatch:
     assert [fate.reason for fate in matching.sweep(version=7, now=NOW + 4)] == ["stale"]
 
 
-def test_who_judges_a_later_turn_has_a_share_in_the_earlier_ones() -> None:
+def test_a_judge_of_a_later_turn_is_a_judge_of_the_earlier_ones() -> None:
     matching, _ = settled(turns(rendered_anew=True), [said("f1", 0.5, inference="i2", key_id="hostile", final=True)])
     matching.sweep(version=6, now=NOW + 6)
     assert [one.owners for one in matching.ready[EPISODE]] == [(("hostile",), ("asker",), ("u",))] * 2
@@ -306,7 +306,7 @@ def test_who_judges_a_later_turn_has_a_share_in_the_earlier_ones() -> None:
     assert matching.ready["i1"][0].owners.judges == ("asker",), "its silence decided"
 
 
-def test_below_the_lowest_sequences_everything_is_decided() -> None:
+def test_everything_below_the_low_water_marks_is_decided() -> None:
     matching, _ = settled([interaction(), interaction("i2")], [said(), said("f2", inference="i2", episode="")])
     assert matching.low_water() == (1, 1)
     assert matching.low_water(without=["i1"]) == (2, 2)
@@ -314,7 +314,7 @@ def test_below_the_lowest_sequences_everything_is_decided() -> None:
     assert matching.low_water() == (3, 2), "a message of feedback may hold more items"
 
 
-def test_the_end_of_a_job_leaves_no_item_without_a_fate() -> None:
+def test_a_finished_job_leaves_no_item_without_a_final_status() -> None:
     matching = Matching(job())
     matching.on_feedback(1, said("f9", inference="nobody"), NOW)
     assert [(f.feedback, f.reason) for f in matching.on_job_end(NOW)] == [("f9", "job_ended")]
@@ -343,17 +343,15 @@ def turns(*, rendered_anew: bool = False) -> list[Interaction]:
         (interaction(split="val"), [said()], "split_val"),
     ],
 )
-def test_an_interaction_that_is_never_trained_on_says_why(
-    record: Interaction, items: list[Feedback], reason: str
-) -> None:
+def test_a_refused_interaction_has_a_reason(record: Interaction, items: list[Feedback], reason: str) -> None:
     matching, _ = settled([record], items)
     (found,) = matching.refused_interactions.drain()
     assert (found.interaction, found.status, found.reason) == (record.id, "rejected", reason)
     assert matching.refused_interactions.drain() == []
 
 
-def test_turns_beside_those_that_are_admitted_stand_in_the_admission() -> None:
-    """Whoever leads next knows of them from the ledger alone."""
+def test_an_admission_names_the_refused_turns_of_its_episode() -> None:
+    """A new leader knows them from the ledger alone."""
     first, second = turns()
     matching, _ = settled([first, replace(second, untrainable="train_false")], [said("f1", 0.5, inference="i2")])
     matching.on_feedback(2, said("end", None, episode=EPISODE, metric="", final=True), NOW)
@@ -366,8 +364,8 @@ def test_turns_beside_those_that_are_admitted_stand_in_the_admission() -> None:
     )  # fmt: skip
     event = Admitted(writer_epoch=1, time=NOW, admissions=[admission], low_interactions=3, low_feedback=3)
     state = LedgerState(admissions={0: admission})
-    told = interaction_statuses([event], state)
-    assert {one.interaction: (one.status, one.reason) for one in told} == {
+    statuses = interaction_statuses([event], state)
+    assert {one.interaction: (one.status, one.reason) for one in statuses} == {
         "i1": ("admitted", "credit"), "i2": ("rejected", "train_false"),
     }  # fmt: skip
     successor = Matching(job())
@@ -380,13 +378,13 @@ def test_turns_beside_those_that_are_admitted_stand_in_the_admission() -> None:
         assert (late.status, late.reason) == ("rejected", "train_false")
 
 
-def test_what_waits_at_the_end_of_the_job_says_so() -> None:
+def test_waiting_interactions_are_refused_when_the_job_ends() -> None:
     matching, _ = settled([interaction()], [])
     matching.on_job_end(NOW)
     assert [one.reason for one in matching.refused_interactions.drain()] == ["job_ended"]
 
 
-def test_reasons_are_counted_and_few_are_labels() -> None:
+def test_reasons_are_counted_and_only_known_ones_are_labels() -> None:
     funnel = Funnel(job())
     counter = DECIDED.labels("rejected", "other")
     before = counter._value.get()
@@ -396,7 +394,7 @@ def test_reasons_are_counted_and_few_are_labels() -> None:
     assert counter._value.get() == before + 1
 
 
-def test_feedback_on_a_turn_is_refused_for_the_reason_of_that_turn() -> None:
+def test_feedback_on_a_refused_turn_has_the_reason_of_that_turn() -> None:
     first, second = turns()
     matching, _ = settled([first, replace(second, untrainable="side_turn")], [said("f1"), said("f2", inference="i2")])
     matching.on_feedback(3, said("end", None, episode=EPISODE, metric="", final=True), NOW)
@@ -426,7 +424,7 @@ def test_row_9_an_unfinished_episode_is_masked_and_its_reward_kept() -> None:
         assert (trajectory.reason, weight) == expected
 
 
-def test_row_10_a_truncated_answer_is_masked_where_the_job_says_so() -> None:
+def test_row_10_a_truncated_answer_is_masked_if_the_job_says_so() -> None:
     cut = interaction(finish="length")
     assert table(interaction=cut, job=job(truncated="mask")) == ("train", "truncated", 0.5)
     assert table(interaction=cut, job=job()) == ("train", "feedback", 0.5)
@@ -443,7 +441,7 @@ def test_row_10_a_truncated_answer_is_masked_where_the_job_says_so() -> None:
     assert found == [(["i1"], "truncated"), (["i2"], "feedback")], "the rest of the episode is trained"
 
 
-def test_returns_run_backwards() -> None:
+def test_returns_accumulate_backwards() -> None:
     assert returns([1.0, 0.0, 4.0], 0.5) == [2.0, 2.0, 4.0]
 
 
@@ -457,7 +455,7 @@ def test_an_episode_waits_for_its_end_and_is_one_trajectory() -> None:
     assert set(trajectory.feedback) == {"f1", "end"}
 
 
-def test_a_prompt_rendered_anew_or_another_return_makes_its_own_trajectory() -> None:
+def test_a_changed_prompt_or_return_begins_a_trajectory() -> None:
     end = said("f1", 0.5, inference="i2", final=True)
     matching, _ = settled(turns(rendered_anew=True), [end])
     matching.sweep(version=6, now=NOW + 6)
@@ -475,7 +473,7 @@ def test_an_episode_metric_judges_the_whole_and_ends_it() -> None:
     assert [t.reward for t in matching.ready[EPISODE]] == [0.5, 1.0]
 
 
-def test_an_idle_episode_is_over() -> None:
+def test_an_idle_episode_closes() -> None:
     matching, _ = settled(turns(), [said("f1", 0.5)], idle_ttl_s=60.0)
     matching.sweep(version=6, now=NOW + 64)
     assert not matching.ready
@@ -492,12 +490,12 @@ def test_a_turn_after_the_end_is_refused() -> None:
     assert [(f.status, f.reason) for f in fates] == [("rejected", "episode_over")]
 
 
-def test_without_credit_over_turns_each_turn_counts_by_itself() -> None:
+def test_without_credit_each_turn_counts_alone() -> None:
     matching, _ = settled(turns(), [said("f1", 0.5)], gamma=0.0)
     assert list(matching.ready) == ["i1"]
 
 
-def test_the_tokens_of_an_episode_are_one_trajectory_with_what_it_was_told_masked() -> None:
+def test_an_episode_is_one_trajectory_with_its_context_masked() -> None:
     group = group_of("j", Draw(3), turns(), reward=0.5, epoch=1)
     assert group.prompt_ids.tolist() == [7, 8]
     assert group.token_ids.tolist() == [1, 2, 30, 31, 3]
@@ -508,19 +506,22 @@ def test_the_tokens_of_an_episode_are_one_trajectory_with_what_it_was_told_maske
     assert (header.min_version, header.max_version, header.rewards) == (5, 6, [0.5])
 
 
-def test_people_see_the_prompt_and_all_that_was_said_after_it() -> None:
+def test_a_transcript_has_everything_after_the_prompt() -> None:
     first, second = (replace(turn, text=f"answer {n}") for n, turn in enumerate(turns()))
     (row,) = sample_rows(1, [group_of("j", Draw(3), [replace(first, prompt="ask: ")], reward=0.5, epoch=1)])
     assert (row["prompt"], row["completion"]) == ("ask: ", "answer 0")
-    told = [replace(first, prompt="ask: "), replace(second, prompt="ask: answer 0 and then? ")]
-    for made in (group_of("j", Draw(3), told, reward=0.5, epoch=1), group_of("j", Draw(3), told, reward=0.5, epoch=1)):
+    stored = [replace(first, prompt="ask: "), replace(second, prompt="ask: answer 0 and then? ")]
+    for made in (
+        group_of("j", Draw(3), stored, reward=0.5, epoch=1),
+        group_of("j", Draw(3), stored, reward=0.5, epoch=1),
+    ):
         (row,) = sample_rows(1, [decode_group(encode_group(made)[0])])
         assert (row["prompt"], row["completion"]) == ("ask: ", "answer 0 and then? answer 1")
     (row,) = sample_rows(1, [group_of("j", Draw(3), [first, second], reward=0.5, epoch=1)])
     assert (row["prompt"], row["completion"]) == ("", "answer 1"), "records of earlier versions have no prompt"
 
 
-def test_turns_of_two_temperatures_are_two_trajectories_each_trained_at_its_own() -> None:
+def test_turns_of_two_temperatures_are_two_trajectories() -> None:
     first, second = turns()
     second = replace(second, sampling=replace(second.sampling, temperature=0.5))
     matching, _ = settled([first, second], [said("f1", 0.5, inference="i2", final=True)])
@@ -543,7 +544,7 @@ def shares(owners: list[tuple[str, str]], size: int = 4, **online: Any) -> list[
     return [draw.ordinal for draw in within_shares(job(**online), draws, admissions, size)]
 
 
-def test_nobody_has_more_than_their_share_of_a_batch() -> None:
+def test_no_owner_exceeds_its_share_of_a_batch() -> None:
     hostile = [("bad", "b")] * 6
     assert shares([*hostile, ("a", "1"), ("b", "2"), ("c", "3")], max_share_per_key=0.25) == [0, 6, 7, 8]
     assert shares(hostile, max_share_per_key=0.5) == [], "a smaller batch would be theirs altogether"

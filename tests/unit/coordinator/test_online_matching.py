@@ -1,4 +1,4 @@
-"""Feedback that names the same episode, comes from other keys, or comes without end."""
+"""Matching of feedback that names one episode, comes from several keys, or never ends."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def correction(name: str, about: str, *, key: str = "asker") -> Feedback:
 
 
 def test_a_revision_takes_its_item_away_from_the_turn_that_has_it() -> None:
-    """Both turns have the episode's name, one after the other; the item counts for one of them."""
+    """Both turns carry the episode's name, one after the other; the item counts for one of them."""
     found = matching()
     found.on_interaction(1, served("i1"))
     found.on_feedback(1, said("f1", "", episode=EPISODE, value=1.0), NOW)
@@ -65,8 +65,8 @@ def test_a_revision_takes_its_item_away_from_the_turn_that_has_it() -> None:
     assert (holders, admitted) == (["i2"], {"f1": -1.0})
 
 
-def test_a_word_without_weight_is_none() -> None:
-    """It neither makes an answer trained by default, nor ends an episode, nor keeps credit from others."""
+def test_an_item_without_weight_does_not_count() -> None:
+    """Such an item does not make an answer trained by default, end an episode, or reduce the credit of others."""
     metrics = {"rating": {"type": "float"}, "solved": {"type": "float", "level": "episode"}}
     found = matching(metrics=metrics)
     found.on_interaction(1, served("i1", alone=False))
@@ -85,7 +85,7 @@ def test_a_word_without_weight_is_none() -> None:
     assert [(one.reward, one.judges) for one in other.ready["i1"]] == [(0.5, ("asker",))], "relative to the others"
 
 
-def test_nobody_revises_what_another_key_said() -> None:
+def test_no_key_revises_the_feedback_of_another() -> None:
     found = matching()
     found.on_interaction(1, served("i1"))
     found.on_feedback(1, said("f1", "i1", value=1.0), NOW)
@@ -96,7 +96,7 @@ def test_nobody_revises_what_another_key_said() -> None:
 
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("place", [{"about": "i1"}, {"about": "", "episode": EPISODE, "final": True}])
-def test_a_job_may_listen_to_the_key_that_asked_alone(early: bool, place: dict[str, Any]) -> None:
+def test_a_job_may_accept_feedback_of_the_asking_key_only(early: bool, place: dict[str, Any]) -> None:
     found = matching(raters="same_key")
     item = said("f1", key="other", **place)
     fates = found.on_feedback(1, item, NOW) if early else []
@@ -108,7 +108,7 @@ def test_a_job_may_listen_to_the_key_that_asked_alone(early: bool, place: dict[s
     assert matching().job.online.raters == "any"
 
 
-def test_what_waits_for_its_target_is_bounded_for_each_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unmatched_feedback_is_bounded_for_each_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unmatched_module, "MAX_PER_KEY", 2)
     found = matching()
     items = [said(f"f{n}", f"i{n}", key="flood") for n in range(1, 4)]
@@ -121,14 +121,14 @@ def test_what_waits_for_its_target_is_bounded_for_each_key(monkeypatch: pytest.M
     assert len(found.unmatched) == 2
 
 
-def test_only_what_decides_a_reward_is_kept_of_an_item() -> None:
+def test_only_the_reward_fields_of_an_item_are_held() -> None:
     found = matching()
     found.on_feedback(1, said("f1", "i1", body={"comment": "x" * 9999}, tags={"a": "b"}), NOW)
     (item,) = found.unmatched
     assert (item.feedback.body, item.feedback.tags) == ({}, {})
 
 
-def test_a_turn_is_checked_once_however_often_it_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[str] = []
 
     def counted(interaction: Interaction, job: OnlineJob) -> str:
@@ -143,7 +143,7 @@ def test_a_turn_is_checked_once_however_often_it_is_looked_at(monkeypatch: pytes
     assert checked == ["i1"]
 
 
-def test_what_waits_costs_nothing_until_something_may_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_waiting_episode_costs_nothing_until_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[float] = []
     settle = served_episode_module.ServedEpisode._settle
 
@@ -169,12 +169,12 @@ def test_what_waits_costs_nothing_until_something_may_have_changed(monkeypatch: 
     assert len(found.ready) == 5, "the default counts from now on"
 
 
-def test_a_name_that_agents_made_up_is_an_episode_of_each_key() -> None:
+def test_an_episode_name_is_scoped_to_its_key() -> None:
     found = matching(gamma=1.0)
     for seq, key in enumerate(("a", "b", "a")):
         found.on_interaction(seq, served(f"i{seq}", episode="session-1", key=key, alone=False))
     assert sorted(len(one.turns) for one in found.episodes.values()) == [1, 2]
-    for seq, key in enumerate(("a", "b"), 3):  # an id that was given out is one episode, whoever asks
+    for seq, key in enumerate(("a", "b"), 3):  # an id that the gateway gave out is one episode for every key
         found.on_interaction(seq, served(f"i{seq}", key=key, alone=False))
     assert len(found.episodes[EPISODE].turns) == 2
 
@@ -197,8 +197,8 @@ def test_an_answer_that_was_cut_off_and_completed_counts_as_completed(looked: bo
 
 
 @pytest.mark.parametrize("place", ["parked", "matched"])
-def test_what_a_deletion_stored_anew_is_admitted_from_where_it_is(place: str) -> None:
-    """Its message held an item of somebody who wanted to be forgotten, and is gone."""
+def test_an_item_is_admitted_from_its_copy(place: str) -> None:
+    """Its message also held an item of a deleted user, and is gone."""
     found = matching()
     if place == "matched":
         found.on_interaction(1, served("i1"))
@@ -216,7 +216,7 @@ def test_what_a_deletion_stored_anew_is_admitted_from_where_it_is(place: str) ->
 
 
 @pytest.mark.parametrize("episode", ["", EPISODE])
-def test_material_that_a_deletion_stored_anew_is_made_from_where_it_is(episode: str) -> None:
+def test_an_example_is_made_from_its_copy(episode: str) -> None:
     found = matching(off_policy={"supervised": {}}, gamma=1.0)
     posted: dict[str, Any] = {"completion": {"role": "assistant", "content": "x"}, "rewards": {"rating": 1.0}}
     fields: dict[str, Any] = {"id": "b", "job": "j", "key_id": "k", "received": NOW}
@@ -234,7 +234,7 @@ def test_material_that_a_deletion_stored_anew_is_made_from_where_it_is(episode: 
     assert found.examples.ready["b"].admission(0, 0, NOW).feedback == {"b": 150}
 
 
-def test_what_the_ledger_names_is_decided_once_however_much_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_names_in_the_ledger_stay_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(statuses_module, "MAX_DECIDED", 3)
     found, numbers = matching(), range(1, 6)
     found.restore(LedgerState(consumed={f"i{n}": n for n in numbers}, used={f"f{n}": n for n in numbers}))
@@ -247,7 +247,7 @@ def test_what_the_ledger_names_is_decided_once_however_much_it_is(monkeypatch: p
     assert (late.status, late.reason) == ("rejected", "late_after_training")
 
 
-def test_material_about_what_was_deleted_is_refused() -> None:
+def test_examples_about_deleted_interactions_are_refused() -> None:
     found = matching(off_policy={"supervised": {}})
     found.on_erasure(Erasure(user="u", interactions=["i1"], feedback=[], time=NOW), NOW)
     item = Feedback(id="b", job="j", kind="correction", key_id="k", received=NOW, inference="i1")
@@ -255,7 +255,7 @@ def test_material_about_what_was_deleted_is_refused() -> None:
 
 
 def _seconds_of_pairs(waiting: int, pairs: int = 100) -> float:
-    """CPU time to match a correction with its answer, so often, while others wait; the best of three."""
+    """Return the CPU time of so many matches of a correction with its answer beside a backlog; the best of three."""
     found, seconds = matching(off_policy={"supervised": {}}, idle_ttl_s=600), list[float]()
     for number in range(waiting):
         found.on_feedback(number, correction(f"w{number}", f"nothing{number}", key=f"k{number % 7}"), NOW)

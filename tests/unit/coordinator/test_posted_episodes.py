@@ -1,4 +1,4 @@
-"""Episodes that were not served here: turns in any order, ended by `done` or by time, credited along their branches."""
+"""Posted episodes: turns in any order, ended by `done` or by time, with credit along their branches."""
 
 from __future__ import annotations
 
@@ -62,30 +62,30 @@ def turn(number: int, prompt: list[int], answer: list[int], *, done: bool = Fals
 
 
 def talk() -> list[Feedback]:
-    """Three turns of one conversation, of which the last is rewarded."""
+    """Build three turns of one conversation; the last has a reward."""
     return [
         turn(0, [1], [2]), turn(1, [1, 2, 3], [4]), turn(2, [1, 2, 3, 4, 5], [6], done=True, reward=0.5),
     ]  # fmt: skip
 
 
 def larger(config: OnlineJob, **online: Any) -> OnlineJob:
-    """With batches of 64."""
+    """Build a job with batches of 64."""
     spec = config.model_dump(mode="json", exclude_unset=True)
     return OnlineJob.parse(spec | {"train": {"batch_size": 64}, "online": spec["online"] | online})
 
 
 def two_turns() -> list[Feedback]:
-    """Of one conversation, each a trajectory where later rewards are discounted."""
+    """Build two turns of one conversation, each its own trajectory under a discount."""
     return [turn(0, [1], [2]), turn(1, [1, 2, 3], [4], done=True, reward=0.5)]
 
 
 class Leader:
-    """Reads feedback, decides and admits; another one goes on from what is durable."""
+    """A leader that reads feedback, decides and admits; another one goes on from the durable state."""
 
     def __init__(self, config: OnlineJob, items: list[Feedback], before: Leader | None = None) -> None:
         self.config, self.items = config, items
         self.entries: list[list[Any]] = [] if before is None else list(before.entries)
-        self.told: list[tuple[str, str]] = [] if before is None else list(before.told)
+        self.closed: list[tuple[str, str]] = [] if before is None else list(before.closed)
         self.matching = Matching(config)
         self.source = LiveSource(config, self.matching)
         self.run = JobRun(config, LedgerState(), num_ordinals=None, writer_epoch=1, source=self.source)
@@ -94,12 +94,12 @@ class Leader:
         if before is None:
             self.commit([JobStarted(**EPOCH, config_digest="c")])
             self.commit([Checkpointed(**EPOCH, number=0, version=5, digest="w", path="p", trainer_epoch=1, low_seq=1)])
-        self.matching.restore(self.run.state, RecoveredDecisions(closed_episodes=self.told))
+        self.matching.restore(self.run.state, RecoveredDecisions(closed_episodes=self.closed))
         self.fates: dict[str, tuple[str, str]] = {}
         self.read(self.run.state.read_from[1])
 
     def commit(self, events: list[Any]) -> None:
-        self.told += self.matching.examples.closed.drain()
+        self.closed += self.matching.examples.closed.drain()
         self.entries.append(events)
         self.run.commit(events)
 
@@ -138,9 +138,7 @@ def again(leader: Leader, admissions: list[Admission]) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1)])
 @pytest.mark.parametrize("gamma", [0.5, 1.0])
-def test_turns_in_any_order_are_credited_as_served_ones_once_all_are_there(
-    order: tuple[int, ...], gamma: float
-) -> None:
+def test_turns_in_any_order_are_credited_like_served_ones(order: tuple[int, ...], gamma: float) -> None:
     leader = Leader(job(gamma=gamma), [])
     for place in order:
         assert leader.decide() == [], "turns are missing"
@@ -155,7 +153,7 @@ def test_turns_in_any_order_are_credited_as_served_ones_once_all_are_there(
 
 
 @pytest.mark.parametrize(("solved", "reward"), [(True, 1.0), (False, -1.0)])
-def test_an_episode_may_be_judged_by_yes_or_no(solved: bool, reward: float) -> None:
+def test_an_episode_may_have_a_boolean_reward(solved: bool, reward: float) -> None:
     metrics = {"solved": {"type": "boolean", "level": "episode", "default_value": not solved}}
     items = [turn(0, [1], [2]), turn(1, [1, 2, 3], [4], done=True, rewards={"solved": solved})]
     leader = Leader(job(gamma=0.5, metrics=metrics), items)
@@ -164,7 +162,7 @@ def test_an_episode_may_be_judged_by_yes_or_no(solved: bool, reward: float) -> N
     assert again(leader, admissions) == (2, [])
 
 
-def test_an_undeclared_reward_is_of_its_turn_and_counts_beside_what_is_declared() -> None:
+def test_an_undeclared_reward_counts_on_its_turn() -> None:
     metrics = {"solved": {"type": "boolean", "level": "episode"}}
     items = [
         turn(0, [1], [2], reward=0.5), turn(1, [1, 2, 3], [4], done=True, reward=-0.5, rewards={"solved": True})
@@ -177,7 +175,7 @@ def test_an_undeclared_reward_is_of_its_turn_and_counts_beside_what_is_declared(
     assert rewards(alone.decide()) == {"t0": 0.25, "t1": 0.5}
 
 
-def test_an_episode_without_an_end_is_over_when_it_rests() -> None:
+def test_an_episode_without_an_end_closes_when_idle() -> None:
     leader = Leader(job(idle_ttl_s=60.0), [replace(one, final=False) for one in talk()])
     assert leader.decide(59.0) == []
     assert rewards(leader.decide(61.0)) == {"t0 t1 t2": 0.5}
@@ -194,7 +192,7 @@ def test_an_episode_without_an_end_is_over_when_it_rests() -> None:
     assert rewards(aged.decide(91.0)) == {"t0 t1 t2": 0.5}
 
 
-def test_turns_without_a_number_are_in_the_order_in_which_they_came() -> None:
+def test_turns_without_a_number_are_ordered_by_arrival() -> None:
     items = [replace(one, turn=-1, received=NOW + place) for place, one in enumerate(talk())]
     leader = Leader(job(gamma=0.5), items[:2])
     assert leader.decide() == []
@@ -203,7 +201,7 @@ def test_turns_without_a_number_are_in_the_order_in_which_they_came() -> None:
 
 
 @pytest.mark.parametrize("another", [False, True])
-def test_a_turn_after_the_end_is_refused_whoever_leads(another: bool) -> None:
+def test_every_leader_refuses_a_turn_after_the_end(another: bool) -> None:
     leader = Leader(job(), talk())
     assert leader.decide()
     late = turn(3, [1, 2, 3, 4, 5, 6, 7], [8], done=True, reward=1.0)
@@ -219,8 +217,8 @@ def test_a_turn_after_the_end_is_refused_whoever_leads(another: bool) -> None:
 
 
 @pytest.mark.parametrize(("ended", "gap", "at"), [("done", 0, 0), ("idle", 0, 60), ("aged", 40, 90)])
-def test_what_was_refused_stays_refused_whoever_leads(ended: str, gap: float, at: float) -> None:
-    """A turn that came late adds nothing to an episode, also for a leader that reads all of its turns at once."""
+def test_every_leader_refuses_a_refused_episode(ended: str, gap: float, at: float) -> None:
+    """A late turn adds nothing to an episode, also for a leader that reads all of its turns at once."""
     config = job(idle_ttl_s=60.0, max_age_s=90.0)
     rated = [
         replace(one, received=NOW + gap * one.turn, final=one.final and ended == "done") for one in talk()
@@ -241,8 +239,8 @@ def test_what_was_refused_stays_refused_whoever_leads(ended: str, gap: float, at
     assert rewards(ready.decide(95.0)) == {"t0 t1 t2": 0.5}, "those that were there are decided at once"
 
 
-def test_a_turn_of_an_episode_that_was_refused_below_the_mark_is_late_whoever_leads() -> None:
-    """The mark moved on with another episode: neither the ledger nor what is read again knows of this one."""
+def test_every_leader_refuses_late_turns_below_the_mark() -> None:
+    """Another episode moved the mark on: neither the ledger nor the messages read again name this one."""
     unrated = [replace(one, body=one.body | {"reward": None}) for one in talk()]
     first = Leader(job(), unrated)
     assert first.decide() == []
@@ -258,7 +256,7 @@ def test_a_turn_of_an_episode_that_was_refused_below_the_mark_is_late_whoever_le
     assert third.fates["t4"] == ("rejected", "episode_over")
 
 
-def test_what_comes_in_one_message_or_is_revised_is_not_late() -> None:
+def test_turns_of_one_message_and_revisions_are_not_late() -> None:
     together = Leader(job(), [])
     for one in talk():
         together.tell(together.matching.on_feedback(1, replace(one, final=True), NOW))
@@ -268,7 +266,7 @@ def test_what_comes_in_one_message_or_is_revised_is_not_late() -> None:
     assert rewards(leader.decide(130.0)) == {"t0 t1 t2": 0.5}
 
 
-def test_an_episode_has_so_many_turns_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_episode_has_at_most_max_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(posted_episode, "MAX_TURNS", 2)
     items = [replace(one, final=False, body=one.body | {"reward": 0.5}) for one in talk()]
     first = Leader(job(idle_ttl_s=60.0), items)
@@ -290,7 +288,7 @@ def test_another_leader_decides_the_same() -> None:
     assert second.decide() == unbroken.decide()
 
 
-def test_what_is_not_trained_counts_by_credit_and_is_decided_with_the_rest() -> None:
+def test_untrained_turns_count_by_credit_and_are_decided_with_the_rest() -> None:
     items = talk()
     items[1] = replace(items[1], body=items[1].body | {"policy_version": 1, "reward": 0.25})  # stale
     leader = Leader(job(gamma=0.5, off_policy=None), items)
@@ -306,7 +304,7 @@ def test_what_is_not_trained_counts_by_credit_and_is_decided_with_the_rest() -> 
     assert refused.fates["t3"] == ("rejected", "episode_over")
 
 
-def test_an_episode_of_an_untrusted_key_is_refused_unread() -> None:
+def test_an_episode_of_an_untrusted_key_is_refused_without_its_tree() -> None:
     config = job(posted={}, off_policy=None)
     turns = {
         one.id: PostedTurn(FeedbackItem(seq, one), facts_of(one), tokens_of(one, config))
@@ -318,7 +316,7 @@ def test_an_episode_of_an_untrusted_key_is_refused_unread() -> None:
     assert episode._credit[1] is None
 
 
-def test_interleaved_agents_have_no_part_in_what_each_other_earned_and_weigh_as_one() -> None:
+def test_interleaved_agents_share_no_credit_and_weigh_as_one() -> None:
     agents = [
         turn(0, [1], [2]), turn(1, [7], [8]), turn(2, [1, 2, 3], [4], reward=1.0),
         turn(3, [7, 8, 9], [10], reward=-1.0, done=True),
@@ -338,7 +336,7 @@ def test_interleaved_agents_have_no_part_in_what_each_other_earned_and_weigh_as_
     assert again(Leader(job(), agents[:3]), admissions) == (0, []), "not all of it is there any more"
 
 
-def test_what_the_whole_earned_comes_to_the_end_of_each_branch() -> None:
+def test_the_reward_of_the_episode_reaches_the_end_of_each_branch() -> None:
     agents = [
         turn(0, [1], [2]),
         turn(1, [7], [8], reward=0.25),
@@ -371,7 +369,7 @@ def test_a_single_turn_is_decided_as_it_was_without_an_episode() -> None:
     assert apart.fates["t0"] == ("rejected", "no_reward")
 
 
-def test_what_is_revised_retracted_or_erased_is_settled_anew() -> None:
+def test_a_revision_retraction_or_deletion_settles_the_episode_again() -> None:
     leader = Leader(job(), talk())
     leader.tell(leader.matching.sweep(version=5, now=NOW + 1))
     assert leader.matching.examples.ready
@@ -388,7 +386,7 @@ def test_what_is_revised_retracted_or_erased_is_settled_anew() -> None:
     assert erased.matching.low_water()[1] == 2
 
 
-def test_a_turn_that_becomes_a_metric_is_no_turn_any_more() -> None:
+def test_a_turn_revised_to_a_metric_leaves_its_episode() -> None:
     served = off_policy.served("i1", key_id="k1")
     config = job(metrics={"reward": {"type": "float"}}, idle_ttl_s=60.0)
     leader = Leader(config, talk()[:2])
@@ -407,7 +405,7 @@ def test_a_turn_that_becomes_a_metric_is_no_turn_any_more() -> None:
     assert not (single.matching.examples.items or single.matching.examples.ready)
 
 
-def test_an_episode_of_which_somebody_does_not_want_to_be_trained_on_is_refused() -> None:
+def test_an_episode_with_an_objecting_user_is_refused() -> None:
     items = [replace(talk()[0], user="private"), *talk()[1:]]
     leader = Leader(job(), items)
     leader.matching._opted_out = lambda user: user == "private"
@@ -436,7 +434,7 @@ def test_an_episode_larger_than_the_pipeline_is_admitted_alone() -> None:
     assert rewards(alone.decide()) == {"t0": 0.125, "t1": 0.25, "t2": 0.5}
 
 
-def test_an_episode_is_admitted_whole_or_waits_for_what_its_owner_has_in_flight() -> None:
+def test_an_episode_is_admitted_whole_or_waits() -> None:
     config = job(gamma=0.5, max_share_per_key=0.25)
     assert config.max_draws * 0.25 == 2
     first, later = (
@@ -465,7 +463,7 @@ def test_an_episode_beyond_its_owners_share_trains_its_first_turns(share: str) -
     assert leader.matching.low_water()[1] == 3, "nothing is undecided"
 
 
-def test_a_conversation_of_text_that_exceeds_the_share_of_its_user_is_decided() -> None:
+def test_a_text_conversation_beyond_its_users_share_is_decided() -> None:
     config = larger(job(gamma=0.5, off_policy={"supervised": {"min_reward": 0.2}}), max_share_per_user=0.02)
     text: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "completion": {"content": "y"}}
     items = [
@@ -481,7 +479,7 @@ def test_a_conversation_of_text_that_exceeds_the_share_of_its_user_is_decided() 
     assert again(leader, admissions) == (1, [])
 
 
-def test_a_turn_that_is_left_out_changes_no_other() -> None:
+def test_an_excluded_turn_changes_no_other() -> None:
     fork = [turn(0, [1], [2]), turn(1, [1, 2, 3], [4], reward=0.5), turn(2, [1, 2, 5], [6], reward=0.5, done=True)]
     assert [one.share for one in Leader(job(), fork).decide()] == [1.0, 0.5, 0.5]
     leader = Leader(job(max_share_per_user=0.25), fork)

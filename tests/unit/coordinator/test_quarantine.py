@@ -1,4 +1,4 @@
-"""What is held back, what it takes to be unusual, and that a new leader holds the same."""
+"""Quarantine: which items are unusual and held, and that a new leader holds the same ones."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def decided(kind: Any, number: int) -> Feedback:
 
 
 class Reader:
-    """A quarantine, and what it passed on."""
+    """A quarantine, and the items that it passed on."""
 
     def __init__(self, state: LedgerState | None = None) -> None:
         self.passed: list[str] = []
@@ -64,10 +64,10 @@ class Reader:
         return []
 
     def read(self, *items: Feedback, start: int = 1) -> list[tuple[str, str]]:
-        """Fates of one message each."""
+        """Read messages; return the statuses of each."""
         found = []
         for seq, item in enumerate(items, start):
-            found += [(fate.status, fate.reason) for fate in self.quarantine.on_feedback(seq, item, NOW)]
+            found += [(status.status, status.reason) for status in self.quarantine.on_feedback(seq, item, NOW)]
         return found
 
 
@@ -79,7 +79,7 @@ def usual(count: int, *, seed: int = 0, metric: str = "rating") -> list[Feedback
 # -- rules -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_value_far_from_the_median_is_an_outlier_only_once_enough_is_known() -> None:
+def test_a_value_far_from_the_median_is_an_outlier_given_enough_values() -> None:
     outliers = Outliers(QuarantineConfig(min_items=10, window=50))
     values = [0.1, 0.12, 0.09, 0.11, 0.1, 0.13, 0.08, 0.1, 0.11]
     assert all(not outliers.judge("k", "m", value, 2.0) for value in values)
@@ -95,7 +95,7 @@ def test_equal_values_do_not_make_every_other_value_an_outlier() -> None:
     assert outliers.judge("k", "m", 0.9, 2.0) != ""
 
 
-def test_a_source_that_turns_round_is_held_until_it_comes_back() -> None:
+def test_a_drifting_source_is_held_until_it_returns() -> None:
     outliers = Outliers(QuarantineConfig(min_items=20, window=100))
     values = random.Random(1)
     for _ in range(100):
@@ -123,7 +123,7 @@ def test_a_steady_source_is_hardly_ever_held(share: float, seed: int) -> None:
     values=st.lists(st.sampled_from([-1.0, -0.5, 0.0, 0.1, 0.25, 2.0, 30.0]), min_size=1, max_size=60),
     size=st.integers(1, 20),
 )
-def test_a_window_says_what_its_values_say(values: list[float], size: int) -> None:
+def test_a_window_has_the_statistics_of_its_values(values: list[float], size: int) -> None:
     window = Window(size)
     for count, value in enumerate(values, 1):
         window.add(value)
@@ -136,8 +136,8 @@ def test_a_window_says_what_its_values_say(values: list[float], size: int) -> No
         assert window.deviation == pytest.approx(statistics.pstdev(newest), abs=1e-6)
 
 
-def test_a_wide_window_does_not_slow_down_what_is_judged() -> None:
-    """Values that are looked at, not seconds: one in a wide window costs hardly more than one in a narrow one."""
+def test_a_wide_window_is_as_fast_as_a_narrow_one() -> None:
+    """Counted are the values visited, not seconds: a wide window visits hardly more than a narrow one."""
     looked = 0
 
     class Value(float):
@@ -155,7 +155,7 @@ def test_a_wide_window_does_not_slow_down_what_is_judged() -> None:
     assert window.mad == pytest.approx(0.25, abs=0.03)
 
 
-def test_the_window_must_hold_what_is_asked_for() -> None:
+def test_the_window_must_be_as_large_as_min_items() -> None:
     with pytest.raises(ConfigError, match="do not fit in a window of 20"):
         QuarantineConfig.parse({"window": 20, "min_items": 30})
 
@@ -163,7 +163,7 @@ def test_the_window_must_hold_what_is_asked_for() -> None:
 # -- life of an item ---------------------------------------------------------------------------------------------------
 
 
-def test_an_outlier_is_held_and_nothing_follows_from_it() -> None:
+def test_a_held_outlier_has_no_effect() -> None:
     reader = Reader()
     assert reader.read(*usual(20)) == []
     ((status, reason),) = reader.read(said(50, 1.0), start=21)
@@ -175,13 +175,13 @@ def test_an_outlier_is_held_and_nothing_follows_from_it() -> None:
 
 
 @pytest.mark.parametrize(("metric", "is_held"), [("rating", True), ("reward", True), ("liked", False)])
-def test_what_counts_may_be_held_declared_or_not(metric: str, is_held: bool) -> None:
+def test_items_of_declared_and_undeclared_metrics_are_held(metric: str, is_held: bool) -> None:
     reader = Reader()
     assert reader.read(*usual(20, metric=metric)) == []
     assert bool(reader.read(said(50, 1.0, metric=metric), start=21)) is is_held
 
 
-def test_release_lets_it_count_and_drop_rejects_it() -> None:
+def test_a_released_item_counts_and_a_dropped_one_is_rejected() -> None:
     reader = Reader()
     reader.read(*usual(20), said(50, 1.0), said(51, 1.0))
     assert reader.read(decided("release", 50), start=30) == []
@@ -192,7 +192,7 @@ def test_release_lets_it_count_and_drop_rejects_it() -> None:
     assert name_of(51) not in reader.passed
 
 
-def test_a_retraction_or_a_revision_of_its_sender_ends_the_wait() -> None:
+def test_a_retraction_or_a_revision_ends_the_hold() -> None:
     reader = Reader()
     reader.read(*usual(20), said(50, 1.0), said(51, 1.0))
     assert reader.read(decided("retraction", 50), start=30) == []
@@ -203,30 +203,30 @@ def test_a_retraction_or_a_revision_of_its_sender_ends_the_wait() -> None:
     assert reader.quarantine.num_held == 0
 
 
-def test_what_was_taken_back_while_it_was_held_is_over_with_its_retraction() -> None:
+def test_an_item_retracted_while_held_is_retracted() -> None:
     matching = Matching(CONFIG)
     found, items = Quarantine(CONFIG, matching.on_feedback), [*usual(20), said(50, 1.0), decided("retraction", 50)]
-    fates = [fate for seq, item in enumerate(items, 1) for fate in found.on_feedback(seq, item, NOW)]
-    ends = {fate.feedback: (fate.status, fate.reason) for fate in fates}
+    fates = [status for seq, item in enumerate(items, 1) for status in found.on_feedback(seq, item, NOW)]
+    ends = {status.feedback: (status.status, status.reason) for status in fates}
     assert ends[name_of(50)] == ("retracted", "by retraction-50")
     assert ends["retraction-50"] == ("retracted", f"retracts {name_of(50)}")
     assert found.on_feedback(40, items[20], NOW) == [], "stored anew by a deletion"
     later = NOW + CONFIG.online.match_ttl_s + 1
-    expired = [fate.feedback for fate in matching.sweep(version=0, now=later) if fate.status == "expired"]
+    expired = [status.feedback for status in matching.sweep(version=0, now=later) if status.status == "expired"]
     assert sorted(expired) == [name_of(number) for number in range(20)], "the retraction does not wait for anything"
     assert matching.low_water()[1] == 40
 
 
-def test_what_nobody_looks_at_expires_and_the_end_of_the_job_rejects_the_rest() -> None:
+def test_held_items_expire_and_are_rejected_when_the_job_ends() -> None:
     reader = Reader()
     reader.read(*usual(20), said(50, 1.0), said(51, 1.0, received=NOW + 50))
-    told = reader.quarantine.sweep(NOW + 120)
-    assert [(fate.feedback, fate.reason) for fate in told] == [(name_of(50), "quarantine_expired")]
-    assert [fate.reason for fate in reader.quarantine.on_job_end(NOW + 130)] == ["job_ended"]
+    statuses = reader.quarantine.sweep(NOW + 120)
+    assert [(status.feedback, status.reason) for status in statuses] == [(name_of(50), "quarantine_expired")]
+    assert [status.reason for status in reader.quarantine.on_job_end(NOW + 130)] == ["job_ended"]
     assert reader.quarantine.num_held == 0
 
 
-def test_erased_feedback_is_not_held_any_more() -> None:
+def test_deleted_feedback_is_not_held_any_more() -> None:
     reader = Reader()
     reader.read(*usual(20), said(50, 1.0))
     reader.quarantine.on_erasure(Erasure(user="u", interactions=[], feedback=[name_of(50)], time=NOW))
@@ -234,11 +234,11 @@ def test_erased_feedback_is_not_held_any_more() -> None:
     assert name_of(50) not in reader.passed
 
 
-def test_the_older_half_gives_way() -> None:
+def test_the_older_half_is_rejected_for_space() -> None:
     reader = Reader()
     reader.read(*usual(20), said(50, 1.0), said(51, 1.0), said(52, 1.0))
-    told = reader.quarantine.reject_older_half(NOW)
-    assert [(fate.feedback, fate.status, fate.reason) for fate in told] == [
+    statuses = reader.quarantine.reject_older_half(NOW)
+    assert [(status.feedback, status.status, status.reason) for status in statuses] == [
         (name_of(number), "rejected", "quarantine_full") for number in (50, 51)
     ]
     assert reader.quarantine.lowest_seq == 23
@@ -246,8 +246,8 @@ def test_the_older_half_gives_way() -> None:
     assert reader.quarantine.reject_older_half(NOW) == []
 
 
-def test_what_was_released_counts_where_a_deletion_stored_it_anew() -> None:
-    """Its message held an item of somebody who wanted to be forgotten; a later leader reads the release first."""
+def test_a_released_item_counts_from_its_copy() -> None:
+    """Its message also held an item of a deleted user; a later leader reads the release first."""
     state = LedgerState()
     state.apply(Quarantined(writer_epoch=1, time=NOW, items={name_of(50): 21}))
     reader = Reader(state)
@@ -258,10 +258,10 @@ def test_what_was_released_counts_where_a_deletion_stored_it_anew() -> None:
     assert status == "quarantined", "another word of its sender is another item"
 
 
-def test_what_was_rejected_is_over_where_a_deletion_stored_it_anew() -> None:
+def test_a_rejected_item_does_not_count_from_its_copy() -> None:
     reader = Reader()
     reader.read(*usual(20), said(50, 1.0), said(51, 1.0), decided("drop", 50))
-    assert [fate.feedback for fate in reader.quarantine.sweep(NOW + 120)] == [name_of(51)]
+    assert [status.feedback for status in reader.quarantine.sweep(NOW + 120)] == [name_of(51)]
     assert reader.read(said(50, 1.0), said(51, 1.0), start=40) == []
     assert not {name_of(50), name_of(51)} & {*reader.passed}
     reader.read(said(50, 0.05, revision=1, received=NOW + 1), start=50)
@@ -277,8 +277,8 @@ def test_what_was_rejected_is_over_where_a_deletion_stored_it_anew() -> None:
     cut=st.integers(0, 60),
     low=st.integers(0, 60),
 )
-def test_a_new_leader_that_reads_from_the_mark_holds_the_same(values: list[float], cut: int, low: int) -> None:
-    """It learns from what lies below the mark, and reads again from there."""
+def test_a_new_leader_that_reads_from_the_mark_holds_the_same_items(values: list[float], cut: int, low: int) -> None:
+    """It learns from the messages below the mark, and reads again from there."""
     items = [said(number, value, key_id=f"k{number % 2}") for number, value in enumerate(values)]
     whole = Reader()
     fates = whole.read(*items)
@@ -293,18 +293,18 @@ def test_a_new_leader_that_reads_from_the_mark_holds_the_same(values: list[float
     assert len(again) == len(fates), "what lies below the mark is held by nobody"
 
 
-def test_what_the_ledger_says_is_held_whatever_is_known_of_its_source() -> None:
+def test_items_that_the_ledger_records_are_held() -> None:
     state = LedgerState()
     state.apply(Quarantined(writer_epoch=1, time=NOW, items={name_of(50): 21}))
     reader = Reader(state)
-    assert reader.read(said(50, 1.0), start=21) == [], "its fate was told before"
+    assert reader.read(said(50, 1.0), start=21) == [], "its status is published already"
     assert reader.quarantine.num_held == 1
     assert reader.read(decided("release", 50), start=30) == []
     assert reader.passed == [name_of(50)]
 
 
-def test_a_newer_word_that_was_let_through_is_let_through_by_a_new_leader() -> None:
-    """Nobody would see it: its newest fate is not that it is held."""
+def test_a_revision_that_passed_passes_for_a_new_leader() -> None:
+    """Otherwise no user would see it: its newest status is not that it is held."""
     state = LedgerState()
     state.apply(Quarantined(writer_epoch=1, time=NOW, items={name_of(50): 21}))
     reader = Reader(state)
@@ -314,7 +314,7 @@ def test_a_newer_word_that_was_let_through_is_let_through_by_a_new_leader() -> N
     assert reader.quarantine.num_held == 0, "the word before, which a deletion stored anew"
 
 
-def test_what_is_held_and_was_stored_anew_is_no_newer_for_that() -> None:
+def test_a_copy_of_a_held_item_is_not_newer() -> None:
     passed: list[tuple[int, int]] = []
 
     def take(seq: int, item: Feedback, now: float) -> list[Fate]:
@@ -329,7 +329,7 @@ def test_what_is_held_and_was_stored_anew_is_no_newer_for_that() -> None:
     assert passed[-1] == (40, 21), "where it is now, and where it was said"
 
 
-def test_what_is_held_is_found_where_a_deletion_stored_it_anew() -> None:
+def test_a_held_item_is_found_at_its_copy() -> None:
     reader, run = Reader(), JobRun(CONFIG, LedgerState(), num_ordinals=None, writer_epoch=1)
     reader.read(*usual(20), said(50, 1.0))
     draft = Draft(run, run.state, NOW)

@@ -1,4 +1,4 @@
-"""Answers to the same task that come into one batch are compared with each other."""
+"""Baselines from siblings: answers to one task in one batch are compared with each other."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ tracked, learning = load("test_tracked_values"), load("test_online_learning")
 
 
 def book(*members: tuple[Any, ...], **baseline: Any) -> tuple[Any, list[Draw]]:
-    """A ledger in which answers of these groups, rewards and origins were admitted."""
+    """Build a ledger that has admitted answers with these groups, rewards and origins."""
     found = tracked.Book(tracked.job(siblings=True, **baseline))
     found.add(Drawn(writer_epoch=1, time=0, start=0, stop=len(members), min_version=0, deadline=0))
     admissions = [
@@ -46,19 +46,19 @@ def book(*members: tuple[Any, ...], **baseline: Any) -> tuple[Any, list[Draw]]:
 
 
 @pytest.mark.parametrize(("rewards", "means"), [([1.0, 0.0], [0.0, 1.0]), ([1.0, 2.0, 6.0], [4.0, 3.5, 1.5])])
-def test_the_mean_of_the_others(rewards: list[float], means: list[float]) -> None:
+def test_the_baseline_is_the_mean_of_the_siblings(rewards: list[float], means: list[float]) -> None:
     assert [mean_without(rewards, [reward]) for reward in rewards] == means
     assert mean_without(rewards, rewards) is None
 
 
-def test_it_does_not_depend_on_the_order() -> None:
+def test_the_baseline_does_not_depend_on_the_order() -> None:
     rewards = [0.1, 0.7, -0.3, 1e-9]
     expected = {reward: mean_without(rewards, [reward]) for reward in rewards}
     for order in permutations(rewards):
         assert {reward: mean_without(order, [reward]) for reward in order} == expected
 
 
-def test_siblings_of_a_batch_are_compared_and_who_is_alone_has_the_tracked_value() -> None:
+def test_siblings_are_compared_and_single_answers_use_the_tracked_value() -> None:
     found, draws = book(("a", 1.0), ("b", 0.5), ("a", 0.0), ("", 0.25), ("", -0.25), ("a", 0.5), value=0.125)
     baselines, tracking = baselines_of(found.config, found.state, draws)
     assert [baselines[draw] for draw in draws] == [0.25, 0.125, 0.75, 0.125, 0.125, 0.5]
@@ -79,7 +79,7 @@ def test_turns_of_one_episode_are_compared_with_other_episodes_only() -> None:
     assert [baselines[draw] for draw in draws] == [0.25, -0.375, 0.375, 0.5 / 3], "choices of one request are samples"
 
 
-def test_an_admission_says_of_which_episode_it_is() -> None:
+def test_an_admission_names_its_episode() -> None:
     turn = Turn(1, learning.interaction("i1", tags={"group_id": "g"}, request="r1", episode="talk", key_id="k1"))
     trajectory = Trajectory((turn,), 0.5, "feedback", {})
     draft: Any = SimpleNamespace(state=LedgerState(), now=0.0)
@@ -89,7 +89,7 @@ def test_an_admission_says_of_which_episode_it_is() -> None:
     assert admission_of(tracked.job(), draft, 0, trajectory, 5).origin == []
 
 
-def test_an_audit_knows_the_baselines_of_siblings() -> None:
+def test_an_audit_checks_the_baselines_of_siblings() -> None:
     found, draws = book(("a", 1.0), ("a", 0.0))
     before = found.state
     found.seal(draws)
@@ -101,7 +101,7 @@ def test_an_audit_knows_the_baselines_of_siblings() -> None:
     assert flaws_of_baselines(found.config, fresh.state, wrong)
 
 
-def test_what_answers_have_in_common() -> None:
+def test_siblings_share_a_request_or_a_tag() -> None:
     config, without = tracked.job(siblings=True), tracked.job()
     choices = [learning.interaction(name, request="r1", index=place) for place, name in enumerate(("c0", "c1"))]
     assert {siblings_of(config, one) for one in choices} == {"r1"}

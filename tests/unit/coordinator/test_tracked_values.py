@@ -1,4 +1,4 @@
-"""Tracked values of kinds of prompts: decided with each batch, from the ledger alone."""
+"""Tracked values of buckets: computed with each batch, from the ledger alone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def job(**baseline: Any) -> OnlineJob:
 
 
 class Book:
-    """A ledger that is written event by event."""
+    """A ledger written event by event."""
 
     def __init__(self, config: OnlineJob) -> None:
         self.config, self.state, self.events = config, LedgerState(), list[Event]()
@@ -88,7 +88,7 @@ class Book:
         )  # fmt: skip
 
 
-def test_a_kind_is_judged_by_its_own_past_and_a_new_one_by_that_of_all() -> None:
+def test_a_bucket_uses_its_own_past_and_a_new_one_that_of_all() -> None:
     book = Book(job())
     first = book.seal(book.admit(("code", 1.0), ("code", 1.0), ("", -1.0)))
     assert set(first.values()) == {0.0}, "nothing is known yet"
@@ -114,7 +114,7 @@ def test_a_batch_sealed_ahead_counts_the_one_before_it_once() -> None:
     assert book.state.values["code"] == (0.5 * 2.0, 0.5 * 2 + 1)
 
 
-def test_a_batch_that_is_refused_beneath_another_one_leaves_nothing_in_its_values() -> None:
+def test_a_refused_batch_leaves_no_trace_in_later_values() -> None:
     book, apart = Book(job()), Book(job())
     one, two = book.admit(("code", 1.0), ("code", 1.0)), book.admit(("code", -1.0))
     book.seal(one)
@@ -134,7 +134,7 @@ def test_a_batch_that_is_refused_beneath_another_one_leaves_nothing_in_its_value
     assert book.state.values == apart.state.values
 
 
-def test_a_fork_takes_the_rewards_of_what_it_rolls_back_out() -> None:
+def test_a_fork_removes_the_rewards_of_rolled_back_batches() -> None:
     book = Book(job())
     for reward in (1.0, -1.0):
         book.seal(book.admit(("code", reward), ("chat", reward)))
@@ -170,7 +170,7 @@ def test_every_leader_and_every_audit_finds_the_same_values(batches: list[list[t
     assert state.values == book.state.values
 
 
-def test_kinds_are_declared_and_what_is_not_counts_for_all() -> None:
+def test_undeclared_kinds_share_one_bucket() -> None:
     assert bucket_of(job(), {"task": "code"}) == "code"
     assert bucket_of(job(), {"task": "poetry"}) == ""
     assert bucket_of(job(tag=None, buckets=[]), {"task": "code"}) == ""
@@ -178,7 +178,7 @@ def test_kinds_are_declared_and_what_is_not_counts_for_all() -> None:
         job(buckets=[])
 
 
-def test_values_are_tracked_in_online_jobs_alone() -> None:
+def test_only_online_jobs_track_values() -> None:
     spec = {
         "name": "tiny", "model": {"config": {}, "tokenizer": "char"}, "data": {"train": {"type": "addition"}},
         "reward": {"scorers": [{"type": "exact"}]}, "algorithm": {"type": "reinforce_pp", "baseline": {}},

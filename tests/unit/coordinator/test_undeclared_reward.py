@@ -1,4 +1,4 @@
-"""Beside declared metrics `reward` counts where it is said and nobody waits for it; what nothing counts is not said."""
+"""The undeclared metric `reward`: it counts without being awaited, and values of unknown metrics do not count."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rewarded(value: float = 1.0, name: str = "r1", **changes: Any) -> Feedback:
 
 
 def trained(items: list[Feedback], **online: Any) -> list[tuple[list[str], float, str]]:
-    """Turns, return and reason of each trajectory of an episode of two turns that is over."""
+    """Return turns, return and reason of each trajectory of a closed episode with two turns."""
     matching, _ = settled(turns(), [*items, END], **online)
     matching.sweep(version=6, now=NOW + 6)
     return [
@@ -59,7 +59,7 @@ def test_which_metrics_count() -> None:
     assert OnlineConfig.parse({"metrics": {}}) == OnlineConfig()
 
 
-def test_a_reward_counts_beside_what_is_declared_and_is_not_waited_for() -> None:
+def test_a_reward_counts_beside_declared_metrics_and_is_not_awaited() -> None:
     assert table() == ("train", "feedback", 0.5), "nobody waits for it"
     assert table(items=[said(), rewarded(0.25)]) == ("train", "feedback", 0.75)
     assert table(items=[rewarded()])[:2] == ("wait", "feedback"), "for what is declared"
@@ -72,17 +72,17 @@ def test_a_reward_counts_beside_what_is_declared_and_is_not_waited_for() -> None
     assert table(items=both, closed=True)[2] == 0.375, "the newest word of each source"
 
 
-def test_without_a_declaration_it_is_all_that_is_waited_for() -> None:
+def test_without_declared_metrics_the_reward_is_awaited() -> None:
     assert table(job=job(metrics={}), items=[]) == ("wait", "feedback", 0.0)
     assert table(job=job(metrics={}), items=[rewarded()]) == ("train", "feedback", 1.0)
 
 
-def test_a_value_that_cannot_be_meant_is_refused_as_that_of_any_metric() -> None:
+def test_a_value_out_of_range_is_refused() -> None:
     (fate,) = Matching(job()).on_feedback(1, rewarded(11.0), NOW)
     assert (fate.status, fate.reason) == ("rejected", "out_of_range")
 
 
-def test_what_no_reward_counts_says_nothing() -> None:
+def test_unknown_metrics_do_not_count() -> None:
     liked = said("l1", 1.0, metric="liked", key_id="stranger")
     assert table(items=[liked], closed=True) == ("reject", "no_feedback", 0.0)
     defaults = job(metrics={"rating": {"type": "float", "default_after_s": 1.0}})
@@ -91,7 +91,7 @@ def test_what_no_reward_counts_says_nothing() -> None:
     assert matching.ready["i1"][0].judges == ("judge", "k1")
 
 
-def test_its_mean_is_told() -> None:
+def test_the_funnel_has_the_mean_reward() -> None:
     funnel = Funnel(job())
     for item in (rewarded(0.5), rewarded(-1.0, "r2"), rewarded(99.0, "r3"), said("l1", 1.0, metric="liked")):
         funnel.on_feedback(item)
@@ -117,12 +117,12 @@ def test_its_mean_is_told() -> None:
         ([], []),
     ],
 )
-def test_it_judges_what_its_feedback_names(items: list[Feedback], expected: list[Any]) -> None:
+def test_the_reward_judges_its_target(items: list[Feedback], expected: list[Any]) -> None:
     assert trained(items, gamma=0.5) == expected
 
 
-def test_of_an_episode_it_goes_to_the_end_of_every_branch() -> None:
-    """Two conversations of one episode, one after the other's first turn."""
+def test_the_reward_of_an_episode_reaches_the_end_of_every_branch() -> None:
+    """The episode has two conversations, one beginning after the first turn of the other."""
     first, other = turns(rendered_anew=True)
     second = interaction("i3", at=NOW + 6, episode=EPISODE, alone=False, prompt_ids=[7, 8, 1, 2, 30], version=6)
     matching, _ = settled([first, other, second], [rewarded(0.5, episode=EPISODE), END])
@@ -131,14 +131,14 @@ def test_of_an_episode_it_goes_to_the_end_of_every_branch() -> None:
     assert found == {"i1": 0.5, "i2": 0.5, "i3": 0.5}
 
 
-def test_a_metric_of_an_episode_is_of_the_whole_whatever_turn_is_named() -> None:
+def test_a_metric_of_level_episode_ignores_turn_numbers() -> None:
     item = said("f1", True, episode=EPISODE, metric="solved", turn=0)
     found = [(["i1"], 0.5, "credit"), (["i2"], 1.0, "feedback")]
     assert trained([item], metrics=learning.SOLVED, gamma=0.5) == found
     assert trained([replace(item, turn=-1)], metrics=learning.SOLVED, gamma=0.5) == found
 
 
-def test_where_turns_count_by_themselves_it_is_about_the_newest() -> None:
+def test_without_credit_the_reward_is_on_the_newest_turn() -> None:
     matching, _ = settled(turns(), [], gamma=0.0, idle_ttl_s=60.0)
     matching.on_feedback(1, rewarded(episode=EPISODE), NOW)
     matching.sweep(version=6, now=NOW + 66)

@@ -1,4 +1,4 @@
-"""The trainer on what live interactions become: groups of one, short batches, turns with masked text between them."""
+"""Training on live data: groups of one, short batches, turns with masked context."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def probability(learner: Learner, prompt_ids: list[int], token: int) -> float:
         return float(learner.model(torch.tensor([prompt_ids])).logits[0, -1].softmax(-1)[token])
 
 
-def test_groups_of_one_learn_what_was_liked_from_a_batch_that_is_not_full() -> None:
+def test_groups_of_one_learn_from_a_batch_that_is_not_full() -> None:
     learner = Learner(CONFIG)
     before = probability(learner, [10, 11], 20), probability(learner, [10, 11], 21)
     liked, disliked = turn([10, 11], [20]), turn([10, 11], [21])
@@ -77,7 +77,7 @@ def test_equal_rewards_teach_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_what_the_policy_was_told_between_turns_is_read_but_not_learnt() -> None:
+def test_context_between_turns_is_read_but_not_trained() -> None:
     told, plain = Learner(CONFIG), Learner(CONFIG)
     first, second = turn([10, 11], [20]), turn([10, 11, 20, 30, 31], [21])
     other = [turn([10, 11], [22])]

@@ -1,4 +1,4 @@
-"""Answers to imitate and to prefer beside the policy loss: gradients, denominators, ranks, replay, what is learnt."""
+"""Imitation and preferences beside the policy loss: gradients, denominators, ranks, replay."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def weights_of(learner: Learner) -> Weights:
 
 
 def logprobs(learner: Learner, group: Group, index: int = 0) -> torch.Tensor:
-    """Of one answer's tokens."""
+    """Return the log-probs of one answer's tokens."""
     answer = group.token_ids[group.cu_seqlens[index] : group.cu_seqlens[index + 1]]
     tokens = torch.tensor([[*group.prompt_ids.tolist(), *answer.tolist()]])
     with torch.no_grad():
@@ -126,7 +126,7 @@ def test_gradients_add_up() -> None:
     assert any(value.abs().max() > 1e-4 for value in pairs.values())
 
 
-def test_the_policy_loss_is_the_same_to_the_bit_where_there_is_nothing_else() -> None:
+def test_the_policy_loss_alone_is_bit_identical() -> None:
     asked, plain = trained(POLICY, updates=2)[0], trained(POLICY, updates=2, online={"off_policy": None})[0]
     for (name, one), (_, other) in zip(asked.weights(), plain.weights(), strict=True):
         assert torch.equal(one, other), name
@@ -179,7 +179,7 @@ def test_the_reference_of_preferences_is_the_policy_at_version_0() -> None:
 # -- assumed samplers --------------------------------------------------------------------------------------------------
 
 
-def test_what_is_assumed_begins_with_a_ratio_of_1_and_weighs_less() -> None:
+def test_assumed_samples_begin_with_a_ratio_of_1_and_weigh_less() -> None:
     steps = {"train": {"epochs": 2}, "online": {"posted": {"assumed_weight": 1.0}}}
     fresh = Learner(config(**steps))
     exact = [replace(group, logprobs=logprobs(fresh, group).numpy()) for group in POLICY]
@@ -195,7 +195,7 @@ def test_what_is_assumed_begins_with_a_ratio_of_1_and_weighs_less() -> None:
         assert torch.allclose(found, 0.5 * full[name], atol=1e-7), name
 
 
-def test_what_a_new_source_judged_weighs_less() -> None:
+def test_trajectories_judged_by_a_new_source_weigh_less() -> None:
     shard = BatchShard.whole(POLICY)
     full, half, none = Learner(config()), Learner(config()), Learner(config())
     full.update(shard, update_index=0)
@@ -234,7 +234,7 @@ CASES: dict[str, list[Group]] = {
 
 
 def run(collective: Collective, backend: str) -> dict[str, tuple[dict[str, float], Weights]]:
-    """Every case on the groups of this rank."""
+    """Run every case on the groups of this rank."""
     found = {}
     for name, groups in CASES.items():
         job = config(backend={"type": backend}, train={"minibatches": 2, "max_tokens_per_microbatch": 16})
@@ -256,7 +256,7 @@ def run_rank(world: World) -> dict[str, tuple[dict[str, float], Weights]]:
 @pytest.mark.timeout(300)
 def test_the_number_of_ranks_changes_nothing_but_rounding(ranks: Any) -> None:
     alone = run(Alone(), "local")
-    for found in ranks.run(3, run_rank):  # more than some batches have groups: ranks may be idle
+    for found in ranks.run(3, run_rank):  # more ranks than some batches have groups, so some are idle
         for name, (metrics, weights) in found.items():
             expected, own = alone[name]
             assert metrics.keys() == expected.keys(), name

@@ -1,4 +1,4 @@
-"""Which of several words counts, and what is told of one that comes too late."""
+"""Revisions and retractions: which one counts, and the status of a late one."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def reward_of(matching: Matching) -> float:
     return matching.ready["i1"][0].reward
 
 
-def test_of_two_words_of_a_source_the_one_counts_that_is_later_in_the_stream() -> None:
-    """Whatever the clocks of the coordinators say that took them, and whoever reads them when."""
+def test_the_item_that_is_later_in_the_stream_counts() -> None:
+    """The clocks of the coordinators that took the items do not matter, nor when a leader reads them."""
     ahead, behind = said("f1", 0.25, received=NOW + 60), said("f2", -0.5, received=NOW - 60)
     for answer_first in (True, False):
         for key in ("k1", "k2"):
@@ -41,7 +41,7 @@ def test_of_two_words_of_a_source_the_one_counts_that_is_later_in_the_stream() -
             assert matching.ready["i1"][0].key_id == key
 
 
-def test_a_deletion_that_stores_a_word_anew_makes_it_no_newer() -> None:
+def test_a_copy_left_by_a_deletion_is_not_newer() -> None:
     first, second = said("f1", 0.25), said("f2", -0.5)
     moved = replace(first, seq=3)
     leader, heir = Matching(job()), Matching(job())
@@ -50,7 +50,7 @@ def test_a_deletion_that_stores_a_word_anew_makes_it_no_newer() -> None:
     leader.on_feedback(3, first, NOW)
     for matching in (leader, heir):
         matching.on_feedback(4, second, NOW)
-        matching.on_feedback(9, moved, NOW)  # the heir finds nothing else of it
+        matching.on_feedback(9, moved, NOW)  # the next leader finds no other trace of it
         assert reward_of(matching) == -0.5
         assert {name: item.seq for name, item in matching.ready["i1"][0].feedback.items()} == {"f1": 9, "f2": 4}
 
@@ -62,7 +62,7 @@ def test_a_deletion_that_stores_a_word_anew_makes_it_no_newer() -> None:
         ("retracted", "already_retracted"),
     ],
 )  # fmt: skip
-def test_a_retraction_that_comes_too_late_says_what_it_found(end: str, reason: str) -> None:
+def test_a_late_retraction_names_the_status_of_its_item(end: str, reason: str) -> None:
     matching = Matching(job())
     if end == "admitted":
         matching.restore(LedgerState(used={"f1": 3}))

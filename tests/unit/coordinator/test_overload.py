@@ -1,4 +1,4 @@
-"""A flood of one key costs nobody else a place, and nobody memory."""
+"""Overload: a flood of one key takes no place of another key, and no memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.services.coordinator.online.matching import max_ready, overload_victims
 
 
-def test_the_oldest_of_the_heaviest_go() -> None:
+def test_the_oldest_names_of_the_largest_owner_are_dropped() -> None:
     waiting = [("hostile" if n % 10 else "honest", f"i{n}") for n in range(200)]
     assert overload_victims(waiting, 200) == []
     gone = overload_victims(waiting, 100)
@@ -20,7 +20,7 @@ def test_the_oldest_of_the_heaviest_go() -> None:
 
 
 @given(st.lists(st.sampled_from("aaaabbc"), max_size=80), st.integers(1, 40))
-def test_it_ends_below_the_bound_and_who_has_little_keeps_it(owners: list[str], most: int) -> None:
+def test_relief_ends_below_the_limit_and_spares_small_owners(owners: list[str], most: int) -> None:
     waiting = [(owner, f"{owner}{n}") for n, owner in enumerate(owners)]
     before = Counter(owners)
     for _ in range(80):

@@ -1,4 +1,4 @@
-"""What posted material takes in memory and in the stream until it is decided: little, and a bounded share for a key."""
+"""Memory and stream space of undecided examples: small, and bounded for each API key."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ posted: Any = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(posted)
 job, turn, NOW = posted.job, posted.turn, posted.NOW
 LONGEST = 16 + 4
-"""Of a prompt and an answer, in tokens."""
+"""Longest prompt and answer, in tokens."""
 
 
 def held(matching: Matching) -> int:
-    """Bytes of tokens that wait with turns of posted episodes."""
+    """Return the bytes of tokens held with turns of posted episodes."""
     episodes = matching.examples._episodes.values()
     return sum(one.tokens.nbytes for episode in episodes for one in episode.turns.values())
 
 
-def test_no_tokens_wait_of_a_key_from_which_nothing_is_learnt() -> None:
+def test_tokens_of_an_untrusted_key_are_not_held() -> None:
     one = turn(0, [1] * 10, [2, 3])
     assert tokens_of(one, job(posted={}, off_policy=None)).nbytes == 0
     assert tokens_of(one, job(off_policy=None)).nbytes == 4 * (10 + 12)
@@ -39,7 +39,7 @@ def test_no_tokens_wait_of_a_key_from_which_nothing_is_learnt() -> None:
 
 
 @pytest.mark.parametrize("size", [LONGEST + 1, 100_000])
-def test_of_a_turn_that_is_too_long_only_as_much_waits_as_of_the_longest(size: int) -> None:
+def test_a_turn_that_is_too_long_is_held_cut(size: int) -> None:
     for one in (turn(0, [1] * size, [2]), turn(0, [1], [2] * size), turn(0, [1] * size, [2] * size)):
         matching = Matching(job())
         matching.on_feedback(1, one, NOW)
@@ -47,7 +47,7 @@ def test_of_a_turn_that_is_too_long_only_as_much_waits_as_of_the_longest(size: i
 
 
 def test_turns_that_are_too_long_stay_in_their_conversation() -> None:
-    """Their rewards are credited, though nothing is learnt from them: not to the agent that works beside them."""
+    """Their rewards are credited, though they are not trained; the agent beside them gets none."""
     first, other = list(range(1, 15)), list(range(101, 115))
     turns = [
         turn(0, first, [20]),
@@ -59,7 +59,7 @@ def test_turns_that_are_too_long_stay_in_their_conversation() -> None:
     assert turn_tree([tokens_of(one, job()) for one in turns]).parents == (-1, -1, 0, 1, 2)
 
 
-def test_a_key_has_a_share_of_the_stream_and_its_oldest_items_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_above_its_share_of_the_stream_loses_its_oldest_items(monkeypatch: pytest.MonkeyPatch) -> None:
     found = KeyQuota()
     found.max_bytes = 8000
     for name in "abcd":
@@ -99,7 +99,7 @@ def test_all_keys_together_have_half_of_the_stream() -> None:
     assert KeyQuota().older_half() == []
 
 
-def test_beside_a_flood_of_one_key_those_of_others_stay() -> None:
+def test_a_flood_of_one_key_evicts_no_other_key() -> None:
     matching = Matching(job(posted={}, off_policy={"supervised": {}}))
     matching.examples.quota.max_bytes = 80_000
     fates: dict[str, tuple[str, str]] = {}

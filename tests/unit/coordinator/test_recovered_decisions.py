@@ -1,4 +1,4 @@
-"""What gave way for lack of room, or was refused, stays so whoever leads: the newest of what was told counts."""
+"""Recovered decisions: items rejected for lack of room stay rejected for the next leader."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Facts = list[Interaction | Feedback]
 
 
 def read(found: Matching, facts: Facts) -> list[Fate]:
-    """Facts in both streams, each of its sequence there."""
+    """Read the facts of both streams, each with its sequence there."""
     fates: list[Fate] = []
     for kind in (Interaction, Feedback):
         for seq, fact in enumerate((one for one in facts if isinstance(one, kind)), 1):
@@ -56,7 +56,7 @@ def read(found: Matching, facts: Facts) -> list[Fate]:
     return fates + found.sweep(version=0, now=NOW)
 
 
-def test_what_gave_way_for_a_full_stream_is_not_taken_by_the_next_leader() -> None:
+def test_items_rejected_for_a_full_stream_stay_rejected() -> None:
     facts: Facts = [served("i1"), said("f1", "i1"), said("f2", "i2")]
     leader = Matching(job())
     fates = read(leader, facts)
@@ -70,7 +70,7 @@ def test_what_gave_way_for_a_full_stream_is_not_taken_by_the_next_leader() -> No
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_an_episode_that_was_one_too_many_stays_refused(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_episode_refused_for_overload_stays_refused(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     facts: Facts = [served("i1", alone=alone), said("f1", "i1", final=True), said("f2", "", episode=EPISODE)]
     leader = Matching(job(gamma=1.0))
     with monkeypatch.context() as patch:
@@ -90,7 +90,7 @@ def test_an_episode_that_was_one_too_many_stays_refused(alone: bool, monkeypatch
         assert [one.reason for one in successor.refused_interactions.drain()] == ["episode_over"]
 
 
-def test_only_what_came_last_of_an_item_and_first_of_an_answer_is_recalled() -> None:
+def test_the_last_status_of_an_item_and_the_first_of_an_answer_count() -> None:
     fates = [
         feedback_status("again", "rejected", "quarantine_full", 1.0), feedback_status("again", "matched", "", 2.0),
         feedback_status("dropped", "rejected", "lost", 2.0, ordinal=3),
@@ -111,20 +111,22 @@ def test_only_what_came_last_of_an_item_and_first_of_an_answer_is_recalled() -> 
     ]
     fates += [
         Fate(feedback="learnt", status="trained", time=1.0),
-        Fate(feedback="learnt", status="rejected", reason="too_late", revision=2, time=2.0),  # of its revision alone
+        Fate(
+            feedback="learnt", status="rejected", reason="too_late", revision=2, time=2.0
+        ),  # the status concerns its revision alone
         Fate(feedback="long-ago", status="rejected", reason="too_late", revision=1, time=2.0),
     ]
-    told = RecoveredDecisions.of(fates, refused)
+    recovered = RecoveredDecisions.of(fates, refused)
     items = {
         "dropped": "admitted", "taken-back": "retracted", "r": "retracted", "nowhere": "expired", "learnt": "admitted",
         "long-ago": "admitted",
     }  # fmt: skip
-    assert told == RecoveredDecisions([], items, {"i1": "stale", "whole": "too_many_waiting"}, {"held": 5.0})
+    assert recovered == RecoveredDecisions([], items, {"i1": "stale", "whole": "too_many_waiting"}, {"held": 5.0})
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_a_late_word_of_what_was_trained_is_late_whoever_leads(is_known: bool) -> None:
-    """A checkpoint is behind it and the mark has passed it: the ledger does not name it any more."""
+def test_a_late_revision_of_trained_feedback_is_late_for_every_leader(is_known: bool) -> None:
+    """A checkpoint lies behind it and the mark has passed it, so the ledger does not name it any more."""
     item = said("f1", "i1")
     fates = [Fate(feedback="f1", status="trained", ordinal=3, batch=1, version=1, time=NOW)] if is_known else []
     fates.append(feedback_status("f1", "rejected", "too_late", NOW, revision=1))
@@ -136,7 +138,7 @@ def test_a_late_word_of_what_was_trained_is_late_whoever_leads(is_known: bool) -
     assert [one.reason for one in successor.on_feedback(9, retraction, NOW)] == ["late_after_training"]
 
 
-def test_what_was_taken_back_stays_so_with_what_takes_it_back() -> None:
+def test_a_retracted_item_and_its_retraction_stay_retracted() -> None:
     retraction = said("r1", "", kind="retraction", body={"feedback": "f1"}, metric="", value=None)
     fates = read(Matching(job()), [said("f1", "i1"), retraction])
     assert {one.feedback: one.status for one in fates} == {"f1": "retracted", "r1": "retracted"}
@@ -146,7 +148,7 @@ def test_what_was_taken_back_stays_so_with_what_takes_it_back() -> None:
     assert len(successor.unmatched) == 0
 
 
-def test_what_the_quarantine_let_go_is_not_held_again_but_its_revision_counts() -> None:
+def test_a_revision_of_an_item_that_quarantine_rejected_counts() -> None:
     passed: list[int] = []
 
     def take(seq: int, item: Feedback, now: float) -> list[Fate]:
@@ -163,7 +165,7 @@ def test_what_the_quarantine_let_go_is_not_held_again_but_its_revision_counts() 
     assert passed == [2]
 
 
-def test_a_retraction_of_what_never_comes_expires_and_the_mark_moves_on() -> None:
+def test_a_retraction_without_an_item_expires() -> None:
     found, wait = Matching(job()), job().online.match_ttl_s
     retraction = said("r1", "", kind="retraction", body={"feedback": "never"}, metric="", value=None)
     assert [(one.feedback, one.status) for one in found.on_feedback(3, retraction, NOW)] == [("r1", "retracted")]
