@@ -1,13 +1,15 @@
-"""Checkpoints as people see them: what the ledger says exists, joined with the files on this host.
+"""Checkpoints of a job: those that the ledger names, joined with the files on this host.
 
 A checkpoint directory holds ``COMMIT`` (sha256 of the manifest), ``manifest.json`` (size and sha256 of each file) and
-those files; the trainer writes it, and nothing that the manifest does not name can be read through here.
+those files. The trainer writes it; readers here find only files that the manifest names.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from penstock.shared.errors import ConfigError, Conflict, NotFound
 from penstock.shared.protocol.events import Checkpointed
 
 __all__ = [
+    "Artifacts",
     "StoredCheckpoint",
     "StoredFile",
     "checkpoint_row",
@@ -34,6 +37,7 @@ WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 MANIFEST, COMMIT = "manifest.json", "COMMIT"
 MAX_DIGITS = 18
 """Digits of the largest number that a checkpoint can have."""
+_SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 class StoredFile(msgspec.Struct, frozen=True):
@@ -56,15 +60,15 @@ class StoredCheckpoint:
 
 
 def checkpoint_rows(state: LedgerState, data_dir: Path) -> list[dict[str, Any]]:
-    """Every checkpoint of the present lineage, oldest first. Reads the disk: call it in a thread."""
+    """Return every checkpoint of the present lineage, oldest first. Reads the disk: call it in a thread."""
     return [checkpoint_row(state, data_dir, number) for number in sorted(state.checkpoints)]
 
 
 def checkpoint_row(state: LedgerState, data_dir: Path, number: int) -> dict[str, Any]:
-    """One checkpoint. ``available``: its files are on this host; without them ``files`` is empty.
+    """Return one checkpoint. ``available``: its files are on this host; without them ``files`` is empty.
 
     Raises:
-        NotFound: the ledger knows no such checkpoint.
+        NotFound: the ledger has no such checkpoint.
     """
     event = _event(state, number)
     path = checkpoint_path(data_dir, event.path)
@@ -89,7 +93,7 @@ def checkpoint_row(state: LedgerState, data_dir: Path, number: int) -> dict[str,
 
 
 def choose_checkpoint(state: LedgerState, name: str) -> Checkpointed:
-    """The checkpoint that people call ``name``: a batch number, `initial`, `newest`, `final` or `best`.
+    """Resolve the name of a checkpoint: a batch number, `initial`, `newest`, `final` or `best`.
 
     Raises:
         ConfigError: not such a name.
@@ -108,7 +112,7 @@ def choose_checkpoint(state: LedgerState, name: str) -> Checkpointed:
 
 
 def find_file(state: LedgerState, data_dir: Path, number: int, name: str) -> tuple[Path, StoredFile]:
-    """Where a file of a checkpoint lies. Only names of its manifest, and the manifest itself, are found.
+    """Return the path of a checkpoint's file. Only the manifest and the names in it are found.
 
     Raises:
         NotFound: no such checkpoint or file.
@@ -135,7 +139,7 @@ def _event(state: LedgerState, number: int) -> Checkpointed:
 
 
 def delete_checkpoint(state: LedgerState, data_dir: Path, number: int) -> None:
-    """Remove the files of a checkpoint from this host; the ledger goes on to name it.
+    """Remove the files of a checkpoint from this host; the ledger still names it.
 
     Raises:
         NotFound: no such checkpoint.
@@ -146,12 +150,12 @@ def delete_checkpoint(state: LedgerState, data_dir: Path, number: int) -> None:
         raise Conflict(f"checkpoint {number} is needed while the job runs: it is the initial, the best or the newest")
     if stored is None:
         raise Conflict(f"the files of checkpoint {number} are not on the coordinator's host (deleted, or never there)")
-    (stored.path / COMMIT).unlink(missing_ok=True)  # first: a removal that breaks off leaves nothing that looks whole
+    (stored.path / COMMIT).unlink(missing_ok=True)  # first: an interrupted removal leaves nothing that looks complete
     shutil.rmtree(stored.path)
 
 
 def read_stored(path: Path) -> StoredCheckpoint | None:
-    """The files in a directory, None unless it is committed and its manifest is the one that was committed."""
+    """Return the files in a directory; None unless it is committed with exactly this manifest."""
     try:
         digest = (path / COMMIT).read_text(encoding="ascii").strip()
         data = (path / MANIFEST).read_bytes()
@@ -162,3 +166,45 @@ def read_stored(path: Path) -> StoredCheckpoint | None:
     if own != digest:
         return None
     return StoredCheckpoint(path, {**manifest.files, MANIFEST: StoredFile(len(data), own)})
+
+
+class Artifacts:
+    """Finds files of committed checkpoints by content, below ``root`` (one directory per job, one per checkpoint in
+    it).
+
+    A committed manifest never changes, so each is read once; every replica finds the same files. Threads may share it.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._known: dict[Path, dict[str, str]] = {}
+        self._lock = threading.Lock()
+
+    def find(self, sha256: str) -> Path:
+        """Return a file with this content. Raises NotFound."""
+        if not _SHA256.fullmatch(sha256):
+            raise NotFound(f"'{sha256[:80]}' is no sha256: 64 hex digits")
+        with self._lock:
+            path = self._find(sha256)
+        if path is not None:
+            return path
+        raise NotFound(f"no committed checkpoint on the coordinator's host holds a file with sha256 {sha256}")
+
+    def _find(self, sha256: str) -> Path | None:
+        folders = {path.parent for path in self._root.glob("*/*/COMMIT")}
+        self._known = {folder: known for folder, known in self._known.items() if folder in folders}
+        for folder in sorted(folders):
+            name = self._files(folder).get(sha256)
+            path = folder / name if name is not None else None
+            if path is not None and path.resolve().is_relative_to(folder.resolve()) and path.is_file():
+                return path
+        return None
+
+    def _files(self, folder: Path) -> dict[str, str]:
+        """Return names by sha256. An unreadable manifest is read again the next time."""
+        if folder not in self._known:
+            stored = read_stored(folder)
+            if stored is None:
+                return {}
+            self._known[folder] = {file.sha256: name for name, file in stored.files.items()}
+        return self._known[folder]

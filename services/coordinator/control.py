@@ -15,11 +15,16 @@ import msgspec
 
 from penstock.services.coordinator.api.control import Order, Row
 from penstock.services.coordinator.api.logfiles import read_logs
-from penstock.services.coordinator.artifacts import Artifacts
 from penstock.services.coordinator.audit import Audit, audit_entries, audit_stored, sealed_by_seq
 from penstock.services.coordinator.audit_log import AuditLog
 from penstock.services.coordinator.browse import SampleBrowser
-from penstock.services.coordinator.checkpoints import checkpoint_row, checkpoint_rows, delete_checkpoint, find_file
+from penstock.services.coordinator.checkpoints import (
+    Artifacts,
+    checkpoint_row,
+    checkpoint_rows,
+    delete_checkpoint,
+    find_file,
+)
 from penstock.services.coordinator.files import FileStore
 from penstock.services.coordinator.finetuning.desk import FineTuningDesk
 from penstock.services.coordinator.graders import GraderBench

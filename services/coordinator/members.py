@@ -1,54 +1,55 @@
-"""Registry of live worker processes, from their heartbeats. Pure; time is passed in."""
+"""Registry of live worker processes, from their heartbeats, with reports of lost and returned ones. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from penstock.shared.protocol.messages import Heartbeat
 
-__all__ = ["Member", "Members"]
+__all__ = ["Member", "Members", "PresenceChange", "PresenceWatch"]
 
 LOST_AFTER = 4.0
-"""Heartbeat intervals without a sign after which a worker counts as lost."""
+"""Heartbeat intervals without a heartbeat after which a worker counts as lost."""
 FORGET_AFTER_S = 600.0
 """A lost worker stays listed this long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A worker and when it was heard last (monotonic seconds)."""
+    """A worker and the time of its newest heartbeat (monotonic seconds)."""
 
     beat: Heartbeat
     heard: float
 
     def alive(self, now: float) -> bool:
-        """Heard recently enough."""
+        """Return True if the newest heartbeat is recent enough."""
         return now - self.heard <= max(LOST_AFTER * self.beat.interval_s, 2.0)
 
 
 class Members:
-    """All workers by (service, worker)."""
+    """All workers by (service, worker); callers pass the time in."""
 
     def __init__(self) -> None:
         self._members: dict[tuple[str, str], Member] = {}
 
     def on_heartbeat(self, beat: Heartbeat, now: float) -> None:
-        """A worker gave a sign."""
+        """Record a heartbeat."""
         self._members[beat.service, beat.worker] = Member(beat, now)
         for key in [k for k, m in self._members.items() if now - m.heard > FORGET_AFTER_S]:
             del self._members[key]
 
     def of(self, service: str, now: float) -> list[Member]:
-        """Live workers of a service."""
+        """Return the live workers of a service."""
         return [m for (name, _), m in sorted(self._members.items()) if name == service and m.alive(now)]
 
     def everybody(self) -> list[Member]:
-        """All that are listed, live or lost."""
+        """Return all listed workers, live or lost."""
         return [member for _, member in sorted(self._members.items())]
 
     def rows(self, job: str, now: float) -> list[dict[str, Any]]:
-        """One row per worker, with its entry for ``job``."""
+        """Return one row per worker, with its entry for ``job``."""
         return [
             {
                 "service": m.beat.service,
@@ -63,3 +64,46 @@ class Members:
             }
             for m in self.everybody()
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class PresenceChange:
+    """Report that a worker was lost, or is back."""
+
+    type: Literal["worker_lost", "worker_back"]
+    service: str
+    worker: str
+    text: str
+
+    @property
+    def level(self) -> str:
+        """Log level of the report."""
+        return "warning" if self.type == "worker_lost" else "info"
+
+
+class PresenceWatch:
+    """Reports each loss and each return of a worker once. A worker that drained before it ended is not lost."""
+
+    def __init__(self) -> None:
+        self._present: set[tuple[str, str]] = set()
+        self._lost: set[tuple[str, str]] = set()
+
+    def changes(self, members: Members, services: Collection[str], clock: float) -> list[PresenceChange]:
+        """Return the changes since the last call among workers of these services."""
+        found: list[PresenceChange] = []
+        for member in members.everybody():
+            beat, who = member.beat, (member.beat.service, member.beat.worker)
+            if beat.service not in services:
+                continue
+            if member.alive(clock):
+                if who in self._lost:
+                    found.append(PresenceChange("worker_back", *who, f"{beat.service} worker '{beat.worker}' is back"))
+                self._lost.discard(who)
+                self._present.add(who)
+            elif who in self._present:
+                self._present.discard(who)
+                if beat.ready:
+                    self._lost.add(who)
+                    text = f"{beat.service} worker '{beat.worker}' gives no sign since {clock - member.heard:.1f} s"
+                    found.append(PresenceChange("worker_lost", *who, text))
+        return found

@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 
 from penstock.services.coordinator import summary
-from penstock.services.coordinator.absences import Absences
 from penstock.services.coordinator.announcements import announce
 from penstock.services.coordinator.carrier import Carrier
 from penstock.services.coordinator.commands import TrainerCommands
@@ -27,7 +26,7 @@ from penstock.services.coordinator.inbox import Inbox
 from penstock.services.coordinator.journal import Journal
 from penstock.services.coordinator.letterbox import LetterBox
 from penstock.services.coordinator.measures import Measures
-from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.members import Members, PresenceWatch
 from penstock.services.coordinator.outbox import Outbox
 from penstock.services.coordinator.pointer import Pointer
 from penstock.services.coordinator.reports import Refusal
@@ -88,7 +87,7 @@ class JobRunner:
         self.inbox = Inbox()
         self.wishes = Wishes(record)
         self._known: list[Condition] = list(record.status.conditions)
-        self._absences, self._onsets = Absences(), Onsets()
+        self._presence, self._onsets = PresenceWatch(), Onsets()
         self._leads_since = bus_time()
         self._next_seq = self._unread = 1
         """Sequence of EXPERIENCE from which is read on, and below which was not read before the first decision."""
@@ -460,8 +459,8 @@ class JobRunner:
 
     def _conditions(self) -> list[Condition]:
         clock, now = time.monotonic(), bus_datetime()
-        for absence in self._absences.look(self.members, self.run.config.services, clock):
-            self.outbox.event(absence.level, absence.type, absence.text, worker=absence.worker, service=absence.service)
+        for change in self._presence.changes(self.members, self.run.config.services, clock):
+            self.outbox.event(change.level, change.type, change.text, worker=change.worker, service=change.service)
         before, self._known = (
             self._known,
             conditions(self.run, self.job, self.members, self._known, clock=clock, now=now),

@@ -21,11 +21,11 @@ from penstock.services.coordinator.control import CoordinatorControl
 from penstock.services.coordinator.deadletters import DeadLetters
 from penstock.services.coordinator.evaluation_runner import EvaluationRunner
 from penstock.services.coordinator.feedback.desk import FeedbackDesk
+from penstock.services.coordinator.gauges import StreamGauges
 from penstock.services.coordinator.journal import MIN_SEGMENT_BYTES, archive_whole
 from penstock.services.coordinator.leader import Leader
 from penstock.services.coordinator.leaderline import COORDINATOR
 from penstock.services.coordinator.ledger_room import describe_ledger, is_filling
-from penstock.services.coordinator.levels import Levels
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.online.supply import LiveSupply
 from penstock.services.coordinator.restart import earliest_start
@@ -111,7 +111,7 @@ class CoordinatorService:
             tasks.create_task(self._lead_forever())
             tasks.create_task(DeadLetters(self.bus, self.members, self.runners).run())
             tasks.create_task(self._keep_room())
-            tasks.create_task(Levels(self.bus, self.members).run())
+            tasks.create_task(StreamGauges(self.bus, self.members).run())
             self.ready = True
 
     async def drain(self) -> None:

@@ -20,8 +20,13 @@ import pytest
 import uvicorn
 
 from penstock.services.coordinator.api import create_app
-from penstock.services.coordinator.artifacts import Artifacts
-from penstock.services.coordinator.checkpoints import checkpoint_row, checkpoint_rows, delete_checkpoint, find_file
+from penstock.services.coordinator.checkpoints import (
+    Artifacts,
+    checkpoint_row,
+    checkpoint_rows,
+    delete_checkpoint,
+    find_file,
+)
 from penstock.services.coordinator.files import FileStore
 from penstock.services.coordinator.finetuning.desk import FineTuningDesk
 from penstock.services.coordinator.job_index import JobEntry, entry_of

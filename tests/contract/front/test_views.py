@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from penstock.cli import app as cli
 from penstock.client import AsyncClient, Client
-from penstock.services.coordinator.artifacts import Artifacts
+from penstock.services.coordinator.checkpoints import Artifacts
 from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.thinning import largest_triangles
+from penstock.services.coordinator.series import largest_triangles
 from penstock.services.coordinator.timeline import timeline
 from penstock.shared.errors import Conflict, NotFound
 from penstock.shared.protocol.events import (

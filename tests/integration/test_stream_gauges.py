@@ -1,4 +1,4 @@
-"""Fill levels of streams and versions of services, as Prometheus scrapes them."""
+"""Fill gauges of streams and versions of services, as Prometheus scrapes them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import time
 from typing import Any
 
-from penstock.services.coordinator.levels import Levels
+from penstock.services.coordinator.gauges import StreamGauges
 from penstock.services.coordinator.members import Members
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.messages import Heartbeat
@@ -28,14 +28,14 @@ def shown(name: str) -> dict[str, float]:
     return {line.partition("{")[2].partition("}")[0]: float(line.rpartition(" ")[2]) for line in lines}
 
 
-async def test_levels_are_shown_and_what_is_over_is_not(bus: Bus) -> None:
+async def test_gauges_are_shown_and_outdated_ones_removed(bus: Bus) -> None:
     members, now = Members(), time.monotonic()
     for one in (beat("rollout", "r0", a=5, b=1), beat("rollout", "r1", a=3), beat("trainer", "t0", a=6)):
         members.on_heartbeat(one, now)
     for count in range(3):
         await bus.publish(subjects.dead("job_a"), b"x", msg_id=str(count))
-    levels = Levels(bus, members)
-    looking = asyncio.create_task(levels.run())
+    gauges = StreamGauges(bus, members)
+    looking = asyncio.create_task(gauges.run())
     async with asyncio.timeout(30):
         while 'job="job_a",service="trainer"' not in shown("policy_version"):
             await asyncio.sleep(0.01)
@@ -47,5 +47,5 @@ async def test_levels_are_shown_and_what_is_over_is_not(bus: Bus) -> None:
     assert shown("policy_version") == {
         'job="job_a",service="rollout"': 3, 'job="job_b",service="rollout"': 1, 'job="job_a",service="trainer"': 6,
     }  # fmt: skip
-    levels._show({("job_a", "rollout"): 7})
+    gauges._show({("job_a", "rollout"): 7})
     assert shown("policy_version") == {'job="job_a",service="rollout"': 7}

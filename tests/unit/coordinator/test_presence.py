@@ -1,0 +1,60 @@
+"""A lost worker is reported once; a worker that drained is not lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.services.coordinator.members import Members, PresenceWatch
+from penstock.shared.protocol.messages import Heartbeat
+
+SERVICES = ("rollout", "trainer")
+
+
+class Workers:
+    """Members whose clock the test sets."""
+
+    def __init__(self) -> None:
+        self.members, self.watch, self.clock = Members(), PresenceWatch(), 0.0
+
+    def beat(self, worker: str, *, service: str = "rollout", ready: bool = True) -> None:
+        beat = Heartbeat(
+            service=service, worker=worker, host="h", pid=1, started=0.0, interval_s=1.0, health_port=0, ready=ready,
+            jobs={},
+        )  # fmt: skip
+        self.members.on_heartbeat(beat, self.clock)
+
+    def changes(self, after_s: float = 0.0) -> list[tuple[Any, ...]]:
+        self.clock += after_s
+        found = self.watch.changes(self.members, SERVICES, self.clock)
+        return [(one.type, one.worker, one.level) for one in found]
+
+
+def test_a_loss_and_a_return_are_reported_once() -> None:
+    workers = Workers()
+    workers.beat("rollout-0")
+    workers.beat("reward-0", service="reward")
+    assert workers.changes() == []
+    assert workers.changes(3.0) == []
+    assert workers.changes(2.0) == [("worker_lost", "rollout-0", "warning")], "other services are not reported"
+    assert workers.changes(5.0) == []
+    workers.beat("rollout-0")
+    assert workers.changes() == [("worker_back", "rollout-0", "info")]
+    assert workers.changes() == []
+    assert workers.changes(9.0) == [("worker_lost", "rollout-0", "warning")]
+
+
+def test_a_drained_worker_is_not_lost() -> None:
+    workers = Workers()
+    workers.beat("rollout-0")
+    workers.beat("trainer-0", service="trainer")
+    workers.changes()
+    workers.beat("rollout-0", ready=False)
+    assert workers.changes(9.0) == [("worker_lost", "trainer-0", "warning")]
+    workers.beat("rollout-0")
+    assert workers.changes() == [], "a worker that was started again was never missed"
+
+
+def test_a_loss_before_the_first_look_is_not_reported() -> None:
+    workers = Workers()
+    workers.beat("rollout-0")
+    assert workers.changes(60.0) == []
