@@ -24,12 +24,13 @@ from penstock.services.coordinator.trackers import check_trackers
 from penstock.shared.config.data import DataConfig
 from penstock.shared.config.environment import completion_tokens
 from penstock.shared.config.evaluation_job import EvaluationJob
-from penstock.shared.config.job import MAX_GROUP_BYTES, ROW_BYTES, JobConfig
+from penstock.shared.config.job import ROW_BYTES, JobConfig
 from penstock.shared.config.kinds import AnyJob
 from penstock.shared.config.needs import needs
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.reward import RewardConfig
 from penstock.shared.config.service import ServiceSettings, checkpoint_path
+from penstock.shared.config.training_job import MAX_GROUP_BYTES
 from penstock.shared.data.check import DataSummary, check_data
 from penstock.shared.errors import ConfigError, DataError, NotFound, StreamFull, Unavailable
 from penstock.shared.protocol import subjects

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.services.trainer.episode_marks import EpisodeMarks
 from penstock.services.trainer.transitions import Transitions
-from penstock.shared.config.control import ReplayBufferConfig
+from penstock.shared.config.embodied import ReplayBufferConfig
 from penstock.shared.errors import CheckpointError, ConfigError, ProtocolError
 
 __all__ = ["ReplayBuffer", "sampled_rows"]

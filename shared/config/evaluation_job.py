@@ -15,10 +15,11 @@ from penstock.shared.config.environment import (
     completion_tokens,
 )
 from penstock.shared.config.evaluation import MeasureConfig
-from penstock.shared.config.job import MAX_GROUP_BYTES, LimitsConfig, PlacementConfig, group_bytes
+from penstock.shared.config.job import group_bytes
 from penstock.shared.config.model import ModelConfig
 from penstock.shared.config.reward import RewardConfig
 from penstock.shared.config.sampling import SamplingConfig
+from penstock.shared.config.training_job import MAX_GROUP_BYTES, LimitsConfig, PlacementConfig
 
 __all__ = ["EvaluationData", "EvaluationJob"]
 

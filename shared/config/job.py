@@ -1,13 +1,13 @@
-"""The job file: everything a run needs, typed, frozen, validated before anything starts."""
+"""The job file of a language model: everything a run needs, typed, frozen, validated before anything starts."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from penstock.shared.config.algorithm import AlgorithmConfig, DistillationConfig, GRPOConfig, ReinforcePPConfig
-from penstock.shared.config.backend import BackendConfig, LocalConfig, MegatronConfig
+from penstock.shared.config.backend import LocalConfig, MegatronConfig
 from penstock.shared.config.base import StrictModel
 from penstock.shared.config.data import DataConfig, Source, TasksSource, source_names
 from penstock.shared.config.environment import (
@@ -17,24 +17,17 @@ from penstock.shared.config.environment import (
     completion_tokens,
 )
 from penstock.shared.config.evaluation import EvaluationConfig
-from penstock.shared.config.goals import EarlyStopConfig, KeepBestConfig
 from penstock.shared.config.model import ModelConfig
 from penstock.shared.config.off_policy import OffPolicyConfig
 from penstock.shared.config.optimizer import OptimizerConfig, Schedule
 from penstock.shared.config.reward import RewardConfig
 from penstock.shared.config.sampling import SamplingConfig
-from penstock.shared.config.tracking import TrackerConfig
+from penstock.shared.config.training_job import MAX_GROUP_BYTES, RunConfig, TrainingJob, known_kind
 
 __all__ = [
-    "KIND_NAMES",
-    "MAX_GROUP_BYTES",
     "ROW_BYTES",
-    "CheckpointConfig",
-    "EvaluationConfig",
     "JobConfig",
-    "LimitsConfig",
     "OptimizerConfig",
-    "PlacementConfig",
     "SamplingConfig",
     "TrainConfig",
     "WarmStartConfig",
@@ -43,10 +36,6 @@ __all__ = [
 
 BYTES_PER_TOKEN = 24
 """A token's share in a stored group: id, log-prob and mask (9), its text, spans, frame padding."""
-KIND_NAMES = ("rl", "online_rl", "evaluation")
-"""Kinds of jobs that a file may describe."""
-MAX_GROUP_BYTES = 64 << 20
-"""Largest group: it is stored all or none, in parts of 1 MiB, and held in memory by who writes and who reads it."""
 GROUP_OVERHEAD_BYTES = 4096
 """Upper bound of a group's headers, answer, reward parts and a row of ROW_BYTES."""
 ROW_BYTES = 1024
@@ -87,11 +76,9 @@ class WarmStartConfig(StrictModel):
         return value
 
 
-class TrainConfig(StrictModel):
-    """Batch algebra, on-policy bound and length of a run."""
+class TrainConfig(RunConfig):
+    """Batch algebra, on-policy bound and length of a run over a data set."""
 
-    batch_size: int = Field(128, ge=2)
-    """Trajectories of one policy update; a multiple of the algorithm's group_size."""
     epochs: int = Field(1, ge=1, le=64)
     """Passes over a batch."""
     minibatches: int = Field(1, ge=1)
@@ -101,22 +88,8 @@ class TrainConfig(StrictModel):
     update and that of the pass, so a replay cuts alike. Pairs and demonstrations of `off_policy` keep their order."""
     max_tokens_per_microbatch: int = Field(16384, ge=16)
     """Packed tokens of one forward/backward; only memory and speed depend on it."""
-    max_updates: int | None = Field(None, ge=1)
-    """Stop after this many policy updates."""
     data_epochs: int | None = Field(None, ge=1)
     """Stop after this many passes over the data. At least one of the two limits is needed."""
-    max_lag: int = Field(0, ge=0, le=64)
-    """Bound on (trainer version at the start of an update) - (oldest version in a group). 0 is strictly on-policy."""
-    staleness: Literal["wait", "in_order", "drop"] = "wait"
-    """Treatment of an in-flight draw that would pass the bound: wait for it, train in draw order, or drop it later."""
-    oversample: float = Field(1.0, ge=1, le=8)
-    """Draws in flight relative to what the bound needs; those above it make up for groups that a batch lacks, and what
-    is not trained in time is dropped as stale."""
-    draw_timeout_s: float = Field(120.0, gt=0)
-    """Deadline of a draw from the moment it is dispatched; then it is dropped and redrawn, at most four times while
-    other prompts are answered."""
-    on_nonfinite: Literal["pause", "skip"] = "pause"
-    """A loss or gradient that is not finite: pause the job with the batch kept, or leave out that optimizer step."""
 
     @model_validator(mode="after")
     def _has_an_end(self) -> TrainConfig:
@@ -131,57 +104,11 @@ class TrainConfig(StrictModel):
         return self
 
 
-class CheckpointConfig(StrictModel):
-    """Durability of the trainer's state."""
-
-    every: int = Field(50, ge=1)
-    """Policy updates between checkpoints; the coordinator may ask for one earlier when a stream fills."""
-    keep: int = Field(2, ge=1)
-    """Newest checkpoints kept; the initial and the final one are kept beside them."""
-    keep_best: KeepBestConfig | None = None
-    """Keep the best checkpoint by a metric, too."""
-
-
-class LimitsConfig(StrictModel):
-    """Budgets of one job on the shared streams."""
-
-    byte_budget: int = Field(256 << 20, ge=1 << 10)
-    """Bytes this job may hold in EXPERIENCE. (max_lag + 2) batches must fit in half of it."""
-    timeout_s: float | None = Field(None, gt=0)
-    """The job fails after this wall time."""
-
-
-class PlacementConfig(StrictModel):
-    """How the local services share the cores."""
-
-    rollout_threads: int = Field(1, ge=1)
-    """torch threads of each rollout worker."""
-    trainer_threads: int = Field(1, ge=1)
-    """torch threads of the trainer. Part of the replay contract: another count may change the last bits."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where trainer and sampler compute; `auto` takes a GPU where torch sees one."""
-    max_running: int = Field(256, ge=1)
-    """Sequences that one rollout engine decodes at once (slots of its KV cache)."""
-    peak_tflops: float | None = Field(None, gt=0)
-    """Peak TFLOP/s of one trainer device at the model's dtype, for the metric `speed/mfu`; null: not reported."""
-
-
-def _known_kind(kind: Any) -> Any:
-    """Read a job of an unknown kind as one that trains on prompts."""
-    if kind not in KIND_NAMES:
-        raise ValueError(f"found {kind!r}; must be {', '.join(map(repr, KIND_NAMES[:-1]))} or {KIND_NAMES[-1]!r}")
-    return kind
-
-
-class JobConfig(StrictModel):
+class JobConfig(TrainingJob):
     """A reinforcement-learning job over a causal language model."""
 
-    kind: Annotated[Literal["rl"], BeforeValidator(_known_kind)] = "rl"
+    kind: Annotated[Literal["rl"], BeforeValidator(known_kind)] = "rl"
     """Kind of job; `rl` trains on a data set of prompts."""
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
-    """Short name, for people."""
-    seed: int = Field(0, ge=0, lt=1 << 63)
-    """The one seed from which every draw, shuffle and initialisation derives."""
     model: ModelConfig
     """The policy."""
     data: DataConfig
@@ -194,28 +121,14 @@ class JobConfig(StrictModel):
     """Episodes of several turns: with tools, or in an environment of `verifiers`; null: a prompt has one completion."""
     sampling: SamplingConfig = SamplingConfig()
     """How training completions are sampled."""
-    backend: BackendConfig = LocalConfig()
-    """Where and how the trainer holds the model."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its schedule."""
     warm_start: WarmStartConfig = WarmStartConfig()
     """Supervised steps before version 0."""
     train: TrainConfig
     """Batch algebra, on-policy bound, length of the run."""
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    """Durability of the trainer's state."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out evaluation."""
-    early_stop: EarlyStopConfig | None = None
-    """When the run ends before its last update."""
-    limits: LimitsConfig = LimitsConfig()
-    """Budgets of the job on shared streams."""
-    placement: PlacementConfig = PlacementConfig()
-    """How the services share the cores."""
-    tracking: list[TrackerConfig] = Field(default_factory=list)
-    """Where the metrics are written beside their stream."""
-    metadata: dict[str, str] = Field(default_factory=dict, max_length=16)
-    """Free labels."""
 
     @model_validator(mode="after")
     def _optimizers_fit_the_backend(self) -> JobConfig:
@@ -230,9 +143,6 @@ class JobConfig(StrictModel):
 
     @model_validator(mode="after")
     def _batch_algebra(self) -> JobConfig:
-        batch, group = self.train.batch_size, self.algorithm.group_size
-        if batch % group:
-            raise ValueError(f"train.batch_size {batch} is not divisible by algorithm.group_size {group}")
         if self.groups_per_batch % self.train.minibatches:
             raise ValueError(
                 f"the {self.groups_per_batch} groups of a batch are not divisible by train.minibatches "
@@ -358,6 +268,16 @@ class JobConfig(StrictModel):
         return ("trainer", "rollout", *(name for name, needed in wanted.items() if needed))
 
     @property
+    def data_epochs(self) -> int | None:
+        """Passes over the data after which the run ends; None: the data have no end."""
+        return self.train.data_epochs
+
+    @property
+    def train_sources(self) -> list[str]:
+        """Names of the sources that training prompts come from."""
+        return source_names(self.data.train)
+
+    @property
     def data_config(self) -> DataConfig:
         """The data section with what the environment adds to prompts."""
         return self.data if self.environment is None else self.data.with_tools(self.environment.schemas)
@@ -368,25 +288,9 @@ class JobConfig(StrictModel):
         return completion_tokens(self.sampling, self.environment)
 
     @property
-    def completions_per_group(self) -> int:
-        """Completions of one training prompt, the greedy one included that some algorithms take as a baseline."""
-        return self.algorithm.group_size + self.algorithm.greedy_baseline
-
-    @property
-    def groups_per_batch(self) -> int:
-        """Groups (prompts) of one policy update."""
-        return self.train.batch_size // self.algorithm.group_size
-
-    @property
     def max_group_bytes(self) -> int:
         """Upper bound of one stored group, in bytes."""
         return group_bytes(
             self.data.prompt.max_tokens, self.completions_per_group, self.max_completion_tokens,
             table_bytes=self.model.replay_bytes_per_token, turns=self.environment.max_turns if self.environment else 1,
         )  # fmt: skip
-
-    @property
-    def max_draws(self) -> int:
-        """Most draws that are not terminal at any moment."""
-        t = self.train
-        return max(self.groups_per_batch, int((t.max_lag + 1) * self.groups_per_batch * t.oversample))

@@ -5,25 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.config.evaluation_job import EvaluationJob
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.config.training_job import TrainingJob
 from penstock.shared.errors import ConfigError
 
 __all__ = ["KINDS", "AnyJob", "job_model", "parse_job", "parse_training", "trains"]
 
-AnyJob = JobConfig | EvaluationJob
+AnyJob = JobConfig | EmbodiedJob | EvaluationJob
 """An online job is a `JobConfig`, too: it is trained like any other."""
 
-KINDS: dict[str, type[JobConfig] | type[EvaluationJob]] = {
+KINDS: dict[str, type[AnyJob]] = {
     "rl": JobConfig,
     "online_rl": OnlineJob,
+    "embodied": EmbodiedJob,
     "evaluation": EvaluationJob,
 }
 """Kinds of jobs that a file may describe."""
 
 
-def job_model(data: Any) -> type[JobConfig] | type[EvaluationJob]:
+def job_model(data: Any) -> type[AnyJob]:
     """The model of a job file; one without a kind trains."""
     kind = data.get("kind") if isinstance(data, Mapping) else None
     return KINDS.get(kind, JobConfig) if isinstance(kind, str) else JobConfig
@@ -31,7 +34,7 @@ def job_model(data: Any) -> type[JobConfig] | type[EvaluationJob]:
 
 def trains(data: Any) -> bool:
     """True if a job file is of a kind that has a trainer, a ledger and checkpoints."""
-    return issubclass(job_model(data), JobConfig)
+    return issubclass(job_model(data), TrainingJob)
 
 
 def parse_job(data: Mapping[str, Any], *, where: str = "job") -> AnyJob:
@@ -43,13 +46,13 @@ def parse_job(data: Mapping[str, Any], *, where: str = "job") -> AnyJob:
     return job_model(data).parse(data, where=where)
 
 
-def parse_training(data: Mapping[str, Any], *, where: str = "job") -> JobConfig:
+def parse_training(data: Mapping[str, Any], *, where: str = "job") -> JobConfig | EmbodiedJob:
     """Validate a job file of a kind that trains.
 
     Raises:
         ConfigError: as ``parse_job``, or it is of another kind.
     """
     config = parse_job(data, where=where)
-    if not isinstance(config, JobConfig):
+    if not isinstance(config, JobConfig | EmbodiedJob):
         raise ConfigError(f"{where}: a job of kind '{config.kind}' trains nothing")
     return config

@@ -23,7 +23,7 @@ from penstock.services.trainer.transitions import Rollout, Transitions
 from penstock.services.trainer.update_rules.gaussian_ppo import GaussianPPORule
 from penstock.services.trainer.update_rules.soft_actor_critic import SoftActorCriticRule
 from penstock.shared.algorithms.gaussian import gaussian_logprobs, squashed_sample
-from penstock.shared.config.control import GaussianPPOConfig, SoftActorCriticConfig
+from penstock.shared.config.embodied import EpisodePPOConfig, PolicyConfig, SoftActorCriticConfig
 from penstock.shared.models.control import to_bounds
 from penstock.shared.protocol.environment import EnvSpec, OpenEnv, ResetRequest, StepReply, StepRequest
 from tests.contract.simulated_envs import FOLDER
@@ -99,17 +99,21 @@ def success(pool: EnvPool, act: Act) -> float:
     return reached / (4 * NUM_ENVS)
 
 
+SQUASHED = PolicyConfig(type="squashed", hidden_sizes=(32, 32))
+GAUSSIAN = PolicyConfig(hidden_sizes=(32, 32), initial_log_std=-0.5)
+
+
 @pytest.mark.long
 def test_soft_actor_critic_learns(pool: EnvPool) -> None:
     optimizer = {"learning_rate": 3e-3, "max_grad_norm": 10.0}
     config = SoftActorCriticConfig.parse(
         {
-            "hidden_sizes": [32, 32], "gamma": 0.9, "tau": 0.02, "batch_size": 64, "steps_per_update": 3,
+            "critic_hidden_sizes": [32, 32], "gamma": 0.9, "tau": 0.02, "batch_size": 64, "steps_per_update": 3,
             "warmup_transitions": 200, "initial_temperature": 0.1, "buffer": {"capacity": 4000},
             "actor": optimizer, "critic": optimizer, "temperature": optimizer,
         }
     )  # fmt: skip
-    rule = SoftActorCriticRule(config, observation_size=2, action_size=1, seed=1, collective=Alone())
+    rule = SoftActorCriticRule(config, SQUASHED, observation_size=2, action_size=1, seed=1, collective=Alone())
 
     def greedy(observations_BO: Tensor) -> Tensor:
         return torch.tanh(rule.actor(observations_BO)[0])
@@ -133,13 +137,13 @@ def test_soft_actor_critic_learns(pool: EnvPool) -> None:
 @pytest.mark.long
 def test_gaussian_ppo_learns(pool: EnvPool) -> None:
     optimizer = {"learning_rate": 3e-3, "eps": 1e-5, "max_grad_norm": 0.5}
-    config = GaussianPPOConfig.parse(
+    config = EpisodePPOConfig.parse(
         {
-            "hidden_sizes": [32, 32], "initial_log_std": -0.5, "gamma": 0.9, "epochs": 6, "minibatches": 4,
+            "value_hidden_sizes": [32, 32], "gamma": 0.9, "epochs": 6, "minibatches": 4,
             "policy": optimizer, "value": optimizer,
         }
     )  # fmt: skip
-    rule = GaussianPPORule(config, observation_size=2, action_size=1, seed=1, collective=Alone())
+    rule = GaussianPPORule(config, GAUSSIAN, observation_size=2, action_size=1, seed=1, collective=Alone())
 
     def greedy(observations_BO: Tensor) -> Tensor:
         return rule.policy(observations_BO)[0].clamp(-1, 1)

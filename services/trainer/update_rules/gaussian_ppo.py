@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from penstock.shared.algorithms.kl import kl_estimate
 from penstock.shared.algorithms.policy_loss import clipped_ratio_loss
 from penstock.shared.algorithms.statistics import moments, whiten
 from penstock.shared.algorithms.value_loss import clipped_value_loss, squared_error, value_loss
-from penstock.shared.config.control import GaussianPPOConfig
+from penstock.shared.config.embodied import EpisodePPOConfig, PolicyConfig
 from penstock.shared.errors import ProtocolError
 from penstock.shared.models.control import GaussianPolicy, ValueNetwork
 
@@ -51,10 +52,12 @@ class GaussianPPORule:
     """Advantages over the whole rollout, then ``epochs × minibatches`` steps of policy and value network.
 
     Args:
+        policy: shape of the policy network.
         observation_size, action_size: of the vectors that the environment gives and takes.
         seed: of the first weights and of the order in which transitions are trained.
         collective: the ranks that share a batch; all of them are given the same rollout.
         total_updates: length of the run for the learning-rate schedules.
+        on_nonfinite: a loss or gradient that is not finite ends the update with an error, or leaves out that step.
 
     Raises:
         ConfigError: an optimizer is not installed.
@@ -62,13 +65,15 @@ class GaussianPPORule:
 
     def __init__(
         self,
-        config: GaussianPPOConfig,
+        config: EpisodePPOConfig,
+        policy: PolicyConfig,
         *,
         observation_size: int,
         action_size: int,
         seed: int,
         collective: Collective,
         total_updates: int | None = None,
+        on_nonfinite: Literal["pause", "skip"] = "pause",
         device: torch.device | str = "cpu",
     ) -> None:
         self._config, self._seed, self._collective, self._device = config, seed, collective, torch.device(device)
@@ -76,14 +81,14 @@ class GaussianPPORule:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.policy = GaussianPolicy(
-                observation_size, action_size, config.hidden_sizes, initial_log_std=config.initial_log_std
+                observation_size, action_size, policy.hidden_sizes, initial_log_std=policy.initial_log_std
             ).to(self._device)
-            self._value = ValueNetwork(observation_size, config.hidden_sizes).to(self._device)
+            self._value = ValueNetwork(observation_size, config.value_hidden_sizes).to(self._device)
         self._networks = TrainedNetworks(
             {"policy": (self.policy, config.policy), "value": (self._value, config.value)},
             collective,
             total_updates=total_updates,
-            on_nonfinite=config.on_nonfinite,
+            on_nonfinite=on_nonfinite,
         )
 
     def update(self, rollout: Rollout, *, update_index: int) -> dict[str, float]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from typing import Literal
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from penstock.shared.algorithms.sac import (
     sac_temperature_loss,
     soft_update,
 )
-from penstock.shared.config.control import SoftActorCriticConfig
+from penstock.shared.config.embodied import PolicyConfig, SoftActorCriticConfig
 from penstock.shared.errors import Conflict
 from penstock.shared.models.control import SquashedPolicy, Temperature, TwinCritics
 
@@ -43,10 +44,12 @@ class SoftActorCriticRule:
     """``steps_per_update`` times critics, actor, temperature and targets, in this order (arXiv 1812.05905, alg. 1).
 
     Args:
+        policy: shape of the policy network.
         observation_size, action_size: of the vectors that the environment gives and takes.
         seed: of the first weights, of all draws and of all noise.
         collective: the ranks that share a batch; all of them insert the same transitions.
         total_updates: length of the run for the learning-rate schedules.
+        on_nonfinite: a loss or gradient that is not finite ends the update with an error, or leaves out that step.
 
     Raises:
         ConfigError: the buffer does not fit into its bytes, or an optimizer is not installed.
@@ -55,12 +58,14 @@ class SoftActorCriticRule:
     def __init__(
         self,
         config: SoftActorCriticConfig,
+        policy: PolicyConfig,
         *,
         observation_size: int,
         action_size: int,
         seed: int,
         collective: Collective,
         total_updates: int | None = None,
+        on_nonfinite: Literal["pause", "skip"] = "pause",
         device: torch.device | str = "cpu",
     ) -> None:
         self._config, self._seed, self._collective, self._device = config, seed, collective, torch.device(device)
@@ -68,8 +73,8 @@ class SoftActorCriticRule:
         self._target_entropy = -float(action_size) if config.target_entropy is None else config.target_entropy
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.actor = SquashedPolicy(observation_size, action_size, config.hidden_sizes).to(self._device)
-            self._critics = TwinCritics(observation_size, action_size, config.hidden_sizes).to(self._device)
+            self.actor = SquashedPolicy(observation_size, action_size, policy.hidden_sizes).to(self._device)
+            self._critics = TwinCritics(observation_size, action_size, config.critic_hidden_sizes).to(self._device)
         self._targets = copy.deepcopy(self._critics).requires_grad_(False)
         self._temperature = Temperature(config.initial_temperature).to(self._device)
         self._networks = TrainedNetworks(
@@ -80,7 +85,7 @@ class SoftActorCriticRule:
             },
             collective,
             total_updates=total_updates,
-            on_nonfinite=config.on_nonfinite,
+            on_nonfinite=on_nonfinite,
         )
         self.buffer = ReplayBuffer(config.buffer, observation_size=observation_size, action_size=action_size, seed=seed)
 

@@ -17,19 +17,26 @@ from penstock.services.trainer.process_group import World
 from penstock.services.trainer.transitions import Rollout, Transitions
 from penstock.services.trainer.update_rules.gaussian_ppo import GaussianPPORule
 from penstock.services.trainer.update_rules.soft_actor_critic import SoftActorCriticRule
-from penstock.shared.config.control import GaussianPPOConfig, SoftActorCriticConfig
+from penstock.shared.config.embodied import EpisodePPOConfig, PolicyConfig, SoftActorCriticConfig
 
 LENGTH, UPDATES, ATOL = 25, 3, 2e-6
 OPTIMIZER = {"learning_rate": 1e-3, "eps": 1e-3, "max_grad_norm": 0.5}
+SQUASHED = PolicyConfig(type="squashed", hidden_sizes=(16,))
 Run = tuple[dict[str, float], dict[str, NDArray[Any]]]
 """Metrics of the last update, and the state."""
 
 
 def soft_actor_critic(collective: Collective, columns: dict[str, NDArray[np.float32]]) -> Run:
     optimizers = dict.fromkeys(("actor", "critic", "temperature"), OPTIMIZER)
-    data = {"hidden_sizes": [16], "batch_size": 33, "warmup_transitions": 1, "buffer": {"capacity": 50}, **optimizers}
+    data = {
+        "critic_hidden_sizes": [16],
+        "batch_size": 33,
+        "warmup_transitions": 1,
+        "buffer": {"capacity": 50},
+        **optimizers,
+    }
     config = SoftActorCriticConfig.parse(data)
-    rule = SoftActorCriticRule(config, observation_size=3, action_size=2, seed=1, collective=collective)
+    rule = SoftActorCriticRule(config, SQUASHED, observation_size=3, action_size=2, seed=1, collective=collective)
     rule.buffer.insert(
         Transitions(
             episodes_N=np.zeros(LENGTH, np.int64),
@@ -47,9 +54,11 @@ def soft_actor_critic(collective: Collective, columns: dict[str, NDArray[np.floa
 
 
 def gaussian_ppo(collective: Collective, columns: dict[str, NDArray[np.float32]]) -> Run:
-    data = {"hidden_sizes": [16], "epochs": 2, "minibatches": 3, "policy": OPTIMIZER, "value": OPTIMIZER}
-    config = GaussianPPOConfig.parse(data)
-    rule = GaussianPPORule(config, observation_size=3, action_size=2, seed=1, collective=collective)
+    data = {"value_hidden_sizes": [16], "epochs": 2, "minibatches": 3, "policy": OPTIMIZER, "value": OPTIMIZER}
+    config = EpisodePPOConfig.parse(data)
+    rule = GaussianPPORule(
+        config, PolicyConfig(hidden_sizes=(16,)), observation_size=3, action_size=2, seed=1, collective=collective
+    )
     rollout = Rollout(
         observations_NO=columns["observations"],
         actions_NA=columns["actions"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -14,17 +14,25 @@ from penstock.services.trainer.transitions import Rollout
 from penstock.services.trainer.update_rules import NonFiniteStep
 from penstock.services.trainer.update_rules.gaussian_ppo import GaussianPPORule
 from penstock.shared.algorithms.gaussian import gaussian_logprobs
-from penstock.shared.config.control import GaussianPPOConfig
+from penstock.shared.config.embodied import EpisodePPOConfig, PolicyConfig
 from penstock.shared.errors import CheckpointError, ProtocolError
 from penstock.shared.models.control import ValueNetwork
 
 OBSERVATION, ACTION = 3, 2
 
 
-def rule_of(**keys: Any) -> GaussianPPORule:
-    data: dict[str, Any] = {"hidden_sizes": [16], "epochs": 2, "minibatches": 3}
-    config = GaussianPPOConfig.parse(data | keys)
-    return GaussianPPORule(config, observation_size=OBSERVATION, action_size=ACTION, seed=2, collective=Alone())
+def rule_of(
+    *,
+    width: int = 16,
+    on_nonfinite: Literal["pause", "skip"] = "pause",
+    policy: PolicyConfig | None = None,
+    **keys: Any,
+) -> GaussianPPORule:
+    config = EpisodePPOConfig.parse({"value_hidden_sizes": [width], "epochs": 2, "minibatches": 3} | keys)
+    return GaussianPPORule(
+        config, policy or PolicyConfig(hidden_sizes=(width,)), observation_size=OBSERVATION, action_size=ACTION, seed=2,
+        collective=Alone(), on_nonfinite=on_nonfinite,
+    )  # fmt: skip
 
 
 def rollout_of(
@@ -171,4 +179,4 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ProtocolError, match=r"shapes \[3\] and \[1\]; the policy takes \[3\] and gives \[2\]"):
         rule.update(Rollout(**wrong), update_index=0)
     with pytest.raises(CheckpointError, match="PPO does not fit the model"):
-        rule.load_state(rule_of(hidden_sizes=[8]).state())
+        rule.load_state(rule_of(width=8).state())

@@ -10,7 +10,7 @@ import torch
 
 from penstock.services.trainer.replay_buffer import ReplayBuffer, sampled_rows
 from penstock.services.trainer.transitions import Rollout, Transitions
-from penstock.shared.config.control import ReplayBufferConfig
+from penstock.shared.config.embodied import ReplayBufferConfig
 from penstock.shared.errors import CheckpointError, ConfigError, ProtocolError
 
 ROW_BYTES = 4 * (2 + 1 + 1 + 2) + 1

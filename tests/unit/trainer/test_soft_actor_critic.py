@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -17,19 +17,23 @@ from penstock.services.trainer.transitions import Transitions
 from penstock.services.trainer.update_rules import NonFiniteStep
 from penstock.services.trainer.update_rules.soft_actor_critic import SoftActorCriticRule
 from penstock.shared.algorithms.gaussian import squashed_sample
-from penstock.shared.config.control import SoftActorCriticConfig
+from penstock.shared.config.embodied import PolicyConfig, SoftActorCriticConfig
 from penstock.shared.errors import CheckpointError, ConfigError, Conflict
 
 OBSERVATION, ACTION, SEED = 3, 2, 4
 
 
-def rule_of(**keys: Any) -> SoftActorCriticRule:
+def rule_of(*, width: int = 16, on_nonfinite: Literal["pause", "skip"] = "pause", **keys: Any) -> SoftActorCriticRule:
     data: dict[str, Any] = {
-        "hidden_sizes": [16, 16], "batch_size": 32, "warmup_transitions": 20, "buffer": {"capacity": 64},
+        "critic_hidden_sizes": [width, width], "batch_size": 32, "warmup_transitions": 20, "buffer": {"capacity": 64},
         **{name: {"learning_rate": 1e-2, "max_grad_norm": 10.0} for name in ("actor", "critic", "temperature")},
     }  # fmt: skip
     config = SoftActorCriticConfig.parse(data | keys)
-    return SoftActorCriticRule(config, observation_size=OBSERVATION, action_size=ACTION, seed=SEED, collective=Alone())
+    policy = PolicyConfig(type="squashed", hidden_sizes=(width, width))
+    return SoftActorCriticRule(
+        config, policy, observation_size=OBSERVATION, action_size=ACTION, seed=SEED, collective=Alone(),
+        on_nonfinite=on_nonfinite,
+    )  # fmt: skip
 
 
 def episode(number: int, *, length: int = 20, scale: float = 1.0, terminated: bool = False) -> Transitions:
@@ -179,7 +183,7 @@ def test_no_update_before_there_is_enough() -> None:
 
 
 def test_other_networks_cannot_be_loaded() -> None:
-    rule, other = rule_of(), rule_of(hidden_sizes=[8])
+    rule, other = rule_of(), rule_of(width=8)
     for each in (rule, other):
         each.buffer.insert(episode(0))
     before = rule.state()
