@@ -17,9 +17,10 @@ from penstock.services.coordinator.online.admission_audit import flaws_of_admiss
 from penstock.services.coordinator.online.baselines import flaws_of_baselines
 from penstock.services.coordinator.online.source_trust import flaws_of_weights
 from penstock.services.coordinator.promotion import flaws_of_promotions
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import AnyTraining
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.errors import ProtocolError
+from penstock.shared.protocol.episode_group import AnyGroup, decode_any_group
 from penstock.shared.protocol.events import (
     BatchSealed,
     BatchTrained,
@@ -30,7 +31,7 @@ from penstock.shared.protocol.events import (
     decode_events,
 )
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.trajectory import Group, decode_group
+from penstock.shared.protocol.trajectory import Group
 
 __all__ = ["Audit", "audit_entries", "audit_group", "audit_ledger", "audit_stored"]
 
@@ -104,7 +105,7 @@ class Audit:
 
 
 def audit_entries(
-    entries: Sequence[bytes], config: JobConfig, snapshots: Mapping[int, LedgerState] | None = None
+    entries: Sequence[bytes], config: AnyTraining, snapshots: Mapping[int, LedgerState] | None = None
 ) -> Audit:
     """``audit_ledger`` of what the stream holds, up to the first entry that does not decode."""
     decoded, flaw = [], ""
@@ -121,7 +122,7 @@ def audit_entries(
 
 
 def audit_ledger(
-    entries: Sequence[list[Event]], config: JobConfig, snapshots: Mapping[int, LedgerState] | None = None
+    entries: Sequence[list[Event]], config: AnyTraining, snapshots: Mapping[int, LedgerState] | None = None
 ) -> Audit:
     """Fold the ledger and check every decision on the way, and each of ``snapshots``.
 
@@ -156,7 +157,7 @@ def audit_ledger(
     return audit
 
 
-def _audit_entry(audit: Audit, entry: list[Event], config: JobConfig, sealed: dict[int, BatchSealed]) -> None:
+def _audit_entry(audit: Audit, entry: list[Event], config: AnyTraining, sealed: dict[int, BatchSealed]) -> None:
     for event in entry:
         _check_version(audit, event)
         _check_values(audit, event, config)
@@ -188,7 +189,7 @@ def _check_version(audit: Audit, event: Event) -> None:
         audit.find("version monotone", f"fork to {event.version} at or below {before}")
 
 
-def _check_values(audit: Audit, event: Event, config: JobConfig) -> None:
+def _check_values(audit: Audit, event: Event, config: AnyTraining) -> None:
     if isinstance(event, BatchSealed) and isinstance(config, OnlineJob):
         for flaw in flaws_of_baselines(config, audit.state, event):
             audit.find("admissions", flaw)
@@ -214,7 +215,7 @@ def _check_temperatures(audit: Audit, batch: BatchSealed) -> None:
             audit.find("hyper-parameters", text)
 
 
-def _check_resampling(audit: Audit, config: JobConfig) -> None:
+def _check_resampling(audit: Audit, config: AnyTraining) -> None:
     dynamic, found = config.algorithm.dynamic_sampling, audit.state.resampled
     bound = 0 if dynamic is None else int(dynamic.max_resampled * config.groups_per_batch)
     if found > bound:
@@ -238,7 +239,7 @@ def _check_once(audit: Audit) -> None:
 def audit_stored(audit: Audit, number: int, sealed: SealedGroup, data: bytes) -> None:
     """``audit_group`` of what the stream holds of a trained group."""
     try:
-        group = decode_group(data, temperature=1.0 if sealed.temperature is None else sealed.temperature)
+        group = decode_any_group(data, temperature=1.0 if sealed.temperature is None else sealed.temperature)
     except ProtocolError as error:
         audit.groups_checked += 1
         audit.find("digests", f"batch {number}, draw {sealed.draw}: the stored group does not decode: {error}")
@@ -246,16 +247,16 @@ def audit_stored(audit: Audit, number: int, sealed: SealedGroup, data: bytes) ->
         audit_group(audit, number, sealed, group, xxhash.xxh3_128_hexdigest(data))
 
 
-def audit_group(audit: Audit, number: int, sealed: SealedGroup, group: Group, digest: str) -> None:
+def audit_group(audit: Audit, number: int, sealed: SealedGroup, group: AnyGroup, digest: str) -> None:
     """Check the stored payload of a trained group against what the ledger says about it."""
     audit.groups_checked += 1
-    audit.tokens_checked += len(group.token_ids)
+    audit.tokens_checked += len(group.logprobs)
     where = f"batch {number}, draw {sealed.draw}"
     if digest != sealed.digest or group.draw != sealed.draw or group.attempt != sealed.attempt:
         audit.find("digests", f"{where}: the stored group is not the one that was sealed")
     if group.objective != sealed.objective:
         audit.find("digests", f"{where}: sealed as {sealed.objective}, the stored group is of {group.objective}")
-    if sealed.temperature is not None and group.temperature != sealed.temperature:
+    if isinstance(group, Group) and sealed.temperature is not None and group.temperature != sealed.temperature:
         audit.find("digests", f"{where}: sealed at temperature {sealed.temperature:g}, stored at {group.temperature:g}")
     versions = group.spans[:, 1]
     if len(versions) and (int(versions.min()), int(versions.max())) != (sealed.min_version, sealed.max_version):
@@ -264,7 +265,8 @@ def audit_group(audit: Audit, number: int, sealed: SealedGroup, group: Group, di
         audit.find("spans", f"{where}: a span names weights that its version does not have in the ledger")
     if not np.isfinite(group.logprobs).all() or not np.isfinite(group.rewards).all():
         audit.find("finite", f"{where}: a log-prob or reward is not finite")
-    if (group.logprobs > 1e-6).any():
+    is_density = not isinstance(group, Group)  # of a continuous action
+    if not is_density and (group.logprobs > 1e-6).any():
         audit.find("finite", f"{where}: a log-prob is above 0")
 
 

@@ -15,9 +15,10 @@ from penstock.services.coordinator.samples import check_env, choose_samples, sam
 from penstock.shared.config.kinds import trains
 from penstock.shared.errors import NotFound, ProtocolError
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.episode_group import decode_any_group
 from penstock.shared.protocol.events import BatchSealed, BatchTrained, decode_events
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.trajectory import GroupHeader, decode_group, parse_group_header
+from penstock.shared.protocol.trajectory import GroupHeader, parse_group_header
 from penstock.shared.runtime.ledger import LedgerArchive, read_ledger
 from penstock.shared.transport.bus import Bus
 
@@ -60,7 +61,7 @@ class SampleBrowser:
         messages = {} if seq is None else await self._bus.get_whole(subjects.EXPERIENCE, [seq])
         if seq is None or seq not in messages:
             raise NotFound(f"sample '{row_id}' of job '{job}' is not there (any more)")
-        group = await asyncio.to_thread(decode_group, messages[seq].data)
+        group = await asyncio.to_thread(decode_any_group, messages[seq].data)
         if index >= group.num_trajectories:
             raise NotFound(f"draw {draw} has {group.num_trajectories} completions, none with index {index}")
         return _named(job, sample_detail(step, group, index))
@@ -137,7 +138,7 @@ def _past(rows: list[Row], after: str | None) -> list[Row]:
 
 
 def _rows_of(step: int, found: Sequence[bytes]) -> list[Row]:
-    return sample_rows(step, [decode_group(data) for data in found])
+    return sample_rows(step, [decode_any_group(data) for data in found])
 
 
 def _trained_of(entries: Sequence[bytes]) -> dict[int, BatchSealed]:

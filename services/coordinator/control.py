@@ -25,6 +25,7 @@ from penstock.services.coordinator.checkpoints import (
     delete_checkpoint,
     find_file,
 )
+from penstock.services.coordinator.environments import describe_environment
 from penstock.services.coordinator.files import FileStore
 from penstock.services.coordinator.finetuning.desk import FineTuningDesk
 from penstock.services.coordinator.graders import GraderBench
@@ -49,12 +50,14 @@ from penstock.services.coordinator.store import JobStore
 from penstock.services.coordinator.submission import plan_job, resolve_model, tell
 from penstock.services.coordinator.timeline import timeline
 from penstock.services.coordinator.webhooks.store import WebhookStore
-from penstock.shared.config.job import JobConfig, group_bytes
-from penstock.shared.config.kinds import AnyJob, parse_job, trains
+from penstock.shared.config.embodied_job import EmbodiedJob
+from penstock.shared.config.job import group_bytes
+from penstock.shared.config.kinds import AnyJob, AnyTraining, parse_job, trains
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ArchiveError, ConfigError, Conflict, NotFound, PenstockError
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.environment import EnvSpec
 from penstock.shared.protocol.events import SealedGroup, decode_events
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, DesiredState, JobRecord, Operation
 from penstock.shared.runtime.ledger import ledger_archive, read_ledger
@@ -63,6 +66,8 @@ from penstock.shared.transport.server import durability
 
 __all__ = ["CoordinatorControl"]
 
+DESCRIBE_S = 30.0
+"""A submission waits so long for an env worker to make a simulator; the job itself waits as long as it takes."""
 AUDIT_CHUNK_BYTES = 64 << 20
 """The audit holds groups of at most this many bytes at once, or a single one."""
 KEPT_STATES = 8
@@ -118,11 +123,14 @@ class CoordinatorControl:
         return await self._plan(await resolve_model(spec, self._state, self.settings.data_dir))
 
     async def _plan(self, spec: AnyJob) -> Row:
-        if isinstance(spec, JobConfig):
+        if isinstance(spec, AnyTraining):
             await reserve_ledger(self.bus)
         atomic = (await self.bus.stream_state(subjects.EXPERIENCE)).atomic
         running = (await self.store.index()).unfinished()
-        return await plan_job(spec, running, self.settings, self.members, stores_parts=atomic)
+        return await plan_job(spec, running, self.settings, self.members, stores_parts=atomic, describe=self._describe)
+
+    async def _describe(self, spec: EmbodiedJob) -> EnvSpec:
+        return await describe_environment(self.bus, spec, deadline_s=min(DESCRIBE_S, spec.environment.step_limit_s))
 
     async def _state(self, job: str) -> LedgerState:
         """The fold of the job's ledger, to read only. A finished job has one for good and no snapshots any more."""
@@ -300,7 +308,7 @@ class CoordinatorControl:
         """See ``Control.audit``."""
         record = await self.store.get(job)
         config = parse_job(record.spec)
-        if not isinstance(config, JobConfig):
+        if not isinstance(config, AnyTraining):
             raise Conflict(f"job '{job}' is an evaluation: it has no ledger to check")
         snapshots = await read_snapshots(self.bus, job)  # before the ledger, which then has every entry that they cover
         try:
@@ -386,8 +394,10 @@ def chunks_of(sizes: Mapping[int, int]) -> list[list[int]]:
     return chunks
 
 
-def largest_size(config: JobConfig, group: SealedGroup) -> int:
+def largest_size(config: AnyTraining, group: SealedGroup) -> int:
     """Upper bound of a stored group with as many tokens as the ledger says, in bytes."""
+    if isinstance(config, EmbodiedJob):
+        return config.max_group_bytes
     tokens = config.data.prompt.max_tokens + group.tokens
     return group_bytes(tokens, config.completions_per_group, 0, table_bytes=config.model.replay_bytes_per_token)
 

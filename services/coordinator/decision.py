@@ -14,7 +14,7 @@ from penstock.services.coordinator.gate import MAX_REDRAWS, Candidate, Verdict, 
 from penstock.services.coordinator.hyperparameters import hyperparameters_of
 from penstock.services.coordinator.ledger import NO_SIGNAL, WRONG_WEIGHTS, LedgerState
 from penstock.services.coordinator.promotion import PromotionGate, Rollback
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import AnyTraining
 from penstock.shared.protocol.events import (
     BatchRefused,
     BatchSealed,
@@ -43,7 +43,7 @@ Progress = tuple[Literal["True", "False"], str, str]
 class RunFacts(Protocol):
     """Inputs of a decision."""
 
-    config: JobConfig
+    config: AnyTraining
     state: LedgerState
     candidates: dict[Draw, Candidate]
     stored: dict[int, int]
@@ -99,7 +99,7 @@ class DrawSource(Protocol):
         ...
 
 
-def plan_draw(config: JobConfig, state: LedgerState, now: float, ahead: int = 0) -> tuple[int, float]:
+def plan_draw(config: AnyTraining, state: LedgerState, now: float, ahead: int = 0) -> tuple[int, float]:
     """``(min_version, deadline)`` of a draw planned ``ahead`` batches after the next one (negative: before it)."""
     start = state.start_version(state.next_number + ahead)
     return max(0, start - config.train.max_lag), now + config.train.draw_timeout_s

@@ -6,16 +6,21 @@ completion of a point comes from one policy version.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import comb
 
+from penstock.shared.config.embodied import EpisodeEvaluationConfig
 from penstock.shared.config.evaluation import EvaluationConfig, MeasureConfig
 from penstock.shared.data.check import SourceSummary
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import EvalResult, Ticket
 
 __all__ = ["Evaluation", "EvaluationPlan", "Scores", "evaluation_tickets", "pass_at_k"]
+
+
+Measured = MeasureConfig | EpisodeEvaluationConfig
+"""How held-out prompts or episodes are measured."""
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -45,14 +50,26 @@ class Scores:
     Attributes:
         sampled: rewards of the sampled completions of each prompt; ``greedy``: of the greedy one.
         failed: completions without a reward.
+        parts: of episodes in a simulator, by name, one value of each that did not fail.
     """
 
     sampled: dict[int, list[float]] = field(default_factory=dict)
     greedy: dict[int, float] = field(default_factory=dict)
     failed: int = 0
+    parts: dict[str, list[float]] = field(default_factory=dict)
 
-    def take(self, prompt: int, rewards: Sequence[float], failed: Sequence[bool], greedy: Sequence[bool]) -> None:
-        """The completions of one prompt."""
+    def take(
+        self,
+        prompt: int,
+        rewards: Sequence[float],
+        failed: Sequence[bool],
+        greedy: Sequence[bool],
+        parts: Mapping[str, Sequence[float]] | None = None,
+    ) -> None:
+        """Add the completions of one prompt."""
+        for name, values in (parts or {}).items():
+            kept = (value for value, is_failed in zip(values, failed, strict=True) if not is_failed)
+            self.parts.setdefault(name, []).extend(kept)
         self.sampled[prompt] = []
         self.failed += sum(failed)
         for reward, is_failed, is_greedy in zip(rewards, failed, greedy, strict=True):
@@ -63,13 +80,17 @@ class Scores:
             else:
                 self.sampled[prompt].append(reward)
 
-    def values(self, config: MeasureConfig, held_out: Sequence[SourceSummary]) -> dict[str, float]:
+    def values(self, config: Measured, held_out: Sequence[SourceSummary]) -> dict[str, float]:
         """`eval/greedy`, `eval/avg@k`, `eval/pass@k` over prompts; a completion is correct when its reward is >= 1.
+        Of episodes `eval/return`, `eval/success` and `eval/length`, means over reset ids.
 
         pass@k is over the prompts that have at least k rewards. ``held_out`` are the sources of the prompts, one
         after another; where there are several, `eval/greedy/NAME` and so on are over the prompts of one.
         """
-        values = {"eval/failed": float(self.failed), **self._means(config)}
+        failed = {"eval/failed": float(self.failed)}
+        if isinstance(config, EpisodeEvaluationConfig):
+            return failed | {f"eval/{name}": sum(found) / len(found) for name, found in self.parts.items() if found}
+        values = {**failed, **self._means(config)}
         start = 0
         for source in held_out if len(held_out) > 1 else ():
             means = self._of(range(start, start + source.rows))._means(config)
@@ -115,14 +136,14 @@ class Evaluation:
         if result.version != self.version or result.ordinal not in self.expected:
             return False
         self.expected.discard(result.ordinal)
-        self.scores.take(result.ordinal, result.rewards, result.failed, result.greedy)
+        self.scores.take(result.ordinal, result.rewards, result.failed, result.greedy, result.parts)
         return True
 
 
 class EvaluationPlan:
     """The points of one job and the evaluation in progress, on prompts of the sources ``held_out``."""
 
-    def __init__(self, config: EvaluationConfig, held_out: Sequence[SourceSummary]) -> None:
+    def __init__(self, config: EvaluationConfig | EpisodeEvaluationConfig, held_out: Sequence[SourceSummary]) -> None:
         self.config = config
         self.num_prompts = min(config.num_prompts, sum(source.rows for source in held_out))
         self._held_out = held_out

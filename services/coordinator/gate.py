@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from penstock.services.coordinator.ledger import LedgerState, OpenDraw
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import AnyTraining
 from penstock.shared.protocol.events import SealedGroup
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.trajectory import GroupHeader
@@ -122,7 +122,7 @@ def is_stale(min_version: float, start_version: int, max_lag: int) -> bool:
 
 
 def choose(
-    config: JobConfig, state: LedgerState, candidates: Mapping[Draw, Candidate], *, ready: Sequence[Draw]
+    config: AnyTraining, state: LedgerState, candidates: Mapping[Draw, Candidate], *, ready: Sequence[Draw]
 ) -> list[Draw] | None:
     """The groups of the next batch, in training order, or None when it cannot be sealed yet.
 

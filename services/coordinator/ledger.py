@@ -83,6 +83,7 @@ class LedgerState:
         settings: values of the keys of the job file that may change, for batches that are sealed from now on;
             ``applies_at``: updates before the first batch of the newest change, None while nothing was changed;
             ``generation``: of the job file, in that change.
+        environment: what the simulator of an embodied job is like, as an env worker described it; else empty.
         replayed: dead letters whose prompts were asked for again.
         rolled_back: first and last batch number that each fork took out of the lineage.
         admissions: by ordinal, of an online job: what its open draws train, and those that ended since the newest
@@ -107,6 +108,7 @@ class LedgerState:
     started: bool = False
     config_digest: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
     applies_at: int | None = None
     generation: int = 0
     phase: str = "running"
@@ -221,6 +223,7 @@ class LedgerState:
 
     def _job_started(self, event: JobStarted) -> None:
         self.started, self.config_digest, self.settings = True, event.config_digest, event.settings
+        self.environment = event.environment
 
     def _settings_changed(self, event: SettingsChanged) -> None:
         assert event.number == self.next_number, "settings change at the boundary before the next batch"

@@ -15,8 +15,7 @@ from penstock.services.coordinator.pace import Pace
 from penstock.services.coordinator.promotion import Evaluated, gate_of
 from penstock.services.coordinator.tally import Tally
 from penstock.shared.config.amendable import TEMPERATURE
-from penstock.shared.config.data import source_names
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import AnyTraining
 from penstock.shared.data.check import SourceSummary
 from penstock.shared.protocol.events import BatchSealed, BatchTrained, Event
 from penstock.shared.protocol.ids import Draw
@@ -31,11 +30,11 @@ AGAIN_S = 10.0
 class Measures:
     """Rows of METRICS come from here. ``reward`` is the mean sampled reward of the newest update."""
 
-    def __init__(self, config: JobConfig, outbox: Outbox) -> None:
+    def __init__(self, config: AnyTraining, outbox: Outbox) -> None:
         self.config, self.outbox = config, outbox
         self.plan = EvaluationPlan(config.evaluation, ())
         self.goals = Goals(config.early_stop, config.checkpoint.keep_best)
-        self.tally = Tally(config.groups_per_batch, source_names(config.data.train))
+        self.tally = Tally(config.groups_per_batch, config.train_sources)
         self.pace = Pace()
         self.reward: float | None = None
         self.evaluated: Evaluated | None = None

@@ -14,7 +14,7 @@ from typing import Literal
 
 from penstock.services.coordinator.canary import Arm, arms_of, verdict_of
 from penstock.services.coordinator.ledger import LedgerState
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import AnyTraining
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.promotion import PromotionConfig
 from penstock.shared.protocol.events import (
@@ -208,7 +208,7 @@ class PromotionGate:
         return "Unknown", "NotMeasured", f"version {state.version} is not measured yet; {kept}"
 
 
-def gate_of(config: JobConfig, evaluated: Callable[[], Evaluated | None]) -> PromotionGate | None:
+def gate_of(config: AnyTraining, evaluated: Callable[[], Evaluated | None]) -> PromotionGate | None:
     """The gate of a job, None where the newest version is served."""
     promotion = config.online.promotion if isinstance(config, OnlineJob) else None
     return None if promotion is None else PromotionGate(promotion, evaluated)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -19,7 +20,8 @@ from penstock.services.coordinator.ledger import HALTED, LedgerState
 from penstock.services.coordinator.promotion import PromotionGate, Rollback
 from penstock.services.coordinator.reports import events_of_report
 from penstock.shared.config.amendable import settings_of
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.embodied_job import EmbodiedJob
+from penstock.shared.config.kinds import AnyTraining
 from penstock.shared.config.service import checkpoint_path
 from penstock.shared.errors import Conflict
 from penstock.shared.protocol.events import (
@@ -77,7 +79,7 @@ class JobRun:
 
     def __init__(
         self,
-        config: JobConfig,
+        config: AnyTraining,
         state: LedgerState,
         *,
         num_ordinals: int | None,
@@ -120,6 +122,8 @@ class JobRun:
         self.batched = {group.seq for batch in state.sealed.values() for group in batch.groups}
         """EXPERIENCE sequences of the groups that a sealed or trained batch of this lineage holds."""
         self.batched.update(seq for batch in state.batches.values() for seq in batch.seqs)
+        self.environment: dict[str, Any] | None = None
+        """Description of the simulator of an embodied job, once an env worker gave it."""
         self.replays = 0
         """Dead letters that the user wants replayed: room among the draws in flight is kept for them."""
 
@@ -159,7 +163,7 @@ class JobRun:
         """Where training is to go back to."""
         return self.rollback_of(self.state)
 
-    def amend(self, config: JobConfig, generation: int, now: float) -> list[Event]:
+    def amend(self, config: AnyTraining, generation: int, now: float) -> list[Event]:
         """The job file is ``config`` from the next batch on; the event that says so, [] where no setting changes."""
         self.config, state, settings = config, self.state, settings_of(config)
         if not state.started or state.finished or settings == state.settings:
@@ -306,12 +310,7 @@ class JobRun:
             draft.state.apply(event)
         state = draft.state
         if not state.started:
-            return [
-                JobStarted(
-                    writer_epoch=self.writer_epoch, time=now, config_digest=self.config_digest,
-                    settings=settings_of(self.config),
-                )
-            ]  # fmt: skip
+            return self._start(now)
         if self.failure is not None:
             draft.end("failed", self.failure.message, error=self.failure)
             return draft.events
@@ -327,6 +326,22 @@ class JobRun:
         draft.seal()
         draft.draw()
         return draft.events
+
+    def _start(self, now: float) -> list[Event]:
+        """The first event of the ledger, [] while the simulator of the job is not described yet."""
+        if self.lacks_environment and self.desired != "cancelled" and self.failure is None:
+            return []
+        return [
+            JobStarted(
+                writer_epoch=self.writer_epoch, time=now, config_digest=self.config_digest,
+                settings=settings_of(self.config), environment=self.environment or {},
+            )
+        ]  # fmt: skip
+
+    @property
+    def lacks_environment(self) -> bool:
+        """True if the job cannot begin before an env worker has described its simulator."""
+        return isinstance(self.config, EmbodiedJob) and not self.state.started and self.environment is None
 
     def _may_cancel(self, state: LedgerState) -> bool:
         """A cancelled run trains what is sealed and checkpoints first, unless it must end now or its trainer cannot."""

@@ -21,6 +21,7 @@ from penstock.services.coordinator.announcements import announce
 from penstock.services.coordinator.carrier import Carrier
 from penstock.services.coordinator.commands import TrainerCommands
 from penstock.services.coordinator.conditions import conditions
+from penstock.services.coordinator.environments import describe_environment
 from penstock.services.coordinator.gate import Verdict
 from penstock.services.coordinator.inbox import Inbox
 from penstock.services.coordinator.journal import Journal
@@ -38,9 +39,10 @@ from penstock.services.coordinator.trackers import Run
 from penstock.services.coordinator.tracking import Tracking
 from penstock.services.coordinator.why import Onsets, explain_waits, recovery_waits
 from penstock.services.coordinator.wishes import Wishes
+from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.config.kinds import parse_training
-from penstock.shared.data.check import DataSummary, check_data
-from penstock.shared.errors import Conflict, DataError, NotFound, ProtocolError
+from penstock.shared.data.check import DataSummary, data_of
+from penstock.shared.errors import ConfigError, Conflict, DataError, NotFound, ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_datetime, bus_time
 from penstock.shared.protocol.codec import pack, unpack
@@ -117,6 +119,8 @@ class JobRunner:
             ]
             if self.supply is not None:
                 running.append(tasks.create_task(self.supply.follow(self.inbox.put)))
+            if self.run.lacks_environment:
+                running.append(tasks.create_task(self._describe_environment()))
             if self.measures.gate is not None:
                 pointer = Pointer(self.bus, self.job, self.measures.gate, lambda: self.run.state.promoted)
                 running.append(tasks.create_task(pointer.follow()))
@@ -130,8 +134,8 @@ class JobRunner:
 
     async def _recover(self) -> None:
         state = await self.journal.load()
-        found = await asyncio.to_thread(check_data, self.config.data)
-        epochs = self.config.train.data_epochs
+        found = await asyncio.to_thread(data_of, self.config)
+        epochs = self.config.data_epochs
         self.run = JobRun(
             self.config,
             state,
@@ -160,6 +164,22 @@ class JobRunner:
             async for row in rows:
                 self.measures.recall([msgspec.json.decode(row.data)], state)
                 await slice_.end()
+
+    async def _describe_environment(self) -> None:
+        """Have an env worker describe the simulator of an embodied job; one that cannot be made ends the job."""
+        config = self.config
+        assert isinstance(config, EmbodiedJob)
+        describe = partial(describe_environment, self.bus, config, deadline_s=config.environment.step_limit_s)
+        what = f"an env worker to describe {config.environment.backend} '{config.environment.task}'"
+        try:
+            spec = await self.retry.until_taken(what, subjects.ENV_DESCRIBE, describe)
+        except ConfigError as error:
+            self.run.failure = self.run.failure or JobFailure(
+                code="environment_failed", message=str(error), service="env"
+            )
+        else:
+            self.run.environment = msgspec.to_builtins(spec)
+        self.inbox.wake()
 
     async def _read_groups(self) -> None:
         """Take in what is stored and not yet decided on; ``_check_stored`` reads the rest beside the work."""
@@ -326,7 +346,9 @@ class JobRunner:
 
     async def _take_report(self, report: Report) -> Ack:
         if report.kind == "hello":
-            return Ack(ok=True, data=summary.start_of(self.run))
+            described = not self.run.lacks_environment
+            reason = "" if described else "no env worker has described the simulator of this job yet"
+            return Ack(ok=described, reason=reason, data=summary.start_of(self.run))
         now, state = bus_time(), self.run.state
         batch = state.sealed.get(report.batch)
         try:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from penstock.shared.config.data import source_names
-from penstock.shared.config.job import JobConfig
-from penstock.shared.config.kinds import parse_job
+from penstock.shared.config.kinds import AnyTraining, parse_job
 from penstock.shared.errors import NotFound
-from penstock.shared.protocol.trajectory import FINISH_REASONS, Group, GroupHeader
+from penstock.shared.protocol.episode_group import AnyGroup, EpisodeGroup
+from penstock.shared.protocol.trajectory import FINISH_REASONS, GroupHeader
 
 __all__ = ["check_env", "choose_samples", "sample_detail", "sample_rows"]
 
@@ -19,7 +19,7 @@ __all__ = ["check_env", "choose_samples", "sample_detail", "sample_rows"]
 def check_env(spec: Mapping[str, Any], env: str) -> None:
     """Raise NotFound unless a source that this job draws its prompts from is called ``env``."""
     config = parse_job(spec)
-    names = source_names(config.data.train if isinstance(config, JobConfig) else config.data.eval)
+    names = config.train_sources if isinstance(config, AnyTraining) else source_names(config.data.eval)
     if env not in names:
         known = f"they are called {', '.join(names)}" if names else "it has none, for live agents send its prompts"
         raise NotFound(f"env: no source of this job is called '{env}'; {known}")
@@ -54,13 +54,16 @@ def choose_samples(
     return [(seq, row_id) for _, _, seq, row_id in found[start : start + limit]]
 
 
-def sample_rows(step: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """One row per completion of a batch, in batch order.
+def sample_rows(step: int, groups: Sequence[AnyGroup]) -> list[dict[str, Any]]:
+    """One row per completion or episode of a batch, in batch order.
 
     ``advantage`` is that within its group; None for one that failed, or has nothing to be compared with.
     """
     rows = []
     for group in groups:
+        if isinstance(group, EpisodeGroup):
+            rows += _episode_rows(step, group)
+            continue
         usable = group.rewards[~(group.failed | group.greedy)]
         mean = float(usable.mean()) if len(usable) else 0.0
         std = float(usable.std(ddof=1)) if len(usable) > 1 else 0.0
@@ -96,18 +99,74 @@ def sample_rows(step: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
     return rows
 
 
+def _episode_rows(step: int, group: EpisodeGroup) -> list[dict[str, Any]]:
+    usable = group.returns[~group.failed]
+    mean = float(usable.mean()) if len(usable) else 0.0
+    std = float(usable.std(ddof=1)) if len(usable) > 1 else 0.0
+    rows = []
+    for index in range(group.num_trajectories):
+        start, end = int(group.cu_seqlens[index]), int(group.cu_seqlens[index + 1])
+        versions = group.spans[group.spans[:, 0] == index][:, 1]
+        reward, failed = float(group.returns[index]), bool(group.failed[index])
+        rows.append(
+            {
+                "id": f"{step}-{group.draw}-{index}",
+                "step": step,
+                "draw": str(group.draw),
+                "index": index,
+                "env": "",
+                "task": group.meta.get("task", ""),
+                "reset_id": group.reset_id,
+                "reward": reward,
+                "parts": {"return": reward},
+                "success": bool(group.succeeded[index]),
+                "solved_at_end": bool(group.solved_at_end[index]),
+                "advantage": _advantage(reward, mean, std) if len(usable) > 1 and not failed else None,
+                "greedy": False,
+                "failed": failed,
+                "finish": "abort" if failed else "length" if group.truncated[end - 1].any() else "stop",
+                "tokens": end - start,
+                "steps": int(group.valid[start:end].sum()),
+                "logprob": float(np.sum(group.logprobs[start:end])),
+                "min_version": int(versions.min()) if len(versions) else 0,
+                "max_version": int(versions.max()) if len(versions) else 0,
+                "worker": group.meta.get("worker", ""),
+            }
+        )
+    return rows
+
+
 def _advantage(reward: float, mean: float, std: float) -> float:
     """Of a reward among those of its group."""
     return 0.0 if std == 0 else (reward - mean) / (std + 1e-6)
 
 
-def sample_detail(step: int, group: Group, index: int) -> dict[str, Any]:
-    """A completion with everything that was stored of it, token by token.
+def _episode_detail(row: dict[str, Any], group: EpisodeGroup, siblings: list[str]) -> dict[str, Any]:
+    index = int(row["index"])
+    cut = slice(int(group.cu_seqlens[index]), int(group.cu_seqlens[index + 1]))
+    return {
+        **row,
+        "job": group.job,
+        "attempt": group.attempt,
+        "rewards": group.rewards[cut].tolist(),
+        "actions": group.actions[cut].tolist(),
+        "logprobs": group.logprobs[cut].tolist(),
+        "valid": group.valid[cut].tolist(),
+        "observations": {name: array[cut].tolist() for name, array in group.observations.items() if array.ndim <= 2},
+        "siblings": siblings,
+    }
+
+
+def sample_detail(step: int, group: AnyGroup, index: int) -> dict[str, Any]:
+    """A completion with everything that was stored of it, token by token; an episode, decision by decision.
 
     ``prompt_token_ids``, and equally long ``token_ids``, ``logprobs`` (of the sampler, natural logarithm), ``mask`` (1:
     the policy chose the token) and ``versions`` (of the policy that chose it); ``siblings``: ids of the group's others.
     """
     rows = sample_rows(step, [group])
+    siblings = [row["id"] for row in rows if row["index"] != index]
+    if isinstance(group, EpisodeGroup):
+        return _episode_detail(rows[index], group, siblings)
     start, end = int(group.cu_seqlens[index]), int(group.cu_seqlens[index + 1])
     versions = np.zeros(end - start, np.int64)
     for trajectory, version, first, stop in group.spans:
@@ -122,5 +181,5 @@ def sample_detail(step: int, group: Group, index: int) -> dict[str, Any]:
         "logprobs": [float(value) for value in group.logprobs[start:end]],
         "mask": group.mask[start:end].tolist(),
         "versions": versions.tolist(),
-        "siblings": [row["id"] for row in rows if row["index"] != index],
+        "siblings": siblings,
     }

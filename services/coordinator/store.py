@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from penstock.services.coordinator.job_index import JobEntry, JobIndex, decode_stored, entry_of
-from penstock.shared.config.job import JobConfig
-from penstock.shared.config.kinds import AnyJob, trains
+from penstock.shared.config.kinds import AnyJob, AnyTraining, trains
 from penstock.shared.errors import Conflict, NotFound, ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_datetime
@@ -183,7 +182,7 @@ class JobStore:
 
 
 def _total_steps(config: AnyJob) -> int | None:
-    return config.train.max_updates if isinstance(config, JobConfig) else config.evaluation.num_prompts
+    return config.train.max_updates if isinstance(config, AnyTraining) else config.evaluation.num_prompts
 
 
 def _wanted(record: JobRecord, changes: dict[str, Any]) -> JobRecord:

@@ -22,10 +22,11 @@ from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.retention import check_room
 from penstock.services.coordinator.trackers import check_trackers
 from penstock.shared.config.data import DataConfig
+from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.config.environment import completion_tokens
 from penstock.shared.config.evaluation_job import EvaluationJob
 from penstock.shared.config.job import ROW_BYTES, JobConfig
-from penstock.shared.config.kinds import AnyJob
+from penstock.shared.config.kinds import AnyJob, AnyTraining, TextJob
 from penstock.shared.config.needs import needs
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.reward import RewardConfig
@@ -36,6 +37,7 @@ from penstock.shared.errors import ConfigError, DataError, NotFound, StreamFull,
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.codec import MAX_INLINE_BYTES
+from penstock.shared.protocol.environment import EnvSpec
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["check_budget", "check_groups", "check_packages", "plan_job", "resolve_model", "tell"]
@@ -57,6 +59,8 @@ async def resolve_model(spec: AnyJob, ledger: Callable[[str], Awaitable[LedgerSt
     Raises:
         ConfigError: no such reference, job or checkpoint.
     """
+    if isinstance(spec, EmbodiedJob):
+        return spec
     path = spec.model.path
     if path is None or not path.startswith("job:"):
         return spec
@@ -81,17 +85,21 @@ async def plan_job(
     members: Members | None = None,
     *,
     stores_parts: bool,
+    describe: Callable[[EmbodiedJob], Awaitable[EnvSpec]] | None = None,
 ) -> dict[str, Any]:
     """Effects of a job here.
 
     Args:
         members: the workers; None: nothing is known of them.
         stores_parts: whether EXPERIENCE takes groups above 1 MiB.
+        describe: asks an env worker for the simulator of an embodied job; None: it is checked when the job begins.
 
     Raises:
         ConfigError: it cannot run: model or data missing, a package missing everywhere, groups too large, or no room
             beside the jobs that run.
     """
+    if isinstance(spec, EmbodiedJob):
+        return await _plan_embodied(spec, running, settings, members, stores_parts=stores_parts, describe=describe)
     _check_model(spec)
     check_room(running, spec.limits.byte_budget, experience_bytes=settings.experience_bytes)
     if isinstance(spec, OnlineJob):
@@ -108,6 +116,33 @@ async def plan_job(
     }
 
 
+async def _plan_embodied(
+    spec: EmbodiedJob,
+    running: Sequence[JobEntry],
+    settings: ServiceSettings,
+    members: Members | None,
+    *,
+    stores_parts: bool,
+    describe: Callable[[EmbodiedJob], Awaitable[EnvSpec]] | None,
+) -> dict[str, Any]:
+    check_room(running, spec.limits.byte_budget, experience_bytes=settings.experience_bytes)
+    check_trackers(spec.tracking)
+    check_groups(spec, 0, stores_parts=stores_parts)
+    _check_entry(spec)
+    sim, warnings = spec.environment, list[str]()
+    plan: dict[str, Any] = {"spec": spec.model_dump(mode="json"), "batch": _batch_of(spec)}
+    if describe is None or members is None or not members.of("env", time.monotonic()):
+        warnings.append(f"no env worker runs here: {sim.backend} '{sim.task}' is checked when the job begins")
+    else:
+        plan["environment"] = msgspec.to_builtins(await describe(spec))
+    held_out = spec.evaluation
+    return plan | {
+        "evaluation": {"episodes": held_out.episodes, "metrics": held_out.metrics if held_out.episodes else []},
+        "bytes": {"group_max": spec.max_group_bytes, "budget": spec.limits.byte_budget},
+        "warnings": warnings,
+    }
+
+
 async def tell(bus: Bus, job: str, warnings: Sequence[str]) -> None:
     """Put warnings among the events of a job, which is submitted by now whatever becomes of them."""
     for text in warnings:
@@ -118,7 +153,8 @@ async def tell(bus: Bus, job: str, warnings: Sequence[str]) -> None:
 
 async def check_budget(spec: AnyJob, *, stores_parts: bool) -> None:
     """``check_groups`` of a job whose rows were not measured yet. Raises ConfigError, also for data that is gone."""
-    check_groups(spec, (await _open_data(spec)).row_bytes, stores_parts=stores_parts)
+    row_bytes = 0 if isinstance(spec, EmbodiedJob) else (await _open_data(spec)).row_bytes
+    check_groups(spec, row_bytes, stores_parts=stores_parts)
 
 
 def check_groups(spec: AnyJob, row_bytes: int, *, stores_parts: bool) -> None:
@@ -131,7 +167,10 @@ def check_groups(spec: AnyJob, row_bytes: int, *, stores_parts: bool) -> None:
         ConfigError: names the numbers.
     """
     size = spec.max_group_bytes + row_bytes
-    parts = f"{spec.completions_per_group} completions of up to {spec.max_completion_tokens} tokens"
+    if isinstance(spec, EmbodiedJob):
+        parts = f"{spec.completions_per_group} episodes of up to {spec.environment.horizon} steps"
+    else:
+        parts = f"{spec.completions_per_group} completions of up to {spec.max_completion_tokens} tokens"
     if row_bytes:
         parts += f" and a data row of up to {row_bytes + ROW_BYTES} bytes"
     if size > MAX_GROUP_BYTES:
@@ -141,7 +180,7 @@ def check_groups(spec: AnyJob, row_bytes: int, *, stores_parts: bool) -> None:
             f"a group of {parts} may take {size} bytes; above {MAX_INLINE_BYTES} it is stored in parts, and this NATS "
             "server cannot do that: use version 2.12.1 or newer, or smaller groups"
         )
-    if isinstance(spec, JobConfig):
+    if isinstance(spec, AnyTraining):
         need = 2 * (spec.train.max_lag + 2) * spec.groups_per_batch * size
         what = f"{spec.train.max_lag + 2} batches of {spec.groups_per_batch} groups of {parts} must fit in half of it"
     else:
@@ -173,7 +212,7 @@ def check_packages(spec: AnyJob, members: Members, now: float) -> list[str]:
     return warnings
 
 
-def _warnings(spec: AnyJob, http_host: str) -> list[str]:
+def _warnings(spec: TextJob, http_host: str) -> list[str]:
     """Warnings: settings that are allowed and likely a mistake, where the API listens on ``http_host``."""
     if is_loopback(http_host) or not isinstance(spec, OnlineJob) or spec.online.is_defended:
         return []
@@ -192,17 +231,19 @@ async def _plan_training(spec: JobConfig, data: DataSummary) -> dict[str, Any]:
     prompts = data.rows_per_epoch * (spec.train.data_epochs or size)
     if prompts < size and spec.data.train:
         raise ConfigError(f"train.data_epochs: {prompts} prompts do not fill one batch of {size} groups")
-    batch = {
+    return {"batch": {**_batch_of(spec), "optimizer_steps": spec.train.epochs * spec.train.minibatches}}
+
+
+def _batch_of(spec: AnyTraining) -> dict[str, int]:
+    return {
         "trajectories": spec.train.batch_size,
-        "groups": size,
+        "groups": spec.groups_per_batch,
         "group_size": spec.algorithm.group_size,
-        "optimizer_steps": spec.train.epochs * spec.train.minibatches,
         "draws_in_flight": spec.max_draws,
     }
-    return {"batch": batch}
 
 
-def _check_entry(spec: JobConfig) -> None:
+def _check_entry(spec: AnyTraining) -> None:
     """A batch is one message of the ledger, and one of BATCHES."""
     nbytes = SEALED_BYTES + REWARD_BYTES * spec.completions_per_group
     if spec.groups_per_batch * nbytes > MAX_INLINE_BYTES - ENTRY_ROOM:
@@ -226,7 +267,7 @@ def check_alias(spec: OnlineJob, running: Sequence[JobEntry]) -> None:
             )
 
 
-def _with_unmeasured(spec: AnyJob, data: DataSummary) -> DataSummary:
+def _with_unmeasured(spec: TextJob, data: DataSummary) -> DataSummary:
     """``data`` with a note on held-out sources that no evaluation reaches.
 
     Raises:
@@ -251,7 +292,7 @@ def _plan_evaluation(spec: EvaluationJob, data: DataSummary) -> dict[str, Any]:
     return {"evaluation": measures | {"metrics": spec.evaluation.metrics}}
 
 
-async def _open_data(spec: AnyJob) -> DataSummary:
+async def _open_data(spec: TextJob) -> DataSummary:
     return await _open(spec.data if isinstance(spec, JobConfig) else spec.data_config, spec.reward)
 
 
@@ -262,7 +303,7 @@ async def _open(config: DataConfig, reward: RewardConfig | None = None) -> DataS
         raise ConfigError(str(error)) from None
 
 
-def _check_model(spec: AnyJob) -> None:
+def _check_model(spec: TextJob) -> None:
     path = spec.model.path
     if path is not None and (path.startswith((".", "/", "~")) or Path(path).exists()):
         folder = Path(path).expanduser()
@@ -273,7 +314,7 @@ def _check_model(spec: AnyJob) -> None:
         _check_room(folder / "config.json", spec)
 
 
-def _beginning(spec: AnyJob) -> list[str]:
+def _beginning(spec: TextJob) -> list[str]:
     """A note on the first token of plain prompts where the job file leaves it to a tokenizer on this host.
 
     The post-processor of its file decides, as it does in the library that the workers read it with.
@@ -304,7 +345,7 @@ def _first_tokens(rules: Any) -> set[str]:
     return set().union(*inner, first, [rules["cls"][0]] if "cls" in rules else [])
 
 
-def _check_room(file: Path, spec: AnyJob) -> None:
+def _check_room(file: Path, spec: TextJob) -> None:
     """True if a prompt fits beside a completion, for a model whose longest sequence is written in its file."""
     try:
         config = msgspec.json.decode(file.read_bytes())

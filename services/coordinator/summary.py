@@ -128,6 +128,7 @@ def start_of(run: JobRun) -> dict[str, Any]:
         "served": {"number": served.number, "version": served.version} if served is not None and behind else None,
         "rollback": None if rollback is None else asdict(rollback),
         "batches": _rows_of(state, state.after(after)),
+        "environment": state.environment or run.environment,
         **_older(state, checkpoint),
     }
 

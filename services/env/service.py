@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.services.env.session import EnvSession
 from penstock.services.env.tool_session import ToolSession
-from penstock.shared.config.kinds import AnyJob
+from penstock.shared.config.kinds import TextJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
@@ -83,7 +83,7 @@ class EnvService:
         simulators = {job: dict(row) for job, row in rows.items()}
         return simulators | {job: session.status() | simulators.get(job, {}) for job, session in self.tools.items()}
 
-    async def _serve_tools(self, job: str, config: AnyJob) -> None:
+    async def _serve_tools(self, job: str, config: TextJob) -> None:
         if config.environment is None or self._draining.is_set():
             return
         session = ToolSession(self.bus, job, config.environment, drain_s=self.settings.drain_s)

@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock.services.reward.grading import GradingDesk
 from penstock.services.reward.session import RewardSession
-from penstock.shared.config.kinds import AnyJob
+from penstock.shared.config.kinds import TextJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.runtime.jobs import watch_jobs
 from penstock.shared.transport.bus import Bus
@@ -31,7 +31,7 @@ class RewardService:
             self.ready = True
             await watch_jobs(self.bus, self._run_session, open_evaluation=self._run_session)
 
-    async def _run_session(self, job: str, config: AnyJob) -> None:
+    async def _run_session(self, job: str, config: TextJob) -> None:
         if self._draining or not config.reward.scorers:  # an online job that measures nothing
             return
         session = RewardSession(self.bus, self.settings, job, config)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from penstock.services.reward.pool import ScorerPool
-from penstock.shared.config.kinds import AnyJob
+from penstock.shared.config.kinds import TextJob
 from penstock.shared.config.reward import RewardConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ProtocolError, Unavailable
@@ -58,7 +58,7 @@ def num_processes(config: RewardConfig) -> int:
 class RewardSession:
     """Scores completions of one job until cancelled."""
 
-    def __init__(self, bus: Bus, settings: ServiceSettings, job: str, config: AnyJob) -> None:
+    def __init__(self, bus: Bus, settings: ServiceSettings, job: str, config: TextJob) -> None:
         self._bus, self._settings, self.job, self.config = bus, settings, job, config
         self._pool = ScorerPool(config.reward, num_processes(config.reward))
         self.ended = asyncio.Event()

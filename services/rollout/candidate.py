@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from penstock.services.rollout.engines import open_engine
 from penstock.services.rollout.group_maker import GroupMaker
 from penstock.services.rollout.policy import PolicyFollower
-from penstock.shared.config.kinds import AnyJob
+from penstock.shared.config.kinds import TextJob
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.models.loading import resolve_device
@@ -26,7 +26,7 @@ class Candidate:
     """
 
     def __init__(
-        self, bus: Bus, settings: ServiceSettings, job: str, config: AnyJob, tokenizer: PreTrainedTokenizerFast
+        self, bus: Bus, settings: ServiceSettings, job: str, config: TextJob, tokenizer: PreTrainedTokenizerFast
     ) -> None:
         self.engine = open_engine(
             config.model, tokenizer, max_running=config.placement.max_running, seed=config.seed,
@@ -55,7 +55,7 @@ class Candidate:
             await self.on_leave()
 
     @staticmethod
-    def is_needed(config: AnyJob) -> bool:
+    def is_needed(config: TextJob) -> bool:
         """True if a job measures versions, or has them tried, before it serves them."""
         if not isinstance(config, OnlineJob) or config.online.promotion is None:
             return False

@@ -15,7 +15,7 @@ from penstock.services.rollout.observations import ObservationWriter
 from penstock.services.rollout.trajectory import Episode, with_episodes
 from penstock.services.rollout.turns import EpisodePlayer, token_of
 from penstock.shared.config.environment import VerifiersConfig
-from penstock.shared.config.kinds import AnyJob
+from penstock.shared.config.kinds import TextJob
 from penstock.shared.config.scorers import EnvironmentScorer
 from penstock.shared.data.prompts import Prompt
 from penstock.shared.protocol.generation import GenRequest, GenResult, Sample, Sampling
@@ -31,7 +31,7 @@ class GroupMaker:
     """Makes the groups of one job on one engine."""
 
     def __init__(
-        self, job: str, worker: str, config: AnyJob, engine: Engine, tokenizer: PreTrainedTokenizerFast
+        self, job: str, worker: str, config: TextJob, engine: Engine, tokenizer: PreTrainedTokenizerFast
     ) -> None:
         self._job, self._worker, self._config, self._engine, self._tokenizer = job, worker, config, engine, tokenizer
         self._stop_tokens = frozenset(engine.stop_ids) | frozenset(config.sampling.stop_token_ids)

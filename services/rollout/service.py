@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from penstock.services.rollout.session import RolloutSession
-from penstock.shared.config.kinds import AnyJob
+from penstock.shared.config.embodied_job import EmbodiedJob
+from penstock.shared.config.kinds import AnyJob, TextJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.runtime.jobs import watch_jobs
 from penstock.shared.transport.bus import Bus
@@ -34,7 +35,7 @@ class RolloutService:
         self.ready = True
         await watch_jobs(self.bus, self._run_session, open_evaluation=self._run_session, amend=self._amend)
 
-    async def _run_session(self, job: str, config: AnyJob) -> None:
+    async def _run_session(self, job: str, config: TextJob) -> None:
         torch.set_num_threads(config.placement.rollout_threads)
         session = RolloutSession(self.bus, self.settings, job, config)
         self.sessions[job] = session
@@ -44,7 +45,7 @@ class RolloutService:
             self.sessions.pop(job, None)
 
     def _amend(self, job: str, config: AnyJob) -> None:
-        if (session := self.sessions.get(job)) is not None:
+        if (session := self.sessions.get(job)) is not None and not isinstance(config, EmbodiedJob):
             session.amend(config)
 
     async def drain(self) -> None:

@@ -20,7 +20,7 @@ from penstock.services.rollout.publisher import GroupPublisher
 from penstock.services.rollout.scoring import joined, score_requests
 from penstock.services.rollout.serving import InferenceServer
 from penstock.shared.config.job import JobConfig
-from penstock.shared.config.kinds import AnyJob
+from penstock.shared.config.kinds import TextJob
 from penstock.shared.config.online import OnlineConfig
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.service import ServiceSettings
@@ -58,7 +58,7 @@ class _LeftBehind(Exception):  # noqa: N818  no error: the coordinator has its a
 class RolloutSession:
     """Takes tickets of a job while there is room in the engine."""
 
-    def __init__(self, bus: Bus, settings: ServiceSettings, job: str, config: AnyJob) -> None:
+    def __init__(self, bus: Bus, settings: ServiceSettings, job: str, config: TextJob) -> None:
         self._bus, self._settings, self.job, self.config = bus, settings, job, config
         self._publisher = GroupPublisher(bus, job)
         limit_s = config.environment.request_timeout_s if config.environment is not None else 0.0
@@ -169,7 +169,7 @@ class RolloutSession:
             self._candidate.on_leave = self._serving.leave_candidate
         await self._serving.run()
 
-    def amend(self, config: AnyJob) -> None:
+    def amend(self, config: TextJob) -> None:
         """The job file changed: live requests follow it; tickets say by themselves what holds for them."""
         self.config = config
         if self._serving is not None:

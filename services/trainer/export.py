@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.services.trainer.checkpoint import read_manifest
+from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.config.kinds import parse_training
 from penstock.shared.config.model import ModelConfig
 from penstock.shared.errors import CheckpointError
@@ -31,6 +32,8 @@ def export(checkpoint: Path, target: Path) -> None:
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} is not empty: name a new directory")
     job = parse_training(msgspec.json.decode(found.manifest.meta["config"]))
+    if isinstance(job, EmbodiedJob):
+        raise CheckpointError(f"{checkpoint} holds the policy of an embodied job, which is no language model")
     config = ModelConfig(path=str(checkpoint), dtype=job.model.dtype, trust_remote_code=job.model.trust_remote_code)
     tokenizer = build_tokenizer(config)
     build_model(config, len(tokenizer), seed=0).save_pretrained(target)

@@ -28,7 +28,7 @@ from penstock.services.trainer.ranks import Ranks
 from penstock.services.trainer.replica import Replica
 from penstock.services.trainer.update_rules.on_policy import NonFiniteStep
 from penstock.shared.config.job import JobConfig
-from penstock.shared.config.kinds import parse_training
+from penstock.shared.config.kinds import text_job
 from penstock.shared.errors import CheckpointError, ConfigError, DataError, ProtocolError
 from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.runtime.tasks import Background
@@ -90,7 +90,7 @@ class Follower:
     async def _carry_out(self, order: Order, background: Background) -> None:
         match order:
             case Open(job=job, spec=spec):
-                await self._open(job, parse_training(msgspec.json.decode(spec)))
+                await self._open(job, text_job(msgspec.json.decode(spec)))
             case Close():
                 self._close()
             case Train():

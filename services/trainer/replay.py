@@ -30,7 +30,7 @@ from penstock.services.trainer.ranks import Threads, meet
 from penstock.services.trainer.replica import Replica
 from penstock.shared.config.backend import MegatronConfig
 from penstock.shared.config.job import JobConfig
-from penstock.shared.config.kinds import parse_training
+from penstock.shared.config.kinds import text_job
 from penstock.shared.config.service import CHECKPOINTS, ServiceSettings, checkpoint_path, load_settings
 from penstock.shared.errors import CheckpointError, NotFound, PenstockError
 from penstock.shared.protocol import subjects
@@ -85,7 +85,7 @@ class Replay:
         entry = await self._bus.kv(subjects.JOBS).get(self._job)
         if entry is None or entry.value is None:
             raise NotFound(f"no job '{self._job}'")
-        config = parse_training(JobRecord.model_validate_json(entry.value).spec)
+        config = text_job(JobRecord.model_validate_json(entry.value).spec)
         torch.set_num_threads(config.placement.trainer_threads)
         trained, checkpoints = await self._ledger()
         manifests = await read_manifests(self._bus, self._job)

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.config.training_job import TrainingJob
 
 __all__ = [
     "AMENDABLE",
@@ -41,7 +42,7 @@ TEMPERATURE = "sampling.temperature"
 LABELS = "metadata"
 
 
-def settings_of(config: JobConfig) -> dict[str, Any]:
+def settings_of(config: TrainingJob) -> dict[str, Any]:
     """Value of every amendable key; None where its section does not exist."""
     spec = config.model_dump(mode="json")
     return {key: value_at(spec, key) for key in AMENDABLE}
@@ -51,13 +52,13 @@ def is_amendable(config: BaseModel, key: str) -> bool:
     """True if ``key`` may change in a job that is ``config`` now."""
     if key == LABELS or key.startswith(f"{LABELS}."):
         return True
-    if not isinstance(config, JobConfig):
+    if not isinstance(config, TrainingJob):
         return False
     if key == BACKEND or key.startswith(f"{BACKEND}."):
         return not (isinstance(config, OnlineJob) and config.online.promotion is not None)
     if key not in AMENDABLE:
         return False
-    kl = config.algorithm.kl
+    kl = config.algorithm.kl if isinstance(config, JobConfig) else None
     return key != "algorithm.kl.coef" or (kl is not None and kl.adaptive is None)
 
 

@@ -12,10 +12,23 @@ from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.training_job import TrainingJob
 from penstock.shared.errors import ConfigError
 
-__all__ = ["KINDS", "AnyJob", "job_model", "parse_job", "parse_training", "trains"]
+__all__ = [
+    "KINDS",
+    "AnyJob",
+    "AnyTraining",
+    "TextJob",
+    "job_model",
+    "parse_job",
+    "parse_training",
+    "text_job",
+    "trains",
+]
 
-AnyJob = JobConfig | EmbodiedJob | EvaluationJob
-"""An online job is a `JobConfig`, too: it is trained like any other."""
+TextJob = JobConfig | EvaluationJob
+"""Jobs of a language model. An online job is a `JobConfig`, too: it is trained like any other."""
+AnyTraining = JobConfig | EmbodiedJob
+"""Jobs with a trainer, a ledger and checkpoints."""
+AnyJob = TextJob | EmbodiedJob
 
 KINDS: dict[str, type[AnyJob]] = {
     "rl": JobConfig,
@@ -46,13 +59,21 @@ def parse_job(data: Mapping[str, Any], *, where: str = "job") -> AnyJob:
     return job_model(data).parse(data, where=where)
 
 
-def parse_training(data: Mapping[str, Any], *, where: str = "job") -> JobConfig | EmbodiedJob:
+def parse_training(data: Mapping[str, Any], *, where: str = "job") -> AnyTraining:
     """Validate a job file of a kind that trains.
 
     Raises:
         ConfigError: as ``parse_job``, or it is of another kind.
     """
     config = parse_job(data, where=where)
-    if not isinstance(config, JobConfig | EmbodiedJob):
+    if not isinstance(config, AnyTraining):
         raise ConfigError(f"{where}: a job of kind '{config.kind}' trains nothing")
+    return config
+
+
+def text_job(data: Mapping[str, Any]) -> JobConfig:
+    """Validate a job file of a language model that trains. Raises ConfigError."""
+    config = parse_training(data)
+    if not isinstance(config, JobConfig):
+        raise ConfigError(f"a job of kind '{config.kind}' trains no language model")
     return config

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.config.environment import VerifiersConfig
 from penstock.shared.config.job import JobConfig
-from penstock.shared.config.kinds import AnyJob
+from penstock.shared.config.kinds import AnyJob, TextJob
 from penstock.shared.config.scorers import MathScorer, RewardModelScorer
 
 __all__ = ["OPTIONAL", "Need", "needs"]
@@ -39,13 +40,15 @@ class Need:
 
 def needs(spec: AnyJob) -> list[Need]:
     """Packages that a job needs and a service may lack; weights and data sets may need more."""
+    if isinstance(spec, EmbodiedJob):
+        return []
     found = [*_of_rollouts(spec)]
     if isinstance(spec, JobConfig):
         found += _of_training(spec)
     return found
 
 
-def _of_rollouts(spec: AnyJob) -> Iterator[Need]:
+def _of_rollouts(spec: TextJob) -> Iterator[Need]:
     if spec.model.lora is not None:
         yield Need("model.lora", "peft", "rollout")
     for place, scorer in enumerate(spec.reward.scorers):

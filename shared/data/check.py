@@ -13,7 +13,9 @@ from typing import Any
 import msgspec
 
 from penstock.shared.config.data import DataConfig, PromptConfig, Source, source_names
+from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.config.job import ROW_BYTES
+from penstock.shared.config.kinds import AnyTraining
 from penstock.shared.config.reward import RewardConfig
 from penstock.shared.data.prompts import check_messages
 from penstock.shared.data.rows import Rows, check_rows, open_rows
@@ -21,7 +23,7 @@ from penstock.shared.data.scorer_needs import ScorerNeeds
 from penstock.shared.data.template import Template
 from penstock.shared.errors import DataError
 
-__all__ = ["DataSummary", "SourceSummary", "check_data"]
+__all__ = ["DataSummary", "SourceSummary", "check_data", "data_of"]
 
 _ROWS_RENDERED = 64
 _ROWS_MEASURED = 50_000
@@ -83,6 +85,15 @@ def check_data(config: DataConfig, reward: RewardConfig | None = None) -> DataSu
             while len(_summaries_known) > MAX_SUMMARIES:
                 del _summaries_known[next(iter(_summaries_known))]
     return found
+
+
+def data_of(config: AnyTraining) -> DataSummary:
+    """``check_data`` of a training job; a simulator has no rows, and its held-out reset ids are one source."""
+    if not isinstance(config, EmbodiedJob):
+        return check_data(config.data)
+    episodes = config.evaluation.episodes
+    held_out = (SourceSummary("episodes", episodes, config.environment.task),) if episodes else ()
+    return DataSummary(train=(), eval=held_out, rows_per_epoch=0, num_eval=episodes, row_bytes=0, notes=())
 
 
 def _key(config: DataConfig, reward: RewardConfig | None) -> str | None:

@@ -22,9 +22,9 @@ from penstock.shared.protocol.codec import SCHEMA
 from penstock.shared.protocol.frame import decode_frame, encode_frame
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.objective import OBJECTIVES, Objective
-from penstock.shared.protocol.trajectory import GroupHeader
+from penstock.shared.protocol.trajectory import Group, GroupHeader, decode_group
 
-__all__ = ["EpisodeGroup", "decode_episode_group", "encode_episode_group"]
+__all__ = ["AnyGroup", "EpisodeGroup", "decode_any_group", "decode_episode_group", "encode_episode_group"]
 
 KIND = "EpisodeGroup"
 
@@ -207,6 +207,18 @@ def decode_episode_group(data: bytes | bytearray | memoryview) -> EpisodeGroup:
     )
     group.check()
     return group
+
+
+AnyGroup = Group | EpisodeGroup
+"""Whatever a training job stores in EXPERIENCE."""
+
+
+def decode_any_group(data: bytes | bytearray | memoryview, *, temperature: float = 1.0) -> AnyGroup:
+    """Decode a stored group of any job. ``temperature``: see ``decode_group``. Raises ProtocolError."""
+    tree = decode_frame(data)
+    if isinstance(tree, dict) and tree.get("kind") == KIND:
+        return decode_episode_group(data)
+    return decode_group(data, temperature=temperature)
 
 
 def _check_tree(tree: dict[str, Any]) -> None:

@@ -37,7 +37,9 @@ PHASES: tuple[Phase, ...] = (
 TERMINAL_PHASES: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
 DesiredState = Literal["running", "paused", "cancelled"]
 OperationKind = Literal["checkpoint", "replay_dead_letter", "promote", "rollback", "scale"]
-ErrorCode = Literal["timeout", "invalid_data", "not_scored", "trainer_failed", "rollout_failed", "internal"]
+ErrorCode = Literal[
+    "timeout", "invalid_data", "environment_failed", "not_scored", "trainer_failed", "rollout_failed", "internal"
+]  # fmt: skip
 
 
 class Condition(BaseModel):

@@ -92,13 +92,17 @@ class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Scores of one evaluation prompt at one version; ``greedy`` marks the completion decoded at temperature 0."""
+    """Scores of one evaluation prompt at one version; ``greedy`` marks the completion decoded at temperature 0.
+
+    ``parts``: of an episode in a simulator `return`, `success` and `length`.
+    """
 
     version: int
     ordinal: int
     rewards: list[float]
     failed: list[bool]
     greedy: list[bool]
+    parts: dict[str, list[float]] = {}
 
 
 class BatchManifest(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ __all__ = [
     "BATCHES",
     "DEAD",
     "DECISIONS",
+    "ENV_DESCRIBE",
     "ENV_OPEN",
     "EPISODES",
     "EVENTS",
@@ -277,6 +278,8 @@ GRADE = "grade.request"
 
 ENV_OPEN = "env.open"
 """Request/reply to the env pool: open a session of simulators; answered by whoever is free."""
+ENV_DESCRIBE = "env.describe"
+"""Request/reply to the env pool: make a simulator, begin an episode, and say what it is like."""
 
 
 def env(session: str) -> str:

@@ -12,6 +12,7 @@ from functools import partial
 
 import msgspec
 
+from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.config.evaluation_job import EvaluationJob
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.kinds import AnyJob, parse_job
@@ -46,6 +47,7 @@ _decoder = msgspec.json.Decoder(_Stored)
 
 Open = Callable[[str, JobConfig], Awaitable[None]]
 OpenEvaluation = Callable[[str, EvaluationJob], Awaitable[None]]
+OpenEmbodied = Callable[[str, EmbodiedJob], Awaitable[None]]
 
 
 async def watch_jobs(
@@ -53,18 +55,20 @@ async def watch_jobs(
     open_session: Open,
     *,
     open_evaluation: OpenEvaluation | None = None,
+    open_embodied: OpenEmbodied | None = None,
     amend: Callable[[str, AnyJob], None] = lambda job, config: None,
     on_end: Callable[[str], None] = lambda job: None,
 ) -> None:
     """Run ``open_session(job, config)`` for each running job until the job ends; again if it breaks. Until cancelled.
 
-    Evaluation jobs go to ``open_evaluation``; a service without one has no part in them. ``amend(job, config)`` is
+    Evaluation jobs go to ``open_evaluation``, embodied ones to ``open_embodied``; a service without one has no part in
+    them. ``amend(job, config)`` is
     called when the job file changed; a session that is opened again gets the newest one.
 
     ``on_end(job)`` is called when a job is over and its session, if there was one, is closed; also for jobs that ended
     while this process was not there, so it must be safe to repeat.
     """
-    sessions = _Sessions(open_session, open_evaluation, amend)
+    sessions = _Sessions(open_session, open_evaluation, open_embodied, amend)
     watch = bus.kv(subjects.JOBS).watch("")
     try:
         async for entry in watch:
@@ -110,9 +114,14 @@ class _Sessions:
     """The sessions of this process and the job files as they are now."""
 
     def __init__(
-        self, open_session: Open, open_evaluation: OpenEvaluation | None, amend: Callable[[str, AnyJob], None]
+        self,
+        open_session: Open,
+        open_evaluation: OpenEvaluation | None,
+        open_embodied: OpenEmbodied | None,
+        amend: Callable[[str, AnyJob], None],
     ) -> None:
-        self._open_session, self._open_evaluation, self._amend = open_session, open_evaluation, amend
+        self._open_session, self._open_evaluation, self._open_embodied = open_session, open_evaluation, open_embodied
+        self._amend = amend
         self._configs: dict[str, AnyJob] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._releasing: asyncio.Task[None] | None = None
@@ -122,8 +131,8 @@ class _Sessions:
         before, self._configs[job] = self._configs.get(job), config
         if before is not None and before != config:
             self._amend(job, config)
-        takes_part = isinstance(config, JobConfig) or self._open_evaluation is not None
-        if takes_part and job not in self._tasks:  # a session that returned by itself was drained: it stays closed
+        # A session that returned by itself was drained: it stays closed.
+        if self._opener(job, config) is not None and job not in self._tasks:
             self._tasks[job] = asyncio.create_task(_keep_open(job, partial(self._open, job)))
 
     async def end(self, job: str) -> None:
@@ -144,11 +153,19 @@ class _Sessions:
         await end_tasks([*self._tasks.values(), *([] if self._releasing is None else [self._releasing])])
 
     async def _open(self, job: str) -> None:
-        config = self._configs[job]
-        if isinstance(config, JobConfig):
-            await self._open_session(job, config)
-        elif self._open_evaluation is not None:
-            await self._open_evaluation(job, config)
+        opener = self._opener(job, self._configs[job])
+        assert opener is not None, "followed"
+        await opener()
+
+    def _opener(self, job: str, config: AnyJob) -> Callable[[], Awaitable[None]] | None:
+        """Open the session of a job; None where this service has no part in its kind."""
+        match config:
+            case JobConfig():
+                return partial(self._open_session, job, config)
+            case EvaluationJob():
+                return None if self._open_evaluation is None else partial(self._open_evaluation, job, config)
+            case EmbodiedJob():
+                return None if self._open_embodied is None else partial(self._open_embodied, job, config)
 
 
 async def _keep_open(job: str, open_session: Callable[[], Awaitable[None]]) -> None:

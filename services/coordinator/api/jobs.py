@@ -22,6 +22,7 @@ from penstock.services.coordinator.api.replies import HttpProblem, Json
 from penstock.services.coordinator.api.schemas import DryRun, JobList
 from penstock.services.coordinator.api.scopes import require
 from penstock.shared.config.base import named
+from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.config.environment import VerifiersConfig
 from penstock.shared.config.kinds import AnyJob
 from penstock.shared.config.service import ServiceSettings
@@ -165,6 +166,8 @@ async def _check_models(backend: Backend, caller: Caller, spec: AnyJob) -> None:
     if caller.models is None:
         return
     check_name(caller, spec.name)
+    if isinstance(spec, EmbodiedJob):
+        return
     origin = _ORIGIN.match(spec.model.path or "")
     if origin is not None:
         with contextlib.suppress(NotFound):  # said in the terms of the job file where it is looked up
@@ -179,7 +182,10 @@ def check_code(caller: Caller, spec: AnyJob, settings: ServiceSettings) -> None:
         HttpProblem: 403, the key lacks the scope jobs:code, or is for other modules; names the key of the job file.
     """
     found = [*named(spec, "code")]
-    if spec.model.trust_remote_code:
+    if isinstance(spec, EmbodiedJob):
+        if ":" in spec.environment.task:  # a module that registers it
+            found.append(("environment.task", spec.environment.task))
+    elif spec.model.trust_remote_code:
         found.append(("model.trust_remote_code", ""))
     if isinstance(spec.environment, VerifiersConfig):
         found.append(("environment.env.taskset.id", spec.environment.env["taskset"]["id"]))

@@ -33,11 +33,13 @@ __all__ = [
 class JobStarted(Event, frozen=True, kw_only=True, tag=True):
     """First event of a job; ``config_digest`` pins what was asked for.
 
-    ``settings`` are the values of those keys of the job file that may change during the run.
+    ``settings`` are the values of those keys of the job file that may change during the run. ``environment`` describes
+    the simulator of an embodied job (``EnvSpec``), whose policy is built after it; empty for other jobs.
     """
 
     config_digest: str
     settings: dict[str, Any] = {}
+    environment: dict[str, Any] = {}
 
 
 class SettingsChanged(Event, frozen=True, kw_only=True, tag=True):
