@@ -250,7 +250,7 @@ def audit_stored(audit: Audit, number: int, sealed: SealedGroup, data: bytes) ->
 def audit_group(audit: Audit, number: int, sealed: SealedGroup, group: AnyGroup, digest: str) -> None:
     """Check the stored payload of a trained group against what the ledger says about it."""
     audit.groups_checked += 1
-    audit.tokens_checked += len(group.logprobs)
+    audit.tokens_checked += int(group.lengths.sum())
     where = f"batch {number}, draw {sealed.draw}"
     if digest != sealed.digest or group.draw != sealed.draw or group.attempt != sealed.attempt:
         audit.find("digests", f"{where}: the stored group is not the one that was sealed")

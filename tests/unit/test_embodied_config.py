@@ -1,0 +1,107 @@
+"""Job files of kind `embodied`: what is refused, and what is derived."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.services.coordinator.environments import bytes_per_step, check_spec
+from penstock.shared.config.embodied_job import EmbodiedJob
+from penstock.shared.config.kinds import parse_job, parse_training, text_job, trains
+from penstock.shared.errors import ConfigError
+from penstock.shared.protocol.environment import ArraySpec, EnvSpec
+
+JOB: dict[str, Any] = {
+    "kind": "embodied",
+    "name": "reach",
+    "environment": {"backend": "metaworld", "task": "reach-v3", "horizon": 100, "num_envs": 8},
+    "algorithm": {"type": "ppo"},
+    "train": {"batch_size": 16, "max_updates": 3},
+}
+
+
+def job(**sections: dict[str, Any]) -> EmbodiedJob:
+    """The job above with some keys changed."""
+    data = {**JOB, **{name: {**JOB.get(name, {}), **section} for name, section in sections.items()}}
+    config = parse_job(data)
+    assert isinstance(config, EmbodiedJob)
+    return config
+
+
+def spec(**changes: Any) -> EnvSpec:
+    """The simulator of that job."""
+    known: dict[str, Any] = {
+        "env_id": "reach-v3", "backend": "metaworld", "num_envs": 1,
+        "observations": {"state": ArraySpec((39,), "float64")}, "action_shape": (4,), "action_dtype": "float32",
+        "num_actions": None, "action_low": [-1.0] * 4, "action_high": [1.0] * 4, "max_episode_steps": 100,
+        "has_success": True, "versions": {},
+    }  # fmt: skip
+    return EnvSpec(**known | changes)
+
+
+def test_a_job_has_groups_draws_and_bytes() -> None:
+    config = job(algorithm={"type": "grpo", "group_size": 4}, environment={"action_chunk": 3})
+    assert (config.groups_per_batch, config.completions_per_group, config.max_draws) == (4, 4, 4)
+    assert config.max_decisions == 34
+    assert config.max_group_bytes == 4096 + 4 * (512 + 35 * 2048)
+    assert config.services == ("trainer", "rollout", "env")
+    assert config.data_epochs is None
+    assert config.algorithm.smallest_group == 2
+    assert trains(JOB)
+    assert isinstance(parse_training(JOB), EmbodiedJob)
+
+
+def test_reset_ids_go_round_or_on() -> None:
+    assert [job().environment.reset_id(n) for n in (0, 7, 1000)] == [0, 7, 1000]
+    few = job(environment={"first_reset_id": 10, "num_reset_ids": 5}).environment
+    assert [few.reset_id(n) for n in (0, 4, 5, 12)] == [10, 14, 10, 12]
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"train": {"batch_size": 15}, "algorithm": {"type": "grpo"}}, "not divisible by algorithm.group_size 8"),
+        ({"algorithm": {"type": "sac"}}, "algorithm 'sac' trains a 'squashed' policy"),
+        ({"policy": {"type": "squashed"}}, "'squashed' is for algorithm 'sac', found 'ppo'"),
+        ({"evaluation": {"first_reset_id": 0}}, "training draws every id from 0 on"),
+        ({"environment": {"num_reset_ids": 50}, "evaluation": {"first_reset_id": 49}}, "they overlap"),
+        ({"early_stop": {"metric": "eval/greedy", "goal": 1}}, "they measure eval/return, eval/success, eval/length"),
+        ({"environment": {"bytes_per_step": 1 << 24}}, "more than a group may have"),
+        ({"limits": {"byte_budget": 1 << 20}}, "raise it to at least"),
+        ({"environment": {"horizont": 3}}, "did you mean 'horizon'"),
+        ({"algorithm": {"type": "dapo"}}, "'ppo', 'grpo', 'sac'"),
+        ({"train": {"max_updates": None}}, "train.max_updates"),
+    ],
+)
+def test_what_cannot_work_is_refused(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        job(**sections)
+
+
+def test_a_language_model_is_asked_for_by_name() -> None:
+    with pytest.raises(ConfigError, match="kind 'embodied' trains no language model"):
+        text_job(JOB)
+
+
+@pytest.mark.parametrize(
+    ("policy", "changes", "message"),
+    [
+        ({"observations": ["image"]}, {}, "has no observation 'image'; it has: state"),
+        ({"type": "categorical"}, {}, "an action of metaworld 'reach-v3' is 4 numbers; use gaussian, tokens"),
+        ({}, {"num_actions": 3, "action_shape": ()}, "is one of 3 actions; use categorical"),
+        ({"type": "tokens"}, {"action_high": [float("inf")] * 4}, "no finite bounds; use gaussian"),
+        ({}, {"observations": {"state": ArraySpec((400,), "float64")}}, "takes 3350 bytes; raise it"),
+    ],
+)
+def test_a_policy_that_does_not_fit_its_simulator_is_refused(
+    policy: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_spec(job(policy=policy), spec(**changes))
+
+
+def test_a_policy_that_fits_is_taken() -> None:
+    check_spec(job(), spec())
+    check_spec(job(policy={"type": "categorical"}), spec(num_actions=2, action_shape=(), action_low=[], action_high=[]))
+    assert bytes_per_step(job(environment={"action_chunk": 5}), spec()) == 39 * 8 + 5 * (4 * 12 + 6) + 96
