@@ -24,6 +24,7 @@ from typer.main import get_group
 from penstock.cli.app import app
 from penstock.shared import errors
 from penstock.shared.config import JobConfig, ServiceSettings
+from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.config.evaluation_job import EvaluationJob
 from penstock.shared.config.online_job import OnlineJob
 
@@ -74,6 +75,14 @@ def online_job() -> str:
     return re.sub(r"^## (.*)$", r"## \1 of an online job", text, flags=re.MULTILINE)
 
 
+def embodied_job() -> str:
+    """The sections of an embodied job, as far as a job on a data set does not have them."""
+    seen: set[type] = set()
+    list(_sections(JobConfig, "", seen))
+    text = "\n\n".join(_section(path, model) for path, model in _sections(EmbodiedJob, "", seen))
+    return re.sub(r"^## (.*)$", r"## \1 of an embodied job", text, flags=re.MULTILINE)
+
+
 def error_tree() -> str:
     """The tree of errors, as drawn in shared/errors.py."""
     tree = (errors.__doc__ or "").partition("::\n\n")[2].partition("\n\n")[0]
@@ -101,6 +110,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "job": ("job-file.md", job_file),
     "evaluation-job": ("job-file.md", evaluation_job),
     "online-job": ("job-file.md", online_job),
+    "embodied-job": ("job-file.md", embodied_job),
     "errors": ("architecture.md", error_tree),
 }
 """Marker -> page and what writes it."""

@@ -20,7 +20,7 @@ REST_BYTES = 96
 
 
 async def describe_environment(bus: Bus, config: EmbodiedJob, *, deadline_s: float) -> EnvSpec:
-    """What an env worker says of the job's simulator after it has begun one episode.
+    """Have an env worker make the job's simulator and begin one episode; returns its description.
 
     Raises:
         ConfigError: the simulator cannot be made, or the job does not fit it.
@@ -64,7 +64,7 @@ def check_spec(config: EmbodiedJob, spec: EnvSpec) -> None:
 
 
 def bytes_per_step(config: EmbodiedJob, spec: EnvSpec) -> int:
-    """What one decision adds to a stored group: observations, actions, log-probs, rewards and flags."""
+    """Bytes that one decision adds to a stored group: observations, actions, log-probs, rewards and flags."""
     observed = sum(prod(one.shape) * np.dtype(one.dtype).itemsize for one in spec.observations.values())
     numbers = max(1, prod(spec.action_shape))
     return observed + config.environment.action_chunk * (numbers * (8 + 4) + 4 + 2) + REST_BYTES

@@ -25,12 +25,11 @@ def rule_of(
     *,
     width: int = 16,
     on_nonfinite: Literal["pause", "skip"] = "pause",
-    policy: PolicyConfig | None = None,
     **keys: Any,
 ) -> GaussianPPORule:
     config = EpisodePPOConfig.parse({"value_hidden_sizes": [width], "epochs": 2, "minibatches": 3} | keys)
     return GaussianPPORule(
-        config, policy or PolicyConfig(hidden_sizes=(width,)), observation_size=OBSERVATION, action_size=ACTION, seed=2,
+        config, PolicyConfig(hidden_sizes=(width,)), observation_size=OBSERVATION, action_size=ACTION, seed=2,
         collective=Alone(), on_nonfinite=on_nonfinite,
     )  # fmt: skip
 
