@@ -192,7 +192,7 @@ def _name(annotation: Any) -> str:
     if hasattr(annotation, "__metadata__"):
         return _name(args[0])
     if origin is not None:
-        return f"{origin.__name__} of {', '.join(_name(arg) for arg in args)}"
+        return f"{origin.__name__} of {', '.join(_name(arg) for arg in args if arg is not ...)}"
     return "section" if isinstance(annotation, type) and issubclass(annotation, BaseModel) else str(annotation.__name__)
 
 

@@ -1,0 +1,343 @@
+"""Policies that act in a simulator: the one module with which rollout workers act and the trainer learns.
+
+Shape legend: N = decisions, C = actions of a decision, A = numbers of an action, K = choices of a number,
+O = numbers of an observation.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from penstock.shared.config.embodied import PolicyConfig
+from penstock.shared.errors import ConfigError
+from penstock.shared.models.control import orthogonal, perceptron
+from penstock.shared.models.distributions import (
+    categorical_entropy,
+    categorical_logprobs,
+    choose,
+    gaussian_entropy,
+    gaussian_logprobs,
+    squashed_logprobs,
+    squashed_sample,
+)
+from penstock.shared.protocol.environment import EnvSpec
+
+__all__ = ["Decision", "EpisodePolicy", "Evaluation", "SquashedPolicy", "build_policy"]
+
+MIN_LOG_STD, MAX_LOG_STD = -5.0, 2.0
+"""Of the squashed policy: between a deviation of 0.007 and one that tanh cuts to the bounds."""
+LONGEST_DEVIATION = 10.0
+"""A normalised observation is clipped here, in standard deviations."""
+
+Noise = Literal["normal", "uniform"]
+
+
+class Decision(NamedTuple):
+    """Actions as they were drawn and the log-prob of each of their numbers, [N, C, A] both."""
+
+    actions_NCA: Tensor
+    """float32, or int64 where an action is a choice or a bin."""
+    logprobs_NCA: Tensor
+    """float32, in nats."""
+
+
+class Evaluation(NamedTuple):
+    """Log-probs of given actions, and the entropy of all numbers of a decision in nats; both differentiable."""
+
+    logprobs_NCA: Tensor
+    entropy_N: Tensor
+
+
+class Normaliser(nn.Module):
+    """Mean and deviation of each number of the observations that were trained on, as buffers in float64.
+
+    They are part of the weights: a version acts on the statistics that it is trained with.
+    """
+
+    count: Tensor
+    mean_O: Tensor
+    squares_O: Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1, dtype=torch.float64))
+        self.register_buffer("mean_O", torch.zeros(size, dtype=torch.float64))
+        self.register_buffer("squares_O", torch.zeros(size, dtype=torch.float64))
+
+    def forward(self, numbers_NO: Tensor) -> Tensor:
+        """Shifted, scaled and clipped, float32 [N, O]; before the first ``observe`` only clipped."""
+        variance_O = torch.where(self.count > 0, self.squares_O / self.count.clamp(min=1), 1)
+        scaled_NO = (numbers_NO.double() - self.mean_O) / (variance_O + 1e-8).sqrt()
+        return scaled_NO.clamp(-LONGEST_DEVIATION, LONGEST_DEVIATION).float()
+
+    @torch.no_grad()
+    def observe(self, numbers_NO: Tensor) -> None:
+        """Take in observations; their sums of squares are added as in Chan, Golub and LeVeque (1979), eq. 2.1."""
+        if not len(numbers_NO):
+            return
+        values_NO, count = numbers_NO.double(), float(len(numbers_NO))
+        mean_O = values_NO.mean(0)
+        shift_O, total = mean_O - self.mean_O, self.count + count
+        self.squares_O += (values_NO - mean_O).square().sum(0) + shift_O.square() * (self.count * count / total)
+        self.mean_O += shift_O * (count / total)
+        self.count += count
+
+
+class EpisodePolicy(nn.Module, ABC):
+    """A perceptron over named observations that decides on a chunk of actions at once.
+
+    Actions are kept as they were drawn: ``to_environment`` makes of them what the simulator takes.
+
+    Attributes:
+        noise: of which kind ``act`` needs its numbers, one for each number of a decision.
+        noise_shape: (C, A).
+    """
+
+    noise: Noise
+
+    def __init__(self, config: PolicyConfig, spec: EnvSpec, noise_shape: tuple[int, int]) -> None:
+        super().__init__()
+        self._names, self._spec = config.observations, spec
+        self.noise_shape = noise_shape
+        self.num_features = sum(int(np.prod(spec.observations[name].shape)) for name in self._names)
+        self.normaliser = Normaliser(self.num_features) if config.normalise_observations else None
+
+    def features(self, observations: Mapping[str, Tensor]) -> Tensor:
+        """The observations that the policy reads, one after another and normalised, float32 [N, O]."""
+        numbers_NO = self._numbers(observations)
+        return numbers_NO.float() if self.normaliser is None else self.normaliser(numbers_NO)
+
+    def observe(self, observations: Mapping[str, Tensor]) -> None:
+        """Take observations into the statistics with which later ones are normalised: the trainer, after an update."""
+        if self.normaliser is not None:
+            self.normaliser.observe(self._numbers(observations))
+
+    @torch.no_grad()
+    def act(self, observations: Mapping[str, Tensor], noise_NCA: Tensor | None) -> Decision:
+        """Decide.
+
+        Args:
+            noise_NCA: standard normal or uniform in [0, 1), as ``noise`` says; None: the mean, or the likeliest choice.
+        """
+        return self._act(self.features(observations), noise_NCA)
+
+    def evaluate(self, observations: Mapping[str, Tensor], actions_NCA: Tensor) -> Evaluation:
+        """Evaluate actions that ``act`` of an equal policy or of another version gave."""
+        return self._evaluate(self.features(observations), actions_NCA)
+
+    @abstractmethod
+    def to_environment(self, actions_NCA: Tensor) -> NDArray[Any]:
+        """What the simulator takes, [N, C, ...] in its dtype: clipped, scaled, or the centres of bins."""
+
+    @abstractmethod
+    def _act(self, features_NO: Tensor, noise_NCA: Tensor | None) -> Decision: ...
+
+    @abstractmethod
+    def _evaluate(self, features_NO: Tensor, actions_NCA: Tensor) -> Evaluation: ...
+
+    def _numbers(self, observations: Mapping[str, Tensor]) -> Tensor:
+        return torch.cat([observations[name].flatten(1) for name in self._names], dim=1)
+
+    def _shaped(self, actions_NCA: NDArray[Any]) -> NDArray[Any]:
+        return actions_NCA.astype(self._spec.action_dtype).reshape(*actions_NCA.shape[:2], *self._spec.action_shape)
+
+
+class _Bounds:
+    """Where the numbers of an action may lie."""
+
+    def __init__(self, spec: EnvSpec) -> None:
+        self._low_A, self._high_A = np.array([spec.action_low, spec.action_high], np.float64)
+
+    def clip(self, actions_NCA: NDArray[Any]) -> NDArray[Any]:
+        clipped_NCA: NDArray[Any] = np.clip(actions_NCA, self._low_A, self._high_A)
+        return clipped_NCA
+
+    def between(self, parts_NCA: NDArray[Any]) -> NDArray[Any]:
+        """From parts of the way from the lower bound to the upper one."""
+        return self.clip(self._low_A + (self._high_A - self._low_A) * parts_NCA)
+
+
+class GaussianPolicy(EpisodePolicy):
+    """Gaussian actions whose mean depends on the observation and whose deviation does not.
+
+    Orthogonal weights; those of the last layer are small, so that the first policy is the same everywhere
+    (arXiv 2006.05990, §3.2).
+    """
+
+    noise: Noise = "normal"
+
+    def __init__(self, config: PolicyConfig, spec: EnvSpec, action_chunk: int) -> None:
+        super().__init__(config, spec, (action_chunk, len(spec.action_low)))
+        self._bounds = _Bounds(spec)
+        sizes = [self.num_features, *config.hidden_sizes, int(np.prod(self.noise_shape))]
+        self.layers = orthogonal(perceptron(sizes, nn.Tanh), last_gain=0.01)
+        self.log_std_CA = nn.Parameter(torch.full(self.noise_shape, config.initial_log_std))
+
+    def to_environment(self, actions_NCA: Tensor) -> NDArray[Any]:
+        """Clipped to the bounds."""
+        return self._shaped(self._bounds.clip(actions_NCA.double().cpu().numpy()))
+
+    def _act(self, features_NO: Tensor, noise_NCA: Tensor | None) -> Decision:
+        mean_NCA = self._mean(features_NO)
+        actions_NCA = mean_NCA if noise_NCA is None else mean_NCA + self.log_std_CA.exp() * noise_NCA
+        return Decision(actions_NCA, gaussian_logprobs(actions_NCA, mean_NCA, self.log_std_CA))
+
+    def _evaluate(self, features_NO: Tensor, actions_NCA: Tensor) -> Evaluation:
+        logprobs_NCA = gaussian_logprobs(actions_NCA, self._mean(features_NO), self.log_std_CA)
+        return Evaluation(logprobs_NCA, gaussian_entropy(self.log_std_CA).sum().expand(len(features_NO)))
+
+    def _mean(self, features_NO: Tensor) -> Tensor:
+        mean_NCA: Tensor = self.layers(features_NO).unflatten(-1, self.noise_shape)
+        return mean_NCA
+
+
+class SquashedPolicy(EpisodePolicy):
+    """Actions ``tanh(u)`` in (-1, 1), u Gaussian; mean and deviation depend on the observation (arXiv 1812.05905).
+
+    A decision holds u: from a saturated action it could not be had back. Its log-prob is the density of ``tanh(u)``.
+    """
+
+    noise: Noise = "normal"
+
+    def __init__(self, config: PolicyConfig, spec: EnvSpec, action_chunk: int) -> None:
+        super().__init__(config, spec, (action_chunk, len(spec.action_low)))
+        self._bounds = _Bounds(spec)
+        sizes = [self.num_features, *config.hidden_sizes, 2 * int(np.prod(self.noise_shape))]
+        self.layers = perceptron(sizes, nn.ReLU)
+
+    def to_environment(self, actions_NCA: Tensor) -> NDArray[Any]:
+        """Squashed, and scaled to the bounds."""
+        return self._shaped(self._bounds.between((torch.tanh(actions_NCA.double()).cpu().numpy() + 1) / 2))
+
+    def sample(self, features_NO: Tensor, noise_NCA: Tensor) -> Decision:
+        """``tanh(u)`` in [-1, 1] and its log-probs; both differentiable."""
+        return Decision(*squashed_sample(*self._parameters_of(features_NO), noise_NCA))
+
+    def _act(self, features_NO: Tensor, noise_NCA: Tensor | None) -> Decision:
+        mean_NCA, log_std_NCA = self._parameters_of(features_NO)
+        raw_NCA = mean_NCA if noise_NCA is None else mean_NCA + log_std_NCA.exp() * noise_NCA
+        return Decision(raw_NCA, squashed_logprobs(raw_NCA, mean_NCA, log_std_NCA))
+
+    def _evaluate(self, features_NO: Tensor, actions_NCA: Tensor) -> Evaluation:
+        """The entropy is that of u: the one of ``tanh(u)`` has no closed form."""
+        mean_NCA, log_std_NCA = self._parameters_of(features_NO)
+        entropy_N = gaussian_entropy(log_std_NCA).sum((1, 2))
+        return Evaluation(squashed_logprobs(actions_NCA, mean_NCA, log_std_NCA), entropy_N)
+
+    def _parameters_of(self, features_NO: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and logarithm of the deviation; the latter is squashed too, so that its gradient never vanishes."""
+        mean_NCA, raw_NCA = self.layers(features_NO).unflatten(-1, (2, *self.noise_shape)).unbind(1)
+        return mean_NCA, MIN_LOG_STD + (MAX_LOG_STD - MIN_LOG_STD) * (torch.tanh(raw_NCA) + 1) / 2
+
+
+class _ChoosingPolicy(EpisodePolicy):
+    """Every number of an action is one of K choices; one uniform number decides on each."""
+
+    noise: Noise = "uniform"
+
+    def __init__(self, config: PolicyConfig, spec: EnvSpec, noise_shape: tuple[int, int], num_choices: int) -> None:
+        super().__init__(config, spec, noise_shape)
+        self._num_choices = num_choices
+        sizes = [self.num_features, *config.hidden_sizes, int(np.prod(noise_shape)) * num_choices]
+        self.layers = orthogonal(perceptron(sizes, nn.Tanh), last_gain=0.01)
+
+    def _act(self, features_NO: Tensor, noise_NCA: Tensor | None) -> Decision:
+        logits_NCAK = self._logits(features_NO)
+        actions_NCA = logits_NCAK.argmax(-1) if noise_NCA is None else choose(logits_NCAK, noise_NCA)
+        return Decision(actions_NCA, categorical_logprobs(actions_NCA, logits_NCAK))
+
+    def _evaluate(self, features_NO: Tensor, actions_NCA: Tensor) -> Evaluation:
+        logits_NCAK = self._logits(features_NO)
+        entropy_N = categorical_entropy(logits_NCAK).sum((1, 2))
+        return Evaluation(categorical_logprobs(actions_NCA, logits_NCAK), entropy_N)
+
+    def _logits(self, features_NO: Tensor) -> Tensor:
+        logits_NCAK: Tensor = self.layers(features_NO).unflatten(-1, (*self.noise_shape, self._num_choices))
+        return logits_NCAK
+
+
+class CategoricalPolicy(_ChoosingPolicy):
+    """One of the simulator's discrete actions."""
+
+    def __init__(self, config: PolicyConfig, spec: EnvSpec, action_chunk: int) -> None:
+        assert spec.num_actions is not None, "build_policy checks the action space"
+        super().__init__(config, spec, (action_chunk, 1), spec.num_actions)
+
+    def to_environment(self, actions_NCA: Tensor) -> NDArray[Any]:
+        """The choices as they are."""
+        return self._shaped(actions_NCA.cpu().numpy())
+
+
+class TokensPolicy(_ChoosingPolicy):
+    """Each number of a continuous action is one of ``bins`` values between its bounds."""
+
+    def __init__(self, config: PolicyConfig, spec: EnvSpec, action_chunk: int) -> None:
+        super().__init__(config, spec, (action_chunk, len(spec.action_low)), config.bins)
+        self._bounds = _Bounds(spec)
+
+    def to_environment(self, actions_NCA: Tensor) -> NDArray[Any]:
+        """The centres of the bins."""
+        return self._shaped(self._bounds.between((actions_NCA.cpu().numpy() + 0.5) / self._num_choices))
+
+
+_POLICIES: dict[str, type[GaussianPolicy | SquashedPolicy | CategoricalPolicy | TokensPolicy]] = {
+    "gaussian": GaussianPolicy,
+    "squashed": SquashedPolicy,
+    "categorical": CategoricalPolicy,
+    "tokens": TokensPolicy,
+}
+
+
+def build_policy(config: PolicyConfig, spec: EnvSpec, *, action_chunk: int, seed: int) -> EpisodePolicy:
+    """The policy of a job with its first weights, a pure function of the arguments.
+
+    Args:
+        spec: of the simulator; ``num_envs`` does not matter.
+        action_chunk: actions of one decision.
+
+    Raises:
+        ConfigError: the simulator has no such observation, or its actions are not of the policy's kind.
+    """
+    _check_observations(config.observations, spec)
+    _check_actions(config.type, spec)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _POLICIES[config.type](config, spec, action_chunk)
+
+
+def _check_observations(names: Sequence[str], spec: EnvSpec) -> None:
+    missing = [name for name in names if name not in spec.observations]
+    if missing:
+        raise ConfigError(
+            f"policy.observations: '{missing[0]}' is no observation of '{spec.env_id}' ({spec.backend}); it gives "
+            f"{', '.join(map(repr, spec.observations))}"
+        )
+
+
+def _check_actions(kind: str, spec: EnvSpec) -> None:
+    discrete, where = spec.num_actions is not None, f"actions of '{spec.env_id}' ({spec.backend})"
+    if kind == "categorical" and not discrete:
+        raise ConfigError(
+            f"policy.type: 'categorical' chooses one of several actions; {where} are {spec.action_dtype} "
+            f"{list(spec.action_shape)}: take 'gaussian', 'tokens' or, for algorithm 'sac', 'squashed'"
+        )
+    if kind != "categorical" and discrete:
+        raise ConfigError(
+            f"policy.type: '{kind}' gives vectors; {where} are one of {spec.num_actions} choices: take 'categorical'"
+        )
+    if not discrete and np.dtype(spec.action_dtype).kind != "f":
+        raise ConfigError(f"policy.type: '{kind}' gives floating-point numbers; {where} are {spec.action_dtype}")
+    if kind in ("squashed", "tokens"):
+        low_A, high_A = np.array([spec.action_low, spec.action_high], np.float64)
+        if not (np.isfinite(high_A - low_A) & (low_A < high_A)).all():
+            raise ConfigError(
+                f"policy.type: '{kind}' needs finite bounds of every dimension, low below high; {where} lie between "
+                f"{spec.action_low} and {spec.action_high}: bound the simulator's actions, or take 'gaussian'"
+            )
