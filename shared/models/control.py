@@ -14,7 +14,16 @@ from torch import Tensor, nn
 
 from penstock.shared.errors import ConfigError
 
-__all__ = ["GaussianPolicy", "SquashedPolicy", "Temperature", "TwinCritics", "ValueNetwork", "to_bounds"]
+__all__ = [
+    "GaussianPolicy",
+    "SquashedPolicy",
+    "Temperature",
+    "TwinCritics",
+    "ValueNetwork",
+    "orthogonal",
+    "perceptron",
+    "to_bounds",
+]
 
 MIN_LOG_STD, MAX_LOG_STD = -5.0, 2.0
 """Of the squashed policy: between a deviation of 0.007 and one that tanh cuts to the bounds."""
@@ -25,7 +34,7 @@ class SquashedPolicy(nn.Module):
 
     def __init__(self, observation_size: int, action_size: int, hidden_sizes: Sequence[int]) -> None:
         super().__init__()
-        self.layers = _perceptron([observation_size, *hidden_sizes, 2 * action_size], nn.ReLU)
+        self.layers = perceptron([observation_size, *hidden_sizes, 2 * action_size], nn.ReLU)
 
     def forward(self, observations_BO: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and logarithm of the deviation before the squashing, [B, A] each.
@@ -42,7 +51,7 @@ class TwinCritics(nn.Module):
     def __init__(self, observation_size: int, action_size: int, hidden_sizes: Sequence[int]) -> None:
         super().__init__()
         sizes = [observation_size + action_size, *hidden_sizes, 1]
-        self.critics = nn.ModuleList(_perceptron(sizes, nn.ReLU) for _ in range(2))
+        self.critics = nn.ModuleList(perceptron(sizes, nn.ReLU) for _ in range(2))
 
     def forward(self, observations_BO: Tensor, actions_BA: Tensor) -> Tensor:
         """Values, [C, B]."""
@@ -73,7 +82,7 @@ class GaussianPolicy(nn.Module):
         self, observation_size: int, action_size: int, hidden_sizes: Sequence[int], *, initial_log_std: float
     ) -> None:
         super().__init__()
-        self.layers = _orthogonal(_perceptron([observation_size, *hidden_sizes, action_size], nn.Tanh), last_gain=0.01)
+        self.layers = orthogonal(perceptron([observation_size, *hidden_sizes, action_size], nn.Tanh), last_gain=0.01)
         self.log_std_A = nn.Parameter(torch.full((action_size,), initial_log_std))
 
     def forward(self, observations_BO: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,7 +96,7 @@ class ValueNetwork(nn.Module):
 
     def __init__(self, observation_size: int, hidden_sizes: Sequence[int]) -> None:
         super().__init__()
-        self.layers = _orthogonal(_perceptron([observation_size, *hidden_sizes, 1], nn.Tanh), last_gain=1.0)
+        self.layers = orthogonal(perceptron([observation_size, *hidden_sizes, 1], nn.Tanh), last_gain=1.0)
 
     def forward(self, observations_BO: Tensor) -> Tensor:
         """Values, [B]."""
@@ -114,14 +123,16 @@ def to_bounds(actions_BA: Tensor, low: Sequence[float], high: Sequence[float]) -
     return scaled_BA
 
 
-def _perceptron(sizes: Sequence[int], activation: type[nn.Module]) -> nn.Sequential:
+def perceptron(sizes: Sequence[int], activation: type[nn.Module]) -> nn.Sequential:
+    """Linear layers of these widths, the activation between them."""
     layers: list[nn.Module] = []
     for inputs, outputs in itertools.pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), activation()]
     return nn.Sequential(*layers[:-1])
 
 
-def _orthogonal(layers: nn.Sequential, *, last_gain: float) -> nn.Sequential:
+def orthogonal(layers: nn.Sequential, *, last_gain: float) -> nn.Sequential:
+    """``layers`` with orthogonal weights, of gain √2 but for the last linear one, and without biases to begin with."""
     linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
     for layer in linear:
         nn.init.orthogonal_(layer.weight, last_gain if layer is linear[-1] else math.sqrt(2))

@@ -134,7 +134,7 @@ class EpisodePolicy(nn.Module, ABC):
 
     @abstractmethod
     def to_environment(self, actions_NCA: Tensor) -> NDArray[Any]:
-        """What the simulator takes, [N, C, ...] in its dtype: clipped, scaled, or the centres of bins."""
+        """Actions as the simulator takes them, [N, C, ...] in its dtype: clipped, scaled, or the centres of bins."""
 
     @abstractmethod
     def _act(self, features_NO: Tensor, noise_NCA: Tensor | None) -> Decision: ...
