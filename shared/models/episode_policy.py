@@ -110,14 +110,22 @@ class EpisodePolicy(nn.Module, ABC):
         self.normaliser = Normaliser(self.num_features) if config.normalise_observations else None
 
     def features(self, observations: Mapping[str, Tensor]) -> Tensor:
-        """The observations that the policy reads, one after another and normalised, float32 [N, O]."""
-        numbers_NO = self._numbers(observations)
-        return numbers_NO.float() if self.normaliser is None else self.normaliser(numbers_NO)
+        """``numbers`` of these observations, normalised."""
+        return self.normalised(self.numbers(observations))
+
+    def numbers(self, observations: Mapping[str, Tensor]) -> Tensor:
+        """The observations that the policy reads, one after another, [N, O]."""
+        return torch.cat([observations[name].flatten(1) for name in self._names], dim=1)
+
+    def normalised(self, numbers_NO: Tensor) -> Tensor:
+        """What the layers of the policy, and a value network or critics beside it, read; float32 [N, O]."""
+        normal_NO: Tensor = numbers_NO.float() if self.normaliser is None else self.normaliser(numbers_NO)
+        return normal_NO
 
     def observe(self, observations: Mapping[str, Tensor]) -> None:
         """Take observations into the statistics with which later ones are normalised: the trainer, after an update."""
         if self.normaliser is not None:
-            self.normaliser.observe(self._numbers(observations))
+            self.normaliser.observe(self.numbers(observations))
 
     @torch.no_grad()
     def act(self, observations: Mapping[str, Tensor], noise_NCA: Tensor | None) -> Decision:
@@ -141,9 +149,6 @@ class EpisodePolicy(nn.Module, ABC):
 
     @abstractmethod
     def _evaluate(self, features_NO: Tensor, actions_NCA: Tensor) -> Evaluation: ...
-
-    def _numbers(self, observations: Mapping[str, Tensor]) -> Tensor:
-        return torch.cat([observations[name].flatten(1) for name in self._names], dim=1)
 
     def _shaped(self, actions_NCA: NDArray[Any]) -> NDArray[Any]:
         return actions_NCA.astype(self._spec.action_dtype).reshape(*actions_NCA.shape[:2], *self._spec.action_shape)
