@@ -118,7 +118,7 @@ class EpisodePolicy(nn.Module, ABC):
         return torch.cat([observations[name].flatten(1) for name in self._names], dim=1)
 
     def normalised(self, numbers_NO: Tensor) -> Tensor:
-        """What the layers of the policy, and a value network or critics beside it, read; float32 [N, O]."""
+        """Numbers that the layers of the policy, a value network and critics read; float32 [N, O]."""
         normal_NO: Tensor = numbers_NO.float() if self.normaliser is None else self.normaliser(numbers_NO)
         return normal_NO
 
