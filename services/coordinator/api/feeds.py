@@ -6,11 +6,14 @@ import asyncio
 import contextlib
 import contextvars
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Any, TypeVar
 
 from penstock.services.coordinator.api.control import Control, Row
+from penstock.services.coordinator.api.sse import END, PING, PING_S, RETRY, failure
+from penstock.services.coordinator.api.turns import Turns
 from penstock.shared.errors import PenstockError, Unavailable
 from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.runtime.tasks import end_tasks
@@ -18,6 +21,8 @@ from penstock.shared.runtime.tasks import end_tasks
 __all__ = ["Feeds"]
 
 T = TypeVar("T")
+Encode = Callable[[str, int, Row], bytes]
+"""Makes the bytes of an event in a stream of the job, the id and the row."""
 
 LOOK_S = 0.25
 """Time between two looks at the record of a job for which somebody waits."""
@@ -25,9 +30,10 @@ LINGER_S = 10.0
 """A follower without readers ends after this time: clients that lost their connection come back."""
 MAX_KEPT = 2048
 """Events that a follower keeps for readers that are behind; one that is further behind reads them by itself."""
-PAGE = 500
+PAGE, CHUNK = 500, 64
+"""Events that are read at once for a reader that is behind, and those that it sends in one turn."""
 PER_TURN = 32
-"""Readers that are woken in one turn of the loop."""
+"""Readers that go on in one turn of the loop."""
 
 
 class Feeds:
@@ -38,6 +44,7 @@ class Feeds:
         self._calls: dict[Hashable, asyncio.Task[Any]] = {}
         self._watched: dict[str, _Watched] = {}
         self._followed: dict[str, _Followed] = {}
+        self._turns = Turns(PER_TURN)
 
     async def close(self) -> None:
         """End everything."""
@@ -109,24 +116,43 @@ class Feeds:
             del self._watched[job]
             await end_tasks([stop])
 
-    async def events(self, job: str, *, after: int) -> AsyncIterator[tuple[int, Row]]:
-        """``(id, event)`` of a job past ``after``, also those to come, to its last one. Raises as ``Control`` does."""
-        followed = await self._follower(job)
-        followed.readers += 1
-        place = after
+    async def events(self, job: str, *, after: int, encode: Encode) -> AsyncIterator[bytes]:
+        """The event stream of a job past ``after``, also of events to come, to its last one.
+
+        Each event is read and encoded once for all who follow the job. Readers go on in turns, with CHUNK events at
+        most: whether they catch up, hear of news or of a silence. When the service stops, or the events cannot be read,
+        the stream breaks off and the client resumes.
+        """
+        yield RETRY
         try:
-            while not followed.covers(place):
-                first = followed.first  # read before the page: what the page does not show came after it
-                page = await self.once(
-                    ("events", job, place, first), LOOK_S, partial(self._control.events, job, after=place, limit=PAGE)
-                )
-                for seq, row in page:
-                    yield seq, row
-                place = page[-1][0] if page else max(place, first)
-            async for seq, row in followed.rows(place):
-                yield seq, row
-        finally:
-            followed.readers -= 1
+            followed = await self._follower(job)
+            followed.readers += 1
+            try:
+                async for found in self._past(job, followed, after):
+                    await self._turns.mine()
+                    yield b"".join(one.encoded(job, encode) for one in found) or PING
+            finally:
+                followed.readers -= 1
+        except PenstockError as error:
+            yield failure(error)
+            return
+        if not self._stopping.is_set():
+            yield END
+
+    async def _past(self, job: str, followed: _Followed, place: int) -> AsyncIterator[Sequence[_Event]]:
+        """Events past ``place``, some at once; none where none came for PING_S."""
+        while not followed.covers(place):
+            first = followed.first  # read before the page: what the page does not show came after it
+            page = await self.once(("events", job, place, first), LOOK_S, partial(self._page, job, place))
+            for start in range(0, len(page), CHUNK):
+                yield page[start : start + CHUNK]
+            place = page[-1].seq if page else max(place, first)
+        while (found := await followed.past(place, PING_S)) is not None:
+            yield found
+            place = found[-1].seq if found else place
+
+    async def _page(self, job: str, after: int) -> list[_Event]:
+        return [_Event(seq, row) for seq, row in await self._control.events(job, after=after, limit=PAGE)]
 
     async def _follower(self, job: str) -> _Followed:
         """The follower of a job, which begins at its newest event."""
@@ -140,25 +166,25 @@ class Feeds:
         return followed
 
     async def _follow(self, job: str, followed: _Followed) -> None:
-        idle = asyncio.create_task(followed.abandoned())
+        idle, stop = asyncio.create_task(followed.abandoned()), asyncio.create_task(self._stopping.wait())
         reading = asyncio.create_task(self._read(job, followed))
         try:
-            await asyncio.wait({idle, reading}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({idle, stop, reading}, return_when=asyncio.FIRST_COMPLETED)
             if reading.done() and (error := reading.exception()) is not None:
                 followed.error = error
         finally:
             if self._followed.get(job) is followed:
                 del self._followed[job]
             followed.is_over = True
-            await followed.wake()
-            await end_tasks([idle, reading])
+            followed.wake()
+            await end_tasks([idle, stop, reading])
 
     async def _read(self, job: str, followed: _Followed) -> None:
         following: Any = self._control.follow_events(job, after=followed.first)
         async with contextlib.aclosing(following) as rows:
             async for seq, row in rows:
-                followed.add(seq, row)
-                await followed.wake()
+                followed.add(_Event(seq, row))
+                followed.wake()
 
 
 class _Waiter:
@@ -176,6 +202,23 @@ class _Watched:
         self.task: asyncio.Task[None] | None = None
 
 
+class _Event:
+    """An event of a job, and what was encoded of it."""
+
+    __slots__ = ("_encoded", "row", "seq")
+
+    def __init__(self, seq: int, row: Row) -> None:
+        self.seq, self.row = seq, row
+        self._encoded: dict[Encode, bytes] = {}
+
+    def encoded(self, job: str, encode: Encode) -> bytes:
+        """Bytes for a stream."""
+        found = self._encoded.get(encode)
+        if found is None:
+            found = self._encoded[encode] = encode(job, self.seq, self.row)
+        return found
+
+
 class _Followed:
     """The events of a job past ``first``, of which the newest are kept."""
 
@@ -185,51 +228,55 @@ class _Followed:
         self.is_over = False
         self.error: BaseException | None = None
         self.task: asyncio.Task[None] | None = None
-        self._kept: deque[tuple[int, Row]] = deque()
+        self._kept: deque[_Event] = deque()
         self._waiting: set[asyncio.Future[None]] = set()
 
-    def add(self, seq: int, row: Row) -> None:
+    def add(self, event: _Event) -> None:
         """The next event."""
-        self._kept.append((seq, row))
+        self._kept.append(event)
         if len(self._kept) > MAX_KEPT:
-            self.first = self._kept.popleft()[0]
+            self.first = self._kept.popleft().seq
 
     def covers(self, place: int) -> bool:
         """All events past ``place`` are kept."""
         return place >= self.first
 
-    async def wake(self) -> None:
+    def wake(self) -> None:
         """Tell the readers that there is more."""
         waiting, self._waiting = self._waiting, set()
-        for count, reader in enumerate(waiting):
+        for reader in waiting:
             if not reader.done():
                 reader.set_result(None)
-            if count % PER_TURN == PER_TURN - 1:
-                await asyncio.sleep(0)
 
-    async def rows(self, place: int) -> AsyncIterator[tuple[int, Row]]:
-        """Events past ``place``, to the end of the job or of the follower; raises its error.
+    async def past(self, place: int, within_s: float) -> list[_Event] | None:
+        """Some events past ``place``, [] where none came within that time; None at the end of the job or of the
+        follower. Raises its error.
 
         A reader that falls behind what is kept breaks off, and its client resumes.
         """
         while True:
-            for seq, row in [one for one in self._kept if one[0] > place]:
-                yield seq, row
-                place = seq
-            if self.first > place:
+            if not self.covers(place):
                 raise Unavailable("this reader is too far behind; resume after the last event that it got")
-            if self._kept and self._kept[-1][0] > place:
-                continue
+            if found := self._kept_past(place):
+                return found
             if self.error is not None:
                 raise self.error
             if self.is_over:
-                return
+                return None
             more = asyncio.get_running_loop().create_future()
             self._waiting.add(more)
             try:
-                await more
+                async with asyncio.timeout(within_s):
+                    await more
+            except TimeoutError:
+                return []
             finally:
                 self._waiting.discard(more)
+
+    def _kept_past(self, place: int) -> list[_Event]:
+        """The first CHUNK of what is kept past ``place``; most readers lack the newest event only."""
+        newer = list(takewhile(lambda one: one.seq > place, reversed(self._kept)))
+        return newer[::-1][:CHUNK]
 
     async def abandoned(self) -> None:
         """Return once there was no reader for LINGER_S."""

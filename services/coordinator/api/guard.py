@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections import deque
 from collections.abc import Mapping
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -15,6 +13,7 @@ from penstock.services.coordinator.api.dashboard import is_asset
 from penstock.services.coordinator.api.occupancy import LargeBody, Occupancy
 from penstock.services.coordinator.api.ratelimit import RateLimiter
 from penstock.services.coordinator.api.replies import HttpProblem, from_error, problem_response
+from penstock.services.coordinator.api.turns import Turns
 from penstock.shared.errors import PenstockError
 from penstock.shared.runtime import metrics
 
@@ -48,7 +47,7 @@ class Guard:
         self.keys = keys
         self.limiter = limiter
         self.occupancy = occupancy
-        self._turns = _Turns()
+        self._turns = Turns(PER_TURN)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve or refuse one request."""
@@ -127,36 +126,6 @@ def body_limit(path: str) -> int:
 def is_live(path: str) -> bool:
     """True if ``path`` is where agents talk to models and post feedback: often, and whole conversations."""
     return path in LIVE_PATHS or path.endswith(LIVE_ENDS)
-
-
-class _Turns:
-    """Begins at most PER_TURN requests in one turn of the loop, so that a burst of them never holds up the others."""
-
-    def __init__(self) -> None:
-        self._begun = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
-
-    async def mine(self) -> None:
-        """Return when the request may begin."""
-        loop = asyncio.get_running_loop()
-        if not self._begun:
-            loop.call_soon(self._next)
-        if self._begun < PER_TURN and not self._waiting:
-            self._begun += 1
-            return
-        turn = loop.create_future()
-        self._waiting.append(turn)
-        await turn
-
-    def _next(self) -> None:
-        self._begun = 0
-        while self._waiting and self._begun < PER_TURN:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                self._begun += 1
-        if self._begun:
-            asyncio.get_running_loop().call_soon(self._next)
 
 
 def _limited(headers: Headers, receive: Receive, limit: int, large: LargeBody | None = None) -> Receive:

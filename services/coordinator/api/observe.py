@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -14,6 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from penstock.services.coordinator.api.access import BackendDep, JobId
 from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.bodies import body_schema, read_model
+from penstock.services.coordinator.api.feeds import LOOK_S
 from penstock.services.coordinator.api.logstream import follow_logs
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem, Json, from_error
 from penstock.services.coordinator.api.schemas import (
@@ -25,7 +27,7 @@ from penstock.services.coordinator.api.schemas import (
     RowList,
 )
 from penstock.services.coordinator.api.scopes import require
-from penstock.services.coordinator.api.sse import CONTENT, HEADERS, event_stream
+from penstock.services.coordinator.api.sse import CONTENT, HEADERS, event_stream, frame
 from penstock.services.coordinator.api.tables import CSV, PARQUET, as_csv, as_parquet
 from penstock.shared.errors import PenstockError
 from penstock.shared.protocol.bus_clock import bus_time
@@ -70,18 +72,17 @@ async def events(
     ``format=cloudevents``, or ``application/cloudevents+json`` in ``Accept``, each event is a CloudEvent, as webhooks
     are sent it.
     """
-    control = backend.control
-    await control.get(job)
+    control, feeds = backend.control, backend.feeds
     start = _start(after, last_event_id)
     as_cloud_events = form == "cloudevents" or (form is None and CLOUD_EVENT in accept)
     if "text/event-stream" in accept:
-        rows: AsyncIterator[tuple[int | None, dict[str, Any]]] = backend.feeds.events(job, after=start)
-        if as_cloud_events:
-            rows = _cloud_events(job, rows)
-        if last_event_id.strip() and start and not await control.keeps_event(start):
-            rows = _after_reset(start, rows)
-        stream = event_stream(rows, stopping=backend.stopping)
+        await feeds.once(("job", job), LOOK_S, partial(control.get, job))
+        resumes = bool(last_event_id.strip() and start)
+        stream = feeds.events(job, after=start, encode=_cloud_frame if as_cloud_events else _frame)
+        if resumes and not await feeds.once(("keeps", start), LOOK_S, partial(control.keeps_event, start)):
+            stream = _after_reset(start, stream)
         return StreamingResponse(stream, media_type="text/event-stream", headers=HEADERS)
+    await control.get(job)
     found = await control.events(job, after=start, limit=limit + 1)
     page = found[:limit]
     return Json(
@@ -234,27 +235,24 @@ async def replay(request: Request, job: JobId, backend: BackendDep) -> Response:
     return StreamingResponse(_lines(first, rows), media_type="application/x-ndjson", headers=HEADERS)
 
 
-async def _cloud_events(
-    job: str, rows: AsyncIterator[tuple[int | None, dict[str, Any]]]
-) -> AsyncIterator[tuple[int | None, dict[str, Any]]]:
-    try:
-        async for seq, row in rows:
-            yield seq, row if seq is None else cloud_event(job, seq, row)
-    finally:
-        await _close(rows)
+def _frame(job: str, seq: int, row: dict[str, Any]) -> bytes:
+    return frame(seq, row)
 
 
-async def _after_reset(
-    after: int, rows: AsyncIterator[tuple[int | None, dict[str, Any]]]
-) -> AsyncIterator[tuple[int | None, dict[str, Any]]]:
+def _cloud_frame(job: str, seq: int, row: dict[str, Any]) -> bytes:
+    return frame(seq, cloud_event(job, seq, row))
+
+
+async def _after_reset(after: int, stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     message = f"event {after} is not kept any more: some after it may be missing here"
     row = {"type": "reset", "time": bus_time(), "level": "warning", "message": message, "data": {"after": after}}
     try:
-        yield None, row
-        async for kept in rows:
-            yield kept
+        yield await anext(stream)
+        yield frame(None, row)
+        async for some in stream:
+            yield some
     finally:
-        await _close(rows)
+        await _close(stream)
 
 
 async def _lines(first: dict[str, Any] | None, rows: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:

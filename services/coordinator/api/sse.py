@@ -12,12 +12,13 @@ import orjson
 from penstock.services.coordinator.api.replies import from_error
 from penstock.shared.errors import PenstockError
 
-__all__ = ["CONTENT", "HEADERS", "PING_S", "RETRY_MS", "event_stream"]
+__all__ = ["CONTENT", "END", "HEADERS", "PING", "PING_S", "RETRY", "event_stream", "failure", "frame"]
 
 PING_S = 15.0
 """Silence after which a comment keeps proxies and half-open connections honest."""
-RETRY_MS = 1000
-"""How long a client waits before it connects again."""
+RETRY = b"retry: 1000\n\n"
+"""How long a client waits before it connects again, in ms: the first bytes of a stream."""
+PING, END = b": ping\n\n", b"event: end\ndata: {}\n\n"
 EventId = int | str
 """Value that ``Last-Event-ID`` sends back: a sequence, or a cursor on one line."""
 CONTENT: dict[str, Any] = {
@@ -48,7 +49,7 @@ async def event_stream(
     comes ``event: end``. When ``stopping`` is set, or the source fails, the stream breaks off and the client resumes
     with ``Last-Event-ID``.
     """
-    yield f"retry: {RETRY_MS}\n\n".encode()
+    yield RETRY
     stop = asyncio.create_task(stopping.wait())
     pending: asyncio.Task[tuple[EventId | None, dict[str, Any]]] | None = None
     try:
@@ -57,20 +58,18 @@ async def event_stream(
             await asyncio.wait({pending, stop}, timeout=ping_s, return_when=asyncio.FIRST_COMPLETED)
             if not pending.done():
                 if not stopping.is_set():
-                    yield b": ping\n\n"
+                    yield PING
                 continue
             done, pending = pending, None
             try:
                 seq, row = done.result()
             except StopAsyncIteration:
-                yield b"event: end\ndata: {}\n\n"
+                yield END
                 return
             except PenstockError as error:
-                problem = from_error(error)
-                yield _event("error", {"code": problem.code, "detail": problem.detail})
+                yield failure(error)
                 return
-            place = f"id: {seq}\n".encode() if seq is not None else b""
-            yield place + _event(str(row.get("type", "message")), {"id": seq, **row})
+            yield frame(seq, row)
     finally:
         for task in (stop, pending):
             if task is not None:
@@ -80,6 +79,18 @@ async def event_stream(
         close = getattr(rows, "aclose", None)
         if close is not None:
             await close()
+
+
+def frame(id: EventId | None, row: dict[str, Any]) -> bytes:
+    """One event."""
+    place = f"id: {id}\n".encode() if id is not None else b""
+    return place + _event(str(row.get("type", "message")), {"id": id, **row})
+
+
+def failure(error: PenstockError) -> bytes:
+    """The event before a stream that breaks off."""
+    problem = from_error(error)
+    return _event("error", {"code": problem.code, "detail": problem.detail})
 
 
 async def _next(rows: AsyncIterator[tuple[EventId | None, dict[str, Any]]]) -> tuple[EventId | None, dict[str, Any]]:

@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 
 from penstock.services.coordinator.api import create_app
 from penstock.services.coordinator.api.documents import MAX_VALUES, count_values, items_of
-from penstock.services.coordinator.api.feeds import Feeds
+from penstock.services.coordinator.api.feeds import PER_TURN, Feeds
 from penstock.services.coordinator.api.replies import HttpProblem
+from penstock.services.coordinator.api.sse import END, RETRY
 from penstock.services.coordinator.webserver import MAX_PIPELINED, server_of
 from penstock.shared.config.kinds import parse_job
 from penstock.shared.config.service import ServiceSettings
+from penstock.shared.runtime.tasks import end_tasks
 
 LONG_S = 20
 ROOT = {"authorization": "Bearer root"}
@@ -276,17 +278,86 @@ async def test_readers_that_went_leave_nothing_behind(books: Any, job: Any) -> N
     id = (await books.submit(parse_job(job), job)).id
     feeds = Feeds(books, asyncio.Event())
     newest = await books.newest_event(id)
-    stays = asyncio.create_task(anext(feeds.events(id, after=newest)))
+
+    async def read() -> list[bytes]:
+        stream = feeds.events(id, after=newest, encode=lambda job, seq, row: row["message"].encode())
+        return [await anext(stream), await anext(stream)]
+
+    stays = asyncio.create_task(read())
     for _ in range(20):
-        goes = asyncio.create_task(anext(feeds.events(id, after=newest)))
+        goes = asyncio.create_task(read())
         await asyncio.sleep(0.01)
         goes.cancel()
         await asyncio.gather(goes, return_exceptions=True)
     followed = feeds._followed[id]
     assert (followed.readers, len(followed._waiting)) == (1, 1)
     books.emit(id, "step", "one")
-    assert (await stays)[1]["message"] == "one"
+    assert await stays == [RETRY, b"one"]
     await feeds.close()
+
+
+class Crowd:
+    """Many readers of one job's events; counts what is encoded, and what they are sent in one turn of the loop."""
+
+    def __init__(self, feeds: Feeds, job: str, *, after: int) -> None:
+        self.feeds, self.job, self.after = feeds, job, after
+        self.encoded, self.sent, self.busiest = list[int](), 0, 0
+
+    async def read(self, number: int) -> list[bytes]:
+        counting = asyncio.create_task(self._count())
+        try:
+            return await asyncio.gather(*(self._one() for _ in range(number)))
+        finally:
+            await end_tasks([counting])
+
+    async def _one(self) -> bytes:
+        found = b""
+        async for some in self.feeds.events(self.job, after=self.after, encode=self._encode):
+            if some not in (RETRY, END):
+                self.sent += 1
+                found += some
+        return found
+
+    def _encode(self, job: str, seq: int, row: dict[str, Any]) -> bytes:
+        self.encoded.append(seq)
+        return b"x"
+
+    async def _count(self) -> None:
+        while True:
+            before = self.sent
+            await asyncio.sleep(0)
+            self.busiest = max(self.busiest, self.sent - before)
+
+
+async def test_readers_that_are_behind_share_what_is_encoded_and_take_turns(books: Any, job: Any) -> None:
+    id = (await books.submit(parse_job(job), job)).id
+    for place in range(200):
+        books.emit(id, "step", str(place))
+    books.advance(id, "succeeded")
+    feeds = Feeds(books, asyncio.Event())
+    crowd = Crowd(feeds, id, after=0)
+    found = await crowd.read(200)
+    await feeds.close()
+    assert set(found) == {b"x" * 202}
+    assert crowd.encoded == list(range(1, 203)), "each once, whoever reads it"
+    assert crowd.busiest <= 2 * PER_TURN, "those that had waited for their turn, and those that had not"
+
+
+async def test_readers_that_wait_share_what_is_encoded_and_take_turns(books: Any, job: Any) -> None:
+    id = (await books.submit(parse_job(job), job)).id
+    feeds = Feeds(books, asyncio.Event())
+    crowd = Crowd(feeds, id, after=await books.newest_event(id))
+    reading = asyncio.create_task(crowd.read(200))
+    async with asyncio.timeout(LONG_S):
+        while id not in feeds._followed or len(feeds._followed[id]._waiting) < 200:
+            await asyncio.sleep(0.01)
+    books.emit(id, "step", "one")
+    books.advance(id, "succeeded")
+    found = await reading
+    await feeds.close()
+    assert set(found) == {b"xx"}
+    assert crowd.encoded == [2, 3]
+    assert crowd.busiest <= 2 * PER_TURN
 
 
 async def test_a_wait_shows_nothing_older_than_what_it_began_with(books: Any, job: Any) -> None:
