@@ -211,15 +211,17 @@ def _chain(archive: LedgerArchive | None, job: str, newest: Segment) -> list[Seg
         found.append(before)
 
 
-async def scan_ledger(bus: Bus, job: str, archive: LedgerArchive | None) -> AsyncGenerator[LedgerEntry, None]:
-    """Every entry of a job's ledger, in order, up to its present end; at most one segment is in memory.
+async def scan_ledger(
+    bus: Bus, job: str, archive: LedgerArchive | None, *, end_seq: int | None = None
+) -> AsyncGenerator[LedgerEntry, None]:
+    """Every entry of a job's ledger, in order, up to its present end or ``end_seq``; at most one segment is in memory.
 
     Raises:
         ArchiveError: a segment is missing or was changed; says which one.
         Unavailable: the bus does not answer.
     """
     # A purge during this read came after an entry that names what was purged; that entry is read, too.
-    messages: list[Message] = await bus.read(subjects.LEDGER, subjects.ledger(job))
+    messages: list[Message] = await bus.read(subjects.LEDGER, subjects.ledger(job), end_seq=end_seq)
     newest = newest_segment(messages, job)
     if newest is not None:
         for segment in await asyncio.to_thread(_chain, archive, job, newest):

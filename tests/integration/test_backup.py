@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from penstock.local.backup import load_backup, restore_files, restore_streams, take_backup
+from penstock.services.coordinator.journal import Journal
 from penstock.services.coordinator.leaderline import LeaderLine
 from penstock.services.coordinator.store import JobStore
 from penstock.shared.config.kinds import parse_job
 from penstock.shared.errors import ConfigError, Conflict, DataError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import Checkpointed, LineageForked, encode_events
+from penstock.shared.runtime.ledger import ledger_archive
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.server import NatsServer
 
@@ -151,6 +153,31 @@ async def test_a_checkpoint_that_a_fork_rolled_back_need_not_be_there(bus: Bus, 
     await bus.publish(subjects.ledger(job), encode_events([forked]))
     manifest = await take_backup(bus, tmp_path / "data", tmp_path / "two")
     assert [file.path for file in manifest.files] == [f"files/checkpoints/{job}/{folder.name}/COMMIT"]
+
+
+async def test_what_only_the_archive_of_a_ledger_names_must_be_there(bus: Bus, tmp_path: Path) -> None:
+    """The entries of a long ledger leave the stream; the checkpoint that one of them names is needed all the same."""
+    data_dir, facts = tmp_path / "data", {"digest": "d", "trainer_epoch": 1, "low_seq": 0}
+    job = (await JobStore(bus).create(parse_job(JOB | {"data": {"eval": {"type": "addition"}}}))).id
+    folder = data_dir / "checkpoints" / job / "00000004-0123456789ab"
+    journal = Journal(bus, job, archive=ledger_archive(data_dir))
+    await journal.load()
+    path = str(folder.relative_to(data_dir))
+    end = await journal.append(
+        [Checkpointed(writer_epoch=1, time=0.0, number=4, version=4, path=path, **facts)]  # type: ignore[arg-type]
+    )
+    await journal.archive(below=end + 1, least=1)
+    assert await journal.name_segment()
+    assert len(await bus.read(subjects.LEDGER, subjects.ledger(job))) == 1, "the entry is in the archive"
+    with pytest.raises(Conflict, match="00000004-0123456789ab was deleted"):
+        await take_backup(bus, data_dir, tmp_path / "one")
+    folder.mkdir(parents=True)
+    (folder / "COMMIT").write_text("digest")
+    await take_backup(bus, data_dir, tmp_path / "two")
+    (segment,) = (data_dir / "ledgers" / job).iterdir()
+    segment.unlink()
+    with pytest.raises(Conflict, match=r"segment 1 of the ledger of job .* is missing"):
+        await take_backup(bus, data_dir, tmp_path / "three")
 
 
 async def test_a_leader_that_holds_nothing_is_no_leader_to_back_up(bus: Bus, tmp_path: Path) -> None:

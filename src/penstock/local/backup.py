@@ -30,12 +30,12 @@ from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.store import JobStore
 from penstock.shared.config.kinds import trains
 from penstock.shared.config.service import checkpoint_path
-from penstock.shared.errors import ConfigError, Conflict, DataError, PenstockError, Unavailable
+from penstock.shared.errors import ArchiveError, ConfigError, Conflict, DataError, PenstockError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import Checkpointed, LineageForked, decode_events
 from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.runtime.lease import LeaseRecord
-from penstock.shared.runtime.ledger import ledger_archive
+from penstock.shared.runtime.ledger import LedgerArchive, ledger_archive, scan_ledger
 from penstock.shared.runtime.tasks import end_tasks
 from penstock.shared.transport.bus import Bus, StreamImage
 
@@ -199,7 +199,7 @@ async def _take(bus: Bus, data_dir: Path, target: Path, tell: Tell) -> BackupMan
             if not (lost := await _lost(bus, links, marks[subjects.LEDGER])):
                 break
         else:
-            raise Conflict(f"{lost} was deleted {TRIES} times before it could be kept; take the backup again")
+            raise Conflict(f"{lost} ({TRIES} tries); take the backup again")
         for name, mark in marks.items():
             tell(f"stream {name}")
             streams.append(await _save(bus, name, target, mark))
@@ -216,18 +216,35 @@ async def _take(bus: Bus, data_dir: Path, target: Path, tell: Tell) -> BackupMan
 
 
 async def _lost(bus: Bus, links: _Links, mark: int) -> str:
-    """A checkpoint that the cut needs and that was deleted before it was linked; '': there is none."""
+    """A checkpoint that the cut needs, or a part of a ledger, that was deleted before it was linked; '': there is none.
+
+    Most of a long ledger stands in the archive, of which the links are read: that is what the backup will have.
+    """
     for entry in (await JobStore(bus).index()).unfinished():
-        messages = await bus.read(subjects.LEDGER, subjects.ledger(entry.id), end_seq=mark)
-        checkpoints: list[Checkpointed] = []
-        for event in (event for message in messages for event in decode_events(message.data)):
-            if isinstance(event, Checkpointed):
-                checkpoints.append(event)
-            elif isinstance(event, LineageForked):
-                checkpoints = [one for one in checkpoints if one.number < event.from_batch]
-        if checkpoints and not links.has(checkpoints[-1].path):
-            return checkpoints[-1].path
+        try:
+            checkpoint = await _newest_checkpoint(bus, entry.id, links.archive, mark)
+        except ArchiveError as error:
+            return str(error)
+        if checkpoint and not links.has(checkpoint):
+            return f"{checkpoint} was deleted before it could be kept"
     return ""
+
+
+async def _newest_checkpoint(bus: Bus, job: str, archive: LedgerArchive, mark: int) -> str:
+    """Path of the newest checkpoint of a job's lineage, by its ledger up to ``mark``; '': there is none.
+
+    Raises:
+        ArchiveError: a part of the ledger is missing.
+    """
+    found: list[Checkpointed] = []
+    async with contextlib.aclosing(scan_ledger(bus, job, archive, end_seq=mark)) as entries:
+        async for entry in entries:
+            for event in decode_events(entry.data):
+                if isinstance(event, Checkpointed):
+                    found.append(event)
+                elif isinstance(event, LineageForked):
+                    found = [one for one in found if one.number < event.from_batch]
+    return found[-1].path if found else ""
 
 
 async def _save(bus: Bus, name: str, target: Path, mark: int | None) -> StoredStream:
@@ -252,6 +269,7 @@ class _Links:
 
     def __init__(self, data_dir: Path) -> None:
         self._data_dir, self._folder = data_dir, data_dir / f".backup-{os.getpid()}"
+        self.archive = ledger_archive(self._folder)
 
     def __enter__(self) -> _Links:
         shutil.rmtree(self._folder, ignore_errors=True)
