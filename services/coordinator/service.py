@@ -76,8 +76,9 @@ class CoordinatorService:
         self.store = JobStore(bus)
         self.runners: dict[str, Leader] = {}
         self.feedback = FeedbackDesk(
-            bus, self.store, settings.data_dir, ids_keep_s=settings.live_keep_s, share=settings.tenant_share
-        )
+            bus, self.store, settings.data_dir, ids_keep_s=settings.live_keep_s, share=settings.tenant_share,
+            worker=settings.worker_id,
+        )  # fmt: skip
         self.gateway = Gateway(
             bus,
             settings.worker_id,

@@ -33,7 +33,7 @@ from penstock.services.coordinator.feedback.privacy import Consents, Pseudonyms
 from penstock.services.coordinator.payload import whole_of
 from penstock.services.coordinator.shares import FeedbackShares
 from penstock.services.coordinator.store import JobStore
-from penstock.shared.errors import NotFound, PenstockError, ProtocolError, StreamFull, Unavailable
+from penstock.shared.errors import Conflict, NotFound, PenstockError, ProtocolError, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.interaction import Feedback, Interaction, bare_id, marked_id, time_of_id
@@ -52,8 +52,8 @@ PROMPT_S = 2.0
 REACH_S = 30.0
 RELEASED_S = 600.0
 """So long a deletion waits for the jobs that made groups of the data: until no trainer can ask for one of them."""
-ABANDONED_S = 60.0
-"""A deletion that takes longer was begun by a process that is gone, or is gone through twice."""
+ABANDONED_S = 20.0
+"""A deletion of which its process said nothing for this long is taken up by another one."""
 LEARNT = frozenset({"admitted", "trained"})
 """Fates of what is not taken back any more."""
 ENDED = {"status": "rejected", "reason": "job_ended"}
@@ -65,9 +65,13 @@ class FeedbackDesk:
     """Implements ``api.feedback_desk.FeedbackDesk``."""
 
     def __init__(
-        self, bus: Bus, store: JobStore, data_dir: Path, *, ids_keep_s: float | None = None, share: float = 1.0
-    ) -> None:
-        """``share``: of FEEDBACK, that one job may have of what the others leave (``ServiceSettings.tenant_share``)."""
+        self, bus: Bus, store: JobStore, data_dir: Path, *, ids_keep_s: float | None = None, share: float = 1.0,
+        worker: str = "",
+    ) -> None:  # fmt: skip
+        """``share``: of FEEDBACK, that one job may have of what the others leave (``ServiceSettings.tenant_share``).
+
+        ``worker``: id of this process.
+        """
         self._ids_keep_s = ids_keep_s
         self.pseudonyms, self.consents = Pseudonyms(bus), Consents(bus)
         self.jobs = LiveJobs(store)
@@ -78,7 +82,10 @@ class FeedbackDesk:
         self.index.on_projected = self.ingest.projected
         self.held = HeldFeedback(bus, self.index, self.ingest, self.pseudonyms)
         self._bus, archive = bus, ledger_archive(data_dir)
-        self._eraser = Eraser(bus, self.pseudonyms.of, forgotten=self._forget, released_s=RELEASED_S, archive=archive)
+        self._eraser = Eraser(
+            bus, self.pseudonyms.of, forgotten=self._forget, released_s=RELEASED_S, archive=archive,
+            holder=worker or str(uuid6.uuid7()),
+        )  # fmt: skip
         self._erasing: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -283,9 +290,14 @@ class FeedbackDesk:
 
     async def erase(self, user: str) -> Row:
         """See ``api.feedback_desk.FeedbackDesk.erase``."""
-        report = await self._eraser.begin(self.pseudonyms.of(user))
-        await asyncio.wait({self._delete(report)}, timeout=PROMPT_S)
-        return _shown(await self._eraser.find(report.user) or report)
+        pseudonym = self.pseudonyms.of(user)
+        report = await self._eraser.begin(pseudonym)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PROMPT_S):
+                while report.status != "done" and (deleting := await self._take_up(pseudonym)) is not None:
+                    await asyncio.wait({deleting})
+                    report = await self._eraser.find(pseudonym) or report
+        return _shown(await self._eraser.find(pseudonym) or report)
 
     async def erasure(self, user: str) -> Row:
         """See ``api.feedback_desk.FeedbackDesk.erasure``."""
@@ -295,33 +307,37 @@ class FeedbackDesk:
         return _shown(report)
 
     async def finish_deletions(self) -> None:
-        """Take up, again and again, what a process that is gone did not finish; the coordinator that leads does so.
-
-        At the start that is everything, for nobody knows who died; later what is older than ABANDONED_S.
-        """
-        newest = bus_time()
+        """Take up, again and again, what a process that is gone did not finish; the coordinator that leads does so."""
         while True:
             with contextlib.suppress(Unavailable):
                 for report in await self._eraser.unfinished():
-                    if report.requested < newest and report.user not in self._erasing:
-                        self._delete(report)
+                    await self._take_up(report.user)
             await asyncio.sleep(ABANDONED_S / 2)
-            newest = bus_time() - ABANDONED_S
 
-    def _delete(self, report: Report) -> asyncio.Task[None]:
-        task = self._erasing[report.user] = asyncio.create_task(self._delete_all(report))
-        task.add_done_callback(lambda _: self._erasing.pop(report.user, None))
-        return task
+    async def _take_up(self, user: str) -> asyncio.Task[None] | None:
+        """The task that deletes the data of a user (a pseudonym); None where another process does, or it is done."""
+        report = None if user in self._erasing else await self._eraser.claim(user, abandoned_s=ABANDONED_S)
+        if user not in self._erasing and report is not None:
+            self._erasing[user] = asyncio.create_task(self._delete_all(report))
+        return self._erasing.get(user)
 
     async def _delete_all(self, report: Report) -> None:
-        """Delete until it is done; the next start goes on with what is left."""
-        while True:
-            try:
-                await self._eraser.run(report)
-                return
-            except Unavailable as error:
-                log.warning("deleting the data of user %s goes on: %s", report.user, error)
-            await asyncio.sleep(RETRY_S)
+        """Delete until it is done, or in other hands; the next start goes on with what is left."""
+        keeping = asyncio.create_task(self._eraser.keep(report.user, every_s=ABANDONED_S / 4))
+        try:
+            while True:
+                try:
+                    await self._eraser.run(report)
+                    return
+                except Unavailable as error:
+                    log.warning("deleting the data of user %s goes on: %s", report.user, error)
+                except Conflict as error:
+                    log.info("deleting the data of user %s: %s", report.user, error)
+                    return
+                await asyncio.sleep(RETRY_S)
+        finally:
+            keeping.cancel()
+            del self._erasing[report.user]
 
     async def _forget(self, seq: int) -> None:
         """Wait until deletions up to there are in no index of this host any more. Raises Unavailable."""
@@ -386,4 +402,4 @@ def _decision(row: Row) -> Row:
 
 
 def _shown(report: Report) -> Row:
-    return dict(msgspec.to_builtins(report))
+    return {name: value for name, value in msgspec.to_builtins(report).items() if name not in ("holder", "alive")}

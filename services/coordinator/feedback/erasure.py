@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from itertools import chain
 
 import msgspec
@@ -19,7 +19,7 @@ from penstock.services.coordinator.feedback.ids import keep_ids
 from penstock.services.coordinator.feedback.made import Made, erase_groups
 from penstock.services.coordinator.feedback.pieces import data_of, erase_letter, erase_message
 from penstock.services.coordinator.feedback.search import Found, Place, Search, decoded
-from penstock.shared.errors import Conflict, ProtocolError, StreamFull
+from penstock.shared.errors import Conflict, ProtocolError, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_datetime, bus_time
 from penstock.shared.protocol.codec import pack
@@ -53,11 +53,17 @@ UNDECIDED = frozenset({"received", "matched", "quarantined"})
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """A deletion, in the `privacy` bucket under the user's pseudonym. Counts grow until ``status`` is `done`."""
+    """Deletions of a user's data, in the `privacy` bucket under their pseudonym.
+
+    ``requested``: when it was asked for last. Counts and versions are of all that was ever deleted of them. ``holder``
+    carries it out, and said so last at ``alive``.
+    """
 
     user: str
     status: str
     requested: float
+    holder: str = ""
+    alive: float = 0.0
     finished: float | None = None
     interactions: int = 0
     feedback: int = 0
@@ -72,21 +78,74 @@ class Eraser:
     Args:
         forgotten: waited for before a deletion is done, with the sequence in FEEDBACK up to which indexes must read.
         released_s: so long at most a deletion waits until its job lets go of the groups that are made of the data.
+        holder: name of this process.
     """
 
     def __init__(
         self, bus: Bus, pseudonym: Callable[[str], str], *, forgotten: Forgotten | None = None,
-        archive: LedgerArchive | None = None, released_s: float = 0.0,
+        archive: LedgerArchive | None = None, released_s: float = 0.0, holder: str = "",
     ) -> None:  # fmt: skip
-        self._archive, self._released_s = archive, released_s
+        self._archive, self._released_s, self._holder = archive, released_s, holder
         self._bus, self._pseudonym, self._forgotten = bus, pseudonym, forgotten
         self._kv, self._opened = bus.kv(subjects.PRIVACY), bus.kv(subjects.EPISODES)
 
     async def begin(self, user: str) -> Report:
-        """Write down that a user (a pseudonym) wants to be forgotten. Raises Unavailable."""
-        report = Report(user=user, status="running", requested=bus_time())
-        await self._save(report)
-        return report
+        """Write down that a user (a pseudonym) wants to be forgotten. Raises Unavailable.
+
+        A deletion that is under way goes on, and deletes again what came since it began.
+        """
+
+        def edit(known: Report | None) -> Report:
+            if known is None:
+                return Report(user=user, status="running", requested=bus_time())
+            again = msgspec.structs.replace(known, status="running", requested=bus_time(), finished=None)
+            return again if known.status != "done" else msgspec.structs.replace(again, holder="", alive=0.0)
+
+        return await self._change(user, edit)
+
+    async def claim(self, user: str, *, abandoned_s: float) -> Report | None:
+        """Take up a deletion; None where it is done, or another process said within this time that it carries it out.
+
+        Raises:
+            Unavailable: the bus does not answer.
+        """
+        now = bus_time()
+
+        def edit(known: Report | None) -> Report:
+            is_held = known is not None and known.holder != self._holder and known.alive > now - abandoned_s
+            if known is None or known.status == "done" or is_held:
+                raise Conflict(f"the deletion of the data of user {user} is done, or in other hands")
+            return msgspec.structs.replace(known, holder=self._holder, alive=now)
+
+        try:
+            return await self._change(user, edit)
+        except Conflict:
+            return None
+
+    async def keep(self, user: str, *, every_s: float) -> None:
+        """Say again and again that this process carries a deletion out, until cancelled or it is in other hands."""
+        with contextlib.suppress(Conflict):
+            while True:
+                await asyncio.sleep(every_s)
+                with contextlib.suppress(Unavailable):
+                    await self._change(user, self._held)
+
+    def _held(self, known: Report | None) -> Report:
+        """The report as it stands, which this process still holds. Raises Conflict: it does not."""
+        if known is None or known.holder != self._holder:
+            raise Conflict("another process took the deletion up")
+        return msgspec.structs.replace(known, alive=bus_time())
+
+    async def _change(self, user: str, edit: Callable[[Report | None], Report]) -> Report:
+        """Compare-and-set, again where somebody else wrote meanwhile. Raises what ``edit`` raises."""
+        while True:
+            entry = await self._kv.get(f"{PREFIX}.{user}")
+            value = entry.value if entry is not None else None
+            changed = edit(msgspec.json.decode(value, type=Report) if value else None)
+            with contextlib.suppress(Conflict):
+                revision = entry.revision if entry is not None else 0
+                await self._kv.update(f"{PREFIX}.{user}", msgspec.json.encode(changed), revision)
+                return changed
 
     async def find(self, user: str) -> Report | None:
         """How far the deletion of a user is."""
@@ -100,11 +159,27 @@ class Eraser:
         return [report for report in reports if report.status != "done"]
 
     async def run(self, report: Report) -> None:
-        """Delete. Safe to repeat.
+        """Delete, and once more where somebody asked for it meanwhile. Safe to repeat.
 
         Raises:
+            Conflict: another process took it up.
             Unavailable: the bus went away, or an index; what is left is deleted by the next run.
         """
+
+        def edit(known: Report | None) -> Report:
+            held = self._merged(report, known)
+            if held.requested > report.requested:
+                return held
+            return msgspec.structs.replace(held, status="done", finished=bus_time())
+
+        while True:
+            await self._delete(report)
+            stored = await self._change(report.user, edit)
+            report.status, report.finished, report.requested = stored.status, stored.finished, stored.requested
+            if report.status == "done":
+                return
+
+    async def _delete(self, report: Report) -> None:
         found = await Search(self._bus, report.user, self._pseudonym).run()
         report.episodes += await self._end_episodes(report.user, found)
         last = max([0, *[await self._announce(report.user, job, mine) for job, mine in found.items()]])
@@ -130,18 +205,22 @@ class Eraser:
                 await erase_message(self._bus, subjects.INTERACTIONS, message)
             report.interactions += len(mine.interactions)
             report.feedback += len(mine.feedback)
-            if versions | made.versions:
-                report.trained_versions = {**report.trained_versions, job: sorted(versions | made.versions)}
+            _add_versions(report, job, versions | made.versions)
             await self._save(report)
         # Each job for itself: one that nobody trains holds up the groups of no other.
         await together(self._erase_groups(report, job, made) for job, made in all_made.items() if made.ordinals)
         if self._forgotten is not None:
             await self._forgotten(last)
-        report.status, report.finished = "done", bus_time()
-        await self._save(report)
 
     async def _save(self, report: Report) -> None:
-        await self._kv.put(f"{PREFIX}.{report.user}", msgspec.json.encode(report))
+        """Write down how far it is. Raises Conflict: another process took it up."""
+        await self._change(report.user, lambda known: self._merged(report, known))
+
+    def _merged(self, report: Report, known: Report | None) -> Report:
+        """The counts of ``report``, with the rest as it stands in the bucket."""
+        held = self._held(known)
+        stands = {name: getattr(held, name) for name in ("status", "requested", "finished", "holder", "alive")}
+        return msgspec.structs.replace(report, **stands)
 
     async def _made(self, user: str, found: Mapping[str, Found]) -> dict[str, Made]:
         """Groups and versions made of it, by the ledgers of jobs that hold or admitted it."""
@@ -164,9 +243,7 @@ class Eraser:
         await self._until_released(job, made)
         count = await erase_groups(self._bus, job, made.ordinals)
         report.groups += count
-        if made.versions:
-            versions = made.versions.union(report.trained_versions.get(job, ()))
-            report.trained_versions = report.trained_versions | {job: sorted(versions)}
+        _add_versions(report, job, made.versions)
 
     async def _until_released(self, job: str, made: Made) -> None:
         """Follow the ledger until the job needs none of these groups any more.
@@ -268,6 +345,12 @@ class Eraser:
             with contextlib.suppress(StreamFull):  # what is left of a copy waits for no room
                 await self._bus.publish(subjects.dead(job), data, headers=headers)
         await erase_letter(self._bus, place)
+
+
+def _add_versions(report: Report, job: str, versions: Iterable[int]) -> None:
+    """Versions of a job that were trained on the data; those that are known stay, whatever can be read by now."""
+    if known := {*versions, *report.trained_versions.get(job, ())}:
+        report.trained_versions = {**report.trained_versions, job: sorted(known)}
 
 
 def _take_entry(made: Made, seq: int, data: bytes) -> None:

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from penstock.services.coordinator.feedback import desk as desk_module
+from penstock.services.coordinator.feedback.erasure import Eraser, Report
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.events import Admission, Admitted, encode_events
 from penstock.shared.protocol.interaction import Fate
+
+
+def admitted(interaction: str) -> Admitted:
+    """A decision to train on an answer."""
+    admission = Admission(0, {interaction: 1}, {}, 1.0, 0, "k", "somebody", "default", 1.0)
+    return Admitted(writer_epoch=1, time=1.0, admissions=[admission], low_interactions=1, low_feedback=1)
 
 
 async def test_what_one_replica_took_the_other_one_finds(open_desk: Any, tmp_path: Path) -> None:
@@ -64,3 +73,41 @@ async def test_a_deletion_that_another_replica_left_is_finished(
 
         await second.until(done, "deletion")
         assert not await second.bus.read("INTERACTIONS", "interactions.>")
+
+
+async def test_a_deletion_that_takes_long_is_carried_out_by_one_replica(
+    open_desk: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for a job longer than a process may be silent; who asks again meanwhile does not begin a second one."""
+    monkeypatch.setattr(desk_module, "ABANDONED_S", 4.0)
+    monkeypatch.setattr(desk_module, "PROMPT_S", 0.1)
+    let_go, begun = asyncio.Event(), list[str]()
+
+    async def slowly(self: Eraser, report: Report, job: str, made: Any) -> None:
+        begun.append(self._holder)
+        await let_go.wait()
+
+    monkeypatch.setattr(Eraser, "_erase_groups", slowly)
+    async with open_desk() as first, open_desk(tmp_path / "other") as second:
+        said = await first.record("somebody", text="said once")
+        await first.bus.publish(subjects.ledger(first.job), encode_events([admitted(said.id)]))
+        reply = (await first.client.delete("/v1/users/somebody/data")).json()
+        assert (reply["status"], reply["interactions"]) == ("running", 1)
+        clock = asyncio.get_running_loop().time
+        end = clock() + 1.5 * desk_module.ABANDONED_S
+        while clock() < end:
+            await asyncio.sleep(0.5)
+            again = (await second.client.delete("/v1/users/somebody/data")).json()
+            assert (again["status"], again["interactions"]) == ("running", 1), "counts go on"
+        assert len(begun) == 1
+        late = await first.record("somebody", text="said meanwhile")
+        let_go.set()
+
+        async def done() -> bool:
+            return (await second.client.get("/v1/users/somebody/data")).json()["status"] == "done"
+
+        await second.until(done, "deletion")
+        assert not await second.bus.read("INTERACTIONS", "interactions.>"), f"{late.id} was asked for, too"
+        over = (await second.client.delete("/v1/users/somebody/data")).json()
+        assert (over["status"], over["interactions"]) == ("done", 2), "of all that was ever deleted"
+        assert not {"holder", "alive"} & over.keys()
