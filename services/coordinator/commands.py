@@ -29,8 +29,8 @@ class TrainerCommands:
         self._asked_at = 0.0
         self._asked: tuple[object, ...] = ()
 
-    def follow(self, run: JobRun) -> None:
-        """Ask for what ``run`` wants now."""
+    def follow(self, run: JobRun) -> bool:
+        """Ask for what ``run`` wants now; True while it wants something."""
         state, rollback = run.state, run.rollback
         if rollback is not None:
             args = {"number": rollback.number, "reason": rollback.reason, "version": state.version}
@@ -40,6 +40,9 @@ class TrainerCommands:
         elif reason := run.wants_checkpoint:
             newest = state.checkpoint
             self._ask("checkpoint", {"reason": reason}, (None if newest is None else newest.number, state.forked))
+        else:
+            return False
+        return True
 
     def _ask(self, kind: CommandKind, args: dict[str, Any], about: tuple[object, ...]) -> None:
         asked = (kind, *about)

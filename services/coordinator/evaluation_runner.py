@@ -35,7 +35,8 @@ from penstock.shared.transport.bus import Bus
 
 __all__ = ["EvaluationRunner"]
 
-TICK_S = 0.25
+IDLE_S = 2.0
+"""The deadline is looked at this often when nothing else happens."""
 LONGEST_S = 7 * 86400.0
 """Deadline of tickets where the job gives none."""
 
@@ -99,7 +100,7 @@ class EvaluationRunner:
         while not (phase := self._end(deadline)):
             self._report("running", "")
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(TICK_S):
+                async with asyncio.timeout(max(0.0, min(IDLE_S, deadline - bus_time()))):
                     await self._changed.wait()
             self._changed.clear()
         values = self.scores.values(self.config.evaluation, self._held_out)
@@ -129,6 +130,10 @@ class EvaluationRunner:
     def want(self, record: JobRecord) -> None:
         """The job's record changed."""
         self.record = record
+        self.wake()
+
+    def wake(self) -> None:
+        """Look at the job now."""
         self._changed.set()
 
     # -- facts -------------------------------------------------------------------------------------------------------

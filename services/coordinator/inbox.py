@@ -44,13 +44,14 @@ class Inbox:
         with contextlib.suppress(asyncio.QueueFull):  # so much is there that nobody has to be woken
             self._facts.put_nowait(_nothing)
 
-    async def take(self, within_s: float) -> None:
+    async def take(self, within_s: float, *, rest_s: float | None = None) -> None:
         """Wait for a fact, then take in all that are there, for no longer than that: one decision for many groups.
 
-        What comes meanwhile, or does not fit in, stays: wishes and deadlines are looked at between.
+        What comes meanwhile, or does not fit in, stays: wishes and deadlines are looked at between. ``rest_s``: wait so
+        long for the first fact; None: as long as for the others.
         """
         try:
-            async with asyncio.timeout(within_s):
+            async with asyncio.timeout(within_s if rest_s is None else rest_s):
                 fact = await self._facts.get()
         except TimeoutError:
             return

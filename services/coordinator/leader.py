@@ -24,6 +24,10 @@ class Leader(Protocol):
         """The job's record changed."""
         ...
 
+    def wake(self) -> None:
+        """Look at the job now: workers came."""
+        ...
+
     def why(self) -> list[dict[str, Any]]:
         """Waits of the job, also before it is ready."""
         ...

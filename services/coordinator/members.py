@@ -34,11 +34,13 @@ class Members:
     def __init__(self) -> None:
         self._members: dict[tuple[str, str], Member] = {}
 
-    def on_heartbeat(self, beat: Heartbeat, now: float) -> None:
-        """Record a heartbeat."""
+    def on_heartbeat(self, beat: Heartbeat, now: float) -> bool:
+        """Record a heartbeat; True where its worker was not alive before, or changed whether it is ready."""
+        before = self._members.get((beat.service, beat.worker))
         self._members[beat.service, beat.worker] = Member(beat, now)
         for key in [k for k, m in self._members.items() if now - m.heard > FORGET_AFTER_S]:
             del self._members[key]
+        return before is None or not before.alive(now) or before.beat.ready != beat.ready
 
     def of(self, service: str, now: float) -> list[Member]:
         """Return the live workers of a service."""

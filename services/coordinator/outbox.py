@@ -15,7 +15,7 @@ from penstock.services.coordinator.gauges import JobGauges
 from penstock.services.coordinator.store import JobStore
 from penstock.shared.errors import Conflict, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.bus_clock import bus_time
+from penstock.shared.protocol.bus_clock import bus_datetime, bus_time
 from penstock.shared.protocol.jobs import JobFailure
 from penstock.shared.transport.bus import Bus
 
@@ -84,14 +84,16 @@ class Outbox:
         phase, before = fields["phase"], self._status.get("phase")
         if phase != before:
             self.event("error" if phase == "failed" else "info", "phase", f"{phase}: {fields['message']}".rstrip(": "))
-        self._status = fields
+        is_new, self._status = fields != self._status, fields
         if force or phase != before:
             self._last_status = 0.0
-        self._changed.set()
+        if is_new or not self._status_rest_s():
+            self._changed.set()
 
     async def fail(self, error: JobFailure) -> None:
         """Mark the job failed before it ever ran."""
-        self.status({"phase": "failed", "message": error.message, "error": error}, force=True)
+        fields = {"phase": "failed", "message": error.message, "error": error, "finished_at": bus_datetime()}
+        self.status(fields, force=True)
         await self.flush()
 
     async def run(self) -> None:
@@ -99,7 +101,7 @@ class Outbox:
         try:
             while True:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(STATUS_EVERY_S):
+                    async with asyncio.timeout(RETRY_S if self._clock is not None else self._status_rest_s()):
                         await self._changed.wait()
                 self._changed.clear()
                 await self._drain()
@@ -126,12 +128,20 @@ class Outbox:
                 pass
         if self._clock is not None:
             clock, self._clock = self._clock, None
-            await self._try(lambda: self._put_clock(clock))
-        now = time.monotonic()
-        due = now - self._last_status >= STATUS_EVERY_S
-        if due and self._status and (self._status != self._sent_status or now - self._written >= HEARTBEAT_S):
+            if not await self._try(lambda: self._put_clock(clock)):
+                self._clock = self._clock or clock
+        if self._status and not self._status_rest_s():
             self._last_status, fields = time.monotonic(), dict(self._status)
             await self._try(lambda: self._put_status(fields))
+
+    def _status_rest_s(self) -> float:
+        """Seconds until the status is due, should it not change before."""
+        if not self._status:
+            return HEARTBEAT_S
+        due = self._last_status + STATUS_EVERY_S
+        if self._status == self._sent_status:
+            due = max(due, self._written + HEARTBEAT_S)
+        return max(0.0, due - time.monotonic())
 
     async def _put_clock(self, clock: bytes) -> None:
         await self._bus.kv(subjects.POLICY).put(self._job, clock)

@@ -60,8 +60,9 @@ __all__ = ["JobRunner"]
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 0.25
-"""Deadlines and desires are looked at this often when nothing else happens."""
+TICK_S, IDLE_S = 0.25, 2.0
+"""Deadlines are looked at this often when nothing else happens; those of a job that stands still ever more rarely, down
+to once in ``IDLE_S``, for a coordinator leads hundreds. What arrives, and what the user wants, is looked at at once."""
 
 
 class JobRunner:
@@ -95,6 +96,8 @@ class JobRunner:
         """Sequence of EXPERIENCE from which is read on, and below which was not read before the first decision."""
         self.ready = False
         self._reported = 0.0
+        self._decided = False
+        """Something was decided since the last look."""
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -219,8 +222,10 @@ class JobRunner:
                     await self.inbox.put(partial(self._take_group, seq, message.headers))
                 await slice_.end()
         self.run.forget_stored(gone)
+        self.inbox.wake()  # there is more room in the byte budget
 
     async def _decide_until_finished(self) -> None:
+        rest_s = TICK_S
         while not self.run.state.finished:
             self.run.desired = self.wishes.desired
             self.run.cancel_now, self.run.requested = self.wishes.cancel_now, self.wishes.wants_checkpoint
@@ -238,12 +243,13 @@ class JobRunner:
             await self._evaluate()
             await self._follow_best()
             await self._settle_operations()
-            self.commands.follow(self.run)
-            self._report_status()
+            is_asking, is_told = self.commands.follow(self.run), self._report_status()
             if self._may_finish():
                 await self._commit(self.run.finish(bus_time(), summary.summary_of(self.run.state)))
                 break
-            await self.inbox.take(TICK_S)
+            is_idle = not (self._decided or is_asking or self.wishes.pending)
+            self._decided, rest_s = False, min(2 * rest_s, IDLE_S) if is_idle else TICK_S
+            await self.inbox.take(TICK_S, rest_s=rest_s if is_told else TICK_S)
         await self._close_supply()
         await self._settle_operations()
         self._report_status(force=True)
@@ -272,6 +278,10 @@ class JobRunner:
     def want(self, record: JobRecord) -> None:
         """The job's record changed."""
         self.wishes.take(record)
+        self.wake()
+
+    def wake(self) -> None:
+        """Look at the job now: something changed that no fact tells of."""
         self.inbox.wake()
 
     # -- decisions ---------------------------------------------------------------------------------------------------
@@ -284,6 +294,7 @@ class JobRunner:
                 self.outbox.event("warning", "dead_letter", f"message {one.seq} of {one.stream}: {one.reason}")
         if not events:
             return
+        self._decided = True
         await self.journal.append(events)
         self.measures.on_events(events, self.run.state, self.run.candidates)
         effects = self.run.commit(events)
@@ -438,6 +449,7 @@ class JobRunner:
         if measures.plan.waits(now, batch_ready=self.run.batch_ready):
             return
         if measures.end_evaluation(state, now):
+            self._decided = True  # the run may have reached its goal
             await self._commit(self.run.decide(now))
         if self.run.rollback is not None:  # this version is about to be left behind
             return
@@ -458,10 +470,10 @@ class JobRunner:
 
     # -- what people see ---------------------------------------------------------------------------------------------
 
-    def _report_status(self, *, force: bool = False) -> None:
-        """Once per TICK_S: facts may come much more often, and all that is open is counted."""
+    def _report_status(self, *, force: bool = False) -> bool:
+        """Once per TICK_S: facts may come much more often, and all that is open is counted. False: it is too early."""
         if not force and time.monotonic() - self._reported < TICK_S:
-            return
+            return False
         self._reported = time.monotonic()
         self._onsets.look(self.job, self.run, self.measures.plan, bus_time())
         state, seen = self.run.state, summary.status_of(self.run, self.wishes.desired)
@@ -478,6 +490,7 @@ class JobRunner:
             "finished_at": bus_datetime() if state.finished else None,
         }
         self.outbox.status(fields, force=force)
+        return True
 
     def _conditions(self) -> list[Condition]:
         clock, now = time.monotonic(), bus_datetime()

@@ -142,7 +142,9 @@ class CoordinatorService:
             except ProtocolError as error:
                 logger.warning("heartbeat on %s ignored: %s", subject, error)
                 return
-            self.members.on_heartbeat(beat, time.monotonic())
+            if self.members.on_heartbeat(beat, time.monotonic()):
+                for runner in self.runners.values():
+                    runner.wake()
 
         await self.bus.subscribe(subjects.HEARTBEATS, hear)
 

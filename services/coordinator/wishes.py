@@ -78,6 +78,13 @@ class Wishes:
         return state.applies_at + 1
 
     @property
+    def pending(self) -> bool:
+        """True while something that the user wants is not done, or waits for its time."""
+        return self.desired == "cancelled" or any(
+            one.state == "pending" and one.id not in self._settled for one in self.record.operations
+        )
+
+    @property
     def wants_checkpoint(self) -> bool:
         """True if an operation waits for a checkpoint."""
         return bool(self._pending("checkpoint"))

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.services.coordinator import outbox as outbox_module
+from penstock.services.coordinator import runner as runner_module
 from penstock.services.coordinator.journal import Journal
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.outbox import Outbox
 from penstock.services.coordinator.run import JobRun
 from penstock.services.coordinator.runner import JobRunner
+from penstock.services.coordinator.service import CoordinatorService
 from penstock.services.coordinator.store import JobStore
 from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import parse_job
+from penstock.shared.config.service import ServiceSettings
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
+from penstock.shared.protocol.events import Event
 from penstock.shared.protocol.jobs import JobFailure, JobRecord
-from penstock.shared.protocol.messages import Report
+from penstock.shared.protocol.messages import Heartbeat, Report
+from penstock.shared.runtime.tasks import end_tasks
 from penstock.shared.transport.bus import Bus
 
 JOB = JobConfig.parse(
@@ -92,16 +100,85 @@ async def test_the_next_leader_tells_why_where_the_last_one_died_before_it_could
     assert (status.phase, status.message, status.error) == ("failed", NO_ROOM.message, NO_ROOM)
 
 
-async def test_bad_data_is_told_from_a_defect(bus: Bus, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["rl", "evaluation"])
+async def test_bad_data_is_told_from_a_defect(bus: Bus, tmp_path: Path, kind: str) -> None:
     (tmp_path / "rows.jsonl").write_text("{}\n")
-    data = {"train": {"type": "file", "path": str(tmp_path / "rows.jsonl")}}
-    record = await JobStore(bus).create(JobConfig.parse({**JOB.model_dump(exclude_unset=True), "data": data}))
-    async with led(bus, record, 1) as leading:
-        await asyncio.wait_for(leading, 30)
-    status = (await JobStore(bus).get(record.id)).status
+    store, rows = JobStore(bus), {"type": "file", "path": str(tmp_path / "rows.jsonl")}
+    spec = JOB.model_dump(exclude_unset=True) | {"data": {"train": rows}}
+    if kind == "evaluation":
+        spec = {name: spec[name] for name in ("name", "model", "reward")} | {"kind": kind, "data": {"eval": rows}}
+    record = await store.create(parse_job(spec))
+    service = CoordinatorService(bus, ServiceSettings(data_dir=tmp_path, worker_id="c", open_loopback=True))
+    await asyncio.wait_for(service._lead_job(record.id, 1), 30)
+    status = (await store.get(record.id)).status
     assert status.error is not None
     assert (status.phase, status.error.code, status.error.service) == ("failed", "invalid_data", None)
-    assert status.error.message == status.message
+    assert "rows.jsonl" in status.message == status.error.message
+    assert status.finished_at is not None
+    events = [msgspec.json.decode(m.data) for m in await bus.read(subjects.EVENTS, subjects.events(record.id))]
+    assert [(event["level"], event["message"]) for event in events] == [("error", f"failed: {status.message}")]
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """When leaders looked whether there is something to decide."""
+    found, decide = list[float](), JobRun.decide
+
+    def counted(self: JobRun, now: float, after: Sequence[Event] = ()) -> list[Event]:
+        found.append(asyncio.get_running_loop().time())
+        return decide(self, now, after)
+
+    monkeypatch.setattr(JobRun, "decide", counted)
+    return found
+
+
+async def test_a_job_that_stands_still_is_looked_at_ever_more_rarely(bus: Bus, looks: list[float]) -> None:
+    """A coordinator leads hundreds of jobs whose workers are away."""
+    store = JobStore(bus)
+    record = await store.create(JOB)
+    async with led(bus, record, 1):
+        before, begun, clock = (await store.get(record.id)).revision, len(looks), asyncio.get_running_loop().time
+        end = clock() + 6.0
+        while clock() < end:
+            await asyncio.sleep(0.1)
+        assert len(looks) - begun <= 8, "each pause is twice as long as the one before, up to two seconds"
+        assert (await store.get(record.id)).revision <= before + 2, "what did not change is not written"
+
+
+def beat_of(worker: str) -> Heartbeat:
+    facts: dict[str, Any] = {"host": "h", "pid": 1, "started": 0.0, "interval_s": 60.0, "health_port": 0, "jobs": {}}
+    return Heartbeat(service="trainer", worker=worker, ready=True, **facts)
+
+
+async def test_whatever_comes_an_idle_leader_looks_at_once(
+    bus: Bus, tmp_path: Path, looks: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker, a report, a wish: nothing here waits for the next look of its own accord."""
+    for name in ("TICK_S", "IDLE_S"):
+        monkeypatch.setattr(runner_module, name, 3600.0)
+    service = CoordinatorService(bus, ServiceSettings(data_dir=tmp_path, worker_id="c", open_loopback=True))
+    record = await service.store.create(JOB)
+    hearing = asyncio.create_task(service._hear_heartbeats())
+    leading = asyncio.create_task(service._run_job(record.id, 1))
+    try:
+        async with asyncio.timeout(60):
+            while record.id not in service.runners or not service.runners[record.id].ready:
+                await asyncio.sleep(0.02)
+            (runner,) = service.runners.values()
+            for worker in ("first", "second"):
+                begun, data = len(looks), pack(beat_of(worker))
+                while len(looks) == begun:
+                    await bus.notify(subjects.heartbeat("trainer", worker), data)
+                    await asyncio.sleep(0.1)
+            first = Report(kind="checkpointed", epoch=1, batch=0, version=0, digest="w0", path="p")
+            await bus.request(subjects.report(record.id), pack(first, job=record.id), deadline_s=30)
+            while not (await bus.stream_state(subjects.TICKETS)).messages:
+                await asyncio.sleep(0.02)
+            runner.want(await service.store.set_desired(record.id, "cancelled", force=True))
+            await leading
+    finally:
+        await end_tasks([hearing, leading])
+    assert (await service.store.get(record.id)).status.phase == "cancelled"
 
 
 async def test_a_leader_gives_signs_of_life_where_nothing_changes(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +202,7 @@ async def test_a_leader_gives_signs_of_life_where_nothing_changes(bus: Bus, monk
         assert await beats(1, 10) == 1
         assert await beats(1, 0.5) == 0, "nothing changed, and it is not due yet"
         monkeypatch.setattr(outbox_module, "HEARTBEAT_S", 0.1)
+        outbox.status({"phase": "running", "message": ""})  # as at the leader's next look
         assert await beats(2, 10) == 2
     finally:
         sending.cancel()
