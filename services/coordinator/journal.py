@@ -79,6 +79,11 @@ class Journal:
         self._upkeep_due = True
         self._archiving = asyncio.Lock()
 
+    @property
+    def last_seq(self) -> int:
+        """Sequence of the newest entry; 0: there is none."""
+        return self._last_seq
+
     async def load(self) -> LedgerState:
         """The fold of everything that was ever appended: the newest snapshot that can be verified, and what followed.
 

@@ -26,6 +26,9 @@ __all__ = ["Measures"]
 AGAIN_S = 10.0
 """An evaluation that scored nothing is begun again after this long: its grader is away."""
 
+MAX_RESTORED = 1000
+"""A leader that died had at most so many rows to write; where more are missing they were given up."""
+
 
 class Measures:
     """Rows of METRICS come from here. ``reward`` is the mean sampled reward of the newest update."""
@@ -40,6 +43,8 @@ class Measures:
         self.evaluated: Evaluated | None = None
         """The newest evaluation that misses no prompt."""
         self.gate = gate_of(config, lambda: self.evaluated)
+        self.newest_row = (0, 0)
+        """Batch of the newest row of an update, and sequence of its entry in the ledger."""
         self._warned = False
         self._not_before = 0.0
 
@@ -54,6 +59,7 @@ class Measures:
         for row in rows:
             values = {name: value for name, value in row["values"].items() if value is not None}  # null: not finite
             if row["kind"] != "eval":
+                self.newest_row = (int(row["batch"]), int(row.get("entry", 0)))
                 self.tally.go_on(values)  # what was spent on batches that were rolled back counts, too
             if not state.in_lineage(int(row["batch"])):
                 continue
@@ -85,31 +91,51 @@ class Measures:
 
     # -- updates -----------------------------------------------------------------------------------------------------
 
-    def on_events(self, events: Sequence[Event], state: LedgerState, candidates: Mapping[Draw, Candidate]) -> None:
-        """Decisions that are about to be committed; ``state`` and ``candidates`` are as they were before."""
+    def on_events(self, events: Sequence[Event], candidates: Mapping[Draw, Candidate]) -> None:
+        """Decisions that are about to be committed; ``candidates`` are as they were before."""
         self.tally.on_events(events, candidates)
-        for event in events:
-            if isinstance(event, BatchTrained):
-                self.tally.on_trained(state.sealed[event.number], candidates)
 
-    def after_update(
-        self, report: Report, batch: BatchSealed, state: LedgerState, now: float, live: Mapping[str, float]
-    ) -> None:
-        """An update was made; ``batch`` is what it trained, ``live`` what is known of where its groups came from."""
-        self.reward = report.metrics.get("reward/mean", self.reward)
+    def values_of(
+        self, report: Report, batch: BatchSealed, candidates: Mapping[Draw, Candidate], now: float,
+        live: Mapping[str, float],
+    ) -> dict[str, float]:  # fmt: skip
+        """Values of the update that trained ``batch``, of the groups in ``candidates``; they are to be recorded.
+
+        ``live``: what is known of where its groups came from.
+        """
+        self.tally.on_trained(batch, candidates)
         trained = report.metrics.get("tokens/trained", float(sum(group.tokens for group in batch.groups)))
-        values = {
-            **report.metrics,
-            **self.tally.row(batch, int(trained), now),
-            **live,
-            "draws/in_flight": float(len(state.open)),
-            "draws/dropped": float(state.dropped.total()),
-        }
-        self.outbox.metrics("train", report.batch, report.version, values, batch=report.batch)
-        self.goals.take(values, report.batch)
+        return {**report.metrics, **self.tally.row(batch, int(trained), now), **live}
+
+    def after_update(self, event: BatchTrained, entry: int, state: LedgerState) -> None:
+        """An update was made, and stands in this entry of the ledger."""
+        self.reward = event.metrics.get("reward/mean", self.reward)
+        in_flight, dropped = float(len(state.open)), float(state.dropped.total())
+        values = event.metrics | {"draws/in_flight": in_flight, "draws/dropped": dropped}
+        self._write(event, entry, values)
+        self.goals.take(values, event.number)
         for name in self.goals.unknown(values) if not self._warned else []:
             self.outbox.event("warning", "metric", f"'{name}' is followed but is not a metric of this job's updates")
         self._warned = True
+
+    def lacks_rows(self, state: LedgerState) -> bool:
+        """True if the rows of the newest updates are missing, and the ledger has their values."""
+        batch, entry = self.newest_row
+        return 0 < state.last_trained - batch <= MAX_RESTORED and (entry > 0 or not batch)
+
+    def restore(self, event: BatchTrained, entry: int, state: LedgerState) -> None:
+        """Write the row of an update again, if it is missing."""
+        if not event.metrics or event.number <= self.newest_row[0]:
+            return
+        self._write(event, entry, event.metrics)
+        finite = {name: value for name, value in event.metrics.items() if math.isfinite(value)}
+        row = {"kind": "train", "batch": event.number, "entry": entry, "values": finite}
+        self.recall([row], state)
+
+    def _write(self, event: BatchTrained, entry: int, values: dict[str, float]) -> None:
+        self.outbox.metrics(
+            "train", event.number, event.version, values, batch=event.number, time=event.time, entry=entry
+        )
 
     # -- evaluations -------------------------------------------------------------------------------------------------
 

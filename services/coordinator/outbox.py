@@ -46,11 +46,25 @@ class Outbox:
         self._changed = asyncio.Event()
         self._sending = asyncio.Lock()
 
-    def metrics(self, kind: str, step: int, version: int, values: dict[str, float], *, batch: int) -> None:
-        """One row of METRICS, measured with the weights that ``batch`` made; ``step`` is where people see it."""
+    def metrics(
+        self,
+        kind: str,
+        step: int,
+        version: int,
+        values: dict[str, float],
+        *,
+        batch: int,
+        entry: int = 0,
+        time: float | None = None,
+    ) -> None:
+        """One row of METRICS, measured with the weights that ``batch`` made; ``step`` is where people see it.
+
+        ``entry``: sequence of the ledger's entry that an update stands in; ``time``: when it was measured, None: now.
+        """
         self._gauges.show(kind, values)
         row = {
-            "kind": kind, "step": step, "batch": batch, "version": version, "time": bus_time(), "values": values,
+            "kind": kind, "step": step, "batch": batch, "version": version, "entry": entry,
+            "time": bus_time() if time is None else time, "values": values,
         }  # fmt: skip
         self._publish(subjects.metrics(self._job), row, f"metrics:{self._job}:{kind}:{step}:{version}")
 

@@ -46,7 +46,7 @@ from penstock.shared.errors import ConfigError, Conflict, DataError, NotFound, P
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_datetime, bus_time
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.events import BatchSealed, Event, LineageForked
+from penstock.shared.protocol.events import BatchSealed, BatchTrained, Event, LineageForked, decode_events
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.jobs import Condition, JobFailure, JobRecord
 from penstock.shared.protocol.messages import Ack, EvalResult, Report, Ticket
@@ -166,6 +166,19 @@ class JobRunner:
         async with contextlib.aclosing(self.bus.scan(subjects.METRICS, subject)) as rows:
             async for row in rows:
                 self.measures.recall([msgspec.json.decode(row.data)], state)
+                await slice_.end()
+        if self.measures.lacks_rows(state):
+            await self._restore_rows()
+
+    async def _restore_rows(self) -> None:
+        """Write the newest rows, which an earlier leader had decided on and died before it wrote them."""
+        slice_, start = WorkSlice(), self.measures.newest_row[1] + 1
+        entries = self.bus.scan(subjects.LEDGER, subjects.ledger(self.job), start_seq=start)
+        async with contextlib.aclosing(entries) as messages:
+            async for message in messages:
+                for event in decode_events(message.data):
+                    if isinstance(event, BatchTrained):
+                        self.measures.restore(event, message.seq, self.run.state)
                 await slice_.end()
 
     async def _describe_environment(self) -> None:
@@ -296,7 +309,7 @@ class JobRunner:
             return
         self._decided = True
         await self.journal.append(events)
-        self.measures.on_events(events, self.run.state, self.run.candidates)
+        self.measures.on_events(events, self.run.candidates)
         effects = self.run.commit(events)
         if any(isinstance(event, LineageForked) for event in events):
             self.measures.roll_back(self.run.state)
@@ -360,8 +373,7 @@ class JobRunner:
             described = not self.run.lacks_environment
             reason = "" if described else "no env worker has described the simulator of this job yet"
             return Ack(ok=described, reason=reason, data=summary.start_of(self.run))
-        now, state = bus_time(), self.run.state
-        batch = state.sealed.get(report.batch)
+        now = bus_time()
         try:
             events = self.run.on_report(report, now)
         except Refusal as refusal:
@@ -378,14 +390,24 @@ class JobRunner:
         if report.kind == "halted":
             return await self._halt(f"batch {report.batch} is not trained: {report.reason}")
         if events:
-            if report.kind == "refused":
-                await self.carrier.keep_refused(self.run, events)
-            await self._commit(events + self.run.decide(now, after=events))
-            if report.kind == "trained" and batch is not None:
-                live = self.supply.measures() if self.supply is not None else {}
-                self.measures.after_update(report, batch, state, now, live)
-                self.outbox.clock(report.version, report.digest, self.epoch)
+            await self._record(report, events, now)
         return Ack(ok=True, data=summary.retention_of(self.run) if report.kind == "checkpointed" else {})
+
+    async def _record(self, report: Report, events: list[Event], now: float) -> None:
+        """Commit what a report became, an update with its values, and what follows from it."""
+        if report.kind == "refused":
+            await self.carrier.keep_refused(self.run, events)
+        batch, state = self.run.state.sealed.get(report.batch), self.run.state
+        if report.kind == "trained" and batch is not None:
+            live = self.supply.measures() if self.supply is not None else {}
+            values = self.measures.values_of(report, batch, self.run.candidates, now, live)
+            events = [msgspec.structs.replace(one, metrics=values) if isinstance(one, BatchTrained) else one
+                      for one in events]  # fmt: skip
+        await self._commit(events + self.run.decide(now, after=events))
+        for event in events:
+            if isinstance(event, BatchTrained):
+                self.measures.after_update(event, self.journal.last_seq, state)
+                self.outbox.clock(event.version, event.digest, self.epoch)
 
     def _take_unreadable(self, report: Report) -> None:
         """The trainer cannot read a checkpoint, and goes on without it."""

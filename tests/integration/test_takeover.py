@@ -8,19 +8,24 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import pytest
+
 from penstock.services.coordinator.carrier import Carrier
 from penstock.services.coordinator.evaluation import evaluation_tickets
 from penstock.services.coordinator.journal import Journal
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.outbox import Outbox
 from penstock.services.coordinator.run import JobRun
 from penstock.services.coordinator.runner import JobRunner
 from penstock.services.coordinator.store import JobStore
 from penstock.shared.config.job import JobConfig
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.events import Event
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.messages import Report
+from penstock.shared.protocol.messages import Ack, Report
 from penstock.shared.protocol.trajectory import GroupHeader, group_headers
 from penstock.shared.transport.bus import Bus
 
@@ -114,6 +119,44 @@ async def test_a_new_leader_reads_what_is_undecided_and_clears_the_rest_up(bus: 
 
 async def left(bus: Bus) -> set[int]:
     return {m.seq for m in await bus.read(subjects.EXPERIENCE, subjects.experience(JOB), headers_only=True)}
+
+
+async def test_the_next_leader_writes_the_row_of_an_update_that_this_one_did_not(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader died between the decision and the row of METRICS, after it had answered the trainer."""
+    past, number = Past(bus), UPDATES + 1
+    await past.make()
+    with monkeypatch.context() as patched:
+        patched.setattr(Outbox, "run", lambda self: asyncio.Event().wait())
+        async with led(bus, tmp_path) as runner:
+            state = runner.run.state
+            await until(lambda: min(info.deadline for info in state.open.values()) > 1000.0)  # drawn again by this one
+            for draw in state.in_flight:
+                await past.store(draw, UPDATES)
+            await until(lambda: number in runner.run.state.sealed)
+            values = {"reward/mean": 0.75, "kl": float("nan")}
+            report = Report(
+                kind="trained", epoch=1, batch=number, revision=1, version=number, digest="w", metrics=values
+            )
+            answer = await bus.request(subjects.report(JOB), pack(report, job=JOB), deadline_s=10)
+            assert unpack(answer, Ack)[0].ok
+    assert await rows(bus) == []
+    for _ in range(2):  # and the one after that finds it
+        async with led(bus, tmp_path) as runner:
+            assert runner.measures.reward == 0.75
+            async with asyncio.timeout(30):
+                while not (found := await rows(bus)):
+                    await asyncio.sleep(0.02)
+            await runner.outbox.flush()
+    (row,) = found
+    assert (row["kind"], row["step"], row["batch"], row["version"]) == ("train", number, number, number)
+    assert (row["values"]["reward/mean"], row["values"]["kl"]) == (0.75, None)
+    assert row["values"]["tokens/trained"] > 0, "what the leader counted stands in the ledger, too"
+
+
+async def rows(bus: Bus) -> list[dict[str, Any]]:
+    return [msgspec.json.decode(m.data) for m in await bus.read(subjects.METRICS, subjects.metrics(JOB))]
 
 
 async def test_a_stream_that_ends_early_is_read_from_its_beginning(bus: Bus, tmp_path: Path) -> None:

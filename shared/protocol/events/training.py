@@ -163,7 +163,8 @@ class BatchRefused(Event, frozen=True, kw_only=True, tag=True):
 class BatchTrained(Event, frozen=True, kw_only=True, tag=True):
     """The update was made: all draws of the batch are terminal. ``version`` carries ``digest``.
 
-    ``figures`` are those metrics of the update that decide on the promotion of its version.
+    ``figures`` are those metrics of the update that decide on the promotion of its version; ``metrics`` are all. A
+    leader writes the row of METRICS from them, and its successor a row that is missing there.
     """
 
     number: int
@@ -172,6 +173,7 @@ class BatchTrained(Event, frozen=True, kw_only=True, tag=True):
     digest: str
     trainer_epoch: int
     figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
 
 
 class Checkpointed(Event, frozen=True, kw_only=True, tag=True):

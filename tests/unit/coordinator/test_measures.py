@@ -12,7 +12,7 @@ from penstock.services.coordinator.measures import Measures
 from penstock.services.coordinator.outbox import Outbox
 from penstock.shared.config.job import JobConfig
 from penstock.shared.data.check import SourceSummary
-from penstock.shared.protocol.events import BatchSealed, BatchTrained, SealedGroup
+from penstock.shared.protocol.events import BatchSealed, SealedGroup
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import Report
 from penstock.shared.protocol.trajectory import GroupHeader
@@ -63,26 +63,16 @@ def test_another_leader_knows_points_goals_and_totals() -> None:
 def test_an_update_of_several_sources_tells_what_each_earned() -> None:
     hard = {"type": "addition", "digits": 2, "name": "hard"}
     spec = {**JOB, "data": {**JOB["data"], "train": [{"type": "addition"}, hard]}}
-    shown: list[dict[str, float]] = []
-
-    class Rows:
-        def metrics(self, kind: str, step: int, version: int, values: dict[str, float], *, batch: int) -> None:
-            shown.append(values)
-
-    measures = Measures(JobConfig.parse(spec), cast(Outbox, Rows()))
+    measures = Measures(JobConfig.parse(spec), cast(Outbox, None))
     measures.begin(LedgerState(), held_out=[], now=0.0)
     measures.recall([], LedgerState())
     headers = [header(0, "hard", [1.0, 0.0]), header(1, "hard", [1.0, 1.0]), header(2, "addition", [0.0, 0.25])]
     candidates = {found.draw: Candidate(i, found, Verdict.ACCEPT) for i, found in enumerate(headers)}
     groups = [SealedGroup(draw, "a", 1, "d", 0, 0, [], 2, "w") for draw in (Draw(0), Draw(1))]
-    base: dict[str, Any] = {"writer_epoch": 1, "time": 0.0, "number": 1, "revision": 1}
-    sealed = BatchSealed(**base, start_version=0, update_index=0, groups=groups)
-    trained = BatchTrained(**base, version=1, digest="d", trainer_epoch=1)
-    state = LedgerState(sealed={1: sealed})
-    measures.on_events([trained], state, candidates)
+    sealed = BatchSealed(writer_epoch=1, time=0.0, number=1, revision=1, start_version=0, update_index=0, groups=groups)
     report = Report(kind="trained", epoch=1, batch=1, version=1, metrics={"reward/mean": 0.75})
-    measures.after_update(report, sealed, LedgerState(), 1.0, {})
-    (values,) = shown
+    values = measures.values_of(report, sealed, candidates, 1.0, {"online/waiting": 2.0})
+    assert (values["reward/mean"], values["online/waiting"]) == (0.75, 2.0)
     assert (values["reward/mean/hard"], values["groups/count/hard"], values["groups/count/addition"]) == (0.75, 2, 0)
     assert "reward/mean/addition" not in values
 
