@@ -32,13 +32,11 @@ from penstock.services.coordinator.graders import GraderBench
 from penstock.services.coordinator.job_index import JobEntry
 from penstock.services.coordinator.journal import Journal, read_snapshots
 from penstock.services.coordinator.keystore import KeyStore
-from penstock.services.coordinator.leader import Leader
-from penstock.services.coordinator.leaderline import LeaderLine
+from penstock.services.coordinator.leader_rpc import Leader, LeaderRpc
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.ledger_room import ledger_waits, reserve_ledger
 from penstock.services.coordinator.letterbox import LetterBox
 from penstock.services.coordinator.members import Members
-from penstock.services.coordinator.once import Once
 from penstock.services.coordinator.online.admission_audit import audit_admissions
 from penstock.services.coordinator.probe import WriteProbe
 from penstock.services.coordinator.removal import delete_job
@@ -47,7 +45,7 @@ from penstock.services.coordinator.scaling import Scaler
 from penstock.services.coordinator.series import columns, metric_names
 from penstock.services.coordinator.steering import Steering
 from penstock.services.coordinator.store import JobStore
-from penstock.services.coordinator.submission import plan_job, resolve_model, tell
+from penstock.services.coordinator.submission import SubmissionIds, plan_job, resolve_model, tell
 from penstock.services.coordinator.timeline import timeline
 from penstock.services.coordinator.webhooks.store import WebhookStore
 from penstock.shared.config.embodied_job import EmbodiedJob
@@ -81,8 +79,8 @@ class CoordinatorControl:
         self, bus: Bus, store: JobStore, members: Members, runners: Mapping[str, Leader], settings: ServiceSettings
     ) -> None:
         self.bus, self.store, self.members, self.settings = bus, store, members, settings
-        self.leader = LeaderLine(bus, runners)
-        self._once = Once(bus)
+        self.leader = LeaderRpc(bus, runners)
+        self._submission_ids = SubmissionIds(bus)
         self._probe = WriteProbe(bus, settings.worker_id, settings.nats_monitor_url)
         self._steering = Steering(bus, store, settings)
         self.keys = KeyStore(bus)
@@ -104,7 +102,7 @@ class CoordinatorControl:
 
     async def submit(self, spec: AnyJob, raw: Row, *, key: str = "", fine_tuning: Row | None = None) -> JobRecord:
         """See ``Control.submit``."""
-        id = await self._once.job_id(key, json.dumps(raw, default=str).encode()) if key else ""
+        id = await self._submission_ids.job_id(key, json.dumps(raw, default=str).encode()) if key else ""
         if id and (known := await self.store.find(id)) is not None:
             return known
         spec = await resolve_model(spec, self._state, self.settings.data_dir)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Collection, Mapping
 from dataclasses import dataclass
 
-from penstock.services.coordinator.leader import Leader
+from penstock.services.coordinator.leader_rpc import Leader
 from penstock.services.coordinator.members import Members
 from penstock.shared.errors import NotFound, ProtocolError, Unavailable
 from penstock.shared.protocol import subjects

@@ -127,7 +127,7 @@ class EvaluationRunner:
             return "failed"
         return "" if self.expected else "succeeded"
 
-    def want(self, record: JobRecord) -> None:
+    def update_record(self, record: JobRecord) -> None:
         """The job's record changed."""
         self.record = record
         self.wake()

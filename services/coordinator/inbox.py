@@ -47,8 +47,8 @@ class Inbox:
     async def take(self, within_s: float, *, rest_s: float | None = None) -> None:
         """Wait for a fact, then take in all that are there, for no longer than that: one decision for many groups.
 
-        What comes meanwhile, or does not fit in, stays: wishes and deadlines are looked at between. ``rest_s``: wait so
-        long for the first fact; None: as long as for the others.
+        What comes meanwhile, or does not fit in, stays: the desired state and deadlines are checked in between.
+        ``rest_s``: longest wait for the first fact; None: as long as for the others.
         """
         try:
             async with asyncio.timeout(within_s if rest_s is None else rest_s):

@@ -21,6 +21,7 @@ from penstock.services.coordinator.announcements import announce
 from penstock.services.coordinator.carrier import Carrier
 from penstock.services.coordinator.commands import TrainerCommands
 from penstock.services.coordinator.conditions import conditions
+from penstock.services.coordinator.desired_state import DesiredState
 from penstock.services.coordinator.environments import describe_environment
 from penstock.services.coordinator.gate import Verdict
 from penstock.services.coordinator.inbox import Inbox
@@ -29,16 +30,15 @@ from penstock.services.coordinator.letterbox import LetterBox
 from penstock.services.coordinator.measures import Measures
 from penstock.services.coordinator.members import Members, PresenceWatch
 from penstock.services.coordinator.outbox import Outbox
-from penstock.services.coordinator.pointer import Pointer
 from penstock.services.coordinator.reports import Refusal
 from penstock.services.coordinator.retry import Retry
 from penstock.services.coordinator.run import Effects, JobRun
+from penstock.services.coordinator.served_version import ServedVersionPublisher
 from penstock.services.coordinator.store import JobStore
 from penstock.services.coordinator.supply import Supply
 from penstock.services.coordinator.trackers import Run
 from penstock.services.coordinator.tracking import Tracking
 from penstock.services.coordinator.why import Onsets, explain_waits, recovery_waits
-from penstock.services.coordinator.wishes import Wishes
 from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.config.kinds import parse_training
 from penstock.shared.data.check import DataSummary, data_of
@@ -88,7 +88,7 @@ class JobRunner:
         run = Run(self.job, record.name, record.spec, data_dir / "tracking" / self.job)
         self.tracking = Tracking(bus, self.outbox, self.config.tracking, run)
         self.inbox = Inbox()
-        self.wishes = Wishes(record)
+        self.desired_state = DesiredState(record)
         self._known: list[Condition] = list(record.status.conditions)
         self._presence, self._onsets = PresenceWatch(), Onsets()
         self._leads_since = bus_time()
@@ -125,8 +125,10 @@ class JobRunner:
             if self.run.lacks_environment:
                 running.append(tasks.create_task(self._describe_environment()))
             if self.measures.gate is not None:
-                pointer = Pointer(self.bus, self.job, self.measures.gate, lambda: self.run.state.promoted)
-                running.append(tasks.create_task(pointer.follow()))
+                served_version = ServedVersionPublisher(
+                    self.bus, self.job, self.measures.gate, lambda: self.run.state.promoted
+                )
+                running.append(tasks.create_task(served_version.follow()))
             self.ready = True
             await self._decide_until_finished()
             await self.outbox.flush()
@@ -240,12 +242,12 @@ class JobRunner:
     async def _decide_until_finished(self) -> None:
         rest_s = TICK_S
         while not self.run.state.finished:
-            self.run.desired = self.wishes.desired
-            self.run.cancel_now, self.run.requested = self.wishes.cancel_now, self.wishes.wants_checkpoint
-            self.run.last_checkpoint = self.wishes.record.last_checkpoint
-            self.run.replays = self.wishes.replays
-            self.wishes.steer(self.run)
-            await self._commit(self.wishes.amend(self.run, bus_time()))
+            self.run.desired = self.desired_state.desired
+            self.run.cancel_now, self.run.requested = self.desired_state.cancel_now, self.desired_state.wants_checkpoint
+            self.run.last_checkpoint = self.desired_state.record.last_checkpoint
+            self.run.replays = self.desired_state.replays
+            self.desired_state.steer(self.run)
+            await self._commit(self.desired_state.amend(self.run, bus_time()))
             self._check_limits()
             decided = self.run.decide(bus_time())
             await self._commit(decided)
@@ -260,7 +262,7 @@ class JobRunner:
             if self._may_finish():
                 await self._commit(self.run.finish(bus_time(), summary.summary_of(self.run.state)))
                 break
-            is_idle = not (self._decided or is_asking or self.wishes.pending)
+            is_idle = not (self._decided or is_asking or self.desired_state.pending)
             self._decided, rest_s = False, min(2 * rest_s, IDLE_S) if is_idle else TICK_S
             await self.inbox.take(TICK_S, rest_s=rest_s if is_told else TICK_S)
         await self._close_supply()
@@ -282,15 +284,20 @@ class JobRunner:
 
     def _may_finish(self) -> bool:
         run, state = self.run, self.run.state
-        if state.finished or state.checkpoint is None or not run.training_done or self.wishes.desired == "paused":
+        if (
+            state.finished
+            or state.checkpoint is None
+            or not run.training_done
+            or self.desired_state.desired == "paused"
+        ):
             return False
         if self.measures.pending(state):
             return False
         return state.checkpoint.number >= state.last_trained
 
-    def want(self, record: JobRecord) -> None:
+    def update_record(self, record: JobRecord) -> None:
         """The job's record changed."""
-        self.wishes.take(record)
+        self.desired_state.update(record)
         self.wake()
 
     def wake(self) -> None:
@@ -420,8 +427,8 @@ class JobRunner:
         """Pause for the trainer; the batch stays sealed, and whoever resumes the job lets it be tried again."""
         self.outbox.event("error", "halted", reason)
         with contextlib.suppress(Conflict):  # it is being cancelled or has ended
-            self.want(await self.store.set_desired(self.job, "paused"))
-        self.run.desired = self.wishes.desired
+            self.update_record(await self.store.set_desired(self.job, "paused"))
+        self.run.desired = self.desired_state.desired
         if self.run.desired != "running":
             await self._commit(self.run.halt(reason, bus_time()))
         return Ack(ok=True)
@@ -486,8 +493,8 @@ class JobRunner:
         self.run.new_best = goals.wanted(state)
 
     async def _settle_operations(self) -> None:
-        replayed = await self.wishes.replay(self.run, LetterBox(self.bus), self._commit, self.supply)
-        for done in [*self.wishes.settle(self.run), *replayed]:
+        replayed = await self.desired_state.replay(self.run, LetterBox(self.bus), self._commit, self.supply)
+        for done in [*self.desired_state.settle(self.run), *replayed]:
             self.outbox.later(lambda done=done: self.store.finish_operation(self.job, done))  # type: ignore[misc]
 
     # -- what people see ---------------------------------------------------------------------------------------------
@@ -498,11 +505,11 @@ class JobRunner:
             return False
         self._reported = time.monotonic()
         self._onsets.look(self.job, self.run, self.measures.plan, bus_time())
-        state, seen = self.run.state, summary.status_of(self.run, self.wishes.desired)
+        state, seen = self.run.state, summary.status_of(self.run, self.desired_state.desired)
         fields = {
             **seen,
-            "observed_generation": self.wishes.followed,
-            "applies_at_step": self.wishes.applies_at_step(state),
+            "observed_generation": self.desired_state.followed,
+            "applies_at_step": self.desired_state.applies_at_step(state),
             "expected_end": self.measures.pace.end(
                 state.updates, self.run.max_batches, bus_time(), running=seen["phase"] == "running"
             ),

@@ -23,8 +23,7 @@ from penstock.services.coordinator.evaluation_runner import EvaluationRunner
 from penstock.services.coordinator.feedback.desk import FeedbackDesk
 from penstock.services.coordinator.gauges import StreamGauges
 from penstock.services.coordinator.journal import MIN_SEGMENT_BYTES, archive_whole
-from penstock.services.coordinator.leader import Leader
-from penstock.services.coordinator.leaderline import COORDINATOR
+from penstock.services.coordinator.leader_rpc import COORDINATOR, Leader
 from penstock.services.coordinator.ledger_room import describe_ledger, is_filling
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.online.supply import LiveSupply
@@ -192,7 +191,7 @@ class CoordinatorService:
         async for job in self.store.watch():
             runner = self.runners.get(job.id)
             if runner is not None:
-                runner.want(job.record())
+                runner.update_record(job.record())
             elif not job.finished and job.id not in self._tasks:
                 self._tasks[job.id] = asyncio.create_task(self._run_job(job.id, epoch))
 

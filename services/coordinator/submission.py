@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import msgspec
 
 from penstock.services.coordinator.api.auth import is_loopback
+from penstock.services.coordinator.api.replies import HttpProblem
 from penstock.services.coordinator.checkpoints import choose_checkpoint
 from penstock.services.coordinator.job_index import JobEntry
 from penstock.services.coordinator.ledger import LedgerState
@@ -33,14 +35,15 @@ from penstock.shared.config.reward import RewardConfig
 from penstock.shared.config.service import ServiceSettings, checkpoint_path
 from penstock.shared.config.training_job import MAX_GROUP_BYTES
 from penstock.shared.data.check import DataSummary, check_data
-from penstock.shared.errors import ConfigError, DataError, NotFound, StreamFull, Unavailable
+from penstock.shared.errors import ConfigError, Conflict, DataError, NotFound, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.codec import MAX_INLINE_BYTES
 from penstock.shared.protocol.environment import EnvSpec
+from penstock.shared.protocol.ids import new_job_id
 from penstock.shared.transport.bus import Bus
 
-__all__ = ["check_budget", "check_groups", "check_packages", "plan_job", "resolve_model", "tell"]
+__all__ = ["SubmissionIds", "check_budget", "check_groups", "check_packages", "plan_job", "resolve_model", "tell"]
 
 REFERENCE = re.compile(r"job:(job_[0-9a-f]{32})@(\w+)", re.ASCII)
 """A checkpoint of another job as a model path."""
@@ -48,6 +51,7 @@ SEALED_BYTES, REWARD_BYTES = 140, 9
 """Bytes of a group in the ledger and in the manifest of its batch, and of each of its rewards."""
 ENTRY_ROOM = 128 << 10
 """Kept in an entry of the ledger for what else is decided with a batch."""
+JOB_PREFIX = "job"
 
 
 async def resolve_model(spec: AnyJob, ledger: Callable[[str], Awaitable[LedgerState]], data_dir: Path) -> AnyJob:
@@ -357,3 +361,37 @@ def _check_room(file: Path, spec: TextJob) -> None:
         raise ConfigError(
             f"max_new_tokens {longest} leaves no room for a prompt: the model takes {most} tokens ({file})"
         )
+
+
+class SubmissionIds:
+    """Job ids by submission key, so that a repeated submission is the same job on every coordinator.
+
+    The id is stored first, under the key in the bucket `answers`, for half an hour; then the record of the job is
+    made. A client that repeats the submission creates the same record, or finds it.
+    """
+
+    def __init__(self, bus: Bus) -> None:
+        self._kv = bus.kv(subjects.ANSWERS)
+
+    async def job_id(self, key: str, body: bytes) -> str:
+        """Return the id for a submission with this key: a new one, or that of the same submission before.
+
+        Raises:
+            HttpProblem: 422 the key came with another body before.
+            Unavailable: the bus does not answer.
+        """
+        name = f"{JOB_PREFIX}.{hashlib.sha256(key.encode()).hexdigest()[:32]}"
+        digest = hashlib.sha256(body).hexdigest()
+        new_id = new_job_id()
+        try:
+            await self._kv.create(name, f"{new_id} {digest}".encode())
+            return new_id
+        except Conflict:
+            entry = await self._kv.get(name)
+        if entry is None or not entry.value:
+            raise Unavailable("an earlier submission with this Idempotency-Key was forgotten just now; send it again")
+        job, _, known = entry.value.decode().partition(" ")
+        if known != digest:
+            detail = "this Idempotency-Key was used with another job file; use a new key"
+            raise HttpProblem(422, "idempotency_key_reused", detail)
+        return job

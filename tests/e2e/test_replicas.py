@@ -18,7 +18,7 @@ import pytest
 
 from penstock.client import Client
 from penstock.local.ports import free_ports
-from penstock.services.coordinator.leaderline import COORDINATOR
+from penstock.services.coordinator.leader_rpc import COORDINATOR
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack

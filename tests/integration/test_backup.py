@@ -12,7 +12,7 @@ import pytest
 
 from penstock.local.backup import load_backup, restore_files, restore_streams, take_backup
 from penstock.services.coordinator.journal import Journal
-from penstock.services.coordinator.leaderline import LeaderLine
+from penstock.services.coordinator.leader_rpc import LeaderRpc
 from penstock.services.coordinator.store import JobStore
 from penstock.shared.config.kinds import parse_job
 from penstock.shared.errors import ConfigError, Conflict, DataError
@@ -79,7 +79,7 @@ async def test_whatever_is_written_meanwhile_a_backup_is_one_cut(
 
         return parts()
 
-    writer, line = Writer(bus, data_dir), LeaderLine(bus, {})
+    writer, line = Writer(bus, data_dir), LeaderRpc(bus, {})
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(writer.run()), tasks.create_task(line.serve())]
         while writer.count < 2 * KEEP:
@@ -182,7 +182,7 @@ async def test_what_only_the_archive_of_a_ledger_names_must_be_there(bus: Bus, t
 
 async def test_a_leader_that_holds_nothing_is_no_leader_to_back_up(bus: Bus, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
-    async with await bus.serve(subjects.LEADER, LeaderLine(bus, {})._answer):
+    async with await bus.serve(subjects.LEADER, LeaderRpc(bus, {})._answer):
         with pytest.raises(Conflict, match="another version"):
             await take_backup(bus, tmp_path / "data", tmp_path / "backup")
 

@@ -17,7 +17,7 @@ from penstock.services.coordinator.api.replies import HttpProblem
 from penstock.services.coordinator.carrier import Carrier
 from penstock.services.coordinator.control import CoordinatorControl
 from penstock.services.coordinator.journal import Journal
-from penstock.services.coordinator.leaderline import LeaderLine
+from penstock.services.coordinator.leader_rpc import LeaderRpc
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.retry import Retry
@@ -127,19 +127,19 @@ async def test_tickets_and_manifests_wait_for_room(small: Bus, stream: str) -> N
 
 
 @asynccontextmanager
-async def led(bus: Bus, directory: Path) -> AsyncIterator[tuple[JobRunner, LeaderLine]]:
+async def led(bus: Bus, directory: Path) -> AsyncIterator[tuple[JobRunner, LeaderRpc]]:
     """A leader at work, whatever it waits for, and who asks it why."""
     record = await JobStore(bus).create(CONFIG, "job_a")
     runner = JobRunner(bus, JobStore(bus), Members(), record, epoch=1, data_dir=directory)
     leading = asyncio.create_task(runner.lead())
     try:
-        yield runner, LeaderLine(bus, {record.id: runner})
+        yield runner, LeaderRpc(bus, {record.id: runner})
     finally:
         leading.cancel()
         await asyncio.gather(leading, return_exceptions=True)
 
 
-async def first_row(line: LeaderLine, what: str) -> dict[str, Any]:
+async def first_row(line: LeaderRpc, what: str) -> dict[str, Any]:
     async with asyncio.timeout(30):
         while what not in (row := (await line.why("job_a"))[0])["waiting_for"]:
             await asyncio.sleep(0.02)
@@ -236,9 +236,9 @@ async def test_what_a_trainer_reports_is_recorded_before_it_is_acknowledged(
     assert (state.phase, state.halted) == ("paused", why)
     async with led(small, tmp_path) as (runner, _):
         await until(lambda: runner.ready)
-        runner.run.desired = runner.wishes.desired
+        runner.run.desired = runner.desired_state.desired
         assert runner.run.halted == why, "the next leader knows why"
         await JobStore(small).set_desired("job_a", "running")
-        runner.want(await JobStore(small).get("job_a"))
+        runner.update_record(await JobStore(small).get("job_a"))
         await until(lambda: runner.run.state.phase == "running")
         assert not runner.run.state.halted

@@ -18,7 +18,7 @@ from penstock.services.coordinator import probe
 from penstock.services.coordinator.api.samples import SAMPLE_ID
 from penstock.services.coordinator.control import CoordinatorControl, chunks_of, largest_size
 from penstock.services.coordinator.journal import Journal
-from penstock.services.coordinator.leaderline import LeaderLine
+from penstock.services.coordinator.leader_rpc import LeaderRpc
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.store import JobStore
 from penstock.shared.config.job import JobConfig
@@ -195,7 +195,7 @@ def group(job: str, draw: Draw) -> Group:
 
 async def test_who_cannot_write_is_not_ready(bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     control = CoordinatorControl(bus, JobStore(bus), Members(), {}, ServiceSettings(data_dir=tmp_path))
-    monkeypatch.setattr(LeaderLine, "name", lambda self: asyncio.sleep(0, "api-0"))
+    monkeypatch.setattr(LeaderRpc, "name", lambda self: asyncio.sleep(0, "api-0"))
     ready, checks = await control.health()
     assert (ready, checks["write"]["detail"]) == (True, "taken")
     await call(bus._connection, f"STREAM.DELETE.KV_{subjects.ANSWERS}", {}, deadline_s=5, what="lose a bucket")

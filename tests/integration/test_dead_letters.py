@@ -352,7 +352,7 @@ async def test_a_dead_letter_is_looked_into_replayed_once_and_dropped(bus: Bus) 
             await box.show("job_other", first["id"])
 
         asked = Operation(id="op_1", kind="replay_dead_letter", created_at=datetime.now(UTC), args={"id": first["id"]})
-        job.runner.want(await store.begin_operation(JOB, asked))
+        job.runner.update_record(await store.begin_operation(JOB, asked))
         async with asyncio.timeout(30):
             while (done := (await store.get(JOB)).operations[0]).state == "pending":
                 await asyncio.sleep(0.02)
@@ -365,7 +365,7 @@ async def test_a_dead_letter_is_looked_into_replayed_once_and_dropped(bus: Bus) 
         )
         assert [row["id"] for row in await box.page(JOB, after=0, limit=10)] == [second["id"]]
         unaware = asked.model_copy(update={"id": "op_0"})  # it crashed before it told that the letter was replayed
-        job.runner.want(await store.begin_operation(JOB, unaware))
+        job.runner.update_record(await store.begin_operation(JOB, unaware))
         async with asyncio.timeout(30):
             while (told := (await store.get(JOB)).operations[1]).state == "pending":
                 await asyncio.sleep(0.02)
@@ -373,9 +373,9 @@ async def test_a_dead_letter_is_looked_into_replayed_once_and_dropped(bus: Bus) 
 
         await box.drop(JOB, second["id"])
         assert await box.page(JOB, after=0, limit=10) == []
-        job.runner.want(await store.set_desired(JOB, "paused"))
+        job.runner.update_record(await store.set_desired(JOB, "paused"))
         lost = Operation(id="op_2", kind="replay_dead_letter", created_at=datetime.now(UTC), args={"id": second["id"]})
-        job.runner.want(await store.begin_operation(JOB, lost))
+        job.runner.update_record(await store.begin_operation(JOB, lost))
         async with asyncio.timeout(30):
             while (failed := (await store.get(JOB)).operations[2]).state == "pending":
                 await asyncio.sleep(0.02)
@@ -390,7 +390,7 @@ async def test_two_letters_of_one_draw_are_two_draws_that_wait_for_room(bus: Bus
         letters = [row["id"] for row in await LetterBox(bus).page(JOB, after=0, limit=9)]
         for id in letters:
             asked = Operation(id=f"op_{id}", kind="replay_dead_letter", created_at=datetime.now(UTC), args={"id": id})
-            job.runner.want(await store.begin_operation(JOB, asked))
+            job.runner.update_record(await store.begin_operation(JOB, asked))
         async with asyncio.timeout(30):
             while job.runner.run.replays < len(letters):
                 await asyncio.sleep(0.02)

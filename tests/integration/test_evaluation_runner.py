@@ -207,5 +207,5 @@ async def test_cancelling_ends_it(bus: Bus) -> None:
     record = await submit(bus)
     async with leading(bus, record, 1) as runner:
         await eventually(lambda: asked(bus, record.id, 1))
-        runner.want(await JobStore(bus).set_desired(record.id, "cancelled"))
+        runner.update_record(await JobStore(bus).set_desired(record.id, "cancelled"))
         assert (await ended(bus, record.id)).status.phase == "cancelled"

@@ -174,7 +174,7 @@ async def test_whatever_comes_an_idle_leader_looks_at_once(
             await bus.request(subjects.report(record.id), pack(first, job=record.id), deadline_s=30)
             while not (await bus.stream_state(subjects.TICKETS)).messages:
                 await asyncio.sleep(0.02)
-            runner.want(await service.store.set_desired(record.id, "cancelled", force=True))
+            runner.update_record(await service.store.set_desired(record.id, "cancelled", force=True))
             await leading
     finally:
         await end_tasks([hearing, leading])

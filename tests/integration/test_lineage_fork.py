@@ -133,7 +133,7 @@ async def test_a_job_goes_back_to_a_checkpoint_by_request_and_ends_as_it_should(
     async def ask(checkpoint: int) -> None:
         asked = {"id": f"op_{checkpoint}", "kind": "rollback", "args": {"checkpoint": checkpoint}}
         operation = Operation.model_validate({**asked, "created_at": datetime.now(UTC)})
-        runner.want(await store.begin_operation(JOB, operation))
+        runner.update_record(await store.begin_operation(JOB, operation))
 
     async with running(runner.lead()) as leading, running(generate(bus, lambda: allowed)) as rollout:
         await until(lambda: runner.ready, leading, rollout)

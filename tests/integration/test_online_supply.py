@@ -329,7 +329,7 @@ async def test_a_finished_job_has_nothing_undecided(bus: Bus, tmp_path: Path, mo
             await unread.wait()
             answer = await serve(bus, job)
             await say(bus, job, (names[1], answer, 1.0))
-            runner.want(await store.set_desired(job, "cancelled"))
+            runner.update_record(await store.set_desired(job, "cancelled"))
             async with asyncio.timeout(DEADLINE_S):
                 while not any(isinstance(event, Finished) for entry in await ledger(bus, job) for event in entry):
                     await asyncio.sleep(0.05)

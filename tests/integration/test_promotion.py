@@ -136,7 +136,7 @@ class Job:
 
     async def ask(self, kind: Any, **args: int) -> None:
         operation = Operation(id=f"op_{kind}", kind=kind, args=args, created_at=datetime.now(UTC))
-        self.runner.want(await self.runner.store.begin_operation(self.id, operation))
+        self.runner.update_record(await self.runner.store.begin_operation(self.id, operation))
 
 
 async def until_gone(bus: Bus, seq: int) -> None:

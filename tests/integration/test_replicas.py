@@ -11,11 +11,11 @@ import pytest
 
 from penstock.services.coordinator.api.replies import HttpProblem
 from penstock.services.coordinator.control import CoordinatorControl
-from penstock.services.coordinator.leader import Leader
+from penstock.services.coordinator.leader_rpc import Leader
 from penstock.services.coordinator.members import Members
-from penstock.services.coordinator.once import Once
 from penstock.services.coordinator.runner import JobRunner
 from penstock.services.coordinator.store import JobStore
+from penstock.services.coordinator.submission import SubmissionIds
 from penstock.shared.config.kinds import parse_training
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.transport.bus import Bus
@@ -47,7 +47,7 @@ async def test_a_submission_is_one_job_on_every_replica(replica: Any) -> None:
 
 async def test_a_submission_goes_on_after_the_death_of_its_coordinator(bus: Bus, replica: Any) -> None:
     """The first one had settled the job's id, and had not stored it."""
-    settled = await Once(bus).job_id("k", json.dumps(SPEC).encode())
+    settled = await SubmissionIds(bus).job_id("k", json.dumps(SPEC).encode())
     for _ in range(2):
         assert (await replica().submit(parse_training(SPEC), SPEC, key="k")).id == settled
 

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from penstock.services.coordinator.journal import Journal
-from penstock.services.coordinator.leaderline import COORDINATOR
+from penstock.services.coordinator.leader_rpc import COORDINATOR
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.store import JobStore
 from penstock.shared.config.kinds import trains

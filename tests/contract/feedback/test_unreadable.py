@@ -66,7 +66,7 @@ async def led(desk: Any, epoch: int, data_dir: Path) -> AsyncIterator[None]:
 
     async def follow() -> None:
         while True:
-            runner.want(await desk.store.get(desk.job))
+            runner.update_record(await desk.store.get(desk.job))
             await asyncio.sleep(0.05)
 
     following = asyncio.create_task(follow())

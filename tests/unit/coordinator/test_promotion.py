@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from penstock.services.coordinator.desired_state import DesiredState
 from penstock.services.coordinator.evaluation import EvaluationPlan
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.measures import Measures
@@ -26,7 +27,6 @@ from penstock.services.coordinator.reports import Refusal
 from penstock.services.coordinator.restart import earliest_start
 from penstock.services.coordinator.run import JobRun
 from penstock.services.coordinator.summary import start_of
-from penstock.services.coordinator.wishes import Wishes
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.data.check import SourceSummary
 from penstock.shared.errors import ConfigError
@@ -423,11 +423,11 @@ def test_an_audit_finds_a_version_that_should_not_have_been_served() -> None:
     assert "not those of its update" in flaw
 
 
-# -- wishes ------------------------------------------------------------------------------------------------------------
+# -- desired state -----------------------------------------------------------------------------------------------------
 
 
-def wishes(*operations: Operation) -> Wishes:
-    return Wishes(JobRecord(id="j", name="n", created_at=datetime.now(UTC), spec={}, operations=list(operations)))
+def desired_state(*operations: Operation) -> DesiredState:
+    return DesiredState(JobRecord(id="j", name="n", created_at=datetime.now(UTC), spec={}, operations=list(operations)))
 
 
 def operation(kind: Any, **args: int) -> Operation:
@@ -437,12 +437,12 @@ def operation(kind: Any, **args: int) -> Operation:
 def test_a_refused_version_can_be_promoted_by_request() -> None:
     run = Lineage(job(max_lag=2, min_entropy=0.5, patience=2))
     run.train(policy__entropy=0.1)
-    asked = wishes(operation("promote", version=1))
+    asked = desired_state(operation("promote", version=1))
     asked.steer(run.run)
     assert decisions(run.decide()) == [("Promoted", 1, "by request")]
     (done,) = asked.settle(run.run)
     assert (done.state, done.result) == ("succeeded", {"version": 1})
-    (late,) = wishes(operation("promote", version=0)).settle(run.run)
+    (late,) = desired_state(operation("promote", version=0)).settle(run.run)
     assert (late.state, late.message) == ("failed", "only the newest version can be promoted, which is 1 by now")
 
 
@@ -451,7 +451,7 @@ def test_a_rollback_by_request_ends_with_its_fork() -> None:
     run.train()
     run.checkpoint(1)
     run.train()
-    asked = wishes(operation("rollback", checkpoint=1))
+    asked = desired_state(operation("rollback", checkpoint=1))
     asked.steer(run.run)
     assert run.run.rollback is not None
     assert run.run.rollback.number == 1
@@ -468,7 +468,7 @@ def test_a_rollback_by_request_ends_with_its_fork() -> None:
 def test_a_rollback_to_what_cannot_be_read_fails_and_the_job_goes_on() -> None:
     run = Lineage(job(min_entropy=0.5))
     run.train()
-    asked = wishes(operation("rollback", checkpoint=0))
+    asked = desired_state(operation("rollback", checkpoint=0))
     asked.steer(run.run)
     run.run.give_up_rollback("no file")
     assert run.run.rollback is None
@@ -487,7 +487,7 @@ def test_a_rollback_that_cannot_be_is_refused(checkpoint: int, reason: str) -> N
     run.train()
     run.train()
     run.checkpoint(2)
-    asked = wishes(operation("rollback", checkpoint=checkpoint))
+    asked = desired_state(operation("rollback", checkpoint=checkpoint))
     asked.steer(run.run)
     assert run.run.rollback is None
     (done,) = asked.settle(run.run)
@@ -505,7 +505,7 @@ def test_a_rollback_past_the_log_is_refused() -> None:
             )
         ]
     )  # fmt: skip
-    (done,) = wishes(operation("rollback", checkpoint=0)).settle(run.run)
+    (done,) = desired_state(operation("rollback", checkpoint=0)).settle(run.run)
     assert "batch 1, trained after checkpoint 0, is not in the log any more" in done.message
 
 

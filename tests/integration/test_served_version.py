@@ -1,11 +1,11 @@
-"""What engines are told to serve, when others write there too late."""
+"""The version that engines serve, when an older leader or trainer writes it late."""
 
 from __future__ import annotations
 
 import asyncio
 
-from penstock.services.coordinator.pointer import Pointer
 from penstock.services.coordinator.promotion import PromotionGate
+from penstock.services.coordinator.served_version import ServedVersionPublisher
 from penstock.shared.config.promotion import PromotionConfig
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
@@ -18,18 +18,18 @@ JOB = "job_1"
 
 def manifest(version: int, epoch: int) -> bytes:
     layout = make_layout([])
-    told = WeightManifest(
+    manifest = WeightManifest(
         job=JOB, version=version, epoch=epoch, layout=layout, digest=f"w{version}", refs=(), created=0.0
     )
-    return pack(told, job=JOB, epoch=epoch)
+    return pack(manifest, job=JOB, epoch=epoch)
 
 
 def promoted(version: int) -> Promoted:
     return Promoted(writer_epoch=1, time=0.0, version=version, number=version, digest=f"w{version}", reason="passed")
 
 
-async def until_told(bus: Bus, version: int, epoch: int, *, other: int = -1) -> None:
-    """Until engines are told of a version, later than by revision ``other`` of the key."""
+async def until_served(bus: Bus, version: int, epoch: int, *, other: int = -1) -> None:
+    """Wait until the key names a version, at a later revision than ``other``."""
     async with asyncio.timeout(30):
         while True:
             entry = await bus.kv(subjects.MANIFESTS).get(JOB)
@@ -43,22 +43,22 @@ async def until_told(bus: Bus, version: int, epoch: int, *, other: int = -1) -> 
 async def test_a_late_write_of_an_older_leader_or_trainer_does_not_stay(bus: Bus) -> None:
     kv, candidate = bus.kv(subjects.MANIFESTS), subjects.candidate_manifest(JOB)
     gate, served = PromotionGate(PromotionConfig(min_entropy=0.0), lambda: None), [promoted(1)]
-    pointer = asyncio.ensure_future(Pointer(bus, JOB, gate, lambda: served[0]).follow())
+    publisher = asyncio.ensure_future(ServedVersionPublisher(bus, JOB, gate, lambda: served[0]).follow())
     try:
         await kv.put(candidate, manifest(1, 1))
-        await until_told(bus, 1, 1)
+        await until_served(bus, 1, 1)
         await kv.put(candidate, manifest(2, 1))
         served[0] = promoted(2)
-        await until_told(bus, 2, 1)
+        await until_served(bus, 2, 1)
         await kv.put(candidate, manifest(3, 1))  # the weights of version 2 are a candidate no more
         late = await kv.put(JOB, manifest(1, 1))
-        await until_told(bus, 2, 1, other=late)
+        await until_served(bus, 2, 1, other=late)
         again = await kv.put(JOB, manifest(2, 2))  # another trainer made version 2 again
         late = await kv.put(JOB, manifest(2, 1))
-        await until_told(bus, 2, 2, other=max(late, again))
+        await until_served(bus, 2, 2, other=max(late, again))
         async with asyncio.timeout(30):
             while gate.announced != 2:
                 await asyncio.sleep(0.02)
     finally:
-        pointer.cancel()
-        await asyncio.gather(pointer, return_exceptions=True)
+        publisher.cancel()
+        await asyncio.gather(publisher, return_exceptions=True)

@@ -1,35 +1,67 @@
-"""Questions that only the coordinator that leads can answer, asked by the others of it over the bus."""
+"""Requests between coordinators: any replica asks the leader of a job what it waits for."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
-from penstock.services.coordinator.leader import Leader
 from penstock.shared.errors import NotFound, PenstockError
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.runtime.lease import LeaseRecord
 from penstock.shared.transport.bus import Bus
 
-__all__ = ["COORDINATOR", "LeaderLine"]
+__all__ = ["COORDINATOR", "Leader", "LeaderRpc"]
 
 COORDINATOR = "coordinator"
-"""The lease of whoever leads."""
+"""Name of the lease that the leading coordinator holds."""
 ASK_S = 1.0
 HOLD_S = 120.0
 
 
-class LeaderLine:
-    """Waits of a job, wherever it is led: ``serve`` while leading, ``why`` on every replica."""
+class Leader(Protocol):
+    """A task that leads one job, of whatever kind, from ``lead`` to its end."""
+
+    ready: bool
+    """True once it has recovered and decides."""
+
+    async def lead(self) -> None:
+        """Lead until the job is over. Raises Fenced when another coordinator leads."""
+        ...
+
+    def update_record(self, record: JobRecord) -> None:
+        """Take over a changed record of the job."""
+        ...
+
+    def wake(self) -> None:
+        """Check the job now, because workers joined."""
+        ...
+
+    def why(self) -> list[dict[str, Any]]:
+        """Return the waits of the job, also before it is ready."""
+        ...
+
+    def status(self) -> dict[str, Any]:
+        """Return this leader's view of the job, for the heartbeat."""
+        ...
+
+    async def bury(self, stream: str, seq: int, draw: Draw | None, *, reason: str, attempts: int) -> None:
+        """Copy a dead message of a work queue to DEAD, and end the draw that it stood for."""
+        ...
+
+
+class LeaderRpc:
+    """Returns the waits of a job, wherever it is led: ``serve`` runs on the leader, ``why`` on every replica."""
 
     def __init__(self, bus: Bus, runners: Mapping[str, Leader]) -> None:
         self._bus, self._runners = bus, runners
 
     async def serve(self) -> None:
-        """Answer the others until cancelled."""
+        """Answer requests of other replicas until cancelled."""
         async with (
             await self._bus.serve(subjects.LEADER, self._answer),
             await self._bus.serve(subjects.HOLD, self._hold),
@@ -37,7 +69,7 @@ class LeaderLine:
             await asyncio.Event().wait()
 
     async def why(self, job: str) -> list[dict[str, Any]]:
-        """Waits of a job, as its leader says; a row that says so where it has no leader yet."""
+        """Return the waits that the leader reports, or a row that says that the job has no leader yet."""
         rows = self._known(job)
         if rows is not None:
             return rows
@@ -59,12 +91,12 @@ class LeaderLine:
         return msgspec.json.encode(rows)
 
     async def _hold(self, data: bytes) -> bytes:
-        """Keep what could be given up in the streams for some seconds (JSON), at most HOLD_S; the reply is empty."""
+        """Stop purging streams for some seconds (JSON), at most HOLD_S; the reply is empty."""
         self._bus.hold(min(float(msgspec.json.decode(data, type=float)), HOLD_S))
         return b""
 
     async def name(self) -> str:
-        """Holder of the lease, and its epoch; it may have died since. Raises Unavailable."""
+        """Return the holder of the lease and its epoch; the holder may have died since. Raises Unavailable."""
         entry = await self._bus.kv(subjects.LEASES).get(COORDINATOR)
         record = msgspec.json.decode(entry.value, type=LeaseRecord) if entry is not None and entry.value else None
         return f"{record.holder} (epoch {record.epoch})" if record is not None and record.holder else "nobody"

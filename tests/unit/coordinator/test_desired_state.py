@@ -1,13 +1,13 @@
-"""Operations of a job's record: when they are over, told once."""
+"""Operations in the record of a job: each ends once."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
 from typing import Any
 
+from penstock.services.coordinator.desired_state import DesiredState
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.run import JobRun
-from penstock.services.coordinator.wishes import Wishes
 from penstock.shared.config.amendable import settings_of, with_patch
 from penstock.shared.config.job import JobConfig
 from penstock.shared.protocol.events import Checkpointed, JobStarted
@@ -43,25 +43,25 @@ def checkpoint(number: int) -> Checkpointed:
     )
 
 
-def test_an_operation_waits_for_what_was_trained_when_it_was_seen() -> None:
+def test_an_operation_waits_for_the_updates_before_it() -> None:
     run = JobRun(JobConfig.parse(SPEC), LedgerState(), num_ordinals=None, writer_epoch=1)
-    wishes = Wishes(record())
-    assert not wishes.wants_checkpoint
+    desired = DesiredState(record())
+    assert not desired.wants_checkpoint
     run.state.last_trained, run.state.checkpoint = 5, checkpoint(3)
-    wishes.take(record(operation("a")))
-    assert wishes.wants_checkpoint
-    assert wishes.settle(run) == []
+    desired.update(record(operation("a")))
+    assert desired.wants_checkpoint
+    assert desired.settle(run) == []
     run.state.last_trained, run.state.checkpoint = 7, checkpoint(5)
-    (done,) = wishes.settle(run)
+    (done,) = desired.settle(run)
     assert (done.id, done.state, done.result) == ("a", "succeeded", {"number": 5, "path": "c5"})
-    assert wishes.settle(run) == [], "told once, though the record does not say so yet"
-    assert not wishes.wants_checkpoint
+    assert desired.settle(run) == [], "returned once, though the record does not change yet"
+    assert not desired.wants_checkpoint
 
 
-def test_the_end_of_the_job_ends_what_waits() -> None:
+def test_the_end_of_the_job_ends_waiting_operations() -> None:
     run = JobRun(JobConfig.parse(SPEC), LedgerState(), num_ordinals=None, writer_epoch=1)
     run.state.last_trained, run.state.checkpoint, run.state.finished = 5, checkpoint(3), "failed"
-    (done,) = Wishes(record(operation("a"))).settle(run)
+    (done,) = DesiredState(record(operation("a"))).settle(run)
     assert (done.state, done.message) == ("failed", "the job failed before")
 
 
@@ -73,12 +73,12 @@ def test_only_the_change_of_a_setting_applies_at_a_step() -> None:
     config = JobConfig.parse(SPEC)
     run = JobRun(config, LedgerState(), num_ordinals=None, writer_epoch=1)
     run.commit([JobStarted(writer_epoch=1, time=0.0, config_digest="c", settings=settings_of(config))])
-    wishes = Wishes(changed(2, {"train": {"max_updates": 5}}))
-    run.commit(wishes.amend(run, 1.0))
-    assert (wishes.followed, wishes.applies_at_step(run.state)) == (2, 1)
-    wishes.take(changed(3, {"train": {"max_updates": 5}, "metadata": {"team": "a"}}))
-    assert wishes.amend(run, 1.0) == []
-    assert (wishes.followed, wishes.applies_at_step(run.state)) == (3, None)
-    wishes.take(changed(4, {"train": {"max_updates": 5, "unknown": 1}}))
-    assert wishes.amend(run, 1.0) == []
-    assert wishes.followed == 3, "what cannot be read is not followed"
+    desired = DesiredState(changed(2, {"train": {"max_updates": 5}}))
+    run.commit(desired.amend(run, 1.0))
+    assert (desired.followed, desired.applies_at_step(run.state)) == (2, 1)
+    desired.update(changed(3, {"train": {"max_updates": 5}, "metadata": {"team": "a"}}))
+    assert desired.amend(run, 1.0) == []
+    assert (desired.followed, desired.applies_at_step(run.state)) == (3, None)
+    desired.update(changed(4, {"train": {"max_updates": 5, "unknown": 1}}))
+    assert desired.amend(run, 1.0) == []
+    assert desired.followed == 3, "what cannot be read is not followed"

@@ -1,4 +1,4 @@
-"""Desired state of a job that runs, as its record says: its state, its job file, and operations."""
+"""Desired state of a running job, taken from its record: state, job file and operations."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from penstock.shared.protocol.events import Event, Redrawn
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.jobs import JobRecord, Operation
 
-__all__ = ["CANCEL_GRACE_S", "Wishes"]
+__all__ = ["CANCEL_GRACE_S", "DesiredState"]
 
 logger = logging.getLogger(__name__)
-
 CANCEL_GRACE_S = 15.0
-"""A cancelled job has this long to train what is sealed and to write a last checkpoint."""
+"""Time for a cancelled job to train its sealed batches and to write a last checkpoint."""
 
 
-class Wishes:
-    """The newest record of a job, and what of it was not followed yet."""
+class DesiredState:
+    """The newest record of a job, and the part of it that the run has not followed yet."""
 
     def __init__(self, record: JobRecord) -> None:
         self._cancelled_at = 0.0
@@ -37,34 +36,34 @@ class Wishes:
         self.followed = 0
         """Generation of the record that the run follows."""
         self._unreadable = 0
-        """Generation whose job file is none for this version."""
-        self.take(record)
+        """Generation whose job file this version cannot read."""
+        self.update(record)
 
-    def take(self, record: JobRecord) -> None:
-        """The record changed."""
+    def update(self, record: JobRecord) -> None:
+        """Take over a changed record."""
         self.record = record
         if record.desired_state == "cancelled" and not self._cancelled_at:
             self._cancelled_at = time.monotonic()
 
     @property
     def desired(self) -> str:
-        """The state that is wanted."""
+        """The state that the user wants."""
         return self.record.desired_state
 
     @property
     def cancel_now(self) -> bool:
-        """Cancel without waiting any longer."""
+        """True if the job must end without waiting any longer."""
         late = bool(self._cancelled_at) and time.monotonic() - self._cancelled_at > CANCEL_GRACE_S
         return self.record.force or late
 
     def amend(self, run: JobRun, now: float) -> list[Event]:
-        """Have ``run`` follow the job file as it is now; the event that says from when on, [] where nothing changed."""
+        """Apply the current job file to ``run``; return the event that records it, or [] if nothing changed."""
         generation = self.record.generation
         if generation in (self.followed, self._unreadable) or not run.state.started:
             return []
         try:
             config = parse_training(self.record.spec)
-        except ConfigError as error:  # written by another version of the API
+        except ConfigError as error:  # another version of the API wrote it
             self._unreadable = generation
             logger.error("%s: the changed job file is not followed: %s", self.record.id, error)
             return []
@@ -72,7 +71,7 @@ class Wishes:
         return run.amend(config, generation, now)
 
     def applies_at_step(self, state: LedgerState) -> int | None:
-        """First update, counted from 1, that the job file as followed holds for; None where it changed no setting."""
+        """Return the first update (from 1) that uses the job file followed now; None if it changed no setting."""
         if state.applies_at is None or state.generation != self.followed:
             return None
         return state.applies_at + 1
@@ -91,7 +90,7 @@ class Wishes:
 
     @property
     def replays(self) -> int:
-        """Dead letters that wait for being replayed."""
+        """Number of dead letters that wait for a replay."""
         return len(self._pending("replay_dead_letter"))
 
     async def replay(
@@ -101,10 +100,10 @@ class Wishes:
         commit: Callable[[list[Event]], Awaitable[None]],
         supply: Supply | None = None,
     ) -> list[Operation]:
-        """Replay the dead letters that the user wants replayed; the operations that are over by that.
+        """Replay the dead letters that the user asked for; return the finished operations.
 
-        Of most of them the prompt is asked for again. One waits while as many draws are in flight as may be: the run
-        keeps the next room for it. Interactions and feedback go back to their stream through ``supply``.
+        For most of them the run draws the prompt again; it waits for a free slot in flight, which the run keeps for it.
+        Interactions and feedback go back to their stream through ``supply``.
         """
         done = []
         for operation in self._pending("replay_dead_letter"):
@@ -121,7 +120,7 @@ class Wishes:
                 over = {"state": "succeeded", "result": result, "finished_at": now}
             except (Conflict, NotFound, ProtocolError) as error:
                 over = {"state": "failed", "message": str(error), "finished_at": now}
-                if isinstance(error, NotFound) and id in run.state.replayed:  # a leader before this one did it
+                if isinstance(error, NotFound) and id in run.state.replayed:  # an earlier leader did it
                     over = {"state": "succeeded", "result": {}, "finished_at": now}
             except Unavailable as error:
                 logger.info("%s: dead letter %d waits: %s", self.record.id, id, error)
@@ -133,7 +132,7 @@ class Wishes:
     async def _redraw(
         self, run: JobRun, draw: Draw, letter: int, commit: Callable[[list[Event]], Awaitable[None]]
     ) -> dict[str, Any] | None:
-        """Ask for the prompt of a letter again; None where it waits for room. Raises Conflict: it cannot be drawn."""
+        """Draw the prompt of a dead letter again; None while there is no slot. Raises Conflict: it cannot be drawn."""
         if self._may_wait(run, letter):
             return None
         events = run.replay_dead_letter(letter, draw, bus_time())
@@ -147,7 +146,7 @@ class Wishes:
         return not run.has_room and run.source.redraws and not ends and letter not in run.state.replayed
 
     def steer(self, run: JobRun) -> None:
-        """Have ``run`` serve a version, or go back to a checkpoint, where somebody asks for it."""
+        """Have ``run`` serve a version, or roll back to a checkpoint, if an operation asks for it."""
         if run.promotion is not None:
             run.promotion.forced = max((int(one.args["version"]) for one in self._pending("promote")), default=-1)
         asked = [one for one in self._pending("rollback") if one.id not in run.failed_rollbacks][:1]
@@ -156,7 +155,7 @@ class Wishes:
         run.asked_rollback = possible[0] if possible else None
 
     def settle(self, run: JobRun) -> list[Operation]:
-        """Operations that are done by now, or cannot be done: each is returned once."""
+        """Return each operation that is done, or impossible, once."""
         done = []
         for kind, outcome in (("checkpoint", self._saved), ("promote", _promoted), ("rollback", _rolled_back)):
             for operation in self._pending(kind):
@@ -181,7 +180,7 @@ class Wishes:
 
 
 async def _requeue(run: JobRun, supply: Supply | None, letter: LiveDeadLetter) -> int:
-    """Store an interaction or feedback anew, see ``Supply.requeue``. Raises Conflict: the job takes none."""
+    """Store an interaction or feedback again, see ``Supply.requeue``. Raises Conflict: the job accepts none."""
     if supply is None or run.state.finished:
         ended = run.state.finished or "not fed by feedback"
         raise Conflict(f"the job is {ended}: it would not read what is stored anew in {letter.stream}")
