@@ -52,6 +52,14 @@ class ServiceSettings(BaseSettings):
     bulk_host: str = ""
     """Address on which this process serves its bulk data and weights to other hosts, and by which they reach it; empty:
     its own host only."""
+    bulk_tls_ca: Path | None = None
+    """Certificates (PEM) of the authority that signed those of every process that serves bulk data and weights to other
+    hosts, or fetches them. With one of the bulk_tls variables these connections speak TLS alone; set all three wherever
+    there is a bulk_host."""
+    bulk_tls_cert: Path | None = None
+    """Certificate (PEM) by which this process proves who it is, for its bulk_host; with bulk_tls_key."""
+    bulk_tls_key: Path | None = None
+    """Private key of that certificate (PEM)."""
     bulk_bytes: int = Field(1 << 30, ge=1 << 20)
     """Most shared memory for the bulk data of this process."""
     http_host: str = "127.0.0.1"
@@ -181,22 +189,49 @@ class ServiceSettings(BaseSettings):
         Raises:
             ConfigError: a file cannot be read, or a certificate has no key.
         """
-        if self.nats_tls_ca is None and self.nats_tls_cert is None and self.nats_tls_key is None:
-            return None
-        if (self.nats_tls_cert is None) != (self.nats_tls_key is None):
-            raise ConfigError("PENSTOCK_NATS_TLS_CERT and PENSTOCK_NATS_TLS_KEY belong together: set both")
-        try:
-            context = ssl.create_default_context(cafile=self.nats_tls_ca)
-            if self.nats_tls_cert is not None:
-                context.load_cert_chain(self.nats_tls_cert, self.nats_tls_key)
-        except OSError as error:
-            raise ConfigError(f"a file of PENSTOCK_NATS_TLS_* cannot be used: {error}") from None
-        return context
+        return _tls_context("NATS", self.nats_tls_ca, self.nats_tls_cert, self.nats_tls_key)
+
+    @property
+    def bulk_tls_client(self) -> ssl.SSLContext | None:
+        """How to fetch bulk data and weights of other hosts over TLS; None where nothing is set. Raises ConfigError."""
+        return _tls_context("BULK", self.bulk_tls_ca, self.bulk_tls_cert, self.bulk_tls_key)
+
+    @property
+    def bulk_tls_server(self) -> ssl.SSLContext | None:
+        """How to serve them over TLS; None where nothing is set. With authorities a peer needs a certificate, too.
+
+        Raises:
+            ConfigError: a file cannot be read, or there is no certificate to serve with.
+        """
+        return _tls_context("BULK", self.bulk_tls_ca, self.bulk_tls_cert, self.bulk_tls_key, serves=True)
 
     @property
     def ledger_size(self) -> int:
         """Size of the LEDGER stream, in bytes."""
         return self.stream_bytes if self.ledger_bytes is None else self.ledger_bytes
+
+
+def _tls_context(
+    plane: str, ca: Path | None, cert: Path | None, key: Path | None, *, serves: bool = False
+) -> ssl.SSLContext | None:
+    """Context of one end of a connection; None where nothing is set. Raises ConfigError."""
+    names = f"PENSTOCK_{plane}_TLS"
+    if ca is None and cert is None and key is None:
+        return None
+    if (cert is None) != (key is None):
+        raise ConfigError(f"{names}_CERT and {names}_KEY belong together: set both")
+    if serves and cert is None:
+        raise ConfigError(f"PENSTOCK_{plane}_HOST serves other hosts over TLS: set {names}_CERT and {names}_KEY, too")
+    try:
+        purpose = ssl.Purpose.CLIENT_AUTH if serves else ssl.Purpose.SERVER_AUTH
+        context = ssl.create_default_context(purpose, cafile=ca)
+        if serves and ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+        if cert is not None:
+            context.load_cert_chain(cert, key)
+    except OSError as error:
+        raise ConfigError(f"a file of {names}_* cannot be used: {error}") from None
+    return context
 
 
 def load_settings(environment: Mapping[str, str] | None = None) -> ServiceSettings:

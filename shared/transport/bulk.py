@@ -47,7 +47,9 @@ class BulkStore:
         self._host = settings.host_id
         self._max_bytes = settings.bulk_bytes
         self._owner = Owner(settings.shm_dir, PREFIX)
-        self._server = BlobServer(settings.bulk_host, self._serve) if settings.bulk_host else None
+        self._server = None
+        if settings.bulk_host:
+            self._server = BlobServer(settings.bulk_host, self._serve, settings.bulk_tls_server)
         self._changed = threading.Condition()
         self._segments: dict[str, Segment] = {}
         self._leased: dict[str, int] = {}  # name → generation that somebody may still read

@@ -55,6 +55,7 @@ class BulkReader:
     def __init__(self, settings: ServiceSettings) -> None:
         self._host = settings.host_id
         self._directory = settings.shm_dir
+        self._tls = settings.bulk_tls_client
         self._mutex = threading.Lock()
         self._mappings: OrderedDict[str, NDArray[np.uint8]] = OrderedDict()
         # The locks live here: a blob that is dropped without release keeps its segment, rather than losing the lock.
@@ -138,7 +139,10 @@ class BulkReader:
             buffer, self._spare = self._spare, np.empty(0, np.uint8)
         if buffer.nbytes < claim.nbytes:
             buffer = np.empty(claim.nbytes, np.uint8)
-        pull(claim.address, claim.name, claim.generation, claim.token, buffer[: claim.nbytes], timeout_s=timeout_s)
+        pull(
+            claim.address, claim.name, claim.generation, claim.token, buffer[: claim.nbytes], timeout_s=timeout_s,
+            tls=self._tls,
+        )  # fmt: skip
         return Blob(buffer[: claim.nbytes], lambda: self._recycle(buffer))
 
     def _recycle(self, buffer: NDArray[np.uint8]) -> None:

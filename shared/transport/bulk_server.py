@@ -9,7 +9,8 @@
 
 Each blob has a token, which its claim or manifest carries over the bus. ``proof`` is the HMAC-SHA256 of nonce and
 request under that token: whoever was not given the claim gets nothing. ``seal`` is the one of nonce and bytes: whoever
-sits between the two cannot change them. The bytes themselves are not encrypted.
+sits between the two cannot change them. The bytes themselves are encrypted where ``PENSTOCK_BULK_TLS_*`` is set: then
+all of the above goes through TLS, and where authorities are given each end proves who it is by a certificate.
 
 Blocking sockets in threads: a loop around ``recv_into`` reaches about 0.9 of what loopback TCP can do, asyncio streams
 less than 0.2. The segment stays locked until the receipt, because ``sendfile`` hands the kernel the pages themselves:
@@ -23,6 +24,7 @@ import hmac
 import mmap
 import secrets
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -71,13 +73,13 @@ BlobSource = Callable[[str, int], AbstractContextManager[ServedBlob]]
 class BlobServer:
     """Serves the blobs of one source on ``host``; ``address`` is what a peer needs."""
 
-    def __init__(self, host: str, source: BlobSource) -> None:
+    def __init__(self, host: str, source: BlobSource, tls: ssl.SSLContext | None = None) -> None:
         """Listen and start a thread.
 
         Raises:
             Unavailable: the address cannot be bound.
         """
-        self._source = source
+        self._source, self._tls = source, tls
         try:
             self._listener = socket.create_server((host, 0), backlog=_MAX_CONNECTIONS)
         except OSError as error:
@@ -106,8 +108,7 @@ class BlobServer:
         with self._lock:
             peers = dict(self._peers)
         for peer in peers:
-            with contextlib.suppress(OSError):
-                peer.shutdown(socket.SHUT_RDWR)
+            _cut(peer)
         for thread in peers.values():
             thread.join(timeout=5.0)
 
@@ -117,14 +118,19 @@ class BlobServer:
                 peer, _ = self._listener.accept()
             except OSError:  # closed
                 return
+            if self._tls is not None:
+                try:  # the thread of this peer shakes hands
+                    peer = self._tls.wrap_socket(peer, server_side=True, do_handshake_on_connect=False)
+                except OSError:  # it went away already
+                    peer.close()
+                    continue
             thread = threading.Thread(target=self._serve, args=(peer,), name="bulk-peer", daemon=True)
             with self._lock:
                 self._peers[peer] = thread
                 self._unproven[peer] = None
                 oldest = next(iter(self._unproven)) if len(self._unproven) > _MAX_UNPROVEN else None
             if oldest is not None:
-                with contextlib.suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)
+                _cut(oldest)
             thread.start()
 
     def _serve(self, peer: socket.socket) -> None:
@@ -143,6 +149,8 @@ class BlobServer:
         """Hear one request and answer it."""
         nonce, deadline = secrets.token_bytes(_NONCE_BYTES), time.monotonic() + _PROOF_S
         peer.settimeout(_PROOF_S)
+        if isinstance(peer, ssl.SSLSocket):
+            peer.do_handshake()
         peer.sendall(MAGIC + nonce)
         head = bytearray(_REQUEST.size)
         _receive_into(peer, memoryview(head), deadline)
@@ -210,12 +218,18 @@ def _proof(token: bytes, nonce: bytes, name: str, generation: int) -> bytes:
     return _mac(token, b"ask", nonce, generation.to_bytes(8, "little"), name.encode())
 
 
-def pull(address: str, name: str, generation: int, token: str, target: NDArray[np.uint8], *, timeout_s: float) -> None:
+def pull(
+    address: str, name: str, generation: int, token: str, target: NDArray[np.uint8], *, timeout_s: float,
+    tls: ssl.SSLContext | None = None,
+) -> None:  # fmt: skip
     """Fetch a blob into ``target``, uint8 [its size]; blocks. Memory that was used before is several times faster.
+
+    With ``tls`` the certificate of the producer must name the host in ``address``.
 
     Raises:
         NotFound: the producer does not have it any more.
-        Unavailable: the producer cannot be reached, broke off, or refuses the token.
+        Unavailable: the producer cannot be reached or broke off, refuses the token or this process, or cannot prove who
+            it is.
         DeadlineError: not complete after ``timeout_s``.
         ProtocolError: the producer has another size under this name, or the bytes were changed on their way.
     """
@@ -223,11 +237,8 @@ def pull(address: str, name: str, generation: int, token: str, target: NDArray[n
     deadline = time.monotonic() + timeout_s
     what = f"{target.nbytes} bytes of '{name}' from {address}"
     try:
-        with socket.create_connection((host, int(port)), timeout=timeout_s) as peer:
-            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            greeting = bytearray(len(MAGIC) + _NONCE_BYTES)
-            _receive_into(peer, memoryview(greeting), deadline)
-            nonce, key = bytes(greeting[len(MAGIC) :]), bytes.fromhex(token)
+        with _connected(host, int(port), timeout_s, tls) as peer:
+            nonce, key = _greeting(peer, deadline)[len(MAGIC) :], bytes.fromhex(token)
             proof = _proof(key, nonce, name, generation)
             peer.sendall(_REQUEST.pack(MAGIC, len(name.encode()), generation, proof) + name.encode())
             reply = bytearray(_REPLY.size)
@@ -256,6 +267,35 @@ def pull(address: str, name: str, generation: int, token: str, target: NDArray[n
         if isinstance(error, ProtocolError | Unavailable):
             raise
         raise Unavailable(f"cannot fetch {what}: {error}") from None
+
+
+def _connected(host: str, port: int, timeout_s: float, tls: ssl.SSLContext | None) -> socket.socket:
+    """A connection to a producer, over TLS where there is a context. Raises OSError."""
+    peer = socket.create_connection((host, port), timeout=timeout_s)
+    try:
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return peer if tls is None else tls.wrap_socket(peer, server_hostname=host)
+    except BaseException:
+        peer.close()
+        raise
+
+
+def _greeting(peer: socket.socket, deadline: float) -> bytes:
+    """The first bytes of a producer. One that speaks TLS waits for the peer to begin. Raises OSError."""
+    greeting = bytearray(len(MAGIC) + _NONCE_BYTES)
+    try:
+        _receive_into(peer, memoryview(greeting), deadline)
+    except ConnectionResetError as error:
+        if isinstance(peer, ssl.SSLSocket):
+            raise
+        raise ConnectionResetError(f"{error} at once: does it want TLS (PENSTOCK_BULK_TLS_CA)?") from None
+    return bytes(greeting)
+
+
+def _cut(peer: socket.socket) -> None:
+    """End a connection that a thread may use. Below TLS: the shutdown of that leaves a socket that sends in clear."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(peer, socket.SHUT_RDWR)
 
 
 def _receive(peer: socket.socket, nbytes: int) -> bytes:

@@ -104,8 +104,13 @@ def open_publisher(
 
 
 def open_receiver(settings: ServiceSettings, layout: Layout | None = None) -> Receiver:
-    """A receiver for any job; with ``layout`` (the engine's) manifests of other layouts are refused."""
-    return Receiver([ShmReceiver(settings, layout), TcpReceiver(layout), DiskReceiver(settings, layout)])
+    """A receiver for any job; with ``layout`` (the engine's) manifests of other layouts are refused.
+
+    Raises:
+        ConfigError: a file of ``PENSTOCK_BULK_TLS_*`` cannot be used.
+    """
+    tcp = TcpReceiver(layout, tls=settings.bulk_tls_client)
+    return Receiver([ShmReceiver(settings, layout), tcp, DiskReceiver(settings, layout)])
 
 
 def cleanup(job: str, settings: ServiceSettings) -> None:

@@ -44,7 +44,9 @@ class ShmPublisher:
         self._job, self._layout, self._host, self._timeout_s = job, layout, settings.host_id, timeout_s
         self._directory = settings.shm_dir
         self._pool = SlotPool(settings.shm_dir, job, layout.nbytes, count=slots, max_count=max_slots)
-        self._server = BlobServer(settings.bulk_host, self._serve) if settings.bulk_host else None
+        self._server = None
+        if settings.bulk_host:
+            self._server = BlobServer(settings.bulk_host, self._serve, settings.bulk_tls_server)
 
     def publish(
         self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int, keep: WeightManifest | None = None

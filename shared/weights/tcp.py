@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ssl
+
 from penstock.shared.errors import DeadlineError, NotFound, ProtocolError, Unavailable, WeightsError
 from penstock.shared.protocol.weights import Layout, SlotRef, WeightManifest
 from penstock.shared.transport.bulk_server import pull
@@ -14,8 +16,10 @@ __all__ = ["TcpReceiver"]
 class TcpReceiver:
     """Pulls what a publisher with ``settings.bulk_host`` serves; needs memory for two versions."""
 
-    def __init__(self, layout: Layout | None = None, *, timeout_s: float = 120.0) -> None:
-        self._layout, self._timeout_s = layout, timeout_s
+    def __init__(
+        self, layout: Layout | None = None, *, tls: ssl.SSLContext | None = None, timeout_s: float = 120.0
+    ) -> None:
+        self._layout, self._tls, self._timeout_s = layout, tls, timeout_s
         self._pool = BufferPool()
 
     def accepts(self, ref: SlotRef) -> bool:
@@ -39,7 +43,7 @@ class TcpReceiver:
             raise WeightsError(f"version {manifest.version}: '{ref.handle}' is not a TCP handle")
         buffer = self._pool.take(layout.nbytes)
         try:
-            pull(address, name, int(sequence), token, buffer, timeout_s=self._timeout_s)
+            pull(address, name, int(sequence), token, buffer, timeout_s=self._timeout_s, tls=self._tls)
         except (NotFound, Unavailable, DeadlineError, ProtocolError) as error:
             self._pool.give(buffer)
             raise WeightsError(f"version {manifest.version}: {error}") from None

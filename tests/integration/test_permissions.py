@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
-import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -157,31 +156,6 @@ def test_the_users_of_the_containers_are_those_of_the_code() -> None:
     """``deploy/nats-users.conf`` comes from the table: python -m penstock.shared.protocol.permissions > FILE."""
     file = Path(__file__).parents[2] / "deploy" / "nats-users.conf"
     assert file.read_text() == nats_users({role: f"$PENSTOCK_NATS_{role.upper()}" for role in ROLES})
-
-
-# -- TLS
-
-
-@pytest.fixture
-def certificates(tmp_path: Path) -> dict[str, Path]:
-    """An authority, and certificates of a server and a client that it signed; and another authority."""
-
-    def openssl(*words: str) -> None:
-        subprocess.run(["openssl", *words], cwd=tmp_path, check=True, capture_output=True)
-
-    for name in ("ca", "other"):
-        openssl("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
-                "-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}")  # fmt: skip
-    (tmp_path / "names").write_text("subjectAltName=IP:127.0.0.1")
-    for name in ("server", "client"):
-        openssl("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
-                "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")  # fmt: skip
-        openssl("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial",
-                "-days", "2", "-out", f"{name}.pem", "-extfile", "names")  # fmt: skip
-    return {
-        name: tmp_path / name
-        for name in ("ca.pem", "other.pem", "server.pem", "server.key", "client.pem", "client.key")
-    }
 
 
 async def test_the_bus_over_tls_with_certificates_of_both_sides(store_dir: Path, certificates: dict[str, Path]) -> None:
