@@ -233,6 +233,36 @@ def test_statements_pass_what_is_right(scorers: tuple[Code, Code], test: str) ->
     assert scorers[0].score("", WORKS, None, {"tests": [test, "assert add(1, 2) == 3"]}) == 1.0
 
 
+TREE = """
+class Tree:
+    def __init__(self): self.names, self.children = {"a"}, []
+    def __contains__(self, name): return name in self.names
+    def __mul__(self, n): return n
+    def __enter__(self): return self
+    def __exit__(self, *error): return True
+    def add(self, child): self.children.append(child)
+"""
+
+
+@pytest.mark.parametrize(
+    ("statement", "as_call"),
+    [
+        ("assert 'a' in Tree()", "lambda: 'a' in Tree()"),
+        ("assert Tree() * 2 == 2", "lambda: Tree() * 2 == 2"),
+        ("with Tree(): pass", "lambda: not Tree().__enter__().children"),
+        ("t = Tree(); t.children.append(1); assert t.children == [1]", "lambda t=Tree(): not t.children.append(1)"),
+    ],
+)
+def test_what_statements_refuse_of_an_object_a_call_judges(
+    scorers: tuple[Code, Code], statement: str, as_call: str
+) -> None:
+    """The manual says so; an object would decide the test."""
+    assert scorers[0].score("", TREE, None, {"tests": ["with Tree(): assert False"]}) == 0.0
+    assert scorers[0].score("", TREE, None, {"tests": [statement]}) == 0.0
+    assert scorers[0].score("", TREE, None, {"tests": [{"call": as_call, "args": [], "returns": True}]}) == 1.0
+    assert scorers[0].score("", TREE, None, {"tests": ["t = Tree(); t.add(1); assert t.children == [1]"]}) == 1.0
+
+
 def test_statements_about_a_builtins_name_alone_mean_the_program(scorers: tuple[Code, Code]) -> None:
     tests = ["assert sum(10, 15) == 151", "try:\n    sum('a', 'b')\nexcept TypeError:\n    pass"]
     assert scorers[0].score("", "def sum(a, b): return a * b + 1", None, {"tests": tests}) == 1.0
