@@ -182,19 +182,19 @@ class Leader:
         manifest, _ = unpack(entry.value, WeightManifest)
         return manifest.version, manifest.digest
 
-    async def seal(self) -> None:
-        """Batch 1, of one group."""
+    async def seal(self, version: int = 0) -> None:
+        """Batch 1, of one group that this version made and that is trained from it."""
         ids = np.asarray([3, 4], np.int32)
         group = Group(
             job=JOB, draw=Draw(0), attempt="a", epoch=1, prompt_ids=ids, token_ids=ids,
             cu_seqlens=np.arange(3, dtype=np.int32), logprobs=np.full(2, -1, np.float32), mask=np.ones(2, np.uint8),
             rewards=np.asarray([0, 1], np.float32), failed=np.zeros(2, np.bool_), finish=np.zeros(2, np.uint8),
-            spans=np.asarray([[i, 0, 0, 1] for i in range(2)], np.int32),
+            spans=np.asarray([[i, version, 0, 1] for i in range(2)], np.int32),
         )  # fmt: skip
         data, header = encode_group(group)
         seq = await self.bus.publish(subjects.experience(JOB), data)
-        sealed = SealedGroup(Draw(0), "a", seq, header.digest, 0, 0, [0.0, 1.0], 2, "w", temperature=1.0)
-        manifest = BatchManifest(number=1, revision=1, start_version=0, update_index=0, groups=[sealed])
+        sealed = SealedGroup(Draw(0), "a", seq, header.digest, version, version, [0.0, 1.0], 2, "w", temperature=1.0)
+        manifest = BatchManifest(number=1, revision=1, start_version=version, update_index=0, groups=[sealed])
         await self.bus.publish(subjects.batches(JOB), pack(manifest, job=JOB, id="1.1", epoch=1))
 
 
@@ -241,6 +241,23 @@ async def test_an_update_that_the_ledger_refuses_is_never_shown_to_engines(bus: 
         shown = await leader.shown()
         assert shown is not None
         assert shown[0] == 0, "the trainer started over instead"
+
+
+async def test_a_batch_that_starts_from_another_version_is_not_trained(bus: Bus, tmp_path: Path) -> None:
+    """The coordinator knows of an update that this trainer never made: it asks again where to start."""
+    leader = Leader(bus)
+    leader.recorded.set()
+    await leader.seal(version=1)
+    session = session_of(bus, tmp_path)
+    async with await bus.serve(subjects.report(JOB), leader.answer, max_concurrent=4):
+        running = asyncio.create_task(session.run())
+        async with asyncio.timeout(60):
+            while leader.count("hello") < 2:
+                assert not leader.count("trained")
+                await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert not leader.count("trained")
 
 
 def remove_segments(directory: Path) -> None:
