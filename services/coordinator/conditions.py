@@ -86,4 +86,4 @@ def _progress(run: JobRun, lost: Sequence[str]) -> Fact:
         return "False", f"{lost[0].capitalize()}Missing", "no heartbeat"
     if run.state.checkpoint is None:
         return "True", "WarmStart", ""
-    return ("True", "Training", "") if run.state.sealed else run.source.idle(run.state)
+    return ("True", "Training", "") if run.state.trainable else run.source.idle(run.state)

@@ -315,8 +315,13 @@ class Draft:
         return remaining is None or remaining > 0
 
     def remaining_batches(self) -> int | None:
-        limit = self.config.train.max_updates
-        return None if limit is None else limit - self.state.updates - len(self.state.sealed)
+        """Batches that may still be sealed; None: any number. One that was refused comes before those sealed after it,
+        though these reach the limit, or go beyond one that was lowered meanwhile."""
+        limit, state = self.config.train.max_updates, self.state
+        if limit is None:
+            return None
+        gap = bool(state.sealed) and not state.trainable and state.updates < limit
+        return max(int(gap), limit - state.updates - len(state.sealed))
 
     def may_draw(self) -> bool:
         run, state = self.run, self.state

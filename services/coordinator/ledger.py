@@ -168,6 +168,11 @@ class LedgerState:
             number += 1
         return number
 
+    @property
+    def trainable(self) -> bool:
+        """True if the batch that is trained next is sealed; those after one that was refused wait for it."""
+        return self.last_trained + 1 in self.sealed
+
     def start_version(self, number: int) -> int:
         """Policy version from which the update of batch ``number`` starts."""
         return self.version + number - self.last_trained - 1

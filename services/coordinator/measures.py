@@ -150,7 +150,7 @@ class Measures:
 
     def begin_evaluation(self, state: LedgerState, *, final: bool, now: float, epoch: int) -> list[Ticket]:
         """Tickets of the evaluation that is due now, if one is."""
-        if state.sealed or now < self._not_before or not self._is_due(state, state.updates, final=final):
+        if state.trainable or now < self._not_before or not self._is_due(state, state.updates, final=final):
             return []
         deadline = now + self.config.train.draw_timeout_s
         return self.plan.start(

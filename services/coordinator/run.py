@@ -286,15 +286,15 @@ class JobRun:
 
     @property
     def training_done(self) -> bool:
-        """No further batch will be sealed or trained."""
-        if self.state.sealed or self.rollback is not None:
+        """No further batch will be sealed or trained: none that waits for a refused one, either."""
+        if self.state.trainable or self.rollback is not None:
             return False
         if self.stop_early:
             return True
         if self.max_batches is not None and self.state.updates >= self.max_batches:
             return True
         exhausted = self.num_ordinals is not None and self.state.next_ordinal >= self.num_ordinals
-        return exhausted and len(self.state.open) < self.config.groups_per_batch
+        return exhausted and len(self.state.in_flight) < self.config.groups_per_batch
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 
@@ -344,12 +344,15 @@ class JobRun:
         return isinstance(self.config, EmbodiedJob) and not self.state.started and self.environment is None
 
     def _may_cancel(self, state: LedgerState) -> bool:
-        """A cancelled run trains what is sealed and checkpoints first, unless it must end now or its trainer cannot."""
+        """A cancelled run trains what is sealed and checkpoints first, unless it must end now or its trainer cannot.
+
+        What waits for a batch that was refused is not trained: nothing is sealed any more.
+        """
         checkpoint = state.checkpoint
         if self.cancel_now or self.halted or checkpoint is None:
             return True
         unsaved = self.last_checkpoint and checkpoint.number < state.last_trained
-        return not (state.sealed or unsaved)
+        return not (state.trainable or unsaved)
 
     def finish(self, now: float, summary: dict[str, object]) -> list[Event]:
         """The last decision of a run that is done: what is still in flight is dropped, nothing more is drawn."""

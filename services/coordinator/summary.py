@@ -66,7 +66,7 @@ def phase_of(run: JobRun, desired: str) -> str:
     if desired == "cancelled":
         return "cancelling"
     if desired == "paused":
-        settled = run.halted or not (state.sealed or run.wants_checkpoint)
+        settled = run.halted or not (state.trainable or run.wants_checkpoint)
         return "paused" if settled else "pausing"
     return "running" if state.checkpoint is not None or state.started else "pending"
 

@@ -93,6 +93,8 @@ def _own_waits(job: str, run: JobRun, plan: EvaluationPlan) -> Iterator[Wait]:
     yield from _version_waits(job, run)
     for number, batch in sorted(state.sealed.items()):
         what = f"the trainer to train batch {number}"
+        if not state.trainable:
+            what = f"batch {state.next_number} to be sealed anew, which was refused, before batch {number} is trained"
         id = f"{number}.{batch.revision}"
         yield Wait(what, subjects.batches(job), id, service="trainer", since=batch.time)
     if run.stored_bytes * 2 >= run.config.limits.byte_budget:

@@ -431,7 +431,7 @@ class LiveSupply:
     def waits(self, run: JobRun, now: float) -> list[dict[str, Any]]:
         """Report the wait for feedback while no batch is in training."""
         state = run.state
-        if state.sealed or state.finished or state.checkpoint is None or run.desired == "paused":
+        if state.trainable or state.finished or state.checkpoint is None or run.desired == "paused":
             return []
         if state.canary is not None:  # feedback makes no batch during a trial
             return []

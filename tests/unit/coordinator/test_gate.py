@@ -7,9 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from penstock.services.coordinator.decision import TicketSource
 from penstock.services.coordinator.gate import Candidate, Verdict, is_stale, judge
 from penstock.services.coordinator.ledger import LedgerState, OpenDraw
 from penstock.services.coordinator.run import FAILED_STREAK, JobRun
+from penstock.services.coordinator.summary import phase_of
 from penstock.shared.config.job import JobConfig
 from penstock.shared.protocol.events import Checkpointed
 from penstock.shared.protocol.ids import Draw
@@ -79,7 +81,7 @@ def answer(run: JobRun, *, nbytes: int = 100, failed: bool = False) -> None:
     for draw in run.state.in_flight:
         made_by = {"min_version": run.state.version, "max_version": run.state.version}
         header = msgspec.structs.replace(HEADER, draw=draw, nbytes=nbytes, failed=[failed] * 3, **made_by)
-        run.on_group(len(run.stored) + 1000 * run.state.next_ordinal + draw.ordinal + draw.n, header)
+        run.on_group(1 + max([*run.stored, run.state.heard]), header)
     run.commit(run.decide(0.0))
 
 
@@ -124,6 +126,53 @@ def test_a_job_whose_groups_all_fail_ends_and_one_good_group_begins_the_count_an
         run.on_group(1000 + draws, msgspec.structs.replace(HEADER, draw=open_draws[0], failed=[True] * 3))
         run.commit(run.decide(0.0))
     assert run.failure is not None
+
+
+class Forgetful(TicketSource):
+    """Draws of users who are deleted are not trained, and nobody draws them again."""
+
+    refuses = True
+
+    def __init__(self, *gone: Draw) -> None:
+        self._gone = gone
+
+    def refusal(self, draw: Draw) -> str:
+        return "erased" if draw in self._gone else ""
+
+
+def refused(gone: Draw | None = None) -> JobRun:
+    """A run of three updates, all sealed, whose first batch was refused for one of its groups."""
+    run = led(max_updates=3, max_lag=2)
+    answer(run)
+    assert sorted(run.state.sealed) == [1, 2, 3]
+    run.source = Forgetful() if gone is None else Forgetful(gone)
+    run.commit(run.on_report(Report(epoch=1, kind="refused", batch=1, revision=1, bad=[Draw(0)]), 0.0))
+    return run
+
+
+@pytest.mark.parametrize("gone", [None, Draw(0)], ids=["drawn again", "another one drawn"])
+@pytest.mark.parametrize("most", [2, 3])
+def test_what_was_refused_is_sealed_anew_though_later_batches_reach_the_limit(most: int, gone: Draw | None) -> None:
+    """The trainer waits for batch 1, also where somebody lowers the limit below what is sealed."""
+    run = refused(gone)
+    train = run.config.train.model_copy(update={"max_updates": most})
+    run.commit(run.amend(run.config.model_copy(update={"train": train}), 2, 0.0))
+    assert not run.training_done
+    run.commit(run.decide(0.0))
+    answer(run)
+    assert [(number, run.state.sealed[number].revision) for number in (1, 2, 3)] == [(1, 2), (2, 1), (3, 1)]
+
+
+def test_what_waits_for_a_refused_batch_keeps_no_run_from_its_end() -> None:
+    run = refused()
+    assert not run.training_done
+    assert phase_of(run, "paused") == "paused"
+    run.stop_early = "reached"
+    assert run.training_done
+    run.stop_early, run.desired = "", "cancelled"
+    run.commit(run.decide(0.0))
+    assert run.state.finished == "cancelled"
+    assert run.state.balanced()
 
 
 def test_nothing_is_decided_after_the_end() -> None:
