@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -98,8 +99,8 @@ def run_tests(copy: Path, tests: tuple[str, ...]) -> tuple[int | None, str]:
     return process.returncode, "\n".join(output.strip().splitlines()[-3:])
 
 
-def is_killed(mutant: Mutant, free: Queue[Path]) -> bool:
-    """True if the tests fail. Raises RuntimeError where they could not run."""
+def killed_by(mutant: Mutant, free: Queue[Path]) -> str:
+    """The test that fails first, '' if all pass. Raises RuntimeError where they could not run."""
     copy = free.get()
     try:
         file = copy / mutant.file
@@ -113,7 +114,10 @@ def is_killed(mutant: Mutant, free: Queue[Path]) -> bool:
         free.put(copy)
     if status not in (PASSED, FAILED, None):
         raise RuntimeError(f"{mutant}: the tests could not run:\n{last}")
-    return status != PASSED
+    if status == PASSED:
+        return ""
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", last, re.MULTILINE)
+    return failed[1] if failed else f"no end within {LONGEST_S:g} s" if status is None else last
 
 
 def check_unchanged(free: Queue[Path], tests: tuple[str, ...]) -> None:
@@ -138,9 +142,9 @@ def main() -> int:
     began, survived = time.monotonic(), list[Mutant]()
     with copies(given.jobs) as free, ThreadPoolExecutor(given.jobs) as pool:
         list(pool.map(lambda tests: check_unchanged(free, tests), dict.fromkeys(mutant.tests for mutant in chosen)))
-        for mutant, killed in zip(chosen, pool.map(lambda mutant: is_killed(mutant, free), chosen), strict=True):
-            print(f"{'killed  ' if killed else 'SURVIVED'} {mutant}", flush=True)
-            if not killed:
+        for mutant, killer in zip(chosen, pool.map(lambda mutant: killed_by(mutant, free), chosen), strict=True):
+            print(f"killed   {mutant}\n             by {killer}" if killer else f"SURVIVED {mutant}", flush=True)
+            if not killer:
                 survived.append(mutant)
     killed_share = 1 - len(survived) / max(1, len(chosen))
     seconds = time.monotonic() - began
