@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,12 @@ from penstock.client import Client
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.events import Admitted, Event, LineageForked, decode_events
-from penstock.shared.protocol.interaction import Erasure, FateBatch, FeedbackBatch
+from penstock.shared.protocol.interaction import Erasure, FateBatch, FeedbackBatch, FeedbackIds
 from penstock.shared.runtime.ledger import ledger_archive, read_ledger
 from penstock.shared.transport.bus import Bus
 from tests.chaos.deployment import Deployment
 
-__all__ = ["JobSummary", "check_feedback", "check_job", "left_behind", "open_files"]
+__all__ = ["FeedbackBooks", "JobSummary", "check_feedback", "check_job", "left_behind", "open_files"]
 
 ERASED = ("erased", "deleted")
 """A fork whose reason says so follows from a deletion that the books show."""
@@ -91,28 +91,51 @@ def _events(deployment: Deployment, job: str) -> list[Event]:
 def check_feedback(deployment: Deployment, job: str, acked: dict[str, str]) -> tuple[Counter[str], list[str]]:
     """Where each acknowledged item is, counted, and those that are nowhere."""
 
-    async def read(bus: Bus) -> dict[str, set[str]]:
+    async def read(bus: Bus) -> FeedbackBooks:
         posts = await bus.read(subjects.FEEDBACK, subjects.feedback(job))
+        kept = await bus.read(subjects.FEEDBACK, subjects.feedback_ids(job))
         erased = await bus.read(subjects.FEEDBACK, subjects.erasures(job))
         fates = await bus.read(subjects.DECISIONS, subjects.decisions(job))
-        return {
-            "stream": {item.id for message in posts for item in unpack(message.data, FeedbackBatch)[0].items},
-            "deletion": {id for message in erased for id in unpack(message.data, Erasure)[0].feedback},
-            "decision": {fate.feedback for message in fates for fate in unpack(message.data, FateBatch)[0].items},
-        }
+        return FeedbackBooks(
+            stream={item.id for message in posts for item in unpack(message.data, FeedbackBatch)[0].items},
+            ids={item.id: seq for message in kept for seq, item in unpack(message.data, FeedbackIds)[0].items(job)},
+            deletion={id for message in erased for id in unpack(message.data, Erasure)[0].feedback},
+            decision={fate.feedback for message in fates for fate in unpack(message.data, FateBatch)[0].items},
+        )
 
-    places = deployment.on_bus(read)
-    places["ledger"] = {
-        id
-        for event in _events(deployment, job)
-        if isinstance(event, Admitted)
-        for admission in event.admissions
-        for id in admission.feedback
-    }
+    books = deployment.on_bus(read)
+    for event in _events(deployment, job):
+        if isinstance(event, Admitted):
+            books.decided_below = event.low_feedback
+            books.ledger.update(id for admission in event.admissions for id in admission.feedback)
     bare = {id.removeprefix("fb_"): id for id in acked}
-    counts = Counter({place: len(ids & set(bare)) for place, ids in places.items()})
-    lost = sorted(set(bare) - set().union(*places.values()))
-    return counts, [f"{id} of {acked[bare[id]]}" for id in lost]
+    return books.count(bare.keys()), [f"{id} of {acked[bare[id]]}" for id in sorted(books.lost(bare.keys()))]
+
+
+@dataclass
+class FeedbackBooks:
+    """What the streams of one job tell of feedback, by id; ``ids`` are those that the job knows without their items.
+
+    ``decided_below`` is the sequence in FEEDBACK below which the ledger says that everything is decided.
+    """
+
+    stream: set[str]
+    ids: dict[str, int]
+    deletion: set[str]
+    decision: set[str]
+    ledger: set[str] = field(default_factory=set)
+    decided_below: int = 0
+
+    def count(self, ids: Collection[str]) -> Counter[str]:
+        """How many of these each place tells of."""
+        places = {name: found for name, found in vars(self).items() if isinstance(found, Collection)}
+        return Counter({name: len(set(found).intersection(ids)) for name, found in places.items()})
+
+    def lost(self, ids: Collection[str]) -> set[str]:
+        """Those that would be taken anew if they were sent again, or of which nobody knows what became of them."""
+        decided = {id for id, seq in self.ids.items() if seq < self.decided_below}
+        over = self.ids.keys() & (decided | self.ledger | self.decision)
+        return set(ids) - self.stream - self.deletion - over
 
 
 def open_files(deployment: Deployment) -> dict[str, int]:

@@ -13,8 +13,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED, MINUTES = 7, 3
-LEFT_OUT = ("--without", "checkpoint", "--no-deletions")
-"""A damaged newest checkpoint still ends its job, and a deletion still makes a restarted trainer fork."""
 
 
 @pytest.fixture
@@ -53,13 +51,26 @@ def test_a_spoilt_clock_is_wrong_by_what_its_file_says_and_sleeps_are_true(tmp_p
     assert done.stdout.split() == ["60", "True"]
 
 
+def test_feedback_is_lost_unless_its_item_a_deletion_or_its_id_with_a_fate_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    books = importlib.import_module("tests.chaos.books").FeedbackBooks(
+        stream={"stands"}, deletion={"erased"}, decision={"told", "unknown id"}, ledger={"admitted", "id gone"},
+        ids={"told": 9, "admitted": 9, "below": 4, "open": 5}, decided_below=5,
+    )  # fmt: skip
+    acked = {"stands", "erased", "told", "admitted", "below", "open", "unknown id", "id gone", "nowhere"}
+    assert books.lost(acked) == {"open", "unknown id", "id gone", "nowhere"}
+    assert books.count({"told", "stands"}) == {"stream": 1, "ids": 1, "deletion": 0, "decision": 1, "ledger": 0}
+
+
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_four_jobs_survive_three_minutes_of_faults() -> None:
     """With the same seed `python -m tests.chaos` repeats a failure; skipped kinds are named in the output."""
-    command = [sys.executable, "-m", "tests.chaos", "--seed", str(SEED), "--minutes", str(MINUTES), *LEFT_OUT]
+    command = [sys.executable, "-m", "tests.chaos", "--seed", str(SEED), "--minutes", str(MINUTES)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1150, check=False)
     print(done.stdout)
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
