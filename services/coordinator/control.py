@@ -25,6 +25,7 @@ from penstock.services.coordinator.checkpoints import (
     delete_checkpoint,
     find_file,
 )
+from penstock.services.coordinator.dead_letters import DeadLetterQueue
 from penstock.services.coordinator.environments import describe_environment
 from penstock.services.coordinator.files import FileStore
 from penstock.services.coordinator.finetuning.desk import FineTuningDesk
@@ -35,7 +36,6 @@ from penstock.services.coordinator.keystore import KeyStore
 from penstock.services.coordinator.leader_rpc import Leader, LeaderRpc
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.ledger_room import ledger_waits, reserve_ledger
-from penstock.services.coordinator.letterbox import LetterBox
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.online.admission_audit import audit_admissions
 from penstock.services.coordinator.probe import WriteProbe
@@ -85,7 +85,7 @@ class CoordinatorControl:
         self._steering = Steering(bus, store, settings)
         self.keys = KeyStore(bus)
         self.audit_log = AuditLog(bus)
-        self.letters = LetterBox(bus)
+        self.letters = DeadLetterQueue(bus)
         self.files = FileStore(
             settings.data_dir / "files", max_bytes=settings.files_bytes, max_files=settings.max_files
         )

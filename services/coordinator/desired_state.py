@@ -7,8 +7,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from penstock.services.coordinator.dead_letters import DeadLetterQueue
 from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.letterbox import LetterBox
 from penstock.services.coordinator.promotion import Rollback, flaw_of_rollback
 from penstock.services.coordinator.run import JobRun
 from penstock.services.coordinator.supply import LiveDeadLetter, Supply
@@ -96,7 +96,7 @@ class DesiredState:
     async def replay(
         self,
         run: JobRun,
-        letters: LetterBox,
+        letters: DeadLetterQueue,
         commit: Callable[[list[Event]], Awaitable[None]],
         supply: Supply | None = None,
     ) -> list[Operation]:

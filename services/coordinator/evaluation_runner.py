@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.services.coordinator.carrier import Carrier
+from penstock.services.coordinator.effects import EffectPublisher
 from penstock.services.coordinator.evaluation import Scores, evaluation_tickets
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.outbox import Outbox
@@ -50,7 +50,7 @@ class EvaluationRunner:
         self.config = EvaluationJob.parse(record.spec)
         self.outbox = Outbox(bus, store, self.job, attempt=record.status.attempt + 1)
         self.retry = Retry(self.job, tell=lambda text: self.outbox.event("warning", "blocked", text))
-        self.carrier = Carrier(bus, self.job, epoch, self.retry)
+        self.publisher = EffectPublisher(bus, self.job, epoch, self.retry)
         self.scores = Scores()
         self._pace = Pace()
         self.expected: set[int] = set()
@@ -88,7 +88,7 @@ class EvaluationRunner:
                 tasks.create_task(self._serve()),
             ]
             if tickets:
-                await self.carrier.publish_tickets(tickets)
+                await self.publisher.publish_tickets(tickets)
             self.ready = True
             await self._until_over(deadline)
             await self.outbox.flush()
@@ -152,10 +152,10 @@ class EvaluationRunner:
             if (count := count_of(headers)) != header.num_messages:  # or deleting it would delete messages of others
                 raise ProtocolError(f"{header.nbytes} bytes in {count} messages")
         except ProtocolError as error:
-            await self.bury(subjects.EXPERIENCE, seq, None, reason=f"undecodable: {error}", attempts=1)
+            await self.on_dead_message(subjects.EXPERIENCE, seq, None, reason=f"undecodable: {error}", attempts=1)
             return
         if header.draw.ordinal not in self.expected:
-            await self.carrier.delete(range(seq, seq + header.num_messages))
+            await self.publisher.delete(range(seq, seq + header.num_messages))
             return
         self.expected.discard(header.draw.ordinal)
         self._count(header)
@@ -170,18 +170,18 @@ class EvaluationRunner:
         self.scores.take(header.draw.ordinal, header.rewards, header.failed, greedy)
         self._error = self._error or header.error
 
-    async def bury(self, stream: str, seq: int, draw: Draw | None, *, reason: str, attempts: int) -> None:
+    async def on_dead_message(self, stream: str, seq: int, draw: Draw | None, *, reason: str, attempts: int) -> None:
         """A message of a work queue is dead: its prompt counts as failed."""
         if draw is None and stream == subjects.TICKETS:
             draw = await self._draw_of(seq)
-        count = await self.carrier.keep_dead(stream, seq, reason=reason, attempts=attempts)
+        count = await self.publisher.copy_to_dead(stream, seq, reason=reason, attempts=attempts)
         if draw is not None and draw.ordinal in self.expected:
             self.expected.discard(draw.ordinal)
             self.scores.failed += self.config.completions_per_group
             self._error = self._error or reason
             self._changed.set()
         self.outbox.event("warning", "dead_letter", f"message {seq} of {stream}: {reason} ({attempts} attempts)")
-        await self.carrier.delete(range(seq, seq + count), stream=stream)
+        await self.publisher.delete(range(seq, seq + count), stream=stream)
 
     async def _draw_of(self, seq: int) -> Draw | None:
         try:

@@ -49,7 +49,7 @@ class Leader(Protocol):
         """Return this leader's view of the job, for the heartbeat."""
         ...
 
-    async def bury(self, stream: str, seq: int, draw: Draw | None, *, reason: str, attempts: int) -> None:
+    async def on_dead_message(self, stream: str, seq: int, draw: Draw | None, *, reason: str, attempts: int) -> None:
         """Copy a dead message of a work queue to DEAD, and end the draw that it stood for."""
         ...
 

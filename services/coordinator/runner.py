@@ -18,15 +18,15 @@ import msgspec
 
 from penstock.services.coordinator import summary
 from penstock.services.coordinator.announcements import announce
-from penstock.services.coordinator.carrier import Carrier
 from penstock.services.coordinator.commands import TrainerCommands
 from penstock.services.coordinator.conditions import conditions
+from penstock.services.coordinator.dead_letters import DeadLetterQueue
 from penstock.services.coordinator.desired_state import DesiredState
+from penstock.services.coordinator.effects import EffectPublisher
 from penstock.services.coordinator.environments import describe_environment
 from penstock.services.coordinator.gate import Verdict
 from penstock.services.coordinator.inbox import Inbox
 from penstock.services.coordinator.journal import Journal
-from penstock.services.coordinator.letterbox import LetterBox
 from penstock.services.coordinator.measures import Measures
 from penstock.services.coordinator.members import Members, PresenceWatch
 from penstock.services.coordinator.outbox import Outbox
@@ -81,7 +81,7 @@ class JobRunner:
         if supply is not None:
             supply.retry = self.retry
         self.journal = Journal(bus, self.job, self.retry, archive=ledger_archive(data_dir))
-        self.carrier = Carrier(bus, self.job, epoch, self.retry)
+        self.publisher = EffectPublisher(bus, self.job, epoch, self.retry)
         self.commands = TrainerCommands(bus, self.outbox, self.job, epoch)
         self.run: JobRun
         self.measures = Measures(self.config, self.outbox)
@@ -310,7 +310,7 @@ class JobRunner:
         """Append a decision, take it into the core, and do what follows."""
         if self.supply is not None:
             await self.supply.flush()
-            for one in await self.carrier.keep_unreadable(self.supply.unreadable()):
+            for one in await self.publisher.copy_unreadable(self.supply.unreadable()):
                 self.outbox.event("warning", "dead_letter", f"message {one.seq} of {one.stream}: {one.reason}")
         if not events:
             return
@@ -330,7 +330,7 @@ class JobRunner:
         await self._carry_out(effects)
 
     async def _carry_out(self, effects: Effects) -> None:
-        await self.carrier.carry_out(self.run, effects, order=None if self.supply is None else self.supply.order)
+        await self.publisher.publish(self.run, effects, order=None if self.supply is None else self.supply.order)
 
     # -- facts -------------------------------------------------------------------------------------------------------
 
@@ -349,7 +349,7 @@ class JobRunner:
             if count_of(headers) != header.num_messages:
                 raise ProtocolError(f"{header.nbytes} bytes in {count_of(headers)} messages")
         except ProtocolError as error:
-            await self._bury(subjects.EXPERIENCE, seq, None, f"undecodable: {error}", 1)
+            await self._drop_dead_message(subjects.EXPERIENCE, seq, None, f"undecodable: {error}", 1)
             return
         is_new = seq not in self.run.stored
         is_duplicate = self.run.on_group(seq, header) is Verdict.DUPLICATE
@@ -357,7 +357,7 @@ class JobRunner:
             self.measures.tally.on_group(header, duplicate=is_duplicate)
         if is_duplicate:
             self.run.forget_stored([seq])
-            await self.carrier.delete(range(seq, seq + header.num_messages))
+            await self.publisher.delete(range(seq, seq + header.num_messages))
 
     async def _serve(self) -> None:
         servers = [
@@ -403,7 +403,7 @@ class JobRunner:
     async def _record(self, report: Report, events: list[Event], now: float) -> None:
         """Commit what a report became, an update with its values, and what follows from it."""
         if report.kind == "refused":
-            await self.carrier.keep_refused(self.run, events)
+            await self.publisher.copy_refused(self.run, events)
         batch, state = self.run.state.sealed.get(report.batch), self.run.state
         if report.kind == "trained" and batch is not None:
             live = self.supply.measures() if self.supply is not None else {}
@@ -443,19 +443,19 @@ class JobRunner:
         await self.inbox.put(fact)
         return pack(Ack(ok=True), job=self.job, epoch=self.epoch)
 
-    async def bury(self, stream: str, seq: int, draw: Draw | None, *, reason: str, attempts: int) -> None:
+    async def on_dead_message(self, stream: str, seq: int, draw: Draw | None, *, reason: str, attempts: int) -> None:
         """Keep a message that nobody can use in DEAD and drop its draw, in one decision; only then is it deleted."""
-        await self.inbox.put(lambda: self._bury(stream, seq, draw, reason, attempts))
+        await self.inbox.put(lambda: self._drop_dead_message(stream, seq, draw, reason, attempts))
 
-    async def _bury(self, stream: str, seq: int, draw: Draw | None, reason: str, attempts: int) -> None:
+    async def _drop_dead_message(self, stream: str, seq: int, draw: Draw | None, reason: str, attempts: int) -> None:
         if stream == subjects.TICKETS and await self._is_over(seq, draw):
-            await self.carrier.delete([seq], stream=stream)
+            await self.publisher.delete([seq], stream=stream)
             return
-        count = await self.carrier.keep_dead(stream, seq, reason=reason, attempts=attempts)
+        count = await self.publisher.copy_to_dead(stream, seq, reason=reason, attempts=attempts)
         if draw is not None:
             await self._commit(self.run.on_dead_letter(draw, bus_time()))
         self.outbox.event("warning", "dead_letter", f"message {seq} of {stream}: {reason} ({attempts} attempts)")
-        await self.carrier.delete(range(seq, seq + count), stream=stream)
+        await self.publisher.delete(range(seq, seq + count), stream=stream)
 
     async def _is_over(self, seq: int, draw: Draw | None) -> bool:
         """True if nothing waits for a ticket that workers gave back until its deliveries were used up."""
@@ -484,7 +484,7 @@ class JobRunner:
             return
         tickets = measures.begin_evaluation(state, final=self.run.training_done, now=now, epoch=self.epoch)
         if tickets:
-            await self.carrier.publish_tickets(tickets)
+            await self.publisher.publish_tickets(tickets)
 
     async def _follow_best(self) -> None:
         """Name the best checkpoint once it exists; until then it is wanted."""
@@ -493,7 +493,7 @@ class JobRunner:
         self.run.new_best = goals.wanted(state)
 
     async def _settle_operations(self) -> None:
-        replayed = await self.desired_state.replay(self.run, LetterBox(self.bus), self._commit, self.supply)
+        replayed = await self.desired_state.replay(self.run, DeadLetterQueue(self.bus), self._commit, self.supply)
         for done in [*self.desired_state.settle(self.run), *replayed]:
             self.outbox.later(lambda done=done: self.store.finish_operation(self.job, done))  # type: ignore[misc]
 

@@ -18,7 +18,7 @@ import uvicorn
 from penstock.services.coordinator.api import create_app
 from penstock.services.coordinator.batch_log import give_up_batches
 from penstock.services.coordinator.control import CoordinatorControl
-from penstock.services.coordinator.deadletters import DeadLetters
+from penstock.services.coordinator.dead_letters import DeadLetterScanner
 from penstock.services.coordinator.evaluation_runner import EvaluationRunner
 from penstock.services.coordinator.feedback.desk import FeedbackDesk
 from penstock.services.coordinator.gauges import StreamGauges
@@ -109,7 +109,7 @@ class CoordinatorService:
             tasks.create_task(self.gateway.run())
             tasks.create_task(self._hear_heartbeats())
             tasks.create_task(self._lead_forever())
-            tasks.create_task(DeadLetters(self.bus, self.members, self.runners).run())
+            tasks.create_task(DeadLetterScanner(self.bus, self.members, self.runners).run())
             tasks.create_task(self._keep_room())
             tasks.create_task(StreamGauges(self.bus, self.members).run())
             self.ready = True

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from penstock.services.coordinator.api.replies import HttpProblem
-from penstock.services.coordinator.carrier import Carrier
 from penstock.services.coordinator.control import CoordinatorControl
+from penstock.services.coordinator.effects import EffectPublisher
 from penstock.services.coordinator.journal import Journal
 from penstock.services.coordinator.leader_rpc import LeaderRpc
 from penstock.services.coordinator.ledger import LedgerState
@@ -115,13 +115,13 @@ async def test_an_entry_waits_for_room_in_the_ledger(small: Bus, caplog: pytest.
 
 @pytest.mark.parametrize("stream", [subjects.TICKETS, subjects.BATCHES])
 async def test_tickets_and_manifests_wait_for_room(small: Bus, stream: str) -> None:
-    carrier = Carrier(small, "job_a", epoch=1)
+    publisher = EffectPublisher(small, "job_a", epoch=1)
     sealed = BatchSealed(**BASE, number=1, revision=1, start_version=0, update_index=0, groups=[])
     run = JobRun(CONFIG, LedgerState(sealed={1: sealed}), num_ordinals=None, writer_epoch=1)
     ticket = Ticket(draw=Draw(0), min_version=0, deadline=time.time() + 60, epoch=1)
     tickets = stream == subjects.TICKETS
-    work = carrier.publish_tickets([ticket] * 2) if tickets else carrier.carry_out(run, Effects(announce=[1]))
-    await check_waits(small, stream, carrier.retry, work)
+    work = publisher.publish_tickets([ticket] * 2) if tickets else publisher.publish(run, Effects(announce=[1]))
+    await check_waits(small, stream, publisher.retry, work)
     subject = subjects.tickets("job_a") if tickets else subjects.batches("job_a")
     assert subject in await small.subject_counts(stream)
 

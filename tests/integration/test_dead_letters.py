@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.services.coordinator.deadletters import DeadLetters
-from penstock.services.coordinator.letterbox import LetterBox
+from penstock.services.coordinator.dead_letters import DeadLetterQueue, DeadLetterScanner
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.run import REPLAYED
 from penstock.services.coordinator.runner import JobRunner
@@ -52,7 +51,7 @@ class Led:
         spec = {**SPEC, "train": SPEC["train"] | train}
         record = JobRecord(id=JOB, name=JOB, created_at=datetime.now(UTC), spec=spec)
         self.runner = JobRunner(bus, JobStore(bus), self.members, record, epoch=1, data_dir=Path("/nonexistent"))
-        self.letters = DeadLetters(bus, self.members, {JOB: self.runner})
+        self.letters = DeadLetterScanner(bus, self.members, {JOB: self.runner})
 
     async def report(self, report: Report) -> None:
         reply = await self.bus.request(subjects.report(JOB), pack(report, job=JOB), deadline_s=10)
@@ -144,7 +143,7 @@ async def test_a_late_ticket_of_a_dropped_draw_is_no_dead_letter(bus: Bus) -> No
             while Draw(0) not in await job.dropped():
                 await asyncio.sleep(0.05)
         assert (await job.dropped())[Draw(0)] == "deadline"
-        await job.runner.bury(subjects.TICKETS, tickets[0].seq, Draw(0), reason="max deliveries", attempts=5)
+        await job.runner.on_dead_message(subjects.TICKETS, tickets[0].seq, Draw(0), reason="max deliveries", attempts=5)
         async with asyncio.timeout(30):
             while Draw(0) in await job.waiting():
                 await asyncio.sleep(0.05)
@@ -273,7 +272,7 @@ async def test_a_raw_group_whose_parts_are_not_its_own(bus: Bus) -> None:
         liar = group_headers(header) | {"Penstock-Parts": "3"}
         await bus.publish(subjects.raw(JOB), data, headers=liar)
         others = [await bus.publish(subjects.raw("job_other"), data, headers=group_headers(header)) for _ in range(2)]
-        assert await job.runner.carrier.keep_dead(subjects.RAW, 1, reason="r", attempts=1) == 1
+        assert await job.runner.publisher.copy_to_dead(subjects.RAW, 1, reason="r", attempts=1) == 1
         assert len(await job.dead()) == 1
         await job.use_up(subjects.RAW, 1)
 
@@ -343,7 +342,7 @@ async def test_a_dead_letter_is_looked_into_replayed_once_and_dropped(bus: Bus) 
             return len(await job.dead()) == 2
 
         await job.scan_until(both)
-        box, store = LetterBox(bus), JobStore(bus)
+        box, store = DeadLetterQueue(bus), JobStore(bus)
         first, second = await box.page(JOB, after=0, limit=10)
         assert (first["draw"], first["stream"], first["attempts"]) == ("0.0", subjects.TICKETS, MAX_DELIVER)
         assert [row["id"] for row in await box.page(JOB, after=first["id"], limit=10)] == [second["id"]]
@@ -387,7 +386,7 @@ async def test_two_letters_of_one_draw_are_two_draws_that_wait_for_room(bus: Bus
         run, store = job.runner.run, JobStore(bus)
         for seq in (1, 2):  # a ticket that was delivered twice, say
             await bus.publish(subjects.dead(JOB), b"", headers=DEAD_TICKET | {"Penstock-Sequence": str(seq)})
-        letters = [row["id"] for row in await LetterBox(bus).page(JOB, after=0, limit=9)]
+        letters = [row["id"] for row in await DeadLetterQueue(bus).page(JOB, after=0, limit=9)]
         for id in letters:
             asked = Operation(id=f"op_{id}", kind="replay_dead_letter", created_at=datetime.now(UTC), args={"id": id})
             job.runner.update_record(await store.begin_operation(JOB, asked))

@@ -151,7 +151,7 @@ async def test_a_dead_ticket_counts_as_failed_and_is_kept(bus: Bus) -> None:
     async with leading(bus, record, 1) as runner:
         await eventually(lambda: asked(bus, job, 1))
         seq, prompt = (await asked(bus, job, 1))[1]
-        await runner.bury(subjects.TICKETS, seq, None, reason="max deliveries", attempts=5)
+        await runner.on_dead_message(subjects.TICKETS, seq, None, reason="max deliveries", attempts=5)
         assert prompt not in runner.expected
         for other in sorted(runner.expected):
             await answer(bus, job, other, 1.0, 1.0)

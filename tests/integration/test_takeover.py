@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.services.coordinator.carrier import Carrier
+from penstock.services.coordinator.effects import EffectPublisher
 from penstock.services.coordinator.evaluation import evaluation_tickets
 from penstock.services.coordinator.journal import Journal
 from penstock.services.coordinator.ledger import LedgerState
@@ -174,9 +174,9 @@ async def test_a_stream_that_ends_early_is_read_from_its_beginning(bus: Bus, tmp
 
 async def test_an_evaluation_that_is_begun_again_asks_for_its_prompts_again(bus: Bus) -> None:
     """The leader of a job broke and leads it again: what its first evaluation of this version earned is lost."""
-    carrier = Carrier(bus, JOB, epoch=1)
+    publisher = EffectPublisher(bus, JOB, epoch=1)
     for begun in (100.0, 101.0):
         tickets = evaluation_tickets([0, 1], 3, deadline=begun + 60, epoch=1)
         for _ in range(2):  # a publish whose answer was lost is repeated
-            await carrier.publish_tickets(tickets)
+            await publisher.publish_tickets(tickets)
     assert (await bus.stream_state(subjects.TICKETS)).messages == 4

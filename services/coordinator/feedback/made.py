@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable
 
-from penstock.services.coordinator.buried import buried
+from penstock.services.coordinator.dead_letters import read_dead_letters
 from penstock.services.coordinator.feedback.pieces import erase_letter, erase_message
 from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol import subjects
@@ -141,7 +141,7 @@ async def erase_groups(bus: Bus, job: str, ordinals: Container[int]) -> int:
         if _ordinal(message) in ordinals:
             await erase_message(bus, subjects.EXPERIENCE, message)
             erased += 1
-    for letter in await buried(bus, job):
+    for letter in await read_dead_letters(bus, job):
         if letter.stream == subjects.EXPERIENCE and _ordinal(letter.first) in ordinals:
             await erase_letter(bus, letter)
             erased += 1

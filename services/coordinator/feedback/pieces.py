@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.services.coordinator.buried import Buried
+from penstock.services.coordinator.dead_letters import DeadLetter
 from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.parts import PART, count_of, part_subject
@@ -34,7 +34,7 @@ async def erase_message(bus: Bus, stream: str, first: Message) -> None:
         await bus.delete_message(stream, piece.seq)
 
 
-async def erase_letter(bus: Bus, letter: Buried) -> None:
+async def erase_letter(bus: Bus, letter: DeadLetter) -> None:
     """The same for a dead letter."""
     for _, seq in reversed(letter.places):
         await bus.delete_message(subjects.DEAD, seq)

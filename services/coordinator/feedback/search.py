@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from penstock.services.coordinator.buried import Buried, buried, payload_of
+from penstock.services.coordinator.dead_letters import DeadLetter, payload_of, read_dead_letters
 from penstock.services.coordinator.feedback.pieces import data_of
 from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol import subjects
@@ -34,7 +34,7 @@ from penstock.shared.transport.bus import Bus, Message
 __all__ = ["Found", "Place", "Search", "decoded"]
 
 T = TypeVar("T", bound=msgspec.Struct)
-Place = Message | Buried
+Place = Message | DeadLetter
 """Where something stands: its first message in INTERACTIONS or FEEDBACK (without its payload), or a dead letter."""
 ID = re.compile(rb"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 
@@ -49,7 +49,7 @@ class Found:
     feedback: set[str] = field(default_factory=set)
     mixed: list[tuple[Place, list[Feedback]]] = field(default_factory=list)
     """Messages and letters of feedback that hold some of it, and what they hold of others."""
-    letters: list[Buried] = field(default_factory=list)
+    letters: list[DeadLetter] = field(default_factory=list)
     """Those that hold nothing else."""
     gone: set[str] = field(default_factory=set)
     """Ids that earlier deletions of the user named, interactions and feedback."""
@@ -80,7 +80,7 @@ class Search:
     async def run(self) -> dict[str, Found]:
         """The data, by job. Raises Unavailable."""
         await self._recall()
-        letters = await buried(self._bus, "*")
+        letters = await read_dead_letters(self._bus, "*")
         async for message in self._bus.scan(subjects.INTERACTIONS, f"{subjects.INTERACTIONS.lower()}.>"):
             if PART not in message.headers:
                 data = await data_of(self._bus, subjects.INTERACTIONS, message)
@@ -142,7 +142,7 @@ class Search:
                 self._take_unreadable(one)
 
     def _take_unreadable(self, one: _Unreadable) -> None:
-        if isinstance(one.place, Buried):
+        if isinstance(one.place, DeadLetter):
             self._found[one.job].letters.append(one.place)
         elif one.stream == subjects.INTERACTIONS:  # which one it is its subject says, and a header its episode
             headers = one.place.headers
@@ -154,7 +154,7 @@ class Search:
         mine = self._found[job]
         records = mine.interactions[bare_id(id) or id]
         mine.episodes |= {bare_id(episode) or episode} - {""}
-        if isinstance(place, Buried):
+        if isinstance(place, DeadLetter):
             mine.letters.append(place)
         else:
             records.append(place)

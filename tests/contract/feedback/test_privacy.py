@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from penstock.cli import app as cli
 from penstock.client import AsyncClient
-from penstock.services.coordinator.buried import buried, payload_of
-from penstock.services.coordinator.carrier import Carrier
+from penstock.services.coordinator.dead_letters import payload_of, read_dead_letters
+from penstock.services.coordinator.effects import EffectPublisher
 from penstock.services.coordinator.feedback.desk import FeedbackDesk
 from penstock.services.coordinator.store import JobStore
 from penstock.shared.errors import NotFound, Unavailable
@@ -103,7 +103,7 @@ async def test_no_byte_of_a_deleted_user_is_left(desk: Any, nats_server: Any, tm
     assert [(row["tags"], row["ended_at"] is None) for row in left] == [({}, False), ({}, False), ({}, True)]
     subject_of = {subjects.interaction(desk.job, record.id) for record in (other, others)}
     assert {one.subject for one in await desk.bus.read(subjects.INTERACTIONS, "interactions.>")} == subject_of
-    letters = await buried(desk.bus, desk.job)
+    letters = await read_dead_letters(desk.bus, desk.job)
     assert sorted(one.stream for one in letters) == ["EXPERIENCE", "FEEDBACK", "INTERACTIONS", "INTERACTIONS"]
     (said,) = [(await payload_of(desk.bus, one))[0] for one in letters if one.stream == subjects.FEEDBACK]
     assert [item.value for item in unpack(said, FeedbackBatch)[0].items] == ["kept, too"]
@@ -175,12 +175,14 @@ async def make_unreadable(desk: Any, records: list[Interaction], *, about: str) 
 
 async def bury_all(desk: Any) -> None:
     """Make dead letters of everything, as leaders do that cannot use it."""
-    carrier = Carrier(desk.bus, desk.job, epoch=1)
+    publisher = EffectPublisher(desk.bus, desk.job, epoch=1)
     for stream in (subjects.INTERACTIONS, subjects.FEEDBACK, subjects.EXPERIENCE):
         for message in await desk.bus.read(stream, f"{stream.lower()}.>", headers_only=True):
             if PART not in message.headers:
-                await carrier.keep_dead(stream, message.seq, reason="undecodable", attempts=1)
-    assert any(len(letter.places) > 1 for letter in await buried(desk.bus, desk.job)), "one has several parts"
+                await publisher.copy_to_dead(stream, message.seq, reason="undecodable", attempts=1)
+    assert any(len(letter.places) > 1 for letter in await read_dead_letters(desk.bus, desk.job)), (
+        "one has several parts"
+    )
 
 
 async def test_what_earlier_versions_stored_under_a_name_is_deleted(desk: Any, nats_server: Any) -> None:

@@ -1,4 +1,7 @@
-"""Carries a job's committed decisions to the bus. All of it is derived from the ledger and safe to repeat."""
+"""Publishes the effects of committed decisions: tickets, batch manifests, deletions, purges and dead letters.
+
+All of it follows from the ledger and is safe to repeat.
+"""
 
 from __future__ import annotations
 
@@ -22,38 +25,36 @@ from penstock.shared.protocol.messages import DRAW_HEADER, BatchManifest, Ticket
 from penstock.shared.protocol.parts import PART, count_of, part_subject
 from penstock.shared.transport.bus import MSG_ID, Bus, Message, Outgoing
 
-__all__ = ["ATTEMPTS", "LETTER", "REASON", "SEQUENCE", "STREAM", "Carrier", "Order"]
+__all__ = ["ATTEMPTS", "DEAD_HEADERS", "REASON", "SEQUENCE", "STREAM", "EffectPublisher", "Order"]
 
 logger = logging.getLogger(__name__)
-
 Order = Callable[[JobRun, Sequence[Draw]], Awaitable[None]]
-"""Has the groups of draws made; safe to repeat."""
-
+"""Requests the groups of draws; safe to repeat."""
 MAX_REASON = 500
 TICKETS_AT_ONCE = 500
-"""Tickets of one durable write."""
+"""Tickets in one durable write."""
 STREAM, SEQUENCE = "Penstock-Stream", "Penstock-Sequence"
-"""Where a dead letter was."""
+"""Headers of a dead letter: stream and sequence of the message that it copies."""
 ATTEMPTS, REASON = "Penstock-Attempts", "Penstock-Reason"
-LETTER = frozenset({STREAM, SEQUENCE, ATTEMPTS, REASON})
-"""Headers that a message has as a dead letter alone."""
+DEAD_HEADERS = frozenset({STREAM, SEQUENCE, ATTEMPTS, REASON})
+"""Headers that only a dead letter has."""
 
 
-class Carrier:
-    """Tickets, batch manifests, deletions and purges of one job. ``retry``: says what they wait for."""
+class EffectPublisher:
+    """Publishes the effects of one job's decisions. ``retry`` reports the waits for the bus."""
 
     def __init__(self, bus: Bus, job: str, epoch: int, retry: Retry | None = None) -> None:
         self.bus, self.job, self.epoch = bus, job, epoch
         self.retry = retry or Retry(job)
 
-    async def carry_out(self, run: JobRun, effects: Effects, order: Order | None = None) -> None:
-        """Do what follows from committed events; ``order`` has groups made, default: tickets ask for them."""
+    async def publish(self, run: JobRun, effects: Effects, order: Order | None = None) -> None:
+        """Publish the effects of committed events; ``order`` requests the groups, by default with tickets."""
         for number in effects.announce:
             await self._announce(run, number)
-        await self.delete(effects.delete)  # first: what replaces it may be as large
+        await self.delete(effects.delete)  # first: the replacement may need as much space
         if effects.tickets:
-            await (order or self.ask)(run, effects.tickets)
-        if effects.purge_below is not None and not self.bus.held:  # the next checkpoint gives it up
+            await (order or self.publish_draws)(run, effects.tickets)
+        if effects.purge_below is not None and not self.bus.held:  # the next checkpoint purges it
             await self.bus.purge(subjects.EXPERIENCE, subjects.experience(self.job), below_seq=effects.purge_below)
 
     async def _announce(self, run: JobRun, number: int) -> None:
@@ -74,7 +75,7 @@ class Carrier:
         publish = partial(self.bus.publish, subject, data, msg_id=msg_id, deadline_s=5)
         await self.retry.until_taken(f"the manifest of batch {number}", subject, publish)
 
-    async def ask(self, run: JobRun, draws: Sequence[Draw]) -> None:
+    async def publish_draws(self, run: JobRun, draws: Sequence[Draw]) -> None:
         """Publish a ticket for each draw."""
         for start in range(0, len(draws), TICKETS_AT_ONCE):
             await self.publish_tickets([self._ticket(run, draw) for draw in draws[start : start + TICKETS_AT_ONCE]])
@@ -95,24 +96,25 @@ class Carrier:
         await self.retry.until_taken(f"{len(tickets)} tickets", subjects.tickets(self.job), publish)
 
     def _sent(self, ticket: Ticket) -> Outgoing:
-        """A ticket as it is published now, with the seconds that are left of its draw's deadline."""
+        """Build the message of a ticket, with the seconds left until its draw's deadline."""
         timed = msgspec.structs.replace(ticket, deadline_s=max(0.0, ticket.deadline - bus_time()))
         data = pack(timed, job=self.job, id=str(ticket.draw), epoch=ticket.epoch)
         return Outgoing(subjects.tickets(self.job), data, headers_of(ticket), ticket_id(self.job, ticket))
 
     async def delete(self, seqs: Iterable[int], *, stream: str = subjects.EXPERIENCE) -> None:
-        """Delete messages that nobody needs; harmless if they stay."""
+        """Delete messages that are no longer needed; it does no harm if they stay."""
         for seq in seqs:
             try:
                 await self.bus.delete_message(stream, seq)
             except (NotFound, Unavailable) as error:
                 logger.debug("message %d of %s was not deleted: %s", seq, stream, error)
 
-    async def keep_dead(self, stream: str, seq: int, *, reason: str, attempts: int) -> int:
-        """Copy a payload to DEAD, before it is deleted; returns of how many messages it consists.
+    async def copy_to_dead(self, stream: str, seq: int, *, reason: str, attempts: int) -> int:
+        """Copy a payload to DEAD before it is deleted; return the number of its messages.
 
-        Messages of others, which a wrong header lays claim to, do not count. Harmless when repeated, and where it is
-        gone already. Waits while the bus is away. A full DEAD stops nobody: the payload is lost and the log says so.
+        Messages of other payloads, which a wrong header may claim, do not count. Safe to repeat, also if the payload is
+        gone.
+        Waits while the bus is away. A full DEAD stops nothing: the payload is lost, and the log says so.
         """
         place, count, parts = 0, 1, ""
         what, subject = f"a copy of message {seq} of {stream}", subjects.dead(self.job)
@@ -130,15 +132,15 @@ class Carrier:
             place += 1
         return count
 
-    async def keep_unreadable(self, messages: Sequence[Unreadable]) -> list[Unreadable]:
-        """Copy messages to DEAD and leave them where they are: a coordinator of another version may read them.
+    async def copy_unreadable(self, messages: Sequence[Unreadable]) -> list[Unreadable]:
+        """Copy messages to DEAD and leave them in place, because a coordinator of another version may read them.
 
-        Returns those that were not there yet: another leader reads them again. Waits while the bus is away.
+        Returns those that were not there yet, because other leaders read them again. Waits while the bus is away.
         """
         known = await self._dead_origins() if messages else set()
         new = [one for one in messages if (one.stream, str(one.seq)) not in known]
         for one in new:
-            await self.keep_dead(one.stream, one.seq, reason=one.reason, attempts=1)
+            await self.copy_to_dead(one.stream, one.seq, reason=one.reason, attempts=1)
         return new
 
     async def _dead_origins(self) -> set[tuple[str, str]]:
@@ -147,15 +149,15 @@ class Carrier:
         letters = await self.retry.until_taken("a look at the dead letters", subject, read)
         return {(one.headers.get(STREAM, ""), one.headers.get(SEQUENCE, "")) for one in letters}
 
-    async def keep_refused(self, run: JobRun, events: Sequence[Event]) -> None:
-        """Copy the groups that the trainer could not train to DEAD, before the decision that deletes them."""
+    async def copy_refused(self, run: JobRun, events: Sequence[Event]) -> None:
+        """Copy the groups that the trainer refused to DEAD, before the decision that deletes them."""
         reason = next((event.reason for event in events if isinstance(event, BatchRefused)), "")
         again = [draw for event in events if isinstance(event, BatchRefused) for draw in event.bad]
         dropped = [event for event in events if isinstance(event, Dropped) and event.reason == "refused"]
         given_up = [draw for event in dropped for draw in event.draws]
         for draw in again + given_up:
             if (candidate := run.candidates.get(draw)) is not None:
-                await self.keep_dead(subjects.EXPERIENCE, candidate.seq, reason=f"refused: {reason}", attempts=1)
+                await self.copy_to_dead(subjects.EXPERIENCE, candidate.seq, reason=f"refused: {reason}", attempts=1)
 
     async def _copy_dead(self, message: Message, stream: str, reason: str, attempts: int) -> None:
         headers = {
@@ -173,7 +175,7 @@ class Carrier:
 
 
 def _count(message: Message) -> int:
-    """Messages of the payload that this one begins; an unreadable header stands for itself alone."""
+    """Return the number of messages of a payload, from its first one; 1 for an unreadable header."""
     try:
         return count_of(message.headers)
     except ProtocolError:
@@ -181,15 +183,14 @@ def _count(message: Message) -> int:
 
 
 def headers_of(ticket: Ticket) -> dict[str, str]:
-    """Headers of a ticket: a dead one still says which draw it asked for."""
+    """Return the headers of a ticket, so that a dead one still names its draw."""
     return {DRAW_HEADER: str(ticket.draw)} if ticket.purpose == "train" else {}
 
 
 def ticket_id(job: str, ticket: Ticket) -> str:
-    """Message id of a ticket: the same draw is published once, whoever leads.
+    """Return the message id of a ticket: every leader publishes a draw once.
 
-    A prompt is evaluated again in each evaluation, and each has a deadline of its own: what an earlier one of the same
-    leader and version earned may be lost.
+    Each evaluation asks a prompt again, with its own deadline: results of an earlier one may be lost.
     """
     once = f".{ticket.epoch}.{ticket.version}.{ticket.deadline:.6f}" if ticket.version is not None else ""
     return f"ticket:{job}:{ticket.purpose}:{ticket.draw}{once}"
