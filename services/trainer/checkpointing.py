@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from penstock.services.trainer.checkpoint import retain
-from penstock.services.trainer.crew import Crew
 from penstock.services.trainer.progress import Progress
+from penstock.services.trainer.rank_group import RankGroup
 from penstock.services.trainer.reports import Reporter
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.service import recorded_path
@@ -38,10 +38,10 @@ class Checkpointing:
     """
 
     def __init__(
-        self, crew: Crew, reporter: Reporter, job: str, config: JobConfig, *, root: Path, epoch: int, pinned: set[int],
-        wake: Callable[[], None],
+        self, rank_group: RankGroup, reporter: Reporter, job: str, config: JobConfig, *, root: Path, epoch: int,
+        pinned: set[int], wake: Callable[[], None],
     ) -> None:  # fmt: skip
-        self._crew, self._reporter = crew, reporter
+        self._rank_group, self._reporter = rank_group, reporter
         self._job, self._config, self._root, self._epoch = job, config, root, epoch
         self._pinned, self._wake = pinned, wake
         self._queue: asyncio.Queue[tuple[asyncio.Task[Path], Report]] = asyncio.Queue(maxsize=1)
@@ -77,7 +77,7 @@ class Checkpointing:
             kind="checkpointed", epoch=self._epoch, batch=progress.batch, version=progress.version,
             digest=progress.digest, reason=reason,
         )  # fmt: skip
-        write = await self._crew.save(progress.batch, dict(meta))
+        write = await self._rank_group.save(progress.batch, dict(meta))
         self._taken = progress.batch
         self.seconds += time.perf_counter() - began
         await self._queue.put((write, report))

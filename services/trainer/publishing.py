@@ -18,8 +18,8 @@ from itertools import chain
 import msgspec
 from torch import Tensor
 
-from penstock.services.trainer.crew import Crew
 from penstock.services.trainer.learner import Learner
+from penstock.services.trainer.rank_group import RankGroup
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import Conflict, Fenced, Unavailable
 from penstock.shared.protocol import subjects
@@ -44,10 +44,10 @@ class Publishing:
         self._base_publisher: WeightPublisher | None = None
         self._base_manifest: WeightManifest | None = None
 
-    async def publish(self, crew: Crew, *, version: int, epoch: int) -> WeightManifest:
+    async def publish(self, rank_group: RankGroup, *, version: int, epoch: int) -> WeightManifest:
         """Copy the weights out; nobody knows of them until they are announced."""
         keep = await self._known(self._job) if self._gated else None
-        return await crew.publish(partial(self._write, version, epoch, keep))
+        return await rank_group.publish(partial(self._write, version, epoch, keep))
 
     async def announce(self, manifest: WeightManifest) -> None:
         """Tell the engines. Raises Fenced where a later trainer did."""

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from penstock.services.trainer.checkpointing import Checkpointing, pinned_in
-from penstock.services.trainer.crew import Crew
 from penstock.services.trainer.fence import Fence
 from penstock.services.trainer.inputs import BatchInputs, Untrainable
 from penstock.services.trainer.progress import Progress
 from penstock.services.trainer.publishing import Publishing
+from penstock.services.trainer.rank_group import RankGroup
 from penstock.services.trainer.ranks import Ranks, Threads
 from penstock.services.trainer.replica import Replica
 from penstock.services.trainer.reports import Reporter
@@ -79,7 +79,7 @@ class TrainerSession:
             bus, job, config, world=ranks.world if ranks is not None else None, threads=threads,
             checkpoints=settings.data_dir / CHECKPOINTS,
         )  # fmt: skip
-        self._crew = Crew(replica, ranks)
+        self._rank_group = RankGroup(replica, ranks)
         gated = isinstance(config, OnlineJob) and config.online.promotion is not None
         self._publishing = Publishing(bus, settings, job, gated=gated)
         self._fence = Fence()
@@ -149,7 +149,7 @@ class TrainerSession:
         finally:
             await lease.release()
             with contextlib.suppress(RankLost):
-                await self._crew.close()
+                await self._rank_group.close()
 
     async def _hold(self, lease: Lease) -> None:
         # A new one: what an earlier lease left unsaid is not true any more.
@@ -170,13 +170,13 @@ class TrainerSession:
         start = await self._reporter.ask(Report(kind="hello", epoch=self._epoch))
         self.progress, self._going_back = Progress(), ""
         checkpointing = self._checkpointing = Checkpointing(
-            self._crew, self._reporter, self.job, self.config, root=self._settings.data_dir / CHECKPOINTS,
+            self._rank_group, self._reporter, self.job, self.config, root=self._settings.data_dir / CHECKPOINTS,
             epoch=self._epoch, pinned=pinned_in(start) or {0}, wake=self._wake,
         )  # fmt: skip
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(self._reporter.run()), tasks.create_task(checkpointing.run())]
             await self._begin(start)
-            self._inputs = self._crew.inputs(self.progress.batch)
+            self._inputs = self._rank_group.inputs(self.progress.batch)
             background.append(tasks.create_task(self._inputs.run()))
             server = await self._bus.serve(subjects.command(self.job), self._on_command)
             asking = await self._bus.serve(subjects.lost_weights(self.job), self._on_lost_weights)
@@ -197,7 +197,7 @@ class TrainerSession:
         self._wait("the model to be built", subjects.report(self.job))
         self._unopened = ""
         try:
-            await self._crew.open()
+            await self._rank_group.open()
         except (ConfigError, CheckpointError, torch.OutOfMemoryError) as error:  # the second: that of another rank
             if start["checkpoint"] is None:
                 raise
@@ -206,12 +206,13 @@ class TrainerSession:
             await self._ask_for_a_pause(start["last_trained"] + 1, 0, self._unopened)
             raise Fenced(f"the job cannot be opened here: {error}") from None
         try:
-            await self._crew.remove_leftovers()
+            await self._rank_group.remove_leftovers()
         except OSError as error:
             logger.warning("unfinished checkpoints of job %s are not deleted: %s", self.job, error)
         begin = Start(
-            self._bus, self.job, self.config, crew=self._crew, publishing=self._publishing, reporter=self._reporter,
-            progress=self.progress, epoch=self._epoch, wait=self._wait, data_dir=self._settings.data_dir,
+            self._bus, self.job, self.config, rank_group=self._rank_group, publishing=self._publishing,
+            reporter=self._reporter, progress=self.progress, epoch=self._epoch, wait=self._wait,
+            data_dir=self._settings.data_dir,
         )  # fmt: skip
         if start["checkpoint"] is not None:
             await begin.restore(start)
@@ -276,7 +277,7 @@ class TrainerSession:
         if (lost.version, lost.digest) != (progress.version, progress.digest) or lost.base:
             raise Fenced(f"the weights of version {lost.version} are gone, and are made again")
         logger.warning("version %d is published again: a worker cannot open it", lost.version)
-        published = await self._publishing.publish(self._crew, version=progress.version, epoch=self._epoch)
+        published = await self._publishing.publish(self._rank_group, version=progress.version, epoch=self._epoch)
         await self._publishing.announce(published)
 
     async def _next_manifest(self) -> BatchManifest | None:
@@ -301,7 +302,7 @@ class TrainerSession:
         assert self._inputs is not None
         self._waiting = None
         try:
-            metrics = await self._crew.train(manifest, self._inputs)
+            metrics = await self._rank_group.train(manifest, self._inputs)
         except Untrainable as error:
             await self._refuse(manifest, error)
             return
@@ -315,7 +316,7 @@ class TrainerSession:
         progress.version = manifest.start_version + 1
         began = time.perf_counter()
         await self._reporter.settled()  # there is one version at a time that engines do not know yet
-        published = await self._publishing.publish(self._crew, version=progress.version, epoch=self._epoch)
+        published = await self._publishing.publish(self._rank_group, version=progress.version, epoch=self._epoch)
         self._seconds["publish"] += time.perf_counter() - began
         progress.batch, progress.digest = manifest.number, published.digest
         self._inputs.trained(manifest)
@@ -397,7 +398,7 @@ class TrainerSession:
     def seconds(self) -> dict[str, float]:
         """Wall time by stage, since this session began."""
         checkpoint = 0.0 if self._checkpointing is None else self._checkpointing.seconds
-        return {**self._seconds, **self._crew.seconds, "checkpoint": checkpoint}
+        return {**self._seconds, **self._rank_group.seconds, "checkpoint": checkpoint}
 
     def _second_facts(self) -> dict[str, float]:
         """Seconds by stage since the last call, and since this session began."""

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.services.trainer.crew import Crew
 from penstock.services.trainer.inputs import Untrainable, read_manifests
 from penstock.services.trainer.progress import Progress
 from penstock.services.trainer.publishing import Publishing
+from penstock.services.trainer.rank_group import RankGroup
 from penstock.services.trainer.reports import Reporter
 from penstock.services.trainer.update_rules.on_policy import NonFiniteStep
 from penstock.shared.config.job import JobConfig
@@ -26,14 +26,14 @@ Wait = Callable[[str, str], None]
 
 
 class Start:
-    """Brings the crew and ``progress`` to where the ledger is. Used once, under one lease."""
+    """Brings the rank group and ``progress`` to where the ledger is. Used once, under one lease."""
 
     def __init__(
-        self, bus: Bus, job: str, config: JobConfig, *, crew: Crew, publishing: Publishing, reporter: Reporter,
-        progress: Progress, epoch: int, wait: Wait, data_dir: Path,
+        self, bus: Bus, job: str, config: JobConfig, *, rank_group: RankGroup, publishing: Publishing,
+        reporter: Reporter, progress: Progress, epoch: int, wait: Wait, data_dir: Path,
     ) -> None:  # fmt: skip
         self._bus, self._job, self._config = bus, job, config
-        self._crew, self._publishing, self._reporter = crew, publishing, reporter
+        self._rank_group, self._publishing, self._reporter = rank_group, publishing, reporter
         self._progress, self._epoch, self._wait, self._data_dir = progress, epoch, wait, data_dir
         self.damaged = False
         """An older checkpoint than the newest one was read."""
@@ -43,9 +43,9 @@ class Start:
         warm = self._config.warm_start
         if warm.steps:
             self._wait(f"the warm start: 0 of {warm.steps} steps", subjects.report(self._job))
-            await self._crew.warm_start(self._on_warm_step)
+            await self._rank_group.warm_start(self._on_warm_step)
         self._progress.batch, self._progress.version = 0, 0
-        manifest = await self._publishing.publish(self._crew, version=0, epoch=self._epoch)
+        manifest = await self._publishing.publish(self._rank_group, version=0, epoch=self._epoch)
         self._progress.digest = manifest.digest
         await self._publishing.announce(manifest)
 
@@ -63,10 +63,10 @@ class Start:
         progress.batch = await self._load(start)
         start["batches"] = [row for row in (*start.get("earlier", ()), *start["batches"]) if row[0] > progress.batch]
         await self._repeat(start)
-        await self._crew.forget()
+        await self._rank_group.forget()
         # The batches of this lineage may end below: a fork gave up the last ones, and their numbers are not used again.
         progress.batch, progress.version = start["last_trained"], start["version"]
-        manifest = await self._publishing.publish(self._crew, version=progress.version, epoch=self._epoch)
+        manifest = await self._publishing.publish(self._rank_group, version=progress.version, epoch=self._epoch)
         progress.digest = manifest.digest
         if start["digest"] and manifest.digest != start["digest"]:
             raise CheckpointError(f"weights after batch {progress.batch} do not hash to what the ledger recorded")
@@ -82,7 +82,7 @@ class Start:
             path = checkpoint_path(self._data_dir, checkpoint["path"])
             self._wait(f"checkpoint {path} to load", str(path))
             try:
-                await self._crew.load(path)
+                await self._rank_group.load(path)
             except CheckpointError as error:
                 first = first or error
                 if (start.get("rollback") or {}).get("operation"):
@@ -117,25 +117,25 @@ class Start:
                 await self._fork(number, start, rollback["reason"], rollback=rollback["number"])
                 return
             if served is not None and number > served["number"]:
-                shown = await self._publishing.publish(self._crew, version=served["version"], epoch=self._epoch)
+                shown = await self._publishing.publish(self._rank_group, version=served["version"], epoch=self._epoch)
                 await self._publishing.announce_served(shown)
                 served = None
             self._wait(
                 f"batch {number} of {start['last_trained']} to be repeated after a restart", subjects.batches(self._job)
             )
-            await self._crew.remember()
+            await self._rank_group.remember()
             try:
-                await self._crew.train(manifests[number, revision])
+                await self._rank_group.train(manifests[number, revision])
             except (KeyError, Untrainable) as error:
                 await self._fork(number, start, f"inputs of batch {number} are gone: {error}")
                 return
             except (ProtocolError, NonFiniteStep) as error:
-                await self._crew.recall()
+                await self._rank_group.recall()
                 await self._fork(number, start, f"batch {number} cannot be trained again: {error}")
                 return
-            again = await self._publishing.publish(self._crew, version=version, epoch=self._epoch)
+            again = await self._publishing.publish(self._rank_group, version=version, epoch=self._epoch)
             if again.digest != digest:
-                await self._crew.recall()
+                await self._rank_group.recall()
                 await self._fork(number, start, f"batch {number} gave another weight digest than before")
                 return
             self._progress.batch = number
@@ -147,7 +147,7 @@ class Start:
             rollback: where the coordinator wanted to go back to; by now it may want that no more, and refuse.
         """
         version = max(start["version"], await self._publishing.newest()) + 1
-        manifest = await self._publishing.publish(self._crew, version=version, epoch=self._epoch)
+        manifest = await self._publishing.publish(self._rank_group, version=version, epoch=self._epoch)
         report = Report(
             kind="forked", epoch=self._epoch, batch=number, version=version, digest=manifest.digest, reason=reason,
             rollback=rollback,

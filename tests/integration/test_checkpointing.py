@@ -15,8 +15,8 @@ from penstock.services.trainer import checkpointing as module
 from penstock.services.trainer.backends.base import BackendState, LearnerState
 from penstock.services.trainer.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
 from penstock.services.trainer.checkpointing import Checkpointing
-from penstock.services.trainer.crew import Crew
 from penstock.services.trainer.progress import Progress
+from penstock.services.trainer.rank_group import RankGroup
 from penstock.services.trainer.ranks import Threads
 from penstock.services.trainer.replica import Replica
 from penstock.services.trainer.reports import Reporter
@@ -57,7 +57,7 @@ class Coordinator:
 @dataclass
 class Stage:
     root: Path
-    crew: Crew
+    rank_group: RankGroup
     checkpointing: Checkpointing
     coordinator: Coordinator
     woken: asyncio.Event
@@ -67,17 +67,17 @@ class Stage:
 async def stage(bus: Bus, tmp_path: Path) -> AsyncIterator[Stage]:
     threads, coordinator, woken = Threads(), Coordinator(), asyncio.Event()
     root = tmp_path / "checkpoints"
-    crew = Crew(Replica(bus, JOB, CONFIG, world=None, threads=threads, checkpoints=root), None)
-    await crew.open()
+    rank_group = RankGroup(Replica(bus, JOB, CONFIG, world=None, threads=threads, checkpoints=root), None)
+    await rank_group.open()
     reporter = Reporter(bus, JOB)
     checkpointing = Checkpointing(
-        crew, reporter, JOB, CONFIG, root=root, epoch=3, pinned=set(), wake=woken.set
+        rank_group, reporter, JOB, CONFIG, root=root, epoch=3, pinned=set(), wake=woken.set
     )  # fmt: skip
     server = await bus.serve(subjects.report(JOB), coordinator.answer)
     async with Background() as background:
         background.spawn(reporter.run(), name="reports")
         background.spawn(checkpointing.run(), name="checkpoints")
-        yield Stage(root, crew, checkpointing, coordinator, woken)
+        yield Stage(root, rank_group, checkpointing, coordinator, woken)
     await server.close(0.5)
     threads.close()
 
@@ -91,7 +91,7 @@ async def test_training_goes_on_while_a_checkpoint_is_recorded(stage: Stage) -> 
     await take(1)
     assert not stage.checkpointing.asked
     assert not stage.coordinator.heard
-    await stage.crew.publish(lambda learner: learner.layout())  # the thread that computes is free
+    await stage.rank_group.publish(lambda learner: learner.layout())  # the thread that computes is free
     await take(1)  # asked again: nothing new to write
     following = asyncio.create_task(take(2))
     await wait_for(_exists(stage.root, 1), 30, "the first checkpoint")

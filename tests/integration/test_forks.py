@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from penstock.services.trainer.checkpoint import load_checkpoint, save_checkpoint
-from penstock.services.trainer.crew import Crew
 from penstock.services.trainer.progress import Progress
 from penstock.services.trainer.publishing import Publishing
+from penstock.services.trainer.rank_group import RankGroup
 from penstock.services.trainer.ranks import Threads
 from penstock.services.trainer.replica import Replica
 from penstock.services.trainer.reports import Reporter
@@ -53,7 +53,7 @@ class Restart:
 
     bus: Bus
     replica: Replica
-    crew: Crew
+    rank_group: RankGroup
     start: Start
     publishing: Publishing
     progress: Progress
@@ -95,16 +95,16 @@ class Restart:
 async def restart(bus: Bus, tmp_path: Path) -> AsyncIterator[Restart]:
     threads, reporter, progress = Threads(), Reporter(bus, JOB), Progress()
     replica = Replica(bus, JOB, CONFIG, world=None, threads=threads, checkpoints=tmp_path)
-    crew = Crew(replica, None)
-    await crew.open()
+    rank_group = RankGroup(replica, None)
+    await rank_group.open()
     state = replica.learner.state()
     checkpoint = await asyncio.to_thread(save_checkpoint, tmp_path / "checkpoints", JOB, 0, state, {})
     publishing = Publishing(bus, ServiceSettings(data_dir=tmp_path, shm_dir=tmp_path), JOB)
     start = Start(
-        bus, JOB, CONFIG, crew=crew, publishing=publishing, reporter=reporter, progress=progress, epoch=2,
+        bus, JOB, CONFIG, rank_group=rank_group, publishing=publishing, reporter=reporter, progress=progress, epoch=2,
         wait=lambda *_: None, data_dir=tmp_path,
     )  # fmt: skip
-    stage = Restart(bus, replica, crew, start, publishing, progress, checkpoint)
+    stage = Restart(bus, replica, rank_group, start, publishing, progress, checkpoint)
     server = await bus.serve(subjects.report(JOB), stage.answer)
     yield stage
     await server.close(0.5)
@@ -113,7 +113,7 @@ async def restart(bus: Bus, tmp_path: Path) -> AsyncIterator[Restart]:
 
 
 async def test_a_trainer_announces_nothing_over_a_later_one(restart: Restart) -> None:
-    own = await restart.publishing.publish(restart.crew, version=2, epoch=2)
+    own = await restart.publishing.publish(restart.rank_group, version=2, epoch=2)
     later = pack(msgspec.structs.replace(own, epoch=3), job=JOB)
     await restart.bus.kv(subjects.MANIFESTS).put(JOB, later)
     with pytest.raises(Fenced, match="trainer epoch 3 > 2"):
@@ -122,7 +122,7 @@ async def test_a_trainer_announces_nothing_over_a_later_one(restart: Restart) ->
 
 async def test_a_fork_is_above_what_was_announced_and_not_recorded(restart: Restart) -> None:
     """Engines know that version with other weights."""
-    await restart.publishing.announce(await restart.publishing.publish(restart.crew, version=2, epoch=1))
+    await restart.publishing.announce(await restart.publishing.publish(restart.rank_group, version=2, epoch=1))
     report = await restart.restore(version=1)
     assert report.version == 3
     assert "inputs of batch 1 are gone" in report.reason

@@ -16,9 +16,9 @@ import pytest
 
 from penstock.services.rollout.engines import open_engine
 from penstock.services.rollout.policy import PolicyFollower
-from penstock.services.trainer.crew import Crew
 from penstock.services.trainer.fence import Fence
 from penstock.services.trainer.publishing import Publishing
+from penstock.services.trainer.rank_group import RankGroup
 from penstock.services.trainer.ranks import Threads
 from penstock.services.trainer.replica import Replica
 from penstock.services.trainer.reports import Reporter
@@ -54,16 +54,16 @@ CONFIG = JobConfig.parse(
 async def test_the_models_of_an_earlier_start_are_freed(bus: Bus, tmp_path: Path) -> None:
     threads = Threads()
     replica = Replica(bus, JOB, CONFIG, world=None, threads=threads, checkpoints=tmp_path)
-    crew = Crew(replica, None)
+    rank_group = RankGroup(replica, None)
     publishing = Publishing(bus, ServiceSettings(data_dir=tmp_path, shm_dir=tmp_path), JOB)
-    await crew.open()
+    await rank_group.open()
     first = weakref.ref(replica.learner)
-    await publishing.publish(crew, version=0, epoch=1)
-    await crew.close()
+    await publishing.publish(rank_group, version=0, epoch=1)
+    await rank_group.close()
     gc.collect()
     assert first() is None
-    await crew.open()
-    assert (await publishing.publish(crew, version=0, epoch=2)).base == ""
+    await rank_group.open()
+    assert (await publishing.publish(rank_group, version=0, epoch=2)).base == ""
     publishing.close()
     threads.close()
 
@@ -135,10 +135,10 @@ async def test_the_age_of_an_unanswered_report_grows(bus: Bus, tmp_path: Path) -
 async def test_a_trainer_whose_start_failed_says_what_it_waits_for(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def no_room(self: Crew) -> None:
+    async def no_room(self: RankGroup) -> None:
         raise ConfigError("model.path: no such model")
 
-    monkeypatch.setattr(Crew, "open", no_room)
+    monkeypatch.setattr(RankGroup, "open", no_room)
     session = session_of(bus, tmp_path)
 
     async def answer(data: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""All ranks of one job as rank 0 sees them: each call is an order that every rank carries out."""
+"""The ranks of one job: rank 0 calls an operation, and every rank runs it on its replica."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from penstock.services.trainer.ranks import Ranks, to_the_end
 from penstock.services.trainer.replica import Replica
 from penstock.shared.protocol.messages import BatchManifest
 
-__all__ = ["Crew"]
+__all__ = ["RankGroup"]
 
 T = TypeVar("T")
 
 
-class Crew:
-    """Rank 0's own replica, and the orders to the others.
+class RankGroup:
+    """Rank 0's own replica, and the other ranks.
 
     Args:
-        ranks: None: there are no others, and a call that is cancelled leaves nobody waiting.
+        ranks: the other ranks; None for a single rank, where a cancelled call leaves no rank waiting.
     """
 
     def __init__(self, replica: Replica, ranks: Ranks | None) -> None:
