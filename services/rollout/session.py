@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
 from functools import partial
 from typing import Any
 
+from penstock.services.rollout.asking import Asking
 from penstock.services.rollout.candidate import Candidate
 from penstock.services.rollout.engines import Engine, open_engine
 from penstock.services.rollout.env_requests import EnvRequests
@@ -19,40 +18,23 @@ from penstock.services.rollout.policy import PolicyFollower
 from penstock.services.rollout.publisher import GroupPublisher
 from penstock.services.rollout.scoring import joined, score_requests
 from penstock.services.rollout.serving import InferenceServer
+from penstock.services.rollout.tickets import TicketTaker
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.kinds import TextJob
 from penstock.shared.config.online import OnlineConfig
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.data.prompts import Prompt, PromptSource
-from penstock.shared.errors import ConfigError, DataError, DeadlineError, ProtocolError, Unavailable
+from penstock.shared.errors import ConfigError, DataError, ProtocolError
 from penstock.shared.models.loading import build_tokenizer, resolve_device
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.messages import EvalResult, Report, ScoreReply, Ticket
+from penstock.shared.protocol.messages import Report, ScoreReply, Ticket
 from penstock.shared.protocol.trajectory import Group
 from penstock.shared.runtime.tasks import together
-from penstock.shared.transport.bus import Bus, Delivery
+from penstock.shared.transport.bus import Bus
 
 __all__ = ["RolloutSession"]
-
-logger = logging.getLogger(__name__)
-
-ACK_WAIT_S = 5.0
-"""A ticket whose holder gives no sign for this long goes to another worker."""
-MAX_DELIVER = 5
-ASK_DEADLINE_S = 5.0
-"""A request is repeated under the same id after this long: its server may be gone, or just slow."""
-FETCH_WAIT_S = 1.0
-RETRY_S = 0.2
-UNREADABLE_PAUSE_S = 0.5
-LATE_PAUSE_S = 5.0
-"""A ticket that cannot be answered in time comes again after this long, unless the coordinator drops its draw."""
-
-
-class _LeftBehind(Exception):  # noqa: N818  no error: the coordinator has its answer, or went on without
-    """The policy passed the version that a ticket asks for, and versions rise."""
 
 
 class RolloutSession:
@@ -60,20 +42,18 @@ class RolloutSession:
 
     def __init__(self, bus: Bus, settings: ServiceSettings, job: str, config: TextJob) -> None:
         self._bus, self._settings, self.job, self.config = bus, settings, job, config
-        self._publisher = GroupPublisher(bus, job)
+        self._publisher, self._asking = GroupPublisher(bus, job), Asking(bus)
+        self._tickets = TicketTaker(
+            bus, job, self._asking, answer=self._attempt, give_up=self._give_up, room=self._room,
+            progress=self._progress,
+        )  # fmt: skip
         limit_s = config.environment.request_timeout_s if config.environment is not None else 0.0
-        self._env = EnvRequests(bus, job, limit_s, self._wait, self._done)
-        self._waits: dict[str, tuple[float, str, str]] = {}
-        self._holds: dict[str, tuple[int, int | None]] = {}
-        """Work in hand -> sequence of its ticket, version it asks for."""
-        self._ends: dict[str, float] = {}
-        """Work in hand -> deadline of its ticket (monotonic)."""
+        self._env = EnvRequests(bus, job, limit_s, self._asking.wait, self._asking.done)
         self._engine: Engine | None = None
         self._policy: PolicyFollower | FixedPolicy | None = None
         self._candidate: Candidate | None = None
         self._held = WeightRing(config.online.posted.held_versions if isinstance(config, OnlineJob) else 0)
         self._serving: InferenceServer | None = None
-        self._draining = False
         self.groups = 0
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -100,18 +80,17 @@ class RolloutSession:
             self._policy = PolicyFollower(self._bus, self._settings, self.job, engine, held=self._held)
         else:
             self._policy = FixedPolicy(engine)
-        slots = asyncio.Semaphore(max(1, self.config.placement.max_running // self.config.completions_per_group))
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(self._policy.run()), tasks.create_task(self._publisher.run())]
             if self._candidate is not None:
                 background.append(tasks.create_task(self._candidate.run()))
-            self._wait("policy", "the first policy version", subjects.MANIFESTS)
+            self._asking.wait("policy", "the first policy version", subjects.MANIFESTS)
             await self._policy.first()
-            self._done("policy")
+            self._asking.done("policy")
             async with asyncio.TaskGroup() as working:
                 if isinstance(self.config, JobConfig):
                     working.create_task(self._serve(self.config))
-                await self._take_tickets(working, slots)
+                await self._tickets.run()
             for task in background:
                 task.cancel()
 
@@ -119,7 +98,7 @@ class RolloutSession:
         """An evaluation job has no trainer that would say that its model cannot be loaded."""
         if not isinstance(self.config, JobConfig):
             report = pack(Report(kind="failed", epoch=0, reason=str(error)), job=self.job)
-            await self._ask(subjects.report(self.job), report, "model", "the coordinator to take a failure")
+            await self._asking.ask(subjects.report(self.job), report, "model", "the coordinator to take a failure")
 
     def _load(self) -> None:
         self._tokenizer = build_tokenizer(self.config.model)
@@ -131,27 +110,6 @@ class RolloutSession:
         self._maker = GroupMaker(self.job, self._settings.worker_id, self.config, self._engine, self._tokenizer)
         if Candidate.is_needed(self.config):
             self._candidate = Candidate(self._bus, self._settings, self.job, self.config, self._tokenizer)
-
-    async def _take_tickets(self, working: asyncio.TaskGroup, slots: asyncio.Semaphore) -> None:
-        puller = await self._bus.pull(
-            subjects.TICKETS, subjects.tickets(self.job), f"rollout-{self.job}",
-            ack_wait_s=ACK_WAIT_S, max_deliver=MAX_DELIVER, max_ack_pending=4096,
-        )  # fmt: skip
-        try:
-            while not self._draining:
-                await slots.acquire()
-                room = 1
-                while not slots.locked():
-                    await slots.acquire()
-                    room += 1
-                deliveries = await puller.fetch(room, FETCH_WAIT_S)
-                for _ in range(room - len(deliveries)):
-                    slots.release()
-                for delivery in deliveries:
-                    task = working.create_task(self._work(delivery))
-                    task.add_done_callback(lambda _: slots.release())
-        finally:
-            await puller.close()
 
     async def _serve(self, config: JobConfig) -> None:
         """Answer live requests of agents until drained."""
@@ -177,72 +135,29 @@ class RolloutSession:
 
     def drain(self) -> None:
         """Take no more tickets and no more requests."""
-        self._draining = True
+        self._tickets.drain()
         if self._serving is not None:
             self._serving.drain()
 
     # -- one ticket --------------------------------------------------------------------------------------------------
 
-    async def _work(self, delivery: Delivery) -> None:
-        try:
-            ticket, _ = unpack(delivery.data, Ticket)
-        except ProtocolError as error:  # given back: after its last delivery it becomes a dead letter
-            logger.error("ticket %d is unreadable: %s", delivery.seq, error)
-            await delivery.nak(UNREADABLE_PAUSE_S)
-            return
-        key = f"{ticket.purpose}:{ticket.draw}"
-        if key in self._holds:
-            seq, version = self._holds[key]
-            if delivery.seq != seq and ticket.version == version:  # another leader asked again for what is in hand
-                await delivery.ack()
-            return  # redelivered while in hand (a stalled process): the first delivery's ack counts
-        self._holds[key] = delivery.seq, ticket.version
-        left_s, is_late = ticket.left_s(delivery.time), False
-        self._ends[key] = time.monotonic() + left_s
-        keeper = asyncio.create_task(self._keep(delivery, self._ends[key]))
-        try:
-            async with asyncio.timeout(left_s):
-                await self._attempt(ticket, key)
-        except _LeftBehind as error:
-            logger.info("ticket %s is over: %s", key, error)
-        except (TimeoutError, DeadlineError) as error:
-            logger.info("ticket %s is given back: %s", key, str(error) or "past its deadline")
-            is_late = True
-        finally:
-            keeper.cancel()
-            self._ends.pop(key, None)
-            self._holds.pop(key, None)
-            self._done(key)
-        if is_late:
-            await delivery.nak(LATE_PAUSE_S)  # the coordinator alone drops a draw
-        else:
-            await delivery.ack()
+    def _room(self) -> int:
+        fitting = max(1, self.config.placement.max_running // self.config.completions_per_group)
+        return fitting - self._tickets.num_taken
+
+    def _progress(self) -> int | None:
+        assert self._engine is not None
+        return self._engine.generated_tokens if self._engine.running else None
 
     async def _attempt(self, ticket: Ticket, key: str) -> None:
-        """Answer a ticket. One that cannot be is a failure of its own: its neighbours and the session go on."""
-        try:
-            if self._is_measure(ticket):
-                await self._evaluate(ticket, key)
-            else:
-                await self._answer(ticket, key)
-        except (ConfigError, DataError, ProtocolError) as error:
-            logger.error("ticket %s cannot be answered: %s", key, error)
-            await self._give_up(ticket, key, str(error))
+        if self._is_measure(ticket):
+            await self._evaluate(ticket, key)
+        else:
+            await self._answer(ticket, key)
 
     def _is_measure(self, ticket: Ticket) -> bool:
         """True if a training job's policy is measured: only the scores are wanted."""
         return ticket.purpose == "eval" and isinstance(self.config, JobConfig)
-
-    async def _keep(self, delivery: Delivery, end: float) -> None:
-        """Extend the lease while the engine makes progress or the ticket waits its turn, never past its deadline."""
-        assert self._engine is not None
-        before = -1
-        while time.monotonic() < end:
-            await asyncio.sleep(ACK_WAIT_S / 4)
-            tokens = self._engine.generated_tokens
-            if tokens != before or self._engine.running == 0 or self._waits:
-                await delivery.in_progress()
-            before = tokens
 
     async def _answer(self, ticket: Ticket, key: str) -> None:
         ordinal = ticket.draw.ordinal
@@ -254,7 +169,7 @@ class RolloutSession:
             )  # fmt: skip
             await self._publisher.publish(group)
             return
-        group = await self._generate(ticket, prompt, key, wanted=lambda version: version >= ticket.min_version)
+        group = await self._generate(ticket, prompt, key, oldest=ticket.min_version)
         if not group.num_trajectories:  # its environment began with a prompt that is too long
             await self._publisher.publish(group)
             return
@@ -267,99 +182,53 @@ class RolloutSession:
         prompt = self._source.eval(ticket.draw.ordinal)
         rewards, failed, greedy = [0.0], [True], [False]
         if not prompt.too_long:
-            group = await self._generate(ticket, prompt, key, wanted=lambda version: version >= (ticket.version or 0))
+            group = await self._generate(ticket, prompt, key, oldest=ticket.version or 0)
             if group.num_trajectories:
                 reply = await self._score(group, key)
                 rewards, failed, greedy = reply.rewards, (group.failed | reply.failed).tolist(), group.greedy.tolist()
-        await self._tell(ticket, key, rewards, failed, greedy)
+        await self._tickets.tell(ticket, key, rewards, failed=failed, greedy=greedy)
 
     async def _give_up(self, ticket: Ticket, key: str, reason: str) -> None:
         if self._is_measure(ticket):
-            await self._tell(ticket, key, [0.0], [True], [False])
+            await self._tickets.tell(ticket, key, [0.0], failed=[True], greedy=[False])
             return
         worker = self._settings.worker_id
         group = failed_group(job=self.job, draw=ticket.draw, epoch=ticket.epoch, worker=worker, error=reason)
         await self._publisher.publish(group)
 
-    async def _tell(
-        self, ticket: Ticket, key: str, rewards: list[float], failed: list[bool], greedy: list[bool]
-    ) -> None:
-        result = EvalResult(
-            version=ticket.version or 0, ordinal=ticket.draw.ordinal, rewards=rewards, failed=failed, greedy=greedy
-        )
-        data = pack(result, job=self.job, id=key, epoch=ticket.epoch)
-        await self._ask(subjects.evaluation(self.job), data, key, "the coordinator to take an evaluation result")
-
-    async def _generate(self, ticket: Ticket, prompt: Prompt, key: str, *, wanted: Any) -> Group:
-        """Raises _LeftBehind where the version that a ticket asks for is not there any more."""
+    async def _generate(self, ticket: Ticket, prompt: Prompt, key: str, *, oldest: int) -> Group:
         source = self._candidate if self._is_measure(ticket) else None
         policy, maker = (self._policy, self._maker) if source is None else (source.policy, source.maker)
         assert policy is not None
-        if not wanted(policy.version):
-            self._wait(key, f"policy version {ticket.min_version} (serving {policy.version})", subjects.MANIFESTS)
-            left_s = self._ends[key] - time.monotonic()
-            await policy.reach(wanted, deadline_s=left_s, what=f"version {ticket.min_version}")
-            self._done(key)
-        if ticket.version is not None and policy.version > ticket.version:  # versions rise: it will not come again
-            raise _LeftBehind(f"version {ticket.version} was left behind for {policy.version}")
+        await self._tickets.reach(policy, ticket, key, oldest=oldest)
         return await maker.make(ticket, prompt, key, partial(self._env.ask, key))
 
     async def _score(self, group: Group, key: str) -> ScoreReply:
         asked = [
             pack(request, job=self.job, id=f"{group.attempt}.{i}") for i, request in enumerate(score_requests(group))
         ]
-        answers = (self._ask(subjects.score(self.job), data, key, "a reward worker") for data in asked)
+        answers = (self._asking.ask(subjects.score(self.job), data, key, "a reward worker") for data in asked)
         reply = joined([unpack(data, ScoreReply)[0] for data in await together(answers)])
         if len(reply.rewards) != group.num_trajectories:
             raise ProtocolError(f"{len(reply.rewards)} rewards for {group.num_trajectories} completions")
         return reply
 
-    async def _ask(self, subject: str, data: bytes, key: str, what: str) -> bytes:
-        """Request/reply, again until somebody answers; the ticket's deadline bounds it."""
-        while (reply := await self._request(subject, data, key, what, ASK_DEADLINE_S)) is None:
-            pass
-        return reply
-
-    async def _request(self, subject: str, data: bytes, key: str, what: str, deadline_s: float) -> bytes | None:
-        """Ask once; None, after a pause, where nobody answered."""
-        try:
-            reply = await self._bus.request(subject, data, deadline_s=deadline_s)
-        except Unavailable:
-            self._wait(key, what, subject)
-            await asyncio.sleep(RETRY_S)
-            return None
-        self._done(key)
-        return reply
-
     # -- what others see ---------------------------------------------------------------------------------------------
-
-    def _wait(self, key: str, what: str, subject: str) -> None:
-        self._waits.setdefault(key, (bus_time(), what, subject))
-
-    def _done(self, key: str) -> None:
-        self._waits.pop(key, None)
 
     @property
     def busy(self) -> bool:
         """True if tickets or requests are in hand."""
-        return bool(self._holds) or bool(self._serving and self._serving.num_requests)
+        return self._tickets.busy or bool(self._serving and self._serving.num_requests)
 
     def status(self) -> dict[str, Any]:
         """This worker's entry for the job, for its heartbeat."""
         engine, policy = self._engine, self._policy
-        row: dict[str, Any] = {
+        row = {
             "version": policy.version if policy else -1,
             "running": engine.running if engine else 0,
             "requests": self._serving.num_requests if self._serving else 0,
             "generated_tokens": engine.generated_tokens if engine else 0,
             "groups": self.groups,
-            "holds": [key.split(":", 1)[1] for key in list(self._holds)],
             "pause_s": policy.pause_s if policy else 0.0,
         }
-        if self._publisher.blocked is not None:
-            since, why = self._publisher.blocked
-            row |= {"waiting_for": why, "since": since, "subject": subjects.experience(self.job)}
-        elif self._waits:
-            since, what, subject = min(self._waits.values())
-            row |= {"waiting_for": what, "since": since, "subject": subject}
-        return row
+        return row | self._tickets.status(self._publisher)
