@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 
-from penstock.services.rollout.engines import Engine
+from penstock.services.rollout.engines import Updatable
 from penstock.services.rollout.held_weights import WeightRing
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import DeadlineError, Unavailable, WeightsError
@@ -40,7 +40,7 @@ class PolicyFollower:
         bus: Bus,
         settings: ServiceSettings,
         job: str,
-        engine: Engine,
+        engine: Updatable,
         *,
         key: str = "",
         held: WeightRing | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from penstock.services.rollout.engines.base import Engine, UpdateMode
+from penstock.services.rollout.engines.base import Engine, Updatable, UpdateMode
 from penstock.services.rollout.engines.constraint import Grammars
 from penstock.services.rollout.engines.embedded import EmbeddedEngine
 from penstock.shared.config.model import ModelConfig
@@ -14,7 +14,7 @@ from penstock.shared.models.loading import build_model, stop_token_ids
 from penstock.shared.models.lora import add_adapter, base_parameters
 from penstock.shared.weights import digest_of_tensors
 
-__all__ = ["EmbeddedEngine", "Engine", "UpdateMode", "open_engine"]
+__all__ = ["EmbeddedEngine", "Engine", "Updatable", "UpdateMode", "open_engine"]
 
 
 def open_engine(

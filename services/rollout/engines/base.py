@@ -19,7 +19,7 @@ from penstock.shared.protocol.generation import (
     WeightInfo,
 )
 
-__all__ = ["Engine", "Listener", "UpdateMode"]
+__all__ = ["Engine", "Listener", "Updatable", "UpdateMode"]
 
 Listener = Callable[[Token], None]
 """Takes the tokens of one request as they are sampled; called on the event loop, must be quick."""
@@ -28,10 +28,72 @@ UpdateMode = Literal["swap", "in_place"]
 """swap: the staged tensors become the weights. in_place: chunks are copied into the weights while nothing decodes."""
 
 
-class Engine(Protocol):
-    """A rollout engine. All methods are called from one event loop; none blocks it."""
+class Updatable(Protocol):
+    """Holds the weights of a policy version and takes in others: what a ``PolicyFollower`` needs of an engine."""
 
     caps: Caps
+
+    async def close(self) -> None:
+        """Stop; requests in flight fail with ``Unavailable``. Safe to repeat."""
+        ...
+
+    async def begin_update(
+        self,
+        *,
+        version: int,
+        digest: str,
+        mode: UpdateMode,
+        guard: Callable[[], bool] | None = None,
+        base: bool = False,
+    ) -> None:
+        """Open an update of what is trained: the adapter where the engine has one, else the whole weights.
+
+        ``guard`` says whether the staged memory is still intact. It is asked around each decode step once the update is
+        committed; when it says no, the tokens of that step are thrown away, running requests end as 'abort' and the
+        engine is dirty.
+
+        Args:
+            base: update the frozen weights under the adapter instead, in place; the version that is served stays.
+
+        Raises:
+            Conflict: another update is open, or ``base`` where there is no adapter.
+        """
+        ...
+
+    async def load_chunk(self, tensors: Mapping[str, Tensor]) -> None:
+        """Stage some of the parameters.
+
+        Raises:
+            WeightsError: an unknown name, another shape or type. The update is over: a swap leaves the old version
+                in service, an update in place leaves the engine dirty.
+            Conflict: no update is open.
+        """
+        ...
+
+    async def commit_update(self) -> float:
+        """Make the staged weights current at a token boundary and drop every cache of older ones.
+
+        Returns:
+            Seconds for which decoding stood still.
+
+        Raises:
+            WeightsError: parameters are missing or the guard says no. The update is over, as in ``load_chunk``.
+            Conflict: no update is open.
+        """
+        ...
+
+    async def abort_update(self) -> None:
+        """Give the open update up. After a chunk was copied in place the engine is dirty. Safe to repeat."""
+        ...
+
+    async def weight_info(self) -> WeightInfo:
+        """The version that is served."""
+        ...
+
+
+class Engine(Updatable, Protocol):
+    """A rollout engine. All methods are called from one event loop; none blocks it."""
+
     stop_ids: tuple[int, ...]
     """Tokens that end a completion: the tokenizer's and those of the model's generation config."""
     max_length: int
@@ -49,10 +111,6 @@ class Engine(Protocol):
 
     async def start(self) -> None:
         """Make the engine ready to serve."""
-        ...
-
-    async def close(self) -> None:
-        """Stop; requests in flight fail with ``Unavailable``. Safe to repeat."""
         ...
 
     async def health(self) -> dict[str, Any]:
@@ -108,59 +166,6 @@ class Engine(Protocol):
 
     async def resume(self) -> None:
         """Undo ``pause``. Safe to repeat."""
-        ...
-
-    async def begin_update(
-        self,
-        *,
-        version: int,
-        digest: str,
-        mode: UpdateMode,
-        guard: Callable[[], bool] | None = None,
-        base: bool = False,
-    ) -> None:
-        """Open an update of what is trained: the adapter where the engine has one, else the whole weights.
-
-        ``guard`` says whether the staged memory is still intact. It is asked around each decode step once the update is
-        committed; when it says no, the tokens of that step are thrown away, running requests end as 'abort' and the
-        engine is dirty.
-
-        Args:
-            base: update the frozen weights under the adapter instead, in place; the version that is served stays.
-
-        Raises:
-            Conflict: another update is open, or ``base`` where there is no adapter.
-        """
-        ...
-
-    async def load_chunk(self, tensors: Mapping[str, Tensor]) -> None:
-        """Stage some of the parameters.
-
-        Raises:
-            WeightsError: an unknown name, another shape or type. The update is over: a swap leaves the old version
-                in service, an update in place leaves the engine dirty.
-            Conflict: no update is open.
-        """
-        ...
-
-    async def commit_update(self) -> float:
-        """Make the staged weights current at a token boundary and drop every cache of older ones.
-
-        Returns:
-            Seconds for which decoding stood still.
-
-        Raises:
-            WeightsError: parameters are missing or the guard says no. The update is over, as in ``load_chunk``.
-            Conflict: no update is open.
-        """
-        ...
-
-    async def abort_update(self) -> None:
-        """Give the open update up. After a chunk was copied in place the engine is dirty. Safe to repeat."""
-        ...
-
-    async def weight_info(self) -> WeightInfo:
-        """The version that is served."""
         ...
 
     async def sleep(self) -> None:

@@ -18,7 +18,7 @@ __all__ = ["WeightUpdate", "drop", "lent"]
 class WeightUpdate:
     """Tensors of ``version`` on their way into ``parameters``; tied parameters stand there under all their names."""
 
-    parameters: Mapping[str, nn.Parameter]
+    parameters: Mapping[str, Tensor]
     version: int
     digest: str
     mode: UpdateMode
@@ -85,7 +85,7 @@ def lent(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) 
             parameter.data = own[name]
 
 
-def _check(name: str, tensor: Tensor, parameter: nn.Parameter | None) -> None:
+def _check(name: str, tensor: Tensor, parameter: Tensor | None) -> None:
     if parameter is None:
         raise WeightsError(f"the model has no parameter '{name}'")
     if tensor.shape != parameter.shape or tensor.dtype != parameter.dtype:
