@@ -10,6 +10,7 @@ from collections import Counter
 from typing import Any
 
 from penstock.services.env.session import EnvSession
+from penstock.services.env.simulators import describe_simulator
 from penstock.services.env.tool_session import ToolSession
 from penstock.shared.config.kinds import TextJob
 from penstock.shared.config.service import ServiceSettings
@@ -47,7 +48,10 @@ class EnvService:
     async def run(self) -> None:
         """Serve until drained or cancelled."""
         self._mail = await asyncio.to_thread(FrameMail, self.settings)
-        opening = await self.bus.serve(subjects.ENV_OPEN, self._on_open, queue=QUEUE)
+        asked = [
+            await self.bus.serve(subjects.ENV_OPEN, self._on_open, queue=QUEUE),
+            await self.bus.serve(subjects.ENV_DESCRIBE, self._on_describe, queue=QUEUE),
+        ]
         try:
             async with self._tasks:
                 watching = self._tasks.create_task(
@@ -55,12 +59,14 @@ class EnvService:
                 )
                 self.ready = True
                 await self._draining.wait()
-                await opening.close()
+                for server in asked:
+                    await server.close()
                 for tool in list(self.tools.values()):
                     await tool.ended.wait()
                 watching.cancel()
         finally:
-            await opening.close()
+            for server in asked:
+                await server.close()
             await asyncio.to_thread(self._mail.close)
 
     async def drain(self) -> None:
@@ -104,6 +110,12 @@ class EnvService:
         self._tasks.create_task(self._serve(name, session, serving))
         await serving.wait()
         return pack(EnvOpened(session=name, spec=spec), job=envelope.job, id=envelope.id, trace=envelope.trace)
+
+    async def _on_describe(self, data: bytes) -> bytes:
+        """In a thread of its own: the simulator's process ends with the thread that started it."""
+        request, envelope = unpack(data, OpenEnv)
+        spec = await asyncio.to_thread(describe_simulator, request, self.settings.sims_dir)
+        return pack(spec, job=envelope.job, id=envelope.id, trace=envelope.trace)
 
     async def _serve(self, name: str, session: EnvSession, serving: asyncio.Event) -> None:
         """Answer one session until it is closed or idle."""

@@ -20,6 +20,7 @@ from penstock.shared.protocol.environment import (
     Body,
     CloseRequest,
     EnvSpec,
+    KeepRequest,
     OpenEnv,
     ResetRequest,
     StepRequest,
@@ -100,9 +101,11 @@ class EnvSession:
             self._used = time.monotonic()
             if not is_frame(data):
                 data = await self._in_thread(self._fetch, data)
-            body = decode_env(data, ResetRequest, StepRequest, CloseRequest)
+            body = decode_env(data, ResetRequest, StepRequest, CloseRequest, KeepRequest)
             if isinstance(body, CloseRequest):
                 self.closed.set()
+                return encode_env(body)
+            if isinstance(body, KeepRequest):
                 return encode_env(body)
             assert isinstance(body, ResetRequest | StepRequest)
             if body.seq != self._seq:

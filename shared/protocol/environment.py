@@ -33,6 +33,7 @@ __all__ = [
     "CloseRequest",
     "EnvOpened",
     "EnvSpec",
+    "KeepRequest",
     "OpenEnv",
     "ResetReply",
     "ResetRequest",
@@ -192,6 +193,13 @@ class CloseRequest:
     seq: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KeepRequest:
+    """A client that has nothing to do now is still there; answered by the same message. Does not count."""
+
+    seq: int
+
+
 _DTYPES = {
     "env_ids": "int32", "state_ids": "int64", "next_state_ids": "int64", "episode_ids": "int64",
     "next_episode_ids": "int64", "state_hashes": "uint64", "rewards": "float32", "terminated": "bool",
@@ -202,8 +210,10 @@ _DTYPES = {
 _NAMED = ("observations", "final_observations")
 _TEXTS = ("tasks", "reasons")
 
-Body = ResetRequest | ResetReply | StepRequest | StepReply | CloseRequest
-_KINDS: dict[str, type[Any]] = {c.__name__: c for c in (ResetRequest, ResetReply, StepRequest, StepReply, CloseRequest)}
+Body = ResetRequest | ResetReply | StepRequest | StepReply | CloseRequest | KeepRequest
+_KINDS: dict[str, type[Any]] = {
+    c.__name__: c for c in (ResetRequest, ResetReply, StepRequest, StepReply, CloseRequest, KeepRequest)
+}
 B = TypeVar("B", bound=Body)
 
 

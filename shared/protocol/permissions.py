@@ -129,6 +129,7 @@ _TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (
             f"{_API}.>", "$JS.ACK.>", "$KV.>", *map(_stream, _STREAMS),
             _all(subjects.command), subjects.LEADER, subjects.REPLAY, subjects.SCALE, subjects.GRADE,
+            subjects.ENV_DESCRIBE,
             _all(subjects.inference), _all(subjects.reading), *_LIVE,
             _all(subjects.inference_chunks), _all(subjects.inference_claims), *_answers("rollout", "trainer"),
         ),
@@ -149,8 +150,8 @@ _TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (_all(subjects.inference), _all(subjects.reading), *_LIVE),
     ),
     "env": (
-        (*_bucket(subjects.JOBS), *_answers("rollout")),
-        (subjects.ENV_OPEN, _all(subjects.env), _all(subjects.tools)),
+        (*_bucket(subjects.JOBS), *_answers("rollout", "coordinator")),
+        (subjects.ENV_OPEN, subjects.ENV_DESCRIBE, _all(subjects.env), _all(subjects.tools)),
     ),
     "reward": (
         (

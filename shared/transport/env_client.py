@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import TypeVar
 
 import msgspec
@@ -14,6 +15,7 @@ from penstock.shared.protocol.environment import (
     Body,
     CloseRequest,
     EnvOpened,
+    KeepRequest,
     OpenEnv,
     ResetReply,
     ResetRequest,
@@ -26,6 +28,7 @@ from penstock.shared.protocol.frame import is_frame
 from penstock.shared.transport.bulk import Blob
 from penstock.shared.transport.bulk_message import FrameMail, is_large
 from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.connection import NoResponders
 
 __all__ = ["EnvClient"]
 
@@ -33,6 +36,8 @@ B = TypeVar("B", bound=Body)
 
 RETRY_S = 0.05
 ATTEMPT_S = 10.0
+GONE_S = 10.0
+"""A session that nobody serves for so long is gone: after a restart of the broker its env service is back before."""
 
 
 class EnvClient:
@@ -43,7 +48,7 @@ class EnvClient:
 
     def __init__(self, bus: Bus, mail: FrameMail, job: str, opened: EnvOpened) -> None:
         self._bus, self._mail, self._job = bus, mail, job
-        self._subject = subjects.env(opened.session)
+        self.subject = subjects.env(opened.session)
         self._blob: Blob | None = None
         self.spec = opened.spec
         self.seq = 0
@@ -73,15 +78,20 @@ class EnvClient:
 
         Raises:
             ProtocolError, Conflict: the request does not fit the environments; it does not count.
-            Unavailable: the session is gone, or does not answer until the deadline.
+            Unavailable: nobody serves the session for 10 s, or it does not answer until the deadline.
         """
         return await self._ask(request, StepReply, deadline_s)
+
+    async def keep(self) -> None:
+        """Say that this client is still there. Raises Unavailable where the session is not, or does not answer."""
+        frame = b"".join(env_frame(KeepRequest(seq=self.seq)))
+        await _repeated(self._bus, self.subject, frame, 2 * ATTEMPT_S, attempt_s=ATTEMPT_S, gone_s=GONE_S)
 
     async def close(self) -> None:
         """End the session; what it gave is not valid any more."""
         try:
             frame = b"".join(env_frame(CloseRequest(seq=self.seq)))
-            await self._bus.request(self._subject, frame, deadline_s=ATTEMPT_S)
+            await self._bus.request(self.subject, frame, deadline_s=ATTEMPT_S)
         finally:
             self._release()
 
@@ -93,7 +103,7 @@ class EnvClient:
             else self._mail.pack(frame, job=self._job)
         )
         try:
-            data = await _repeated(self._bus, self._subject, sent.data, deadline_s, attempt_s=ATTEMPT_S)
+            data = await _repeated(self._bus, self.subject, sent.data, deadline_s, attempt_s=ATTEMPT_S, gone_s=GONE_S)
         finally:
             sent.release()
         self._release()
@@ -107,15 +117,22 @@ class EnvClient:
             self._blob = None
 
 
-async def _repeated(bus: Bus, subject: str, data: bytes, deadline_s: float, *, attempt_s: float) -> bytes:
+async def _repeated(
+    bus: Bus, subject: str, data: bytes, deadline_s: float, *, attempt_s: float, gone_s: float = math.inf
+) -> bytes:
     """Ask until somebody answers: a session carries each request out once, however often it is asked."""
-    loop = asyncio.get_running_loop()
-    end = loop.time() + deadline_s
+    clock = asyncio.get_running_loop().time
+    end, gone = clock() + deadline_s, math.inf
     while True:
-        left_s = end - loop.time()
+        left_s = end - clock()
         try:
             return await bus.request(subject, data, deadline_s=max(0.05, min(left_s, attempt_s)))
+        except NoResponders:
+            gone = min(gone, clock() + gone_s)
+            if left_s <= RETRY_S or clock() >= gone:
+                raise
         except Unavailable:
+            gone = math.inf
             if left_s <= RETRY_S:
                 raise
         await asyncio.sleep(RETRY_S)

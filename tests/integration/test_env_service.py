@@ -6,12 +6,14 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import gymnasium
 import numpy as np
+import psutil
 import pytest
 
 from penstock.services.coordinator.api.logfiles import read_logs
@@ -23,6 +25,7 @@ from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.environment import (
     CloseRequest,
     EnvOpened,
+    EnvSpec,
     OpenEnv,
     ResetReply,
     ResetRequest,
@@ -229,3 +232,64 @@ async def test_environments_that_take_long_to_make_are_made_once(
             client = await EnvClient.open(bus, mail, request, job=JOB)
             assert (len(service.sessions), made.read_text()) == (1, "made\n")
             await client.close()
+
+
+async def test_a_simulator_is_described_and_closed(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", FOLDER)
+
+    async def describe(**keys: object) -> EnvSpec:
+        data = pack(OpenEnv(**{"num_envs": 1, **keys}), job=JOB)  # type: ignore[arg-type]
+        return unpack(await bus.request(subjects.ENV_DESCRIBE, data, deadline_s=60), EnvSpec)[0]
+
+    def children() -> list[psutil.Process]:
+        found = psutil.Process().children(recursive=True)
+        return [child for child in found if any(word.endswith("simulators/child.py") for word in child.cmdline())]
+
+    async with run_env(bus) as service:
+        await eventually(lambda: ready(service))
+        spec = await describe(env_id="reach-v3", backend="metaworld")
+        assert (spec.observations["state"].shape, spec.action_shape, spec.has_success) == ((39,), (4,), True)
+        assert (service.sessions, children()) == ({}, [])
+        with pytest.raises(ConfigError, match="'NoSuchTask-v1' of gymnasium: environment cannot be made"):
+            await describe(env_id="NoSuchTask-v1")
+        with pytest.raises(ConfigError, match="'simulated_envs:Slow-v0' of gymnasium: no episode begins"):
+            await describe(env_id="simulated_envs:Slow-v0", options={"made": os.devnull})
+        assert children() == []
+
+
+async def ready(service: EnvService) -> bool:
+    return service.ready
+
+
+async def test_a_client_that_is_still_there_keeps_its_session(bus: Bus, tmp_path: Path) -> None:
+    """The request does not count: the next one has the number that it would have had."""
+    async with run_env(bus) as service:
+        await eventually(lambda: ready(service))
+        with FrameMail(ServiceSettings(shm_dir=tmp_path)) as mail:
+            request = OpenEnv(env_id="CartPole-v1", num_envs=1, idle_s=1.5)
+            client = await EnvClient.open(bus, mail, request, job=JOB)
+            ends = time.monotonic() + 2 * request.idle_s
+            while time.monotonic() < ends:
+                await client.keep()
+                await asyncio.sleep(0.05)
+            reset = ResetRequest(seq=client.seq, env_ids=np.zeros(1, np.int32), state_ids=np.ones(1, np.int64))
+            assert (await client.reset(reset)).seq == 0
+            await eventually(lambda: forgotten(service))
+
+
+async def test_a_session_that_nobody_serves_is_gone_soon(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long before the deadline of a step, which a simulator may use up."""
+    monkeypatch.setattr(env_client, "GONE_S", 0.3)
+    with FrameMail(ServiceSettings(shm_dir=tmp_path)) as mail:
+        async with run_env(bus):
+            async with asyncio.timeout(30):
+                client = await EnvClient.open(bus, mail, OpenEnv(env_id="CartPole-v1", num_envs=1), job=JOB)
+        with pytest.raises(Unavailable):
+            async with asyncio.timeout(30):
+                await client.keep()
+        reset = ResetRequest(seq=0, env_ids=np.zeros(1, np.int32), state_ids=np.ones(1, np.int64))
+        with pytest.raises(Unavailable):
+            async with asyncio.timeout(30):
+                await client.reset(reset, deadline_s=600)

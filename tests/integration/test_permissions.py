@@ -121,6 +121,8 @@ async def test_each_role_asks_what_it_has_to(users: dict[str, Bus]) -> None:
         "command": (subjects.command("j"), "trainer", ["coordinator"]),
         "lost_weights": (subjects.lost_weights("j"), "trainer", ["rollout"]),
         "score": (subjects.score("j"), "reward", ["rollout"]),
+        "simulators": (subjects.ENV_OPEN, "env", ["rollout"]),
+        "describe": (subjects.ENV_DESCRIBE, "env", ["coordinator"]),
     }
     for subject, server, clients in asked.values():
         async with await users[server].serve(subject, answer):

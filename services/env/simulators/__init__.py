@@ -9,12 +9,24 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
+
 from penstock.services.env.simulators.base import Chunk, Named, Simulator, Started
 from penstock.services.env.simulators.process import ProcessSimulator
-from penstock.shared.errors import ConfigError
-from penstock.shared.protocol.environment import OpenEnv
+from penstock.shared.errors import ConfigError, PenstockError
+from penstock.shared.protocol.environment import EnvSpec, OpenEnv
 
-__all__ = ["BACKENDS", "INSTALLED", "Chunk", "Named", "Simulator", "Started", "interpreter_of", "open_simulator"]
+__all__ = [
+    "BACKENDS",
+    "INSTALLED",
+    "Chunk",
+    "Named",
+    "Simulator",
+    "Started",
+    "describe_simulator",
+    "interpreter_of",
+    "open_simulator",
+]
 
 FOLDER = Path(__file__).with_name("backends")
 BACKENDS = {
@@ -62,3 +74,22 @@ def open_simulator(request: OpenEnv, sims_dir: Path) -> Simulator:
         missing = "ModuleNotFoundError" in str(error)
         hint = f": run `penstock sims install {request.backend}`" if missing else ""
         raise ConfigError(f"'{request.env_id}' of {request.backend}: {error}{hint}") from None
+
+
+def describe_simulator(request: OpenEnv, sims_dir: Path) -> EnvSpec:
+    """Make the environments, begin an episode in one of them, and close them. Blocking.
+
+    Raises:
+        ConfigError: they cannot be made, or the episode does not begin.
+    """
+    simulator = open_simulator(request, sims_dir)
+    try:
+        begun = simulator.reset(np.zeros(1, np.int32), np.zeros(1, np.int64))
+        reason = begun.lost.get(0, "")
+    except PenstockError as error:
+        reason = str(error)
+    finally:
+        simulator.close()
+    if reason:
+        raise ConfigError(f"'{request.env_id}' of {request.backend}: no episode begins: {reason}")
+    return simulator.spec

@@ -275,7 +275,10 @@ class _Child:
             ConnectionError: the process is gone.
         """
         self._channel.socket.settimeout(max(0.001, until - time.monotonic()))
-        message = self._channel.receive()
+        try:
+            message = self._channel.receive()
+        except ConnectionError:  # it was killed before it had read what it was asked
+            message = None
         if message is None:
             raise ConnectionError(f"the simulator's process died{self._status()}")
         return message
