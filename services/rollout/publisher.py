@@ -8,6 +8,7 @@ import logging
 from penstock.shared.errors import Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_time
+from penstock.shared.protocol.episode_group import EpisodeGroup, encode_episode_group
 from penstock.shared.protocol.trajectory import Group, encode_group, group_headers
 from penstock.shared.transport.bus import Bus, Outgoing
 
@@ -31,9 +32,9 @@ class GroupPublisher:
         self.blocked: tuple[float, str] | None = None
         """Since when (Unix seconds) groups are not taken, and why."""
 
-    async def publish(self, group: Group, *, raw: bool = False) -> None:
+    async def publish(self, group: Group | EpisodeGroup, *, raw: bool = False) -> None:
         """Returns once the group is durable."""
-        data, header = encode_group(group)
+        data, header = encode_group(group) if isinstance(group, Group) else encode_episode_group(group)
         subject = subjects.raw(self._job) if raw else subjects.experience(self._job)
         outgoing = Outgoing(subject, data, group_headers(header), f"{self._job}:{group.draw}:{group.attempt}:{raw}")
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()

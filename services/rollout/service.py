@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from penstock.services.rollout.embodied.session import EmbodiedSession
 from penstock.services.rollout.session import RolloutSession
 from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.config.kinds import AnyJob, TextJob
@@ -27,26 +28,37 @@ class RolloutService:
 
     def __init__(self, bus: Bus, settings: ServiceSettings) -> None:
         self.bus, self.settings = bus, settings
-        self.sessions: dict[str, RolloutSession] = {}
+        self.sessions: dict[str, RolloutSession | EmbodiedSession] = {}
         self.ready = False
 
     async def run(self) -> None:
         """Serve until drained or cancelled."""
         self.ready = True
-        await watch_jobs(self.bus, self._run_session, open_evaluation=self._run_session, amend=self._amend)
+        await watch_jobs(
+            self.bus, self._run_session, open_evaluation=self._run_session, open_embodied=self._run_embodied,
+            amend=self._amend,
+        )  # fmt: skip
 
     async def _run_session(self, job: str, config: TextJob) -> None:
-        torch.set_num_threads(config.placement.rollout_threads)
-        session = RolloutSession(self.bus, self.settings, job, config)
-        self.sessions[job] = session
+        await self._keep(RolloutSession(self.bus, self.settings, job, config))
+
+    async def _run_embodied(self, job: str, config: EmbodiedJob) -> None:
+        await self._keep(EmbodiedSession(self.bus, self.settings, job, config))
+
+    async def _keep(self, session: RolloutSession | EmbodiedSession) -> None:
+        torch.set_num_threads(session.config.placement.rollout_threads)
+        self.sessions[session.job] = session
         try:
             await session.run()
         finally:
-            self.sessions.pop(job, None)
+            self.sessions.pop(session.job, None)
 
     def _amend(self, job: str, config: AnyJob) -> None:
-        if (session := self.sessions.get(job)) is not None and not isinstance(config, EmbodiedJob):
-            session.amend(config)
+        match self.sessions.get(job):
+            case RolloutSession() as session if not isinstance(config, EmbodiedJob):
+                session.amend(config)
+            case EmbodiedSession() as session if isinstance(config, EmbodiedJob):
+                session.amend(config)
 
     async def drain(self) -> None:
         """Finish the tickets and requests in hand, take no new ones."""

@@ -1,0 +1,147 @@
+"""The policy network of one worker: decides on actions, and takes in another version between two decisions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.services.rollout.engines import UpdateMode
+from penstock.services.rollout.engines.updates import WeightUpdate
+from penstock.shared.errors import Conflict, Unavailable, WeightsError
+from penstock.shared.models.episode_policy import EpisodePolicy
+from penstock.shared.protocol.generation import Caps, WeightInfo
+from penstock.shared.protocol.weights import short_digest
+
+__all__ = ["Decided", "PolicyEngine"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Decided:
+    """N decisions of one policy version, whose weights have the short digest ``weights``."""
+
+    actions_NCA: NDArray[Any]
+    """As the policy drew them."""
+    logprobs_NCA: NDArray[np.float32]
+    executed: NDArray[Any]
+    """[N, C, ...] for the simulator: clipped, scaled, in its dtype."""
+    version: int
+    weights: str
+
+
+class PolicyEngine:
+    """Owns the policy. A version is copied when it is taken in, so no decision reads memory that others write."""
+
+    caps = Caps(transports=("shm", "tcp", "disk"), pause_modes=(), native_spans=True, sleep=False)
+
+    def __init__(self, policy: EpisodePolicy, *, device: str = "cpu") -> None:
+        self._policy, self._device = policy.to(device).eval(), device
+        self.noise, self.noise_shape = policy.noise, policy.noise_shape
+        self.action_dtype = "float32" if policy.noise == "normal" else "int64"
+        """A uniform number chooses one of several values."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="policy")
+        self._version, self._digest = -1, ""
+        self._update: WeightUpdate | None = None
+        self.num_decisions = 0
+        self.seconds = 0.0
+        """In which the policy decided."""
+
+    async def decide(self, observations: Mapping[str, NDArray[Any]], noise_NCA: NDArray[np.float32] | None) -> Decided:
+        """Decide for N observations, with noise, or without for the mean.
+
+        Raises:
+            Unavailable: the engine is closed.
+        """
+        return await self._call(lambda: self._decide(observations, noise_NCA))
+
+    async def close(self) -> None:
+        """Stop. Safe to repeat."""
+        self._thread.shutdown(wait=False)
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    async def begin_update(
+        self,
+        *,
+        version: int,
+        digest: str,
+        mode: UpdateMode,
+        guard: Callable[[], bool] | None = None,
+        base: bool = False,
+    ) -> None:
+        """Open an update; see ``Updatable.begin_update``. Parameters and buffers are updated together."""
+        if self._update is not None:
+            raise Conflict(f"the update to version {self._update.version} is open: commit or abort it first")
+        if base or mode != "swap":
+            raise Conflict(f"a policy network has no base and is swapped; asked for mode '{mode}'")
+        self._update = WeightUpdate(self._policy.state_dict(keep_vars=True), version, digest, mode, guard)
+
+    async def load_chunk(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy tensors; see ``Updatable.load_chunk``."""
+        update = self._open_update()
+        try:
+            copied = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+            update.stage(copied)
+        except WeightsError:
+            self._update = None
+            raise
+
+    async def commit_update(self) -> float:
+        """Swap between two decisions; see ``Updatable.commit_update``."""
+        update, self._update = self._open_update(), None
+        return await self._call(lambda: self._commit(update))
+
+    async def abort_update(self) -> None:
+        """Give the open update up. Safe to repeat."""
+        self._update = None
+
+    async def weight_info(self) -> WeightInfo:
+        """The version that is served."""
+        return WeightInfo(version=self._version, digest=self._digest, dirty=False)
+
+    def _open_update(self) -> WeightUpdate:
+        if self._update is None:
+            raise Conflict("no update is open: call begin_update first")
+        return self._update
+
+    # -- in the thread -----------------------------------------------------------------------------------------------
+
+    def _commit(self, update: WeightUpdate) -> float:
+        start = time.perf_counter()
+        update.commit()
+        self._version, self._digest = update.version, update.digest
+        return time.perf_counter() - start
+
+    def _decide(self, observations: Mapping[str, NDArray[Any]], noise_NCA: NDArray[np.float32] | None) -> Decided:
+        start = time.perf_counter()
+        seen = {name: torch.from_numpy(array).to(self._device) for name, array in observations.items()}
+        noise = None if noise_NCA is None else torch.from_numpy(noise_NCA).to(self._device)
+        decision = self._policy.act(seen, noise)
+        decided = Decided(
+            actions_NCA=decision.actions_NCA.cpu().numpy(),
+            logprobs_NCA=decision.logprobs_NCA.cpu().numpy(),
+            executed=self._policy.to_environment(decision.actions_NCA),
+            version=self._version,
+            weights=short_digest(self._digest),
+        )
+        self.num_decisions += len(decided.actions_NCA)
+        self.seconds += time.perf_counter() - start
+        return decided
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+        except RuntimeError as error:
+            if "after shutdown" not in str(error):
+                raise
+            raise Unavailable("the policy's engine is closed") from None

@@ -1,0 +1,236 @@
+"""The lanes of one session of simulators: which episode runs in which environment, and what each has recorded. Pure.
+
+Shapes: B lanes, n of them at once, T most decisions of an episode, C actions of a decision, A numbers of an action,
+k episodes that ended, ... the shape of one observation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.services.rollout.embodied.engine import Decided
+from penstock.services.rollout.embodied.episodes import Episode, Label, Record
+from penstock.shared.protocol.environment import EnvSpec, ResetReply, StepReply
+
+__all__ = ["Lanes"]
+
+Rows = NDArray[np.int32]
+"""Numbers of lanes, which are those of the session's environments."""
+NOISE_BLOCK = 64
+"""Decisions for which noise is drawn at once."""
+FIRST_LENGTH = 128
+"""Decisions of an episode for which there is room at first."""
+
+
+class Lanes:
+    """One lane for each environment of a session. An episode is recorded in the columns of its lane.
+
+    Args:
+        horizon: steps after which an episode is cut off.
+        noise_shape: (C, A).
+    """
+
+    def __init__(self, spec: EnvSpec, *, horizon: int, noise_shape: tuple[int, int], action_dtype: str) -> None:
+        B, (C, A) = spec.num_envs, noise_shape
+        self._horizon, self._chunk = horizon, C
+        self._episodes: list[Episode | None] = [None] * B
+        self._spans: list[list[tuple[Label, int]]] = [[] for _ in range(B)]
+        self._tasks = [""] * B
+        self._hashes_B = np.zeros(B, np.uint64)
+        self._running_B = np.zeros(B, np.bool_)
+        self._succeeded_B = np.zeros(B, np.bool_)
+        self._times_B = np.zeros(B, np.int64)
+        """Decisions so far."""
+        self._label: Label | None = None
+        self._num_labels = 0
+        self._label_numbers_B = np.zeros(B, np.int64)
+        T = min(FIRST_LENGTH, -(-horizon // C))
+        self._observations = {
+            name: np.empty((B, T, *one.shape), np.dtype(one.dtype)) for name, one in spec.observations.items()
+        }
+        self._columns: dict[str, NDArray[Any]] = {
+            "actions": np.empty((B, T, C, A), np.dtype(action_dtype)),
+            "logprobs": np.empty((B, T, C, A), np.float32),
+            "valid": np.empty((B, T), np.int32),
+            "rewards": np.empty((B, T, C), np.float32),
+            "terminated": np.empty((B, T, C), np.bool_),
+            "truncated": np.empty((B, T, C), np.bool_),
+        }
+        self._noise_BNCA = np.empty((B, NOISE_BLOCK, C, A), np.float32)
+
+    # -- episodes come and go ----------------------------------------------------------------------------------------
+
+    @property
+    def num_free(self) -> int:
+        """Lanes without an episode."""
+        return self._episodes.count(None)
+
+    @property
+    def num_running(self) -> int:
+        """Lanes with an episode, one that has not begun included."""
+        return len(self._episodes) - self.num_free
+
+    def place(self, episodes: Sequence[Episode]) -> tuple[Rows, NDArray[np.int64]]:
+        """Give each episode a free lane; returns the lanes and the reset ids that begin them."""
+        free = [lane for lane, episode in enumerate(self._episodes) if episode is None][: len(episodes)]
+        assert len(free) == len(episodes), "more episodes than free lanes"
+        for lane, episode in zip(free, episodes, strict=True):
+            self._episodes[lane] = episode
+        return np.asarray(free, np.int32), np.asarray([episode.reset_id for episode in episodes], np.int64)
+
+    def began(self, rows: Rows, reply: ResetReply) -> None:
+        """The simulator has begun the episodes of these lanes, or lost them."""
+        self._take_losses(rows, reply.lost, reply.reasons)
+        kept = np.flatnonzero(~reply.lost)
+        lanes = rows[kept]
+        self._running_B[lanes] = True
+        self._succeeded_B[lanes] = False
+        self._times_B[lanes] = 0
+        self._label_numbers_B[lanes] = 0
+        self._hashes_B[lanes] = reply.state_hashes[kept]
+        for i, lane in zip(kept.tolist(), lanes.tolist(), strict=True):
+            self._tasks[lane], self._spans[lane] = reply.tasks[i], []
+        for name, column in self._observations.items():
+            column[lanes, 0] = reply.observations[name][kept]
+
+    def lose(self, reason: str) -> None:
+        """The session is gone with all of its episodes."""
+        for lane in range(len(self._episodes)):
+            self._end(lane, lost=reason)
+
+    def leave_unwanted(self) -> None:
+        """Free the lanes of episodes that nobody waits for."""
+        for lane, episode in enumerate(self._episodes):
+            if episode is not None and episode.unwanted:
+                self._end(lane, lost="nobody waits for it")
+
+    # -- decisions ---------------------------------------------------------------------------------------------------
+
+    def to_decide(self) -> list[Rows]:
+        """Running lanes: those that act with noise, and those that take the mean; none of either is left out."""
+        running = np.flatnonzero(self._running_B).astype(np.int32)
+        noisy = np.asarray([self._noise_of(lane) for lane in running.tolist()], np.bool_)
+        return [rows for rows in (running[noisy], running[~noisy]) if len(rows)]
+
+    def inputs(self, rows: Rows) -> tuple[dict[str, NDArray[Any]], NDArray[np.float32] | None]:
+        """Observations [n, ...] by name and noise [n, C, A], or None for the mean, of lanes that act alike."""
+        times = self._times_B[rows]
+        observations = {name: column[rows, times] for name, column in self._observations.items()}
+        first = self._episodes[int(rows[0])]
+        if first is None or first.noise is None:
+            return observations, None
+        for lane in rows[times % NOISE_BLOCK == 0].tolist():
+            episode = self._episodes[lane]
+            assert episode is not None
+            assert episode.noise is not None
+            self._noise_BNCA[lane] = episode.noise.next(NOISE_BLOCK)
+        return observations, self._noise_BNCA[rows, times % NOISE_BLOCK]
+
+    def decided(self, rows: Rows, decided: Decided) -> NDArray[np.bool_]:
+        """Record decisions; returns which of them are to be executed, bool [n].
+
+        An episode that must come from another version is overtaken; one whose action is no number is lost.
+        """
+        executed = np.ones(len(rows), np.bool_)
+        if decided.actions_NCA.dtype.kind == "f":
+            executed = np.isfinite(decided.actions_NCA).all(axis=(1, 2))
+        for i, lane in enumerate(rows.tolist()):
+            episode = self._episodes[lane]
+            assert episode is not None
+            if episode.version is not None and episode.version != decided.version:
+                executed[i] = False
+                self._end(lane, overtaken=decided.version)
+            elif not executed[i]:
+                self._end(lane, lost=f"policy version {decided.version} gives an action that is not finite")
+        lanes = rows[executed]
+        times = self._times_B[lanes]
+        self._columns["actions"][lanes, times] = decided.actions_NCA[executed]
+        self._columns["logprobs"][lanes, times] = decided.logprobs_NCA[executed]
+        self._mark(lanes, times, (decided.version, decided.weights))
+        return executed
+
+    def limits(self, rows: Rows) -> NDArray[np.int64]:
+        """Actions that each lane may still execute of its decision, [n]: the last one may pass the horizon."""
+        return np.minimum(self._chunk, self._horizon - self._times_B[rows] * self._chunk)
+
+    def stepped(self, rows: Rows, reply: StepReply) -> None:
+        """Record what the simulator made of the decisions of these lanes."""
+        broken = ~np.isfinite(reply.rewards).all(axis=1) & ~reply.lost
+        reasons = ["a reward is not finite" if broken[i] else text for i, text in enumerate(reply.reasons)]
+        lost = reply.lost | broken
+        self._take_losses(rows, lost, reasons)
+        kept = np.flatnonzero(~lost)
+        lanes, times = rows[kept], self._times_B[rows[kept]]
+        size = reply.rewards.shape[1]
+        for name in ("rewards", "terminated", "truncated"):
+            column = self._columns[name]
+            column[lanes, times] = 0
+            column[lanes, times, :size] = getattr(reply, name)[kept]
+        self._columns["valid"][lanes, times] = reply.valid[kept]
+        self._succeeded_B[lanes] |= reply.success[kept].any(axis=1)
+        self._times_B[lanes] += 1
+        cut = ~reply.ended[kept] & (self._times_B[lanes] * self._chunk >= self._horizon)
+        self._columns["truncated"][lanes[cut], times[cut], reply.valid[kept[cut]] - 1] = True
+        over = reply.ended[kept] | cut
+        self._write_next(lanes[~over], kept[~over], reply)
+        finals = np.cumsum(reply.ended) - 1  # place of an ended row among the final observations
+        for i, lane in zip(kept[over].tolist(), lanes[over].tolist(), strict=True):
+            last = (
+                {name: array[finals[i]] for name, array in reply.final_observations.items()}
+                if reply.ended[i]
+                else {name: array[i] for name, array in reply.observations.items()}
+            )
+            solved = bool(reply.success[i, int(reply.valid[i]) - 1])
+            self._end(lane, record=self._record(lane, last, solved_at_end=solved))
+
+    # -- one lane ----------------------------------------------------------------------------------------------------
+
+    def _noise_of(self, lane: int) -> bool:
+        episode = self._episodes[lane]
+        return episode is not None and episode.noise is not None
+
+    def _mark(self, lanes: Rows, times: NDArray[np.int64], label: Label) -> None:
+        """Begin a span where these decisions come from other weights than the ones before."""
+        if self._label != label:
+            self._label, self._num_labels = label, self._num_labels + 1
+        fresh = np.flatnonzero(self._label_numbers_B[lanes] != self._num_labels)
+        for i in fresh.tolist():
+            self._spans[int(lanes[i])].append((label, int(times[i])))
+        self._label_numbers_B[lanes] = self._num_labels
+
+    def _write_next(self, lanes: Rows, places: NDArray[np.int64], reply: StepReply) -> None:
+        """The observations of the next decision; the columns grow with the longest episode."""
+        times = self._times_B[lanes]
+        for columns in (self._observations, self._columns):
+            for name, column in columns.items():
+                if len(times) and int(times.max()) == column.shape[1]:
+                    columns[name] = np.concatenate([column, np.empty_like(column)], axis=1)
+        for name, column in self._observations.items():
+            column[lanes, times] = reply.observations[name][places]
+
+    def _take_losses(self, rows: Rows, lost: NDArray[np.bool_], reasons: Sequence[str]) -> None:
+        for i in np.flatnonzero(lost).tolist():
+            self._end(int(rows[i]), lost=reasons[i] or "the simulator lost it")
+
+    def _record(self, lane: int, final: dict[str, NDArray[Any]], *, solved_at_end: bool) -> Record:
+        D = int(self._times_B[lane])
+        return Record(
+            observations={name: column[lane, :D].copy() for name, column in self._observations.items()},
+            final_observations={name: array.copy() for name, array in final.items()},
+            **{name: column[lane, :D].copy() for name, column in self._columns.items()},
+            succeeded=bool(self._succeeded_B[lane]),
+            solved_at_end=solved_at_end,
+            spans=self._spans[lane],
+            state_hash=int(self._hashes_B[lane]),
+            task=self._tasks[lane],
+        )
+
+    def _end(self, lane: int, *, record: Record | None = None, lost: str = "", overtaken: int | None = None) -> None:
+        episode, self._episodes[lane] = self._episodes[lane], None
+        self._running_B[lane] = False
+        if episode is not None:
+            episode.end(record=record, lost=lost, overtaken=overtaken)

@@ -1,0 +1,32 @@
+"""The noise of an episode's actions: a pure function of its draw, whatever else is decided beside it.
+
+Shapes: C actions of a decision, A numbers of an action.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.shared.protocol.ids import Draw, derive_seed
+
+__all__ = ["NoiseSource"]
+
+
+class NoiseSource:
+    """One generator for each episode, counter-based: one block [C, A] for each of its decisions, in order."""
+
+    def __init__(
+        self, seed: int, draw: Draw, member: int, *, kind: Literal["normal", "uniform"], shape: tuple[int, int]
+    ) -> None:
+        key = derive_seed(seed, "episode", draw.ordinal, draw.n, member)
+        self._generator = np.random.Generator(np.random.Philox(key=key))
+        self._kind, self._shape = kind, shape
+
+    def next(self, count: int) -> NDArray[np.float32]:
+        """The blocks of the next ``count`` decisions, [count, C, A]; the same however many are taken at once."""
+        if self._kind == "normal":
+            return self._generator.standard_normal((count, *self._shape), np.float32)
+        return self._generator.random((count, *self._shape), np.float32)

@@ -1,0 +1,205 @@
+"""One embodied job on one rollout worker: policy, sessions of simulators, and the tickets in hand."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from penstock.services.rollout.asking import Asking
+from penstock.services.rollout.embodied.engine import PolicyEngine
+from penstock.services.rollout.embodied.episodes import Episode, episode_group, failed_episodes
+from penstock.services.rollout.embodied.noise import NoiseSource
+from penstock.services.rollout.embodied.queue import EpisodeQueue
+from penstock.services.rollout.embodied.simulators import SimulatorSession
+from penstock.services.rollout.policy import PolicyFollower
+from penstock.services.rollout.publisher import GroupPublisher
+from penstock.services.rollout.tickets import LeftBehind, TicketTaker
+from penstock.shared.config.embodied_job import EmbodiedJob
+from penstock.shared.config.service import ServiceSettings
+from penstock.shared.models.episode_policy import build_policy
+from penstock.shared.models.loading import resolve_device
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.messages import Ticket
+from penstock.shared.transport.bulk_message import FrameMail
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["EmbodiedSession"]
+
+
+class EmbodiedSession:
+    """Plays the episodes of tickets while there are lanes for them."""
+
+    def __init__(self, bus: Bus, settings: ServiceSettings, job: str, config: EmbodiedJob) -> None:
+        self._bus, self._settings, self.job, self.config = bus, settings, job, config
+        self._publisher, self._asking = GroupPublisher(bus, job), Asking(bus)
+        self._tickets = TicketTaker(
+            bus, job, self._asking, answer=self._attempt, give_up=self._give_up, room=self._room,
+            progress=self._progress,
+        )  # fmt: skip
+        self._queue = EpisodeQueue(config.environment.sessions)
+        self._simulators: list[SimulatorSession] = []
+        self._engine: PolicyEngine | None = None
+        self._policy: PolicyFollower | None = None
+        self._unfinished = 0
+        """Episodes of the tickets in hand that have not ended."""
+        self.groups = self.episodes = self.lost = 0
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Work until cancelled, or until ``drain`` and the last ticket in hand is done.
+
+        Raises:
+            ConfigError: the policy does not fit the simulator.
+        """
+        mail = await asyncio.to_thread(FrameMail, self._settings)
+        simulator = self.config.environment
+        self._simulators = [
+            SimulatorSession(self._bus, mail, self.job, simulator, self._asking, number=number)
+            for number in range(simulator.sessions)
+        ]
+        try:
+            await self._work()
+        finally:
+            await asyncio.gather(*(session.close() for session in self._simulators))
+            if self._engine is not None:
+                await self._engine.close()
+            await asyncio.to_thread(mail.close)
+
+    async def _work(self) -> None:
+        config = self.config
+        async with asyncio.TaskGroup() as opening:
+            opened = [opening.create_task(session.open()) for session in self._simulators]
+        policy = build_policy(
+            config.policy, opened[0].result(), action_chunk=config.environment.action_chunk, seed=config.seed
+        )
+        self._engine = PolicyEngine(policy, device=resolve_device(config.placement.device))
+        self._policy = PolicyFollower(self._bus, self._settings, self.job, self._engine)
+        async with asyncio.TaskGroup() as tasks:
+            background = [tasks.create_task(self._policy.run()), tasks.create_task(self._publisher.run())]
+            self._asking.wait("policy", "the first policy version", subjects.MANIFESTS)
+            await self._policy.first()
+            self._asking.done("policy")
+            background += [tasks.create_task(one.run(self._engine, self._queue)) for one in self._simulators]
+            await self._tickets.run()
+            for task in background:
+                task.cancel()
+
+    def amend(self, config: EmbodiedJob) -> None:
+        """The job file changed: what the next tickets are answered by."""
+        self.config = config
+
+    def drain(self) -> None:
+        """Take no more tickets."""
+        self._tickets.drain()
+
+    def _room(self) -> int:
+        """Tickets whose first episode finds a free lane."""
+        simulator, group = self.config.environment, self.config.algorithm.group_size
+        free = simulator.sessions * simulator.num_envs - self._unfinished
+        return -(-free // group) - self._tickets.num_unbegun
+
+    def _progress(self) -> int | None:
+        if self._engine is None or not any(session.num_running for session in self._simulators):
+            return None
+        return self._engine.num_decisions
+
+    # -- one ticket --------------------------------------------------------------------------------------------------
+
+    async def _attempt(self, ticket: Ticket, key: str) -> None:
+        if ticket.purpose == "eval":
+            await self._evaluate(ticket, key)
+        else:
+            await self._answer(ticket, key)
+
+    async def _answer(self, ticket: Ticket, key: str) -> None:
+        assert self._engine is not None
+        start, config = time.perf_counter(), self.config
+        episodes = [
+            Episode(
+                reset_id=config.environment.reset_id(ticket.draw.ordinal),
+                noise=NoiseSource(
+                    config.seed, ticket.draw, member, kind=self._engine.noise, shape=self._engine.noise_shape
+                ),
+            )
+            for member in range(config.algorithm.group_size)
+        ]
+        await self._play(ticket, key, episodes, oldest=ticket.min_version)
+        meta = {"worker": self._settings.worker_id, "seconds": time.perf_counter() - start}
+        await self._publisher.publish(episode_group(self.job, config, ticket, episodes, meta=meta))
+        self.groups += 1
+
+    async def _evaluate(self, ticket: Ticket, key: str) -> None:
+        version = ticket.version or 0
+        episode = Episode(reset_id=self.config.evaluation.first_reset_id + ticket.draw.ordinal, version=version)
+        await self._play(ticket, key, [episode], oldest=version)
+        if episode.overtaken is not None:
+            raise LeftBehind(f"version {version} was left behind for {episode.overtaken}")
+        record = episode.record
+        if record is None:
+            await self._give_up(ticket, key, episode.lost)
+            return
+        measured = record.total, float(record.succeeded), float(record.valid.sum())
+        await self._tell(ticket, key, measured, failed=False)
+
+    async def _tell(self, ticket: Ticket, key: str, measured: tuple[float, float, float], *, failed: bool) -> None:
+        parts = {name: [value] for name, value in zip(("return", "success", "length"), measured, strict=True)}
+        await self._tickets.tell(ticket, key, [measured[0]], failed=[failed], greedy=[True], parts=parts)
+
+    async def _give_up(self, ticket: Ticket, key: str, reason: str) -> None:
+        if ticket.purpose == "eval":
+            await self._tell(ticket, key, (0.0, 0.0, 0.0), failed=True)
+            return
+        meta = {"worker": self._settings.worker_id, "error": reason}
+        await self._publisher.publish(failed_episodes(self.job, self.config, ticket, meta))
+
+    async def _play(self, ticket: Ticket, key: str, episodes: list[Episode], *, oldest: int) -> None:
+        """Return once all episodes have ended. Nobody plays on what the ticket has no more time for."""
+        assert self._policy is not None
+        ended, left = asyncio.Event(), len(episodes)
+        self._unfinished += left
+
+        def on_end(episode: Episode) -> None:
+            nonlocal left
+            left -= 1
+            self._unfinished -= 1
+            self.episodes += episode.record is not None
+            self.lost += bool(episode.lost) and not episode.unwanted
+            self._tickets.look_again()
+            if not left:
+                ended.set()
+
+        for episode in episodes:
+            episode.on_end = on_end
+        try:
+            await self._tickets.reach(self._policy, ticket, key, oldest=oldest)
+            self._queue.add(episodes)
+            await ended.wait()
+        finally:
+            for episode in episodes:
+                episode.unwanted = True
+                episode.on_end = lambda _: None
+            self._unfinished -= left
+
+    # -- what others see ---------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """True if tickets are in hand."""
+        return self._tickets.busy
+
+    def status(self) -> dict[str, Any]:
+        """This worker's entry for the job, for its heartbeat."""
+        policy = self._policy
+        row = {
+            "version": policy.version if policy else -1,
+            "running": sum(session.num_running for session in self._simulators),
+            "decisions": self._engine.num_decisions if self._engine else 0,
+            "steps": sum(session.num_steps for session in self._simulators),
+            "episodes": self.episodes,
+            "lost": self.lost,
+            "groups": self.groups,
+            "pause_s": policy.pause_s if policy else 0.0,
+        }
+        return row | self._tickets.status(self._publisher)

@@ -1,0 +1,173 @@
+"""One session of simulators of a worker: opened on any env worker, stepped, and opened again where that one is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Iterator
+from typing import TypeVar
+
+import numpy as np
+
+from penstock.services.rollout.asking import Asking
+from penstock.services.rollout.embodied.engine import PolicyEngine
+from penstock.services.rollout.embodied.lanes import Lanes, Rows
+from penstock.services.rollout.embodied.queue import EpisodeQueue
+from penstock.shared.config.embodied import SimulatorConfig
+from penstock.shared.errors import ConfigError, PenstockError, Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.environment import EnvSpec, OpenEnv, ResetRequest, StepRequest
+from penstock.shared.transport.bulk_message import FrameMail
+from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.env_client import EnvClient
+
+__all__ = ["SimulatorSession"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+OPEN_S = 200.0
+"""Longer than an env worker may take to make simulators."""
+OPEN_RETRY_S = 2.0
+MARGIN_S = 15.0
+"""An answer may come this much later than a simulator's limit for one request."""
+RESET_S = 180.0
+"""A reset may have to start a process anew, which imports the simulator's libraries."""
+IDLE_S = 60.0
+"""An env worker closes the session of a client that says nothing for so long: the client is dead."""
+KEEP_S = 15.0
+CLOSE_S = 2.0
+TELL_AFTER_S = 1.0
+"""A simulator that takes longer than this for a request is named as what is waited for."""
+
+
+class SimulatorSession:
+    """Plays episodes in its lanes, as many at once as it has environments."""
+
+    def __init__(
+        self, bus: Bus, mail: FrameMail, job: str, config: SimulatorConfig, asking: Asking, *, number: int
+    ) -> None:
+        self._bus, self._mail, self._job, self._config, self._asking = bus, mail, job, config, asking
+        self._number, self._key = number, f"session {number}"
+        self._client: EnvClient | None = None
+        self._lanes: Lanes | None = None
+        self.num_steps = 0
+        """Actions that simulators executed."""
+        self.num_opened = 0
+
+    @property
+    def num_running(self) -> int:
+        """Episodes in its lanes."""
+        return self._lanes.num_running if self._lanes is not None else 0
+
+    async def open(self) -> EnvSpec:
+        """Have an env worker make the environments; waits for one that can."""
+        config = self._config
+        request = OpenEnv(
+            env_id=config.task, num_envs=config.num_envs, backend=config.backend, options=config.options,
+            num_processes=config.num_processes, step_limit_s=config.step_limit_s, idle_s=IDLE_S,
+        )  # fmt: skip
+        what = f"an env worker to open '{config.task}'"
+        while True:
+            self._asking.wait(self._key, what, subjects.ENV_OPEN)
+            try:
+                client = await EnvClient.open(self._bus, self._mail, request, job=self._job, deadline_s=OPEN_S)
+            except Unavailable:
+                continue
+            except ConfigError as error:  # another env worker may have what this one lacks
+                logger.error("an env worker cannot open '%s': %s", config.task, error)
+                self._asking.done(self._key)
+                self._asking.wait(self._key, f"{what}: {error}", subjects.ENV_OPEN)
+                await asyncio.sleep(OPEN_RETRY_S)
+                self._asking.done(self._key)
+                continue
+            self._asking.done(self._key)
+            self._client = client
+            self.num_opened += 1
+            return client.spec
+
+    async def close(self) -> None:
+        """Give the environments back; where nobody answers, the env worker closes them by itself."""
+        client, self._client = self._client, None
+        if client is not None:
+            with contextlib.suppress(PenstockError, TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    await client.close()
+
+    async def run(self, engine: PolicyEngine, queue: EpisodeQueue) -> None:
+        """Play episodes of the queue until cancelled. Those of a session that is gone are lost."""
+        assert self._client is not None
+        spec = self._client.spec
+        self._lanes = Lanes(
+            spec, horizon=self._config.horizon, noise_shape=engine.noise_shape, action_dtype=engine.action_dtype
+        )
+        while True:
+            try:
+                await self._play(self._lanes, engine, queue)
+            except PenstockError as error:
+                logger.warning("%s of job %s is gone: %s", self._key, self._job, error)
+                queue.tell(self._number, None)
+                self._lanes.lose(f"the session of simulators is gone: {error}")
+            await self.close()
+            found = await self.open()
+            if (found.observations, found.action_shape) != (spec.observations, spec.action_shape):
+                raise ConfigError(f"'{spec.env_id}' is {found} on one env worker and {spec} on another")
+
+    async def _play(self, lanes: Lanes, engine: PolicyEngine, queue: EpisodeQueue) -> None:
+        """Raises PenstockError where the session cannot go on."""
+        while True:
+            lanes.leave_unwanted()
+            queue.tell(self._number, lanes.num_running)
+            if episodes := queue.take(self._number, lanes.num_free):
+                await self._begin(lanes, *lanes.place(episodes))
+                queue.tell(self._number, lanes.num_running)
+            if lanes.num_running:
+                for rows in lanes.to_decide():
+                    await self._advance(lanes, engine, rows)
+            elif not await queue.wait(self._number, KEEP_S):
+                await self._keep()
+
+    async def _begin(self, lanes: Lanes, rows: Rows, reset_ids: np.ndarray) -> None:
+        assert self._client is not None
+        request = ResetRequest(seq=self._client.seq, env_ids=rows, state_ids=reset_ids)
+        asked = self._client.reset(request, deadline_s=self._config.step_limit_s + RESET_S + MARGIN_S)
+        lanes.began(rows, await self._told(asked, "a simulator to begin episodes"))
+
+    async def _advance(self, lanes: Lanes, engine: PolicyEngine, rows: Rows) -> None:
+        """Decide for lanes that act alike, and have the decisions executed up to the horizon."""
+        assert self._client is not None
+        decided = await engine.decide(*lanes.inputs(rows))
+        executed = lanes.decided(rows, decided)
+        limits = lanes.limits(rows)
+        for limit in np.unique(limits[executed]).tolist():  # more than one only where the horizon cuts a chunk
+            chosen = executed & (limits == limit)
+            request = StepRequest(
+                seq=self._client.seq, auto_reset=False, env_ids=rows[chosen],
+                actions=decided.executed[chosen, :limit], next_state_ids=np.zeros(0, np.int64),
+            )  # fmt: skip
+            asked = self._client.step(request, deadline_s=self._config.step_limit_s + MARGIN_S)
+            reply = await self._told(asked, "a simulator to step")
+            self.num_steps += int(reply.valid.sum())
+            lanes.stepped(rows[chosen], reply)
+
+    async def _keep(self) -> None:
+        assert self._client is not None
+        await self._client.keep()
+
+    async def _told(self, asked: Awaitable[T], what: str) -> T:
+        """The answer of a simulator; one that takes long is told of."""
+        assert self._client is not None
+        with self._telling(what, self._client.subject):
+            return await asked
+
+    @contextlib.contextmanager
+    def _telling(self, what: str, subject: str) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        later = loop.call_later(TELL_AFTER_S, self._asking.wait, self._key, what, subject)
+        try:
+            yield
+        finally:
+            later.cancel()
+            self._asking.done(self._key)
