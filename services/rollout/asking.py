@@ -27,7 +27,7 @@ class Asking:
         self._waits.setdefault(key, (bus_time(), what, subject))
 
     def done(self, key: str) -> None:
-        """It waits no more. Safe to repeat."""
+        """This piece of work waits no more. Safe to repeat."""
         self._waits.pop(key, None)
 
     @property

@@ -94,7 +94,7 @@ class TicketTaker:
         self._changed.set()
 
     def status(self, publisher: GroupPublisher) -> dict[str, Any]:
-        """What is in hand and what it waits for, for a heartbeat."""
+        """The work in hand and the oldest wait, for a heartbeat."""
         row: dict[str, Any] = {"holds": [key.split(":", 1)[1] for key in list(self._holds)]}
         if publisher.blocked is not None:
             since, why = publisher.blocked
