@@ -87,8 +87,7 @@ class Suspects:
             held: draws that live workers report to hold.
             now: monotonic seconds.
             ripe_s: how long a message must look dead while others are under lease; half as long while none is, because
-                a
-                restarted server forgets its leases before it counts them again.
+                a restarted server forgets its leases before it counts them again.
         """
         num_dead = len(delivered) - num_leased
         suspects = [seq for seq, draw in delivered.items() if draw not in held]

@@ -113,8 +113,7 @@ class EffectPublisher:
         """Copy a payload to DEAD before it is deleted; return the number of its messages.
 
         Messages of other payloads, which a wrong header may claim, do not count. Safe to repeat, also if the payload is
-        gone.
-        Waits while the bus is away. A full DEAD stops nothing: the payload is lost, and the log says so.
+        gone. Waits while the bus is away. A full DEAD stops nothing: the payload is lost, and the log says so.
         """
         place, count, parts = 0, 1, ""
         what, subject = f"a copy of message {seq} of {stream}", subjects.dead(self.job)

@@ -43,8 +43,7 @@ class ServedVersionPublisher:
     """Watches the candidates and the served version of one job, and publishes promoted versions.
 
     Served versions only rise, in the ledger as in the bucket. If an earlier leader or trainer writes an older version,
-    this
-    leader sees it and replaces it.
+    this leader sees it and replaces it.
 
     Args:
         promoted: returns the newest promotion in the ledger.

@@ -1,6 +1,6 @@
-"""Live interactions, feedback, admission and ledger as one state machine against a world that misbehaves.
-The world keeps what the real one keeps durably (both streams, the ledger, stored groups, fates) and loses the leader's
-memory. Feedback comes early, late, twice, revised and retracted; leaders crash between any two steps.
+"""Live interactions, feedback, admission and ledger as one state machine against a world that misbehaves. The world
+keeps what the real one keeps durably (both streams, the ledger, stored groups, fates) and loses the leader's memory.
+Feedback comes early, late, twice, revised and retracted; leaders crash between any two steps.
 """
 
 from __future__ import annotations

@@ -51,9 +51,9 @@ class Decision:
 
     ``wait``: feedback is missing. ``reject``: the interaction is never trained, for ``reason``; its ``reward`` still
     counts for the turns before it. ``train``: ``reason`` names the origin of the reward (`feedback`, `credit` from
-    other
-    turns only, `default`, `invalid`) or why its tokens are masked; ``objective`` names the loss, and ``denied`` why the
-    policy loss may not use it. ``compared``: the interaction is not trained, but its reward counts in a canary trial.
+    other turns only, `default`, `invalid`) or why its tokens are masked; ``objective`` names the loss, and ``denied``
+    why the policy loss may not use it. ``compared``: the interaction is not trained, but its reward counts in a canary
+    trial.
     """
 
     verdict: Literal["wait", "train", "reject"]

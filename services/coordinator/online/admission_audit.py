@@ -186,8 +186,7 @@ def _possible_turns(
     """Yield the turns that the leader may have had: all of the episode by then, or only the admitted ones.
 
     The leader may have read a record before or after the decision if the two happened at once. It had every turn that
-    an
-    item names: nothing is yielded if one of these is gone.
+    an item names: nothing is yielded if one of these is gone.
     """
     own = {name: seq for one in group for name, seq in one.interactions.items()}
     first = stored.records[next(iter(own.values()))]
@@ -319,8 +318,7 @@ def flaws_of_admission(
     lineage.
 
     An interaction is admitted once and with one ordinal for good; an item of feedback counts once. A trained group has
-    the
-    reward and the objective of its admission, which was within the lag bound if it served the policy loss. No owner
+    the reward and the objective of its admission, which was within the lag bound if it served the policy loss. No owner
     exceeded its share of a batch.
     """
     max_lag, events = job.train.max_lag, [event for entry in entries for event in entry]

@@ -289,8 +289,7 @@ def join_turns(
 
     A turn joins its nearest trained ancestor if its prompt begins with that turn's prompt and completion, token by
     token, the ancestor has no other child, and both have one kind, return and temperature. Then one pass over the
-    tokens
-    serves both, and one reward describes both.
+    tokens serves both, and one reward describes both.
     """
     before = {place: nearest_ancestor(tree, place, kinds) for place in kinds}
     following = Counter(above for above, _ in before.values())

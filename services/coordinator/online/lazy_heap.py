@@ -18,11 +18,11 @@ class LazyHeap:
     valid entries plus ``SLACK``.
 
     Args:
-        holds: returns True while ``value`` is still the value of ``name``.
+        is_valid: returns True while ``value`` is still the value of ``name``.
     """
 
-    def __init__(self, holds: Callable[[float, str], bool]) -> None:
-        self._holds = holds
+    def __init__(self, is_valid: Callable[[float, str], bool]) -> None:
+        self._is_valid = is_valid
         self._heap: list[tuple[float, str]] = []
         self._most = SLACK
 
@@ -30,11 +30,11 @@ class LazyHeap:
         """Number of entries, outdated ones included."""
         return len(self._heap)
 
-    def put(self, mark: float, name: str) -> None:
+    def put(self, value: float, name: str) -> None:
         """Set the value of a name; earlier entries of that name become outdated."""
-        heappush(self._heap, (mark, name))
+        heappush(self._heap, (value, name))
         if len(self._heap) > self._most:
-            self._heap = [entry for entry in dict.fromkeys(self._heap) if self._holds(*entry)]
+            self._heap = [entry for entry in dict.fromkeys(self._heap) if self._is_valid(*entry)]
             heapify(self._heap)
             self._most = 2 * len(self._heap) + SLACK
 
@@ -42,9 +42,9 @@ class LazyHeap:
         """Return the lowest valid value of the names outside ``without``, or None."""
         passed, found = list[tuple[float, str]](), None
         while self._heap and found is None:
-            mark, name = self._heap[0]
-            if self._holds(mark, name) and name not in without:
-                found = mark
+            value, name = self._heap[0]
+            if self._is_valid(value, name) and name not in without:
+                found = value
                 break
             entry = heappop(self._heap)
             if name in without:
@@ -59,5 +59,5 @@ class LazyHeap:
             entry = heappop(self._heap)
             while self._heap and self._heap[0] == entry:  # a caller put the same entry twice
                 heappop(self._heap)
-            if self._holds(*entry):
+            if self._is_valid(*entry):
                 yield entry[1]

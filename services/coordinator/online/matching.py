@@ -46,7 +46,7 @@ from penstock.services.coordinator.online.turns import (
 from penstock.services.coordinator.online.unmatched import PendingRetractions, UnmatchedFeedback
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission
-from penstock.shared.protocol.interaction import MAX_TURNS, Erasure, Fate, Feedback, Interaction
+from penstock.shared.protocol.interaction import MAX_TURNS, Erasure, Fate, FateStatus, Feedback, Interaction
 
 __all__ = ["ERASED", "MAX_WAITING", "Matching", "max_ready", "overload_victims"]
 
@@ -105,7 +105,7 @@ class Matching:
         self.final.restore(state, recovered)
         self.examples.restore(state, recovered.closed_episodes)
 
-    # -- what others ask ---------------------------------------------------------------------------------------------
+    # -- queries -------------------------------------------------------------------------------------------------------
 
     def low_water(self, without: Iterable[str] = ()) -> tuple[int, int]:
         """Return the sequences below which everything is decided once ``without`` (episodes, items) is decided, too."""
@@ -131,7 +131,7 @@ class Matching:
         keys = ((one, self._episode_keys.get(next(reversed(one.interactions), ""), "")) for one in admissions)
         return [self.episodes[key].last_active if key in self.episodes else one.time for one, key in keys]
 
-    # -- facts -------------------------------------------------------------------------------------------------------
+    # -- facts ---------------------------------------------------------------------------------------------------------
 
     def on_interaction(self, seq: int, interaction: Interaction) -> list[Fate]:
         """Add an interaction, and match the feedback that waited for it."""
@@ -184,15 +184,15 @@ class Matching:
         if item.kind == "retraction":
             return self._retract(seq, item, now)
         if item.id in self._pending_retractions:
-            last = feedback_status(item.id, "retracted", f"by {self._pending_retractions.pop(item.id)}", now)
-            return self._close_feedback(item.id, last, seq)
+            retraction = self._pending_retractions.pop(item.id)
+            return self._close_feedback(item.id, "retracted", f"by {retraction}", now, seq)
         reason = self.examples.refusal(item) or ("out_of_range" if out_of_range(item, self.job.online) else "")
         if reason or any(self.final.targets.get(one) == ERASED for one in targets_of(item)):
             reason = reason or ERASED
-            return self._close_feedback(item.id, feedback_status(item.id, "rejected", reason, now), seq)
+            return self._close_feedback(item.id, "rejected", reason, now, seq)
         known = self._undecided.get(item.id)
         if known is not None:
-            if known.item.is_again(seq, item):
+            if known.item.is_copied_in(seq, item):
                 self._move(seq, known)
             if not known.item.is_revised_by(item):
                 return []
@@ -236,7 +236,7 @@ class Matching:
             self._discard_episode(key, ERASED)
         return self.reject(items, ERASED, now)
 
-    # -- decisions ---------------------------------------------------------------------------------------------------
+    # -- decisions -----------------------------------------------------------------------------------------------------
 
     @property
     def num_changed(self) -> int:
@@ -255,15 +255,15 @@ class Matching:
             most: number of changed episodes and items to settle; None settles all.
         """
         statuses: list[Fate] = []
-        touched = self._changed_names if most is None else dict.fromkeys(islice(self._changed_names, most))
-        names = {name for name in touched if name in self.episodes}
+        changed = self._changed_names if most is None else dict.fromkeys(islice(self._changed_names, most))
+        names = {name for name in changed if name in self.episodes}
         if everything or self._swept_version < 0:  # before the first sweep every episode counts as changed
             names |= self._changed_without_facts(version, now)
         elif version != self._swept_version:  # the next full sweep may start from this version or another one
             self._settled_between_sweeps |= names
-        example_ids = [name for name in touched if name not in names]
+        example_ids = [name for name in changed if name not in names]
         self._changed_names = (
-            {} if most is None else {name: None for name in self._changed_names if name not in touched}
+            {} if most is None else {name: None for name in self._changed_names if name not in changed}
         )
         for name in sorted(names, key=lambda name: self.episodes[name].place):
             statuses += self._settle(name, version, now)
@@ -271,11 +271,7 @@ class Matching:
         settled = self.examples.settle(
             example_ids, version=version, newest=known, now=now, opted_out=self._opted_out, everything=everything
         )
-        statuses += [
-            one
-            for name, reason in settled
-            for one in self._close_feedback(name, feedback_status(name, "rejected", reason, now))
-        ]
+        statuses += [one for name, reason in settled for one in self._close_feedback(name, "rejected", reason, now)]
         return statuses + (self._expire(now) + self._shed_load(now) if everything else [])
 
     def on_admitted(self, admissions: Iterable[Admission]) -> None:
@@ -299,11 +295,9 @@ class Matching:
 
     def reject(self, items: Iterable[str], reason: str, now: float) -> list[Fate]:
         """Reject undecided feedback."""
-        return [
-            one for name in items for one in self._close_feedback(name, feedback_status(name, "rejected", reason, now))
-        ]
+        return [one for name in items for one in self._close_feedback(name, "rejected", reason, now)]
 
-    # -- inside ------------------------------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------------------------------
 
     def _add_example(self, seq: int, item: Feedback, now: float) -> list[Fate]:
         """Add an item that is an off-policy example itself."""
@@ -319,9 +313,7 @@ class Matching:
         feedback = item.feedback
         target = canonical_id(feedback.inference or feedback.episode)
         if target in self.final.targets:
-            return self._close_feedback(
-                feedback.id, feedback_status(feedback.id, "rejected", self.final.targets[target], now), item.seq
-            )
+            return self._close_feedback(feedback.id, "rejected", self.final.targets[target], now, item.seq)
         held = self._undecided[feedback.id] = UndecidedFeedback(item, target)
         self._feedback_seqs.put(item.seq, feedback.id)
         key = self._episode_keys.get(target)
@@ -340,7 +332,7 @@ class Matching:
         """Attach an item to its target, whose answer the key ``asker`` received."""
         name = held.item.feedback.id
         if self.job.online.raters == "same_key" and held.item.feedback.key_id != asker:
-            return self._close_feedback(name, feedback_status(name, "rejected", "other_key", now))
+            return self._close_feedback(name, "rejected", "other_key", now)
         held.key, held.holder, holder[name] = key, holder, held.item
         self._mark_changed(key)
         return [feedback_status(name, "matched", "", now, [held.target])]
@@ -393,15 +385,13 @@ class Matching:
     def _retract(self, seq: int, item: Feedback, now: float) -> list[Fate]:
         name = canonical_id(str(item.body.get("feedback", "")))
         if name in self.final:
-            return self._close_feedback(
-                item.id, feedback_status(item.id, "rejected", self.final.retraction_refusal(name), now)
-            )
-        statuses = self._close_feedback(item.id, feedback_status(item.id, "retracted", f"retracts {name}", now))
+            return self._close_feedback(item.id, "rejected", self.final.retraction_refusal(name), now)
+        statuses = self._close_feedback(item.id, "retracted", f"retracts {name}", now)
         if name not in self._undecided:  # the retraction overtook its item
             given_up = self._pending_retractions.put(name, seq, item)
             return statuses + ([feedback_status(given_up, "expired", TOO_MANY_UNMATCHED, now)] if given_up else [])
         self._detach(name)
-        return [*self._close_feedback(name, feedback_status(name, "retracted", f"by {item.id}", now)), *statuses]
+        return [*self._close_feedback(name, "retracted", f"by {item.id}", now), *statuses]
 
     def _changed_without_facts(self, version: int, now: float) -> set[str]:
         """Return the episodes to settle again without new facts: the policy, the time or a user's consent changed."""
@@ -472,7 +462,7 @@ class Matching:
         statuses = [
             one
             for name, why_not in reason_of_item.items()
-            for one in self._close_feedback(name, feedback_status(name, "rejected", why_not, now))
+            for one in self._close_feedback(name, "rejected", why_not, now)
         ]
         self._discard_episode(key, reason)
         self.final.targets.update(reason_of_turn)
@@ -495,20 +485,20 @@ class Matching:
 
     def _expire(self, now: float) -> list[Fate]:
         limit = now - self.job.online.match_ttl_s
-        unmet = [
+        expired = [
             feedback_status(name, "expired", "unknown_target", now) for name in self._pending_retractions.expire(limit)
         ]
         late = [self._undecided[name].item for name in self._received_times.pop_until(limit, inclusive=False)]
         self.examples.discard_unused_records()
-        return unmet + [one for item in late for one in self._expired(item, now)]
+        return expired + [one for item in late for one in self._expired(item, now)]
 
     def _expired(self, item: FeedbackItem, now: float, reason: str = "unknown_target") -> list[Fate]:
-        return self._close_feedback(item.feedback.id, feedback_status(item.feedback.id, "expired", reason, now))
+        return self._close_feedback(item.feedback.id, "expired", reason, now)
 
-    def _close_feedback(self, name: str, last: Fate, seq: int = 0) -> list[Fate]:
+    def _close_feedback(self, name: str, status: FateStatus, reason: str, now: float, seq: int = 0) -> list[Fate]:
         """Give an item that was not admitted its final status; ``seq`` is set for an item that was not held."""
-        self._end_feedback(name, last.status, seq)
-        return [last]
+        self._end_feedback(name, status, seq)
+        return [feedback_status(name, status, reason, now)]
 
     def _end_feedback(self, name: str, how: str, seq: int = 0) -> None:
         held = self._undecided.get(name)

@@ -241,8 +241,7 @@ def tokens_of(item: Feedback, job: OnlineJob) -> TurnTokens:
     """Return the tokens that place a posted interaction in its episode's tree, or none if nothing depends on them.
 
     Nothing depends on them for posts of text and for keys that the job does not train on: tokens stay in memory until
-    the
-    episode is over. Tokens beyond the longest trainable prompt and answer are cut, because no trained turn extends
+    the episode is over. Tokens beyond the longest trainable prompt and answer are cut, because no trained turn extends
     them.
     """
     tokens = item.body.get("token_ids") or []
@@ -347,8 +346,7 @@ class PostedEpisode:
         """Return the turns that arrived after the episode was over, or above the limit, each with its reason.
 
         The result follows from the stream, so a leader that reads all turns at once finds the same. Items of one
-        message
-        arrived together. A revised turn arrived with its first revision.
+        message arrived together. A revised turn arrived with its first revision.
         """
         items = sorted(
             (turn.item for turn in self.turns.values()), key=lambda one: (not one.feedback.revision, one.seq)

@@ -76,7 +76,7 @@ class Quarantine:
         """Iterate over the held items."""
         return (item.feedback for item in self._held.values())
 
-    # -- facts -------------------------------------------------------------------------------------------------------
+    # -- facts ---------------------------------------------------------------------------------------------------------
 
     def learn(self, item: Feedback) -> None:
         """Learn the values of an item that an earlier leader decided."""
@@ -92,7 +92,7 @@ class Quarantine:
             return [*released, *self._pass_on(seq, item, now)]
         waiting = self._held.get(item.id)
         if waiting is not None and not waiting.is_revised_by(item):
-            if waiting.is_again(seq, item):
+            if waiting.is_copied_in(seq, item):
                 self._held[item.id] = FeedbackItem(seq, item)  # the copy names its earlier sequence
             return []
         reason = self._judge(item)
@@ -123,7 +123,7 @@ class Quarantine:
             self._held.pop(bare_id(name) or name, None)
             self._released.discard(bare_id(name) or name)
 
-    # -- decisions ---------------------------------------------------------------------------------------------------
+    # -- decisions -----------------------------------------------------------------------------------------------------
 
     def draft(self, draft: Draft) -> None:
         """Record the held items in the ledger, before anything is decided without them."""
@@ -149,7 +149,7 @@ class Quarantine:
         """Reject everything held."""
         return [self._reject(name, "job_ended", now) for name in list(self._held)]
 
-    # -- inside ------------------------------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------------------------------
 
     def _judge(self, item: Feedback) -> str:
         """Return why an item is held, or ''; each revision is judged once."""

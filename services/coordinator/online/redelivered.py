@@ -1,10 +1,10 @@
 """Handles messages stored a second time, copies left by deletions and requeued dead letters: skips decided items.
 
 A user's deletion reads a message, removes that user's items, and stores the rest anew while the leader goes on
-deciding.
-A leader passes over a message that it cannot read, and its low-water mark moves on; once the message is readable, it is
-stored anew. In both cases a leader reads items again that may be decided below the mark. This module finds these in
-the ledger, in DECISIONS and among deletions, so that an item is admitted once, whichever copy a leader reads.
+deciding. A leader passes over a message that it cannot read, and its low-water mark moves on; once the message is
+readable, it is stored anew. In both cases a leader reads items again that may be decided below the mark. This module
+finds these in the ledger, in DECISIONS and among deletions, so that an item is admitted once, whichever copy a leader
+reads.
 """
 
 from __future__ import annotations

@@ -150,8 +150,7 @@ class ServedEpisode:
         """Return the outcome, or None while something is missing.
 
         If the episode ran out of time and came to nothing, later facts do not change that: a leader that reads all
-        facts at
-        once finds what the leader found that saw the episode end.
+        facts at once finds what the leader found that saw the episode end.
         """
         if not self.turns:
             return None
@@ -219,9 +218,9 @@ class ServedEpisode:
 
     def _rated(self, feedback_by_turn: Sequence[Sequence[Feedback]], job: OnlineJob) -> list[bool]:
         """Return for each turn whether its conversation, or the whole episode, has feedback."""
-        roots, words = self.tree.roots, [counted_feedback(items, job.online) for items in feedback_by_turn]
-        rated = {root for root, on_turn in zip(roots, words, strict=True) if on_turn}
-        whole = any(level == "episode" for on_turn in words for _, level in on_turn)
+        roots, counted = self.tree.roots, [counted_feedback(items, job.online) for items in feedback_by_turn]
+        rated = {root for root, on_turn in zip(roots, counted, strict=True) if on_turn}
+        whole = any(level == "episode" for on_turn in counted for _, level in on_turn)
         return [whole or root in rated for root in roots]
 
     def _is_closed(self, job: OnlineJob) -> bool:
@@ -254,9 +253,8 @@ class ServedEpisode:
         self, job: OnlineJob, feedback_by_turn: Sequence[Sequence[Feedback]], decisions: list[Decision]
     ) -> EpisodeOutcome:
         trial_sample = trial_sample_of(job, self.turns, decisions, _judging_keys(self._all_feedback(), job))
-        if any(
-            turn.refusal in (CANARY, NOT_COMPARED) for turn in self.turns
-        ):  # no turn may learn from what followed it
+        if any(turn.refusal in (CANARY, NOT_COMPARED) for turn in self.turns):
+            # No turn may learn from what followed it.
             return EpisodeOutcome([], [(turn, CANARY) for turn in self.turns], trial_sample)
         tree = self.tree
         counts = [
@@ -324,11 +322,9 @@ def _is_of_whole(feedback: Feedback, job: OnlineJob) -> bool:
     return level_of(feedback, job.online) == "episode"
 
 
-def _judging_keys(feedback_by_turn: Iterable[FeedbackItem], job: OnlineJob) -> tuple[str, ...]:
+def _judging_keys(items: Iterable[FeedbackItem], job: OnlineJob) -> tuple[str, ...]:
     """Return the API keys whose feedback counts."""
-    counting = (
-        one.feedback for one in feedback_by_turn if level_of(one.feedback, job.online) and one.feedback.weight > 0
-    )
+    counting = (one.feedback for one in items if level_of(one.feedback, job.online) and one.feedback.weight > 0)
     return tuple(sorted({item.key_id for item in counting}))
 
 

@@ -80,7 +80,7 @@ class LiveSource:
         self.erased: set[int] = set()
         """Ordinals admitted from users whose data was deleted."""
 
-    # -- admission ---------------------------------------------------------------------------------------------------
+    # -- admission -----------------------------------------------------------------------------------------------------
 
     @property
     def refuses(self) -> bool:
@@ -199,7 +199,7 @@ class LiveSource:
         """Record the samples of a canary trial; called before ``draw``, whose low-water marks pass them."""
         self._matching.trials.draft(draft)
 
-    # -- batches -----------------------------------------------------------------------------------------------------
+    # -- batches -------------------------------------------------------------------------------------------------------
 
     def choose(self, draft: Draft, ready: Sequence[Draw]) -> list[Draw] | None:
         """Return a full batch, or a smaller one once its oldest draw has waited `online.max_wait_s`; oldest policy
@@ -267,12 +267,9 @@ def batch_of(job: OnlineJob, draft: Draft, ready: Sequence[Draw]) -> list[Draw]:
 
     A full batch has `train.batch_size` groups for the policy loss. A smaller one is trained once the oldest group has
     waited `online.max_wait_s`; where shares are bounded, the oldest groups of two owners must have waited, or the
-    surplus
-    of one owner would make every batch a small one. Groups for auxiliary losses join it. They form a batch of their own
-    if
-    there are none for the policy loss, or if those must wait and do not become too old meanwhile; never where a
-    promotion
-    gate bounds a value that only the policy loss measures.
+    surplus of one owner would make every batch a small one. Groups for auxiliary losses join it. They form a batch of
+    their own if there are none for the policy loss, or if those must wait and do not become too old meanwhile; never
+    where a promotion gate bounds a value that only the policy loss measures.
     """
     admissions, limit = draft.state.admissions, auxiliary_per_batch(job)
     policy = [draw for draw in ready if admissions[draw.ordinal].objective == "policy"]

@@ -194,9 +194,8 @@ class RecoveredDecisions:
             ends |= _final_statuses(status)
         first: dict[str, str] = {}
         for one in interactions:
-            if (
-                one.status == "rejected" and one.ordinal < 0 and one.reason != DISCONNECTED
-            ):  # another worker may complete it
+            # Another worker may complete the answer of a disconnected client.
+            if one.status == "rejected" and one.ordinal < 0 and one.reason != DISCONNECTED:
                 first.setdefault(one.interaction, one.reason)
         return cls(
             closed_episodes=list(closed_episodes),
@@ -218,9 +217,7 @@ def _final_statuses(status: Fate) -> dict[str, str]:
         return {status.feedback: ADMITTED}
     if status.status in UNCOUNTED and not _is_quarantine_rejection(status):
         return {status.feedback: status.status}
-    if status.status == "retracted" and status.reason.startswith(
-        RETRACTED_PREFIX
-    ):  # both or neither: the retraction has met its item
+    if status.status == "retracted" and status.reason.startswith(RETRACTED_PREFIX):  # the retraction has met its item
         return {status.feedback: status.status, status.reason.removeprefix(RETRACTED_PREFIX): status.status}
     return {}
 

@@ -115,7 +115,7 @@ class LiveSupply:
         """Return True if the job must not train on a user (HMAC)."""
         return bool(objection(self._consents.of(user), self.config.online.consent))
 
-    # -- what earlier leaders left -----------------------------------------------------------------------------------
+    # -- recovery ------------------------------------------------------------------------------------------------------
 
     async def recover(self, state: LedgerState) -> None:
         """Read both streams from the ledger's low-water marks, and publish the newest decision's statuses once more."""
@@ -173,7 +173,7 @@ class LiveSupply:
     def _stream(self, subject: str) -> str:
         return subjects.INTERACTIONS if subject == subjects.interactions(self.job) else subjects.FEEDBACK
 
-    # -- facts -------------------------------------------------------------------------------------------------------
+    # -- facts ---------------------------------------------------------------------------------------------------------
 
     async def follow(self, post: Post) -> None:
         """Post new interactions, feedback, deletions, consents and the passing of time as facts."""
@@ -277,7 +277,7 @@ class LiveSupply:
         )
         self._unpublished += self.quarantine.sweep(bus_time()) if everything else []
 
-    # -- decisions ---------------------------------------------------------------------------------------------------
+    # -- decisions -----------------------------------------------------------------------------------------------------
 
     async def flush(self) -> None:
         """Publish the statuses that follow from facts, before a decision moves the low-water marks past them."""
@@ -324,8 +324,7 @@ class LiveSupply:
         """Purge messages that no reader needs, once a stream fills.
 
         From FEEDBACK these are the decided ones; from INTERACTIONS the decided ones that no batch needs which a trainer
-        may
-        repeat or a fork may open. Statuses are published first, because a later leader cannot derive them.
+        may repeat or a fork may open. Statuses are published first, because a later leader cannot derive them.
         """
         if self.bus.held:
             return
@@ -416,7 +415,7 @@ class LiveSupply:
             publish = partial(self.bus.publish_whole, messages, deadline_s=5)
             await self.retry.until_taken(f"{len(messages)} groups of live answers", subject, publish)
 
-    # -- what people see ---------------------------------------------------------------------------------------------
+    # -- reports -------------------------------------------------------------------------------------------------------
 
     def measures(self) -> dict[str, float]:
         """Return the funnel since the last update."""

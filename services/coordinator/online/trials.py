@@ -44,8 +44,7 @@ def trial_sample_of(
     """Return the sample of a settled episode, or None if its job runs no trial or it cannot be compared.
 
     An episode is comparable if, apart from the trial, it could be trained, if one version answered all of it, and if
-    its
-    feedback is complete.
+    its feedback is complete.
     """
     if job.online.canary is None or not all(decision.is_judged for decision in decisions):
         return None

@@ -37,7 +37,7 @@ class FeedbackItem:
     seq: int
     feedback: Feedback
 
-    def is_again(self, seq: int, feedback: Feedback) -> bool:
+    def is_copied_in(self, seq: int, feedback: Feedback) -> bool:
         """Return True if a later message holds the same item: a user's deletion copied the rest of a message further
         on."""
         own = self.feedback
