@@ -1,4 +1,4 @@
-"""The book of who asked for what: records in AUDIT, which the server lets nobody change."""
+"""The audit log of requests: records in AUDIT, which the server lets nobody change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.shared.transport.bus import Bus
 __all__ = ["AuditLog"]
 
 APPEND_S = 2.0
-"""Longest wait for a record: its request is done and its reply waits; about as long as a fail-over of the bus."""
+"""Longest wait for a record, because its request is done and its reply waits; about one fail-over of the bus."""
 
 
 class AuditLog:
@@ -41,9 +41,9 @@ class AuditLog:
         return found
 
     async def _first_since(self, since: float) -> int:
-        """The sequence of the first record that was stored then or later.
+        """Return the sequence of the first record stored at that time or later.
 
-        Found by halving: the stream loses records at its old end only, so that there are no gaps, and times rise.
+        Binary search works because the stream loses records only at its old end, without gaps, and times rise.
         """
         state = await self._bus.stream_state(subjects.AUDIT)
         low, high = max(1, state.first_seq), state.last_seq + 1
@@ -51,7 +51,7 @@ class AuditLog:
             middle = (low + high) // 2
             try:
                 too_old = (await self._bus.get(subjects.AUDIT, middle)).time < since
-            except NotFound:  # it made room meanwhile
+            except NotFound:  # it was purged meanwhile
                 too_old = True
             low, high = (middle + 1, high) if too_old else (low, middle)
         return low

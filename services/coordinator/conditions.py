@@ -1,4 +1,4 @@
-"""A job's state as conditions, one aspect each. Pure."""
+"""State of a job as conditions, one for each aspect. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Type = Literal[
 def conditions(
     run: JobRun, job: str, members: Members, before: Sequence[Condition], *, clock: float, now: datetime
 ) -> list[Condition]:
-    """Every condition; its transition time is kept for as long as its status stays the same."""
+    """Return every condition; its transition time stays while its status does."""
     known = {condition.type: condition for condition in before}
     found = []
     for type_, (status, reason, message) in _facts(run, job, members, clock).items():
@@ -68,7 +68,7 @@ def _facts(run: JobRun, job: str, members: Members, clock: float) -> dict[Type, 
 
 
 def _clocks(run: JobRun, members: Members, clock: float) -> Fact:
-    """Of the hosts of coordinators and of the job's workers. Bus time decides all the same."""
+    """Compare the clocks of coordinators and workers; the time of the bus decides in any case."""
     alive = [member.beat for service in ("coordinator", *run.config.services) for member in members.of(service, clock)]
     known = [(beat.worker, beat.clock_skew_s) for beat in alive if beat.clock_skew_s is not None]
     wrong = [f"{worker} {skew_s:+.1f} s" for worker, skew_s in known if abs(skew_s) > MAX_SKEW_S]

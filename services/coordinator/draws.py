@@ -1,4 +1,4 @@
-"""Draws and batches as the ledger's state holds them."""
+"""Draws and batches in the state of the ledger."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["OpenDraw", "TrainedBatch"]
 class OpenDraw(msgspec.Struct, frozen=True, gc=False):
     """A draw that is not terminal. ``batch`` is the number of the sealed batch that holds it, 0 while in flight.
 
-    ``temperature`` is that of the settings when it was drawn, whatever they are by now: its ticket asks for it.
-    ``after``: its group has a higher sequence in EXPERIENCE than this one.
+    ``temperature`` is that of the settings when it was drawn; its ticket asks for it. ``after``: its group has a higher
+    sequence in EXPERIENCE than this one.
     """
 
     min_version: int
@@ -25,7 +25,7 @@ class OpenDraw(msgspec.Struct, frozen=True, gc=False):
     after: int = 0
 
     def sealed_in(self, batch: int) -> OpenDraw:
-        """The same draw, held by ``batch``; 0: in flight again."""
+        """Return the draw held by ``batch``; 0 puts it in flight again."""
         return OpenDraw(self.min_version, self.deadline, batch, self.temperature, self.after)
 
 
@@ -39,6 +39,6 @@ class TrainedBatch:
     version: int
     digest: str
     values: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Values tracked before it."""
+    """Tracked values before the batch."""
     sizes: tuple[int, ...] = ()
-    """Bytes of the payload of each group, () where the ledger does not say it."""
+    """Bytes of the payload of each group; () if the ledger does not have them."""

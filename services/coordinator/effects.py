@@ -6,12 +6,12 @@ All of it follows from the ledger and is safe to repeat.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 
 import msgspec
 
-from penstock.services.coordinator.batch_log import batch_id
 from penstock.services.coordinator.retry import Retry
 from penstock.services.coordinator.run import Effects, JobRun
 from penstock.services.coordinator.supply import Unreadable
@@ -25,7 +25,17 @@ from penstock.shared.protocol.messages import DRAW_HEADER, BatchManifest, Ticket
 from penstock.shared.protocol.parts import PART, count_of, part_subject
 from penstock.shared.transport.bus import MSG_ID, Bus, Message, Outgoing
 
-__all__ = ["ATTEMPTS", "DEAD_HEADERS", "REASON", "SEQUENCE", "STREAM", "EffectPublisher", "Order"]
+__all__ = [
+    "ATTEMPTS",
+    "DEAD_HEADERS",
+    "REASON",
+    "SEQUENCE",
+    "STREAM",
+    "EffectPublisher",
+    "Order",
+    "batch_id",
+    "purge_manifests",
+]
 
 logger = logging.getLogger(__name__)
 Order = Callable[[JobRun, Sequence[Draw]], Awaitable[None]]
@@ -38,6 +48,7 @@ STREAM, SEQUENCE = "Penstock-Stream", "Penstock-Sequence"
 ATTEMPTS, REASON = "Penstock-Attempts", "Penstock-Reason"
 DEAD_HEADERS = frozenset({STREAM, SEQUENCE, ATTEMPTS, REASON})
 """Headers that only a dead letter has."""
+_ID = re.compile(r"batch:[^:]+:(\d+)\.")
 
 
 class EffectPublisher:
@@ -193,3 +204,22 @@ def ticket_id(job: str, ticket: Ticket) -> str:
     """
     once = f".{ticket.epoch}.{ticket.version}.{ticket.deadline:.6f}" if ticket.version is not None else ""
     return f"ticket:{job}:{ticket.purpose}:{ticket.draw}{once}"
+
+
+def batch_id(job: str, number: int, revision: int, epoch: int) -> str:
+    """Return the message id of a manifest."""
+    return f"batch:{job}:{number}.{revision}.{epoch}"
+
+
+async def purge_manifests(bus: Bus, job: str, *, up_to: int) -> int:
+    """Purge the manifests of a job before the first one above batch ``up_to``; return how many.
+
+    A running job can spare those that its newest checkpoint covers: a restarted trainer repeats the later ones.
+    """
+    stop = 0
+    for message in await bus.read(subjects.BATCHES, subjects.batches(job), headers_only=True):
+        found = _ID.match(message.headers.get(MSG_ID, ""))
+        if found is None or int(found[1]) > up_to:
+            break
+        stop = message.seq + 1
+    return await bus.purge(subjects.BATCHES, subjects.batches(job), below_seq=stop)

@@ -1,4 +1,4 @@
-"""Hyper-parameters of an update, from the settings that the ledger holds. Pure."""
+"""Hyper-parameters of an update, derived from the settings in the ledger. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["hyperparameters_of"]
 
 
 def hyperparameters_of(settings: Mapping[str, Any]) -> Hyperparameters | None:
-    """Hyper-parameters of the next batch; None in a ledger without settings, which an earlier version began."""
+    """Return the hyper-parameters of the next batch; None for a ledger without settings, from an earlier version."""
     if not settings:
         return None
     return Hyperparameters(

@@ -1,4 +1,4 @@
-"""How full LEDGER is. Old entries leave it for the archive; where that fails the deletion of a job gives room."""
+"""Watches the fill level of LEDGER: old entries move to the archive, and deleting jobs frees space."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from penstock.shared.transport.bus import Bus, StreamState
 __all__ = ["FILLING_SHARE", "RESERVED_SHARE", "describe_ledger", "is_filling", "ledger_waits", "reserve_ledger"]
 
 FILLING_SHARE = 0.7
-"""From this share on people are warned."""
+"""From this share on users are warned."""
 RESERVED_SHARE = 0.9
-"""From this share on the rest is for jobs that run: no further one is accepted."""
+"""From this share on the rest is reserved for running jobs: no new job is accepted."""
 ADVICE = (
     "see that its archive can be written (ledgers/ in the data directory), delete finished jobs (penstock rm JOB), or "
     "raise PENSTOCK_LEDGER_BYTES and restart the coordinator"
@@ -22,17 +22,17 @@ ADVICE = (
 
 
 def is_filling(state: StreamState) -> bool:
-    """True if people should make room."""
+    """Return True if users should free space."""
     return state.max_bytes > 0 and state.bytes >= FILLING_SHARE * state.max_bytes
 
 
 def describe_ledger(state: StreamState) -> str:
-    """How full it is, and what to do about it."""
+    """Describe the fill level, and what to do about it."""
     return f"LEDGER is {state.bytes / state.max_bytes:.0%} full ({state.bytes} of {state.max_bytes} bytes): {ADVICE}"
 
 
 async def ledger_waits(bus: Bus) -> list[dict[str, Any]]:
-    """Row of a ledger that fills: the job goes on until it is full. Raises Unavailable."""
+    """Return the wait row of a filling ledger: jobs continue until it is full. Raises Unavailable."""
     state = await bus.stream_state(subjects.LEDGER)
     if not is_filling(state):
         return []
@@ -40,10 +40,10 @@ async def ledger_waits(bus: Bus) -> list[dict[str, Any]]:
 
 
 async def reserve_ledger(bus: Bus) -> None:
-    """Keep the last of the room for the jobs that run.
+    """Refuse a new job if only reserved space is left.
 
     Raises:
-        HttpProblem: 507, a further job is not accepted.
+        HttpProblem: 507, the job is not accepted.
         Unavailable: the bus does not answer.
     """
     state = await bus.stream_state(subjects.LEDGER)

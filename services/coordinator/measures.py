@@ -49,13 +49,13 @@ class Measures:
         self._not_before = 0.0
 
     def begin(self, state: LedgerState, *, held_out: Sequence[SourceSummary], now: float) -> None:
-        """Start to measure a run that is at ``state``; ``recall`` follows."""
+        """Start to measure a run that is at ``state``; ``resume`` follows."""
         self.plan = EvaluationPlan(self.config.evaluation, held_out)
         self.goals.begin(state.best)
         self.tally.begin(now, {})
 
-    def recall(self, rows: Iterable[dict[str, Any]], state: LedgerState) -> None:
-        """Take up what earlier leaders measured: the job's rows of METRICS, oldest first, in one call or in many."""
+    def resume(self, rows: Iterable[dict[str, Any]], state: LedgerState) -> None:
+        """Continue from the rows that earlier leaders wrote to METRICS, oldest first, in one or more calls."""
         for row in rows:
             values = {name: value for name, value in row["values"].items() if value is not None}  # null: not finite
             if row["kind"] != "eval":
@@ -130,7 +130,7 @@ class Measures:
         self._write(event, entry, event.metrics)
         finite = {name: value for name, value in event.metrics.items() if math.isfinite(value)}
         row = {"kind": "train", "batch": event.number, "entry": entry, "values": finite}
-        self.recall([row], state)
+        self.resume([row], state)
 
     def _write(self, event: BatchTrained, entry: int, values: dict[str, float]) -> None:
         self.outbox.metrics(

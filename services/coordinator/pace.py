@@ -1,4 +1,4 @@
-"""When a run will be over, should it go on as it did lately."""
+"""Predicts the end of a run from its recent pace."""
 
 from __future__ import annotations
 
@@ -11,23 +11,27 @@ _NEWEST = 50
 
 
 class Pace:
-    """Measured between the ends of the newest steps that this process saw; what lies before the first one, or a pause,
-    says nothing about the others."""
+    """Pace between the ends of the newest steps that this process saw.
+
+    The time before the first step and pauses do not count.
+    """
 
     def __init__(self) -> None:
         self._ends: deque[tuple[float, int]] = deque(maxlen=_NEWEST)
         self._step: int | None = None
 
     def end(self, step: int, total: int | None, now: float, *, running: bool) -> datetime | None:
-        """Changes with ``step`` and ``total`` only. None while the run does not go on, until two steps ended, where
-        nothing says how many there will be, and where the calendar ends first.
+        """Return the predicted end; it changes only with ``step`` and ``total``.
+
+        None while the run is stopped, before two steps have ended, if the total is unknown, and beyond the calendar's
+        end.
 
         Args:
-            step: how many are done.
-            total: how many there will be.
+            step: steps done.
+            total: steps in all.
             now: Unix seconds.
         """
-        went_back = self._step is not None and step < self._step  # to a checkpoint
+        went_back = self._step is not None and step < self._step  # back to a checkpoint
         if not running or went_back:
             self._ends.clear()
         elif self._step is not None and step > self._step:

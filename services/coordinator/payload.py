@@ -1,4 +1,4 @@
-"""Payload of a message of a stream, which may go on in parts."""
+"""Reads the payload of a stream message that may consist of several parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 async def whole_of(bus: Bus, stream: str, message: Message, kind: type[T]) -> T:
-    """Payload of a message and its parts. Raises ProtocolError, NotFound: a part of it was deleted, Unavailable."""
+    """Return the payload of a message with its parts. Raises ProtocolError, Unavailable, NotFound (a deleted part)."""
     data = message.data
     if count_of(message.headers) > 1:
         found = await bus.get_whole(stream, [message.seq])

@@ -1,4 +1,4 @@
-"""True if the bus takes writes: a full disk answers questions as ever."""
+"""Checks whether the bus accepts writes, because a server with a full disk still answers requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.shared.transport.server import flaw
 __all__ = ["WriteProbe"]
 
 TRUST_S = 1.0
-"""Health is asked for by anybody: no more than one write in this time."""
+"""Anybody may ask for the health: at most one write in this time."""
 
 
 class WriteProbe:
@@ -26,7 +26,7 @@ class WriteProbe:
         self._asking = asyncio.Lock()
 
     async def flaw(self, deadline_s: float) -> str:
-        """Why writes are not taken; '' where one was within ``deadline_s``, and the server says nothing of others."""
+        """Return why writes are refused; '' if one succeeded within ``deadline_s`` and the monitor reports no flaw."""
         async with self._asking:
             if time.monotonic() >= self._until:
                 said, refused = await asyncio.gather(

@@ -1,4 +1,4 @@
-"""Deletes a finished job: its record last, so that a deletion that broke off can be repeated."""
+"""Deletes a finished job: its record last, so that an interrupted deletion can be repeated."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STREAMS: tuple[tuple[str, Callable[[str], str]], ...] = (
     (subjects.DEAD, subjects.dead),
     (subjects.LEDGER, subjects.ledger),
 )
-"""Where a job has messages, and on which subject."""
+"""Streams with messages of a job, and their subjects."""
 KEYS: Mapping[str, tuple[Callable[[str], str], ...]] = {
     subjects.POLICY: (str,),
     subjects.MANIFESTS: (str, subjects.candidate_manifest, subjects.base_manifest),
@@ -39,16 +39,16 @@ KEYS: Mapping[str, tuple[Callable[[str], str], ...]] = {
 
 
 async def delete_job(bus: Bus, store: JobStore, job: str, *, checkpoints: Path | None, archive: LedgerArchive) -> None:
-    """Delete a finished job with all that the streams and buckets have of it.
+    """Delete a finished job with everything that the streams and buckets hold of it.
 
     Args:
-        checkpoints: directory of all jobs' checkpoints, to delete those of the job, too; None: they stay.
-        archive: has older entries of its ledger, which are deleted, too.
+        checkpoints: directory of all jobs' checkpoints, to delete those of the job, too; None keeps them.
+        archive: has the older entries of its ledger, which are deleted, too.
 
     Raises:
         NotFound: there is no such job.
-        Conflict: it has not ended, or a job that runs began with one of these checkpoints.
-        Unavailable: the bus or the disk does not take it; some of it may be gone, and it can be repeated.
+        Conflict: it has not ended, or a running job began with one of these checkpoints.
+        Unavailable: the bus or the disk refuses; some of it may be gone, and the call can be repeated.
     """
     if bus.held:
         raise Unavailable("a backup is being taken: nothing is deleted meanwhile; try again in a minute")
@@ -84,7 +84,7 @@ def _check_unused(folder: Path, running: Iterable[JobEntry]) -> None:
 
 def _delete_files(folder: Path) -> None:
     try:
-        for commit in folder.glob("*/COMMIT"):  # first: a removal that breaks off leaves nothing that looks whole
+        for commit in folder.glob("*/COMMIT"):  # first: an interrupted removal leaves nothing that looks complete
             commit.unlink(missing_ok=True)
         shutil.rmtree(folder)
     except FileNotFoundError:

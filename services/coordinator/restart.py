@@ -1,4 +1,4 @@
-"""From where on the log of a job must stay, so that a trainer can begin again. Pure."""
+"""Finds the checkpoint from which a trainer of a job may begin again. Pure."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ __all__ = ["earliest_start"]
 
 
 def earliest_start(state: LedgerState, newest: int) -> int:
-    """The checkpoint after which batches may have to be repeated.
+    """Return the number of the checkpoint after which batches may have to be repeated.
 
-    That is ``newest``, which may be one that is only about to exist, or an older one from which the version that is
-    served is made again: a trainer that starts while newer versions are refused begins there, and training may have to
-    go back to it.
+    That is ``newest``, which may be about to exist, or an older one from which the served version is made again: a
+    trainer that starts while newer versions are refused begins there, and training may roll back to it.
     """
     if state.promoted is None or state.promoted.number >= newest:
         return newest

@@ -1,4 +1,4 @@
-"""How long groups, batches, metrics, events and interactions of jobs stay: until others need the room. Ledgers stay."""
+"""Decides which jobs lose groups, batches, metrics, events and interactions when streams fill. Ledgers stay."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.shared.protocol.parts import part_subject
 __all__ = ["FULL_SHARE", "GIVEN_UP", "check_room", "oldest_finished", "without_interactions"]
 
 FULL_SHARE = 0.7
-"""Above this share of a stream what the oldest finished job has there is given up (its audit and replay say so)."""
+"""Above this share of a stream the oldest finished job loses its messages there; its audit and replay report that."""
 GIVEN_UP: Mapping[str, Callable[[str], str]] = {
     subjects.EXPERIENCE: subjects.experience,
     subjects.BATCHES: subjects.batches,
@@ -22,13 +22,13 @@ GIVEN_UP: Mapping[str, Callable[[str], str]] = {
     subjects.FEEDBACK: subjects.feedback,
     subjects.DECISIONS: subjects.decisions,
 }
-"""The streams that finished jobs make room in, and a job's subject there."""
+"""Streams in which finished jobs make room, and a job's subject there."""
 
 
 def oldest_finished(
     jobs: Iterable[JobEntry], counts: Mapping[str, int], stream: str = subjects.EXPERIENCE
 ) -> str | None:
-    """The finished job that was created first and still has messages in a stream; ``counts``: those by subject."""
+    """Return the finished job created first that still has messages in a stream; ``counts``: messages by subject."""
     for job in sorted(jobs, key=lambda job: job.id):
         subject = GIVEN_UP[stream](job.id)
         if job.finished and any(counts.get(s, 0) for s in (subject, part_subject(subject))):
@@ -37,9 +37,9 @@ def oldest_finished(
 
 
 def without_interactions(jobs: Iterable[JobEntry]) -> list[str]:
-    """Jobs that can do without their interactions, in the order in which they give them up.
+    """Return the jobs that can do without their interactions, in the order in which they lose them.
 
-    Finished ones first; then those that run and do not learn from them. Online jobs give up what is decided themselves.
+    Finished jobs come first, then running ones that do not learn from them. Online jobs purge decided ones themselves.
     """
     jobs = sorted(jobs, key=lambda job: job.id)
     finished = [job.id for job in jobs if job.finished]
@@ -48,7 +48,7 @@ def without_interactions(jobs: Iterable[JobEntry]) -> list[str]:
 
 
 def check_room(jobs: Iterable[JobEntry], byte_budget: int, *, experience_bytes: int) -> None:
-    """Refuse a job whose byte budget does not fit beside those of the jobs that run.
+    """Refuse a job whose byte budget does not fit beside those of running jobs.
 
     Raises:
         ConfigError: names the numbers.

@@ -1,4 +1,4 @@
-"""Writes of a leader that the bus does not take: repeated without a deadline, but never in silence."""
+"""Repeats writes of a leader that the bus refuses, without a deadline, and reports the wait."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """A wait: for ``what`` on ``subject``, since ``since`` (Unix seconds); ``why`` the bus does not take it."""
+    """A wait for ``what`` on ``subject`` since ``since`` (Unix seconds); ``why`` the bus refuses it."""
 
     what: str
     subject: str
@@ -37,10 +37,10 @@ class Blocked:
 
 
 class Retry:
-    """Repeats what must be written before its leader goes on; whoever loses its lease is cancelled.
+    """Repeats the writes that a leader needs before it continues; a leader that loses its lease is cancelled.
 
     Args:
-        tell: called once for each write that a full stream refuses, with a sentence for people.
+        tell: called once for each write that a full stream refuses, with a sentence for users.
     """
 
     def __init__(self, job: str, tell: Callable[[str], None] = lambda text: None) -> None:
@@ -49,11 +49,11 @@ class Retry:
 
     @property
     def blocked(self) -> Blocked | None:
-        """The longest wait; None while the bus takes everything."""
+        """The longest wait, or None while the bus accepts everything."""
         return min(self._held.values(), key=lambda held: held.since, default=None)
 
     async def until_taken(self, what: str, subject: str, work: Callable[[], Awaitable[T]]) -> T:
-        """Repeat ``work`` until it does not raise Unavailable any more; ``blocked`` says so meanwhile."""
+        """Repeat ``work`` until it does not raise Unavailable any more; ``blocked`` shows the wait meanwhile."""
         began = seen = time.monotonic()
         since, logged, told, key = bus_time(), float("-inf"), False, object()
         try:

@@ -153,7 +153,7 @@ class JobRunner:
             data_dir=self._data_dir,
         )
         self.run.failure = self.journal.failure()
-        await self._recall_measures(found)
+        await self._resume_measures(found)
         await self._read_groups()
         if self.supply is not None:
             await self.supply.recover(state)
@@ -162,12 +162,12 @@ class JobRunner:
         await self._carry_out(Effects(tickets=waiting, announce=sorted(state.sealed), purge_below=purged))
         self.outbox.clock(state.version, state.digest, self.epoch)
 
-    async def _recall_measures(self, found: DataSummary) -> None:
+    async def _resume_measures(self, found: DataSummary) -> None:
         slice_, state, subject = WorkSlice(), self.run.state, subjects.metrics(self.job)
         self.measures.begin(state, held_out=found.eval, now=bus_time())
         async with contextlib.aclosing(self.bus.scan(subjects.METRICS, subject)) as rows:
             async for row in rows:
-                self.measures.recall([msgspec.json.decode(row.data)], state)
+                self.measures.resume([msgspec.json.decode(row.data)], state)
                 await slice_.end()
         if self.measures.lacks_rows(state):
             await self._restore_rows()

@@ -1,4 +1,4 @@
-"""Wishes for more or fewer workers, carried out by whoever starts the processes. Run by the leader."""
+"""Carries out requests for more or fewer workers through the supervisor of their processes. Run by the leader."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 ASK_S = 10.0
 POLL_S = 0.5
 DEADLINE_S = 180.0
-"""New workers load models, old ones finish what they have in hand."""
+"""New workers load models, and old ones finish their work, within this time."""
 PROBE_S = 2.0
 
 
@@ -42,7 +42,7 @@ class Scaler:
         return await self._ask(pool, None, PROBE_S)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Carry out operations until cancelled."""
         try:
             async for job in self._store.watch():
                 for operation in job.record().operations if job.scales else ():
@@ -53,7 +53,7 @@ class Scaler:
             self._under_way.clear()
 
     async def _begin(self, job: str, operation: Operation) -> None:
-        """Carry it out, unless a newer one is for the same pool."""
+        """Carry out an operation, unless a newer one exists for the same pool."""
         pool = str(operation.args["pool"])
         before = self._under_way.get(pool)
         if before is not None:

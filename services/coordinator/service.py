@@ -16,9 +16,9 @@ from typing import Any
 import uvicorn
 
 from penstock.services.coordinator.api import create_app
-from penstock.services.coordinator.batch_log import give_up_batches
 from penstock.services.coordinator.control import CoordinatorControl
 from penstock.services.coordinator.dead_letters import DeadLetterScanner
+from penstock.services.coordinator.effects import purge_manifests
 from penstock.services.coordinator.evaluation_runner import EvaluationRunner
 from penstock.services.coordinator.feedback.desk import FeedbackDesk
 from penstock.services.coordinator.gauges import StreamGauges
@@ -346,7 +346,7 @@ class CoordinatorService:
         for job, runner in list(self.runners.items()):
             if isinstance(runner, JobRunner) and runner.ready and (newest := runner.run.state.checkpoint) is not None:
                 start = earliest_start(runner.run.state, newest.number)
-                count = await give_up_batches(self.bus, job, up_to=start)
+                count = await purge_manifests(self.bus, job, up_to=start)
                 logger.warning("BATCHES is nearly full: job %s gave up %d manifests before its checkpoint", job, count)
 
 

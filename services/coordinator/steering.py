@@ -1,4 +1,4 @@
-"""Requests of users about existing jobs: written to their records, and to their events with the key that asked."""
+"""Requests of users about existing jobs: stored in their records, and reported as events with the API key."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VERBS: dict[DesiredState, str] = {"running": "resume", "paused": "pause", "cance
 
 
 class Steering:
-    """Every method raises NotFound for an unknown job and Conflict for one that is over."""
+    """Carries out requests. Every method raises NotFound for an unknown job and Conflict for a finished one."""
 
     def __init__(self, bus: Bus, store: JobStore, settings: ServiceSettings) -> None:
         self._bus, self._store, self._settings = bus, store, settings
@@ -58,12 +58,12 @@ class Steering:
         record = await self._store.amend(job, checked)
         if record.generation != before.generation:
             keys = changed_keys(parse_job(before.spec), parse_job(record.spec))
-            sections = {key.rpartition(".")[0] for key in keys}  # one that was empty is a key of its own
+            sections = {key.rpartition(".")[0] for key in keys}  # an empty value has a key of its own
             await self._tell(job, "amend", by, {"keys": [key for key in keys if key not in sections]})
         return record
 
     async def _check_smaller_budget(self, record: JobRecord, edit: Callable[[JobRecord], AnyJob]) -> None:
-        """Refuse a byte budget that groups of the job do not fit in any more. What a group may take never changes."""
+        """Refuse a byte budget in which groups of the job no longer fit; the largest size of a group never changes."""
         if record.status.phase in TERMINAL_PHASES:
             return
         config = edit(record)
@@ -78,7 +78,7 @@ class Steering:
         return record
 
     async def _tell(self, job: str, action: str, by: str, details: dict[str, Any]) -> None:
-        """Write the event of a request that stands in the record already, if the bus takes it."""
+        """Publish the event of a request that is in the record already, if the bus accepts it."""
         shown = ", ".join(f"{name} {value}" for name, value in details.items() if name not in ("keys", "operation"))
         what = " ".join((action.replace("_", " "), *details.get("keys", ()))) + (f" ({shown})" if shown else "")
         row = {

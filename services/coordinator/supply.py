@@ -1,4 +1,4 @@
-"""Protocol of a job's own source of groups, where tickets to workers do not make them."""
+"""Protocol of a job's own source of groups, for jobs whose groups do not come from tickets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Fact = Callable[[], Awaitable[None]]
 
 
 class Unreadable(NamedTuple):
-    """A message that does not decode."""
+    """A message that cannot be decoded."""
 
     stream: str
     seq: int
@@ -27,7 +27,7 @@ class Unreadable(NamedTuple):
 
 
 class LiveDeadLetter(NamedTuple):
-    """A dead letter of INTERACTIONS or FEEDBACK as it was there, its parts put together."""
+    """A dead letter of INTERACTIONS or FEEDBACK in its original form, with its parts joined."""
 
     stream: str
     seq: int
@@ -39,7 +39,7 @@ class Supply(Protocol):
     """Makes the groups of one job on its leader."""
 
     retry: Retry
-    """Its leader's: says what is waited for."""
+    """The leader's retry: it reports the waits for the bus."""
 
     @property
     def source(self) -> DrawSource:
@@ -47,11 +47,11 @@ class Supply(Protocol):
         ...
 
     async def recover(self, state: LedgerState) -> None:
-        """Take up what earlier leaders left, before the first decision."""
+        """Restore the state that earlier leaders left, before the first decision."""
         ...
 
     async def follow(self, post: Callable[[Fact], Awaitable[None]]) -> None:
-        """Bring facts, until cancelled."""
+        """Post facts until cancelled."""
         ...
 
     async def order(self, run: JobRun, draws: Sequence[Draw]) -> None:
@@ -59,32 +59,32 @@ class Supply(Protocol):
         ...
 
     async def flush(self) -> None:
-        """Make durable what facts brought: a decision follows that may rest on it."""
+        """Make durable what facts brought, because the next decision may depend on it."""
         ...
 
     def unreadable(self) -> list[Unreadable]:
-        """Messages since the last call that cannot be read: they are kept before a decision passes them."""
+        """Return the unreadable messages since the last call: the runner copies them before a decision passes them."""
         ...
 
     async def requeue(self, letter: LiveDeadLetter) -> int:
-        """Take in again what nobody could read; how many interactions or items that are neither over nor known here.
+        """Take in a message that was unreadable; return how many of its interactions or items are new here.
 
-        Raises ProtocolError where it still does not decode, and Unavailable. Safe to repeat.
+        Raises ProtocolError if it still cannot be decoded, and Unavailable. Safe to repeat.
         """
         ...
 
     async def committed(self, run: JobRun, events: Sequence[Event]) -> None:
-        """A decision stands in the ledger, and ``run`` has taken it in."""
+        """Note that a decision stands in the ledger and in ``run``."""
         ...
 
     async def close(self) -> None:
-        """The job is over: refuse what is undecided, also what came since facts were taken last. Safe to repeat."""
+        """Refuse everything undecided when the job is over, also what came since the last fact. Safe to repeat."""
         ...
 
     def measures(self) -> dict[str, float]:
-        """Values of the row of an update, of what happened since the last one."""
+        """Return the metrics since the last update, for its row."""
         ...
 
     def waits(self, run: JobRun, now: float) -> list[dict[str, Any]]:
-        """Waits of the missing groups."""
+        """Return the waits of the missing groups."""
         ...

@@ -1,4 +1,4 @@
-"""Where a run's tokens and draws went between two updates: headers and events in, values of metrics out."""
+"""Counts a run's tokens and draws between two updates, from headers and events, for its metrics."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ ENDS = frozenset({"run_ended", "cancelled", "failed"})
 
 
 def length_bucket(tokens: int) -> str:
-    """Name of the bucket of a mean completion length: the next power of two, `0` where nothing is known."""
+    """Return the bucket of a mean completion length: the next power of two, `0` if it is unknown."""
     return str(1 << (tokens - 1).bit_length()) if tokens > 0 else "0"
 
 
 class Tally:
     """Counts since the last row, and totals of the run. ``tokens`` of dropped groups are those that had arrived.
 
-    ``sources``: names of those that the prompts come from; where there are several, rows tell them apart.
+    ``sources``: names of the prompt sources; with several, rows count each of them.
     """
 
     def __init__(self, groups_per_batch: int, sources: Sequence[str]) -> None:
@@ -43,22 +43,22 @@ class Tally:
         self._began = 0.0
 
     def begin(self, now: float, last_row: Mapping[str, float]) -> None:
-        """Start counting; the totals go on from the newest row of the run."""
+        """Start counting; the totals continue from the newest row of the run."""
         self._began = now
         self.go_on(last_row)
 
     def go_on(self, row: Mapping[str, float]) -> None:
-        """The totals are those of this row: the newest of the run."""
+        """Continue from the totals of this row, the newest of the run."""
         self._totals = Counter({kind: int(row.get(f"tokens_total/{kind}", 0)) for kind in KINDS})
 
     def on_group(self, header: GroupHeader, *, duplicate: bool) -> None:
-        """A group arrived. Its prompt is prefilled once for all of its completions."""
+        """Count a group that arrived. Its prompt is prefilled once for all of its completions."""
         self._tokens("generated", sum(header.lengths))
         self._tokens("prefilled", header.prompt_tokens)
         self._tokens("dropped", sum(header.lengths) if duplicate else 0)
 
     def on_events(self, events: Iterable[Event], candidates: Mapping[Draw, Candidate]) -> None:
-        """Decisions that are about to be committed; ``candidates`` are the groups as they were before."""
+        """Count decisions that are about to be committed; ``candidates`` are the groups before them."""
         for event in events:
             if isinstance(event, Dropped) and event.reason not in ENDS:
                 self._since[f"dropped/{event.reason}"] += len(event.draws)
@@ -68,11 +68,11 @@ class Tally:
                 self._tokens("dropped", sum(sum(header.lengths) for header in gone))
 
     def on_trained(self, batch: BatchSealed, candidates: Mapping[Draw, Candidate]) -> None:
-        """``batch`` is about to become a trained one."""
+        """Count ``batch``, which is about to become a trained one."""
         self._trained = [candidates[group.draw].header for group in batch.groups if group.draw in candidates]
 
     def row(self, batch: BatchSealed, trained_tokens: int, now: float) -> dict[str, float]:
-        """Values of the update that trained ``batch``; counting starts again."""
+        """Return the values of the update that trained ``batch``, and start counting again."""
         self._tokens("trained", trained_tokens)
         seconds = max(now - self._began, 1e-6)
         values = {f"tokens/{kind}": float(self._since[f"tokens/{kind}"]) for kind in KINDS}

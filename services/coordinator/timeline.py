@@ -1,4 +1,4 @@
-"""When each stage of a policy update began and ended, from the times that the ledger records. Pure."""
+"""Start and end of each stage of a policy update, from the times in the ledger. Pure."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["timeline"]
 
 
 def timeline(events: Iterable[Event], *, step: int | None, limit: int = 20) -> list[dict[str, Any]]:
-    """Spans of update ``step``, or of the newest ``limit`` ones, oldest first: for a Gantt chart.
+    """Return the spans of update ``step``, or of the newest ``limit`` ones, oldest first: for a Gantt chart.
 
-    Each has ``step``, ``stage``, ``start`` and ``end`` (Unix seconds, as the leader's clock had them). Stages:
-    ``generate`` (first draw asked for, until the batch was sealed), ``wait`` (sealed, while the trainer was at the
-    batch before), ``train``, ``checkpoint`` (of the state after it, until it was durable).
+    Each has ``step``, ``stage``, ``start`` and ``end`` (Unix seconds by the leader's clock). Stages: ``generate`` (from
+    the first draw until the batch was sealed), ``wait`` (sealed, while the trainer worked on the batch before),
+    ``train``, ``checkpoint`` (of the state after it, until it was durable).
     """
     asked: dict[Draw, float] = {}
     sealed: dict[int, BatchSealed] = {}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.services.coordinator import service as service_module
-from penstock.services.coordinator.batch_log import batch_id, give_up_batches
+from penstock.services.coordinator.effects import batch_id, purge_manifests
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.outbox import Outbox
@@ -41,8 +41,8 @@ async def test_a_job_that_runs_keeps_what_its_checkpoint_does_not_cover(bus: Bus
     for number in range(1, 6):
         await bus.publish(subjects.batches("job_a"), b"a", msg_id=batch_id("job_a", number, 1, 1))
         await bus.publish(subjects.batches("job_b"), b"b", msg_id=batch_id("job_b", number, 1, 1))
-    assert await give_up_batches(bus, "job_a", up_to=0) == 0
-    assert await give_up_batches(bus, "job_a", up_to=3) == 3
+    assert await purge_manifests(bus, "job_a", up_to=0) == 0
+    assert await purge_manifests(bus, "job_a", up_to=3) == 3
     left = await bus.read(subjects.BATCHES, subjects.batches("job_a"), headers_only=True)
     assert [message.headers[MSG_ID] for message in left] == ["batch:job_a:4.1.1", "batch:job_a:5.1.1"]
     assert len(await bus.read(subjects.BATCHES, subjects.batches("job_b"))) == 5

@@ -50,13 +50,13 @@ def test_another_leader_knows_points_goals_and_totals() -> None:
         row("train", 3, reward_mean=0.7),
     ]
     measures.begin(LedgerState(last_trained=3), held_out=HELD_OUT, now=0.0)
-    measures.recall(rows, LedgerState(last_trained=3))
+    measures.resume(rows, LedgerState(last_trained=3))
     assert measures.plan.done == {0, 2}
     assert measures.reward == 0.7
     assert measures.goals.stop_reason == ""
     assert measures.goals.wanted(LedgerState(last_trained=3)) == "new best eval/greedy 0.4 after update 2"
     measures.begin(LedgerState(last_trained=4), held_out=HELD_OUT, now=0.0)
-    measures.recall([*rows, row("train", 4, reward_mean=0.95)], LedgerState(last_trained=4))
+    measures.resume([*rows, row("train", 4, reward_mean=0.95)], LedgerState(last_trained=4))
     assert "reached 0.95" in measures.goals.stop_reason
 
 
@@ -65,7 +65,7 @@ def test_an_update_of_several_sources_tells_what_each_earned() -> None:
     spec = {**JOB, "data": {**JOB["data"], "train": [{"type": "addition"}, hard]}}
     measures = Measures(JobConfig.parse(spec), cast(Outbox, None))
     measures.begin(LedgerState(), held_out=[], now=0.0)
-    measures.recall([], LedgerState())
+    measures.resume([], LedgerState())
     headers = [header(0, "hard", [1.0, 0.0]), header(1, "hard", [1.0, 1.0]), header(2, "addition", [0.0, 0.25])]
     candidates = {found.draw: Candidate(i, found, Verdict.ACCEPT) for i, found in enumerate(headers)}
     groups = [SealedGroup(draw, "a", 1, "d", 0, 0, [], 2, "w") for draw in (Draw(0), Draw(1))]
@@ -95,10 +95,10 @@ def test_what_was_measured_of_rolled_back_batches_decides_nothing_on_any_leader(
     rows += [row("eval", 6, eval_greedy=0.9), row("train", 8, reward_mean=0.3)]
     other = Measures(JobConfig.parse(spec), cast(Outbox, None))
     other.begin(FORKED, held_out=HELD_OUT, now=0.0)
-    other.recall(rows, FORKED)
+    other.resume(rows, FORKED)
     live = Measures(JobConfig.parse(spec), cast(Outbox, None))
     live.begin(LedgerState(last_trained=7, updates=7), held_out=HELD_OUT, now=0.0)
-    live.recall(rows[:4], LedgerState(last_trained=7, updates=7))
+    live.resume(rows[:4], LedgerState(last_trained=7, updates=7))
     assert live.goals.stop_reason
     assert live.plan.done == {6}
     live.roll_back(LedgerState(last_trained=7, updates=5, version=8, rolled_back=((6, 7),)))
@@ -114,6 +114,6 @@ def test_an_evaluation_after_a_fork_is_of_the_newest_batch_of_the_lineage() -> N
     assert state.newest_batch == 5
     measures = Measures(JobConfig.parse(JOB), cast(Outbox, None))
     measures.begin(state, held_out=HELD_OUT, now=0.0)
-    measures.recall([row("eval", 5, batch=5, eval_greedy=0.4)], state)
+    measures.resume([row("eval", 5, batch=5, eval_greedy=0.4)], state)
     assert measures.goals.wanted(state) == "new best eval/greedy 0.4 after update 5"
     assert FORKED.newest_batch == 8

@@ -581,7 +581,7 @@ def test_what_a_rollback_serves_is_measured_whoever_leads() -> None:
     assert run.state.promoted.figures == {}
     other = Measures(run.run.config, cast(Outbox, Silence()))
     other.begin(run.state, held_out=[SourceSummary("addition", 4, "sums")], now=NOW)
-    other.recall(rows, run.state)
+    other.resume(rows, run.state)
     assert other.holds(run.state, run.state.updates)
     assert other.begin_evaluation(run.state, final=False, now=NOW, epoch=1)
 
