@@ -156,6 +156,8 @@ class _BoundedProtocol(HttpToolsProtocol):
         if self._is_counted:
             self._is_counted = False
             self._bounds.leave(self._host)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # at once: what writes to it until its end has its turn would raise
         self._bounds.later(self.loop, partial(HttpToolsProtocol.connection_lost, self, exc))
 
     def data_received(self, data: bytes) -> None:

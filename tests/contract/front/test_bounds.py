@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -20,7 +20,7 @@ from penstock.services.coordinator.api.documents import MAX_VALUES, count_values
 from penstock.services.coordinator.api.feeds import PER_TURN, Feeds
 from penstock.services.coordinator.api.replies import HttpProblem
 from penstock.services.coordinator.api.sse import END, RETRY
-from penstock.services.coordinator.webserver import MAX_PIPELINED, server_of
+from penstock.services.coordinator.webserver import MAX_PIPELINED, _Bounds, server_of
 from penstock.shared.config.kinds import parse_job
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.runtime.tasks import end_tasks
@@ -358,6 +358,33 @@ async def test_readers_that_wait_share_what_is_encoded_and_take_turns(books: Any
     assert set(found) == {b"xx"}
     assert crowd.encoded == [2, 3]
     assert crowd.busiest <= 2 * PER_TURN
+
+
+async def test_a_connection_that_is_gone_is_not_written_to(
+    books: Any, job: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Hundreds of readers left at once, and news comes before the ends of all of them had their turns."""
+    waiting: list[Callable[[], None]] = []
+    monkeypatch.setattr(_Bounds, "later", lambda self, loop, end: waiting.append(end))
+    id = (await books.submit(parse_job(job), job)).id
+    path = f"/v1/jobs/{id}/events"
+    async with serving(books) as (client, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept: text/event-stream\r\n\r\n".encode())
+        await reader.readuntil(b"id: 1")
+        writer.transport.abort()
+        async with asyncio.timeout(LONG_S):
+            while not waiting:
+                await asyncio.sleep(0.01)
+        async with client.stream("GET", path, headers={"accept": "text/event-stream"}) as stays:
+            lines = stays.aiter_lines()
+            for number in range(2, 20):
+                books.emit(id, "step", "one")
+                while await anext(lines) != f"id: {number}":
+                    pass
+        while waiting:
+            waiting.pop()()
+    assert [record.message for record in caplog.records if "socket.send" in record.message] == []
 
 
 async def test_a_wait_shows_nothing_older_than_what_it_began_with(books: Any, job: Any) -> None:
