@@ -8,6 +8,7 @@ them; ``LiveSupply.recover`` is what a leader runs before its first decision.
 from __future__ import annotations
 
 import asyncio
+import gc
 import resource
 import time
 import uuid
@@ -119,6 +120,7 @@ async def takeover(bus: Bus, items: int) -> Takeover:
     """Store ``items`` that wait, then lead."""
     for data in _messages(items, time.time()):
         await bus.publish(subjects.feedback(JOB), data)
+    gc.freeze()  # as ``run_service`` does: else a full collection goes through all that was imported
     before, longest = _rss_mib(), 0.0
 
     async def watch() -> None:

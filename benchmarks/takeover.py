@@ -5,7 +5,7 @@
 
 Targets: led again within 10 s with 100,000 kept groups and with a million live items that wait; 5,000 pairs of a
 correction and its answer a second while 50,000 wait (see ``live_items.py``); nine batches of 2,048 groups decided on
-in 50 ms of CPU, and no hold-up of the event loop above 50 ms (see ``kept_groups.py``). 0 groups or items: not that one.
+in 50 ms of CPU (see ``kept_groups.py``). No hold-up of the event loop above 250 ms. 0 groups or items: not that one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.server import NatsServer
 
 LED_S, PAIRS = 10.0, 5_000
-SEALED_S, LAG_S = 0.05, 0.05
+SEALED_S, LAG_S = 0.05, 0.25
 
 
 async def live(report: Report, arguments: argparse.Namespace) -> None:
@@ -45,6 +45,7 @@ async def live(report: Report, arguments: argparse.Namespace) -> None:
         f"loop lag {1e3 * led.lag_s:.0f} ms", f"{led.grown_mib:.0f} MiB",
     )  # fmt: skip
     report.check(f"led again within {LED_S:g} s", led.seconds <= LED_S)
+    report.check(f"no hold-up above {1e3 * LAG_S:g} ms", led.lag_s <= LAG_S)
     report.results |= {"matching": asdict(found), "takeover_live": asdict(led)}
 
 
