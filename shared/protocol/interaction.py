@@ -125,7 +125,7 @@ class Interaction(msgspec.Struct, frozen=True, kw_only=True):
         return {**msgspec.to_builtins(self), "spans": [[span.version, span.start, span.end] for span in self.spans]}
 
 
-class Feedback(msgspec.Struct, frozen=True, kw_only=True):
+class Feedback(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One accepted item of feedback: durable in FEEDBACK before its sender has the 202.
 
     ``retraction`` takes back the item that ``body`` names; ``release`` and ``drop`` decide on one that is held back.

@@ -95,9 +95,11 @@ class Matching:
         self._by_version: dict[int, dict[str, None]] = {}
         """Version -> episodes whose outcome changes when it is reached: a token becomes too old, or known to the
         ledger."""
-        self._turn_seqs, self._feedback_seqs = LazyHeap(self._is_turn_at), LazyHeap(self._is_feedback_at)
+        self._turn_seqs = LazyHeap(self._is_turn_at, lambda: self.num_waiting)
+        self._feedback_seqs = LazyHeap(self._is_feedback_at, lambda: len(self._undecided))
         """Sequences of undecided interactions, by episode, and of undecided feedback."""
-        self._due_times, self._received_times = LazyHeap(self._is_due_at), LazyHeap(self._is_expiring)
+        self._due_times = LazyHeap(self._is_due_at, lambda: len(self.episodes))
+        self._received_times = LazyHeap(self._is_expiring, lambda: len(self._undecided))
         """Times at which episodes change without a new fact, and at which items without a target were received."""
 
     def restore(self, state: LedgerState, recovered: RecoveredDecisions = NOTHING_RECOVERED) -> None:

@@ -127,7 +127,7 @@ class OffPolicyExamples:
         """Policy state of the newest full sweep."""
         self._to_recheck: list[tuple[int, str]] = []
         """Posted interactions to settle again for that state, the oldest last."""
-        self._due = LazyHeap(self._is_due_at)
+        self._due = LazyHeap(self._is_due_at, lambda: len(self._episodes))
         """Times at which posted episodes close without a further turn."""
         self._order: dict[str, int] = {}
         self._num_added = 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
+
+import msgspec
 
 from penstock.services.coordinator.online.admission import arrival_order
 from penstock.services.coordinator.online.fairness import Owners
@@ -30,9 +32,12 @@ def episode_key(interaction: Interaction) -> str:
     return bare_id(interaction.episode) or f"{interaction.key_id} {interaction.episode}"
 
 
-@dataclass(frozen=True, slots=True)
-class FeedbackItem:
-    """One item of feedback and the sequence of its message in FEEDBACK."""
+class FeedbackItem(msgspec.Struct, frozen=True, gc=False):
+    """One item of feedback and the sequence of its message in FEEDBACK.
+
+    Neither this nor ``Feedback`` refers to what refers to it, so the garbage collector need not look: where a million
+    wait, a full collection would stop the leader for seconds.
+    """
 
     seq: int
     feedback: Feedback
@@ -50,8 +55,7 @@ class FeedbackItem:
         return feedback.revision > self.feedback.revision and feedback.key_id == self.feedback.key_id
 
 
-@dataclass(slots=True)
-class UndecidedFeedback:
+class UndecidedFeedback(msgspec.Struct, gc=False):
     """An item without a final status. ``holder`` is the dictionary of the turn or episode (``key``) that has it.
 
     ``holder`` is None while the item's target is unknown.
@@ -64,7 +68,7 @@ class UndecidedFeedback:
 
     def move(self, seq: int) -> None:
         """Record that the item was found again at ``seq``."""
-        self.item = replace(self.item, seq=seq)
+        self.item = msgspec.structs.replace(self.item, seq=seq)
         if self.holder is not None:
             self.holder[self.item.feedback.id] = self.item
 

@@ -31,7 +31,9 @@ class UnmatchedFeedback:
     def __init__(self) -> None:
         self._targets: dict[str, FeedbackItem | dict[str, FeedbackItem]] = {}
         """Most targets have one item; a dictionary holds several."""
-        self._keys: dict[str, OrderedDict[str, FeedbackItem]] = {}
+        self._keys: dict[str, dict[str, FeedbackItem]] = {}
+        """Items by API key, the oldest first. Plain dictionaries of ``FeedbackItem``: the garbage collector passes over
+        them."""
         self._count = 0
 
     def __len__(self) -> int:
@@ -46,7 +48,7 @@ class UnmatchedFeedback:
 
         An item that is already here keeps its place among those of its key.
         """
-        name, of_key = item.feedback.id, self._keys.setdefault(item.feedback.key_id, OrderedDict())
+        name, of_key = item.feedback.id, self._keys.setdefault(item.feedback.key_id, {})
         known = self._targets.get(target)
         if known is None or (isinstance(known, FeedbackItem) and known.feedback.id == name):
             self._targets[target] = item
@@ -99,11 +101,17 @@ class PendingRetractions:
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, tuple[int, Feedback]] = OrderedDict()
-        self._seqs = LazyHeap(lambda seq, name: name in self._waiting and self._waiting[name][0] == seq)
-        self._times = LazyHeap(lambda time, name: name in self._waiting and self._waiting[name][1].received == time)
+        self._seqs = LazyHeap(self._is_at, self._waiting.__len__)
+        self._times = LazyHeap(self._was_received, self._waiting.__len__)
 
     def __contains__(self, name: str) -> bool:
         return name in self._waiting
+
+    def _is_at(self, seq: float, name: str) -> bool:
+        return name in self._waiting and self._waiting[name][0] == seq
+
+    def _was_received(self, time: float, name: str) -> bool:
+        return name in self._waiting and self._waiting[name][1].received == time
 
     @property
     def lowest_seq(self) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import Any
 
@@ -126,6 +127,20 @@ def test_only_the_reward_fields_of_an_item_are_held() -> None:
     found.on_feedback(1, said("f1", "i1", body={"comment": "x" * 9999}, tags={"a": "b"}), NOW)
     (item,) = found.unmatched
     assert (item.feedback.body, item.feedback.tags) == ({}, {})
+
+
+def test_the_garbage_collector_passes_over_feedback_that_waits() -> None:
+    """A full collection stops the leader: with a million items, three objects each, for seconds."""
+    found = matching()
+    gc.collect()
+    before = len(gc.get_objects())
+    for number in range(2_000):
+        found.on_feedback(number + 1, said(f"f{number}", f"i{number}", key=f"k{number % 5}"), NOW)
+    found.sweep(version=0, now=NOW)
+    gc.collect()
+    assert len(found.unmatched) == 2_000
+    assert len(gc.get_objects()) - before < 200
+    assert not any(gc.is_tracked(one) for one in (*found._undecided.values(), *found.unmatched._keys.values()))
 
 
 def test_a_turn_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:

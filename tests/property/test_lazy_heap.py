@@ -1,0 +1,85 @@
+"""The heap of values that change often: the same answers as a search, bounded, and never much work at once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.services.coordinator.online import lazy_heap as lazy_heap_module
+from penstock.services.coordinator.online.lazy_heap import CLEANED, LazyHeap
+
+NAMES = st.sampled_from("abcdef")
+VALUES = st.integers(0, 9).map(float)
+STEPS = st.one_of(
+    st.tuples(st.just("put"), NAMES, VALUES), st.tuples(st.just("drop"), NAMES, VALUES),
+    st.tuples(st.just("lowest"), NAMES, VALUES), st.tuples(st.just("pop"), NAMES, VALUES),
+)  # fmt: skip
+
+
+class Values:
+    """The values themselves, and how often the heap asks whether one still holds."""
+
+    def __init__(self) -> None:
+        self.now: dict[str, float] = {}
+        self.asked = 0
+        self.heap = LazyHeap(self.holds, lambda: len(self.now))
+
+    def holds(self, value: float, name: str) -> bool:
+        self.asked += 1
+        return self.now.get(name) == value
+
+    def put(self, name: str, value: float) -> None:
+        self.now[name] = value
+        self.heap.put(value, name)
+
+
+@pytest.fixture(autouse=True)
+def _clean_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lazy_heap_module, "SLACK", 2)
+
+
+@given(st.lists(STEPS, max_size=120))
+def test_a_heap_that_is_being_cleaned_answers_as_a_search_does(steps: list[tuple[str, str, float]]) -> None:
+    values = Values()
+    for step, name, value in steps:
+        if step == "put":
+            values.put(name, value)
+        elif step == "drop":
+            values.now.pop(name, None)
+        elif step == "lowest":
+            others = [found for other, found in values.now.items() if other != name]
+            assert values.heap.lowest({name}) == min(others, default=None)
+        else:
+            due = sorted((found, other) for other, found in values.now.items() if found <= value)
+            popped = list(values.heap.pop_until(value))
+            assert sorted((values.now[other], other) for other in popped) == due
+            assert [values.now[other] for other in popped] == [found for found, _ in due]
+            for other in popped:
+                del values.now[other]
+
+
+def test_however_many_wait_a_push_looks_at_few() -> None:
+    """A new leader reads a million: none of them is outdated, and nothing is to be cleaned."""
+    values = Values()
+    for number in range(5_000):
+        values.put(str(number), float(number))
+    assert values.asked == 0
+    for number in range(1_000, 5_000):  # nearly all become outdated at once
+        del values.now[str(number)]
+    busiest = 0
+    for number in range(2_000):
+        before = values.asked
+        values.put(str(number % 1_000), float(number))
+        busiest = max(busiest, values.asked - before)
+    assert 0 < busiest <= CLEANED
+    assert len(values.heap) <= 3 * len(values.now) + lazy_heap_module.SLACK
+    assert values.heap.lowest() == min(values.now.values())
+
+
+def test_the_same_value_put_again_and_again_takes_no_room() -> None:
+    values = Values()
+    for _ in range(10_000):
+        values.put("a", 1.0)
+    assert len(values.heap) <= 10
+    assert list(values.heap.pop_until(1.0)) == ["a"]
