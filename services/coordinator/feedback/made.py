@@ -5,7 +5,8 @@ The ledger tells, which is never purged.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Collection, Container
+from typing import NamedTuple
 
 from penstock.services.coordinator.dead_letters import read_dead_letters
 from penstock.services.coordinator.feedback.pieces import erase_letter, erase_message
@@ -43,8 +44,6 @@ class Made:
         versions: policy versions that were trained on it, rolled back or not.
         decided: those of ``others`` that were admitted.
         low_feedback: sequence in FEEDBACK below which everything is decided.
-        held: those of ``ordinals`` whose groups a trainer may still ask for: in flight, in a sealed batch, or in one
-            that was trained and that no checkpoint is behind.
         seq: of the newest entry of the ledger that was read.
     """
 
@@ -54,18 +53,31 @@ class Made:
         self._user, self._interactions, self._feedback, self._others = user, interactions, feedback, others
         self.ordinals, self.versions, self.decided = set[int](), set[int](), set[str]()
         self.low_feedback = self.seq = 0
-        self.held = set[int]()
         self._about: set[int] = set()
         """Draws that hold it, or whose reward comes from it."""
-        self._sealed: dict[int, set[int]] = {}
-        self._trained: dict[int, set[int]] = {}
         self._bodies: dict[int, list[str]] = {}
-        """Sources of draws among ``others``, until a checkpoint is behind them."""
+        """Sources of draws among ``others``."""
+        self._open: set[int] = set()
+        """Those of all these that are in flight or in a sealed batch."""
+        self._sealed: dict[int, _Batch] = {}
+        self._trained: dict[int, _Batch] = {}
+        """Batches that a fork can open again or a trainer can repeat: the log still holds them."""
+        self._checkpoints: list[int] = []
+
+    @property
+    def held(self) -> set[int]:
+        """Those of ``ordinals`` whose groups a trainer may still ask for."""
+        return self.ordinals & self._asked_for()
 
     @property
     def needed(self) -> frozenset[str]:
         """Those of ``others`` of which a group may still be made."""
-        return frozenset(name for names in self._bodies.values() for name in names)
+        return frozenset(name for ordinal in self._asked_for() for name in self._bodies.get(ordinal, ()))
+
+    def _asked_for(self) -> set[int]:
+        """Draws in flight, in a sealed batch, or in one that was trained and that no checkpoint is behind."""
+        newest = max(self._checkpoints, default=-1)
+        return self._open.union(*(batch.ordinals for number, batch in self._trained.items() if number > newest))
 
     def take(self, event: Event) -> None:
         """The next event of the ledger."""
@@ -75,32 +87,44 @@ class Made:
                 for admission in event.admissions:
                     self._admitted(admission)
             case BatchSealed():
-                self._sealed[event.number] = {group.draw.ordinal for group in event.groups}
+                known = self.ordinals | self._about | self._bodies.keys()
+                found = frozenset(group.draw.ordinal for group in event.groups) & known
+                self._sealed[event.number] = _Batch(found, max((group.seq for group in event.groups), default=0))
             case BatchTrained():
                 self._take_trained(event)
             case Dropped(draws=draws) | BatchRefused(bad=draws) if not event.redraw:
-                self._forget(draw.ordinal for draw in draws)
+                self._open.difference_update(draw.ordinal for draw in draws)
             case LineageForked():
                 self._roll_back(event)
             case Checkpointed():
-                for number in [number for number in self._trained if number <= event.number]:
-                    self._forget(self._trained.pop(number))
+                self._checkpoints.append(event.number)
+                self._trained = {n: batch for n, batch in self._trained.items() if batch.last_seq >= event.low_seq}
             case Finished():
-                self.held.clear()
+                self._open.clear()
+                self._trained.clear()
             case _:
                 pass
 
     def _take_trained(self, event: BatchTrained) -> None:
-        ordinals = self._trained[event.number] = self._sealed.pop(event.number, set())
-        if not self._about.isdisjoint(ordinals):
+        batch = self._sealed.pop(event.number, None)
+        if batch is None or not batch.ordinals:
+            return
+        self._trained[event.number] = batch
+        self._open -= batch.ordinals
+        if not self._about.isdisjoint(batch.ordinals):
             self.versions.add(event.version)
 
     def _roll_back(self, event: LineageForked) -> None:
+        """The checkpoint before the fork is the newest one now: a trainer repeats what was trained in between."""
         rolled_back = [number for number in self._trained if number >= event.from_batch]
         found = [self._trained.pop(number) for number in rolled_back] + list(self._sealed.values())
         self._sealed.clear()
-        if not event.redraw:  # else they are in flight again
-            self._forget(ordinal for ordinals in found for ordinal in ordinals)
+        self._checkpoints = [number for number in self._checkpoints if number < event.from_batch]
+        for batch in found:
+            if event.redraw:  # they are in flight again
+                self._open |= batch.ordinals
+            else:
+                self._open -= batch.ordinals
 
     def _admitted(self, admission: Admission) -> None:
         self.decided.update(name for name in admission.feedback if name in self._others)
@@ -108,18 +132,21 @@ class Made:
             admission, self._interactions, self._feedback
         ):
             self.ordinals.add(admission.ordinal)
-            self.held.add(admission.ordinal)
             self._about.add(admission.ordinal)
+            self._open.add(admission.ordinal)
             return
-        if not admission.interactions:
-            self._bodies[admission.ordinal] = [name for name in admission.feedback if name in self._others]
+        if not admission.interactions and (names := [name for name in admission.feedback if name in self._others]):
+            self._bodies[admission.ordinal] = names
+            self._open.add(admission.ordinal)
         if any(name in self._feedback for name in admission.feedback):
             self._about.add(admission.ordinal)
 
-    def _forget(self, ordinals: Iterable[int]) -> None:
-        for ordinal in ordinals:
-            self._bodies.pop(ordinal, None)
-            self.held.discard(ordinal)
+
+class _Batch(NamedTuple):
+    """A batch: draws in it that matter, and the highest sequence in EXPERIENCE of its groups."""
+
+    ordinals: frozenset[int]
+    last_seq: int
 
 
 def is_made_of(admission: Admission, interactions: Container[str], feedback: Container[str]) -> bool:

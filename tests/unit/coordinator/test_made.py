@@ -1,0 +1,112 @@
+"""Groups that a deletion must not take yet, because a trainer may ask for them; by the ledger alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from penstock.services.coordinator.feedback.made import Made
+from penstock.shared.protocol.events import (
+    Admission,
+    Admitted,
+    BatchRefused,
+    BatchSealed,
+    BatchTrained,
+    Checkpointed,
+    Dropped,
+    Event,
+    Finished,
+    LineageForked,
+    SealedGroup,
+)
+from penstock.shared.protocol.ids import Draw
+
+BASE: dict[str, Any] = {"writer_epoch": 1, "time": 0.0}
+OPEN: dict[str, Any] = {"min_version": 0, "deadline": 9.0}
+
+
+def admitted(*ordinals: int) -> Admitted:
+    """One answer of the user for each draw; those from 100 on another one posted with its content."""
+    admissions = [
+        Admission(
+            o, {f"i{o}": o} if o < 100 else {}, {f"f{o}": o}, 1.0, 0, "k", "u" if o < 100 else "", "feedback", 0.0
+        )
+        for o in ordinals
+    ]
+    return Admitted(**BASE, admissions=admissions, low_interactions=1, low_feedback=1)
+
+
+def trained(number: int, *ordinals: int) -> list[Event]:
+    groups = [SealedGroup(Draw(o), "a", 10 * number, "d", number - 1, number - 1, [1.0], 4, "w") for o in ordinals]
+    sealed = BatchSealed(
+        **BASE, number=number, revision=1, start_version=number - 1, update_index=number - 1, groups=groups
+    )
+    done = BatchTrained(**BASE, number=number, revision=1, version=number, digest="w", trainer_epoch=1)
+    return [sealed, done]
+
+
+def saved(number: int, low_seq: int = 0) -> Checkpointed:
+    return Checkpointed(**BASE, number=number, version=number, digest="w", path="p", trainer_epoch=1, low_seq=low_seq)
+
+
+def forked(from_batch: int, *, redraw: bool = True) -> LineageForked:
+    return LineageForked(
+        **BASE, **OPEN, from_batch=from_batch, version=9, digest="f", reason="r", trainer_epoch=1, redraw=redraw
+    )
+
+
+def made_after(*events: Event | Sequence[Event]) -> Made:
+    made = Made("u", set(), set(), ["f100", "f101"])
+    for event in events:
+        for one in [event] if isinstance(event, Event) else event:
+            made.take(one)
+    return made
+
+
+THREE = [
+    admitted(1, 2, 3, 100, 101),
+    saved(0),
+    trained(1, 1),
+    saved(1),
+    trained(2, 2, 100),
+    trained(3, 3, 101),
+    saved(3),
+]
+
+
+def test_a_checkpoint_behind_a_batch_lets_its_groups_go() -> None:
+    assert made_after(*THREE[:1]).held == {1, 2, 3}
+    before = made_after(*THREE[:-1])
+    assert (before.held, before.needed) == ({2, 3}, {"f100", "f101"})
+    after = made_after(*THREE)
+    assert (after.held, after.needed) == (set(), frozenset())
+    assert after.versions == {1, 2, 3}
+
+
+@pytest.mark.parametrize(("redraw", "open_again"), [(True, {3}), (False, set[int]())])
+def test_a_fork_holds_what_its_trainer_may_have_to_repeat(redraw: bool, open_again: set[int]) -> None:
+    """Checkpoint 3 is not of this lineage any more: until there is another one, batch 2 is repeated after 1."""
+    made = made_after(*THREE, forked(3, redraw=redraw))
+    assert made.held == {2} | open_again
+    assert made.needed == {"f100"} | ({"f101"} if redraw else set())
+    made.take(saved(2))
+    assert made.held == open_again
+
+
+def test_what_the_log_does_not_hold_any_more_nobody_repeats() -> None:
+    made = made_after(*THREE[:-1], saved(3, low_seq=25), forked(3))
+    assert made.held == {3}, "the group of batch 2 made room"
+
+
+def test_draws_that_end_without_training_are_let_go() -> None:
+    made = made_after(*THREE, admitted(4, 5, 6), trained(4, 4, 5)[:1])
+    assert made.held == {4, 5, 6}
+    refusal: dict[str, Any] = {"number": 4, "revision": 1, "bad": [Draw(4)], "reason": "r"}
+    made.take(BatchRefused(**BASE, **OPEN, **refusal, redraw=False))
+    assert made.held == {5, 6}
+    made.take(Dropped(**BASE, **OPEN, draws=[Draw(6)], lengths=[0], reason="erased", redraw=False))
+    assert made.held == {5}
+    made.take(Finished(**BASE, reason="failed", summary={}))
+    assert made.held == set()
