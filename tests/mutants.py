@@ -83,7 +83,7 @@ def copies(number: int) -> Iterator[Queue[Path]]:
 
 
 def run_tests(copy: Path, tests: tuple[str, ...]) -> tuple[int | None, str]:
-    """Exit status and last lines of the tests in a copy; None: they hung."""
+    """Exit status and output of the tests in a copy; None: they hung."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-m", "not long", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "PYTHONPATH": str(copy / "src")}  # before the tree that is installed
     process = subprocess.Popen(
@@ -96,7 +96,7 @@ def run_tests(copy: Path, tests: tuple[str, ...]) -> tuple[int | None, str]:
         os.killpg(process.pid, 9)
         process.wait()
         return None, ""
-    return process.returncode, "\n".join(output.strip().splitlines()[-3:])
+    return process.returncode, output
 
 
 def killed_by(mutant: Mutant, free: Queue[Path]) -> str:
@@ -107,28 +107,32 @@ def killed_by(mutant: Mutant, free: Queue[Path]) -> str:
         before = file.read_text()
         file.write_text(before.replace(mutant.find, mutant.replace))
         try:
-            status, last = run_tests(copy, mutant.tests)
+            status, output = run_tests(copy, mutant.tests)
         finally:
             file.write_text(before)
     finally:
         free.put(copy)
     if status not in (PASSED, FAILED, None):
-        raise RuntimeError(f"{mutant}: the tests could not run:\n{last}")
+        raise RuntimeError(f"{mutant}: the tests could not run:\n{_end_of(output)}")
     if status == PASSED:
         return ""
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", last, re.MULTILINE)
-    return failed[1] if failed else f"no end within {LONGEST_S:g} s" if status is None else last
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    return failed[1] if failed else f"no end within {LONGEST_S:g} s" if status is None else _end_of(output)
+
+
+def _end_of(output: str) -> str:
+    return "\n".join(output.strip().splitlines()[-3:])
 
 
 def check_unchanged(free: Queue[Path], tests: tuple[str, ...]) -> None:
     """The tests pass where nothing is changed, or their failing would say nothing. Raises RuntimeError."""
     copy = free.get()
     try:
-        status, last = run_tests(copy, tests)
+        status, output = run_tests(copy, tests)
     finally:
         free.put(copy)
     if status != PASSED:
-        raise RuntimeError(f"{' '.join(tests)}: they fail without a mutant:\n{last}")
+        raise RuntimeError(f"{' '.join(tests)}: they fail without a mutant:\n{_end_of(output)}")
 
 
 def main() -> int:
