@@ -179,8 +179,8 @@ def _leaks(deployment: Deployment, jobs: list[str], before: dict[str, int]) -> l
 
 
 @contextmanager
-def _directory(keep: Path | None) -> Iterator[Path]:
-    """A new directory, in memory where there is room; one that is kept gets copies of logs and streams."""
+def _directory() -> Iterator[Path]:
+    """A new directory, in memory where there is room."""
     shm = Path("/dev/shm")
     root = shm if shm.is_dir() and shutil.disk_usage(shm).free > 4 << 30 else None
     with tempfile.TemporaryDirectory(prefix="penstock-chaos-", dir=root, ignore_cleanup_errors=True) as name:
@@ -223,14 +223,12 @@ def main(words: list[str] | None = None) -> int:
     say(f"seed {given.seed}, {given.minutes:g} minutes, kinds: {','.join(kinds)}")
     for fault in schedule(given.seed, given.minutes, kinds):
         say(f"    {fault}")
-    with _directory(given.keep) as directory:
-        deployment = Deployment(directory, clocks="clock" in kinds, small_disk="disk" in kinds, say=say)
-        try:
-            with deployment:
-                wrong = run(deployment, given.seed, given.minutes, kinds, deletions=given.deletions)
-        finally:
-            if given.keep is not None:
-                shutil.copytree(directory, given.keep, dirs_exist_ok=True)
+    with _directory() as directory:
+        deployment = Deployment(
+            directory, clocks="clock" in kinds, small_disk="disk" in kinds, keep=given.keep, say=say
+        )  # fmt: skip
+        with deployment:
+            wrong = run(deployment, given.seed, given.minutes, kinds, deletions=given.deletions)
         wrong += left_behind(directory)
     say(f"restarts {len(deployment.restarts)}")
     for line in wrong:

@@ -87,15 +87,18 @@ class Deployment:
         directory: everything is below it.
         clocks: the wall clocks of the services can be spoilt.
         small_disk: data directory on a file system of its own, which can be filled.
+        keep: what is left in the end, logs and streams, is copied there.
         say: takes lines for people.
     """
 
-    def __init__(self, directory: Path, *, clocks: bool, small_disk: bool, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, directory: Path, *, clocks: bool, small_disk: bool, keep: Path | None = None, say: Callable[[str], None]
+    ) -> None:
         self.directory, self.data_dir, self.shm = directory, directory / "data", directory / "shm"
         self.say, self.restarts = say, list[str]()
         self.damaged: set[str] = set()
         """Jobs of which a checkpoint was damaged: they may fork."""
-        self._clocks, self._mounted = clocks, False
+        self._clocks, self._mounted, self._keep = clocks, False, keep
         for folder in (self.data_dir, self.shm):
             folder.mkdir(parents=True)
         if small_disk:
@@ -143,8 +146,12 @@ class Deployment:
             self._loop.call_soon_threadsafe(link.close)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        if self._mounted:
-            subprocess.run(["umount", "--lazy", str(self.data_dir)], check=True)
+        try:
+            if self._keep is not None:
+                shutil.copytree(self.directory, self._keep, dirs_exist_ok=True, ignore=_sockets)
+        finally:
+            if self._mounted:
+                subprocess.run(["umount", "--lazy", str(self.data_dir)], check=True)
 
     def run(self, work: Coroutine[Any, Any, T], seconds: float = 120.0) -> T:
         """The result of a coroutine on the stack's loop."""
@@ -287,3 +294,7 @@ class Deployment:
         self._signal("trainer-0", signal.SIGKILL)
         self.damaged.add(job)
         return f"checkpoint {newest.name} damaged"
+
+
+def _sockets(folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if (Path(folder) / name).is_socket()]
