@@ -63,7 +63,7 @@ def preference(chosen: str, rejected: str) -> Feedback:
     )  # fmt: skip
 
 
-async def say(bus: Bus, *items: Feedback) -> None:
+async def post_feedback(bus: Bus, *items: Feedback) -> None:
     await bus.publish(subjects.feedback(JOB), pack(FeedbackBatch(items=list(items)), job=JOB))
 
 
@@ -90,8 +90,8 @@ async def test_unknown_names_are_looked_up_once(bus: Bus, asked: list[str]) -> N
     names = [new_marked_id(JOB) for _ in range(512)]
     flood = [preference(*names[place : place + 2]) for place in range(0, 512, 2)]
     for _ in range(2):
-        await say(bus, *flood)
-    await say(bus, *(preference(*names[place : place + 2]) for place in range(0, 512, 2)))
+        await post_feedback(bus, *flood)
+    await post_feedback(bus, *(preference(*names[place : place + 2]) for place in range(0, 512, 2)))
     supply = LiveSupply(bus, JOB, CONFIG, epoch=1)
     await supply.recover(LedgerState())
     assert len([subject for subject in asked if subject.startswith(subjects.INTERACTIONS.lower())]) == 512
@@ -103,7 +103,7 @@ async def test_an_unknown_name_is_found_once_it_exists(bus: Bus, asked: list[str
     pair = [new_marked_id(JOB) for _ in range(2)]
     supply = LiveSupply(bus, JOB, CONFIG, epoch=1)
     early, late = preference(*pair), preference(*pair)
-    await say(bus, early)
+    await post_feedback(bus, early)
     await supply.recover(LedgerState())
     assert len(set(asked) & {subjects.interaction(JOB, name) for name in pair}) == 2
     for name in pair:
@@ -113,8 +113,8 @@ async def test_an_unknown_name_is_found_once_it_exists(bus: Bus, asked: list[str
     assert not supply.matching.examples.missing_records(early)
     supply.matching.examples.remove(early.id)
     supply.matching.examples.discard_unused_records()
-    assert supply.matching.examples.missing_records(late), "nobody waits for it any more"
-    await say(bus, late)
+    assert supply.matching.examples.missing_records(late), "no example waits for it any more"
+    await post_feedback(bus, late)
     *_, message = await bus.read(subjects.FEEDBACK, subjects.feedback(JOB))
     await supply._take_message(subjects.feedback(JOB), message)
     assert not supply.matching.examples.missing_records(late)
@@ -150,7 +150,7 @@ async def test_a_flood_delays_other_facts_by_a_bounded_number_of_messages(
     supply, posted = LiveSupply(bus, JOB, CONFIG, epoch=1), asyncio.Queue[Any]()
     monkeypatch.setattr(supply_module, "SWEEP_S", 3600)
     for _ in range(10):
-        await say(bus, preference(new_marked_id(JOB), new_marked_id(JOB)))
+        await post_feedback(bus, preference(new_marked_id(JOB), new_marked_id(JOB)))
     async with following(supply, posted.put):
         async with asyncio.timeout(DEADLINE_S):
             while posted.qsize() < 3:
@@ -161,7 +161,7 @@ async def test_a_flood_delays_other_facts_by_a_bounded_number_of_messages(
                 await (await posted.get())()
 
 
-async def fates(bus: Bus) -> dict[str, Fate]:
+async def statuses(bus: Bus) -> dict[str, Fate]:
     messages = await bus.read(subjects.DECISIONS, subjects.decisions(JOB))
     return {fate.feedback: fate for message in messages for fate in unpack(message.data, FateBatch)[0].items}
 
@@ -204,7 +204,7 @@ async def test_a_key_that_fills_the_stream_leaves_room_for_others(
     if waits == "episode":
         await serve(bus, about, alone=False)
     if waits != "nothing":
-        await say(bus, turn("first", "other", 2) if waits == "turn" else metric("first", about))
+        await post_feedback(bus, turn("first", "other", 2) if waits == "turn" else metric("first", about))
     await supply.recover(LedgerState())
 
     async def lead() -> None:
@@ -226,7 +226,7 @@ async def test_a_key_that_fills_the_stream_leaves_room_for_others(
     finally:
         leading.cancel()
     await supply.flush()
-    told = await fates(bus)
+    told = await statuses(bus)
     assert told["f0"].reason == "too_many_waiting"
     if waits != "nothing":
         assert (told["first"].status, told["first"].reason) == ("rejected", "feedback_full")
@@ -236,10 +236,10 @@ async def test_a_key_that_fills_the_stream_leaves_room_for_others(
 
 async def test_the_largest_key_is_rejected_first(bus: Bus) -> None:
     supply = LiveSupply(bus, JOB, CONFIG, epoch=1)
-    await say(bus, turn("a0", "small", 2))
+    await post_feedback(bus, turn("a0", "small", 2))
     for number in range(4):
-        await say(bus, turn(f"b{number}", "large", 100))
-    await say(bus, turn("a1", "small", 2))
+        await post_feedback(bus, turn(f"b{number}", "large", 100))
+    await post_feedback(bus, turn("a1", "small", 2))
     await supply.recover(LedgerState())
     here = await bus.stream_state(subjects.FEEDBACK)
 
@@ -250,7 +250,7 @@ async def test_the_largest_key_is_rejected_first(bus: Bus) -> None:
     assert given_up(0.7) == []
     assert given_up(0.8) == [("b0", "feedback_full"), ("b1", "feedback_full")]
     assert supply.matching.low_water()[1] == 1
-    assert given_up(0.95) == [("a0", "feedback_full")], "whatever lies in the older half"
+    assert given_up(0.95) == [("a0", "feedback_full")], "everything in the older half"
     assert list(supply.matching.examples.items) == ["b2", "b3", "a1"]
 
 

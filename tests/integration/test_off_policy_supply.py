@@ -96,7 +96,7 @@ async def serve(bus: Bus, job: str, token_ids: list[int]) -> str:
     return name
 
 
-async def say(bus: Bus, job: str, name: str, kind: Any, *, key: str = "k", **fields: Any) -> None:
+async def post_feedback(bus: Bus, job: str, name: str, kind: Any, *, key: str = "k", **fields: Any) -> None:
     item = Feedback(id=name, job=job, kind=kind, key_id=key, received=time.time(), **fields)
     await bus.publish(subjects.feedback(job), pack(FeedbackBatch(items=[item]), job=job))
 
@@ -112,7 +112,7 @@ async def report(bus: Bus, job: str, **fields: Any) -> None:
                 return
 
 
-async def until_fates(bus: Bus, job: str, **wanted: str) -> dict[str, Fate]:
+async def until_statuses(bus: Bus, job: str, **wanted: str) -> dict[str, Fate]:
     async with asyncio.timeout(DEADLINE_S):
         while True:
             messages = await bus.read(subjects.DECISIONS, subjects.decisions(job))
@@ -156,7 +156,7 @@ async def test_examples_are_trained_once_audited_and_repeated(bus: Bus, tmp_path
     async with leader(bus, record, 1, tmp_path):
         await report(bus, job, kind="checkpointed", batch=0, version=0, digest="w0", path="ckpt-0")
         good, bad = await serve(bus, job, [20, 21]), await serve(bus, job, [22])
-        await say(
+        await post_feedback(
             bus,
             job,
             "corrected",
@@ -164,10 +164,10 @@ async def test_examples_are_trained_once_audited_and_repeated(bus: Bus, tmp_path
             inference=bad,
             body={"corrected": {"role": "assistant", "content": "7+8"}},
         )
-        await say(
+        await post_feedback(
             bus, job, "preferred", "preference", inference=good, body={"chosen": good, "rejected": bad, "strength": 1.0}
         )
-        await until_fates(bus, job, corrected="admitted", preferred="admitted")
+        await until_statuses(bus, job, corrected="admitted", preferred="admitted")
     # The text waits for a worker to read it, and its draw survives the leader.
     async with leader(bus, record, 2, tmp_path) as runner, reader(bus, job, version=1) as engine:
         manifest = await until_manifest(bus, job, 1)
@@ -180,37 +180,41 @@ async def test_examples_are_trained_once_audited_and_repeated(bus: Bus, tmp_path
         assert found["preference"].token_ids.tolist() == [20, 21, 22], "the better one first"
         first = await train(bus, learner, manifest)
         await report(bus, job, kind="trained", batch=1, revision=1, version=1, digest=first)
-        fates = await until_fates(bus, job, corrected="trained", preferred="trained")
+        fates = await until_statuses(bus, job, corrected="trained", preferred="trained")
         assert fates["corrected"].reason == "supervised: correction"
         assert fates["preferred"].interactions == [good, bad]
         exact = await engine.score([10, 11, 30, 31])
         posted = {"prompt_token_ids": [10, 11], "token_ids": [30, 31], "policy_version": 1, "reward": 1.0}
-        await say(bus, job, "true", "interaction", key="trusted", body=posted | {"logprobs": exact.logprobs[1:]})
-        await say(bus, job, "false", "interaction", key="liar", body=posted | {"logprobs": [-0.01, -0.01]})
-        await say(bus, job, "text", "interaction", body={"messages": [{"role": "user", "content": "1+1"}],
+        await post_feedback(
+            bus, job, "true", "interaction", key="trusted", body=posted | {"logprobs": exact.logprobs[1:]}
+        )
+        await post_feedback(bus, job, "false", "interaction", key="liar", body=posted | {"logprobs": [-0.01, -0.01]})
+        await post_feedback(bus, job, "text", "interaction", body={"messages": [{"role": "user", "content": "1+1"}],
                   "completion": {"role": "assistant", "content": "2"}, "reward": 0.5})  # fmt: skip
-        await say(bus, job, "unread", "interaction", body={"messages": [{"role": "user", "content": "1+1"}],
+        await post_feedback(bus, job, "unread", "interaction", body={"messages": [{"role": "user", "content": "1+1"}],
                   "completion": {"role": "assistant", "content": "\u2713"}, "reward": 0.5})  # fmt: skip
-        fates = await until_fates(bus, job, true="admitted", false="rejected", text="admitted", unread="rejected")
+        fates = await until_statuses(bus, job, true="admitted", false="rejected", text="admitted", unread="rejected")
         assert (fates["false"].reason, fates["unread"].reason) == ("logprobs_differ", "not_encodable")
-        await say(bus, job, "again", "interaction", key="liar", body=posted | {"logprobs": exact.logprobs[1:]})
+        await post_feedback(
+            bus, job, "again", "interaction", key="liar", body=posted | {"logprobs": exact.logprobs[1:]}
+        )
         async with asyncio.timeout(DEADLINE_S):
             while len(runner.run.candidates) < 3:  # auxiliary groups join the batch if they are there by then
                 await asyncio.sleep(0.05)
-        await say(bus, job, "liked", "metric", inference=good, metric="reward", value=-1.0)
+        await post_feedback(bus, job, "liked", "metric", inference=good, metric="reward", value=-1.0)
         manifest = await until_manifest(bus, job, 2)
         assert sorted(group.objective for group in manifest.groups) == ["policy", "policy", "supervised", "supervised"]
         second = await train(bus, learner, manifest)
         await report(bus, job, kind="trained", batch=2, revision=1, version=2, digest=second)
-        fates = await until_fates(bus, job, true="trained", text="trained", again="trained", liked="trained")
+        fates = await until_statuses(bus, job, true="trained", text="trained", again="trained", liked="trained")
         assert (fates["true"].reason, fates["again"].reason) == ("posted", "supervised: source_distrusted")
         asked = {"messages": [{"role": "user", "content": "1+1"}], "strength": 0.5}
         two, same = {"role": "assistant", "content": "2"}, {"content": "2"}
-        await say(bus, job, "same", "preference", body=asked | {"answers": [two, same]})
-        await say(bus, job, "texts", "preference", body=asked | {"answers": [two, {"content": "31"}]})
+        await post_feedback(bus, job, "same", "preference", body=asked | {"answers": [two, same]})
+        await post_feedback(bus, job, "texts", "preference", body=asked | {"answers": [two, {"content": "31"}]})
         tokens = {"prompt_token_ids": [10, 11], "answers": [{"content": "7"}, {"content": "8"}], "strength": 1.0}
-        await say(bus, job, "tokens", "preference", body=tokens)
-        fates = await until_fates(bus, job, same="rejected", texts="admitted", tokens="admitted")
+        await post_feedback(bus, job, "tokens", "preference", body=tokens)
+        fates = await until_statuses(bus, job, same="rejected", texts="admitted", tokens="admitted")
         assert fates["same"].reason == "same_answer"
         manifest = await until_manifest(bus, job, 3)
         assert [(group.objective, group.rewards) for group in manifest.groups] == [
@@ -222,11 +226,11 @@ async def test_examples_are_trained_once_audited_and_repeated(bus: Bus, tmp_path
         ]  # fmt: skip
         third = await train(bus, learner, manifest)
         await report(bus, job, kind="trained", batch=3, revision=1, version=3, digest=third)
-        fates = await until_fates(bus, job, texts="trained", tokens="trained")
+        fates = await until_statuses(bus, job, texts="trained", tokens="trained")
         assert fates["texts"].reason == "preference: texts"
         known = set(runner.run.candidates)
         newer = posted | {"policy_version": 2, "logprobs": [-0.01, -0.01]}
-        await say(bus, job, "newer", "interaction", key="trusted", body=newer)
+        await post_feedback(bus, job, "newer", "interaction", key="trusted", body=newer)
         async with asyncio.timeout(DEADLINE_S):
             while not runner.run.candidates.keys() - known:
                 await asyncio.sleep(0.05)

@@ -74,7 +74,7 @@ async def test_a_flood_stays_within_its_share(bus: Bus, tmp_path: Path) -> None:
     admitted = {a.ordinal: a for e in await events(bus, job) if isinstance(e, Admitted) for a in e.admissions}
     batch = [admitted[group.draw.ordinal] for group in sealed[0].groups]
     assert len(batch) == SIZE
-    assert all(admission.judges in ([], admission.askers) for admission in batch), "only who asked is listened to"
+    assert all(admission.judges in ([], admission.askers) for admission in batch), "only the asking key may judge"
     assert Counter(admission.user for admission in batch)["eve"] <= 0.02 * SIZE
     assert max(Counter(admission.key_id for admission in batch).values()) <= 0.2 * SIZE
 

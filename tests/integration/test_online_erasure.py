@@ -60,7 +60,7 @@ async def serve(bus: Bus, job: str) -> str:
     return name
 
 
-async def say(bus: Bus, job: str, about: str) -> None:
+async def post_feedback(bus: Bus, job: str, about: str) -> None:
     item = Feedback(
         id=new_marked_id(job), job=job, kind="metric", key_id="k", received=time.time(), inference=about,
         metric="reward", value=1.0,
@@ -98,7 +98,7 @@ async def test_what_is_admitted_around_a_deletion_is_not_trained(
                 with suppress(Unavailable):  # the leader is not there yet
                     await bus.request(subjects.report(job), first, deadline_s=5)
                     break
-            await say(bus, job, await serve(bus, job))
+            await post_feedback(bus, job, await serve(bus, job))
             await has_read.wait()
             eraser = Eraser(bus, str, released_s=DEADLINE_S)
             deletion = await eraser.begin("u")

@@ -34,11 +34,11 @@ def posted(name: str, received: float) -> Feedback:
     return Feedback(id=name, job=JOB, kind="interaction", key_id="k", received=received, body=body)
 
 
-async def say(bus: Bus, *items: Feedback) -> None:
+async def post_feedback(bus: Bus, *items: Feedback) -> None:
     await bus.publish(subjects.feedback(JOB), pack(FeedbackBatch(items=list(items)), job=JOB))
 
 
-async def tell(bus: Bus, fate: Fate, *, epoch: int) -> None:
+async def publish_decision(bus: Bus, fate: Fate, *, epoch: int) -> None:
     await bus.publish(subjects.decisions(JOB), pack(FateBatch(items=[fate]), job=JOB, epoch=epoch))
 
 
@@ -51,27 +51,29 @@ async def leader(bus: Bus, epoch: int) -> LiveSupply:
 async def test_items_rejected_for_space_stay_rejected(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new leader reads DECISIONS back to the oldest message that it reads again, however many came after it."""
     monkeypatch.setattr(decision_feed, "MIN_MESSAGES", 2)
-    await say(bus, posted("a", time.time()), posted("b", time.time()))
+    await post_feedback(bus, posted("a", time.time()), posted("b", time.time()))
     first = await leader(bus, 1)
     assert list(first.matching.examples.ready) == ["a", "b"]
     first._unpublished += first.matching.reject(["a"], "feedback_full", time.time())
     await first.flush()
     for number in range(20):
-        await tell(bus, Fate(feedback=f"x{number}", status="rejected", reason="stale", time=time.time()), epoch=1)
+        await publish_decision(
+            bus, Fate(feedback=f"x{number}", status="rejected", reason="stale", time=time.time()), epoch=1
+        )
     second = await leader(bus, 2)
     assert list(second.matching.examples.ready) == ["b"]
-    await say(bus, posted("a", time.time()))
+    await post_feedback(bus, posted("a", time.time()))
     *_, message = await bus.read(subjects.FEEDBACK, subjects.feedback(JOB))
     await second._take_message(subjects.feedback(JOB), message)
-    assert list(second.matching.examples.ready) == ["b"], "nor when it is found once more"
+    assert list(second.matching.examples.ready) == ["b"], "nor when it is read once more"
 
 
 async def test_decisions_of_a_deposed_leader_do_not_count(bus: Bus) -> None:
     now = time.time()
-    await say(bus, *(posted(name, now) for name in "abc"))
-    await tell(bus, Fate(feedback="a", status="rejected", reason="feedback_full", time=now), epoch=1)
-    await tell(bus, Fate(feedback="b", status="rejected", reason="feedback_full", time=now), epoch=2)
-    await tell(bus, Fate(feedback="c", status="rejected", reason="feedback_full", time=now), epoch=1)
+    await post_feedback(bus, *(posted(name, now) for name in "abc"))
+    await publish_decision(bus, Fate(feedback="a", status="rejected", reason="feedback_full", time=now), epoch=1)
+    await publish_decision(bus, Fate(feedback="b", status="rejected", reason="feedback_full", time=now), epoch=2)
+    await publish_decision(bus, Fate(feedback="c", status="rejected", reason="feedback_full", time=now), epoch=1)
     third = await leader(bus, 3)
     assert list(third.matching.examples.ready) == ["c"]
     await third.flush()

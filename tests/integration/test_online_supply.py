@@ -92,7 +92,7 @@ async def serve(bus: Bus, job: str, *, version: int = 0, prompt: str = "") -> st
     return name
 
 
-async def say(bus: Bus, job: str, *items: tuple[str, str, float]) -> None:
+async def post_feedback(bus: Bus, job: str, *items: tuple[str, str, float]) -> None:
     """Publish one message of (feedback id, interaction, reward)."""
     now = time.time()
     batch = FeedbackBatch(
@@ -117,16 +117,16 @@ async def report(bus: Bus, job: str, **fields: Any) -> None:
                 return
 
 
-async def fates(bus: Bus, job: str) -> dict[str, Fate]:
+async def statuses(bus: Bus, job: str) -> dict[str, Fate]:
     """Return the newest status of each item."""
     messages = await bus.read(subjects.DECISIONS, subjects.decisions(job))
     return {fate.feedback: fate for message in messages for fate in unpack(message.data, FateBatch)[0].items}
 
 
-async def until_fates(bus: Bus, job: str, **wanted: str) -> dict[str, Fate]:
+async def until_statuses(bus: Bus, job: str, **wanted: str) -> dict[str, Fate]:
     async with asyncio.timeout(DEADLINE_S):
         while True:
-            found = await fates(bus, job)
+            found = await statuses(bus, job)
             if {name: found[name].status for name in wanted if name in found} == wanted:
                 return found
             await asyncio.sleep(0.05)
@@ -154,12 +154,12 @@ async def test_feedback_becomes_batches_across_the_crash_of_a_leader(
     async with leader(bus, record, 1, tmp_path) as runner:
         await report(bus, job, kind="checkpointed", batch=0, version=0, digest="w0", path="ckpt-0")
         early = new_marked_id(job)
-        await say(bus, job, ("lost", early, 1.0))
+        await post_feedback(bus, job, ("lost", early, 1.0))
         first, second = await serve(bus, job), await serve(bus, job)
-        await say(bus, job, ("a", first, 1.0), ("b", second, -1.0), ("a", first, 1.0))
+        await post_feedback(bus, job, ("a", first, 1.0), ("b", second, -1.0), ("a", first, 1.0))
         sealed = await until_sealed(bus, job, 1)
         assert sorted(group.rewards for group in sealed.groups) == [[-1.0], [1.0]]
-        assert {name: fate.status for name, fate in (await fates(bus, job)).items()} == {
+        assert {name: fate.status for name, fate in (await statuses(bus, job)).items()} == {
             "a": "admitted",
             "b": "admitted",
         }
@@ -168,17 +168,17 @@ async def test_feedback_becomes_batches_across_the_crash_of_a_leader(
 
     async with leader(bus, record, 2, tmp_path) as runner:
         await report(bus, job, kind="trained", batch=1, revision=1, version=1, digest="w1")
-        found = await until_fates(bus, job, a="trained", b="trained")
+        found = await until_statuses(bus, job, a="trained", b="trained")
         assert (found["a"].batch, found["a"].version, found["a"].interactions) == (1, 1, [first])
         young = age_of_feedback(runner)
         await asyncio.sleep(0.1)
         assert age_of_feedback(runner) >= young + 0.05
         fourth = await serve(bus, job, version=1)
-        await say(bus, job, ("c", third, 0.5), ("d", fourth, 0.25), ("late", first, -1.0))
+        await post_feedback(bus, job, ("c", third, 0.5), ("d", fourth, 0.25), ("late", first, -1.0))
         sealed = await until_sealed(bus, job, 2)
-        found = await until_fates(bus, job, c="admitted", d="admitted", late="rejected")
+        found = await until_statuses(bus, job, c="admitted", d="admitted", late="rejected")
         assert found["late"].reason == "late_after_training"
-        assert "lost" not in found, "its interaction may still come"
+        assert "lost" not in found, "its interaction may still arrive"
         messages = await bus.read(subjects.DECISIONS, subjects.decisions(job))
         told = [one for message in messages for one in unpack(message.data, FateBatch)[0].interactions]
         ends = {one.interaction: (one.status, one.batch, one.version) for one in told}
@@ -206,7 +206,7 @@ async def test_feedback_becomes_batches_across_the_crash_of_a_leader(
         audit_group(audit, number, one, decode_group(messages[seq].data), one.digest)
     assert not audit.violations
     assert (audit.admissions_checked, audit.groups_checked) == (4, 2)
-    assert await audit_admissions(bus, job, CONFIG, entries) == (2, []), "the others' records made room"
+    assert await audit_admissions(bus, job, CONFIG, entries) == (2, []), "the records of the others were purged"
     group = decode_group(messages[sealed.groups[0].seq].data)
     assert group.token_ids.tolist() == [6, 7, 2]
     assert np.allclose(group.logprobs, [-0.1, -0.2, -0.3])
@@ -221,13 +221,13 @@ async def test_an_undeclared_reward_is_trained_and_audited(bus: Bus, tmp_path: P
         await report(bus, job, kind="checkpointed", batch=0, version=0, digest="w0", path="ckpt-0")
         for name, liked, reward in (("a", True, -0.5), ("b", False, 0.25)):
             about, now = await serve(bus, job), time.time()
-            await say(bus, job, (f"{name}-reward", about, reward))
+            await post_feedback(bus, job, (f"{name}-reward", about, reward))
             verdict = Feedback(
                 id=name, job=job, kind="metric", key_id="k", received=now, inference=about, metric="liked", value=liked
             )
             await bus.publish(subjects.feedback(job), pack(FeedbackBatch(items=[verdict]), job=job))
         sealed = await until_sealed(bus, job, 1)
-        await until_fates(bus, job, **{"a": "admitted", "a-reward": "admitted", "b-reward": "admitted"})
+        await until_statuses(bus, job, **{"a": "admitted", "a-reward": "admitted", "b-reward": "admitted"})
     assert sorted(group.rewards for group in sealed.groups) == [[-0.75], [0.5]]
     entries = await ledger(bus, job)
     assert await audit_admissions(bus, job, config, entries) == (2, [])
@@ -244,16 +244,16 @@ async def test_a_wrong_clock_of_the_coordinator_decides_nothing(
     job = record.id
     unmatched = new_marked_id(job)
     first, second = await serve(bus, job), await serve(bus, job)
-    await say(bus, job, ("a", first, 1.0), ("b", second, 0.5), ("early", unmatched, 1.0))
+    await post_feedback(bus, job, ("a", first, 1.0), ("b", second, 0.5), ("early", unmatched, 1.0))
     right = time.time()
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + ahead_s)
     assert await bus.measure_clock() == pytest.approx(ahead_s, abs=5)
     async with leader(bus, record, 1, tmp_path, config) as runner:
         await report(bus, job, kind="checkpointed", batch=0, version=0, digest="w0", path="ckpt-0")
-        found = await until_fates(bus, job, a="admitted", b="admitted")
+        found = await until_statuses(bus, job, a="admitted", b="admitted")
         await until_sealed(bus, job, 1)
-        assert "early" not in found, "its interaction may still come"
+        assert "early" not in found, "its interaction may still arrive"
         assert all(info.deadline > right for info in runner.run.state.open.values())
     times = [event.time for entry in await ledger(bus, job) for event in entry]
     assert all(abs(one - right) < 600 for one in times), "in bus time"
@@ -265,8 +265,8 @@ async def test_a_record_in_parts_is_admitted(bus: Bus, tmp_path: Path) -> None:
     async with leader(bus, record, 1, tmp_path):
         await report(bus, job, kind="checkpointed", batch=0, version=0, digest="w0", path="ckpt-0")
         long = await serve(bus, job, prompt="once upon a time " * 100_000)
-        await say(bus, job, ("f-long", long, 0.5))
-        await until_fates(bus, job, **{"f-long": "admitted"})
+        await post_feedback(bus, job, ("f-long", long, 0.5))
+        await until_statuses(bus, job, **{"f-long": "admitted"})
     messages = await bus.read(subjects.INTERACTIONS, "interactions.>")
     assert [int(message.headers.get(PARTS, 0)) for message in messages] == [2, 0]
 
@@ -280,11 +280,11 @@ async def test_an_outlier_is_held_across_the_crash_of_a_leader_until_it_is_relea
         await report(bus, job, kind="checkpointed", batch=0, version=0, digest="w0", path="ckpt-0")
         for _ in range(12):
             reward = -reward
-            await say(bus, job, (new_marked_id(job), new_marked_id(job), reward))
+            await post_feedback(bus, job, (new_marked_id(job), new_marked_id(job), reward))
         about, first, second = [await serve(bus, job) for _ in range(3)]
-        await say(bus, job, (odd, about, 1.0))
-        assert (await until_fates(bus, job, **{odd: "quarantined"}))[odd].reason.startswith("outlier: 1 is ")
-        await say(bus, job, (new_marked_id(job), first, 0.02), (new_marked_id(job), second, -0.02))
+        await post_feedback(bus, job, (odd, about, 1.0))
+        assert (await until_statuses(bus, job, **{odd: "quarantined"}))[odd].reason.startswith("outlier: 1 is ")
+        await post_feedback(bus, job, (new_marked_id(job), first, 0.02), (new_marked_id(job), second, -0.02))
         await until_sealed(bus, job, 1)
 
     async with leader(bus, record, 2, tmp_path, config) as runner:
@@ -297,7 +297,7 @@ async def test_an_outlier_is_held_across_the_crash_of_a_leader_until_it_is_relea
             id=new_marked_id(job), job=job, kind="release", key_id="k", received=time.time(), body={"feedback": odd}
         )
         await bus.publish(subjects.feedback(job), pack(FeedbackBatch(items=[release]), job=job))
-        await until_fates(bus, job, **{odd: "admitted"})
+        await until_statuses(bus, job, **{odd: "admitted"})
     events = [event for entry in await ledger(bus, job) for event in entry]
     held = next(event for event in events if isinstance(event, Quarantined))
     assert list(held.items) == [odd]
@@ -320,7 +320,7 @@ async def test_a_finished_job_has_nothing_undecided(bus: Bus, tmp_path: Path, mo
     async def dies(self: LiveSupply) -> None:
         raise asyncio.CancelledError
 
-    await say(bus, job, (names[0], new_marked_id(job), 1.0))
+    await post_feedback(bus, job, (names[0], new_marked_id(job), 1.0))
     with monkeypatch.context() as deaf:
         deaf.setattr(LiveSupply, "_read", nothing_read)
         deaf.setattr(LiveSupply, "close", dies)
@@ -328,14 +328,14 @@ async def test_a_finished_job_has_nothing_undecided(bus: Bus, tmp_path: Path, mo
             await report(bus, job, kind="checkpointed", batch=0, version=0, digest="w0", path="ckpt-0")
             await unread.wait()
             answer = await serve(bus, job)
-            await say(bus, job, (names[1], answer, 1.0))
+            await post_feedback(bus, job, (names[1], answer, 1.0))
             runner.update_record(await store.set_desired(job, "cancelled"))
             async with asyncio.timeout(DEADLINE_S):
                 while not any(isinstance(event, Finished) for entry in await ledger(bus, job) for event in entry):
                     await asyncio.sleep(0.05)
-    await say(bus, job, (names[2], answer, -1.0))
+    await post_feedback(bus, job, (names[2], answer, -1.0))
     async with leader(bus, await store.get(job), 2, tmp_path):
-        found = await until_fates(bus, job, **dict.fromkeys(names, "rejected"))
+        found = await until_statuses(bus, job, **dict.fromkeys(names, "rejected"))
         assert {found[name].reason for name in names} == {"job_ended"}
         async with asyncio.timeout(DEADLINE_S):
             while (await store.get(job)).status.phase != "cancelled":
@@ -351,13 +351,13 @@ async def test_decided_feedback_is_purged_without_a_checkpoint(
     monkeypatch.setattr(supply_module, "FULL_SHARE", -1.0)
     supply = LiveSupply(bus, "job_x", CONFIG, epoch=1)
     about = await serve(bus, "job_x")
-    await say(bus, "job_x", ("far", about, 999.0))
-    await say(bus, "job_x", ("open", new_marked_id("job_x"), 1.0))
+    await post_feedback(bus, "job_x", ("far", about, 999.0))
+    await post_feedback(bus, "job_x", ("open", new_marked_id("job_x"), 1.0))
     await supply.recover(LedgerState())
     await supply._free_stream_space()
     (left,) = await bus.read(subjects.FEEDBACK, subjects.feedback("job_x"))
     assert [item.id for item in unpack(left.data, FeedbackBatch)[0].items] == ["open"]
-    assert (await fates(bus, "job_x"))["far"].status == "rejected", "told before it went"
+    assert (await statuses(bus, "job_x"))["far"].status == "rejected", "published before it was purged"
     assert len(await bus.read(subjects.INTERACTIONS, subjects.interactions("job_x"))) == 1, "undecided"
 
 
@@ -365,7 +365,7 @@ async def test_admitted_examples_stay_until_their_draw_ends(bus: Bus, monkeypatc
     """The body of an example lies nowhere else, and a later leader may have to make its group."""
     monkeypatch.setattr(supply_module, "FULL_SHARE", -1.0)
     for name in ("done", "material"):
-        await say(bus, "job_x", (name, new_marked_id("job_x"), 1.0))
+        await post_feedback(bus, "job_x", (name, new_marked_id("job_x"), 1.0))
     state, material = (
         LedgerState(),
         Admission(0, {}, {"material": 2}, 1.0, 0, "k", "u", "correction", 0.0, "supervised"),
@@ -407,13 +407,13 @@ async def test_interactions_of_repeatable_batches_stay(bus: Bus, monkeypatch: py
 async def test_facts_that_arrive_during_recovery_are_read(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Feedback and deletions share a stream; the leader reads one after the other."""
     supply = LiveSupply(bus, "job_x", CONFIG, epoch=1)
-    await say(bus, "job_x", ("early", new_marked_id("job_x"), 1.0))
+    await post_feedback(bus, "job_x", ("early", new_marked_id("job_x"), 1.0))
     take_all = supply._take_all
 
     async def slow(subject: str) -> None:
         await take_all(subject)
         if subject == subjects.feedback("job_x"):
-            await say(bus, "job_x", ("between", new_marked_id("job_x"), 1.0))
+            await post_feedback(bus, "job_x", ("between", new_marked_id("job_x"), 1.0))
             erasure = Erasure(user="u", interactions=[], feedback=[], time=0.0)
             await bus.publish(subjects.erasures("job_x"), pack(erasure, job="job_x"))
 
@@ -434,7 +434,7 @@ async def test_the_lease_is_renewed_during_recovery(bus: Bus, monkeypatch: pytes
     quarantine = {"max_wait_s": 3600, "quarantine": {}}
     config = CONFIG.model_copy(update={"online": CONFIG.online.model_validate(quarantine)})
     for _ in range(60):
-        await say(bus, "job_x", (new_marked_id("job_x"), new_marked_id("job_x"), 0.1))
+        await post_feedback(bus, "job_x", (new_marked_id("job_x"), new_marked_id("job_x"), 0.1))
     supply, turns = LiveSupply(bus, "job_x", config, epoch=1), 0
     seen: list[int] = []
 
@@ -453,7 +453,7 @@ async def test_the_lease_is_renewed_during_recovery(bus: Bus, monkeypatch: pytes
     finally:
         renewing.cancel()
     assert len(seen) == 60
-    assert len(set(seen)) >= 59, "the last one that is learnt from and the first one undecided are two reads"
+    assert len(set(seen)) >= 59, "the last learned and the first undecided item are two reads"
 
 
 async def test_held_items_are_rejected_for_space(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,18 +462,18 @@ async def test_held_items_are_rejected_for_space(bus: Bus, monkeypatch: pytest.M
     )
     job, odd = "job_x", new_marked_id("job_x")
     for reward in [0.01, -0.01] * 6:
-        await say(bus, job, (new_marked_id(job), new_marked_id(job), reward))
-    await say(bus, job, (odd, new_marked_id(job), 1.0))
-    await say(bus, job, (new_marked_id(job), new_marked_id(job), 0.01))
+        await post_feedback(bus, job, (new_marked_id(job), new_marked_id(job), reward))
+    await post_feedback(bus, job, (odd, new_marked_id(job), 1.0))
+    await post_feedback(bus, job, (new_marked_id(job), new_marked_id(job), 0.01))
     supply = LiveSupply(bus, job, config, epoch=1)
     await supply.recover(LedgerState(read_from=(1, 13)))
     await supply._free_stream_space()
-    assert (supply.quarantine.num_held, supply.quarantine.lowest_seq) == (1, 13), "there is room"
+    assert (supply.quarantine.num_held, supply.quarantine.lowest_seq) == (1, 13), "there is space"
     monkeypatch.setattr(supply_module, "MAX_USED", -1)
     await supply._free_stream_space()
     await supply.flush()
     assert supply.quarantine.num_held == 0
-    told = (await fates(bus, job))[odd]
+    told = (await statuses(bus, job))[odd]
     assert (told.status, told.reason) == ("rejected", "quarantine_full")
 
 
@@ -483,11 +483,11 @@ async def test_objections_are_read_before_the_first_decision(bus: Bus, consent: 
         await Consents(bus).say("u", train=False)
     config = CONFIG.model_copy(update={"online": CONFIG.online.model_copy(update={"consent": consent})})
     about = await serve(bus, "job_x")
-    await say(bus, "job_x", ("f", about, 1.0))
+    await post_feedback(bus, "job_x", ("f", about, 1.0))
     supply = LiveSupply(bus, "job_x", config, epoch=1)
     await supply.recover(LedgerState())
     await supply.flush()
-    assert (await fates(bus, "job_x"))["f"].reason == reason
+    assert (await statuses(bus, "job_x"))["f"].reason == reason
 
 
 def age_of_feedback(runner: JobRunner) -> float:

@@ -85,7 +85,7 @@ def test_untrained_turns_without_feedback_dilute_nothing(parents: tuple[int, ...
     if place in parents:
         assert after[:-1] == before
     else:
-        assert after[place] == rewards[place] + 1.5, "the only one that goes on"
+        assert after[place] == rewards[place] + 1.5, "the only continuation"
 
 
 @LAWS
@@ -103,7 +103,7 @@ def test_the_tree_equals_an_exhaustive_search(turns: list[tuple[list[int], list[
     assert [place in tree.below(root) for place, root in enumerate(tree.roots)] == [True] * len(turns)
 
 
-def goes_on(before: list[int], prompt: list[int]) -> bool:
+def continues(before: list[int], prompt: list[int]) -> bool:
     """Return True if a prompt begins with another one, except for up to four tokens that end both."""
     cuts = [cut for cut in range(HEADER_TOKENS + 1) if cut < len(before) < len(prompt)]
     return any(prompt[: len(before) - cut] + prompt[len(prompt) - cut :] == before for cut in cuts)
@@ -116,7 +116,7 @@ def test_a_rendered_prompt_extends_the_newest_turn_of_its_conversation(
 ) -> None:
     tree, parents = turn_tree([TurnTokens.of(*one) for one in turns]), list[int]()
     for place, (prompt, _) in enumerate(turns):
-        begun = [n for n in range(place) if goes_on(turns[n][0], prompt)]
+        begun = [n for n in range(place) if continues(turns[n][0], prompt)]
         parent = tree.parents[place] if tree.extends[place] else ROOT
         if begun and not tree.extends[place]:
             first = max(begun, key=lambda n: (len(turns[n][0]), n))

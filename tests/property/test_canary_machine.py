@@ -110,7 +110,7 @@ class CanaryMachine(GATED.PromotionMachine):  # type: ignore[misc]
                 assert "canary" in event.reason
 
     @invariant()
-    def nothing_that_was_tried_is_trained(self) -> None:
+    def trial_answers_are_not_trained(self) -> None:
         assert not [one for one in self.admissions() if self.tried & one.interactions.keys()]
 
     @invariant()
@@ -123,7 +123,7 @@ class CanaryMachine(GATED.PromotionMachine):  # type: ignore[misc]
             assert state.promoted.version == state.canary.served
 
     @invariant()
-    def nothing_is_judged_twice(self) -> None:
+    def samples_are_recorded_once(self) -> None:
         judged: list[str] = []
         for event in (event for entry in self.world.entries for event in entry):
             if isinstance(event, CanaryBegun):
@@ -135,7 +135,7 @@ class CanaryMachine(GATED.PromotionMachine):  # type: ignore[misc]
         assert len(judged) == len(set(judged))
 
     @invariant()
-    def what_is_served_to_all_was_tried(self) -> None:
+    def a_served_version_passed_its_trial(self) -> None:
         tried = -1
         for event in (event for entry in self.world.entries for event in entry):
             if isinstance(event, CanaryBegun):

@@ -81,7 +81,7 @@ def decided(config: OnlineJob, facts: list[tuple[int, Interaction | Feedback]]) 
     return [trajectory for found in matching.ready.values() for trajectory in found]
 
 
-def told(trajectories: list[Trajectory]) -> list[tuple[Any, ...]]:
+def rows(trajectories: list[Trajectory]) -> list[tuple[Any, ...]]:
     return [
         ([turn.interaction.id for turn in one.turns], one.reward, one.reason, one.share, one.judges, {*one.feedback})
         for one in trajectories
@@ -96,7 +96,7 @@ def test_every_leader_and_the_audit_decide_an_episode_the_same(
     config, (turns, items) = job(gamma, aggregation), episode
     facts: list[tuple[int, Interaction | Feedback]] = [*enumerate(turns, 1), *enumerate(items, 1)]
     found = decided(config, facts)
-    assert told(decided(config, data.draw(st.permutations(facts)))) == told(found)
+    assert rows(decided(config, data.draw(st.permutations(facts)))) == rows(found)
     assert len({turn.interaction.id for one in found for turn in one.turns}) == sum(len(one.turns) for one in found)
     assert len({name for one in found for name in one.feedback}) == sum(len(one.feedback) for one in found)
     assert all(0 < one.share <= 1 for one in found)
@@ -129,4 +129,4 @@ def test_an_undeclared_reward_counts_like_declared_ones(
     ]
     found = decided(job(gamma, "token_mean"), [*enumerate(turns, 1), *enumerate(items, 1)])
     twin = decided(job(gamma, "token_mean", METRICS | REWARDS), [*enumerate(turns, 1), *enumerate(declared, 1)])
-    assert told(found) == told(twin)
+    assert rows(found) == rows(twin)

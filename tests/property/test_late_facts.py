@@ -41,7 +41,7 @@ def turn(number: int, ended: int, *, version: int = 0, cut: bool = False) -> Int
     )  # fmt: skip
 
 
-def word(number: int, about: str, received: int, weight: float = 1.0) -> Feedback:
+def item(number: int, about: str, received: int, weight: float = 1.0) -> Feedback:
     place: dict[str, Any] = {"inference": about} if about else {"episode": EPISODE}
     key = "k" if weight else "light"
     return Feedback(id=f"f{number}", job="j", kind="metric", key_id=key, received=received, metric="rating", value=0.5,
@@ -52,7 +52,7 @@ class Reader:
     """A leader, and its newest status of each item and interaction."""
 
     def __init__(self, config: OnlineJob) -> None:
-        self.matching, self.said, self.refused = Matching(config), dict[str, tuple[str, str]](), dict[str, str]()
+        self.matching, self.statuses, self.refused = Matching(config), dict[str, tuple[str, str]](), dict[str, str]()
         self._seq = 0
 
     def read(self, fact: Interaction | Feedback, now: float) -> None:
@@ -63,13 +63,13 @@ class Reader:
             if isinstance(fact, Interaction)
             else self.matching.on_feedback(self._seq, fact, now)
         )
-        assert is_turn or fact.id in {*self.said, *(item.feedback.id for item in self.matching.unmatched)}
+        assert is_turn or fact.id in {*self.statuses, *(item.feedback.id for item in self.matching.unmatched)}
 
     def sweep(self, version: int, now: float) -> None:
         self._tell(self.matching.sweep(version=version, now=now))
 
     def _tell(self, fates: list[Fate]) -> None:
-        self.said |= {one.feedback: (one.status, one.reason) for one in fates}
+        self.statuses |= {one.feedback: (one.status, one.reason) for one in fates}
         self.refused |= {one.interaction: one.reason for one in self.matching.refused_interactions.drain()}
 
     @property
@@ -89,7 +89,7 @@ def live(config: OnlineJob, facts: Facts) -> Reader:
     return reader
 
 
-def again(config: OnlineJob, facts: Facts) -> Reader:
+def read_at_once(config: OnlineJob, facts: Facts) -> Reader:
     """Read one stream, then the other, and only then decide."""
     reader = Reader(config)
     for kind in (Interaction, Feedback):
@@ -111,7 +111,7 @@ def courses(draw: st.DrawFn, whole: bool) -> Facts:
             facts.append((second, turn(number, second, cut=draw(st.booleans()))))
         else:
             about = draw(st.sampled_from([*known, *([""] if whole else [])]))
-            facts.append((second, word(number, about, second, weight=draw(st.sampled_from([0.0, 1.0, 1.0])))))
+            facts.append((second, item(number, about, second, weight=draw(st.sampled_from([0.0, 1.0, 1.0])))))
     return facts
 
 
@@ -119,30 +119,30 @@ def courses(draw: st.DrawFn, whole: bool) -> Facts:
 @given(st.booleans().flatmap(lambda credit: st.tuples(st.just(credit), courses(whole=credit))))
 def test_a_new_leader_reverses_no_refusal(course: tuple[bool, Facts]) -> None:
     config, facts = job(1.0 if course[0] else 0.0), course[1]
-    first, second = live(config, facts), again(config, facts)
+    first, second = live(config, facts), read_at_once(config, facts)
     assert second.refused == first.refused
-    assert second.said == first.said
+    assert second.statuses == first.statuses
     assert second.ready == first.ready
 
 
 @pytest.mark.parametrize("gamma", [0.0, 1.0])
 def test_late_feedback_does_not_revive_an_answer(gamma: float) -> None:
-    facts: Facts = [(1, turn(0, 1)), (1 + IDLE, word(1, "i0", 1 + IDLE))]
-    for reader in (live(job(gamma), facts), again(job(gamma), facts)):
-        assert (reader.said, reader.refused) == ({"f1": ("rejected", "no_feedback")}, {"i0": "no_feedback"})
+    facts: Facts = [(1, turn(0, 1)), (1 + IDLE, item(1, "i0", 1 + IDLE))]
+    for reader in (live(job(gamma), facts), read_at_once(job(gamma), facts)):
+        assert (reader.statuses, reader.refused) == ({"f1": ("rejected", "no_feedback")}, {"i0": "no_feedback"})
 
 
 def test_a_turn_of_a_refused_episode_is_too_late() -> None:
-    facts: Facts = [(1, turn(0, 1)), (20, turn(1, 20)), (21, word(2, "i1", 21)), (22, word(3, "", 22))]
-    for reader in (live(job(1.0), facts), again(job(1.0), facts)):
+    facts: Facts = [(1, turn(0, 1)), (20, turn(1, 20)), (21, item(2, "i1", 21)), (22, item(3, "", 22))]
+    for reader in (live(job(1.0), facts), read_at_once(job(1.0), facts)):
         assert reader.refused == {"i0": "no_feedback", "i1": "episode_over"}
-        assert reader.said == {"f2": ("rejected", "episode_over"), "f3": ("rejected", "no_feedback")}
+        assert reader.statuses == {"f2": ("rejected", "episode_over"), "f3": ("rejected", "no_feedback")}
 
 
 def test_feedback_in_time_can_be_revised_until_admission() -> None:
     """A ready episode waits for a batch: it takes later feedback, and a new version changes nothing."""
-    facts: Facts = [(1, turn(0, 1)), (2, word(1, "i0", 2)), (30, turn(2, 30, version=9)), (31, word(3, "i2", 31))]
-    for reader in (live(job(1.0), facts), again(job(1.0), facts)):
+    facts: Facts = [(1, turn(0, 1)), (2, item(1, "i0", 2)), (30, turn(2, 30, version=9)), (31, item(3, "i2", 31))]
+    for reader in (live(job(1.0), facts), read_at_once(job(1.0), facts)):
         reader.sweep(9, END)
         assert reader.ready == [(["i2"], {"f1", "f3"}, 0.5)]
         assert reader.refused == {}

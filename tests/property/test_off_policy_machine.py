@@ -85,7 +85,7 @@ class OffPolicyMachine(machine.OnlineMachine):  # type: ignore[misc, name-define
         complete=st.booleans(),
         turn=st.integers(-2, 3),
     )
-    def offer(
+    def post_example(
         self, *, number: int, back: int, key: str, revision: int, kind: Any, age: int, complete: bool, turn: int
     ) -> None:
         """Post examples, also about answers that do not exist yet, revised ones, and ones of untrusted keys."""
@@ -136,7 +136,7 @@ class OffPolicyMachine(machine.OnlineMachine):  # type: ignore[misc, name-define
         super().append(events, crash=crash)
 
     @invariant()
-    def turns_of_posted_episodes_are_decided_the_same_again(self) -> None:
+    def a_replay_decides_posted_turns_the_same(self) -> None:
         for entry in self.world.entries:
             for event in (event for event in entry if isinstance(event, Admitted)):
                 assert not replay_posted_admissions(event.admissions, self.world.feedback, self.config)[1]

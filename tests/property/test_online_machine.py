@@ -63,7 +63,7 @@ class World:
     """Statuses of interactions, by the rule of ``InteractionFate``."""
     over: list[tuple[str, str]] = field(default_factory=list)
     """Closed posted episodes, as in ``FateBatch.over``."""
-    gave_way: set[str] = field(default_factory=set)
+    rejected_for_space: set[str] = field(default_factory=set)
     """Interactions and feedback rejected for lack of room."""
     num_groups: int = 0
 
@@ -192,7 +192,7 @@ class OnlineMachine(RuleBasedStateMachine):
         kind=st.sampled_from(["metric"] * 5 + ["retraction", "correction"]),
         final=st.booleans(),
     )
-    def say(self, *, name: int, back: int, value: float, key: str, revision: int, kind: Any, final: bool) -> None:
+    def post(self, *, name: int, back: int, value: float, key: str, revision: int, kind: Any, final: bool) -> None:
         """Post items alone or in one message; an id may come again, on any target."""
         about = NAMES[max(0, min(len(NAMES) - 1, self.served - back))]  # also one that is not served yet
         place = {"episode": EPISODES[back - 4]} if back > 4 else {"inference": about}
@@ -263,15 +263,15 @@ class OnlineMachine(RuleBasedStateMachine):
         """Reject what waits in the older part of the stream."""
         names = self.matching.undecided_feedback(int(share * self.cursor[1]))
         self.world.fates += self.matching.reject(names, "feedback_full", self.now)
-        self.world.gave_way.update(names)
+        self.world.rejected_for_space.update(names)
 
     @rule(count=st.integers(1, 3))
-    def too_many_wait(self, count: int) -> None:
+    def overload(self, count: int) -> None:
         """Reject the oldest episodes, and the feedback on them."""
         for name in list(self.matching.episodes)[:count]:
-            self.world.gave_way.update(turn.interaction.id for turn in self.matching.episodes[name].turns)
+            self.world.rejected_for_space.update(turn.interaction.id for turn in self.matching.episodes[name].turns)
             fates = self.matching._refuse(name, "too_many_waiting", self.now)
-            self.world.gave_way.update(one.feedback for one in fates)
+            self.world.rejected_for_space.update(one.feedback for one in fates)
             self.world.fates += fates
         self.world.take(self.matching.refused_interactions.drain())
 
@@ -352,12 +352,12 @@ class OnlineMachine(RuleBasedStateMachine):
             assert not [name for name, count in counts.items() if count > 1]
 
     @invariant()
-    def what_gave_way_is_not_admitted(self) -> None:
+    def rejected_items_stay_rejected(self) -> None:
         for one in self.admissions():
-            assert self.world.gave_way.isdisjoint([*one.interactions, *one.feedback])
+            assert self.world.rejected_for_space.isdisjoint([*one.interactions, *one.feedback])
 
     @invariant()
-    def nobody_has_more_than_their_share(self) -> None:
+    def no_owner_exceeds_its_share(self) -> None:
         judges = {one.ordinal: one.judges for one in self.admissions()}
         for event in (event for entry in self.world.entries for event in entry):
             if isinstance(event, BatchSealed):

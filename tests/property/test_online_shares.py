@@ -144,7 +144,7 @@ class Flood:
 
     def traffic(self, asker: str, judge: str) -> None:
         self.answer(asker, judge, token=2, value=-1.0 if judge == HOSTILE else 1.0)
-        self.goes_on(everything=False)
+        self.step(everything=False)
 
     def answer(self, asker: str, judge: str, *, token: int, value: float) -> None:
         self.served += 1
@@ -164,9 +164,9 @@ class Flood:
 
     def passes(self, seconds: float) -> None:
         self.now += seconds
-        self.goes_on(everything=True)
+        self.step(everything=True)
 
-    def goes_on(self, *, everything: bool) -> None:
+    def step(self, *, everything: bool) -> None:
         version = self.run.state.start_version(self.run.state.next_number)
         self.matching.sweep(version=version, now=self.now, everything=everything)
         self.decide()
@@ -224,7 +224,7 @@ def test_a_flood_of_one_key_is_at_most_its_share_of_every_batch(role: str) -> No
             flood.passes(1.0)
     assert len(flood.batches) >= 3, "30 honest answers, 8 in each batch"
     for batch in flood.batches:
-        assert len(batch) == 10, "what waits for its share makes no batch a small one"
+        assert len(batch) == 10, "draws that wait for their share make no small batch"
         assert sum(HOSTILE in one.judges for one in batch) <= 2
         assert sum(HOSTILE in one.askers for one in batch) <= 2
     assert not audit_ledger(flood.entries, flood.config).violations
@@ -242,7 +242,7 @@ def bandit(config: OnlineJob, *, rounds: int) -> float:
             (token,) = rng.choices(range(4), chances)
             right = token == 0
             flood.answer(key, key, token=token, value=1.0 if right == (key != HOSTILE) else -1.0)
-        flood.goes_on(everything=True)
+        flood.step(everything=True)
         for batch in flood.batches[trained:]:
             rewards = [one.reward for one in batch]
             mean, spread = statistics.fmean(rewards), statistics.pstdev(rewards)
@@ -260,7 +260,7 @@ def bandit(config: OnlineJob, *, rounds: int) -> float:
 def test_inverted_feedback_on_nine_of_ten_answers_does_not_flip_a_policy() -> None:
     shares = {"max_share_per_key": SHARE, "max_share_per_asker": SHARE}
     assert bandit(job(10, **shares), rounds=90) >= 0.8
-    assert bandit(job(10), rounds=20) <= 0.1, "it is the shares that stop it"
+    assert bandit(job(10), rounds=20) <= 0.1, "the shares alone stop it"
 
 
 def test_with_few_honest_answers_a_batch_waits_and_is_then_small() -> None:

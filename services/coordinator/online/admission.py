@@ -259,11 +259,11 @@ def counted_feedback(items: Iterable[Feedback], online: OnlineConfig) -> dict[tu
     return found
 
 
-def _mean(words: Sequence[Feedback], metric: MetricConfig) -> float | None:
+def _mean(items: Sequence[Feedback], metric: MetricConfig) -> float | None:
     """Return the weighted mean reward of the items of one metric, or None without items."""
-    if not words:
+    if not items:
         return None
-    return sum(item.weight * reward_of_value(item.value, metric) for item in words) / sum(item.weight for item in words)
+    return sum(item.weight * reward_of_value(item.value, metric) for item in items) / sum(item.weight for item in items)
 
 
 def reward_of_value(value: bool | float | str | None, metric: MetricConfig) -> float:

@@ -120,7 +120,7 @@ async def test_an_unreadable_message_is_one_dead_letter(desk: Any, dlq: Dlq, tmp
         await desk.until(lambda: _led(desk, 2), "second leader")
         assert await letters() == rows, "it has read them again"
         assert "not an envelope" in (await dlq("replay", letter["id"], code=1)).output
-        assert await letters() == rows, "a letter that still cannot be read stays"
+        assert await letters() == rows, "a dead letter that is still unreadable stays"
         assert len(await bus.read(subjects.FEEDBACK, subjects.feedback(desk.job))) == 3
 
     async def told() -> list[str]:
@@ -205,7 +205,7 @@ async def test_decided_or_waiting_items_are_not_requeued(desk: Any) -> None:
     assert await (await leader()).requeue(letter) == 1
     assert await newest() == [ids["new"]]
     second = await leader()
-    assert await second.requeue(letter) == 0, "the next leader goes on with a replay that was cut short"
+    assert await second.requeue(letter) == 0, "the next leader continues an interrupted replay"
     revised = pack(FeedbackBatch(items=[item("waits", revision=1)]), job=job)
     assert await second.requeue(LiveDeadLetter(subjects.FEEDBACK, 2, {}, revised)) == 1
     assert await newest() == [ids["waits"]]
@@ -245,7 +245,7 @@ async def test_an_unreadable_record_loses_no_feedback_on_others(desk: Any) -> No
     await supply.flush()
     await desk.until(lambda: _matched(desk, batch[1].id), "fate of the verdict")
     assert [one.stream for one in supply.unreadable()] == [subjects.INTERACTIONS]
-    assert not supply.unreadable(), "told once"
+    assert not supply.unreadable(), "published once"
 
 
 async def _both(letters: Any) -> list[dict[str, Any]]:

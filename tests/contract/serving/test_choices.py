@@ -73,7 +73,7 @@ async def test_feedback_on_one_choice_judges_that_one(agent: Any) -> None:
         for turn in trajectory.turns
         if verdict in trajectory.feedback
     }
-    assert judged == {second: 0.5}, "its siblings wait for feedback of their own"
+    assert judged == {second: 0.5}, "its siblings wait for their own feedback"
     places = {}
     for message in await agent.bus.read(subjects.INTERACTIONS, subjects.interactions(agent.job)):
         places[unpack(message.data, Interaction)[0].id] = message.seq

@@ -62,11 +62,11 @@ async def test_an_unnamed_conversation_is_one_episode_if_the_job_asks(stack_of: 
         assert {(one.episode, one.alone) for one in records} == {(talk.episodes[0], False)}
         assert other.episodes[0] != talk.episodes[0], "another user's"
         await judge(agent, talk.ids[2])
-        assert await rewards(agent) == {}, "it may go on"
+        assert await rewards(agent) == {}, "the episode may continue"
         await judge(agent, talk.ids[2], final=True, value=0.5)
         first = await rewards(agent)
         assert first == dict(zip(talk.ids, (0.125, 0.25, 0.5), strict=True))
-        assert await rewards(agent) == first, "whoever leads"
+        assert await rewards(agent) == first, "under every leader"
 
 
 @pytest.mark.parametrize("unlinked", [{"store": False}, {"user": "says no"}])
@@ -97,4 +97,4 @@ async def test_answers_are_credited_alone_by_default(stack_of: Any) -> None:
         records = [await talk.ask("hi"), await talk.ask("again")]
         assert {(one.episode, one.alone) for one in records} == {(talk.episodes[0], True)}
         await judge(agent, talk.ids[1])
-        assert await rewards(agent) == {talk.ids[1]: 1.0}, "it waits for nobody"
+        assert await rewards(agent) == {talk.ids[1]: 1.0}, "it waits for no further feedback"

@@ -33,7 +33,7 @@ assert spec.loader is not None
 learning: Any = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(learning)
 NOW, EPISODE, SOLVED = learning.NOW, learning.EPISODE, learning.SOLVED
-job, said = learning.job, learning.said
+job, rating = learning.job, learning.rating
 EPOCH: dict[str, Any] = {"writer_epoch": 1, "time": NOW}
 HEADER = [90, 91]
 """Tokens that a template puts before each answer."""
@@ -112,7 +112,7 @@ def test_a_rendered_prompt_extends_the_newest_turn_of_its_conversation() -> None
         ([1, 60, *thinking], [50]), ([7, 60, *thinking], [50]), ([1, 60, *HEADER, 51, 62, *thinking], [50])
     ) == (-1, -1, 0)  # fmt: skip
     asked = [([1, task, *HEADER, *HEADER, *HEADER], [50]) for task in (60, 61, 62)]
-    assert parents(*asked) == (-1, 0, 1), "others by their tokens, none by what their prompts end in"
+    assert parents(*asked) == (-1, 0, 1), "others share tokens, none shares the end of its prompt"
     assert parents(asked[0], asked[1], ([1, 60, *HEADER * 3, 50, 3], [4])) == (-1, -1, 0)
 
 
@@ -124,7 +124,7 @@ def test_building_a_tree_is_fast_in_any_order(late: int) -> None:
     turns = [TurnTokens.of(tokens, [-2 - place]) for place in range(late)] + shrinking
     before = time.process_time()
     tree = turn_tree(turns)
-    assert time.process_time() - before < 1.5, "in the square of the number of turns it takes several seconds"
+    assert time.process_time() - before < 1.5, "a quadratic algorithm takes several seconds"
     assert not any(tree.extends)
 
 
@@ -132,13 +132,15 @@ def test_building_a_tree_is_fast_in_any_order(late: int) -> None:
 
 
 def test_interleaved_agents_share_no_credit() -> None:
-    found = settled(agents(), said("f1", 0.5, inference="a2"), said("f2", -0.25, inference="s2", key_id="k2"), gamma=1)
+    found = settled(
+        agents(), rating("f1", 0.5, inference="a2"), rating("f2", -0.25, inference="s2", key_id="k2"), gamma=1
+    )
     assert {name: one.reward for name, one in found.items()} == {"a1a2": 0.5, "s1s2": -0.25}
     assert {name: one.judges for name, one in found.items()} == {"a1a2": ("k1",), "s1s2": ("k2",)}
 
 
 def test_turns_that_are_not_adjacent_form_one_trajectory() -> None:
-    found = settled(agents(), said("f1", 0.5, inference="a2"), said("f2", -0.25, inference="s2"))
+    found = settled(agents(), rating("f1", 0.5, inference="a2"), rating("f2", -0.25, inference="s2"))
     a, s = (group_of("j", Draw(n), [t.interaction for t in one.turns], reward=one.reward, epoch=1)
             for n, one in enumerate(found.values()))  # fmt: skip
     assert (a.prompt_ids.tolist(), a.token_ids.tolist(), a.mask.tolist()) == ([1, 2], [3, 4, 5], [1, 0, 1])
@@ -146,7 +148,7 @@ def test_turns_that_are_not_adjacent_form_one_trajectory() -> None:
 
 
 def test_a_conversation_without_feedback_gets_no_credit_from_another() -> None:
-    only = said("f1", 0.5, inference="a2")
+    only = rating("f1", 0.5, inference="a2")
     assert rewards(agents(), only) == {"a1a2": 0.5}
     timed = {"rating": {"type": "float", "default_after_s": 5.0, "default_value": -0.5}}
     found = settled(agents(), only, metrics=timed)
@@ -156,7 +158,7 @@ def test_a_conversation_without_feedback_gets_no_credit_from_another() -> None:
 
 
 def test_the_reward_of_the_episode_reaches_the_end_of_each_branch() -> None:
-    solved = said("f1", True, episode=EPISODE, metric="solved")
+    solved = rating("f1", True, episode=EPISODE, metric="solved")
     found = settled(agents(), solved, metrics=SOLVED, gamma=0.5)
     assert {name: one.reward for name, one in found.items()} == {"a1": 0.5, "s1": 0.5, "a2": 1.0, "s2": 1.0}
     assert {one.judges for one in found.values()} == {("k1",)}
@@ -166,11 +168,11 @@ def test_the_reward_of_the_episode_reaches_the_end_of_each_branch() -> None:
 
 def test_a_parent_gets_the_mean_return_of_its_children() -> None:
     fork = [turn("r", [1], [2], 1), turn("x", [1, 2, 3], [4], 2), turn("y", [1, 2, 5], [6], 3)]
-    words = [said("f0", 0.25, inference="r"), said("f1", 1.0, inference="x"), said("f2", 0.5, inference="y")]
+    words = [rating("f0", 0.25, inference="r"), rating("f1", 1.0, inference="x"), rating("f2", 0.5, inference="y")]
     assert rewards(fork, *words, gamma=0.5) == {"r": 0.25 + 0.5 * (1.0 + 0.5) / 2, "x": 1.0, "y": 0.5}
     title = [fork[0], fork[1], replace(fork[2], untrainable="side_turn")]
     assert rewards(title, *words[:2], gamma=0.5) == {"r": 0.25 + 0.5 * 1.0, "x": 1.0}, "a side turn dilutes nothing"
-    assert rewards(title, *words, gamma=0.5)["r"] == 0.25 + 0.5 * (1.0 + 0.5) / 2, "unless somebody judges it"
+    assert rewards(title, *words, gamma=0.5)["r"] == 0.25 + 0.5 * (1.0 + 0.5) / 2, "unless it has feedback"
 
 
 def test_returns_of_a_chain_are_those_of_turns_in_time() -> None:
@@ -184,11 +186,11 @@ def test_returns_of_a_chain_are_those_of_turns_in_time() -> None:
 
 
 def test_the_branches_of_an_episode_weigh_as_one_conversation() -> None:
-    words = [said("f1", 0.5, inference="a2"), said("f2", 0.5, inference="s2")]
+    words = [rating("f1", 0.5, inference="a2"), rating("f2", 0.5, inference="s2")]
     assert {name: one.share for name, one in settled(agents(), *words).items()} == {"a1a2": 0.5, "s1s2": 0.5}
     assert {one.share for one in settled(agents(), *words, balance="trajectories").values()} == {1.0}
     chain = learning.turns()
-    for one in settled(chain, said("f0", 0.25), said("f1", 0.5, inference="i2")).values():
+    for one in settled(chain, rating("f0", 0.25), rating("f1", 0.5, inference="i2")).values():
         assert one.share == 1.0, "parts of one branch have its tokens between them"
     side = [*agents()[:1], replace(agents()[1], untrainable="side_turn"), agents()[2]]
     assert {name: one.share for name, one in settled(side, words[0]).items()} == {"a1a2": 1.0}
@@ -208,10 +210,10 @@ def test_a_branch_is_one_sequence_for_a_sequence_mean_loss() -> None:
     matching = Matching(config)
     for seq, one in enumerate(learning.turns(), 1):
         matching.on_interaction(seq, one)
-    for seq, item in enumerate([said("f0", 0.25), said("f1", 0.5, inference="i2", final=True)], 1):
+    for seq, item in enumerate([rating("f0", 0.25), rating("f1", 0.5, inference="i2", final=True)], 1):
         matching.on_feedback(seq, item, NOW)
     matching.sweep(version=6, now=NOW + 9)
-    assert [one.share for one in matching.ready[EPISODE]] == [2 / 3, 1 / 3], "by tokens that the policy chose"
+    assert [one.share for one in matching.ready[EPISODE]] == [2 / 3, 1 / 3], "by sampled tokens"
 
 
 def decided(config: OnlineJob, turns: list[Interaction], items: list[Feedback]) -> tuple[Admitted, StoredFacts]:
@@ -239,7 +241,7 @@ def decided(config: OnlineJob, turns: list[Interaction], items: list[Feedback]) 
 def test_an_audit_finds_weights_and_shares_that_do_not_follow() -> None:
     new = {"reference_keys": ["key_judge"], "weight": 0.25}
     config = job(new_sources=new)
-    words = [said("f1", 0.5, inference="a2"), said("f2", 0.25, inference="s2", key_id="key_judge")]
+    words = [rating("f1", 0.5, inference="a2"), rating("f2", 0.25, inference="s2", key_id="key_judge")]
     event, stored = decided(config, agents(), words)
     assert [(one.reward, one.share, one.weight) for one in event.admissions] == [(0.5, 0.5, 0.125), (0.25, 0.5, 0.5)]
     assert flaws_of_weights([[event]], {}, config) == []
@@ -258,7 +260,7 @@ def test_an_episode_larger_than_the_pipeline_is_admitted_alone() -> None:
         job(gamma=0.5).model_dump(mode="json", exclude_unset=True) | {"train": {"batch_size": 2, "max_lag": 0}}
     )
     assert config.max_draws == 2
-    event, _ = decided(config, agents(), [said("f1", 0.5, inference="a2"), said("f2", -0.25, inference="s2")])
+    event, _ = decided(config, agents(), [rating("f1", 0.5, inference="a2"), rating("f2", -0.25, inference="s2")])
     assert [one.reward for one in event.admissions] == [0.25, -0.125, 0.5, -0.25]
 
 
@@ -268,7 +270,7 @@ def test_the_first_agents_within_the_share_of_their_user_are_trained() -> None:
     assert config.max_draws * config.online.max_share_per_user < 3
     third = [turn("x1", [11], [12], 2.5), turn("x2", [11, 12, 13], [14], 5)]
     turns = sorted([*agents(), *third], key=lambda one: one.started)
-    words = [said(f"f{n}", 0.5, inference=about, key_id="asker") for n, about in enumerate(("a2", "s2", "x2"))]
+    words = [rating(f"f{n}", 0.5, inference=about, key_id="asker") for n, about in enumerate(("a2", "s2", "x2"))]
     event, stored = decided(config, turns, words)
     assert [[*one.interactions] for one in event.admissions] == [["a1", "a2"], ["s1", "s2"]]
     assert [one.share for one in event.admissions] == [0.5, 0.5], "the episode weighs as much as others"
@@ -283,12 +285,12 @@ def test_an_episode_with_too_much_to_imitate_is_admitted_alone() -> None:
     off_policy = {"supervised": {}, "max_share": 0.01}
     config = job(gamma=0.5, off_policy=off_policy)
     old = [replace(one, spans=[replace(one.spans[0], version=0)]) for one in agents()]
-    event, _ = decided(config, old, [said("f1", 0.5, inference="a2"), said("f2", 0.5, inference="s2")])
+    event, _ = decided(config, old, [rating("f1", 0.5, inference="a2"), rating("f2", 0.5, inference="s2")])
     assert [one.objective for one in event.admissions] == ["supervised"] * 4
 
 
 def test_an_audit_leaves_out_branches_decided_by_earlier_versions() -> None:
-    words = [said("f1", 0.5, inference="a2"), said("f2", 0.25, inference="s2")]
+    words = [rating("f1", 0.5, inference="a2"), rating("f2", 0.25, inference="s2")]
     event, stored = decided(job(), agents(), words)
     earlier: list[Admission] = [replace(one, share=0.0, reward=0.75) for one in event.admissions]
     assert replay_admissions(earlier, stored, job()) == (0, [])
@@ -296,7 +298,7 @@ def test_an_audit_leaves_out_branches_decided_by_earlier_versions() -> None:
 
 
 def test_the_order_of_records_does_not_matter() -> None:
-    words = [said("f1", 0.5, inference="a2"), said("f2", -0.25, inference="s2")]
+    words = [rating("f1", 0.5, inference="a2"), rating("f2", -0.25, inference="s2")]
     expected = rewards(agents(), *words)
     assert rewards(agents()[::-1], *words[::-1]) == expected
     late = agents()
@@ -317,7 +319,7 @@ def test_an_episode_has_at_most_max_turns(monkeypatch: pytest.MonkeyPatch) -> No
     """Every leader, and the audit, use the same turns."""
     for module in (matching_module, admission_audit):
         monkeypatch.setattr(module, "MAX_TURNS", 3)
-    words = [said("f1", 0.5, inference="a2"), said("f2", 0.25, inference="s2")]
+    words = [rating("f1", 0.5, inference="a2"), rating("f2", 0.25, inference="s2")]
     matching = Matching(job())
     for seq, one in enumerate(agents(), 1):
         matching.on_interaction(seq, one)
@@ -332,6 +334,6 @@ def test_an_episode_has_at_most_max_turns(monkeypatch: pytest.MonkeyPatch) -> No
     assert [(one.feedback, one.reason) for one in told] == [("f2", "too_many_turns")]
     turns = [*agents()[:3], turn("fork", [1, 2, 3, 7], [8], 4)]
     turns[1] = replace(turns[1], untrainable="side_turn")
-    event, stored = decided(job(), turns, [words[0], said("f3", 0.25, inference="s1")])
+    event, stored = decided(job(), turns, [words[0], rating("f3", 0.25, inference="s1")])
     assert [(list(one.interactions), list(one.feedback)) for one in event.admissions] == [(["a1", "a2"], ["f1", "f3"])]
     assert replay_admissions(event.admissions, stored, job()) == (1, [])

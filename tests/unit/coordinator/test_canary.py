@@ -80,7 +80,7 @@ def test_a_conversation_is_always_on_the_same_arm_and_each_trial_has_its_own() -
     assert first == {name for name in reversed(names) if is_in_canary("job_a", 3, 0.2, name)}
     assert 0.17 < len(first) / len(names) < 0.23
     again = {name for name in names if is_in_canary("job_a", 4, 0.2, name)}
-    assert 0.1 < len(first & again) / len(first) < 0.3, "independent of the trial before"
+    assert 0.1 < len(first & again) / len(first) < 0.3, "independent of the earlier trial"
     wider = {name for name in names if is_in_canary("job_a", 3, 0.5, name)}
     assert first < wider
 
@@ -139,7 +139,7 @@ def test_the_burden_of_proof_lies_on_the_new_version(canary: list[float], served
 def test_with_enough_conversations_equal_versions_pass() -> None:
     assert verdict(MIXED * 80, MIXED * 80).status == "passed"
     assert verdict([*BAD, *MIXED * 30], MIXED * 40, max_drop=0.1).status == "refused"
-    assert verdict(MIXED, MIXED, confidence=0.5).status == "passed", "means alone"
+    assert verdict(MIXED, MIXED, confidence=0.5).status == "passed", "the means alone"
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def trial(**canary: Any) -> Any:
     return run
 
 
-def say(run: Any, canary: list[float], served: list[float]) -> list[Any]:
+def judge(run: Any, canary: list[float], served: list[float]) -> list[Any]:
     """Add samples to both arms; return the decision."""
     run.run.commit(
         [CanaryJudged(writer_epoch=1, time=NOW, version=run.state.canary.version, judged=arms(canary, served))]
@@ -203,7 +203,7 @@ def test_a_version_that_keeps_the_bounds_is_tried_before_it_is_served() -> None:
     shown = canary_of(run.run)
     assert shown is not None
     assert (shown["version"], shown["share"], shown["needed"]) == (1, 0.2, 10)
-    assert GATE.decisions(say(run, GOOD, GOOD)) == [("Promoted", 1, "passed")]
+    assert GATE.decisions(judge(run, GOOD, GOOD)) == [("Promoted", 1, "passed")]
     figures = run.state.promoted.figures
     assert (figures["policy/entropy"], figures["canary/conversations"]) == (1.0, 10.0)
     assert (run.state.canary, run.state.judged, canary_of(run.run)) == (None, {}, None)
@@ -212,13 +212,13 @@ def test_a_version_that_keeps_the_bounds_is_tried_before_it_is_served() -> None:
 def test_a_worse_version_is_refused_and_training_goes_back() -> None:
     run = trial()
     run.gate.announced = 0
-    (refused,) = GATE.decisions(say(run, BAD, GOOD))
+    (refused,) = GATE.decisions(judge(run, BAD, GOOD))
     assert refused[:2] == ("PromotionRefused", 1)
     assert "canary reward -1, 1 of version 0" in refused[2]
     assert run.gate.lets_train(run.state), "within the patience"
     assert [type(event) for event in run.train()][-1] is CanaryBegun
-    assert run.gate.fact(run.state)[1] == "Canary", "what was refused before is not what is waited for"
-    say(run, BAD, GOOD)
+    assert run.gate.fact(run.state)[1] == "Canary", "an earlier refusal is not the awaited decision"
+    judge(run, BAD, GOOD)
     assert run.run.rollback is not None
     assert run.run.rollback.number == 0
 
@@ -236,7 +236,7 @@ def test_a_manual_promotion_or_a_fork_ends_the_trial() -> None:
 
 def test_a_version_that_failed_a_bound_gets_no_trial() -> None:
     run = trial()
-    say(run, GOOD, GOOD)
+    judge(run, GOOD, GOOD)
     run.gate.announced = 1
     events = run.train(policy__entropy=0.1)
     assert GATE.decisions(events) == [("PromotionRefused", 2, "policy/entropy 0.1 < 0.5")]
@@ -249,7 +249,7 @@ def test_a_trial_needs_no_other_bound_and_its_figures_survive_the_leader() -> No
     run.train(0.5)
     assert run.state.canary is not None
     run.evaluated = None  # another leader, which does not find the row of the evaluation
-    assert GATE.decisions(say(run, GOOD, GOOD)) == [("Promoted", 1, "passed")]
+    assert GATE.decisions(judge(run, GOOD, GOOD)) == [("Promoted", 1, "passed")]
     assert run.state.promoted.figures[GATE.METRIC] == 0.5
     alone = GATE.Lineage(GATE.job(canary={}))
     assert isinstance(alone.train()[-1], CanaryBegun)
@@ -289,7 +289,7 @@ def answer(name: str, *, version: int = 1, untrainable: str = CANARY, episode: s
     return Interaction(**fields | changes)
 
 
-def said(about: str, value: float = 0.5, **changes: Any) -> Feedback:
+def rating(about: str, value: float = 0.5, **changes: Any) -> Feedback:
     fields: dict[str, Any] = {"inference": about, "key_id": "judge", "received": NOW + 2} | changes
     return Feedback(id=f"f-{about}", job="j", kind="metric", metric="rating", value=value, **fields)
 
@@ -304,12 +304,12 @@ class Live:
         assert self.run.state.canary is not None
         self.seq, self.fates = 0, []
 
-    def heard(self, *answers: Interaction, value: float | None = 0.5, **changes: Any) -> None:
+    def serve_rated(self, *answers: Interaction, value: float | None = 0.5, **changes: Any) -> None:
         for one in answers:
             self.seq += 1
             self.fates += self.matching.on_interaction(self.seq, one)
             if value is not None:
-                self.fates += self.matching.on_feedback(self.seq, said(one.id, value, **changes), NOW + 2)
+                self.fates += self.matching.on_feedback(self.seq, rating(one.id, value, **changes), NOW + 2)
         self.fates += self.matching.sweep(version=1, now=NOW + 3)
 
     def drafted(self) -> list[Judged]:
@@ -323,10 +323,10 @@ class Live:
 
 def test_both_arms_are_compared_and_only_the_served_one_is_trained() -> None:
     live = Live(job())
-    live.heard(answer("a"), value=None)
-    assert (live.drafted(), live.matching.num_waiting) == ([], 1), "it waits for what is said of it"
-    live.fates += live.matching.on_feedback(9, said("a", 0.25), NOW + 2)
-    live.heard(answer("b", version=0, untrainable=""))
+    live.serve_rated(answer("a"), value=None)
+    assert (live.drafted(), live.matching.num_waiting) == ([], 1), "it waits for feedback"
+    live.fates += live.matching.on_feedback(9, rating("a", 0.25), NOW + 2)
+    live.serve_rated(answer("b", version=0, untrainable=""))
     rows = live.drafted()
     assert [(row.interactions, row.is_canary, row.reward, row.judges) for row in rows] == [
         (["a"], True, 0.25, ["judge"]),
@@ -335,26 +335,26 @@ def test_both_arms_are_compared_and_only_the_served_one_is_trained() -> None:
     assert [(one.status, one.reason) for one in live.fates if one.feedback == "f-a"][-1] == ("rejected", CANARY)
     assert list(live.matching.ready) == ["b"]
     assert live.drafted() == [], "once"
-    assert [one.reason for one in live.matching.on_feedback(10, said("a", 1.0, key_id="late"), NOW)] == []
+    assert [one.reason for one in live.matching.on_feedback(10, rating("a", 1.0, key_id="late"), NOW)] == []
 
 
 def test_objections_and_retractions_remove_samples() -> None:
     live = Live(job(), "out")
-    live.heard(answer("a", user="out"), answer("b", version=0, untrainable="", user="out"))
+    live.serve_rated(answer("a", user="out"), answer("b", version=0, untrainable="", user="out"))
     assert live.drafted() == []
-    live.heard(answer("c", version=0, untrainable=""))
+    live.serve_rated(answer("c", version=0, untrainable=""))
     taken = Feedback(id="r", job="j", kind="retraction", key_id="judge", received=NOW, body={"feedback": "f-c"})
     live.matching.on_feedback(9, taken, NOW + 3)
-    live.heard(answer("d", version=0, untrainable=""))
+    live.serve_rated(answer("d", version=0, untrainable=""))
     assert [row.interactions for row in live.drafted()] == [["d"]]
 
 
 def test_stale_answers_of_the_served_version_are_compared() -> None:
     live = Live(job())
-    live.heard(answer("a", version=0, untrainable=""), value=None)
+    live.serve_rated(answer("a", version=0, untrainable=""), value=None)
     live.matching.sweep(version=9, now=NOW + 3)
     assert live.matching.num_waiting == 1
-    live.fates += live.matching.on_feedback(9, said("a"), NOW + 2)
+    live.fates += live.matching.on_feedback(9, rating("a"), NOW + 2)
     live.fates += live.matching.sweep(version=9, now=NOW + 3)
     assert [row.interactions for row in live.drafted()] == [["a"]]
     assert live.fates[-1].reason == "stale"
@@ -376,18 +376,18 @@ def test_stale_answers_of_the_served_version_are_compared() -> None:
 def test_only_trainable_answers_are_compared(one: Interaction) -> None:
     """Excluded are answers of a worker without the version, from before the trial, of several versions, or broken."""
     live = Live(job())
-    live.heard(one)
+    live.serve_rated(one)
     assert live.drafted() == []
 
 
 def test_silence_counts_only_with_a_default() -> None:
     live = Live(job(idle_ttl_s=1.0))
-    live.heard(answer("a"), value=None)
+    live.serve_rated(answer("a"), value=None)
     live.fates += live.matching.sweep(version=1, now=NOW + 50)
     assert (live.drafted(), live.matching.num_waiting) == ([], 0)
     worth = {"rating": {"type": "float", "default_after_s": 10.0, "default_value": -0.5}}
     other = Live(job(metrics=worth))
-    other.heard(answer("a"), value=None)
+    other.serve_rated(answer("a"), value=None)
     other.matching.sweep(version=1, now=NOW + 50)
     assert [row.reward for row in other.drafted()] == [-0.5]
 
@@ -400,7 +400,7 @@ def test_imitated_answers_are_compared_in_neither_arm(how: dict[str, Any]) -> No
     trial = {"untrainable": CANARY} | how
     if how.get("untrainable"):
         trial["untrainable"] = NOT_COMPARED
-    live.heard(answer("a", **trial), answer("b", version=0, **{"untrainable": ""} | how))
+    live.serve_rated(answer("a", **trial), answer("b", version=0, **{"untrainable": ""} | how))
     assert live.drafted() == []
     assert list(live.matching.ready) == ["b"], "it is imitated"
 
@@ -409,19 +409,19 @@ def test_a_stale_answer_counts_with_its_worst_feedback() -> None:
     worth = {"rating": {"type": "float", "default_after_s": 10.0, "default_value": -0.5}}
     live = Live(job(metrics=worth, off_policy={"supervised": {}}))
     old: dict[str, Any] = {"version": 0, "untrainable": ""}
-    live.heard(answer("broken", tool_calls_valid=False, **old), answer("silent", **old), value=None)
+    live.serve_rated(answer("broken", tool_calls_valid=False, **old), answer("silent", **old), value=None)
     live.matching.sweep(version=9, now=NOW + 50)
     assert {row.interactions[0]: row.reward for row in live.drafted()} == {"broken": -1.0, "silent": -0.5}
 
 
 def test_an_unfinished_episode_is_compared_in_both_arms() -> None:
     live = Live(job(gamma=1.0, unfinished="mask", off_policy={"supervised": {}}, idle_ttl_s=10.0))
-    live.heard(
+    live.serve_rated(
         answer("a", episode="new", alone=False), answer("b", version=0, untrainable="", episode="old", alone=False)
     )
     live.matching.sweep(version=9, now=NOW + 50)
     assert sorted((row.is_canary, row.reward) for row in live.drafted()) == [(False, 0.5), (True, 0.5)]
-    assert not live.matching.ready, "nobody ended it: it is not imitated"
+    assert not live.matching.ready, "no client ended it: it is not imitated"
 
 
 def test_a_conversation_with_a_trial_answer_is_not_trained() -> None:
@@ -430,12 +430,12 @@ def test_a_conversation_with_a_trial_answer_is_not_trained() -> None:
         answer("a", version=0, untrainable="", episode="talk", started=NOW + 1),
         answer("b", version=1, untrainable=CANARY, episode="talk", started=NOW + 2),
     ]
-    live.heard(*turns, final=True)
+    live.serve_rated(*turns, final=True)
     assert live.matching.ready == {}
     assert {one.reason for one in live.fates if one.status == "rejected"} == {CANARY}
     assert live.drafted() == [], "two versions wrote it"
     whole = Live(job(gamma=1.0))
-    whole.heard(*(answer(name, episode="talk") for name in "ab"), value=0.25, final=True)
+    whole.serve_rated(*(answer(name, episode="talk") for name in "ab"), value=0.25, final=True)
     assert [(row.reward, row.interactions) for row in whole.drafted()] == [(0.5, ["a", "b"])]
 
 
@@ -443,29 +443,29 @@ def test_feedback_counts_before_the_time_limit_and_while_paused() -> None:
     live = Live(job())
     live.run.run.source = LiveSource(live.run.run.config, live.matching)
     live.run.run.desired = "paused"
-    live.heard(*(answer(f"c{n}") for n in range(10)))
-    live.heard(*(answer(f"s{n}", version=0, untrainable="") for n in range(10)))
+    live.serve_rated(*(answer(f"c{n}") for n in range(10)))
+    live.serve_rated(*(answer(f"s{n}", version=0, untrainable="") for n in range(10)))
     events = live.run.run.decide(NOW + 9999)
     assert [type(event).__name__ for event in events] == ["PhaseChanged", "CanaryJudged", "Promoted"]
 
 
 def test_no_owner_decides_a_trial_alone() -> None:
     live = Live(job(max_share_per_key=0.25))
-    live.heard(*(answer(f"a{n}") for n in range(5)), key_id="loud")
-    live.heard(*(answer(f"b{n}") for n in range(2)), key_id="calm")
+    live.serve_rated(*(answer(f"a{n}") for n in range(5)), key_id="loud")
+    live.serve_rated(*(answer(f"b{n}") for n in range(2)), key_id="calm")
     rows = live.drafted()
     assert [row.judges[0] for row in rows] == ["loud", "loud", "calm", "calm"], "a quarter of ten"
-    live.heard(answer("a9"), key_id="loud")
+    live.serve_rated(answer("a9"), key_id="loud")
     assert live.drafted() == []
-    live.heard(answer("s", version=0, untrainable=""), key_id="loud")
-    assert [row.is_canary for row in live.drafted()] == [False], "each arm by itself"
+    live.serve_rated(answer("s", version=0, untrainable=""), key_id="loud")
+    assert [row.is_canary for row in live.drafted()] == [False], "each arm alone"
 
 
 def test_a_correction_of_a_trial_answer_is_not_imitated() -> None:
     config = job(off_policy={"supervised": {}})
     matching = Matching(config)
     matching.on_interaction(1, answer("a"))
-    item = replace(said("a"), kind="correction", metric="", body={"corrected": "x"})
+    item = replace(rating("a"), kind="correction", metric="", body={"corrected": "x"})
     matching.examples.add_record("a", InteractionRecord.of(1, answer("a")))
     fates = matching.on_feedback(1, item, NOW)
     fates += matching.sweep(version=1, now=NOW)
@@ -522,7 +522,7 @@ def test_an_audit_finds_violations_of_a_trial() -> None:
 
 def test_a_ledger_refuses_a_trial_beside_a_batch_in_training() -> None:
     run = trial()
-    say(run, GOOD, GOOD)
+    judge(run, GOOD, GOOD)
     run.seal()
     assert any(isinstance(event, BatchSealed) for event in run.state.sealed.values())
     with pytest.raises(AssertionError, match="keeps its weights"):

@@ -21,8 +21,8 @@ assert spec.loader is not None
 learning: Any = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(learning)
 NOW, EPISODE = learning.NOW, learning.EPISODE
-interaction, job, said, table, turns = (
-    learning.interaction, learning.job, learning.said, learning.table, learning.turns,
+interaction, job, rating, table, turns = (
+    learning.interaction, learning.job, learning.rating, learning.table, learning.turns,
 )  # fmt: skip
 VERSION = 6
 
@@ -48,7 +48,7 @@ def admitted(
     ]  # fmt: skip
 
 
-def again(
+def replay(
     config: OnlineJob, records: list[Interaction], items: list[Feedback], admissions: list[Admission]
 ) -> tuple[int, list[str]]:
     """Replay admissions from streams with the same content."""
@@ -61,35 +61,36 @@ def again(
 
 CASES: dict[str, tuple[dict[str, Any], list[Interaction], list[Feedback], float]] = {
     "an episode that nobody ended": (
-        {"unfinished": "mask"}, turns(), [said("f1", 0.5, inference="i2")], NOW + 5 + 1800.0,
+        {"unfinished": "mask"}, turns(), [rating("f1", 0.5, inference="i2")], NOW + 5 + 1800.0,
     ),
     "a turn that was cut off": (
         {"truncated": "mask"}, [replace(turns()[0], finish="length"), turns()[1]],
-        [said("f1", 0.5, inference="i2"), said("end", None, episode=EPISODE, metric="", final=True)], NOW + 6,
+        [rating("f1", 0.5, inference="i2"), rating("end", None, episode=EPISODE, metric="", final=True)], NOW + 6,
     ),
     "an answer that two sources judged": (
-        {}, [interaction()], [said("f1", 0.25), said("f2", -0.5, key_id="k2", weight=0.5), said("f3", 1.0)], NOW + 2,
+        {}, [interaction()], [rating("f1", 0.25), rating("f2", -0.5, key_id="k2", weight=0.5), rating("f3", 1.0)],
+        NOW + 2,
     ),
-    "words by coordinators whose clocks differ": (
-        {}, [interaction()], [said("f1", 0.25, received=NOW + 60), said("f2", -0.5, received=NOW - 60)], NOW + 61,
+    "feedback through coordinators whose clocks differ": (
+        {}, [interaction()], [rating("f1", 0.25, received=NOW + 60), rating("f2", -0.5, received=NOW - 60)], NOW + 61,
     ),
     "a default": (
         {"metrics": {"rating": {"type": "float", "default_after_s": 5.0, "default_value": -0.25}}},
         [interaction()], [], NOW + 30,
     ),
-    "an episode as one trajectory": ({}, turns(), [said("f1", 0.5, inference="i2", final=True)], NOW + 9),
+    "an episode as one trajectory": ({}, turns(), [rating("f1", 0.5, inference="i2", final=True)], NOW + 9),
     "turns apart, with credit": (
-        {"gamma": 0.5}, turns(), [said("f0", 0.25), said("f1", 0.5, inference="i2", final=True)], NOW + 9,
+        {"gamma": 0.5}, turns(), [rating("f0", 0.25), rating("f1", 0.5, inference="i2", final=True)], NOW + 9,
     ),
     "a reward that is not declared, of a turn and of the whole": (
         {"gamma": 0.5}, turns(), [
-            said("f0", 0.75, metric="reward"), said("f1", 0.25, episode=EPISODE, metric="reward", final=True),
-            said("f2", -0.25, episode=EPISODE, metric="reward", turn=0, key_id="k2"),
+            rating("f0", 0.75, metric="reward"), rating("f1", 0.25, episode=EPISODE, metric="reward", final=True),
+            rating("f2", -0.25, episode=EPISODE, metric="reward", turn=0, key_id="k2"),
         ], NOW + 9,
     ),
     "an episode with a turn that was refused": (
         {"gamma": 0.5}, [turns()[0], replace(turns()[1], untrainable="side_turn")],
-        [said("f0", 0.25), said("f1", 0.5, inference="i2", final=True)], NOW + 9,
+        [rating("f0", 0.25), rating("f1", 0.5, inference="i2", final=True)], NOW + 9,
     ),
 }  # fmt: skip
 
@@ -100,8 +101,8 @@ def test_what_was_admitted_is_decided_the_same_again(case: str) -> None:
     config = job(**online)
     admissions = admitted(config, records, items, now)
     assert admissions
-    assert again(config, records, items, admissions) == (len(admissions), [])
-    checked, flaws = again(config, records, items, [replace(admissions[0], reward=0.9), *admissions[1:]])
+    assert replay(config, records, items, admissions) == (len(admissions), [])
+    checked, flaws = replay(config, records, items, [replace(admissions[0], reward=0.9), *admissions[1:]])
     assert checked == len(admissions)
     assert flaws == [f"ordinal 0: decided again its reward would be {admissions[0].reward:g}, not 0.9"]
 
@@ -109,7 +110,7 @@ def test_what_was_admitted_is_decided_the_same_again(case: str) -> None:
 @pytest.mark.parametrize("objecting", ["i1", "i2"])
 def test_feedback_on_a_turn_of_an_objecting_user_moves_to_the_others(objecting: str) -> None:
     records = [replace(one, user="out" if one.id == objecting else "u") for one in turns()]
-    items = [said("f0", 0.25), said("f1", 0.5, inference="i2", final=True), said("whole", 0.5, episode=EPISODE)]
+    items = [rating("f0", 0.25), rating("f1", 0.5, inference="i2", final=True), rating("whole", 0.5, episode=EPISODE)]
     config = job(gamma=0.5, metrics=learning.RATED | {"whole": {"type": "float", "level": "episode"}})
     items[-1] = replace(items[-1], metric="whole")
     matching = Matching(config, opted_out=lambda user: user == "out")
@@ -118,27 +119,27 @@ def test_feedback_on_a_turn_of_an_objecting_user_moves_to_the_others(objecting: 
     assert [*one.interactions] == [name for name in ("i1", "i2") if name != objecting]
     assert sorted(one.feedback) == ["f0", "f1", "whole"]
     assert one.refused == {objecting: "opted_out"}
-    assert again(config, records, items, admissions) == (1, [])
+    assert replay(config, records, items, admissions) == (1, [])
     matching.on_admitted(admissions)
     assert matching.low_water() == (3, 3), "nothing is undecided"
     assert matching.on_job_end(NOW + 10) == []
 
 
 def test_a_decision_that_does_not_follow_is_found() -> None:
-    config, records, items = job(), [interaction()], [said("f1", 0.5), said("f2", 0.5, key_id="k2")]
+    config, records, items = job(), [interaction()], [rating("f1", 0.5), rating("f2", 0.5, key_id="k2")]
     (fair,) = admitted(config, records, items, NOW + 2)
-    assert again(config, records, items, [fair]) == (1, [])
+    assert replay(config, records, items, [fair]) == (1, [])
     stale = replace(fair, lag=4)
-    assert "its turns would not be trained so" in again(config, records, items, [stale])[1][0]
-    assert "it would still wait" in again(config, records, items, [replace(fair, feedback={})])[1][0]
-    assert "it would be policy by feedback" in again(config, records, items, [replace(fair, reason="default")])[1][0]
+    assert "its turns would not be trained so" in replay(config, records, items, [stale])[1][0]
+    assert "it would still wait" in replay(config, records, items, [replace(fair, feedback={})])[1][0]
+    assert "it would be policy by feedback" in replay(config, records, items, [replace(fair, reason="default")])[1][0]
 
 
 def test_admissions_with_missing_records_are_left_out() -> None:
-    config, records, items = job(), [interaction()], [said()]
+    config, records, items = job(), [interaction()], [rating()]
     (fair,) = admitted(config, records, items, NOW + 2)
-    assert again(config, [], items, [fair]) == (0, [])
-    assert again(config, records, [], [replace(fair, reward=0.9)]) == (0, [])
+    assert replay(config, [], items, [fair]) == (0, [])
+    assert replay(config, records, [], [replace(fair, reward=0.9)]) == (0, [])
     assert replay_admissions([replace(fair, interactions={})], StoredFacts({}, {}), config) == (0, [])
 
 
@@ -146,9 +147,9 @@ def test_admissions_with_missing_records_are_left_out() -> None:
 def test_admissions_with_feedback_on_a_missing_turn_are_left_out(gone: int) -> None:
     config, records = job(gamma=0.5), turns()
     records[gone] = replace(records[gone], untrainable="side_turn")
-    items = [said("f0", 0.25, inference="i1"), said("f1", 0.5, inference="i2", final=True)]
+    items = [rating("f0", 0.25, inference="i1"), rating("f1", 0.5, inference="i2", final=True)]
     admissions = admitted(config, records, items, NOW + 9)
-    assert again(config, records, items, admissions) == (1, [])
+    assert replay(config, records, items, admissions) == (1, [])
     kept = {seq: record for seq, record in enumerate(records, 1) if seq != gone + 1}
     stored = StoredFacts(kept, {1: [items[0]], 2: [items[1]]}, {EPISODE: list(kept)}, oldest=min(kept))
     assert replay_admissions(admissions, stored, config) == (0, [])
@@ -157,13 +158,18 @@ def test_admissions_with_feedback_on_a_missing_turn_are_left_out(gone: int) -> N
 def test_missing_turns_are_no_violation() -> None:
     config, records = job(gamma=0.5, max_age_s=60.0, idle_ttl_s=600.0), turns()
     records[0] = replace(records[0], untrainable="side_turn", started=NOW - 40)
-    items = [said("f1", 0.5, inference="i2")]
+    items = [rating("f1", 0.5, inference="i2")]
     admissions = admitted(config, records, items, NOW + 25)
-    assert again(config, records, items, admissions) == (1, [])
+    assert replay(config, records, items, admissions) == (1, [])
     stored = StoredFacts({2: records[1]}, {1: items}, {EPISODE: [2]}, oldest=2)
     assert replay_admissions(admissions, stored, config) == (0, [])
-    assert "would still wait" in replay_admissions(admissions, replace_oldest(stored), config)[1][0], "nothing is gone"
-    by_number = [said("f0", 0.25, key_id="k2", episode=EPISODE, turn=0), said("f1", 0.5, inference="i2", final=True)]
+    assert "would still wait" in replay_admissions(admissions, replace_oldest(stored), config)[1][0], (
+        "nothing is missing"
+    )
+    by_number = [
+        rating("f0", 0.25, key_id="k2", episode=EPISODE, turn=0),
+        rating("f1", 0.5, inference="i2", final=True),
+    ]
     admissions = admitted(config, records, by_number, NOW + 9)
     both = {seq: [item] for seq, item in enumerate(by_number, 1)}
     stored = StoredFacts({2: records[1]}, both, {EPISODE: [2]}, oldest=2)
@@ -190,7 +196,7 @@ def replace_oldest(stored: StoredFacts) -> StoredFacts:
 def test_row_10_an_answer_at_the_length_limit(truncated: str, decision: tuple[str, str, float]) -> None:
     config = job(truncated=truncated)
     assert table(job=config, interaction=interaction(finish="length")) == decision
-    assert table(job=config) == ("train", "feedback", 0.5), "one that ended by itself"
+    assert table(job=config) == ("train", "feedback", 0.5), "an answer that ended by itself"
 
 
 def test_row_10_a_cut_answer_is_penalised_without_feedback() -> None:
@@ -211,14 +217,14 @@ def test_row_9_an_active_episode_closes_at_its_maximum_age() -> None:
         )
         matching.sweep(version=VERSION, now=at)
         if place == 0:
-            matching.on_feedback(1, said("f0", 0.5, inference="i0"), at)
+            matching.on_feedback(1, rating("f0", 0.5, inference="i0"), at)
         if at - NOW < 59:
-            assert not matching.ready, "somebody still talks"
+            assert not matching.ready, "the episode is still active"
     assert EPISODE in matching.ready
-    late = matching.on_feedback(2, said("f9", 1.0, inference="i7"), NOW + 80)
-    assert [fate.status for fate in late] == ["matched"], "until it is admitted it counts"
+    late = matching.on_feedback(2, rating("f9", 1.0, inference="i7"), NOW + 80)
+    assert [fate.status for fate in late] == ["matched"], "it counts until admission"
     matching.sweep(version=VERSION, now=NOW + 81)
     learning.take(matching)
     matching.on_interaction(20, interaction("i20", at=NOW + 90, episode=EPISODE, alone=False, version=VERSION))
-    over = matching.on_feedback(3, said("f20", 1.0, inference="i20"), NOW + 91)
+    over = matching.on_feedback(3, rating("f20", 1.0, inference="i20"), NOW + 91)
     assert [(fate.status, fate.reason) for fate in over] == [("rejected", "episode_over")]

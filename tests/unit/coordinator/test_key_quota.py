@@ -71,7 +71,7 @@ def test_a_key_above_its_share_of_the_stream_loses_its_oldest_items(monkeypatch:
     found.add("k", "c", 100)
     assert found.nbytes == 400, "it is revised"
     found.add("k", "huge", 9000)
-    assert found.excess("k") == ["d", "c"], "not the newest one, or nothing that large could ever be taken"
+    assert found.excess("k") == ["d", "c"], "not the newest one, or no item of that size could be accepted"
     monkeypatch.setattr(examples_module, "MAX_PER_KEY", 2)
     small = KeyQuota()
     for name in "abcd":
@@ -79,7 +79,7 @@ def test_a_key_above_its_share_of_the_stream_loses_its_oldest_items(monkeypatch:
     assert small.excess("k") == ["a", "b"]
     assert small.excess("another") == []
     small.move("a")
-    assert small.excess("k") == ["b", "c"], "a deletion stored it anew, behind the others"
+    assert small.excess("k") == ["b", "c"], "a deletion copied it behind the others"
 
 
 def test_all_keys_together_have_half_of_the_stream() -> None:
@@ -91,7 +91,7 @@ def test_all_keys_together_have_half_of_the_stream() -> None:
     assert found.excess("n") == []
     found.add("m", "m10", 0)
     found.add("o", "o0", 150)
-    assert found.excess("o") == ["k0", "k1"], "of whoever has the most, not of the one that came last"
+    assert found.excess("o") == ["k0", "k1"], "from the key with the most, not from the last one"
     for name in ("k0", "k1"):
         found.remove(name)
     assert found.excess("o") == []
@@ -104,12 +104,12 @@ def test_a_flood_of_one_key_evicts_no_other_key() -> None:
     matching.examples.quota.max_bytes = 80_000
     fates: dict[str, tuple[str, str]] = {}
 
-    def hear(seq: int, item: Feedback) -> None:
+    def read(seq: int, item: Feedback) -> None:
         fates.update({one.feedback: (one.status, one.reason) for one in matching.on_feedback(seq, item, NOW)})
 
-    hear(1, turn(0, [1], [2], name="honest", key_id="other"))
+    read(1, turn(0, [1], [2], name="honest", key_id="other"))
     for number in range(40):
-        hear(2 + number, turn(0, [300] * 400, [2], name=f"f{number}", episode=f"e{number}"))
+        read(2 + number, turn(0, [300] * 400, [2], name=f"f{number}", episode=f"e{number}"))
         assert matching.examples.quota.nbytes <= 80_000 / 8 + 500
     assert fates["f0"] == ("rejected", "too_many_waiting")
     assert fates["f39"] == fates["honest"] == ("matched", "")

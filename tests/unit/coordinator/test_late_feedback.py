@@ -17,7 +17,7 @@ assert spec is not None
 assert spec.loader is not None
 learning: Any = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(learning)
-NOW, interaction, job, said = learning.NOW, learning.interaction, learning.job, learning.said
+NOW, interaction, job, rating = learning.NOW, learning.interaction, learning.job, learning.rating
 
 
 def reward_of(matching: Matching) -> float:
@@ -27,7 +27,7 @@ def reward_of(matching: Matching) -> float:
 
 def test_the_item_that_is_later_in_the_stream_counts() -> None:
     """The clocks of the coordinators that took the items do not matter, nor when a leader reads them."""
-    ahead, behind = said("f1", 0.25, received=NOW + 60), said("f2", -0.5, received=NOW - 60)
+    ahead, behind = rating("f1", 0.25, received=NOW + 60), rating("f2", -0.5, received=NOW - 60)
     for answer_first in (True, False):
         for key in ("k1", "k2"):
             matching = Matching(job())
@@ -42,7 +42,7 @@ def test_the_item_that_is_later_in_the_stream_counts() -> None:
 
 
 def test_a_copy_left_by_a_deletion_is_not_newer() -> None:
-    first, second = said("f1", 0.25), said("f2", -0.5)
+    first, second = rating("f1", 0.25), rating("f2", -0.5)
     moved = replace(first, seq=3)
     leader, heir = Matching(job()), Matching(job())
     for matching in (leader, heir):
@@ -67,12 +67,12 @@ def test_a_late_retraction_names_the_status_of_its_item(end: str, reason: str) -
     if end == "admitted":
         matching.restore(LedgerState(used={"f1": 3}))
     elif end == "rejected":
-        matching.on_feedback(3, said("f1", 1e9), NOW)
+        matching.on_feedback(3, rating("f1", 1e9), NOW)
     else:
-        matching.on_feedback(3, said("f1"), NOW)
+        matching.on_feedback(3, rating("f1"), NOW)
     if end == "expired":
         matching.sweep(version=5, now=NOW + 1e6)
     if end == "retracted":
-        matching.on_feedback(4, said("r0", None, kind="retraction", body={"feedback": "f1"}), NOW)
-    (late,) = matching.on_feedback(5, said("r1", None, kind="retraction", body={"feedback": "f1"}), NOW)
+        matching.on_feedback(4, rating("r0", None, kind="retraction", body={"feedback": "f1"}), NOW)
+    (late,) = matching.on_feedback(5, rating("r1", None, kind="retraction", body={"feedback": "f1"}), NOW)
     assert (late.feedback, late.status, late.reason) == ("r1", "rejected", reason)

@@ -45,7 +45,7 @@ def job(**sources: Any) -> OnlineJob:
     )  # fmt: skip
 
 
-def said(about: str, value: bool, *, key: str = "k", **changes: Any) -> Feedback:
+def rating(about: str, value: bool, *, key: str = "k", **changes: Any) -> Feedback:
     fields: dict[str, Any] = {"id": f"{key}-{about}", "received": NOW} | changes
     return Feedback(job="j", kind="metric", key_id=key, inference=about, metric="accepted", value=value, **fields)
 
@@ -88,14 +88,16 @@ def test_a_shift_costs_agreement_though_the_order_is_the_same() -> None:
 def test_newest_values_are_compared_with_the_reference_mean() -> None:
     config = job(reference_keys=["judge", "people"])
     items = [
-        said("a", True, received=NOW), said("a", False, received=NOW + 1, id="later"), said("a", True, key="judge"),
-        said("a", False, key="people"), said("b", True), said("c", True, key="judge"), said("d", True, key="other"),
-        said("d", False, key="judge"),
+        rating("a", True, received=NOW), rating("a", False, received=NOW + 1, id="later"),
+        rating("a", True, key="judge"), rating("a", False, key="people"), rating("b", True),
+        rating("c", True, key="judge"), rating("d", True, key="other"), rating("d", False, key="judge"),
     ]  # fmt: skip
     assert comparisons(config, items) == [("k", -1.0, 0.0), ("other", 1.0, -1.0)]
     others = [replace(item, metric="reward", value=float(item.value is True)) for item in items]
-    assert comparisons(config, others) == [("k", 0.0, 0.5), ("other", 1.0, 0.0)], "an undeclared reward likewise"
-    assert comparisons(config, [replace(item, metric="liked") for item in items]) == [], "nothing counts it"
+    assert comparisons(config, others) == [("k", 0.0, 0.5), ("other", 1.0, 0.0)], (
+        "the same holds for an undeclared reward"
+    )
+    assert comparisons(config, [replace(item, metric="liked") for item in items]) == [], "no metric counts it"
     plain = OnlineJob.parse({**config.model_dump(mode="json", exclude_unset=True), "online": {}})
     assert (comparisons(plain, items), weight_of(plain, {}, ["k"], "feedback")) == ([], 1.0)
 
@@ -119,8 +121,8 @@ def test_a_source_is_new_until_it_agrees_often_enough(values: list[tuple[float, 
     known = add_pairs({}, [("k", x, y) for x, y in values])
     assert weight_of(job(), known, ["k"], "feedback") == weight
     assert weight_of(job(), known, ["judge"], "feedback") == 1.0
-    assert weight_of(job(), known, ["judge", "k"], "feedback") == weight, "a part of the reward is its own"
-    assert weight_of(job(), known, ["k"], "default") == 1.0, "nobody said anything"
+    assert weight_of(job(), known, ["judge", "k"], "feedback") == weight, "a part of the reward comes from it"
+    assert weight_of(job(), known, ["k"], "default") == 1.0, "there is no feedback"
     assert weight_of(job(weight=0.5), {}, ["k"], "credit") == 0.5
 
 
@@ -164,7 +166,7 @@ def test_a_broken_turn_does_not_hide_the_judges_of_its_return(
             seq, answered(name, episode="talk", alone=False, started=NOW + seq, tool_calls_valid=valid)
         )
     if judged:
-        matching.on_feedback(1, said(judged, False, final=True), NOW)
+        matching.on_feedback(1, rating(judged, False, final=True), NOW)
     matching.sweep(version=0, now=NOW + 100_000)
     ready = [one for found in matching.ready.values() for one in found]
     assert [one.reason for one in ready] == reasons
@@ -194,7 +196,7 @@ class Live:
         name = f"i{self.seq}"
         self.matching.on_interaction(self.seq, answered(name))
         for key, value in verdicts.items():
-            self.matching.on_feedback(self.seq, said(name, value, key=key), NOW)
+            self.matching.on_feedback(self.seq, rating(name, value, key=key), NOW)
         self.matching.sweep(version=0, now=NOW)
         draft = Draft(self.run, copy_state(self.run.state), NOW)
         self.run.state.open.clear()  # as if all earlier draws were trained: there is always room
@@ -220,7 +222,7 @@ def test_a_source_becomes_known_by_the_ledger() -> None:
     assert not flaws_of_weights(live.entries, {}, live.job)
     for n in range(9):
         live.judged(k=not n % 2, judge=bool(n % 2))
-    assert live.judged(k=True).weight == 0.2, "it may lose what it has"
+    assert live.judged(k=True).weight == 0.2, "a source may lose its trust"
 
 
 def test_an_audit_finds_weights_that_do_not_follow() -> None:

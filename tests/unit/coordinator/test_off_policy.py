@@ -83,7 +83,7 @@ def matched(items: list[Feedback], records: Sequence[Interaction] = (), *, versi
     return matching
 
 
-def offered(matching: Matching) -> list[tuple[str, str, float]]:
+def ready_examples(matching: Matching) -> list[tuple[str, str, float]]:
     return [(example.objective, example.reason, example.reward) for example in matching.examples.ready.values()]
 
 
@@ -134,7 +134,7 @@ def test_row_2_an_old_answer_waits_for_feedback_and_not_for_ever() -> None:
     matching = matched([], [served("i1", version=3)], idle_ttl_s=60.0)
     assert matching.num_waiting == 1
     matching.sweep(version=5, now=NOW + 61)
-    assert matching.num_waiting == 0, "nobody said anything of it"
+    assert matching.num_waiting == 0, "it has no feedback"
     matching = matched([], [served("i1", version=3, tool_calls_valid=False)])
     assert matching.num_waiting == 0, "a broken call is not imitated"
 
@@ -162,7 +162,7 @@ def test_row_2_an_old_answer_waits_for_feedback_and_not_for_ever() -> None:
 )
 def test_rows_3_to_6_posted_interactions(body: dict[str, Any], posted: Any, expected: tuple[str, str, float]) -> None:
     matching = matched([item("interaction", body=body)], posted=posted)
-    assert offered(matching) == [expected]
+    assert ready_examples(matching) == [expected]
     if expected[0] == "supervised":
         reason = expected[1]
         assert statuses_of(matched([item("interaction", body=body)], posted=posted, off_policy=None)) == [
@@ -194,7 +194,7 @@ def test_a_posted_reward_is_the_sum_of_declared_metrics() -> None:
     metrics = {"a": {"type": "float", "weight": 0.5}, "b": {"type": "boolean", "default_value": False}}
     body = {name: value for name, value in EXACT.items() if name != "reward"}
     matching = matched([item("interaction", body=body | {"rewards": {"a": 1.0}})], posted=TRUSTED, metrics=metrics)
-    assert offered(matching) == [("policy", "posted", -0.5)]
+    assert ready_examples(matching) == [("policy", "posted", -0.5)]
     nothing = matched([item("interaction", body=body)], posted=TRUSTED, metrics=metrics)
     assert statuses_of(nothing) == [("rejected", "no_reward")]
     liked = matched([item("interaction", body=body | {"rewards": {"liked": 1.0}})], posted=TRUSTED, metrics=metrics)
@@ -219,12 +219,14 @@ def test_a_posted_reward_has_booleans_and_the_undeclared_reward(said: dict[str, 
     }
     body = {name: value for name, value in EXACT.items() if name != "reward"}
     matching = matched([item("interaction", body=body | said)], posted=TRUSTED, metrics=metrics)
-    assert offered(matching) == [("policy", "posted", expected)]
+    assert ready_examples(matching) == [("policy", "posted", expected)]
 
 
 def test_a_declared_reward_may_be_a_boolean() -> None:
     metrics = {"reward": {"type": "boolean", "when_true": 0.5}}
-    (example,) = offered(matched([item("interaction", body=EXACT | {"reward": True})], posted=TRUSTED, metrics=metrics))
+    (example,) = ready_examples(
+        matched([item("interaction", body=EXACT | {"reward": True})], posted=TRUSTED, metrics=metrics)
+    )
     assert example == ("policy", "posted", 0.5)
 
 
@@ -250,7 +252,7 @@ def test_a_key_with_wrong_log_probs_is_distrusted() -> None:
     matching.examples.distrusted = state.distrusted
     matching.on_feedback(2, item("interaction", "f2", body=EXACT), NOW)
     matching.sweep(version=5, now=NOW)
-    assert offered(matching) == [("supervised", "source_distrusted", 0.5)]
+    assert ready_examples(matching) == [("supervised", "source_distrusted", 0.5)]
 
 
 def test_a_post_must_have_the_temperature_of_the_job() -> None:
@@ -259,7 +261,7 @@ def test_a_post_must_have_the_temperature_of_the_job() -> None:
     for temperature, expected in ((1.0, "supervised"), (0.5, "policy"), (1.0, "supervised")):
         matching.examples.temperature = temperature
         matching.sweep(version=5, now=NOW)
-        assert [objective for objective, _, _ in offered(matching)] == [expected]
+        assert [objective for objective, _, _ in ready_examples(matching)] == [expected]
 
 
 # -- corrections and preferences ---------------------------------------------------------------------------------------
@@ -275,7 +277,7 @@ def test_a_correction_and_a_demonstration_are_imitated_beside_the_answer_itself(
 
 def test_a_preference_is_between_two_answers_to_the_same_prompt() -> None:
     matching = matched([item("preference")], [served("i1"), served("i2", token_ids=[3, 4])])
-    assert offered(matching) == [("preference", "preference", 0.5)]
+    assert ready_examples(matching) == [("preference", "preference", 0.5)]
     (example,) = matching.examples.ready.values()
     assert list(example.context) == ["i1", "i2"], "the better one first"
     other = matched([item("preference")], [served("i1"), served("i2", prompt_ids=[9])])
@@ -293,13 +295,13 @@ def between(name: str = "f1", **changes: Any) -> Feedback:
 
 def test_a_preference_between_texts_needs_no_interaction() -> None:
     matching = matched([between()])
-    assert offered(matching) == [("preference", "texts", 0.25)]
+    assert ready_examples(matching) == [("preference", "texts", 0.25)]
     (example,) = matching.examples.ready.values()
     entry = example.admission(0, 5, NOW)
     assert (entry.feedback, entry.context, entry.version) == ({"f1": 1}, {}, -1)
     assert owners_of(entry) == (("k1",), ("k1",), ("v",))
     assert example.item.feedback.body == {"strength": 0.25}, "the texts stay in the stream"
-    assert matching.low_water()[1] == 1, "and in the stream they stay until it is decided"
+    assert matching.low_water()[1] == 1, "they stay in the stream until the decision"
     assert statuses_of(matched([between()], off_policy={"supervised": {}})) == [("rejected", "preference_is_no_reward")]
     against = Matching(job(), opted_out=lambda user: user == "v")
     against.on_feedback(1, between(), NOW)
@@ -320,7 +322,7 @@ def test_a_preference_between_texts_needs_no_interaction() -> None:
 def test_consent_split_and_length_apply_to_imitation(changes: dict[str, Any], reason: str) -> None:
     assert statuses_of(matched([item("correction")], [served("i1", **changes)])) == [("rejected", reason)]
     greedy = matched([item("correction")], [served("i1", untrainable="sampling_not_replayable")])
-    assert offered(greedy), "how the answer was sampled does not matter"
+    assert ready_examples(greedy), "sampling does not matter here"
 
 
 def test_kinds_that_the_job_does_not_use_are_rejected() -> None:
@@ -391,7 +393,7 @@ def chosen(objectives: list[Objective], *, now: float = NOW, **online: Any) -> l
 
 def test_auxiliary_groups_join_a_full_batch_up_to_their_share() -> None:
     others: list[Objective] = ["supervised", "preference", "supervised"]
-    assert chosen([*others, "policy", "policy", "policy"]) == [], "not full, and nothing waits for long"
+    assert chosen([*others, "policy", "policy", "policy"]) == [], "not full, and no group has waited long"
     assert chosen([*others, "policy", "policy", "policy", "policy"]) == [0, 1, 3, 4, 5, 6]
     assert chosen(["supervised", *["policy"] * 4]) == [0, 1, 2, 3, 4]  # type: ignore[list-item]
 
@@ -399,7 +401,7 @@ def test_auxiliary_groups_join_a_full_batch_up_to_their_share() -> None:
 def test_auxiliary_groups_can_form_a_batch() -> None:
     assert chosen(["supervised"]) == []
     assert chosen(["supervised"], now=NOW + 61) == [0]
-    assert chosen(["supervised", "preference"]) == [0, 1], "as many as an update may have"
+    assert chosen(["supervised", "preference"]) == [0, 1], "the most that an update may have"
     assert chosen(["supervised", "preference", "policy"]) == []
     assert chosen(["supervised", "policy", "policy"], now=NOW + 61) == [0, 1, 2]
 
@@ -496,9 +498,9 @@ def test_an_answer_waits_until_the_ledger_knows_its_version() -> None:
         matching = Matching(job(posted=TRUSTED))
         matching.on_feedback(1, item("interaction", body=EXACT | {"policy_version": 6}), NOW)
         matching.sweep(version=6, newest=5, now=NOW)
-        assert not offered(matching)
+        assert not ready_examples(matching)
         matching.sweep(version=5 + trained, newest=5 + trained, now=NOW)
-        assert offered(matching) == [expected]
+        assert ready_examples(matching) == [expected]
 
 
 def test_a_preference_needs_the_consent_of_both_users() -> None:
@@ -512,7 +514,7 @@ def test_a_preference_needs_the_consent_of_both_users() -> None:
     (example,) = both.examples.ready.values()
     entry = example.admission(0, 5, NOW)
     assert owners_of(entry).users == ("u", "v")
-    assert owners_of(msgspec.structs.replace(entry, users=[])).users == ("u",), "as earlier ledgers say it"
+    assert owners_of(msgspec.structs.replace(entry, users=[])).users == ("u",), "as in ledgers of earlier versions"
 
 
 def test_auxiliary_updates_make_no_waiting_group_too_old() -> None:
@@ -544,7 +546,7 @@ def test_one_key_has_its_share_of_the_auxiliary_draws() -> None:
     draft = Draft(JobRun(config, LedgerState(), num_ordinals=None, writer_epoch=1), LedgerState(), NOW)
     LiveSource(config, matching).draw(draft)
     found = Counter(one.key_id for one in draft.state.admissions.values() if one.objective != "policy")
-    assert found == {"flood": 2, "k2": 1}, "half of the four that the lag bound lets be in flight"
+    assert found == {"flood": 2, "k2": 1}, "half of the four draws that the lag bound allows"
 
 
 def test_a_preference_needs_two_answers() -> None:

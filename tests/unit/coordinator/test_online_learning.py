@@ -57,7 +57,7 @@ def interaction(name: str = "i1", *, version: int = 5, at: float = NOW, **change
     return Interaction(**fields | changes)
 
 
-def said(name: str = "f1", value: Any = 0.5, **changes: Any) -> Feedback:
+def rating(name: str = "f1", value: Any = 0.5, **changes: Any) -> Feedback:
     fields: dict[str, Any] = {"id": name, "job": "j", "kind": "metric", "key_id": "k1", "received": NOW + 1}
     if "episode" not in changes:
         fields["inference"] = "i1"
@@ -66,7 +66,7 @@ def said(name: str = "f1", value: Any = 0.5, **changes: Any) -> Feedback:
 
 def table(**changes: Any) -> tuple[str, str, float]:
     """Return verdict, reason and reward of one interaction."""
-    arguments: dict[str, Any] = {"interaction": interaction(), "items": [said()], "job": job(), "version": 5}
+    arguments: dict[str, Any] = {"interaction": interaction(), "items": [rating()], "job": job(), "version": 5}
     arguments |= changes
     found = admit(arguments.pop("interaction"), arguments.pop("items"), arguments.pop("job"), now=NOW + 2, **arguments)
     return found.verdict, found.reason, found.reward
@@ -107,21 +107,21 @@ def test_rows_3_to_6_posted_interactions_are_refused_unless_the_job_asks_for_the
     body: dict[str, Any], reason: str
 ) -> None:
     matching = Matching(job())
-    matching.on_feedback(1, said(kind="interaction", body={"prompt_token_ids": [1]} | body), NOW)
+    matching.on_feedback(1, rating(kind="interaction", body={"prompt_token_ids": [1]} | body), NOW)
     fates = matching.sweep(version=5, now=NOW)
     assert [(fate.status, fate.reason) for fate in fates] == [("rejected", reason)]
 
 
 def test_row_7_the_newest_item_of_each_source_counts_then_their_mean() -> None:
-    items = [said("a", 1.0), said("b", -1.0, received=NOW + 3), said("c", 0.5, key_id="k2")]
+    items = [rating("a", 1.0), rating("b", -1.0, received=NOW + 3), rating("c", 0.5, key_id="k2")]
     assert table(items=items) == ("train", "feedback", -0.25)
-    assert table(items=[*items[:2], said("c", 0.5, key_id="k2", weight=3.0)])[2] == pytest.approx(0.125)
+    assert table(items=[*items[:2], rating("c", 0.5, key_id="k2", weight=3.0)])[2] == pytest.approx(0.125)
 
 
 def test_row_8_feedback_after_its_interaction_was_taken_is_late() -> None:
-    matching, _ = settled([interaction()], [said()])
+    matching, _ = settled([interaction()], [rating()])
     take(matching)
-    fates = matching.on_feedback(9, said("f2", 1.0), NOW + 9)
+    fates = matching.on_feedback(9, rating("f2", 1.0), NOW + 9)
     assert [(fate.status, fate.reason) for fate in fates] == [("rejected", "late_after_training")]
 
 
@@ -138,7 +138,7 @@ def test_row_9_a_missing_metric_counts_as_its_default_after_a_time_or_at_the_end
 def test_row_10_a_broken_tool_call_is_never_free() -> None:
     broken = interaction(tool_calls_valid=False)
     assert table(interaction=broken, items=[]) == ("train", "invalid", -1.0)
-    assert table(interaction=broken, items=[said(value=1.0)]) == ("train", "invalid", -1.0)
+    assert table(interaction=broken, items=[rating(value=1.0)]) == ("train", "invalid", -1.0)
     assert table(interaction=broken, job=job(invalid_reward=-0.3)) == ("train", "invalid", -0.3)
 
 
@@ -153,7 +153,7 @@ def test_row_11_marked_answers_are_not_trained(changes: dict[str, Any], reason: 
 def test_row_11_users_who_opted_out_are_not_trained_on() -> None:
     matching = Matching(job(), opted_out=lambda user: user == "u")
     matching.on_interaction(1, interaction())
-    matching.on_feedback(1, said(), NOW)
+    matching.on_feedback(1, rating(), NOW)
     assert [(f.status, f.reason) for f in matching.sweep(version=5, now=NOW)] == [("rejected", "opted_out")]
 
 
@@ -176,15 +176,15 @@ def test_row_12_what_cannot_be_scored(changes: dict[str, Any], reason: str) -> N
 
 @pytest.mark.parametrize("value", [float("inf"), 11.0, -11.0])
 def test_row_12_a_reward_far_out_of_range_is_an_error(value: float) -> None:
-    fates = Matching(job()).on_feedback(1, said(value=value), NOW)
+    fates = Matching(job()).on_feedback(1, rating(value=value), NOW)
     assert [(fate.status, fate.reason) for fate in fates] == [("rejected", "out_of_range")]
 
 
 def test_a_reward_is_mapped_weighted_clipped_and_summed() -> None:
     two = job(metrics={"accepted": {"type": "boolean", "when_false": -0.5}, "rating": {"type": "float", "weight": 0.1}})
-    items = [said("a", False, metric="accepted"), said("b", 5.0)]
+    items = [rating("a", False, metric="accepted"), rating("b", 5.0)]
     assert table(job=two, items=items)[2] == pytest.approx(0.0)
-    assert table(job=two, items=[items[0], said("b", 50.0)])[2] == pytest.approx(0.5)
+    assert table(job=two, items=[items[0], rating("b", 50.0)])[2] == pytest.approx(0.5)
 
 
 # -- matching ---------------------------------------------------------------------------------------------------------
@@ -212,20 +212,20 @@ def take(matching: Matching) -> list[Admission]:
 
 def test_early_feedback_waits_and_expires_with_its_time() -> None:
     matching = Matching(job(match_ttl_s=60.0))
-    assert matching.on_feedback(1, said(), NOW) == []
+    assert matching.on_feedback(1, rating(), NOW) == []
     assert matching.sweep(version=5, now=NOW + 30) == []
     assert [f.status for f in matching.on_interaction(1, interaction())] == ["matched"]
-    matching.on_feedback(2, said("f2", inference="nobody"), NOW)
+    matching.on_feedback(2, rating("f2", inference="nobody"), NOW)
     fates = [one for t in (30.0, 62.0) for one in matching.sweep(version=5, now=NOW + t)]
     assert [(f.feedback, f.status, f.reason) for f in fates] == [("f2", "expired", "unknown_target")]
 
 
 def test_a_duplicate_changes_nothing_and_a_higher_revision_replaces() -> None:
-    matching, _ = settled([interaction()], [said()])
-    assert matching.on_feedback(2, said(value=-1.0), NOW) == []
+    matching, _ = settled([interaction()], [rating()])
+    assert matching.on_feedback(2, rating(value=-1.0), NOW) == []
     assert matching.ready["i1"][0].reward == 0.5
-    matching.on_feedback(3, said(value=-1.0, revision=1), NOW)
-    assert not matching.ready, "settled anew before it is admitted"
+    matching.on_feedback(3, rating(value=-1.0, revision=1), NOW)
+    assert not matching.ready, "settled again before it is admitted"
     matching.sweep(version=5, now=NOW + 2)
     assert matching.ready["i1"][0].reward == -1.0
     assert take(matching)[0].feedback == {"f1": 3}
@@ -233,17 +233,17 @@ def test_a_duplicate_changes_nothing_and_a_higher_revision_replaces() -> None:
     heir.restore(LedgerState(used={"f1": 3}))
     for leader in (matching, heir):
         for seq in (2, 3):
-            assert leader.on_feedback(seq, said(value=-1.0, revision=seq - 2), NOW) == [], "that counted"
-        (late,) = leader.on_feedback(4, said(value=1.0, revision=2), NOW)
+            assert leader.on_feedback(seq, rating(value=-1.0, revision=seq - 2), NOW) == [], "the revision that counted"
+        (late,) = leader.on_feedback(4, rating(value=1.0, revision=2), NOW)
         assert (late.feedback, late.status, late.reason, late.revision) == ("f1", "rejected", "too_late", 2)
 
 
 def test_retraction_before_and_after_it_counted() -> None:
-    retract = said("r1", kind="retraction", inference="", body={"feedback": "f1"})
-    matching, fates = settled([interaction()], [said(), retract])
+    retract = rating("r1", kind="retraction", inference="", body={"feedback": "f1"})
+    matching, fates = settled([interaction()], [rating(), retract])
     assert [(f.feedback, f.status) for f in fates] == [("f1", "retracted"), ("r1", "retracted")]
     assert not matching.ready
-    matching, _ = settled([interaction()], [said()])
+    matching, _ = settled([interaction()], [rating()])
     take(matching)
     again = matching.on_feedback(2, retract, NOW)
     assert [(f.feedback, f.status, f.reason) for f in again] == [("r1", "rejected", "late_after_training")]
@@ -251,16 +251,16 @@ def test_retraction_before_and_after_it_counted() -> None:
 
 def test_a_retraction_may_overtake_its_item() -> None:
     matching = Matching(job())
-    matching.on_feedback(1, said("r1", kind="retraction", inference="", body={"feedback": "f1"}), NOW)
+    matching.on_feedback(1, rating("r1", kind="retraction", inference="", body={"feedback": "f1"}), NOW)
     matching.on_interaction(1, interaction())
     assert matching.low_water()[1] == 1, "a new leader must know of it, too"
-    assert [(f.feedback, f.status) for f in matching.on_feedback(2, said(), NOW)] == [("f1", "retracted")]
+    assert [(f.feedback, f.status) for f in matching.on_feedback(2, rating(), NOW)] == [("f1", "retracted")]
     assert matching.sweep(version=5, now=NOW) == []
     assert not matching.ready
 
 
 def test_deleted_data_is_forgotten() -> None:
-    matching, _ = settled([interaction()], [said()])
+    matching, _ = settled([interaction()], [rating()])
     assert matching.on_erasure(Erasure(user="u", interactions=["i1"], feedback=["f1"], time=NOW), NOW) == []
     assert matching.sweep(version=5, now=NOW) == []
     assert not matching.ready
@@ -268,46 +268,48 @@ def test_deleted_data_is_forgotten() -> None:
 
 
 def test_an_episode_without_turns_after_a_deletion_is_closed() -> None:
-    matching, _ = settled(turns(), [said("f1", 0.5, inference="i2"), said("whole", 1.0, episode=EPISODE, key_id="k2")])
+    matching, _ = settled(
+        turns(), [rating("f1", 0.5, inference="i2"), rating("whole", 1.0, episode=EPISODE, key_id="k2")]
+    )
     assert matching.on_erasure(Erasure(user="u", interactions=["i2"], feedback=[], time=NOW), NOW + 7) == [
         Fate(feedback="f1", status="rejected", reason="erased", time=NOW + 7)
-    ], "what others said of a turn has a fate, too"
+    ], "feedback of other keys has a status, too"
     assert list(matching.episodes) == [EPISODE]
     (fate,) = matching.on_erasure(Erasure(user="u", interactions=["i1"], feedback=[], time=NOW), NOW + 8)
     assert (fate.feedback, fate.status, fate.reason) == ("whole", "rejected", "erased")
     assert not matching.episodes
     assert matching.low_water() == (3, 2), "nothing is undecided"
     assert matching.sweep(version=6, now=NOW + 9) == []
-    late = matching.on_feedback(9, said("f9", 1.0, episode=EPISODE), NOW + 9)
+    late = matching.on_feedback(9, rating("f9", 1.0, episode=EPISODE), NOW + 9)
     assert [(one.status, one.reason) for one in late] == [("rejected", "erased")]
 
 
 def test_ready_episodes_are_settled_again_only_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    matching, _ = settled([interaction()], [said()])
+    matching, _ = settled([interaction()], [rating()])
     ready = matching.ready["i1"]
     matching.sweep(version=5, now=NOW + 3)
     matching.sweep(version=5, now=NOW + 4)
     assert matching.ready["i1"] is ready
     monkeypatch.setattr(matching, "_opted_out", lambda user: True)
     assert [fate.reason for fate in matching.sweep(version=5, now=NOW + 5)] == ["opted_out"]
-    matching, _ = settled([interaction()], [said()])
+    matching, _ = settled([interaction()], [rating()])
     matching.sweep(version=6, now=NOW + 3, everything=False)
     assert [fate.reason for fate in matching.sweep(version=7, now=NOW + 4)] == ["stale"]
 
 
 def test_a_judge_of_a_later_turn_is_a_judge_of_the_earlier_ones() -> None:
-    matching, _ = settled(turns(rendered_anew=True), [said("f1", 0.5, inference="i2", key_id="hostile", final=True)])
+    matching, _ = settled(turns(rendered_anew=True), [rating("f1", 0.5, inference="i2", key_id="hostile", final=True)])
     matching.sweep(version=6, now=NOW + 6)
     assert [one.owners for one in matching.ready[EPISODE]] == [(("hostile",), ("asker",), ("u",))] * 2
-    matching, _ = settled([interaction()], [said("a"), said("b", key_id="hostile"), said("c", key_id="k2")])
-    assert matching.ready["i1"][0].judges == ("hostile", "k1", "k2"), "not only who spoke last"
+    matching, _ = settled([interaction()], [rating("a"), rating("b", key_id="hostile"), rating("c", key_id="k2")])
+    assert matching.ready["i1"][0].judges == ("hostile", "k1", "k2"), "not only the newest judge"
     timed = {"rating": {"type": "float", "default_after_s": 1.0}}
     matching, _ = settled([interaction()], [], metrics=timed)
-    assert matching.ready["i1"][0].owners.judges == ("asker",), "its silence decided"
+    assert matching.ready["i1"][0].owners.judges == ("asker",), "the missing feedback of the asking key decided"
 
 
 def test_everything_below_the_low_water_marks_is_decided() -> None:
-    matching, _ = settled([interaction(), interaction("i2")], [said(), said("f2", inference="i2", episode="")])
+    matching, _ = settled([interaction(), interaction("i2")], [rating(), rating("f2", inference="i2", episode="")])
     assert matching.low_water() == (1, 1)
     assert matching.low_water(without=["i1"]) == (2, 2)
     take(matching)
@@ -316,7 +318,7 @@ def test_everything_below_the_low_water_marks_is_decided() -> None:
 
 def test_a_finished_job_leaves_no_item_without_a_final_status() -> None:
     matching = Matching(job())
-    matching.on_feedback(1, said("f9", inference="nobody"), NOW)
+    matching.on_feedback(1, rating("f9", inference="nobody"), NOW)
     assert [(f.feedback, f.reason) for f in matching.on_job_end(NOW)] == [("f9", "job_ended")]
 
 
@@ -336,11 +338,11 @@ def turns(*, rendered_anew: bool = False) -> list[Interaction]:
     ("record", "items", "reason"),
     [
         (interaction(version=0), [], "stale"),
-        (interaction(version=0), [said()], "stale"),
+        (interaction(version=0), [rating()], "stale"),
         (interaction(at=NOW - 1800.0, alone=False, episode=EPISODE), [], "no_feedback"),
         (interaction(untrainable="opted_out"), [], "opted_out"),
-        (interaction(untrainable="constrained"), [said()], "constrained"),
-        (interaction(split="val"), [said()], "split_val"),
+        (interaction(untrainable="constrained"), [rating()], "constrained"),
+        (interaction(split="val"), [rating()], "split_val"),
     ],
 )
 def test_a_refused_interaction_has_a_reason(record: Interaction, items: list[Feedback], reason: str) -> None:
@@ -353,8 +355,8 @@ def test_a_refused_interaction_has_a_reason(record: Interaction, items: list[Fee
 def test_an_admission_names_the_refused_turns_of_its_episode() -> None:
     """A new leader knows them from the ledger alone."""
     first, second = turns()
-    matching, _ = settled([first, replace(second, untrainable="train_false")], [said("f1", 0.5, inference="i2")])
-    matching.on_feedback(2, said("end", None, episode=EPISODE, metric="", final=True), NOW)
+    matching, _ = settled([first, replace(second, untrainable="train_false")], [rating("f1", 0.5, inference="i2")])
+    matching.on_feedback(2, rating("end", None, episode=EPISODE, metric="", final=True), NOW)
     matching.sweep(version=6, now=NOW + 6)
     (trajectory,) = matching.ready[EPISODE]
     assert trajectory.refused == {"i2": "train_false"}
@@ -374,7 +376,7 @@ def test_an_admission_names_the_refused_turns_of_its_episode() -> None:
     assert successor.num_waiting == 0
     matching.on_admitted([admission])
     for one in (matching, successor):
-        (late,) = one.on_feedback(9, said("late", inference="i2"), NOW)
+        (late,) = one.on_feedback(9, rating("late", inference="i2"), NOW)
         assert (late.status, late.reason) == ("rejected", "train_false")
 
 
@@ -396,14 +398,16 @@ def test_reasons_are_counted_and_only_known_ones_are_labels() -> None:
 
 def test_feedback_on_a_refused_turn_has_the_reason_of_that_turn() -> None:
     first, second = turns()
-    matching, _ = settled([first, replace(second, untrainable="side_turn")], [said("f1"), said("f2", inference="i2")])
-    matching.on_feedback(3, said("end", None, episode=EPISODE, metric="", final=True), NOW)
+    matching, _ = settled(
+        [first, replace(second, untrainable="side_turn")], [rating("f1"), rating("f2", inference="i2")]
+    )
+    matching.on_feedback(3, rating("end", None, episode=EPISODE, metric="", final=True), NOW)
     fates = matching.sweep(version=9, now=NOW + 6)
     expected = {"i1": "stale", "i2": "side_turn"}
     assert {one.interaction: one.reason for one in matching.refused_interactions.drain()} == expected
     assert {one.feedback: one.reason for one in fates} == {"f1": "stale", "f2": "side_turn", "end": "side_turn"}
     for seq, (name, reason) in enumerate(expected.items(), 4):
-        late = matching.on_feedback(seq, said(f"late-{name}", inference=name), NOW)
+        late = matching.on_feedback(seq, rating(f"late-{name}", inference=name), NOW)
         assert [(one.status, one.reason) for one in late] == [("rejected", reason)]
 
 
@@ -414,9 +418,9 @@ def test_row_9_an_unfinished_episode_is_masked_and_its_reward_kept() -> None:
         ("mask", True, ("feedback", 1.0)),
         ("judge", None, ("feedback", 1.0)),
     ):
-        matching, _ = settled(turns(), [said("f1", 0.5, inference="i2")], unfinished=mode)
+        matching, _ = settled(turns(), [rating("f1", 0.5, inference="i2")], unfinished=mode)
         if end:
-            matching.on_feedback(2, said("end", None, episode=EPISODE, metric="", final=True), NOW)
+            matching.on_feedback(2, rating("end", None, episode=EPISODE, metric="", final=True), NOW)
         matching.sweep(version=6, now=idle)
         (trajectory,) = matching.ready[EPISODE]
         assert trajectory.reward == 0.5, "the baseline counts it"
@@ -433,9 +437,9 @@ def test_row_10_a_truncated_answer_is_masked_if_the_job_says_so() -> None:
     assert table(interaction=broken, job=job(truncated="mask")) == ("train", "truncated", -1.0)
     first, second = turns()
     matching, _ = settled(
-        [replace(first, finish="length"), second], [said("f1", 0.5, inference="i2")], truncated="mask"
+        [replace(first, finish="length"), second], [rating("f1", 0.5, inference="i2")], truncated="mask"
     )
-    matching.on_feedback(2, said("end", None, episode=EPISODE, metric="", final=True), NOW)
+    matching.on_feedback(2, rating("end", None, episode=EPISODE, metric="", final=True), NOW)
     matching.sweep(version=6, now=NOW + 6)
     found = [([t.interaction.id for t in one.turns], one.reason) for one in matching.ready[EPISODE]]
     assert found == [(["i1"], "truncated"), (["i2"], "feedback")], "the rest of the episode is trained"
@@ -446,9 +450,9 @@ def test_returns_accumulate_backwards() -> None:
 
 
 def test_an_episode_waits_for_its_end_and_is_one_trajectory() -> None:
-    matching, _ = settled(turns(), [said("f1", 0.5, inference="i2")])
+    matching, _ = settled(turns(), [rating("f1", 0.5, inference="i2")])
     assert not matching.ready, "more turns may follow"
-    matching.on_feedback(2, said("end", None, episode=EPISODE, metric="", final=True), NOW)
+    matching.on_feedback(2, rating("end", None, episode=EPISODE, metric="", final=True), NOW)
     matching.sweep(version=6, now=NOW + 6)
     (trajectory,) = matching.ready[EPISODE]
     assert ([t.interaction.id for t in trajectory.turns], trajectory.reward) == (["i1", "i2"], 0.5)
@@ -456,25 +460,25 @@ def test_an_episode_waits_for_its_end_and_is_one_trajectory() -> None:
 
 
 def test_a_changed_prompt_or_return_begins_a_trajectory() -> None:
-    end = said("f1", 0.5, inference="i2", final=True)
+    end = rating("f1", 0.5, inference="i2", final=True)
     matching, _ = settled(turns(rendered_anew=True), [end])
     matching.sweep(version=6, now=NOW + 6)
     assert [len(t.turns) for t in matching.ready[EPISODE]] == [1, 1]
     assert [t.reason for t in matching.ready[EPISODE]] == ["credit", "feedback"]
-    matching, _ = settled(turns(), [said("f0", 0.25), end])
+    matching, _ = settled(turns(), [rating("f0", 0.25), end])
     matching.sweep(version=6, now=NOW + 6)
     assert [(len(t.turns), t.reward) for t in matching.ready[EPISODE]] == [(1, 0.75), (1, 0.5)]
 
 
 def test_an_episode_metric_judges_the_whole_and_ends_it() -> None:
-    item = said("f1", True, episode=EPISODE, metric="solved")
+    item = rating("f1", True, episode=EPISODE, metric="solved")
     matching, _ = settled(turns(), [item], metrics=SOLVED, gamma=0.5)
     matching.sweep(version=6, now=NOW + 6)
     assert [t.reward for t in matching.ready[EPISODE]] == [0.5, 1.0]
 
 
 def test_an_idle_episode_closes() -> None:
-    matching, _ = settled(turns(), [said("f1", 0.5)], idle_ttl_s=60.0)
+    matching, _ = settled(turns(), [rating("f1", 0.5)], idle_ttl_s=60.0)
     matching.sweep(version=6, now=NOW + 64)
     assert not matching.ready
     matching.sweep(version=6, now=NOW + 66)
@@ -482,16 +486,16 @@ def test_an_idle_episode_closes() -> None:
 
 
 def test_a_turn_after_the_end_is_refused() -> None:
-    matching, _ = settled(turns(), [said("f1", 0.5, inference="i2", final=True)])
+    matching, _ = settled(turns(), [rating("f1", 0.5, inference="i2", final=True)])
     matching.sweep(version=6, now=NOW + 6)
     take(matching)
     matching.on_interaction(3, interaction("i3", episode=EPISODE, alone=False, at=NOW + 9))
-    fates = matching.on_feedback(4, said("f3", 1.0, inference="i3"), NOW)
+    fates = matching.on_feedback(4, rating("f3", 1.0, inference="i3"), NOW)
     assert [(f.status, f.reason) for f in fates] == [("rejected", "episode_over")]
 
 
 def test_without_credit_each_turn_counts_alone() -> None:
-    matching, _ = settled(turns(), [said("f1", 0.5)], gamma=0.0)
+    matching, _ = settled(turns(), [rating("f1", 0.5)], gamma=0.0)
     assert list(matching.ready) == ["i1"]
 
 
@@ -524,7 +528,7 @@ def test_a_transcript_has_everything_after_the_prompt() -> None:
 def test_turns_of_two_temperatures_are_two_trajectories() -> None:
     first, second = turns()
     second = replace(second, sampling=replace(second.sampling, temperature=0.5))
-    matching, _ = settled([first, second], [said("f1", 0.5, inference="i2", final=True)])
+    matching, _ = settled([first, second], [rating("f1", 0.5, inference="i2", final=True)])
     matching.sweep(version=6, now=NOW + 6)
     assert [len(trajectory.turns) for trajectory in matching.ready[EPISODE]] == [1, 1]
     own = group_of("j", Draw(1), [second], reward=0.5, epoch=1)
@@ -547,7 +551,7 @@ def shares(owners: list[tuple[str, str]], size: int = 4, **online: Any) -> list[
 def test_no_owner_exceeds_its_share_of_a_batch() -> None:
     hostile = [("bad", "b")] * 6
     assert shares([*hostile, ("a", "1"), ("b", "2"), ("c", "3")], max_share_per_key=0.25) == [0, 6, 7, 8]
-    assert shares(hostile, max_share_per_key=0.5) == [], "a smaller batch would be theirs altogether"
+    assert shares(hostile, max_share_per_key=0.5) == [], "a smaller batch would hold no other owner"
     assert shares([*hostile, ("a", "1")], max_share_per_key=0.5) == [0, 6]
     assert shares([("a", "1"), ("b", "1"), ("c", "2")], max_share_per_user=0.5) == [0, 2]
     assert shares(hostile) == [0, 1, 2, 3]

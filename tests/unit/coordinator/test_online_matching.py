@@ -43,7 +43,7 @@ def served(name: str, *, episode: str = EPISODE, key: str = "asker", alone: bool
     )  # fmt: skip
 
 
-def said(name: str, about: str, *, key: str = "asker", **changes: Any) -> Feedback:
+def rating(name: str, about: str, *, key: str = "asker", **changes: Any) -> Feedback:
     fields: dict[str, Any] = {"inference": about, "value": 0.5, "received": NOW} | changes
     return Feedback(id=name, job="j", kind="metric", key_id=key, metric="rating", **fields)
 
@@ -57,9 +57,9 @@ def test_a_revision_takes_its_item_away_from_the_turn_that_has_it() -> None:
     """Both turns carry the episode's name, one after the other; the item counts for one of them."""
     found = matching()
     found.on_interaction(1, served("i1"))
-    found.on_feedback(1, said("f1", "", episode=EPISODE, value=1.0), NOW)
+    found.on_feedback(1, rating("f1", "", episode=EPISODE, value=1.0), NOW)
     found.on_interaction(2, served("i2"))
-    found.on_feedback(2, said("f1", "", episode=EPISODE, value=-1.0, revision=1), NOW)
+    found.on_feedback(2, rating("f1", "", episode=EPISODE, value=-1.0, revision=1), NOW)
     found.sweep(version=0, now=NOW)
     admitted = {name: one.reward for paths in found.ready.values() for one in paths for name in one.feedback}
     holders = [one.turns[0].interaction.id for paths in found.ready.values() for one in paths if "f1" in one.feedback]
@@ -72,15 +72,15 @@ def test_an_item_without_weight_does_not_count() -> None:
     found = matching(metrics=metrics)
     found.on_interaction(1, served("i1", alone=False))
     nothing: dict[str, Any] = {"key": "light", "weight": 0.0}
-    found.on_feedback(1, said("f1", "i1", **nothing), NOW)
-    found.on_feedback(2, replace(said("f2", "", episode=EPISODE, **nothing), metric="solved"), NOW)
+    found.on_feedback(1, rating("f1", "i1", **nothing), NOW)
+    found.on_feedback(2, replace(rating("f2", "", episode=EPISODE, **nothing), metric="solved"), NOW)
     assert found.sweep(version=0, now=NOW + 1) == []
     assert (found.num_waiting, found.ready) == (1, {})
     fates = found.sweep(version=0, now=NOW + 1 + found.job.online.idle_ttl_s)
     assert {(one.status, one.reason) for one in fates} == {("rejected", "no_feedback")}
     other = matching()
     other.on_interaction(1, served("i1"))
-    for seq, item in enumerate((said("f1", "i1", value=-1.0, **nothing), said("f2", "i1", weight=0.1)), 1):
+    for seq, item in enumerate((rating("f1", "i1", value=-1.0, **nothing), rating("f2", "i1", weight=0.1)), 1):
         other.on_feedback(seq, item, NOW)
     other.sweep(version=0, now=NOW)
     assert [(one.reward, one.judges) for one in other.ready["i1"]] == [(0.5, ("asker",))], "relative to the others"
@@ -89,8 +89,8 @@ def test_an_item_without_weight_does_not_count() -> None:
 def test_no_key_revises_the_feedback_of_another() -> None:
     found = matching()
     found.on_interaction(1, served("i1"))
-    found.on_feedback(1, said("f1", "i1", value=1.0), NOW)
-    assert found.on_feedback(2, said("f1", "i1", key="hostile", value=-1.0, revision=9), NOW) == []
+    found.on_feedback(1, rating("f1", "i1", value=1.0), NOW)
+    assert found.on_feedback(2, rating("f1", "i1", key="hostile", value=-1.0, revision=9), NOW) == []
     found.sweep(version=0, now=NOW)
     assert [one.reward for one in found.ready["i1"]] == [1.0]
 
@@ -99,12 +99,12 @@ def test_no_key_revises_the_feedback_of_another() -> None:
 @pytest.mark.parametrize("place", [{"about": "i1"}, {"about": "", "episode": EPISODE, "final": True}])
 def test_a_job_may_accept_feedback_of_the_asking_key_only(early: bool, place: dict[str, Any]) -> None:
     found = matching(raters="same_key")
-    item = said("f1", key="other", **place)
+    item = rating("f1", key="other", **place)
     fates = found.on_feedback(1, item, NOW) if early else []
     fates += found.on_interaction(1, served("i1"))
     fates += [] if early else found.on_feedback(1, item, NOW)
     assert [(one.status, one.reason) for one in fates] == [("rejected", "other_key")]
-    fates = found.on_feedback(2, said("f2", "i1"), NOW)
+    fates = found.on_feedback(2, rating("f2", "i1"), NOW)
     assert [one.status for one in fates] == ["matched"]
     assert matching().job.online.raters == "any"
 
@@ -112,10 +112,10 @@ def test_a_job_may_accept_feedback_of_the_asking_key_only(early: bool, place: di
 def test_unmatched_feedback_is_bounded_for_each_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unmatched_module, "MAX_PER_KEY", 2)
     found = matching()
-    items = [said(f"f{n}", f"i{n}", key="flood") for n in range(1, 4)]
+    items = [rating(f"f{n}", f"i{n}", key="flood") for n in range(1, 4)]
     fates = [one for seq, item in enumerate(items) for one in found.on_feedback(seq, item, NOW)]
     assert [(one.feedback, one.status, one.reason) for one in fates] == [("f1", "expired", "too_many_parked")]
-    assert found.on_feedback(4, said("f4", "i4", key="quiet"), NOW) == []
+    assert found.on_feedback(4, rating("f4", "i4", key="quiet"), NOW) == []
     assert len(found.unmatched) == 3
     assert found.on_interaction(1, served("i1")) == []
     assert [one.feedback for one in found.on_interaction(2, served("i2", episode="other"))] == ["f2"]
@@ -124,7 +124,7 @@ def test_unmatched_feedback_is_bounded_for_each_key(monkeypatch: pytest.MonkeyPa
 
 def test_only_the_reward_fields_of_an_item_are_held() -> None:
     found = matching()
-    found.on_feedback(1, said("f1", "i1", body={"comment": "x" * 9999}, tags={"a": "b"}), NOW)
+    found.on_feedback(1, rating("f1", "i1", body={"comment": "x" * 9999}, tags={"a": "b"}), NOW)
     (item,) = found.unmatched
     assert (item.feedback.body, item.feedback.tags) == ({}, {})
 
@@ -135,7 +135,7 @@ def test_the_garbage_collector_passes_over_feedback_that_waits() -> None:
     gc.collect()
     before = len(gc.get_objects())
     for number in range(2_000):
-        found.on_feedback(number + 1, said(f"f{number}", f"i{number}", key=f"k{number % 5}"), NOW)
+        found.on_feedback(number + 1, rating(f"f{number}", f"i{number}", key=f"k{number % 5}"), NOW)
     found.sweep(version=0, now=NOW)
     gc.collect()
     assert len(found.unmatched) == 2_000
@@ -167,8 +167,8 @@ def test_a_waiting_episode_costs_nothing_until_a_change(monkeypatch: pytest.Monk
         return settle(episode, job, version=version, now=now)
 
     monkeypatch.setattr(served_episode_module.ServedEpisode, "_settle", spy)
-    rating = {"type": "float", "default_after_s": 60}
-    found = matching(metrics={"rating": rating}, idle_ttl_s=600, max_age_s=3600)
+    timed = {"type": "float", "default_after_s": 60}
+    found = matching(metrics={"rating": timed}, idle_ttl_s=600, max_age_s=3600)
     for number in range(5):
         found.on_interaction(number, served(f"i{number}", episode=""))
     found.sweep(version=0, now=NOW)
@@ -176,8 +176,8 @@ def test_a_waiting_episode_costs_nothing_until_a_change(monkeypatch: pytest.Monk
         found.sweep(version=0, now=NOW + second)
     assert looked == [NOW] * 5
     found.sweep(version=1, now=NOW + 59)
-    assert len(looked) == 5, "none is too old by another version"
-    found.on_feedback(1, said("f1", "i1"), NOW + 59)
+    assert len(looked) == 5, "one version more makes none too old"
+    found.on_feedback(1, rating("f1", "i1"), NOW + 59)
     found.sweep(version=1, now=NOW + 59)
     assert len(looked) == 6 and len(found.ready) == 1
     found.sweep(version=1, now=NOW + 60)
@@ -205,7 +205,7 @@ def test_an_answer_that_was_cut_off_and_completed_counts_as_completed(looked: bo
         assert not found.episodes
     found.on_interaction(2, whole)
     found.on_interaction(3, cut)
-    assert [one.status for one in found.on_feedback(1, said("f1", "i1"), NOW)] == ["matched"]
+    assert [one.status for one in found.on_feedback(1, rating("f1", "i1"), NOW)] == ["matched"]
     found.sweep(version=0, now=NOW)
     (path,) = found.ready["i1"]
     assert [(turn.seq, turn.interaction.finish) for turn in path.turns] == [(2, whole.finish)]
@@ -217,7 +217,7 @@ def test_an_item_is_admitted_from_its_copy(place: str) -> None:
     found = matching()
     if place == "matched":
         found.on_interaction(1, served("i1"))
-    item = said("f1", "i1")
+    item = rating("f1", "i1")
     found.on_feedback(100, item, NOW)
     found.sweep(version=0, now=NOW)
     assert found.on_feedback(150, item, NOW + 9) == []
@@ -244,7 +244,7 @@ def test_an_example_is_made_from_its_copy(episode: str) -> None:
     found.sweep(version=0, now=NOW + 9)
     assert list(found.examples.ready) == ["b"]
     found.on_feedback(150, item, NOW + 9)
-    assert not found.examples.ready, "settled anew before it is admitted"
+    assert not found.examples.ready, "settled again before it is admitted"
     found.sweep(version=0, now=NOW + 9, everything=False)
     assert found.examples.ready["b"].admission(0, 0, NOW).feedback == {"b": 150}
 
@@ -255,10 +255,10 @@ def test_all_names_in_the_ledger_stay_decided(monkeypatch: pytest.MonkeyPatch) -
     found.restore(LedgerState(consumed={f"i{n}": n for n in numbers}, used={f"f{n}": n for n in numbers}))
     for n in numbers:
         assert found.on_interaction(n, served(f"i{n}", episode=f"e{n}")) == []
-        assert found.on_feedback(n, said(f"f{n}", f"i{n}"), NOW) == []
+        assert found.on_feedback(n, rating(f"f{n}", f"i{n}"), NOW) == []
     found.sweep(version=0, now=NOW)
     assert (found.num_waiting, found.ready) == (0, {})
-    (late,) = found.on_feedback(9, said("f9", "i1"), NOW)
+    (late,) = found.on_feedback(9, rating("f9", "i1"), NOW)
     assert (late.status, late.reason) == ("rejected", "late_after_training")
 
 
@@ -295,7 +295,7 @@ def test_a_sweep_looks_at_nothing_that_only_waits(monkeypatch: pytest.MonkeyPatc
     found = matching(off_policy={"supervised": {}})
     for number in range(50):
         found.on_feedback(number, correction(f"c{number}", f"i{number}"), NOW)
-        found.on_feedback(number, said(f"f{number}", f"j{number}"), NOW)
+        found.on_feedback(number, rating(f"f{number}", f"j{number}"), NOW)
     found.sweep(version=0, now=NOW)
     looked: list[str] = []
     settle = OffPolicyExamples._settle
@@ -318,8 +318,8 @@ def test_all_keys_together_have_no_more_waiting_than_fits(monkeypatch: pytest.Mo
     monkeypatch.setattr(unmatched_module, "EVICTED_AT_ONCE", 3)
     found = matching()
     for number in range(11):
-        fates = found.on_feedback(number, said(f"f{number}", f"i{number}", key=f"k{number % 2}"), NOW)
+        fates = found.on_feedback(number, rating(f"f{number}", f"i{number}", key=f"k{number % 2}"), NOW)
     gone = [(f"f{number}", "expired", "too_many_parked") for number in (0, 2, 4)]
     assert [(one.feedback, one.status, one.reason) for one in fates] == gone
     assert len(found.unmatched) == 8
-    assert found.low_water()[1] == 1, "what went keeps nothing"
+    assert found.low_water()[1] == 1, "evicted items hold back no mark"

@@ -61,7 +61,7 @@ def turn(number: int, prompt: list[int], answer: list[int], *, done: bool = Fals
     return found
 
 
-def talk() -> list[Feedback]:
+def conversation() -> list[Feedback]:
     """Build three turns of one conversation; the last has a reward."""
     return [
         turn(0, [1], [2]), turn(1, [1, 2, 3], [4]), turn(2, [1, 2, 3, 4, 5], [6], done=True, reward=0.5),
@@ -106,17 +106,17 @@ class Leader:
     def read(self, start: int) -> None:
         for seq, item in enumerate(self.items, 1):
             if seq >= start:
-                self.tell(self.matching.on_feedback(seq, item, NOW))
+                self.record(self.matching.on_feedback(seq, item, NOW))
 
-    def tell(self, fates: list[Any]) -> None:
+    def record(self, fates: list[Any]) -> None:
         self.fates |= {one.feedback: (one.status, one.reason) for one in fates}
 
-    def hear(self, *items: Feedback) -> None:
+    def add(self, *items: Feedback) -> None:
         self.items = [*self.items, *items]
         self.read(len(self.items) - len(items) + 1)
 
     def decide(self, at: float = 1.0) -> list[Admission]:
-        self.tell(self.matching.sweep(version=5, now=NOW + at))
+        self.record(self.matching.sweep(version=5, now=NOW + at))
         draft = Draft(self.run, copy_state(self.run.state), NOW + at)
         self.source.draw(draft)
         if not draft.events:
@@ -131,7 +131,7 @@ def rewards(admissions: list[Admission]) -> dict[str, float]:
     return {" ".join(one.origin[1:]): one.reward for one in admissions}
 
 
-def again(leader: Leader, admissions: list[Admission]) -> tuple[int, list[str]]:
+def replay(leader: Leader, admissions: list[Admission]) -> tuple[int, list[str]]:
     items = {seq: [item] for seq, item in enumerate(leader.items, 1)}
     return replay_admissions(admissions, StoredFacts({}, items), leader.config)
 
@@ -143,12 +143,12 @@ def test_turns_in_any_order_are_credited_like_served_ones(order: tuple[int, ...]
     for place in order:
         assert leader.decide() == [], "turns are missing"
         assert leader.matching.low_water()[1] == 1, "a new leader must read all of them"
-        leader.hear(talk()[place])
+        leader.add(conversation()[place])
     admissions = leader.decide()
     expected = {"t0 t1 t2": 0.5} if gamma == 1 else {"t0": 0.125, "t1": 0.25, "t2": 0.5}
     assert rewards(admissions) == expected
     assert {one.weight for one in admissions} == {1.0}
-    assert again(leader, admissions) == (len(admissions), [])
+    assert replay(leader, admissions) == (len(admissions), [])
     assert leader.matching.low_water()[1] == 3, "nothing is undecided"
 
 
@@ -159,7 +159,7 @@ def test_an_episode_may_have_a_boolean_reward(solved: bool, reward: float) -> No
     leader = Leader(job(gamma=0.5, metrics=metrics), items)
     admissions = leader.decide()
     assert rewards(admissions) == {"t0": reward / 2, "t1": reward}
-    assert again(leader, admissions) == (2, [])
+    assert replay(leader, admissions) == (2, [])
 
 
 def test_an_undeclared_reward_counts_on_its_turn() -> None:
@@ -170,50 +170,50 @@ def test_an_undeclared_reward_counts_on_its_turn() -> None:
     leader = Leader(job(gamma=0.5, metrics=metrics), items)
     admissions = leader.decide()
     assert rewards(admissions) == {"t0": 0.75, "t1": 0.5}
-    assert again(leader, admissions) == (2, [])
+    assert replay(leader, admissions) == (2, [])
     alone = Leader(job(gamma=0.5, metrics=metrics), two_turns())
     assert rewards(alone.decide()) == {"t0": 0.25, "t1": 0.5}
 
 
 def test_an_episode_without_an_end_closes_when_idle() -> None:
-    leader = Leader(job(idle_ttl_s=60.0), [replace(one, final=False) for one in talk()])
+    leader = Leader(job(idle_ttl_s=60.0), [replace(one, final=False) for one in conversation()])
     assert leader.decide(59.0) == []
     assert rewards(leader.decide(61.0)) == {"t0 t1 t2": 0.5}
-    gap = Leader(job(idle_ttl_s=60.0), [talk()[0], talk()[2]])
-    assert gap.decide(59.0) == [], "turn 1 may come yet"
+    gap = Leader(job(idle_ttl_s=60.0), [conversation()[0], conversation()[2]])
+    assert gap.decide(59.0) == [], "turn 1 may still arrive"
     found = gap.decide(61.0)
     assert rewards(found) == {"t0 t2": 0.5}, "its tokens are in the next prompt"
     far = Leader(job(idle_ttl_s=60.0), [turn((1 << 31) - 1, [1], [2], done=True, reward=0.5)])
     assert far.decide(59.0) == []
     assert rewards(far.decide(61.0)) == {f"t{(1 << 31) - 1}": 0.5}
-    busy = [replace(one, final=False, received=NOW + 40.0 * one.turn) for one in talk()]
+    busy = [replace(one, final=False, received=NOW + 40.0 * one.turn) for one in conversation()]
     aged = Leader(job(idle_ttl_s=60.0, max_age_s=90.0), busy)
     assert aged.decide(89.0) == []
     assert rewards(aged.decide(91.0)) == {"t0 t1 t2": 0.5}
 
 
 def test_turns_without_a_number_are_ordered_by_arrival() -> None:
-    items = [replace(one, turn=-1, received=NOW + place) for place, one in enumerate(talk())]
+    items = [replace(one, turn=-1, received=NOW + place) for place, one in enumerate(conversation())]
     leader = Leader(job(gamma=0.5), items[:2])
     assert leader.decide() == []
-    leader.hear(items[2])
+    leader.add(items[2])
     assert rewards(leader.decide()) == {"t0": 0.125, "t1": 0.25, "t2": 0.5}
 
 
 @pytest.mark.parametrize("another", [False, True])
 def test_every_leader_refuses_a_turn_after_the_end(another: bool) -> None:
-    leader = Leader(job(), talk())
+    leader = Leader(job(), conversation())
     assert leader.decide()
     late = turn(3, [1, 2, 3, 4, 5, 6, 7], [8], done=True, reward=1.0)
     if another:
         leader = Leader(job(), [*leader.items, late], leader)
     else:
-        leader.hear(late)
+        leader.add(late)
     assert leader.decide() == []
     assert leader.fates["t3"] == ("rejected", "episode_over")
     other = turn(0, [1], [2], done=True, reward=1.0, name="other", key_id="k2")
-    leader.hear(other)
-    assert rewards(leader.decide()) == {"other": 1.0}, "each key has its own of a name"
+    leader.add(other)
+    assert rewards(leader.decide()) == {"other": 1.0}, "episode names are scoped to the key"
 
 
 @pytest.mark.parametrize(("ended", "gap", "at"), [("done", 0, 0), ("idle", 0, 60), ("aged", 40, 90)])
@@ -221,13 +221,13 @@ def test_every_leader_refuses_a_refused_episode(ended: str, gap: float, at: floa
     """A late turn adds nothing to an episode, also for a leader that reads all of its turns at once."""
     config = job(idle_ttl_s=60.0, max_age_s=90.0)
     rated = [
-        replace(one, received=NOW + gap * one.turn, final=one.final and ended == "done") for one in talk()
+        replace(one, received=NOW + gap * one.turn, final=one.final and ended == "done") for one in conversation()
     ]  # fmt: skip
     unrated = [replace(one, body=one.body | {"reward": None}) for one in rated]
     late = turn(3, [1, 2, 3, 4, 5, 6, 7], [8], done=True, reward=1.0, received=NOW + at)
     first = Leader(config, unrated)
     assert first.decide(95.0) == []
-    first.hear(late)
+    first.add(late)
     assert first.decide(95.0) == []
     second = Leader(config, first.items, first)
     assert second.decide(95.0) == []
@@ -236,15 +236,15 @@ def test_every_leader_refuses_a_refused_episode(ended: str, gap: float, at: floa
         "t3": ("rejected", "episode_over")
     }
     ready = Leader(config, [*rated, late])
-    assert rewards(ready.decide(95.0)) == {"t0 t1 t2": 0.5}, "those that were there are decided at once"
+    assert rewards(ready.decide(95.0)) == {"t0 t1 t2": 0.5}, "those that had arrived are decided at once"
 
 
 def test_every_leader_refuses_late_turns_below_the_mark() -> None:
     """Another episode moved the mark on: neither the ledger nor the messages read again name this one."""
-    unrated = [replace(one, body=one.body | {"reward": None}) for one in talk()]
+    unrated = [replace(one, body=one.body | {"reward": None}) for one in conversation()]
     first = Leader(job(), unrated)
     assert first.decide() == []
-    first.hear(turn(0, [1], [2], done=True, reward=1.0, name="other", key_id="k2"))
+    first.add(turn(0, [1], [2], done=True, reward=1.0, name="other", key_id="k2"))
     assert rewards(first.decide()) == {"other": 1.0}
     assert first.run.state.read_from[1] > len(unrated)
     late = turn(3, [1, 2, 3, 4, 5, 6, 7], [8], reward=1.0)
@@ -258,48 +258,48 @@ def test_every_leader_refuses_late_turns_below_the_mark() -> None:
 
 def test_turns_of_one_message_and_revisions_are_not_late() -> None:
     together = Leader(job(), [])
-    for one in talk():
-        together.tell(together.matching.on_feedback(1, replace(one, final=True), NOW))
+    for one in conversation():
+        together.record(together.matching.on_feedback(1, replace(one, final=True), NOW))
     assert rewards(together.decide()) == {"t0 t1 t2": 0.5}
-    revised = replace(talk()[0], revision=1, received=NOW + 70)
-    leader = Leader(job(idle_ttl_s=60.0), [*(replace(one, final=False) for one in talk()), revised])
+    revised = replace(conversation()[0], revision=1, received=NOW + 70)
+    leader = Leader(job(idle_ttl_s=60.0), [*(replace(one, final=False) for one in conversation()), revised])
     assert rewards(leader.decide(130.0)) == {"t0 t1 t2": 0.5}
 
 
 def test_an_episode_has_at_most_max_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(posted_episode, "MAX_TURNS", 2)
-    items = [replace(one, final=False, body=one.body | {"reward": 0.5}) for one in talk()]
+    items = [replace(one, final=False, body=one.body | {"reward": 0.5}) for one in conversation()]
     first = Leader(job(idle_ttl_s=60.0), items)
     assert first.decide(59.0) == []
     assert first.fates["t2"] == ("rejected", "too_many_turns")
     assert list(first.matching.examples.items) == ["t0", "t1"]
-    first.hear(replace(items[0], revision=1))
+    first.add(replace(items[0], revision=1))
     second = Leader(first.config, first.items, first)
     assert rewards(second.decide(61.0)) == rewards(first.decide(61.0)) == {"t0": 1.0, "t1": 0.5}
-    assert second.fates["t2"] == ("rejected", "too_many_turns"), "a turn that is revised was there before"
+    assert second.fates["t2"] == ("rejected", "too_many_turns"), "a revised turn arrived with its first revision"
 
 
 def test_another_leader_decides_the_same() -> None:
-    items = [talk()[2], talk()[0]]
+    items = [conversation()[2], conversation()[0]]
     first = Leader(job(gamma=0.5), items)
     assert first.decide() == []
-    second = Leader(job(gamma=0.5), [*items, talk()[1]], first)
-    unbroken = Leader(job(gamma=0.5), [*items, talk()[1]])
+    second = Leader(job(gamma=0.5), [*items, conversation()[1]], first)
+    unbroken = Leader(job(gamma=0.5), [*items, conversation()[1]])
     assert second.decide() == unbroken.decide()
 
 
 def test_untrained_turns_count_by_credit_and_are_decided_with_the_rest() -> None:
-    items = talk()
+    items = conversation()
     items[1] = replace(items[1], body=items[1].body | {"policy_version": 1, "reward": 0.25})  # stale
     leader = Leader(job(gamma=0.5, off_policy=None), items)
     admissions = leader.decide()
     assert rewards(admissions) == {"t0": 0.25, "t2": 0.5}
     assert [list(one.feedback) for one in admissions] == [["t0"], ["t2", "t1"]]
-    assert again(leader, admissions) == (2, [])
-    refused = Leader(job(posted={}, off_policy=None), talk())
+    assert replay(leader, admissions) == (2, [])
+    refused = Leader(job(posted={}, off_policy=None), conversation())
     assert refused.decide() == []
     assert set(refused.fates.values()) == {("rejected", "source_not_trusted")}
-    refused.hear(turn(3, [9], [9], reward=1.0))
+    refused.add(turn(3, [9], [9], reward=1.0))
     refused.decide()
     assert refused.fates["t3"] == ("rejected", "episode_over")
 
@@ -308,7 +308,7 @@ def test_an_episode_of_an_untrusted_key_is_refused_without_its_tree() -> None:
     config = job(posted={}, off_policy=None)
     turns = {
         one.id: PostedTurn(FeedbackItem(seq, one), facts_of(one), tokens_of(one, config))
-        for seq, one in enumerate(talk(), 1)
+        for seq, one in enumerate(conversation(), 1)
     }
     episode = PostedEpisode(turns)
     present = PolicyState(version=5, newest=5, temperature=1.0)
@@ -325,15 +325,15 @@ def test_interleaved_agents_share_no_credit_and_weigh_as_one() -> None:
     admissions = leader.decide()
     assert rewards(admissions) == {"t0 t2": 1.0, "t1 t3": -1.0}
     assert [(one.share, one.weight) for one in admissions] == [(0.5, 0.5)] * 2
-    assert again(leader, admissions) == (2, [])
+    assert replay(leader, admissions) == (2, [])
     assert flaws_of_weights(leader.entries, {}, leader.config) == []
     greedy = [replace(admissions[0], share=1.0, weight=1.0), admissions[1]]
-    assert again(leader, greedy) == (2, ["ordinal 0: decided again its share of the episode would be 0.5"])
+    assert replay(leader, greedy) == (2, ["ordinal 0: decided again its share of the episode would be 0.5"])
     shared = [replace(admissions[0], reward=0.0), admissions[1]]
-    assert again(leader, shared) == (2, ["ordinal 0: decided again its reward would be 1, not 0"])
+    assert replay(leader, shared) == (2, ["ordinal 0: decided again its reward would be 1, not 0"])
     apart = [replace(admissions[0], origin=[*admissions[0].origin[:2], "t9"]), admissions[1]]
-    assert again(leader, apart)[1] == ["ordinal 0: decided again its turns would not be trained so"]
-    assert again(Leader(job(), agents[:3]), admissions) == (0, []), "not all of it is there any more"
+    assert replay(leader, apart)[1] == ["ordinal 0: decided again its turns would not be trained so"]
+    assert replay(Leader(job(), agents[:3]), admissions) == (0, []), "a part of it is gone"
 
 
 def test_the_reward_of_the_episode_reaches_the_end_of_each_branch() -> None:
@@ -356,7 +356,7 @@ def test_turns_of_text_are_credited_and_imitated() -> None:
     assert [(admission.objective, admission.reason, admission.reward) for admission in one] == [
         ("supervised", "text_only", 0.25), ("supervised", "text_only", 0.5),
     ]  # fmt: skip
-    assert again(leader, one) == (2, [])
+    assert replay(leader, one) == (2, [])
 
 
 def test_a_single_turn_is_decided_as_it_was_without_an_episode() -> None:
@@ -364,23 +364,23 @@ def test_a_single_turn_is_decided_as_it_was_without_an_episode() -> None:
     found = Leader(job(), [one]).decide()
     plain = Leader(job(), [replace(one, episode="", turn=-1)]).decide()
     assert [replace(admission, origin=[]) for admission in found] == plain
-    apart = Leader(job(gamma=0.0), talk())
-    assert [admission.reward for admission in apart.decide()] == [0.5], "where each turn counts by itself"
+    apart = Leader(job(gamma=0.0), conversation())
+    assert [admission.reward for admission in apart.decide()] == [0.5], "if each turn counts alone"
     assert apart.fates["t0"] == ("rejected", "no_reward")
 
 
 def test_a_revision_retraction_or_deletion_settles_the_episode_again() -> None:
-    leader = Leader(job(), talk())
-    leader.tell(leader.matching.sweep(version=5, now=NOW + 1))
+    leader = Leader(job(), conversation())
+    leader.record(leader.matching.sweep(version=5, now=NOW + 1))
     assert leader.matching.examples.ready
-    leader.hear(replace(talk()[2], revision=1, body=talk()[2].body | {"reward": -0.5}))
+    leader.add(replace(conversation()[2], revision=1, body=conversation()[2].body | {"reward": -0.5}))
     assert not leader.matching.examples.ready
     assert rewards(leader.decide()) == {"t0 t1 t2": -0.5}
-    taken_back = Leader(job(idle_ttl_s=60.0), talk())
-    taken_back.hear(off_policy.item("retraction", "r", inference="", body={"feedback": "t1"}))
-    assert taken_back.decide() == [], "as if it had never come"
+    taken_back = Leader(job(idle_ttl_s=60.0), conversation())
+    taken_back.add(off_policy.item("retraction", "r", inference="", body={"feedback": "t1"}))
+    assert taken_back.decide() == [], "as if it had never arrived"
     assert rewards(taken_back.decide(61.0)) == {"t0 t2": 0.5}
-    erased = Leader(job(), talk()[:2])
+    erased = Leader(job(), conversation()[:2])
     erased.matching.on_erasure(Erasure(user="u", interactions=[], feedback=["t0", "t1"], time=NOW), NOW)
     assert erased.decide(99_999.0) == []
     assert erased.matching.low_water()[1] == 2
@@ -389,24 +389,24 @@ def test_a_revision_retraction_or_deletion_settles_the_episode_again() -> None:
 def test_a_turn_revised_to_a_metric_leaves_its_episode() -> None:
     served = off_policy.served("i1", key_id="k1")
     config = job(metrics={"reward": {"type": "float"}}, idle_ttl_s=60.0)
-    leader = Leader(config, talk()[:2])
+    leader = Leader(config, conversation()[:2])
     leader.matching.on_interaction(1, served)
-    leader.hear(off_policy.item("metric", "t1", value=1.0, revision=1), talk()[2])
+    leader.add(off_policy.item("metric", "t1", value=1.0, revision=1), conversation()[2])
     assert [(list(one.interactions), one.feedback) for one in leader.decide()] == [(["i1"], {"t1": 3})]
-    assert leader.decide() == [], "turn 1 is gone, and may come yet"
+    assert leader.decide() == [], "turn 1 is gone, and may still arrive"
     another = Leader(config, leader.items, leader)
     assert rewards(another.decide(61.0)) == rewards(leader.decide(61.0)) == {"t0 t2": 0.5}
     single = Leader(config, [turn(0, [1], [2], done=True, reward=0.5, name="one", episode="")])
     single.matching.on_interaction(1, served)
-    single.tell(single.matching.sweep(version=5, now=NOW + 1))
+    single.record(single.matching.sweep(version=5, now=NOW + 1))
     assert list(single.matching.examples.ready) == ["one"]
-    single.hear(off_policy.item("metric", "one", value=1.0, revision=1))
+    single.add(off_policy.item("metric", "one", value=1.0, revision=1))
     assert [(list(one.interactions), list(one.feedback)) for one in single.decide()] == [(["i1"], ["one"])]
     assert not (single.matching.examples.items or single.matching.examples.ready)
 
 
 def test_an_episode_with_an_objecting_user_is_refused() -> None:
-    items = [replace(talk()[0], user="private"), *talk()[1:]]
+    items = [replace(conversation()[0], user="private"), *conversation()[1:]]
     leader = Leader(job(), items)
     leader.matching._opted_out = lambda user: user == "private"
     assert leader.decide() == []
@@ -416,21 +416,21 @@ def test_an_episode_with_an_objecting_user_is_refused() -> None:
 def test_turns_of_one_posted_episode_are_not_compared_with_each_other() -> None:
     algorithm = {"type": "reinforce_pp", "baseline": {"siblings": True}}
     config = OnlineJob.parse(job(gamma=0.5).model_dump(mode="json", exclude_unset=True) | {"algorithm": algorithm})
-    leader = Leader(config, [replace(one, body=one.body | {"group_id": "g"}) for one in talk()])
+    leader = Leader(config, [replace(one, body=one.body | {"group_id": "g"}) for one in conversation()])
     admissions = leader.decide()
     draws = list(leader.run.state.open)
     baselines, _ = leader.source.values(Draft(leader.run, leader.run.state, NOW), draws)
     assert len(admissions) == 3
-    assert set(baselines.values()) == {0.0}, "the tracked value: nothing to compare with"
+    assert set(baselines.values()) == {0.0}, "the tracked value: there is no sibling"
 
 
 def test_an_episode_larger_than_the_pipeline_is_admitted_alone() -> None:
     small = job(gamma=0.5).model_dump(mode="json", exclude_unset=True) | {"train": {"batch_size": 2, "max_lag": 0}}
     leader = Leader(OnlineJob.parse(small), [turn(0, [9], [9], done=True, reward=0.5, name="other", episode="e2")])
     assert leader.config.max_draws == 2
-    leader.hear(*talk())
-    assert rewards(leader.decide()) == {"other": 0.5}, "there is no room beside another one"
-    alone = Leader(leader.config, talk())
+    leader.add(*conversation())
+    assert rewards(leader.decide()) == {"other": 0.5}, "there is no slot beside another one"
+    alone = Leader(leader.config, conversation())
     assert rewards(alone.decide()) == {"t0": 0.125, "t1": 0.25, "t2": 0.5}
 
 
@@ -442,24 +442,24 @@ def test_an_episode_is_admitted_whole_or_waits() -> None:
     )
     leader = Leader(config, [first, *two_turns(), later])
     assert rewards(leader.decide()) == {"first": 0.5}
-    assert leader.decide() == [], "what came later does not pass it"
+    assert leader.decide() == [], "later examples do not overtake it"
     assert {"t0", "t1", "later"} <= leader.matching.examples.ready.keys()
     (draw,) = leader.run.state.open
     leader.commit(
         [Dropped(**EPOCH, draws=[draw], reason="lost", lengths=[0], redraw=False, min_version=0, deadline=NOW)]
     )
     assert rewards(leader.decide()) == {"t0": 0.25, "t1": 0.5}
-    assert leader.decide() == [], "both of its places are taken"
+    assert leader.decide() == [], "both slots of the owner are in use"
     assert list(leader.matching.examples.ready) == ["later"]
 
 
 @pytest.mark.parametrize("share", ["max_share_per_key", "max_share_per_asker", "max_share_per_user"])
 def test_an_episode_beyond_its_owners_share_trains_its_first_turns(share: str) -> None:
-    leader = Leader(job(gamma=0.5, **{share: 0.25}), talk())
+    leader = Leader(job(gamma=0.5, **{share: 0.25}), conversation())
     admissions = leader.decide()
     assert rewards(admissions) == {"t0": 0.125, "t1": 0.25}
     assert [list(one.feedback) for one in admissions] == [["t0"], ["t1", "t2"]], "the last one counts by credit"
-    assert again(leader, admissions) == (2, [])
+    assert replay(leader, admissions) == (2, [])
     assert leader.matching.low_water()[1] == 3, "nothing is undecided"
 
 
@@ -476,7 +476,7 @@ def test_a_text_conversation_beyond_its_users_share_is_decided() -> None:
         ("supervised", ["t0", "t1"], 0.25)
     ]
     assert leader.matching.low_water()[1] == 2, "nothing is undecided"
-    assert again(leader, admissions) == (1, [])
+    assert replay(leader, admissions) == (1, [])
 
 
 def test_an_excluded_turn_changes_no_other() -> None:
@@ -486,4 +486,4 @@ def test_an_excluded_turn_changes_no_other() -> None:
     admissions = leader.decide()
     assert rewards(admissions) == {"t0 t1": 0.5}
     assert [one.share for one in admissions] == [1.0]
-    assert again(leader, admissions) == (1, [])
+    assert replay(leader, admissions) == (1, [])

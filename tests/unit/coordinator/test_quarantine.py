@@ -38,7 +38,7 @@ def name_of(number: int) -> str:
     return f"0192f0c1-0000-7000-8000-{number:012x}"
 
 
-def said(number: int, value: Any, **changes: Any) -> Feedback:
+def rating(number: int, value: Any, **changes: Any) -> Feedback:
     fields: dict[str, Any] = {
         "id": name_of(number), "job": "j", "kind": "metric", "key_id": "k1", "received": NOW, "inference": "i",
         "metric": "rating", "value": value,
@@ -73,7 +73,7 @@ class Reader:
 
 def usual(count: int, *, seed: int = 0, metric: str = "rating") -> list[Feedback]:
     values = random.Random(seed)
-    return [said(number, round(values.uniform(-0.2, 0.2), 3), metric=metric) for number in range(count)]
+    return [rating(number, round(values.uniform(-0.2, 0.2), 3), metric=metric) for number in range(count)]
 
 
 # -- rules -------------------------------------------------------------------------------------------------------------
@@ -83,9 +83,9 @@ def test_a_value_far_from_the_median_is_an_outlier_given_enough_values() -> None
     outliers = Outliers(QuarantineConfig(min_items=10, window=50))
     values = [0.1, 0.12, 0.09, 0.11, 0.1, 0.13, 0.08, 0.1, 0.11]
     assert all(not outliers.judge("k", "m", value, 2.0) for value in values)
-    assert outliers.judge("k", "m", 1.0, 2.0) == "", "the tenth is learnt, too"
+    assert outliers.judge("k", "m", 1.0, 2.0) == "", "the tenth value is learned, too"
     assert outliers.judge("k", "m", 1.0, 2.0).startswith("outlier: 1 is ")
-    assert outliers.judge("other", "m", 1.0, 2.0) == "", "each source has its own usual"
+    assert outliers.judge("other", "m", 1.0, 2.0) == "", "usual values are per source"
 
 
 def test_equal_values_do_not_make_every_other_value_an_outlier() -> None:
@@ -104,7 +104,7 @@ def test_a_drifting_source_is_held_until_it_returns() -> None:
     first = next(place for place, reason in enumerate(flipped) if reason)
     assert first < 15, "soon"
     assert flipped[first].startswith("drift: ")
-    assert all(flipped[first:]), "and as long as it goes on"
+    assert all(flipped[first:]), "the drift continues"
     back = [outliers.judge("k", "accepted", values.random() < 0.2, 1.0) for _ in range(60)]
     assert not any(back[40:])
 
@@ -166,11 +166,11 @@ def test_the_window_must_be_as_large_as_min_items() -> None:
 def test_a_held_outlier_has_no_effect() -> None:
     reader = Reader()
     assert reader.read(*usual(20)) == []
-    ((status, reason),) = reader.read(said(50, 1.0), start=21)
+    ((status, reason),) = reader.read(rating(50, 1.0), start=21)
     assert (status, reason.partition(":")[0]) == ("quarantined", "outlier")
     assert name_of(50) not in reader.passed
     assert reader.quarantine.lowest_seq == 21
-    assert reader.read(said(50, 1.0), start=22) == [], "the same item again"
+    assert reader.read(rating(50, 1.0), start=22) == [], "the same item again"
     assert reader.quarantine.num_held == 1
 
 
@@ -178,12 +178,12 @@ def test_a_held_outlier_has_no_effect() -> None:
 def test_items_of_declared_and_undeclared_metrics_are_held(metric: str, is_held: bool) -> None:
     reader = Reader()
     assert reader.read(*usual(20, metric=metric)) == []
-    assert bool(reader.read(said(50, 1.0, metric=metric), start=21)) is is_held
+    assert bool(reader.read(rating(50, 1.0, metric=metric), start=21)) is is_held
 
 
 def test_a_released_item_counts_and_a_dropped_one_is_rejected() -> None:
     reader = Reader()
-    reader.read(*usual(20), said(50, 1.0), said(51, 1.0))
+    reader.read(*usual(20), rating(50, 1.0), rating(51, 1.0))
     assert reader.read(decided("release", 50), start=30) == []
     assert reader.passed[-1] == name_of(50)
     assert reader.read(decided("drop", 51), start=31) == [("rejected", "quarantine_dropped")]
@@ -194,23 +194,25 @@ def test_a_released_item_counts_and_a_dropped_one_is_rejected() -> None:
 
 def test_a_retraction_or_a_revision_ends_the_hold() -> None:
     reader = Reader()
-    reader.read(*usual(20), said(50, 1.0), said(51, 1.0))
+    reader.read(*usual(20), rating(50, 1.0), rating(51, 1.0))
     assert reader.read(decided("retraction", 50), start=30) == []
     assert reader.passed[-2:] == [name_of(50), "retraction-50"], "both, in this order"
-    assert reader.read(said(51, 0.0, revision=1, key_id="k2"), start=31) == [], "nobody revises what others said"
-    assert reader.read(said(51, 0.05, revision=1), start=32) == []
+    assert reader.read(rating(51, 0.0, revision=1, key_id="k2"), start=31) == [], (
+        "no key revises the feedback of another"
+    )
+    assert reader.read(rating(51, 0.05, revision=1), start=32) == []
     assert reader.passed[-1] == name_of(51)
     assert reader.quarantine.num_held == 0
 
 
 def test_an_item_retracted_while_held_is_retracted() -> None:
     matching = Matching(CONFIG)
-    found, items = Quarantine(CONFIG, matching.on_feedback), [*usual(20), said(50, 1.0), decided("retraction", 50)]
+    found, items = Quarantine(CONFIG, matching.on_feedback), [*usual(20), rating(50, 1.0), decided("retraction", 50)]
     fates = [status for seq, item in enumerate(items, 1) for status in found.on_feedback(seq, item, NOW)]
     ends = {status.feedback: (status.status, status.reason) for status in fates}
     assert ends[name_of(50)] == ("retracted", "by retraction-50")
     assert ends["retraction-50"] == ("retracted", f"retracts {name_of(50)}")
-    assert found.on_feedback(40, items[20], NOW) == [], "stored anew by a deletion"
+    assert found.on_feedback(40, items[20], NOW) == [], "copied by a deletion"
     later = NOW + CONFIG.online.match_ttl_s + 1
     expired = [status.feedback for status in matching.sweep(version=0, now=later) if status.status == "expired"]
     assert sorted(expired) == [name_of(number) for number in range(20)], "the retraction does not wait for anything"
@@ -219,7 +221,7 @@ def test_an_item_retracted_while_held_is_retracted() -> None:
 
 def test_held_items_expire_and_are_rejected_when_the_job_ends() -> None:
     reader = Reader()
-    reader.read(*usual(20), said(50, 1.0), said(51, 1.0, received=NOW + 50))
+    reader.read(*usual(20), rating(50, 1.0), rating(51, 1.0, received=NOW + 50))
     statuses = reader.quarantine.sweep(NOW + 120)
     assert [(status.feedback, status.reason) for status in statuses] == [(name_of(50), "quarantine_expired")]
     assert [status.reason for status in reader.quarantine.on_job_end(NOW + 130)] == ["job_ended"]
@@ -228,7 +230,7 @@ def test_held_items_expire_and_are_rejected_when_the_job_ends() -> None:
 
 def test_deleted_feedback_is_not_held_any_more() -> None:
     reader = Reader()
-    reader.read(*usual(20), said(50, 1.0))
+    reader.read(*usual(20), rating(50, 1.0))
     reader.quarantine.on_erasure(Erasure(user="u", interactions=[], feedback=[name_of(50)], time=NOW))
     assert reader.read(decided("release", 50), start=30) == []
     assert name_of(50) not in reader.passed
@@ -236,7 +238,7 @@ def test_deleted_feedback_is_not_held_any_more() -> None:
 
 def test_the_older_half_is_rejected_for_space() -> None:
     reader = Reader()
-    reader.read(*usual(20), said(50, 1.0), said(51, 1.0), said(52, 1.0))
+    reader.read(*usual(20), rating(50, 1.0), rating(51, 1.0), rating(52, 1.0))
     statuses = reader.quarantine.reject_older_half(NOW)
     assert [(status.feedback, status.status, status.reason) for status in statuses] == [
         (name_of(number), "rejected", "quarantine_full") for number in (50, 51)
@@ -252,20 +254,20 @@ def test_a_released_item_counts_from_its_copy() -> None:
     state.apply(Quarantined(writer_epoch=1, time=NOW, items={name_of(50): 21}))
     reader = Reader(state)
     assert reader.read(*usual(20), decided("release", 50)) == []
-    assert reader.read(said(50, 1.0), start=40) == []
+    assert reader.read(rating(50, 1.0), start=40) == []
     assert (reader.passed[-1], reader.quarantine.num_held) == (name_of(50), 0)
-    ((status, _),) = reader.read(said(50, 1.1, revision=1), start=41)
-    assert status == "quarantined", "another word of its sender is another item"
+    ((status, _),) = reader.read(rating(50, 1.1, revision=1), start=41)
+    assert status == "quarantined", "another item of the same sender is not affected"
 
 
 def test_a_rejected_item_does_not_count_from_its_copy() -> None:
     reader = Reader()
-    reader.read(*usual(20), said(50, 1.0), said(51, 1.0), decided("drop", 50))
+    reader.read(*usual(20), rating(50, 1.0), rating(51, 1.0), decided("drop", 50))
     assert [status.feedback for status in reader.quarantine.sweep(NOW + 120)] == [name_of(51)]
-    assert reader.read(said(50, 1.0), said(51, 1.0), start=40) == []
+    assert reader.read(rating(50, 1.0), rating(51, 1.0), start=40) == []
     assert not {name_of(50), name_of(51)} & {*reader.passed}
-    reader.read(said(50, 0.05, revision=1, received=NOW + 1), start=50)
-    assert reader.passed[-1] == name_of(50), "its sender may say it anew"
+    reader.read(rating(50, 0.05, revision=1, received=NOW + 1), start=50)
+    assert reader.passed[-1] == name_of(50), "its sender may post it again"
 
 
 # -- another leader ----------------------------------------------------------------------------------------------------
@@ -279,7 +281,7 @@ def test_a_rejected_item_does_not_count_from_its_copy() -> None:
 )
 def test_a_new_leader_that_reads_from_the_mark_holds_the_same_items(values: list[float], cut: int, low: int) -> None:
     """It learns from the messages below the mark, and reads again from there."""
-    items = [said(number, value, key_id=f"k{number % 2}") for number, value in enumerate(values)]
+    items = [rating(number, value, key_id=f"k{number % 2}") for number, value in enumerate(values)]
     whole = Reader()
     fates = whole.read(*items)
     before = Reader()
@@ -290,14 +292,14 @@ def test_a_new_leader_that_reads_from_the_mark_holds_the_same_items(values: list
         after.quarantine.learn(item)
     again = after.read(*items[low:], start=low + 1)
     assert after.passed == whole.passed[len(whole.passed) - len(after.passed) :]
-    assert len(again) == len(fates), "what lies below the mark is held by nobody"
+    assert len(again) == len(fates), "items below the mark are not held"
 
 
 def test_items_that_the_ledger_records_are_held() -> None:
     state = LedgerState()
     state.apply(Quarantined(writer_epoch=1, time=NOW, items={name_of(50): 21}))
     reader = Reader(state)
-    assert reader.read(said(50, 1.0), start=21) == [], "its status is published already"
+    assert reader.read(rating(50, 1.0), start=21) == [], "its status is published already"
     assert reader.quarantine.num_held == 1
     assert reader.read(decided("release", 50), start=30) == []
     assert reader.passed == [name_of(50)]
@@ -308,10 +310,10 @@ def test_a_revision_that_passed_passes_for_a_new_leader() -> None:
     state = LedgerState()
     state.apply(Quarantined(writer_epoch=1, time=NOW, items={name_of(50): 21}))
     reader = Reader(state)
-    assert reader.read(*usual(20), said(50, 1.0), said(50, 0.05, revision=1)) == []
+    assert reader.read(*usual(20), rating(50, 1.0), rating(50, 0.05, revision=1)) == []
     assert (reader.passed[-1], reader.quarantine.num_held) == (name_of(50), 0)
-    reader.read(said(50, 1.0), start=40)
-    assert reader.quarantine.num_held == 0, "the word before, which a deletion stored anew"
+    reader.read(rating(50, 1.0), start=40)
+    assert reader.quarantine.num_held == 0, "the earlier revision, which a deletion copied"
 
 
 def test_a_copy_of_a_held_item_is_not_newer() -> None:
@@ -322,26 +324,26 @@ def test_a_copy_of_a_held_item_is_not_newer() -> None:
         return []
 
     found = Quarantine(CONFIG, take)
-    for seq, item in enumerate([*usual(20), said(50, 1.0)], 1):
+    for seq, item in enumerate([*usual(20), rating(50, 1.0)], 1):
         found.on_feedback(seq, item, NOW)
-    found.on_feedback(40, said(50, 1.0, seq=21), NOW)
+    found.on_feedback(40, rating(50, 1.0, seq=21), NOW)
     found.on_feedback(41, decided("release", 50), NOW)
-    assert passed[-1] == (40, 21), "where it is now, and where it was said"
+    assert passed[-1] == (40, 21), "its present and its original place"
 
 
 def test_a_held_item_is_found_at_its_copy() -> None:
     reader, run = Reader(), JobRun(CONFIG, LedgerState(), num_ordinals=None, writer_epoch=1)
-    reader.read(*usual(20), said(50, 1.0))
+    reader.read(*usual(20), rating(50, 1.0))
     draft = Draft(run, run.state, NOW)
     for seq in (21, 40):
-        assert reader.read(said(50, 1.0), start=seq) == []
+        assert reader.read(rating(50, 1.0), start=seq) == []
         reader.quarantine.draft(draft)
         assert (reader.quarantine.lowest_seq, draft.state.quarantined) == (seq, {name_of(50): seq})
     reader.quarantine.draft(draft)
     assert len(draft.events) == 2, "recorded once in each place"
     later = Reader(draft.state)
-    assert later.read(said(50, 1.0), start=40) == []
+    assert later.read(rating(50, 1.0), start=40) == []
     assert later.quarantine.num_held == 1
     unrecorded = Reader(LedgerState(quarantined={name_of(50): 21}))
-    assert unrecorded.read(said(50, 1.0), start=40) == []
-    assert unrecorded.quarantine.num_held == 1, "the leader before did not come to record it"
+    assert unrecorded.read(rating(50, 1.0), start=40) == []
+    assert unrecorded.quarantine.num_held == 1, "the earlier leader had not recorded it"

@@ -36,7 +36,7 @@ def served(name: str, *, episode: str = EPISODE, alone: bool = True) -> Interact
     )  # fmt: skip
 
 
-def said(name: str, about: str, **changes: Any) -> Feedback:
+def rating(name: str, about: str, **changes: Any) -> Feedback:
     fields: dict[str, Any] = {"inference": about, "value": 0.5, "received": NOW, "metric": "rating"} | changes
     return Feedback(id=name, job="j", kind=fields.pop("kind", "metric"), key_id="asker", **fields)
 
@@ -57,7 +57,7 @@ def read(found: Matching, facts: Facts) -> list[Fate]:
 
 
 def test_items_rejected_for_a_full_stream_stay_rejected() -> None:
-    facts: Facts = [served("i1"), said("f1", "i1"), said("f2", "i2")]
+    facts: Facts = [served("i1"), rating("f1", "i1"), rating("f2", "i2")]
     leader = Matching(job())
     fates = read(leader, facts)
     fates += leader.reject(leader.undecided_feedback(9), "feedback_full", NOW)
@@ -65,13 +65,13 @@ def test_items_rejected_for_a_full_stream_stay_rejected() -> None:
     successor.restore(LedgerState(), RecoveredDecisions.of(fates))
     assert read(successor, facts) == []
     assert (successor.ready, len(successor.unmatched)) == ({}, 0)
-    assert read(successor, [served("i1"), said("f3", "i1")]) != [], "its answer may be judged by others"
+    assert read(successor, [served("i1"), rating("f3", "i1")]) != [], "other keys may still judge its answer"
     assert [[*one.feedback] for one in successor.ready["i1"]] == [["f3"]]
 
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_an_episode_refused_for_overload_stays_refused(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts: Facts = [served("i1", alone=alone), said("f1", "i1", final=True), said("f2", "", episode=EPISODE)]
+    facts: Facts = [served("i1", alone=alone), rating("f1", "i1", final=True), rating("f2", "", episode=EPISODE)]
     leader = Matching(job(gamma=1.0))
     with monkeypatch.context() as patch:
         patch.setattr(matching_module, "MAX_WAITING", 0)
@@ -83,7 +83,7 @@ def test_an_episode_refused_for_overload_stays_refused(alone: bool, monkeypatch:
     successor.restore(LedgerState(), RecoveredDecisions.of(fates, leader.refused_interactions.drain()))
     assert read(successor, facts) == []
     assert (successor.num_waiting, successor.ready) == (0, {})
-    late = successor.on_feedback(9, said("f9", "", episode=EPISODE), NOW)
+    late = successor.on_feedback(9, rating("f9", "", episode=EPISODE), NOW)
     assert [(one.status, one.reason) for one in late] == [("rejected", "too_many_waiting")]
     if not alone:
         successor.on_interaction(9, served("i9", alone=False))
@@ -127,24 +127,24 @@ def test_the_last_status_of_an_item_and_the_first_of_an_answer_count() -> None:
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_late_revision_of_trained_feedback_is_late_for_every_leader(is_known: bool) -> None:
     """A checkpoint lies behind it and the mark has passed it, so the ledger does not name it any more."""
-    item = said("f1", "i1")
+    item = rating("f1", "i1")
     fates = [Fate(feedback="f1", status="trained", ordinal=3, batch=1, version=1, time=NOW)] if is_known else []
     fates.append(feedback_status("f1", "rejected", "too_late", NOW, revision=1))
     successor = Matching(job())
     successor.restore(LedgerState(), RecoveredDecisions.of(fates))
-    assert read(successor, [served("i1"), said("f1", "i1", revision=1)]) == []
+    assert read(successor, [served("i1"), rating("f1", "i1", revision=1)]) == []
     assert not any(one.feedback for found in successor.ready.values() for one in found)
-    retraction = said("r1", "", kind="retraction", body={"feedback": item.id}, metric="", value=None)
+    retraction = rating("r1", "", kind="retraction", body={"feedback": item.id}, metric="", value=None)
     assert [one.reason for one in successor.on_feedback(9, retraction, NOW)] == ["late_after_training"]
 
 
 def test_a_retracted_item_and_its_retraction_stay_retracted() -> None:
-    retraction = said("r1", "", kind="retraction", body={"feedback": "f1"}, metric="", value=None)
-    fates = read(Matching(job()), [said("f1", "i1"), retraction])
+    retraction = rating("r1", "", kind="retraction", body={"feedback": "f1"}, metric="", value=None)
+    fates = read(Matching(job()), [rating("f1", "i1"), retraction])
     assert {one.feedback: one.status for one in fates} == {"f1": "retracted", "r1": "retracted"}
     successor = Matching(job())
     successor.restore(LedgerState(), RecoveredDecisions.of(fates))
-    assert read(successor, [said("f1", "i1", revision=1), retraction]) == []
+    assert read(successor, [rating("f1", "i1", revision=1), retraction]) == []
     assert len(successor.unmatched) == 0
 
 
@@ -155,21 +155,21 @@ def test_a_revision_of_an_item_that_quarantine_rejected_counts() -> None:
         passed.append(seq)
         return []
 
-    item = said("0192f0c1-0000-7000-8000-000000000001", "i1", received=4.0)
+    item = rating("0192f0c1-0000-7000-8000-000000000001", "i1", received=4.0)
     found = Quarantine(job(quarantine={}), take)
     state = LedgerState(quarantined={item.id: 1})
     found.restore(state, RecoveredDecisions(rejected_by_quarantine={item.id: 5.0}))
     assert found.on_feedback(1, item, NOW) == []
     assert (found.num_held, passed) == (0, [])
-    found.on_feedback(2, said(item.id, "i1", received=6.0, revision=1), NOW)
+    found.on_feedback(2, rating(item.id, "i1", received=6.0, revision=1), NOW)
     assert passed == [2]
 
 
 def test_a_retraction_without_an_item_expires() -> None:
     found, wait = Matching(job()), job().online.match_ttl_s
-    retraction = said("r1", "", kind="retraction", body={"feedback": "never"}, metric="", value=None)
+    retraction = rating("r1", "", kind="retraction", body={"feedback": "never"}, metric="", value=None)
     assert [(one.feedback, one.status) for one in found.on_feedback(3, retraction, NOW)] == [("r1", "retracted")]
-    found.on_feedback(8, said("f8", "i8", received=NOW + wait), NOW + wait)
+    found.on_feedback(8, rating("f8", "i8", received=NOW + wait), NOW + wait)
     assert found.sweep(version=0, now=NOW + wait) == []
     assert found.low_water()[1] == 3
     fates = found.sweep(version=0, now=NOW + wait + 1)
@@ -179,5 +179,5 @@ def test_a_retraction_without_an_item_expires() -> None:
     successor.restore(LedgerState(), RecoveredDecisions.of(fates))
     assert successor.on_feedback(3, retraction, NOW + wait + 1) == []
     assert successor.low_water()[1] == 3, "read up to there"
-    successor.on_feedback(8, said("f8", "i8"), NOW)
+    successor.on_feedback(8, rating("f8", "i8"), NOW)
     assert successor.low_water()[1] == 8

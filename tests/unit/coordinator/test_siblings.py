@@ -62,7 +62,7 @@ def test_siblings_are_compared_and_single_answers_use_the_tracked_value() -> Non
     found, draws = book(("a", 1.0), ("b", 0.5), ("a", 0.0), ("", 0.25), ("", -0.25), ("a", 0.5), value=0.125)
     baselines, tracking = baselines_of(found.config, found.state, draws)
     assert [baselines[draw] for draw in draws] == [0.25, 0.125, 0.75, 0.125, 0.125, 0.5]
-    assert tracking.rewards[""][1] == 6, "what is tracked is everything, as without siblings"
+    assert tracking.rewards[""][1] == 6, "all rewards are tracked, as without siblings"
     part, _ = baselines_of(found.config, found.state, draws[:2])
     assert [part[draw] for draw in draws[:2]] == [0.125, 0.125], "the others are not in this batch"
 
@@ -73,7 +73,7 @@ def test_turns_of_one_episode_are_compared_with_other_episodes_only() -> None:
     baselines, _ = baselines_of(found.config, found.state, draws)
     assert [baselines[draw] for draw in draws] == [0.0, 0.0, 0.75]
     alone, _ = baselines_of(found.config, found.state, draws[:2])
-    assert [alone[draw] for draw in draws[:2]] == [0.125, 0.125], "its own turns say nothing of its worth"
+    assert [alone[draw] for draw in draws[:2]] == [0.125, 0.125], "its own turns are no baseline"
     choices, draws = book(*split, ("g", -1.0, "e1", "r2"), ("g", 0.25), value=0.125)
     baselines, _ = baselines_of(choices.config, choices.state, draws)
     assert [baselines[draw] for draw in draws] == [0.25, -0.375, 0.375, 0.5 / 3], "choices of one request are samples"
@@ -106,8 +106,8 @@ def test_siblings_share_a_request_or_a_tag() -> None:
     choices = [learning.interaction(name, request="r1", index=place) for place, name in enumerate(("c0", "c1"))]
     assert {siblings_of(config, one) for one in choices} == {"r1"}
     named = learning.interaction("i1", tags={"group_id": "g"}, key_id="k1")
-    assert siblings_of(config, named) == "k1 g", "other keys may have made up the same name"
+    assert siblings_of(config, named) == "k1 g", "other keys may use the same name"
     assert siblings_of(without, named) == ""
-    posted = learning.said(kind="interaction", key_id="k1", body={"group_id": "g", "token_ids": [1]})
+    posted = learning.rating(kind="interaction", key_id="k1", body={"group_id": "g", "token_ids": [1]})
     assert facts_of(posted).group == "k1 g"
-    assert facts_of(learning.said(kind="interaction", body={})).group == ""
+    assert facts_of(learning.rating(kind="interaction", body={})).group == ""

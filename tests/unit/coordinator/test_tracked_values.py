@@ -91,7 +91,7 @@ class Book:
 def test_a_bucket_uses_its_own_past_and_a_new_one_that_of_all() -> None:
     book = Book(job())
     first = book.seal(book.admit(("code", 1.0), ("code", 1.0), ("", -1.0)))
-    assert set(first.values()) == {0.0}, "nothing is known yet"
+    assert set(first.values()) == {0.0}, "no value is tracked yet"
     book.train(1)
     second = book.seal(book.admit(("code", 0.0), ("chat", 0.0), ("", 0.0)))
     everything = (1.0 + 2 * 0.0) / (3 + 2)

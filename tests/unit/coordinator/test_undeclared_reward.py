@@ -20,14 +20,14 @@ assert spec.loader is not None
 learning: Any = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(learning)
 NOW, EPISODE = learning.NOW, learning.EPISODE
-interaction, job, said, settled, table, turns = (
-    learning.interaction, learning.job, learning.said, learning.settled, learning.table, learning.turns,
+interaction, job, rating, settled, table, turns = (
+    learning.interaction, learning.job, learning.rating, learning.settled, learning.table, learning.turns,
 )  # fmt: skip
-END = said("end", None, episode=EPISODE, metric="", final=True)
+END = rating("end", None, episode=EPISODE, metric="", final=True)
 
 
 def rewarded(value: float = 1.0, name: str = "r1", **changes: Any) -> Feedback:
-    found: Feedback = said(name, value, metric="reward", **changes)
+    found: Feedback = rating(name, value, metric="reward", **changes)
     return found
 
 
@@ -60,16 +60,16 @@ def test_which_metrics_count() -> None:
 
 
 def test_a_reward_counts_beside_declared_metrics_and_is_not_awaited() -> None:
-    assert table() == ("train", "feedback", 0.5), "nobody waits for it"
-    assert table(items=[said(), rewarded(0.25)]) == ("train", "feedback", 0.75)
-    assert table(items=[rewarded()])[:2] == ("wait", "feedback"), "for what is declared"
+    assert table() == ("train", "feedback", 0.5), "it is not awaited"
+    assert table(items=[rating(), rewarded(0.25)]) == ("train", "feedback", 0.75)
+    assert table(items=[rewarded()])[:2] == ("wait", "feedback"), "for declared metrics"
     defaults = job(metrics={"rating": {"type": "float", "default_after_s": 1.0, "default_value": -1.0}})
-    assert table(job=defaults, items=[rewarded()]) == ("train", "feedback", 0.0), "not the default alone"
+    assert table(job=defaults, items=[rewarded()]) == ("train", "feedback", 0.0), "not only the default"
     assert table(items=[rewarded()], closed=True) == ("train", "feedback", 1.0)
     assert table(items=[rewarded(5.0)], closed=True)[2] == 1.0, "clipped"
     assert table(items=[rewarded(weight=0.0)], closed=True) == ("reject", "no_feedback", 0.0)
     both = [rewarded(-1.0), rewarded(0.5, "r2", key_id="k2"), rewarded(0.25, "r3", received=NOW + 2)]
-    assert table(items=both, closed=True)[2] == 0.375, "the newest word of each source"
+    assert table(items=both, closed=True)[2] == 0.375, "the newest item of each source"
 
 
 def test_without_declared_metrics_the_reward_is_awaited() -> None:
@@ -83,17 +83,17 @@ def test_a_value_out_of_range_is_refused() -> None:
 
 
 def test_unknown_metrics_do_not_count() -> None:
-    liked = said("l1", 1.0, metric="liked", key_id="stranger")
+    liked = rating("l1", 1.0, metric="liked", key_id="stranger")
     assert table(items=[liked], closed=True) == ("reject", "no_feedback", 0.0)
     defaults = job(metrics={"rating": {"type": "float", "default_after_s": 1.0}})
     assert table(job=defaults, items=[liked])[:2] == ("train", "default")
-    matching, _ = settled([interaction()], [said(), liked, rewarded(key_id="judge")])
+    matching, _ = settled([interaction()], [rating(), liked, rewarded(key_id="judge")])
     assert matching.ready["i1"][0].judges == ("judge", "k1")
 
 
 def test_the_funnel_has_the_mean_reward() -> None:
     funnel = Funnel(job())
-    for item in (rewarded(0.5), rewarded(-1.0, "r2"), rewarded(99.0, "r3"), said("l1", 1.0, metric="liked")):
+    for item in (rewarded(0.5), rewarded(-1.0, "r2"), rewarded(99.0, "r3"), rating("l1", 1.0, metric="liked")):
         funnel.on_feedback(item)
     row = funnel.row()
     assert row["online/said/reward"] == -0.25
@@ -132,7 +132,7 @@ def test_the_reward_of_an_episode_reaches_the_end_of_every_branch() -> None:
 
 
 def test_a_metric_of_level_episode_ignores_turn_numbers() -> None:
-    item = said("f1", True, episode=EPISODE, metric="solved", turn=0)
+    item = rating("f1", True, episode=EPISODE, metric="solved", turn=0)
     found = [(["i1"], 0.5, "credit"), (["i2"], 1.0, "feedback")]
     assert trained([item], metrics=learning.SOLVED, gamma=0.5) == found
     assert trained([replace(item, turn=-1)], metrics=learning.SOLVED, gamma=0.5) == found

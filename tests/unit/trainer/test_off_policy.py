@@ -40,7 +40,7 @@ def config(**sections: Any) -> OnlineJob:
                             for name, section in {**spec, **sections}.items()})  # fmt: skip
 
 
-def material(n: int, objective: Objective, answers: Sequence[Sequence[int]], *, reward: float = 1.0) -> Group:
+def examples(n: int, objective: Objective, answers: Sequence[Sequence[int]], *, reward: float = 1.0) -> Group:
     return example_group("j", Draw(n), [10, 11, 12 + n % 3], answers, objective=objective, reward=reward, epoch=1)
 
 
@@ -52,11 +52,11 @@ def sampled(n: int, answer: Sequence[int], reward: float, *, assumed: bool = Fal
 
 
 POLICY = [sampled(0, [20, 21, 22], 1.0), sampled(1, [23], -1.0), sampled(2, [24, 25], 0.5)]
-ANSWERS = [material(3, "supervised", [[30, 31]]), material(4, "supervised", [[32, 33, 34, 35, 2]])]
+ANSWERS = [examples(3, "supervised", [[30, 31]]), examples(4, "supervised", [[32, 33, 34, 35, 2]])]
 PAIRS = [
-    material(5, "preference", [[36, 37, 2], [38]], reward=0.5),
-    material(6, "preference", [[39], [40, 41, 42]]),
-    material(7, "preference", [[43, 44], [36, 2]]),
+    examples(5, "preference", [[36, 37, 2], [38]], reward=0.5),
+    examples(6, "preference", [[39], [40, 41, 42]]),
+    examples(7, "preference", [[43, 44], [36, 2]]),
 ]
 
 
@@ -269,4 +269,4 @@ def test_the_number_of_ranks_changes_nothing_but_rounding(ranks: Any) -> None:
 def test_owners_balance_each_objective_by_itself_and_a_plain_batch_as_before() -> None:
     objectives: list[Objective] = ["policy", "preference", "policy", "supervised", "policy", "policy"]
     owner = owners([5, 100, 5, 100, 5, 5], objectives, minibatches=1, ranks=2)
-    assert np.bincount(owner[[0, 2, 4, 5]]).tolist() == [2, 2], "what is long for other losses does not count here"
+    assert np.bincount(owner[[0, 2, 4, 5]]).tolist() == [2, 2], "lengths for other losses do not count here"
