@@ -148,13 +148,12 @@ def _tried(act: Callable[[], bool]) -> bool:
 
 
 def _reconcile(deployment: Deployment, job: str, traffic: Traffic) -> list[str]:
-    counts, lost = check_feedback(deployment, job, traffic.acked)
+    counts, wrong = check_feedback(deployment, job, traffic.acked)
     replies = ", ".join(f"{verb} {status}: {count}" for (verb, status), count in sorted(traffic.replies.items()))
     found = ", ".join(f"{place} {count}" for place, count in counts.items())
     say(f"feedback {len(traffic.acked)} acknowledged; found in: {found}; deleted users: {len(traffic.deleted)}")
     say(f"replies  {replies}")
-    shown = "; ".join(lost[:5])
-    return [f"{len(lost)} of {len(traffic.acked)} acknowledged items of feedback are nowhere: {shown}"] if lost else []
+    return wrong
 
 
 def _leaks(deployment: Deployment, jobs: list[str], before: dict[str, int]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ __all__ = ["FeedbackBooks", "JobSummary", "check_feedback", "check_job", "left_b
 
 ERASED = ("erased", "deleted")
 """A fork whose reason says so follows from a deletion that the books show."""
+LAST = ("trained", "rejected", "expired", "retracted")
+"""Fates that no other follows."""
 
 
 @dataclass
@@ -89,7 +91,7 @@ def _events(deployment: Deployment, job: str) -> list[Event]:
 
 
 def check_feedback(deployment: Deployment, job: str, acked: dict[str, str]) -> tuple[Counter[str], list[str]]:
-    """Where each acknowledged item is, counted, and those that are nowhere."""
+    """Where each acknowledged item of a job that is over is, counted; and what is wrong with some."""
 
     async def read(bus: Bus) -> FeedbackBooks:
         posts = await bus.read(subjects.FEEDBACK, subjects.feedback(job))
@@ -100,7 +102,7 @@ def check_feedback(deployment: Deployment, job: str, acked: dict[str, str]) -> t
             stream={item.id for message in posts for item in unpack(message.data, FeedbackBatch)[0].items},
             ids={item.id: seq for message in kept for seq, item in unpack(message.data, FeedbackIds)[0].items(job)},
             deletion={id for message in erased for id in unpack(message.data, Erasure)[0].feedback},
-            decision={fate.feedback for message in fates for fate in unpack(message.data, FateBatch)[0].items},
+            decision=newest_fates(message.data for message in fates),
         )
 
     books = deployment.on_bus(read)
@@ -109,7 +111,23 @@ def check_feedback(deployment: Deployment, job: str, acked: dict[str, str]) -> t
             books.decided_below = event.low_feedback
             books.ledger.update(id for admission in event.admissions for id in admission.feedback)
     bare = {id.removeprefix("fb_"): id for id in acked}
-    return books.count(bare.keys()), [f"{id} of {acked[bare[id]]}" for id in sorted(books.lost(bare.keys()))]
+    wrong, status = [], deployment.client.feedback_status  # also knows what came after the end, which nobody decides
+    undecided = {id for id in books.undecided(bare.keys()) if status(bare[id]).status not in LAST}
+    for found, how in ((books.lost(bare.keys()), "nowhere"), (undecided, "undecided for good")):
+        shown = "; ".join(f"{id} of {acked[bare[id]]}" for id in sorted(found)[:5])
+        wrong += [f"{len(found)} of {len(acked)} acknowledged items of feedback are {how}: {shown}"] if found else []
+    return books.count(bare.keys()), wrong
+
+
+def newest_fates(messages: Iterable[bytes]) -> dict[str, str]:
+    """Status of each item by the newest word of DECISIONS; what a leader says after its successor does not count."""
+    found, newest = dict[str, str](), 0
+    for data in messages:
+        batch, envelope = unpack(data, FateBatch)
+        if envelope.epoch >= newest or not envelope.epoch:
+            newest = max(newest, envelope.epoch)
+            found |= {fate.feedback: fate.status for fate in batch.items if not fate.revision}
+    return found
 
 
 @dataclass
@@ -122,7 +140,7 @@ class FeedbackBooks:
     stream: set[str]
     ids: dict[str, int]
     deletion: set[str]
-    decision: set[str]
+    decision: dict[str, str]
     ledger: set[str] = field(default_factory=set)
     decided_below: int = 0
 
@@ -134,8 +152,12 @@ class FeedbackBooks:
     def lost(self, ids: Collection[str]) -> set[str]:
         """Those that would be taken anew if they were sent again, or of which nobody knows what became of them."""
         decided = {id for id, seq in self.ids.items() if seq < self.decided_below}
-        over = self.ids.keys() & (decided | self.ledger | self.decision)
+        over = self.ids.keys() & (decided | self.ledger | self.decision.keys())
         return set(ids) - self.stream - self.deletion - over
+
+    def undecided(self, ids: Collection[str]) -> set[str]:
+        """Those of which the job, which is over, never told the last fate."""
+        return {id for id in set(ids) - self.deletion if self.decision.get(id) not in LAST}
 
 
 def open_files(deployment: Deployment) -> dict[str, int]:

@@ -56,12 +56,14 @@ def test_feedback_is_lost_unless_its_item_a_deletion_or_its_id_with_a_fate_is_th
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
     books = importlib.import_module("tests.chaos.books").FeedbackBooks(
-        stream={"stands"}, deletion={"erased"}, decision={"told", "unknown id"}, ledger={"admitted", "id gone"},
+        stream={"stands"}, deletion={"erased"}, ledger={"admitted", "id gone"},
         ids={"told": 9, "admitted": 9, "below": 4, "open": 5}, decided_below=5,
+        decision={"told": "rejected", "unknown id": "trained", "admitted": "matched"},
     )  # fmt: skip
     acked = {"stands", "erased", "told", "admitted", "below", "open", "unknown id", "id gone", "nowhere"}
     assert books.lost(acked) == {"open", "unknown id", "id gone", "nowhere"}
     assert books.count({"told", "stands"}) == {"stream": 1, "ids": 1, "deletion": 0, "decision": 1, "ledger": 0}
+    assert books.undecided({"erased", "told", "unknown id", "admitted", "stands"}) == {"admitted", "stands"}
 
 
 @pytest.mark.e2e
