@@ -3,9 +3,10 @@
 The interpreter that runs this file has the simulator; it need not have Penstock. So this file and the adapters in
 ``backends`` import the standard library, NumPy and the simulator alone.
 
-Messages over the socket: ``u32 length | JSON header | arrays``, little endian; the header lists dtype and shape of each
-array. Observations do not travel over the socket: the child writes them into memory that it shares with the service,
-``[B, ...]`` for the current observations and ``[B, ...]`` for the last ones of ended episodes, by name.
+Messages over the socket: ``u32 header bytes | u32 array bytes | JSON header | arrays``, little endian, each padded to
+eight bytes; the header lists dtype and shape of each array. Observations do not travel over the socket: the child
+writes them into memory that it shares with the service, ``[B, ...]`` for the current ones and ``[B, ...]`` for the last
+ones of ended episodes, by name.
 
 An environment that raises loses its episode and nothing else: the child makes it anew at its next reset.
 """
@@ -17,6 +18,7 @@ import ctypes
 import hashlib
 import importlib.util
 import json
+import math
 import mmap
 import os
 import signal
@@ -25,7 +27,7 @@ import struct
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,7 +36,8 @@ from numpy.typing import NDArray
 
 __all__ = ["Channel", "Environment", "Outcome", "SharedObservations"]
 
-LENGTH = struct.Struct("<I")
+LENGTHS = struct.Struct("<II")
+WORD = 8
 ALIGN = 64
 PR_SET_PDEATHSIG = 1
 MAX_REASON = 2000
@@ -76,35 +79,43 @@ class Channel:
     def send(self, header: Message, *arrays: NDArray[Any]) -> None:
         """Send one message."""
         plain = [np.ascontiguousarray(array) for array in arrays]
-        head = json.dumps({**header, "arrays": [[a.dtype.str, a.shape] for a in plain]}).encode()
-        self.socket.sendall(b"".join([LENGTH.pack(len(head)), head, *(array.tobytes() for array in plain)]))
+        head = _padded(json.dumps({**header, "arrays": [[a.dtype.str, a.shape] for a in plain]}).encode())
+        body = b"".join(_padded(array.tobytes()) for array in plain)
+        self.socket.sendall(LENGTHS.pack(len(head), len(body)) + head + body)
 
     def receive(self) -> tuple[Message, list[NDArray[Any]]] | None:
         """The next message; None once the other end is closed."""
-        size = self._exactly(LENGTH.size)
-        if size is None:
+        sizes = self._exactly(LENGTHS.size)
+        if sizes is None:
             return None
-        head = self._exactly(LENGTH.unpack(size)[0])
-        if head is None:
+        start, length = LENGTHS.unpack(sizes)
+        data = self._exactly(start + length)
+        if data is None:
             return None
-        header: Message = json.loads(head)
+        header: Message = json.loads(data[:start])
         arrays = []
         for name, shape in header.pop("arrays"):
             dtype = np.dtype(name)
-            data = self._exactly(dtype.itemsize * int(np.prod(shape, dtype=np.int64)))
-            if data is None:
-                return None
-            arrays.append(np.frombuffer(data, dtype).reshape(shape))
+            count = math.prod(shape)
+            arrays.append(np.frombuffer(data, dtype, count, start).reshape(shape) if count else np.zeros(shape, dtype))
+            start += dtype.itemsize * count
+            start += -start % WORD
         return header, arrays
 
-    def _exactly(self, size: int) -> bytes | None:
-        parts = bytearray()
-        while len(parts) < size:
-            chunk = self.socket.recv(size - len(parts))
-            if not chunk:
+    def _exactly(self, size: int) -> bytearray | None:
+        data = bytearray(size)
+        view, filled = memoryview(data), 0
+        while filled < size:
+            count = self.socket.recv_into(view[filled:])
+            if not count:
                 return None
-            parts += chunk
-        return bytes(parts)
+            filled += count
+        return data
+
+
+def _padded(data: bytes) -> bytes:
+    """With spaces up to the next eight bytes: JSON may end with them, and arrays after them are aligned."""
+    return data + b" " * (-len(data) % WORD)
 
 
 class SharedObservations:
@@ -188,20 +199,21 @@ class Host:
         hashes, tasks = np.zeros(n, np.uint64), [""] * n
         lost, not_started = dict[int, str](), dict[int, str]()
         for i, env in enumerate(env_ids.tolist()):
-            environment = self._environments[env]
+            environment, ended = self._environments[env], False
             with self._losing(i, env, lost):
                 assert environment is not None, "it was lost and not reset"
                 for c in range(C):
-                    observations, rewards[i, c], *flags = environment.step(actions[i, c])
-                    terminated[i, c], truncated[i, c], success[i, c] = flags
-                    valid[i] += 1
-                    if terminated[i, c] or truncated[i, c]:
+                    observations, reward, over, cut, solved = environment.step(actions[i, c])
+                    rewards[i, c], terminated[i, c], truncated[i, c], success[i, c] = reward, over, cut, solved
+                    ended = over or cut
+                    if ended:
                         break
+                valid[i] = c + 1
                 self._write(self._shared.current, env, observations)
             if i in lost:
                 for column in (rewards, valid, terminated, truncated, success):
                     column[i] = 0
-            elif (terminated[i] | truncated[i]).any():
+            elif ended:
                 for name, final in self._shared.final.items():
                     final[env] = self._shared.current[name][env]
                 if len(next_state_ids):
@@ -212,23 +224,39 @@ class Host:
     def _write(self, where: dict[str, NDArray[Any]], env: int, observations: Mapping[str, NDArray[Any]]) -> None:
         """Copy observations into the shared memory. Raises ValueError where one is not finite."""
         for name, array in where.items():
-            value = observations[name]
-            if array.dtype.kind == "f" and not np.isfinite(value).all():
+            row = array[env : env + 1]
+            row[...] = observations[name]
+            # The sum of the squares is quick, and finite unless a number is not, or very large.
+            if array.dtype.kind == "f" and not math.isfinite(np.vdot(row, row)) and not np.isfinite(row).all():
+                row[...] = 0
                 raise ValueError(f"observation '{name}' is not finite")
-            array[env] = value
 
-    @contextlib.contextmanager
-    def _losing(self, i: int, env: int, lost: dict[int, str]) -> Iterator[None]:
-        """An environment that raises is closed and noted in ``lost``; the others go on."""
-        try:
-            yield
-        except (Exception, SystemExit) as error:  # a simulator may raise anything
-            traceback.print_exc()
-            lost[i] = reason_of(error)
-            environment, self._environments[env] = self._environments[env], None
-            if environment is not None:
-                with contextlib.suppress(Exception):
-                    environment.close()
+    def _losing(self, i: int, env: int, lost: dict[int, str]) -> _Losing:
+        """An environment that raises in it is closed and noted in ``lost``; the others go on."""
+        return _Losing(self._environments, i, env, lost)
+
+
+class _Losing:
+    """The context of ``Host._losing``; a generator's takes as long as a simple simulator's step."""
+
+    __slots__ = ("_env", "_environments", "_lost", "_place")
+
+    def __init__(self, environments: list[Environment | None], place: int, env: int, lost: dict[int, str]) -> None:
+        self._environments, self._place, self._env, self._lost = environments, place, env, lost
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool:
+        if not isinstance(error, Exception | SystemExit):  # a simulator may raise anything
+            return False
+        traceback.print_exception(error)
+        self._lost[self._place] = reason_of(error)
+        environment, self._environments[self._env] = self._environments[self._env], None
+        if environment is not None:
+            with contextlib.suppress(Exception):
+                environment.close()
+        return True
 
 
 def state_hash(environment: Environment) -> int:
