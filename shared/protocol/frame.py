@@ -57,6 +57,8 @@ _DTYPE_NAMES = (
     *("uint64", "uint32", "uint16", "uint8"),
 )
 _DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name).newbyteorder("<") for name in _DTYPE_NAMES}
+_NAMES = {np.dtype(name): name for name in _DTYPE_NAMES}
+"""NumPy makes the name anew whenever it is asked."""
 _MAX_ITEM_BYTES = 8
 _UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # the second one for text that is not UTF-8
 
@@ -113,14 +115,14 @@ class _Encoder:
 
     def walk(self, node: Any, depth: int) -> Any:
         if isinstance(node, np.ndarray):
-            return self._tensor(node, node.dtype.name)
+            return self._tensor(node, _NAMES.get(node.dtype) or node.dtype.name)
         if node is None or isinstance(node, str | bytes | bool | int | float):
             return node.item() if isinstance(node, np.generic) else node
         if isinstance(node, dict | list | tuple):
             if depth == MAX_DEPTH:
                 raise FrameError(f"tree is nested deeper than {MAX_DEPTH}")
             if not isinstance(node, dict):
-                return [self.walk(child, depth + 1) for child in node]
+                return [child if type(child) is str else self.walk(child, depth + 1) for child in node]
             if not all(isinstance(key, str) for key in node):
                 raise FrameError("keys of a dict must be strings")
             return {key: self.walk(child, depth + 1) for key, child in node.items()}
@@ -190,7 +192,7 @@ def _check_tree(tree: Any) -> None:
                     raise FrameError("header has a key that is not a string")
                 below.extend(node.values())
             elif isinstance(node, list):
-                below.extend(node)
+                below.extend(child for child in node if type(child) is not str)
             elif not (node is None or isinstance(node, str | bytes | bool | int | float | np.ndarray | BFloat16)):
                 raise FrameError(f"header holds a {type(node).__name__}")
         level, depth = below, depth + 1
