@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,8 @@ from penstock.shared.protocol.weights import short_digest
 
 __all__ = ["Decided", "PolicyEngine"]
 
-T = TypeVar("T")
+INLINE_PRODUCTS = 4 << 20
+"""Products of a weight and a number for which no thread is woken: they take about a millisecond."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,9 +50,13 @@ class PolicyEngine:
         self.noise, self.noise_shape = policy.noise, policy.noise_shape
         self.action_dtype = "float32" if policy.noise == "normal" else "int64"
         """A uniform number chooses one of several values."""
+        self._num_weights = sum(tensor.numel() for tensor in policy.parameters())
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="policy")
+        self._lock = asyncio.Lock()
+        """Held while the policy decides or takes in a version."""
         self._version, self._digest = -1, ""
         self._update: WeightUpdate | None = None
+        self._closed = False
         self.num_decisions = 0
         self.seconds = 0.0
         """In which the policy decided."""
@@ -62,10 +67,18 @@ class PolicyEngine:
         Raises:
             Unavailable: the engine is closed.
         """
-        return await self._call(lambda: self._decide(observations, noise_NCA))
+        async with self._lock:
+            if self._closed:
+                raise Unavailable("the policy's engine is closed")
+            num_rows = len(next(iter(observations.values())))
+            if num_rows * self._num_weights <= INLINE_PRODUCTS:
+                return self._decide(observations, noise_NCA)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._thread, self._decide, observations, noise_NCA)
 
     async def close(self) -> None:
         """Stop. Safe to repeat."""
+        self._closed = True
         self._thread.shutdown(wait=False)
 
     # -- weights -----------------------------------------------------------------------------------------------------
@@ -99,7 +112,11 @@ class PolicyEngine:
     async def commit_update(self) -> float:
         """Swap between two decisions; see ``Updatable.commit_update``."""
         update, self._update = self._open_update(), None
-        return await self._call(lambda: self._commit(update))
+        async with self._lock:
+            start = time.perf_counter()
+            update.commit()
+            self._version, self._digest = update.version, update.digest
+            return time.perf_counter() - start
 
     async def abort_update(self) -> None:
         """Give the open update up. Safe to repeat."""
@@ -113,14 +130,6 @@ class PolicyEngine:
         if self._update is None:
             raise Conflict("no update is open: call begin_update first")
         return self._update
-
-    # -- in the thread -----------------------------------------------------------------------------------------------
-
-    def _commit(self, update: WeightUpdate) -> float:
-        start = time.perf_counter()
-        update.commit()
-        self._version, self._digest = update.version, update.digest
-        return time.perf_counter() - start
 
     def _decide(self, observations: Mapping[str, NDArray[Any]], noise_NCA: NDArray[np.float32] | None) -> Decided:
         start = time.perf_counter()
@@ -137,11 +146,3 @@ class PolicyEngine:
         self.num_decisions += len(decided.actions_NCA)
         self.seconds += time.perf_counter() - start
         return decided
-
-    async def _call(self, function: Callable[[], T]) -> T:
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, function)
-        except RuntimeError as error:
-            if "after shutdown" not in str(error):
-                raise
-            raise Unavailable("the policy's engine is closed") from None

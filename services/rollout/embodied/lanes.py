@@ -22,6 +22,7 @@ Rows = NDArray[np.int32]
 """Numbers of lanes, which are those of the session's environments."""
 NOISE_BLOCK = 64
 """Decisions for which noise is drawn at once."""
+ANY_VERSION = -1
 FIRST_LENGTH = 128
 """Decisions of an episode for which there is room at first."""
 
@@ -47,6 +48,8 @@ class Lanes:
         """Decisions so far."""
         self._label: Label | None = None
         self._num_labels = 0
+        self._versions_B = np.full(B, ANY_VERSION, np.int64)
+        """The version that an episode needs."""
         self._label_numbers_B = np.zeros(B, np.int64)
         T = min(FIRST_LENGTH, -(-horizon // C))
         self._observations = {
@@ -93,7 +96,10 @@ class Lanes:
         self._label_numbers_B[lanes] = 0
         self._hashes_B[lanes] = reply.state_hashes[kept]
         for i, lane in zip(kept.tolist(), lanes.tolist(), strict=True):
+            episode = self._episodes[lane]
+            assert episode is not None
             self._tasks[lane], self._spans[lane] = reply.tasks[i], []
+            self._versions_B[lane] = ANY_VERSION if episode.version is None else episode.version
         for name, column in self._observations.items():
             column[lanes, 0] = reply.observations[name][kept]
 
@@ -135,17 +141,15 @@ class Lanes:
 
         An episode that must come from another version is overtaken; one whose action is no number is lost.
         """
-        executed = np.ones(len(rows), np.bool_)
+        wanted_n = self._versions_B[rows]
+        executed: NDArray[np.bool_] = (wanted_n == decided.version) | (wanted_n == ANY_VERSION)
+        for lane in rows[~executed].tolist():
+            self._end(lane, overtaken=decided.version)
         if decided.actions_NCA.dtype.kind == "f":
-            executed = np.isfinite(decided.actions_NCA).all(axis=(1, 2))
-        for i, lane in enumerate(rows.tolist()):
-            episode = self._episodes[lane]
-            assert episode is not None
-            if episode.version is not None and episode.version != decided.version:
-                executed[i] = False
-                self._end(lane, overtaken=decided.version)
-            elif not executed[i]:
+            finite = np.isfinite(decided.actions_NCA).all(axis=(1, 2))
+            for lane in rows[executed & ~finite].tolist():
                 self._end(lane, lost=f"policy version {decided.version} gives an action that is not finite")
+            executed &= finite
         lanes = rows[executed]
         times = self._times_B[lanes]
         self._columns["actions"][lanes, times] = decided.actions_NCA[executed]
@@ -159,16 +163,17 @@ class Lanes:
 
     def stepped(self, rows: Rows, reply: StepReply) -> None:
         """Record what the simulator made of the decisions of these lanes."""
-        broken = ~np.isfinite(reply.rewards).all(axis=1) & ~reply.lost
-        reasons = ["a reward is not finite" if broken[i] else text for i, text in enumerate(reply.reasons)]
-        lost = reply.lost | broken
-        self._take_losses(rows, lost, reasons)
+        bad = ~np.isfinite(reply.rewards).all(axis=1)
+        self._take_losses(rows, reply.lost, reply.reasons)
+        self._take_losses(rows, bad & ~reply.lost, ["a reward is not finite"] * len(rows))
+        lost = reply.lost | bad
         kept = np.flatnonzero(~lost)
         lanes, times = rows[kept], self._times_B[rows[kept]]
         size = reply.rewards.shape[1]
         for name in ("rewards", "terminated", "truncated"):
             column = self._columns[name]
-            column[lanes, times] = 0
+            if size < self._chunk:
+                column[lanes, times] = 0
             column[lanes, times, :size] = getattr(reply, name)[kept]
         self._columns["valid"][lanes, times] = reply.valid[kept]
         self._succeeded_B[lanes] |= reply.success[kept].any(axis=1)
