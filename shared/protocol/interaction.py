@@ -23,16 +23,16 @@ __all__ = [
     "TOO_LATE",
     "USER_TAG",
     "Erasure",
-    "Fate",
     "FateBatch",
-    "FateStatus",
     "Feedback",
     "FeedbackBatch",
     "FeedbackIds",
+    "FeedbackStatus",
     "FinishReason",
     "Interaction",
-    "InteractionFate",
+    "InteractionStatus",
     "Redacted",
+    "StatusName",
     "bare_id",
     "job_mark",
     "marked_id",
@@ -216,14 +216,14 @@ class FeedbackIds(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
-FateStatus = Literal["received", "matched", "admitted", "quarantined", "rejected", "expired", "retracted", "trained"]
+StatusName = Literal["received", "matched", "admitted", "quarantined", "rejected", "expired", "retracted", "trained"]
 
 
-class Fate(msgspec.Struct, frozen=True, kw_only=True):
-    """Outcome of one item of feedback; the newest one of an id counts. Appended to DECISIONS, never changed."""
+class FeedbackStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Status of one item of feedback; the newest one of an id counts. Appended to DECISIONS, never changed."""
 
     feedback: str
-    status: FateStatus
+    status: StatusName
     reason: str = ""
     interactions: list[str] = msgspec.field(default_factory=list)
     ordinal: int = -1
@@ -233,11 +233,11 @@ class Fate(msgspec.Struct, frozen=True, kw_only=True):
     """Version that the batch made, once trained."""
     time: float
     revision: int = 0
-    """With the reason ``TOO_LATE``: the revision that came too late. What became of the item stays as it is."""
+    """With the reason ``TOO_LATE``: the revision that came too late. The status of the item stays as it is."""
 
 
-class InteractionFate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Outcome of one interaction. One with an ``ordinal`` follows from the ledger, and the newest of these counts;
+class InteractionStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Status of one interaction. One with an ``ordinal`` follows from the ledger, and the newest of these counts;
     else the first one does.
     """
 
@@ -253,14 +253,15 @@ class InteractionFate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class FateBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """One message of DECISIONS: what one decision made of how many items soever, in order, and of interactions.
+    """One message of DECISIONS: the statuses of items and interactions that one decision gave, in order.
 
-    ``over``: posted episodes that are decided, each by the xxh3-128 of its key and name, with an item that was refused
-    together with it ('': some of it is trained). A later turn of it is `episode_over`.
+    The name of the class is the kind of the message on the bus. ``over``: closed posted episodes, each by the xxh3-128
+    of its key and name, with an item that was refused together with it ('': some of it is trained). A later turn of it
+    is `episode_over`.
     """
 
-    items: list[Fate]
-    interactions: list[InteractionFate] = []
+    items: list[FeedbackStatus]
+    interactions: list[InteractionStatus] = []
     over: list[tuple[str, str]] = []
 
 

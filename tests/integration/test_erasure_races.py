@@ -44,11 +44,11 @@ from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.interaction import (
     RESTORED_HEADER,
     Erasure,
-    Fate,
     FateBatch,
     Feedback,
     FeedbackBatch,
     FeedbackIds,
+    FeedbackStatus,
     new_marked_id,
 )
 from penstock.shared.protocol.jobs import JobRecord
@@ -379,9 +379,9 @@ async def test_a_retraction_that_came_first_and_was_stored_anew_still_takes_back
         id=new_marked_id(scene.job), job=scene.job, kind="retraction", key_id="trusted", received=time.time(),
         body={"feedback": item.id},
     )  # fmt: skip
-    fates = [Fate(feedback=retraction.id, status="retracted", reason=f"retracts {item.id}", time=1.0)]
+    fates = [FeedbackStatus(feedback=retraction.id, status="retracted", reason=f"retracts {item.id}", time=1.0)]
     if is_over:
-        fates.append(Fate(feedback=item.id, status="rejected", reason="stale", time=1.0))
+        fates.append(FeedbackStatus(feedback=item.id, status="rejected", reason="stale", time=1.0))
     await scene.bus.publish(subjects.decisions(scene.job), pack(FateBatch(items=fates), job=scene.job))
     copy = pack(FeedbackBatch(items=[retraction]), job=scene.job)
     await scene.bus.publish(subjects.feedback(scene.job), copy, headers={RESTORED_HEADER: "1"})

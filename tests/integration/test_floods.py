@@ -23,10 +23,10 @@ from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.interaction import (
     Erasure,
-    Fate,
     FateBatch,
     Feedback,
     FeedbackBatch,
+    FeedbackStatus,
     Interaction,
     new_marked_id,
 )
@@ -161,7 +161,7 @@ async def test_a_flood_delays_other_facts_by_a_bounded_number_of_messages(
                 await (await posted.get())()
 
 
-async def statuses(bus: Bus) -> dict[str, Fate]:
+async def statuses(bus: Bus) -> dict[str, FeedbackStatus]:
     messages = await bus.read(subjects.DECISIONS, subjects.decisions(JOB))
     return {fate.feedback: fate for message in messages for fate in unpack(message.data, FateBatch)[0].items}
 

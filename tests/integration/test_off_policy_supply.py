@@ -28,7 +28,14 @@ from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.events import decode_events
 from penstock.shared.protocol.generation import Sampling, Span
-from penstock.shared.protocol.interaction import Fate, FateBatch, Feedback, FeedbackBatch, Interaction, new_marked_id
+from penstock.shared.protocol.interaction import (
+    FateBatch,
+    Feedback,
+    FeedbackBatch,
+    FeedbackStatus,
+    Interaction,
+    new_marked_id,
+)
 from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.protocol.messages import Ack, BatchManifest, Report
 from penstock.shared.protocol.trajectory import Group, decode_group
@@ -112,7 +119,7 @@ async def report(bus: Bus, job: str, **fields: Any) -> None:
                 return
 
 
-async def until_statuses(bus: Bus, job: str, **wanted: str) -> dict[str, Fate]:
+async def until_statuses(bus: Bus, job: str, **wanted: str) -> dict[str, FeedbackStatus]:
     async with asyncio.timeout(DEADLINE_S):
         while True:
             messages = await bus.read(subjects.DECISIONS, subjects.decisions(job))

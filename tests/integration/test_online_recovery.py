@@ -13,7 +13,7 @@ from penstock.services.coordinator.online.supply import LiveSupply
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.interaction import Fate, FateBatch, Feedback, FeedbackBatch
+from penstock.shared.protocol.interaction import FateBatch, Feedback, FeedbackBatch, FeedbackStatus
 from penstock.shared.transport.bus import Bus
 
 JOB = "job_x"
@@ -38,7 +38,7 @@ async def post_feedback(bus: Bus, *items: Feedback) -> None:
     await bus.publish(subjects.feedback(JOB), pack(FeedbackBatch(items=list(items)), job=JOB))
 
 
-async def publish_decision(bus: Bus, fate: Fate, *, epoch: int) -> None:
+async def publish_decision(bus: Bus, fate: FeedbackStatus, *, epoch: int) -> None:
     await bus.publish(subjects.decisions(JOB), pack(FateBatch(items=[fate]), job=JOB, epoch=epoch))
 
 
@@ -58,7 +58,7 @@ async def test_items_rejected_for_space_stay_rejected(bus: Bus, monkeypatch: pyt
     await first.flush()
     for number in range(20):
         await publish_decision(
-            bus, Fate(feedback=f"x{number}", status="rejected", reason="stale", time=time.time()), epoch=1
+            bus, FeedbackStatus(feedback=f"x{number}", status="rejected", reason="stale", time=time.time()), epoch=1
         )
     second = await leader(bus, 2)
     assert list(second.matching.examples.ready) == ["b"]
@@ -71,9 +71,15 @@ async def test_items_rejected_for_space_stay_rejected(bus: Bus, monkeypatch: pyt
 async def test_decisions_of_a_deposed_leader_do_not_count(bus: Bus) -> None:
     now = time.time()
     await post_feedback(bus, *(posted(name, now) for name in "abc"))
-    await publish_decision(bus, Fate(feedback="a", status="rejected", reason="feedback_full", time=now), epoch=1)
-    await publish_decision(bus, Fate(feedback="b", status="rejected", reason="feedback_full", time=now), epoch=2)
-    await publish_decision(bus, Fate(feedback="c", status="rejected", reason="feedback_full", time=now), epoch=1)
+    await publish_decision(
+        bus, FeedbackStatus(feedback="a", status="rejected", reason="feedback_full", time=now), epoch=1
+    )
+    await publish_decision(
+        bus, FeedbackStatus(feedback="b", status="rejected", reason="feedback_full", time=now), epoch=2
+    )
+    await publish_decision(
+        bus, FeedbackStatus(feedback="c", status="rejected", reason="feedback_full", time=now), epoch=1
+    )
     third = await leader(bus, 3)
     assert list(third.matching.examples.ready) == ["c"]
     await third.flush()

@@ -41,10 +41,10 @@ from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.interaction import (
     Erasure,
-    Fate,
     FateBatch,
     Feedback,
     FeedbackBatch,
+    FeedbackStatus,
     Interaction,
     new_marked_id,
 )
@@ -117,13 +117,13 @@ async def report(bus: Bus, job: str, **fields: Any) -> None:
                 return
 
 
-async def statuses(bus: Bus, job: str) -> dict[str, Fate]:
+async def statuses(bus: Bus, job: str) -> dict[str, FeedbackStatus]:
     """Return the newest status of each item."""
     messages = await bus.read(subjects.DECISIONS, subjects.decisions(job))
     return {fate.feedback: fate for message in messages for fate in unpack(message.data, FateBatch)[0].items}
 
 
-async def until_statuses(bus: Bus, job: str, **wanted: str) -> dict[str, Fate]:
+async def until_statuses(bus: Bus, job: str, **wanted: str) -> dict[str, FeedbackStatus]:
     async with asyncio.timeout(DEADLINE_S):
         while True:
             found = await statuses(bus, job)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from penstock.services.coordinator.online.matching import Matching
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.generation import Sampling, Span
-from penstock.shared.protocol.interaction import Fate, Feedback, Interaction
+from penstock.shared.protocol.interaction import Feedback, FeedbackStatus, Interaction
 
 EPISODE = "0192f0c1-0000-7000-8000-00000000000e"
 IDLE, AGE, END = 8, 20, 60
@@ -68,7 +68,7 @@ class Reader:
     def sweep(self, version: int, now: float) -> None:
         self._tell(self.matching.sweep(version=version, now=now))
 
-    def _tell(self, fates: list[Fate]) -> None:
+    def _tell(self, fates: list[FeedbackStatus]) -> None:
         self.statuses |= {one.feedback: (one.status, one.reason) for one in fates}
         self.refused |= {one.interaction: one.reason for one in self.matching.refused_interactions.drain()}
 

@@ -24,7 +24,7 @@ from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission, Admitted, BatchSealed, Event, Finished
 from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import Fate, Feedback, Interaction, InteractionFate
+from penstock.shared.protocol.interaction import Feedback, FeedbackStatus, Interaction, InteractionStatus
 from penstock.shared.protocol.messages import Report
 from penstock.shared.protocol.trajectory import GroupHeader, encode_group
 
@@ -58,9 +58,9 @@ class World:
     interactions: dict[int, Interaction] = field(default_factory=dict)
     feedback: dict[int, list[Feedback]] = field(default_factory=dict)
     stored: dict[int, GroupHeader] = field(default_factory=dict)
-    fates: list[Fate] = field(default_factory=list)
-    decided: dict[str, InteractionFate] = field(default_factory=dict)
-    """Statuses of interactions, by the rule of ``InteractionFate``."""
+    fates: list[FeedbackStatus] = field(default_factory=list)
+    decided: dict[str, InteractionStatus] = field(default_factory=dict)
+    """Statuses of interactions, by the rule of ``InteractionStatus``."""
     over: list[tuple[str, str]] = field(default_factory=list)
     """Closed posted episodes, as in ``FateBatch.over``."""
     rejected_for_space: set[str] = field(default_factory=set)
@@ -69,7 +69,7 @@ class World:
 
     engine_version: int = 0
 
-    def take(self, fates: list[InteractionFate]) -> None:
+    def take(self, fates: list[InteractionStatus]) -> None:
         for one in fates:
             if one.ordinal >= 0 or one.interaction not in self.decided:
                 self.decided[one.interaction] = one

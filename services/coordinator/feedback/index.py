@@ -22,12 +22,12 @@ from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.interaction import (
     EPISODE_HEADER,
     Erasure,
-    Fate,
     FateBatch,
     Feedback,
     FeedbackBatch,
     FeedbackIds,
-    InteractionFate,
+    FeedbackStatus,
+    InteractionStatus,
     bare_id,
 )
 from penstock.shared.protocol.parts import PART, count_of
@@ -62,8 +62,8 @@ class _Read:
     posts: list[tuple[int, Feedback]] = field(default_factory=list)
     kept: list[tuple[int, Feedback]] = field(default_factory=list)
     """Items of which only the ids are left."""
-    fates: list[Fate] = field(default_factory=list)
-    decided: list[tuple[str, InteractionFate]] = field(default_factory=list)
+    fates: list[FeedbackStatus] = field(default_factory=list)
+    decided: list[tuple[str, InteractionStatus]] = field(default_factory=list)
     """Interactions, with their job."""
     erasures: list[Erasure] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)

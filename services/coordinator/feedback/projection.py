@@ -21,7 +21,7 @@ import msgspec
 
 from penstock.services.coordinator.feedback.ingest import Known
 from penstock.services.coordinator.feedback.leaders import Leaders
-from penstock.shared.protocol.interaction import Erasure, Fate, Feedback, InteractionFate
+from penstock.shared.protocol.interaction import Erasure, Feedback, FeedbackStatus, InteractionStatus
 
 __all__ = ["Place", "Projection", "Target", "drop_abandoned", "open_projection"]
 
@@ -227,12 +227,12 @@ class Projection:
     def apply(
         self,
         posts: Iterable[tuple[int, Feedback]],
-        fates: Iterable[Fate],
+        fates: Iterable[FeedbackStatus],
         erasures: Sequence[Erasure],
         targets: Iterable[Target],
         places: Iterable[Place],
         *,
-        decided: Iterable[tuple[str, InteractionFate]] = (),
+        decided: Iterable[tuple[str, InteractionStatus]] = (),
         kept: Iterable[tuple[int, Feedback]] = (),
         epochs: Mapping[str, int] | None = None,
     ) -> None:
@@ -361,10 +361,10 @@ def _post_row(seq: int, item: Feedback) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _decided_row(job: str, fate: InteractionFate) -> tuple[Any, ...]:
+def _decided_row(job: str, fate: InteractionStatus) -> tuple[Any, ...]:
     return fate.interaction, job, fate.status, fate.reason, fate.ordinal, fate.batch, fate.version, fate.time
 
 
-def _fate_row(fate: Fate) -> tuple[Any, ...]:
+def _fate_row(fate: FeedbackStatus) -> tuple[Any, ...]:
     told = " ".join(fate.interactions)
     return fate.feedback, fate.status, fate.reason, told, fate.ordinal, fate.batch, fate.version, fate.time

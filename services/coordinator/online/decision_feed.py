@@ -21,7 +21,7 @@ from penstock.services.coordinator.retry import Retry
 from penstock.shared.errors import ProtocolError, StreamFull
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.interaction import Fate, FateBatch, InteractionFate
+from penstock.shared.protocol.interaction import FateBatch, FeedbackStatus, InteractionStatus
 from penstock.shared.transport.bus import Bus, Message, Outgoing
 
 __all__ = ["DecisionPublisher", "oldest_undecided_time", "recover_decisions"]
@@ -44,7 +44,10 @@ class DecisionPublisher:
         self._bus, self._job, self._epoch, self._funnel, self._retry = bus, job, epoch, funnel, retry
 
     async def publish(
-        self, statuses: Sequence[Fate], interactions: Sequence[InteractionFate], closed: Sequence[tuple[str, str]] = ()
+        self,
+        statuses: Sequence[FeedbackStatus],
+        interactions: Sequence[InteractionStatus],
+        closed: Sequence[tuple[str, str]] = (),
     ) -> None:
         """Append statuses and closed posted episodes to DECISIONS before the leader decides anything else."""
         self._funnel.on_feedback_statuses(statuses)
@@ -58,19 +61,19 @@ class DecisionPublisher:
             msg_id = f"fates:{self._job}:{xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(batch))}"
             count = len(batch.items) + len(batch.interactions)
             send = partial(self._send, Outgoing(subjects.decisions(self._job), data, {}, msg_id), count)
-            what = f"{count} fates of live answers"
+            what = f"{count} statuses of live answers"
             await self._retry().until_taken(what, subjects.decisions(self._job), send)
 
     async def _send(self, message: Outgoing, count: int) -> None:
         try:
             await self._bus.publish_whole([message], deadline_s=5)
         except StreamFull as error:  # clients miss these; of training, only late turns depend on them
-            logger.error("%s: %d fates are lost: %s", self._job, count, error)
+            logger.error("%s: %d statuses are lost: %s", self._job, count, error)
 
 
 class _Read(NamedTuple):
-    statuses: list[Fate]
-    interactions: list[InteractionFate]
+    statuses: list[FeedbackStatus]
+    interactions: list[InteractionStatus]
     closed: list[tuple[str, str]]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from penstock.services.coordinator.online.admission import out_of_range
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission
-from penstock.shared.protocol.interaction import Fate, Feedback, InteractionFate
+from penstock.shared.protocol.interaction import Feedback, FeedbackStatus, InteractionStatus
 from penstock.shared.runtime import metrics
 
 __all__ = ["Funnel"]
@@ -56,7 +56,7 @@ class Funnel:
             total, number = self._metric_sums.get(item.metric, (0.0, 0))
             self._metric_sums[item.metric] = total + float(item.value), number + 1
 
-    def on_feedback_statuses(self, statuses: Iterable[Fate]) -> None:
+    def on_feedback_statuses(self, statuses: Iterable[FeedbackStatus]) -> None:
         """Count statuses of feedback."""
         for status in statuses:
             FEEDBACK.labels(status.status).inc()
@@ -64,7 +64,7 @@ class Funnel:
             if status.status == "rejected":
                 self._counts[f"rejected/{status.reason}"] += 1
 
-    def on_interaction_statuses(self, statuses: Iterable[InteractionFate]) -> None:
+    def on_interaction_statuses(self, statuses: Iterable[InteractionStatus]) -> None:
         """Count statuses of interactions, refused ones by reason."""
         for status in statuses:
             refused = status.status == "rejected"

@@ -46,7 +46,7 @@ from penstock.services.coordinator.online.turns import (
 from penstock.services.coordinator.online.unmatched import PendingRetractions, UnmatchedFeedback
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission
-from penstock.shared.protocol.interaction import MAX_TURNS, Erasure, Fate, FateStatus, Feedback, Interaction
+from penstock.shared.protocol.interaction import MAX_TURNS, Erasure, Feedback, FeedbackStatus, Interaction, StatusName
 
 __all__ = ["ERASED", "MAX_WAITING", "Matching", "max_ready", "overload_victims"]
 
@@ -135,7 +135,7 @@ class Matching:
 
     # -- facts ---------------------------------------------------------------------------------------------------------
 
-    def on_interaction(self, seq: int, interaction: Interaction) -> list[Fate]:
+    def on_interaction(self, seq: int, interaction: Interaction) -> list[FeedbackStatus]:
         """Add an interaction, and match the feedback that waited for it."""
         self._next = (max(self._next[0], seq + 1), self._next[1])
         self._changed_names.update(dict.fromkeys(self.examples.on_interaction(seq, interaction)))
@@ -177,7 +177,7 @@ class Matching:
             self._attach_unmatched(episode_id, key, episode.items, interaction) if interaction.index == 0 else []
         )
 
-    def on_feedback(self, seq: int, item: Feedback, now: float) -> list[Fate]:
+    def on_feedback(self, seq: int, item: Feedback, now: float) -> list[FeedbackStatus]:
         """Add an item of feedback."""
         self._next = (self._next[0], max(self._next[1], seq))  # the message may hold more items
         if item.id in self.final:
@@ -210,9 +210,9 @@ class Matching:
             else self._attach(FeedbackItem(seq, bare), now)
         )
 
-    def on_erasure(self, erasure: Erasure, now: float) -> list[Fate]:
+    def on_erasure(self, erasure: Erasure, now: float) -> list[FeedbackStatus]:
         """Forget the interactions and feedback of a deleted user."""
-        statuses: list[Fate] = []
+        statuses: list[FeedbackStatus] = []
         for name in map(canonical_id, erasure.feedback):
             self._end_feedback(name, ERASED)
         for name in map(canonical_id, erasure.interactions):
@@ -224,7 +224,7 @@ class Matching:
             self.examples.examples_about(map(canonical_id, erasure.interactions)), ERASED, now
         )
 
-    def _erase(self, key: str, name: str, now: float) -> list[Fate]:
+    def _erase(self, key: str, name: str, now: float) -> list[FeedbackStatus]:
         """Remove a turn from its episode, and discard the episode if it was the last one."""
         episode = self.episodes[key]
         gone = [turn for turn in episode.turns if canonical_id(turn.interaction.id) == name]
@@ -247,7 +247,7 @@ class Matching:
 
     def sweep(
         self, *, version: int, now: float, newest: int | None = None, everything: bool = True, most: int | None = None
-    ) -> list[Fate]:
+    ) -> list[FeedbackStatus]:
         """Settle what is complete, refuse what can never be trained, expire feedback without a target.
 
         Args:
@@ -256,7 +256,7 @@ class Matching:
             everything: also check episodes that did not change themselves (time passes, versions rise).
             most: number of changed episodes and items to settle; None settles all.
         """
-        statuses: list[Fate] = []
+        statuses: list[FeedbackStatus] = []
         changed = self._changed_names if most is None else dict.fromkeys(islice(self._changed_names, most))
         names = {name for name in changed if name in self.episodes}
         if everything or self._swept_version < 0:  # before the first sweep every episode counts as changed
@@ -288,20 +288,20 @@ class Matching:
                 self._discard_episode(key, CONSUMED)
             self.final.targets.update(admission.refused)
 
-    def on_job_end(self, now: float) -> list[Fate]:
+    def on_job_end(self, now: float) -> list[FeedbackStatus]:
         """Reject everything undecided: a finished job admits nothing."""
         for key, episode in list(self.episodes.items()):
             self.refused_interactions.add(same_reason(episode.turns, JOB_ENDED), now)
             self._discard_episode(key, JOB_ENDED)
         return self.reject(list(self._undecided), JOB_ENDED, now)
 
-    def reject(self, items: Iterable[str], reason: str, now: float) -> list[Fate]:
+    def reject(self, items: Iterable[str], reason: str, now: float) -> list[FeedbackStatus]:
         """Reject undecided feedback."""
         return [one for name in items for one in self._close_feedback(name, "rejected", reason, now)]
 
     # -- internals -----------------------------------------------------------------------------------------------------
 
-    def _add_example(self, seq: int, item: Feedback, now: float) -> list[Fate]:
+    def _add_example(self, seq: int, item: Feedback, now: float) -> list[FeedbackStatus]:
         """Add an item that is an off-policy example itself."""
         self._undecided[item.id] = UndecidedFeedback(self.examples.add(seq, item), "", holder=self.examples.items)
         self._feedback_seqs.put(seq, item.id)
@@ -311,7 +311,7 @@ class Matching:
         matched = feedback_status(item.id, "matched", "", now)
         return [matched, *self.reject(self.examples.quota.excess(item.key_id), TOO_MANY_WAITING, now)]
 
-    def _attach(self, item: FeedbackItem, now: float) -> list[Fate]:
+    def _attach(self, item: FeedbackItem, now: float) -> list[FeedbackStatus]:
         feedback = item.feedback
         target = canonical_id(feedback.inference or feedback.episode)
         if target in self.final.targets:
@@ -330,7 +330,7 @@ class Matching:
 
     def _attach_to_turn(
         self, held: UndecidedFeedback, key: str, holder: dict[str, FeedbackItem], asker: str, now: float
-    ) -> list[Fate]:
+    ) -> list[FeedbackStatus]:
         """Attach an item to its target, whose answer the key ``asker`` received."""
         name = held.item.feedback.id
         if self.job.online.raters == "same_key" and held.item.feedback.key_id != asker:
@@ -367,9 +367,9 @@ class Matching:
 
     def _attach_unmatched(
         self, target: str, key: str, holder: dict[str, FeedbackItem], interaction: Interaction
-    ) -> list[Fate]:
+    ) -> list[FeedbackStatus]:
         """Attach the feedback that waited for a target, unless it had expired before the target came."""
-        statuses: list[Fate] = []
+        statuses: list[FeedbackStatus] = []
         for name, item in self.unmatched.pop(target).items():
             if interaction.ended > item.feedback.received + self.job.online.match_ttl_s:
                 statuses += self._expired(item, interaction.ended)
@@ -378,13 +378,13 @@ class Matching:
             statuses += self._attach_to_turn(self._undecided[name], key, holder, interaction.key_id, found)
         return statuses
 
-    def _exclude_turn(self, name: str, reason: str, interaction: Interaction) -> list[Fate]:
+    def _exclude_turn(self, name: str, reason: str, interaction: Interaction) -> list[FeedbackStatus]:
         """Refuse a turn that its episode cannot take, and reject the feedback that waited for it."""
         self._mark_decided(name, reason)
         self.refused_interactions.add({name: reason}, interaction.ended)
         return self.reject(self.unmatched.pop(name), reason, interaction.ended)
 
-    def _retract(self, seq: int, item: Feedback, now: float) -> list[Fate]:
+    def _retract(self, seq: int, item: Feedback, now: float) -> list[FeedbackStatus]:
         name = canonical_id(str(item.body.get("feedback", "")))
         if name in self.final:
             return self._close_feedback(item.id, "rejected", self.final.retraction_refusal(name), now)
@@ -436,7 +436,7 @@ class Matching:
             return True
         return held.holder is self.examples.items and bool(self.examples.missing_records(held.item.feedback))
 
-    def _settle(self, key: str, version: int, now: float) -> list[Fate]:
+    def _settle(self, key: str, version: int, now: float) -> list[FeedbackStatus]:
         episode = self.episodes[key]
         self.ready.pop(key, None)
         outcome = episode.settle(self.job, version=version, now=now)
@@ -452,7 +452,9 @@ class Matching:
             return []
         return self._refuse(key, outcome.refused[-1][1], now, outcome.reasons)
 
-    def _refuse(self, key: str, reason: str, now: float, reasons: Mapping[str, str] | None = None) -> list[Fate]:
+    def _refuse(
+        self, key: str, reason: str, now: float, reasons: Mapping[str, str] | None = None
+    ) -> list[FeedbackStatus]:
         """Refuse an episode for good; ``reasons`` are those of its turns, where they differ from ``reason``."""
         episode = self.episodes[key]
         reason_of_turn = same_reason(episode.turns, reason) | dict(reasons or {})
@@ -470,9 +472,9 @@ class Matching:
         self.final.targets.update(reason_of_turn)
         return statuses
 
-    def _shed_load(self, now: float) -> list[Fate]:
+    def _shed_load(self, now: float) -> list[FeedbackStatus]:
         """Refuse episodes that cannot be trained in time, or that exceed the memory limit."""
-        statuses: list[Fate] = []
+        statuses: list[FeedbackStatus] = []
         most = max_ready(self.job.max_draws)
         if len(self.ready) > most:
             oldest = sorted(self.ready.items(), key=lambda one: min(trajectory.first for trajectory in one[1]))
@@ -485,7 +487,7 @@ class Matching:
                 statuses += self._refuse(name, TOO_MANY_WAITING, now)
         return statuses
 
-    def _expire(self, now: float) -> list[Fate]:
+    def _expire(self, now: float) -> list[FeedbackStatus]:
         limit = now - self.job.online.match_ttl_s
         expired = [
             feedback_status(name, "expired", "unknown_target", now) for name in self._pending_retractions.expire(limit)
@@ -494,10 +496,12 @@ class Matching:
         self.examples.discard_unused_records()
         return expired + [one for item in late for one in self._expired(item, now)]
 
-    def _expired(self, item: FeedbackItem, now: float, reason: str = "unknown_target") -> list[Fate]:
+    def _expired(self, item: FeedbackItem, now: float, reason: str = "unknown_target") -> list[FeedbackStatus]:
         return self._close_feedback(item.feedback.id, "expired", reason, now)
 
-    def _close_feedback(self, name: str, status: FateStatus, reason: str, now: float, seq: int = 0) -> list[Fate]:
+    def _close_feedback(
+        self, name: str, status: StatusName, reason: str, now: float, seq: int = 0
+    ) -> list[FeedbackStatus]:
         """Give an item that was not admitted its final status; ``seq`` is set for an item that was not held."""
         self._end_feedback(name, status, seq)
         return [feedback_status(name, status, reason, now)]

@@ -20,11 +20,11 @@ from penstock.services.coordinator.online.turns import MAX_SEQ, FeedbackItem
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.quarantine import QuarantineConfig
 from penstock.shared.protocol.events import Quarantined
-from penstock.shared.protocol.interaction import Erasure, Fate, Feedback, bare_id
+from penstock.shared.protocol.interaction import Erasure, Feedback, FeedbackStatus, bare_id
 
 __all__ = ["DECIDING", "Quarantine"]
 
-PassOn = Callable[[int, Feedback, float], list[Fate]]
+PassOn = Callable[[int, Feedback, float], list[FeedbackStatus]]
 """Takes the items that are not held: sequence, item, time of reading."""
 DECIDING = frozenset({"release", "drop"})
 """Kinds of feedback that decide on a held item."""
@@ -83,7 +83,7 @@ class Quarantine:
         if self._config is not None:
             self._judge(item)
 
-    def on_feedback(self, seq: int, item: Feedback, now: float) -> list[Fate]:
+    def on_feedback(self, seq: int, item: Feedback, now: float) -> list[FeedbackStatus]:
         """Hold an item, or pass it on."""
         if item.kind in DECIDING:
             return self._decide(item, now)
@@ -132,7 +132,7 @@ class Quarantine:
         if new:
             draft.add(Quarantined(writer_epoch=draft.run.writer_epoch, time=draft.now, items=new))
 
-    def sweep(self, now: float) -> list[Fate]:
+    def sweep(self, now: float) -> list[FeedbackStatus]:
         """Reject the items held for too long."""
         if self._config is None:
             return []
@@ -140,12 +140,12 @@ class Quarantine:
         late = [name for name, item in self._held.items() if item.feedback.received < limit]
         return [self._reject(name, "quarantine_expired", now) for name in late]
 
-    def reject_older_half(self, now: float) -> list[Fate]:
+    def reject_older_half(self, now: float) -> list[FeedbackStatus]:
         """Reject the older half of the held items: they keep everything after them in the stream."""
         names = sorted(self._held, key=lambda name: self._held[name].seq)
         return [self._reject(name, "quarantine_full", now) for name in names[: (len(names) + 1) // 2]]
 
-    def on_job_end(self, now: float) -> list[Fate]:
+    def on_job_end(self, now: float) -> list[FeedbackStatus]:
         """Reject everything held."""
         return [self._reject(name, "job_ended", now) for name in list(self._held)]
 
@@ -164,7 +164,7 @@ class Quarantine:
         span = 1.0 if metric.type == "boolean" else (metric.clip[1] - metric.clip[0]) / (abs(metric.weight) or 1.0)
         return self._outliers.judge(item.key_id, item.metric, item.value, span)
 
-    def _hold(self, seq: int, item: Feedback, reason: str, now: float) -> list[Fate]:
+    def _hold(self, seq: int, item: Feedback, reason: str, now: float) -> list[FeedbackStatus]:
         """Hold an item; an empty ``reason`` means that its status is already published."""
         self._held[item.id] = FeedbackItem(seq, item)
         statuses = [feedback_status(item.id, "quarantined", reason, now)] if reason else []
@@ -172,7 +172,7 @@ class Quarantine:
             statuses.append(self._reject(next(iter(self._held)), "quarantine_full", now))
         return statuses
 
-    def _decide(self, item: Feedback, now: float) -> list[Fate]:
+    def _decide(self, item: Feedback, now: float) -> list[FeedbackStatus]:
         name = bare_id(str(item.body.get("feedback", ""))) or ""
         held = self._held.get(name)
         if held is None:
@@ -186,7 +186,7 @@ class Quarantine:
         self._recorded.pop(name, None)
         return self._pass_on(held.seq, released, now)
 
-    def _release_retracted(self, item: Feedback, now: float) -> list[Fate]:
+    def _release_retracted(self, item: Feedback, now: float) -> list[FeedbackStatus]:
         """Pass on the held item that a retraction names, so that ``Matching`` knows both."""
         name = bare_id(str(item.body.get("feedback", ""))) or ""
         retracted = self._held.pop(name, None)
@@ -199,7 +199,7 @@ class Quarantine:
         if isinstance(item.value, bool | int | float):
             self._outliers.learn(item.key_id, item.metric, item.value)
 
-    def _reject(self, name: str, reason: str, now: float) -> Fate:
+    def _reject(self, name: str, reason: str, now: float) -> FeedbackStatus:
         """Reject a held item, copies of it included; a later revision counts again."""
         self._rejected[name] = self._held.pop(name).feedback.received
         if len(self._rejected) > MAX_JUDGED:

@@ -83,7 +83,7 @@ async def decided_ids(bus: Bus, job: str, names: set[str], archive: LedgerArchiv
             batch, envelope = unpack(await data_of(bus, subjects.DECISIONS, message), FateBatch)
             if leaders.is_gone(job, envelope.epoch):
                 continue
-            newest |= {fate.feedback: fate.status for fate in batch.items if fate.feedback in names}
+            newest |= {one.feedback: one.status for one in batch.items if one.feedback in names}
             decided |= names & {
                 canonical_id(one.interaction) for one in batch.interactions if one.reason != DISCONNECTED
             }

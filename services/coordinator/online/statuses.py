@@ -14,7 +14,7 @@ from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.turns import DISCONNECTED, MAX_SEQ, Turn, canonical_id
 from penstock.shared.protocol.events import Admission, Admitted, BatchTrained, Dropped, Event, LineageForked
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import TOO_LATE, Fate, FateStatus, Feedback, InteractionFate
+from penstock.shared.protocol.interaction import TOO_LATE, Feedback, FeedbackStatus, InteractionStatus, StatusName
 
 __all__ = [
     "ADMITTED",
@@ -47,17 +47,17 @@ CONSUMED = "late_after_training"
 
 
 def feedback_status(
-    feedback: str, status: FateStatus, reason: str, time: float, interactions: Sequence[str] = (), *,
+    feedback: str, status: StatusName, reason: str, time: float, interactions: Sequence[str] = (), *,
     ordinal: int = -1, batch: int = 0, version: int = 0, revision: int = 0,
-) -> Fate:  # fmt: skip
+) -> FeedbackStatus:  # fmt: skip
     """Build one status of an item of feedback."""
-    return Fate(
+    return FeedbackStatus(
         feedback=feedback, status=status, reason=reason, interactions=list(interactions), ordinal=ordinal, batch=batch,
         version=version, time=time, revision=revision,
     )  # fmt: skip
 
 
-def feedback_statuses(events: Iterable[Event], state: LedgerState) -> list[Fate]:
+def feedback_statuses(events: Iterable[Event], state: LedgerState) -> list[FeedbackStatus]:
     """Derive statuses of feedback from committed events; ``state`` is the ledger after them."""
     return [
         feedback_status(
@@ -70,12 +70,12 @@ def feedback_statuses(events: Iterable[Event], state: LedgerState) -> list[Fate]
     ]  # fmt: skip
 
 
-def interaction_statuses(events: Iterable[Event], state: LedgerState) -> list[InteractionFate]:
+def interaction_statuses(events: Iterable[Event], state: LedgerState) -> list[InteractionStatus]:
     """Derive statuses of interactions from committed events; ``state`` is the ledger after them."""
     admissions = (one for event in events if isinstance(event, Admitted) for one in event.admissions)
     refused = [status for one in admissions for status in refused_statuses(one.refused, one.time)]
     return refused + [
-        InteractionFate(
+        InteractionStatus(
             interaction=name, status=end.status, reason=end.reason or _admission_rule(admission),
             ordinal=admission.ordinal, batch=end.batch, version=end.version, time=end.time,
         )
@@ -134,22 +134,22 @@ class RefusedInteractions:
     """Collects refused interactions until the leader publishes them; an admission names those refused with it."""
 
     def __init__(self) -> None:
-        self._found: list[InteractionFate] = []
+        self._found: list[InteractionStatus] = []
 
     def add(self, reasons: Mapping[str, str], time: float) -> None:
         """Refuse these interactions (canonical ids), each for its reason."""
         self._found += refused_statuses(reasons, time)
 
-    def drain(self) -> list[InteractionFate]:
+    def drain(self) -> list[InteractionStatus]:
         """Return all collected statuses, and clear them."""
         found, self._found = self._found, []
         return found
 
 
-def refused_statuses(reasons: Mapping[str, str], time: float) -> list[InteractionFate]:
+def refused_statuses(reasons: Mapping[str, str], time: float) -> list[InteractionStatus]:
     """Build the statuses of interactions that are never trained."""
     return [
-        InteractionFate(interaction=name, status="rejected", reason=reason, time=time)
+        InteractionStatus(interaction=name, status="rejected", reason=reason, time=time)
         for name, reason in reasons.items()
     ]
 
@@ -178,12 +178,12 @@ class RecoveredDecisions:
     @classmethod
     def of(
         cls,
-        statuses: Iterable[Fate],
-        interactions: Iterable[InteractionFate] = (),
+        statuses: Iterable[FeedbackStatus],
+        interactions: Iterable[InteractionStatus] = (),
         closed_episodes: Iterable[tuple[str, str]] = (),
     ) -> RecoveredDecisions:
         """Fold published statuses in their order. The ledger names admitted items only for a while."""
-        newest, late = dict[str, Fate](), set[str]()
+        newest, late = dict[str, FeedbackStatus](), set[str]()
         for status in statuses:
             if status.revision:  # the status concerns a late revision alone
                 late.add(status.feedback)
@@ -207,11 +207,11 @@ class RecoveredDecisions:
         )
 
 
-def _is_quarantine_rejection(status: Fate) -> bool:
+def _is_quarantine_rejection(status: FeedbackStatus) -> bool:
     return status.status in UNCOUNTED and status.ordinal < 0 and status.reason.startswith(QUARANTINE_PREFIX)
 
 
-def _final_statuses(status: Fate) -> dict[str, str]:
+def _final_statuses(status: FeedbackStatus) -> dict[str, str]:
     """Return the final statuses that the newest status of an item implies."""
     if status.ordinal >= 0 or status.status in COUNTED:
         return {status.feedback: ADMITTED}
@@ -314,7 +314,7 @@ class FinalStatuses:
         """Return True if an item of feedback has a final status."""
         return name in self._feedback
 
-    def status_of_late_revision(self, seq: int, item: Feedback, now: float) -> list[Fate]:
+    def status_of_late_revision(self, seq: int, item: Feedback, now: float) -> list[FeedbackStatus]:
         """Return the status of a revision that came after the item's final status; nothing for a message read again."""
         counted = int(self._feedback[item.id].rpartition(" ")[2])
         if not item.revision or (item.seq or seq) <= counted:

@@ -53,7 +53,7 @@ from penstock.shared.protocol.events import (
     decode_events,
 )
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import Erasure, Fate, Feedback, FeedbackBatch, Interaction, bare_id
+from penstock.shared.protocol.interaction import Erasure, Feedback, FeedbackBatch, FeedbackStatus, Interaction, bare_id
 from penstock.shared.protocol.trajectory import Group, encode_group, group_headers
 from penstock.shared.runtime.ledger import LedgerArchive
 from penstock.shared.transport.bus import Bus, Message, Outgoing, StreamState
@@ -104,7 +104,7 @@ class LiveSupply:
         self._state = LedgerState()
         self._unerased: set[int] = set()
         """Ordinals whose groups are deleted once no trainer can ask for them."""
-        self._unpublished: list[Fate] = []
+        self._unpublished: list[FeedbackStatus] = []
         self._unreadable: list[Unreadable] = []
         self._idle_since = bus_time()
         """When this leader last saw something to train."""
@@ -357,7 +357,7 @@ class LiveSupply:
         except Unavailable as error:  # the next call tries again
             logger.info("%s: no room is made among its interactions and feedback: %s", self.job, error)
 
-    def _relieve_feedback(self, feedback: StreamState, now: float) -> list[Fate]:
+    def _relieve_feedback(self, feedback: StreamState, now: float) -> list[FeedbackStatus]:
         """Reject items that keep everything after them in FEEDBACK or in the ledger, if space is short."""
         is_crowded, undecided = feedback.bytes > CROWDED_SHARE * feedback.max_bytes, self.matching.low_water()[1]
         if self.quarantine.lowest_seq < undecided:

@@ -27,10 +27,10 @@ from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.interaction import (
     EPISODE_HEADER,
-    Fate,
     FateBatch,
     Feedback,
     FeedbackBatch,
+    FeedbackStatus,
     Interaction,
     new_marked_id,
 )
@@ -95,7 +95,7 @@ class Desk:
     async def items(self) -> list[Feedback]:
         return [item for batch in await self.stored() for item in batch]
 
-    async def decide(self, *fates: Fate) -> None:
+    async def decide(self, *fates: FeedbackStatus) -> None:
         """Say what became of items, as the leader would."""
         await self.bus.publish(subjects.decisions(self.job), pack(FateBatch(items=list(fates)), job=self.job))
 

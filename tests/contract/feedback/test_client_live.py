@@ -12,7 +12,7 @@ from penstock.client.results import Decision, OutcomeRow, Span, Trained
 from penstock.shared.errors import ConfigError, NotFound
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
-from penstock.shared.protocol.interaction import Fate, FateBatch, InteractionFate, bare_id
+from penstock.shared.protocol.interaction import FateBatch, FeedbackStatus, InteractionStatus, bare_id
 
 
 async def test_an_episode_from_its_opening_to_its_end(desk: Any, url: str, asking: Any) -> None:
@@ -52,8 +52,8 @@ async def test_an_episode_from_its_opening_to_its_end(desk: Any, url: str, askin
 async def test_records_tell_what_became_of_answers(desk: Any, url: str, asking: Any) -> None:
     record = await desk.record(text="first")
     follower = await desk.record(text="second", episode=record.episode)
-    fates = [InteractionFate(interaction=record.id, status="trained", ordinal=7, batch=3, version=4, time=2.0)]
-    fates.append(InteractionFate(interaction=follower.id, status="rejected", reason="stale", time=2.0))
+    fates = [InteractionStatus(interaction=record.id, status="trained", ordinal=7, batch=3, version=4, time=2.0)]
+    fates.append(InteractionStatus(interaction=follower.id, status="rejected", reason="stale", time=2.0))
     await desk.bus.publish(subjects.decisions(desk.job), pack(FateBatch(items=[], interactions=fates), job=desk.job))
     async with asking(url) as ask:
         found = await ask("interaction", f"chatcmpl-{record.id}")
@@ -99,7 +99,7 @@ async def test_what_may_be_said_of_answers(desk: Any, url: str, asking: Any) -> 
         assert (fate.kind, fate.metric, fate.status, fate.revision) == ("metric", "accepted", "received", 1)
         assert fate.trained is None
         await desk.decide(
-            Fate(feedback=id, status="trained", interactions=[first], ordinal=3, batch=2, version=5, time=2.0)
+            FeedbackStatus(feedback=id, status="trained", interactions=[first], ordinal=3, batch=2, version=5, time=2.0)
         )
 
         async def trained() -> bool:

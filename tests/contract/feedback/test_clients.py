@@ -16,7 +16,7 @@ from penstock.cli import app as cli
 from penstock.client import AsyncClient, Client
 from penstock.local.load import Plan, run
 from penstock.shared.errors import ConfigError, NotFound
-from penstock.shared.protocol.interaction import Fate
+from penstock.shared.protocol.interaction import FeedbackStatus
 
 
 async def test_both_clients(desk: Any, url: str) -> None:
@@ -79,7 +79,7 @@ async def test_commands(desk: Any, url: str, tmp_path: Path) -> None:
 
 async def test_clients_and_commands_decide_on_what_is_held(desk: Any, url: str) -> None:
     ids = [(await desk.accept())["feedback_id"] for _ in range(5)]
-    await desk.decide(*(Fate(feedback=id, status="quarantined", reason="drift: far", time=2.0) for id in ids))
+    await desk.decide(*(FeedbackStatus(feedback=id, status="quarantined", reason="drift: far", time=2.0) for id in ids))
 
     def command(*words: str) -> Any:
         return CliRunner().invoke(cli, ["quarantine", *words], env={"PENSTOCK_URL": url, "PENSTOCK_API_KEY": ""})

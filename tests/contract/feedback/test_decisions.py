@@ -11,10 +11,10 @@ from penstock.services.coordinator.api import inference
 from penstock.services.coordinator.feedback.index import LOOK_S
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
-from penstock.shared.protocol.interaction import Erasure, FateBatch, InteractionFate
+from penstock.shared.protocol.interaction import Erasure, FateBatch, InteractionStatus
 
 
-async def tell(desk: Any, *fates: InteractionFate) -> None:
+async def tell(desk: Any, *fates: InteractionStatus) -> None:
     """As the leader does."""
     batch = FateBatch(items=[], interactions=list(fates))
     await desk.bus.publish(subjects.decisions(desk.job), pack(batch, job=desk.job))
@@ -31,19 +31,19 @@ async def test_an_interaction_tells_what_became_of_it(desk: Any) -> None:
     assert await decision(desk, trained.id) is None
     await tell(
         desk,
-        InteractionFate(interaction=trained.id, status="admitted", reason="feedback", ordinal=7, time=1.0),
-        InteractionFate(interaction=ignored.id, status="rejected", reason="stale", time=1.0),
+        InteractionStatus(interaction=trained.id, status="admitted", reason="feedback", ordinal=7, time=1.0),
+        InteractionStatus(interaction=ignored.id, status="rejected", reason="stale", time=1.0),
     )
     assert await decision(desk, trained.id) == {
         "status": "admitted", "reason": "feedback", "ordinal": 7, "trained": None, "time": 1.0,
     }  # fmt: skip
     await tell(
         desk,
-        InteractionFate(
+        InteractionStatus(
             interaction=trained.id, status="trained", reason="feedback", ordinal=7, batch=3, version=4, time=2.0
         ),
-        InteractionFate(interaction=ignored.id, status="rejected", reason="episode_over", time=2.0),
-        InteractionFate(interaction=trained.id, status="rejected", reason="job_ended", time=3.0),
+        InteractionStatus(interaction=ignored.id, status="rejected", reason="episode_over", time=2.0),
+        InteractionStatus(interaction=trained.id, status="rejected", reason="job_ended", time=3.0),
     )
     found = await decision(desk, trained.id)
     assert (found["status"], found["trained"]) == ("trained", {"step": 3, "version": 4}), "the ledger says so"
@@ -57,7 +57,7 @@ async def test_a_record_is_shown_while_the_index_of_decisions_is_built_anew(
     desk: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = await desk.record(text="kept")
-    await tell(desk, InteractionFate(interaction=record.id, status="rejected", reason="stale", time=1.0))
+    await tell(desk, InteractionStatus(interaction=record.id, status="rejected", reason="stale", time=1.0))
     await asyncio.sleep(3 * LOOK_S)  # nobody looks any more whether it has caught up
     desk.desk.index._caught_up.clear()
     with monkeypatch.context() as hurried:
@@ -73,7 +73,9 @@ async def test_a_record_is_shown_while_the_index_of_decisions_is_built_anew(
 
 async def test_outcomes_are_counted_once_whoever_leads(desk: Any) -> None:
     records = [await desk.record() for _ in range(3)]
-    fates = [InteractionFate(interaction=one.id, status="rejected", reason="no_feedback", time=1.0) for one in records]
+    fates = [
+        InteractionStatus(interaction=one.id, status="rejected", reason="no_feedback", time=1.0) for one in records
+    ]
     for _ in range(2):  # as after a change of leaders
         await tell(desk, *fates)
     await decision(desk, records[0].id)  # the index has read them

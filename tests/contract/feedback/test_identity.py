@@ -17,7 +17,7 @@ from penstock.services.coordinator.feedback.privacy import Pseudonyms
 from penstock.services.coordinator.keystore import KeyStore
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
-from penstock.shared.protocol.interaction import Fate, Feedback, FeedbackBatch
+from penstock.shared.protocol.interaction import Feedback, FeedbackBatch, FeedbackStatus
 
 
 def verdict(desk: Any, **more: Any) -> dict[str, Any]:
@@ -167,11 +167,11 @@ async def test_a_key_alone_does_not_tell_the_id_of_its_item(desk: Any) -> None:
 async def test_a_revision_that_came_too_late_is_told_beside_what_became_of_its_item(desk: Any) -> None:
     id = str(uuid.uuid4())
     await desk.accept(feedback_id=id)
-    trained = Fate(feedback=id, status="trained", reason="feedback", ordinal=1, batch=2, version=3, time=1.0)
+    trained = FeedbackStatus(feedback=id, status="trained", reason="feedback", ordinal=1, batch=2, version=3, time=1.0)
     await desk.decide(trained)
     reply = await desk.accept(feedback_id=id, inference_id=desk.new_id(), revision=2)
     assert not reply["duplicate"]
-    late = Fate(feedback=id, status="rejected", reason="too_late", revision=2, time=2.0)
+    late = FeedbackStatus(feedback=id, status="rejected", reason="too_late", revision=2, time=2.0)
     await desk.decide(late, trained)  # as after a change of leaders
     await desk.decide(late)
 
@@ -204,11 +204,13 @@ async def test_fates_are_told_and_counted(desk: Any) -> None:
     await desk.accept(metric_name="score", value=0.5)
     target = desk.new_id()
     await desk.decide(
-        Fate(feedback=ids[0], status="matched", interactions=[target], time=1.0),
-        Fate(feedback=ids[1], status="rejected", reason="stale", time=2.0),
+        FeedbackStatus(feedback=ids[0], status="matched", interactions=[target], time=1.0),
+        FeedbackStatus(feedback=ids[1], status="rejected", reason="stale", time=2.0),
     )
     await desk.decide(
-        Fate(feedback=ids[0], status="trained", interactions=[target], ordinal=7, batch=3, version=4, time=3.0)
+        FeedbackStatus(
+            feedback=ids[0], status="trained", interactions=[target], ordinal=7, batch=3, version=4, time=3.0
+        )
     )
 
     async def trained() -> Any:

@@ -14,7 +14,7 @@ import pytest
 from penstock.services.coordinator.feedback.projection import open_projection
 from penstock.shared.errors import Unavailable
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.interaction import Erasure, Fate
+from penstock.shared.protocol.interaction import Erasure, FeedbackStatus
 
 USER = "alice@example.org"
 
@@ -112,7 +112,7 @@ def test_what_is_told_of_what_is_deleted_leaves_no_row(tmp_path: Path, revision:
     late: dict[str, Any] = {"status": "rejected", "reason": "too_late", "revision": revision, "time": 2.0}
     index = open_projection(tmp_path)
     index.apply([], [], [Erasure(user="u", interactions=[], feedback=[gone], time=1.0)], [], [])
-    index.apply([], [Fate(feedback=gone, **late)], [], [], [])
+    index.apply([], [FeedbackStatus(feedback=gone, **late)], [], [], [])
     index.close()
     found = sqlite3.connect(tmp_path / "feedback-0.sqlite")
     assert list(found.execute("SELECT id FROM feedback")) == []

@@ -30,7 +30,14 @@ from penstock.shared.protocol.events import (
     encode_events,
 )
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import Fate, FateBatch, Feedback, FeedbackBatch, Interaction, bare_id
+from penstock.shared.protocol.interaction import (
+    FateBatch,
+    Feedback,
+    FeedbackBatch,
+    FeedbackStatus,
+    Interaction,
+    bare_id,
+)
 from penstock.shared.protocol.parts import PART
 from penstock.shared.protocol.trajectory import GroupHeader, group_headers
 from penstock.shared.transport.bus import Outgoing
@@ -77,7 +84,7 @@ async def test_no_byte_of_a_deleted_user_is_left(desk: Any, nats_server: Any, tm
     reply = await desk.client.post("/v1/feedback/batch", json=posts)
     ids = [row["id"] for row in reply.json()["data"]]
     assert reply.json()["accepted"] == 6
-    fate = Fate(feedback=ids[0], status="trained", interactions=[mine.id], batch=1, version=2, time=1.0)
+    fate = FeedbackStatus(feedback=ids[0], status="trained", interactions=[mine.id], batch=1, version=2, time=1.0)
     await desk.decide(fate)
     await desk.until(lambda: is_trained(desk, ids[0]), "fate")
     await store_group(desk, desk.job, 0, MARKER)
@@ -293,12 +300,12 @@ async def test_a_deletion_stores_nothing_decided_of_others_anew(desk: Any) -> No
     await desk.bus.publish(subjects.feedback(desk.job), batch)
     await desk.bus.delete_message(subjects.FEEDBACK, message.seq)
     await desk.decide(
-        Fate(feedback=decided, status="expired", time=1.0),
-        Fate(feedback=waiting, status="matched", time=1.0),
-        Fate(feedback=held, status="quarantined", time=1.0),
-        Fate(feedback=revised, status="rejected", reason="quarantine_full", time=1.0),
+        FeedbackStatus(feedback=decided, status="expired", time=1.0),
+        FeedbackStatus(feedback=waiting, status="matched", time=1.0),
+        FeedbackStatus(feedback=held, status="quarantined", time=1.0),
+        FeedbackStatus(feedback=revised, status="rejected", reason="quarantine_full", time=1.0),
     )
-    await desk.decide(Fate(feedback=revised, status="matched", time=2.0))
+    await desk.decide(FeedbackStatus(feedback=revised, status="matched", time=2.0))
     assert (await desk.client.delete(f"/v1/users/{USER}/data")).status_code == 202
     await deleted(desk)
     assert [item.id for item in await desk.items()] == [waiting, held, revised, f"r-{waiting}"]
@@ -318,9 +325,12 @@ async def test_fates_that_are_hard_to_find_make_nothing_decided_new_again(desk: 
     admitted = Admission(1, {other.id: 2}, {decided: message.seq}, 1.0, 0, "local", other.user, "feedback", 1.0)
     if fates == "in parts":
         items = [
-            Fate(feedback=gone, status="trained", interactions=[mine.id], batch=1, version=4, time=1.0),
-            Fate(feedback=decided, status="rejected", reason="no_feedback", time=1.0),
-            *(Fate(feedback=desk.new_id(), status="expired", reason="x" * 1200, time=1.0) for _ in range(1000)),
+            FeedbackStatus(feedback=gone, status="trained", interactions=[mine.id], batch=1, version=4, time=1.0),
+            FeedbackStatus(feedback=decided, status="rejected", reason="no_feedback", time=1.0),
+            *(
+                FeedbackStatus(feedback=desk.new_id(), status="expired", reason="x" * 1200, time=1.0)
+                for _ in range(1000)
+            ),
         ]
         data = pack(FateBatch(items=items), job=desk.job)
         await desk.bus.publish_whole([Outgoing(subjects.decisions(desk.job), data)])

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from penstock.shared.config.kinds import parse_job
-from penstock.shared.protocol.interaction import Fate, new_marked_id
+from penstock.shared.protocol.interaction import FeedbackStatus, new_marked_id
 
 
 async def held(desk: Any, **body: Any) -> str:
     """An item that the leader holds back."""
     id = (await desk.accept(**body))["feedback_id"]
-    await desk.decide(Fate(feedback=id, status="quarantined", reason="outlier: 1 is far", time=2.0))
+    await desk.decide(FeedbackStatus(feedback=id, status="quarantined", reason="outlier: 1 is far", time=2.0))
     return str(id)
 
 
@@ -114,7 +114,7 @@ async def test_a_verdict_is_an_item_of_the_stream_once(desk: Any, verdict: str, 
     assert (await desk.client.post(other)).json()["duplicate"] is True, "it is the same verdict"
     items = [item for item in await desk.items() if item.kind == verdict]
     assert [(item.job, item.body) for item in items] == [(desk.job, {"feedback": id})]
-    await desk.decide(Fate(feedback=id, status="matched", time=3.0))
+    await desk.decide(FeedbackStatus(feedback=id, status="matched", time=3.0))
     gone = await desk.client.post(path)
     assert (gone.status_code, "it is matched" in gone.text) == (409, True)
     counted = (await desk.client.get(f"/v1/jobs/{desk.job}/feedback")).json()

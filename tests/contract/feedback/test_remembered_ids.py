@@ -16,7 +16,7 @@ from penstock.services.coordinator.feedback import ids as ids_module
 from penstock.services.coordinator.feedback.ids import purge_feedback
 from penstock.services.coordinator.feedback.index import FeedbackIndex
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.interaction import Fate
+from penstock.shared.protocol.interaction import FeedbackStatus
 from penstock.shared.transport.bus import Bus
 
 
@@ -68,7 +68,7 @@ async def test_ids_of_others_that_a_deletion_does_not_store_anew_are_known(desk:
     mine, other = item(desk, record, user="gone"), item(desk, record, user="stays")
     reply = await desk.client.post("/v1/feedback/batch", json=[mine, other])
     assert reply.status_code == 207
-    await desk.decide(Fate(feedback=other["feedback_id"], status="rejected", reason="stale", time=1.0))
+    await desk.decide(FeedbackStatus(feedback=other["feedback_id"], status="rejected", reason="stale", time=1.0))
     await desk.desk.index.catch_up(subjects.FEEDBACK, subjects.DECISIONS)
     assert (await desk.client.delete("/v1/users/gone/data")).status_code == 202
 

@@ -12,7 +12,7 @@ from penstock.services.coordinator.feedback import desk as desk_module
 from penstock.services.coordinator.feedback.erasure import Eraser, Report
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import Admission, Admitted, encode_events
-from penstock.shared.protocol.interaction import Fate
+from penstock.shared.protocol.interaction import FeedbackStatus
 
 
 def admitted(interaction: str) -> Admitted:
@@ -34,7 +34,7 @@ async def test_what_one_replica_took_the_other_one_finds(open_desk: Any, tmp_pat
 
         ids = await asyncio.gather(*(post(number) for number in range(40)))
         assert sorted(item.id for item in await first.items()) == sorted(ids), "each of them once"
-        await first.decide(*(Fate(feedback=id, status="rejected", reason="stale", time=1.0) for id in ids))
+        await first.decide(*(FeedbackStatus(feedback=id, status="rejected", reason="stale", time=1.0) for id in ids))
         for front in fronts:
 
             async def told(front: Any = front) -> bool:

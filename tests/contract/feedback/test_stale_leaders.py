@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
-from penstock.shared.protocol.interaction import Fate, FateBatch, InteractionFate
+from penstock.shared.protocol.interaction import FateBatch, FeedbackStatus, InteractionStatus
 
 
 async def test_fates_of_a_leader_that_is_gone_are_passed_over(open_desk: Any) -> None:
@@ -14,8 +14,8 @@ async def test_fates_of_a_leader_that_is_gone_are_passed_over(open_desk: Any) ->
 
     async def tell(desk: Any, epoch: int, status: Any) -> None:
         batch = FateBatch(
-            items=[Fate(feedback=item, status=status, time=float(epoch))],
-            interactions=[InteractionFate(interaction=answer, status=status, ordinal=0, time=float(epoch))],
+            items=[FeedbackStatus(feedback=item, status=status, time=float(epoch))],
+            interactions=[InteractionStatus(interaction=answer, status=status, ordinal=0, time=float(epoch))],
         )
         await desk.bus.publish(subjects.decisions(desk.job), pack(batch, job=desk.job, epoch=epoch))
 

@@ -32,12 +32,12 @@ from penstock.shared.protocol.events import Admission, Admitted, encode_events
 from penstock.shared.protocol.interaction import (
     EPISODE_HEADER,
     Erasure,
-    Fate,
     FateBatch,
     Feedback,
     FeedbackBatch,
+    FeedbackStatus,
     Interaction,
-    InteractionFate,
+    InteractionStatus,
 )
 from penstock.shared.transport.bus import Outgoing
 
@@ -194,7 +194,7 @@ async def test_decided_or_waiting_items_are_not_requeued(desk: Any) -> None:
 
     await bus.publish(subjects.decisions(job), b"\xff is no envelope")
     await bus.publish(subjects.feedback(job), pack(FeedbackBatch(items=[item("waits")]), job=job))
-    await desk.decide(Fate(feedback=ids["expired"], status="expired", time=1.0))
+    await desk.decide(FeedbackStatus(feedback=ids["expired"], status="expired", time=1.0))
     admission = Admission(0, {desk.new_id(): 1}, {ids["trained"]: 1}, 1.0, 0, "k", "u", "feedback", 1.0)
     event = Admitted(writer_epoch=1, time=1.0, admissions=[admission], low_interactions=1, low_feedback=1)
     await bus.publish(subjects.ledger(job), encode_events([event]))
@@ -215,8 +215,8 @@ async def test_decided_or_waiting_items_are_not_requeued(desk: Any) -> None:
         return LiveDeadLetter(subjects.INTERACTIONS, message.seq, message.headers, message.data)
 
     refused, waiting, lost = [await letter_of(await desk.record()) for _ in range(3)]
-    fate = InteractionFate(interaction=_id_in(refused), status="rejected", reason="no_feedback", time=1.0)
-    many = [Fate(feedback=desk.new_id(), status="expired", reason="x" * 1200, time=1.0) for _ in range(1000)]
+    fate = InteractionStatus(interaction=_id_in(refused), status="rejected", reason="no_feedback", time=1.0)
+    many = [FeedbackStatus(feedback=desk.new_id(), status="expired", reason="x" * 1200, time=1.0) for _ in range(1000)]
     decided = pack(FateBatch(items=many, interactions=[fate], over=[("mark", ids["about"])]), job=job)
     await bus.publish_whole([Outgoing(subjects.decisions(job), decided)])
     assert (await recover_decisions(bus, job)).closed_episodes == [("mark", ids["about"])], "a message in parts"

@@ -24,7 +24,7 @@ from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.events import Admission, Admitted
 from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import Erasure, Fate, Feedback, Interaction
+from penstock.shared.protocol.interaction import Erasure, Feedback, FeedbackStatus, Interaction
 from penstock.shared.protocol.trajectory import decode_group, encode_group
 
 NOW = 1000.0
@@ -190,7 +190,9 @@ def test_a_reward_is_mapped_weighted_clipped_and_summed() -> None:
 # -- matching ---------------------------------------------------------------------------------------------------------
 
 
-def settled(interactions: list[Interaction], items: list[Feedback], **online: Any) -> tuple[Matching, list[Fate]]:
+def settled(
+    interactions: list[Interaction], items: list[Feedback], **online: Any
+) -> tuple[Matching, list[FeedbackStatus]]:
     matching = Matching(job(**online))
     fates = [one for seq, item in enumerate(items, 1) for one in matching.on_feedback(seq, item, NOW)]
     fates += [one for seq, record in enumerate(interactions, 1) for one in matching.on_interaction(seq, record)]
@@ -272,7 +274,7 @@ def test_an_episode_without_turns_after_a_deletion_is_closed() -> None:
         turns(), [rating("f1", 0.5, inference="i2"), rating("whole", 1.0, episode=EPISODE, key_id="k2")]
     )
     assert matching.on_erasure(Erasure(user="u", interactions=["i2"], feedback=[], time=NOW), NOW + 7) == [
-        Fate(feedback="f1", status="rejected", reason="erased", time=NOW + 7)
+        FeedbackStatus(feedback="f1", status="rejected", reason="erased", time=NOW + 7)
     ], "feedback of other keys has a status, too"
     assert list(matching.episodes) == [EPISODE]
     (fate,) = matching.on_erasure(Erasure(user="u", interactions=["i1"], feedback=[], time=NOW), NOW + 8)

@@ -20,7 +20,7 @@ from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.quarantine import QuarantineConfig
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.events import Quarantined
-from penstock.shared.protocol.interaction import Erasure, Fate, Feedback
+from penstock.shared.protocol.interaction import Erasure, Feedback, FeedbackStatus
 
 NOW = 1000.0
 CONFIG = OnlineJob.parse(
@@ -59,7 +59,7 @@ class Reader:
         self.quarantine = Quarantine(CONFIG, self._pass)
         self.quarantine.restore(state or LedgerState())
 
-    def _pass(self, seq: int, item: Feedback, now: float) -> list[Fate]:
+    def _pass(self, seq: int, item: Feedback, now: float) -> list[FeedbackStatus]:
         self.passed.append(item.id)
         return []
 
@@ -319,7 +319,7 @@ def test_a_revision_that_passed_passes_for_a_new_leader() -> None:
 def test_a_copy_of_a_held_item_is_not_newer() -> None:
     passed: list[tuple[int, int]] = []
 
-    def take(seq: int, item: Feedback, now: float) -> list[Fate]:
+    def take(seq: int, item: Feedback, now: float) -> list[FeedbackStatus]:
         passed.append((seq, item.seq))
         return []
 

@@ -13,7 +13,7 @@ from penstock.services.coordinator.online.quarantine import Quarantine
 from penstock.services.coordinator.online.statuses import RecoveredDecisions, feedback_status
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.generation import Sampling, Span
-from penstock.shared.protocol.interaction import Fate, Feedback, Interaction, InteractionFate
+from penstock.shared.protocol.interaction import Feedback, FeedbackStatus, Interaction, InteractionStatus
 
 NOW = 1000.0
 EPISODE = "0192f0c1-0000-7000-8000-00000000000e"
@@ -44,9 +44,9 @@ def rating(name: str, about: str, **changes: Any) -> Feedback:
 Facts = list[Interaction | Feedback]
 
 
-def read(found: Matching, facts: Facts) -> list[Fate]:
+def read(found: Matching, facts: Facts) -> list[FeedbackStatus]:
     """Read the facts of both streams, each with its sequence there."""
-    fates: list[Fate] = []
+    fates: list[FeedbackStatus] = []
     for kind in (Interaction, Feedback):
         for seq, fact in enumerate((one for one in facts if isinstance(one, kind)), 1):
             if isinstance(fact, Interaction):
@@ -100,7 +100,7 @@ def test_the_last_status_of_an_item_and_the_first_of_an_answer_count() -> None:
         feedback_status("waits", "matched", "", 2.0), feedback_status("r2", "retracted", "retracts never", 2.0),
     ]  # fmt: skip
     refused = [
-        InteractionFate(interaction=name, status="rejected", reason=reason, time=1.0)
+        InteractionStatus(interaction=name, status="rejected", reason=reason, time=1.0)
         for name, reason in (
             ("i1", "stale"),
             ("i1", "later"),
@@ -110,11 +110,11 @@ def test_the_last_status_of_an_item_and_the_first_of_an_answer_count() -> None:
         )
     ]
     fates += [
-        Fate(feedback="learnt", status="trained", time=1.0),
-        Fate(
+        FeedbackStatus(feedback="learnt", status="trained", time=1.0),
+        FeedbackStatus(
             feedback="learnt", status="rejected", reason="too_late", revision=2, time=2.0
         ),  # the status concerns its revision alone
-        Fate(feedback="long-ago", status="rejected", reason="too_late", revision=1, time=2.0),
+        FeedbackStatus(feedback="long-ago", status="rejected", reason="too_late", revision=1, time=2.0),
     ]
     recovered = RecoveredDecisions.of(fates, refused)
     items = {
@@ -128,7 +128,9 @@ def test_the_last_status_of_an_item_and_the_first_of_an_answer_count() -> None:
 def test_a_late_revision_of_trained_feedback_is_late_for_every_leader(is_known: bool) -> None:
     """A checkpoint lies behind it and the mark has passed it, so the ledger does not name it any more."""
     item = rating("f1", "i1")
-    fates = [Fate(feedback="f1", status="trained", ordinal=3, batch=1, version=1, time=NOW)] if is_known else []
+    fates = (
+        [FeedbackStatus(feedback="f1", status="trained", ordinal=3, batch=1, version=1, time=NOW)] if is_known else []
+    )
     fates.append(feedback_status("f1", "rejected", "too_late", NOW, revision=1))
     successor = Matching(job())
     successor.restore(LedgerState(), RecoveredDecisions.of(fates))
@@ -151,7 +153,7 @@ def test_a_retracted_item_and_its_retraction_stay_retracted() -> None:
 def test_a_revision_of_an_item_that_quarantine_rejected_counts() -> None:
     passed: list[int] = []
 
-    def take(seq: int, item: Feedback, now: float) -> list[Fate]:
+    def take(seq: int, item: Feedback, now: float) -> list[FeedbackStatus]:
         passed.append(seq)
         return []
 
