@@ -70,7 +70,8 @@ def write_tensors(path: Path, table: TensorTable, tensors: Iterable[Tensor]) -> 
         put(text)
         for (name, shape, dtype), tensor in zip(table, tensors, strict=True):
             assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype), name
-            put(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            if tensor.numel():  # one without elements has no stride that could be viewed as bytes
+                put(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
         return StoredFile(file.tell(), hasher.hexdigest())
