@@ -31,7 +31,7 @@ from report import Report as Table
 
 from penstock.services.coordinator.journal import Journal
 from penstock.services.rollout.publisher import GroupPublisher
-from penstock.services.trainer.inputs import BatchInputs
+from penstock.services.trainer.inputs import BatchInputs, completions
 from penstock.services.trainer.reports import Reporter
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
@@ -90,8 +90,9 @@ def fetch_all(url: str, updates: int, pipe: Connection) -> None:
     async def run() -> None:
         async with await Bus.connect(url, name="trainer") as bus:
             inputs = BatchInputs(
-                bus, JOB, lambda manifest: range(len(manifest.groups)), max_lag=0, temperature=1.0, last_trained=0
-            )
+                bus, JOB, lambda manifest: range(len(manifest.groups)), max_lag=0,
+                decode=partial(completions, temperature=1.0), last_trained=0,
+            )  # fmt: skip
             following = asyncio.create_task(inputs.run())
             pipe.send("ready")
             for number in range(1, updates + 1):

@@ -10,6 +10,9 @@
     critic/...                                                     the critic, in the same files
     manifest.json  COMMIT                                          see ``checkpoint_store``
 
+Of an embodied job ``model.safetensors`` and ``config.json`` are the policy's, no model of transformers; all else is in
+``rule.safetensors``.
+
 All tensors go by the names of the Hugging Face model, so a checkpoint of any backend and any number of ranks is read by
 every other. Nothing that is loaded can run code.
 """
@@ -130,7 +133,7 @@ def save_checkpoint(
         token: tells this attempt from others at the same number.
 
     Returns:
-        Directory of the checkpoint; also a model directory for ``from_pretrained``.
+        Directory of the checkpoint; of a language model also one for ``from_pretrained``.
 
     Raises:
         CheckpointError: it cannot be written (disk full, no permission), here or by another rank.

@@ -15,7 +15,7 @@ from penstock.services.trainer.checkpoint import retain
 from penstock.services.trainer.progress import Progress
 from penstock.services.trainer.rank_group import RankGroup
 from penstock.services.trainer.reports import Reporter
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import AnyTraining
 from penstock.shared.config.service import recorded_path
 from penstock.shared.errors import CheckpointError
 from penstock.shared.protocol.messages import Report
@@ -38,7 +38,7 @@ class Checkpointing:
     """
 
     def __init__(
-        self, rank_group: RankGroup, reporter: Reporter, job: str, config: JobConfig, *, root: Path, epoch: int,
+        self, rank_group: RankGroup, reporter: Reporter, job: str, config: AnyTraining, *, root: Path, epoch: int,
         pinned: set[int], wake: Callable[[], None],
     ) -> None:  # fmt: skip
         self._rank_group, self._reporter = rank_group, reporter

@@ -25,7 +25,7 @@ def export(checkpoint: Path, target: Path) -> None:
     """Write weights, configuration and tokenizer of the policy in ``checkpoint`` to ``target``.
 
     Raises:
-        CheckpointError: it is not a committed checkpoint, or ``target`` is not empty.
+        CheckpointError: it is not a committed checkpoint, holds an embodied policy, or ``target`` is not empty.
         ConfigError: the model under its adapter cannot be loaded.
     """
     found = read_manifest(checkpoint)
@@ -33,7 +33,11 @@ def export(checkpoint: Path, target: Path) -> None:
         raise CheckpointError(f"{target} is not empty: name a new directory")
     job = parse_training(msgspec.json.decode(found.manifest.meta["config"]))
     if isinstance(job, EmbodiedJob):
-        raise CheckpointError(f"{checkpoint} holds the policy of an embodied job, which is no language model")
+        raise CheckpointError(
+            f"{checkpoint} holds the policy of an embodied job, which is no Hugging Face model: its weights are in "
+            "model.safetensors, its layers and its simulator in config.json; penstock.shared.models.episode_policy "
+            "builds it"
+        )
     config = ModelConfig(path=str(checkpoint), dtype=job.model.dtype, trust_remote_code=job.model.trust_remote_code)
     tokenizer = build_tokenizer(config)
     build_model(config, len(tokenizer), seed=0).save_pretrained(target)

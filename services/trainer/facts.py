@@ -22,6 +22,7 @@ from penstock.services.trainer.collective import Collective, union
 from penstock.services.trainer.packing import Columns, Ints, concatenated_ranges
 from penstock.services.trainer.sharding import BatchShard
 from penstock.shared.errors import ProtocolError
+from penstock.shared.protocol.trajectory import Group
 
 __all__ = ["BatchFacts", "gather_facts"]
 
@@ -89,7 +90,7 @@ class BatchFacts:
         return concatenated_ranges(starts[rows], self.scored_B[rows])
 
 
-def gather_facts(columns: Columns, shard: BatchShard, collective: Collective) -> BatchFacts:
+def gather_facts(columns: Columns, shard: BatchShard[Group], collective: Collective) -> BatchFacts:
     """Facts of the whole batch from what each rank holds.
 
     Raises:

@@ -27,10 +27,10 @@ from penstock.services.trainer.orders import (
 from penstock.services.trainer.ranks import Ranks
 from penstock.services.trainer.replica import Replica
 from penstock.services.trainer.update_rules.on_policy import NonFiniteStep
-from penstock.shared.config.job import JobConfig
-from penstock.shared.config.kinds import text_job
+from penstock.shared.config.kinds import AnyTraining, parse_training
 from penstock.shared.errors import CheckpointError, ConfigError, DataError, ProtocolError
 from penstock.shared.protocol.bus_clock import bus_time
+from penstock.shared.protocol.environment import EnvSpec
 from penstock.shared.runtime.tasks import Background
 from penstock.shared.transport.bus import Bus
 
@@ -89,8 +89,8 @@ class Follower:
 
     async def _carry_out(self, order: Order, background: Background) -> None:
         match order:
-            case Open(job=job, spec=spec):
-                await self._open(job, text_job(msgspec.json.decode(spec)))
+            case Open(job=job, spec=spec, simulator=simulator):
+                await self._open(job, parse_training(msgspec.json.decode(spec)), simulator)
             case Close():
                 self._close()
             case Train():
@@ -115,13 +115,13 @@ class Follower:
             case Forget():
                 self._held.forget()
 
-    async def _open(self, job: str, config: JobConfig) -> None:
+    async def _open(self, job: str, config: AnyTraining, simulator: EnvSpec | None) -> None:
         self._close()
         ranks = self._ranks
         self._replica = Replica(
             self._bus, job, config, world=ranks.world, threads=ranks.threads, checkpoints=self._root
         )
-        await self._held.open()
+        await self._held.open(simulator)
 
     def _close(self) -> None:
         if self._following is not None:

@@ -6,13 +6,18 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import xxhash
 
 from penstock.services.trainer.sharding import BatchShard
+from penstock.shared.config.embodied_job import EmbodiedJob
+from penstock.shared.config.kinds import AnyTraining
 from penstock.shared.errors import DeadlineError, NotFound, ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
+from penstock.shared.protocol.episode_group import EpisodeGroup, decode_episode_group
 from penstock.shared.protocol.events import SealedGroup
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import BatchManifest
@@ -20,12 +25,24 @@ from penstock.shared.protocol.trajectory import Group, decode_group
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.message import Message
 
-__all__ = ["BatchInputs", "Pick", "Untrainable", "fetch_shard", "read_manifests"]
+__all__ = [
+    "BatchInputs",
+    "Decode",
+    "Pick",
+    "Untrainable",
+    "completions",
+    "decoder_of",
+    "episodes",
+    "fetch_shard",
+    "read_manifests",
+]
 
 logger = logging.getLogger(__name__)
 
 Pick = Callable[[BatchManifest], Sequence[int]]
 """Positions of the groups that this rank trains, ascending."""
+Decode = Callable[[bytes, SealedGroup], Group | EpisodeGroup]
+"""Bytes of a stored group, and how it was sealed. Raises ProtocolError where it cannot be trained."""
 
 
 class Untrainable(Exception):  # noqa: N818
@@ -36,23 +53,45 @@ class Untrainable(Exception):  # noqa: N818
         self.bad, self.reason = bad, reason
 
 
-async def fetch_shard(
-    bus: Bus, manifest: BatchManifest, positions: Sequence[int], *, max_lag: int, temperature: float
-) -> BatchShard:
-    """The groups at ``positions``, each checked against its digest and the lag bound.
+def decoder_of(config: AnyTraining) -> Decode:
+    """For the groups of a job."""
+    return (
+        episodes if isinstance(config, EmbodiedJob) else partial(completions, temperature=config.sampling.temperature)
+    )
+
+
+def episodes(data: bytes, sealed: SealedGroup) -> EpisodeGroup:
+    """Decode episodes. Raises ProtocolError."""
+    return decode_episode_group(data)
+
+
+def completions(data: bytes, sealed: SealedGroup, *, temperature: float) -> Group:
+    """Decode completions. Raises ProtocolError.
 
     Args:
-        temperature: the job's, of groups that were stored and sealed by an earlier version and do not say theirs.
+        temperature: the job's, of groups that an earlier version stored and sealed and that do not say theirs.
+    """
+    group = decode_group(data, temperature=temperature if sealed.temperature is None else sealed.temperature)
+    if not len(group.prompt_ids):
+        raise ProtocolError("its prompt is empty, so its first token cannot be scored")
+    return group
+
+
+async def fetch_shard(
+    bus: Bus, manifest: BatchManifest, positions: Sequence[int], *, max_lag: int, decode: Decode
+) -> BatchShard[Any]:
+    """The groups at ``positions``, each checked against its digest and the lag bound.
 
     Raises:
         Untrainable: groups are gone, differ from what was sealed, are too old or cannot be scored.
     """
     sealed = [manifest.groups[position] for position in positions]
     messages = await bus.get_whole(subjects.EXPERIENCE, [group.seq for group in sealed]) if sealed else {}
-    groups, bad, reasons = [], [], []
+    groups: list[Any] = []
+    bad, reasons = [], []
     for one in sealed:
         try:
-            groups.append(_checked(messages.get(one.seq), one, manifest, max_lag, temperature))
+            groups.append(_checked(messages.get(one.seq), one, manifest, max_lag, decode))
         except (NotFound, ProtocolError) as error:
             bad.append(one.draw)
             reasons.append(f"draw {one.draw}: {error}")
@@ -67,20 +106,17 @@ async def fetch_shard(
 
 
 def _checked(
-    message: Message | None, sealed: SealedGroup, manifest: BatchManifest, max_lag: int, temperature: float
-) -> Group:
+    message: Message | None, sealed: SealedGroup, manifest: BatchManifest, max_lag: int, decode: Decode
+) -> Group | EpisodeGroup:
     if message is None:
         raise NotFound("it is not in the stream any more")
     if xxhash.xxh3_128_hexdigest(message.data) != sealed.digest:
         raise ProtocolError("its bytes do not hash to the sealed digest")
-    sampled_at = temperature if sealed.temperature is None else sealed.temperature
-    group = decode_group(message.data, temperature=sampled_at)
+    group = decode(message.data, sealed)
     oldest = int(group.spans[:, 1].min()) if len(group.spans) else 0
     stale = group.objective == "policy" and manifest.start_version - oldest > max_lag
     if group.draw != sealed.draw or group.objective != sealed.objective or stale:
         raise ProtocolError(f"it is draw {group.draw} ({group.objective}) from version {oldest}")
-    if not len(group.prompt_ids):
-        raise ProtocolError("its prompt is empty, so its first token cannot be scored")
     return group
 
 
@@ -96,11 +132,11 @@ async def read_manifests(bus: Bus, job: str) -> dict[tuple[int, int], BatchManif
 class BatchInputs:
     """Follows the sealed batches of a job and fetches this rank's groups ahead of their turn."""
 
-    def __init__(self, bus: Bus, job: str, pick: Pick, *, max_lag: int, temperature: float, last_trained: int) -> None:
+    def __init__(self, bus: Bus, job: str, pick: Pick, *, max_lag: int, decode: Decode, last_trained: int) -> None:
         self._bus, self._job, self._pick, self._last = bus, job, pick, last_trained
-        self._max_lag, self._temperature = max_lag, temperature
+        self._max_lag, self._decode = max_lag, decode
         self._newest: dict[int, BatchManifest] = {}
-        self._fetching: dict[tuple[int, int], asyncio.Task[BatchShard]] = {}
+        self._fetching: dict[tuple[int, int], asyncio.Task[BatchShard[Any]]] = {}
         self._refused: dict[int, int] = {}
         self.epoch = 0
         """Highest epoch of a coordinator that announced a batch."""
@@ -122,7 +158,7 @@ class BatchInputs:
         """The newest revision of batch ``number``, if it is sealed."""
         return self._newest.get(number)
 
-    async def shard(self, manifest: BatchManifest) -> BatchShard:
+    async def shard(self, manifest: BatchManifest) -> BatchShard[Any]:
         """This rank's groups of a batch. Raises Untrainable."""
         key = manifest.number, manifest.revision
         if key in self._fetching:
@@ -157,14 +193,12 @@ class BatchInputs:
         self.arrived.set()
 
     def _fetch(self, manifest: BatchManifest) -> None:
-        fetching = fetch_shard(
-            self._bus, manifest, self._pick(manifest), max_lag=self._max_lag, temperature=self._temperature
-        )
+        fetching = fetch_shard(self._bus, manifest, self._pick(manifest), max_lag=self._max_lag, decode=self._decode)
         task = self._fetching[manifest.number, manifest.revision] = asyncio.create_task(fetching)
         task.add_done_callback(_retrieve)
 
 
-def _retrieve(task: asyncio.Task[BatchShard]) -> None:
+def _retrieve(task: asyncio.Task[BatchShard[Any]]) -> None:
     """Mark the error as seen: whoever asks for the groups gets it."""
     if not task.cancelled():
         task.exception()

@@ -23,11 +23,12 @@ from penstock.shared.config.job import JobConfig
 from penstock.shared.data.prompts import Demonstration
 from penstock.shared.errors import CheckpointError, ConfigError
 from penstock.shared.models.compatibility import check_tokenizer
-from penstock.shared.models.loading import build_tokenizer, resolve_device
+from penstock.shared.models.loading import build_tokenizer
+from penstock.shared.protocol.trajectory import Group
 from penstock.shared.protocol.weights import Layout
 from penstock.shared.weights import layout_of
 
-__all__ = ["Learner", "open_learner"]
+__all__ = ["Learner"]
 
 
 class Learner:
@@ -168,7 +169,7 @@ class Learner:
         """Facts that no checkpoint holds and every update depends on."""
         return {"teacher": self._teacher.digest} if self._teacher is not None else {}
 
-    def update(self, shard: BatchShard, *, update_index: int) -> dict[str, float]:
+    def update(self, shard: BatchShard[Group], *, update_index: int) -> dict[str, float]:
         """One policy update: ``epochs × minibatches`` optimizer steps on a batch of which this rank holds ``shard``.
 
         Advantages use the whole batch. Sequences whose advantage is exactly 0 are not computed where nothing else gives
@@ -193,8 +194,3 @@ class Learner:
 
 def _layout_of(layout: TensorLayout) -> Layout:
     return layout_of((name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape, dtype in layout)
-
-
-def open_learner(config: JobConfig, collective: Collective | None = None) -> Learner:
-    """The learner of a job on the device that its placement names. Raises ConfigError as ``Learner``."""
-    return Learner(config, device=resolve_device(config.placement.device), collective=collective)

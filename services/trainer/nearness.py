@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from penstock.services.trainer.learner import Learner
+from penstock.services.trainer.job_learner import JobLearner
 
 __all__ = ["BOUNDS", "COARSE_BOUND", "Nearness", "copy_weights", "distance"]
 
@@ -28,7 +28,7 @@ COARSE_BOUND = 0.05
 Weights = Mapping[str, Tensor]
 
 
-def copy_weights(learner: Learner) -> dict[str, Tensor]:
+def copy_weights(learner: JobLearner) -> dict[str, Tensor]:
     """The published weights, on the CPU."""
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in learner.weights()}
 

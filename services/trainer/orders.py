@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.shared.errors import RankLost
+from penstock.shared.protocol.environment import EnvSpec
 from penstock.shared.protocol.messages import BatchManifest
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class Open(_Order, frozen=True, tag=True):
     job: str
     spec: str
     """The job's configuration, JSON."""
+    simulator: EnvSpec | None = None
+    """Of an embodied job."""
 
 
 class WarmStart(_Order, frozen=True, tag=True):

@@ -18,7 +18,7 @@ from itertools import chain
 import msgspec
 from torch import Tensor
 
-from penstock.services.trainer.learner import Learner
+from penstock.services.trainer.job_learner import JobLearner
 from penstock.services.trainer.rank_group import RankGroup
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import Conflict, Fenced, Unavailable
@@ -109,7 +109,7 @@ class Publishing:
             if publisher is not None:
                 publisher.close()
 
-    def _write(self, version: int, epoch: int, keep: WeightManifest | None, learner: Learner) -> WeightManifest:
+    def _write(self, version: int, epoch: int, keep: WeightManifest | None, learner: JobLearner) -> WeightManifest:
         base, weights = learner.take_base(), learner.weights()
         try:
             if self._publisher is None:
@@ -123,7 +123,7 @@ class Publishing:
         _gather_to_the_end(base, weights)
         return msgspec.structs.replace(manifest, base=learner.base_digest)
 
-    def _write_base(self, base: Iterator[tuple[str, Tensor]], epoch: int, learner: Learner) -> None:
+    def _write_base(self, base: Iterator[tuple[str, Tensor]], epoch: int, learner: JobLearner) -> None:
         """Publish the weights under the adapter where only this job has them."""
         first = next(base, None)
         if first is None:

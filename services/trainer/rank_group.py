@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from penstock.services.trainer.backends.base import LearnerState
 from penstock.services.trainer.inputs import BatchInputs
-from penstock.services.trainer.learner import Learner
+from penstock.services.trainer.job_learner import JobLearner
 from penstock.services.trainer.orders import (
     Close,
     Forget,
@@ -28,6 +28,7 @@ from penstock.services.trainer.orders import (
 )
 from penstock.services.trainer.ranks import Ranks, to_the_end
 from penstock.services.trainer.replica import Replica
+from penstock.shared.protocol.environment import EnvSpec
 from penstock.shared.protocol.messages import BatchManifest
 
 __all__ = ["RankGroup"]
@@ -46,10 +47,11 @@ class RankGroup:
         self._replica, self._ranks = replica, ranks
         self.seconds = {"fetch": 0.0, "update": 0.0}
 
-    async def open(self) -> None:
-        """Build the model with its initial weights. Raises ConfigError."""
+    async def open(self, simulator: EnvSpec | None = None) -> None:
+        """Build the model with its initial weights; see ``open_learner``. Raises ConfigError."""
         replica = self._replica
-        await self._order(Open(replica.job, replica.config.model_dump_json()), replica.open)
+        order = Open(replica.job, replica.config.model_dump_json(), simulator)
+        await self._order(order, partial(replica.open, simulator))
 
     async def warm_start(self, on_step: Callable[[int, float], None]) -> None:
         """Train on reference answers. Raises DataError."""
@@ -98,7 +100,7 @@ class RankGroup:
 
         await self._order(Forget(), work)
 
-    async def publish(self, use: Callable[[Learner], T]) -> T:
+    async def publish(self, use: Callable[[JobLearner], T]) -> T:
         """``use`` reads the whole weights of the learner once, in its thread."""
         return await self._order(Publish(), partial(self._replica.write, use))
 

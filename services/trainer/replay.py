@@ -23,19 +23,20 @@ from numpy.typing import NDArray
 from penstock.services.trainer.checkpoint import read_manifest
 from penstock.services.trainer.environment import environment_differences
 from penstock.services.trainer.inputs import Untrainable, read_manifests
-from penstock.services.trainer.learner import Learner
+from penstock.services.trainer.job_learner import JobLearner
 from penstock.services.trainer.nearness import Nearness, copy_weights
 from penstock.services.trainer.process_group import Place
 from penstock.services.trainer.ranks import Threads, meet
 from penstock.services.trainer.replica import Replica
 from penstock.shared.config.backend import MegatronConfig
 from penstock.shared.config.job import JobConfig
-from penstock.shared.config.kinds import text_job
+from penstock.shared.config.kinds import AnyTraining, parse_training
 from penstock.shared.config.service import CHECKPOINTS, ServiceSettings, checkpoint_path, load_settings
 from penstock.shared.errors import CheckpointError, NotFound, PenstockError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
-from penstock.shared.protocol.events import BatchTrained, Checkpointed, LineageForked, decode_events
+from penstock.shared.protocol.environment import EnvSpec
+from penstock.shared.protocol.events import BatchTrained, Checkpointed, JobStarted, LineageForked, decode_events
 from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.protocol.messages import ReplayRow
 from penstock.shared.runtime.ledger import ledger_archive, read_ledger
@@ -44,7 +45,8 @@ from penstock.shared.weights.flat import fill
 
 __all__ = ["Recorded", "Replay"]
 
-GRADIENT_NORM = "optimizer/grad_norm"
+GRADIENT_NORMS = ("optimizer/grad_norm", "policy/grad_norm", "actor/grad_norm")
+"""Names under which the rules report the norm of the policy's gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class Recorded:
 
     async def compare(self, near: Nearness, replica: Replica, number: int, metrics: Mapping[str, float]) -> list[str]:
         """Compare what was replayed up to batch ``number``; says what came out. The replica is left as it was."""
-        found = [near.gradient(metrics.get(GRADIENT_NORM), self.gradient_norms.get(number))]
+        found = [near.gradient(_gradient_norm(metrics), self.gradient_norms.get(number))]
         if number in self.checkpoints:
             replayed = await replica.write(copy_weights)
             await replica.remember()
@@ -85,16 +87,16 @@ class Replay:
         entry = await self._bus.kv(subjects.JOBS).get(self._job)
         if entry is None or entry.value is None:
             raise NotFound(f"no job '{self._job}'")
-        config = text_job(JobRecord.model_validate_json(entry.value).spec)
+        config = parse_training(JobRecord.model_validate_json(entry.value).spec)
         torch.set_num_threads(config.placement.trainer_threads)
-        trained, checkpoints = await self._ledger()
+        trained, checkpoints, simulator = await self._ledger()
         manifests = await read_manifests(self._bus, self._job)
         low = max((c.low_seq for c in checkpoints), default=0)
         logged = {n: manifests.get((n, event.revision)) for n, event in trained.items()}
         purged = max((n for n, m in logged.items() if m is None or any(g.seq < low for g in m.groups)), default=0)
         base = self._base(checkpoints, from_batch, purged)
         last = min(to_batch, max(trained, default=0)) if to_batch is not None else max(trained, default=0)
-        replica = await self._open(config)
+        replica = await self._open(config, simulator)
         await replica.load(self._path(base))
         compare = partial(_digest, np.zeros(replica.learner.layout().nbytes, np.uint8))
         pins = read_manifest(self._path(base)).manifest.environment
@@ -129,13 +131,13 @@ class Replay:
     async def _recorded(self, checkpoints: list[Checkpointed]) -> Recorded:
         messages = await self._bus.read(subjects.METRICS, subjects.metrics(self._job))
         rows = [msgspec.json.decode(message.data) for message in messages]
-        norms = {row["step"]: row["values"].get(GRADIENT_NORM) for row in rows if row["kind"] == "train"}
+        norms = {row["step"]: _gradient_norm(row["values"]) for row in rows if row["kind"] == "train"}
         return Recorded(norms, {c.number: self._path(c) for c in checkpoints if self._exists(c)})
 
-    async def _open(self, config: JobConfig) -> Replica:
+    async def _open(self, config: AnyTraining, simulator: EnvSpec | None) -> Replica:
         """The job on this process alone; a model that is cut over ranks gets one rank."""
         settings = self._settings
-        if isinstance(config.backend, MegatronConfig):
+        if isinstance(config, JobConfig) and isinstance(config.backend, MegatronConfig):
             config = config.model_copy(update={"backend": config.backend.on_one_rank()})
         cut = config.backend.type != "local"
         ranks = await meet(Place(), deadline_s=settings.rank_deadline_s) if cut else None
@@ -143,22 +145,26 @@ class Replay:
             self._bus, self._job, config, world=None if ranks is None else ranks.world,
             threads=Threads() if ranks is None else ranks.threads, checkpoints=settings.data_dir / CHECKPOINTS,
         )  # fmt: skip
-        await replica.open()
+        await replica.open(simulator)
         return replica
 
-    async def _ledger(self) -> tuple[dict[int, BatchTrained], list[Checkpointed]]:
+    async def _ledger(self) -> tuple[dict[int, BatchTrained], list[Checkpointed], EnvSpec | None]:
+        """Updates and checkpoints of the lineage, and facts of the simulator of an embodied job."""
         trained: dict[int, BatchTrained] = {}
+        simulator: EnvSpec | None = None
         checkpoints: list[Checkpointed] = []
         for message in await read_ledger(self._bus, self._job, ledger_archive(self._settings.data_dir)):
             for event in decode_events(message.data):
-                if isinstance(event, BatchTrained):
+                if isinstance(event, JobStarted) and event.environment:
+                    simulator = msgspec.convert(event.environment, EnvSpec)
+                elif isinstance(event, BatchTrained):
                     trained[event.number] = event
                 elif isinstance(event, Checkpointed):
                     checkpoints.append(event)
                 elif isinstance(event, LineageForked):
                     trained = {n: e for n, e in trained.items() if n < event.from_batch}
                     checkpoints = [c for c in checkpoints if c.number < event.from_batch]
-        return trained, checkpoints
+        return trained, checkpoints, simulator
 
     def _base(self, checkpoints: list[Checkpointed], from_batch: int | None, purged: int) -> Checkpointed:
         """The newest checkpoint before ``from_batch``; without one the oldest whose log is still there.
@@ -194,7 +200,11 @@ def _differences(written: list[Path], here: dict[str, str]) -> list[str]:
     return list(found)
 
 
-def _digest(buffer: NDArray[np.uint8], learner: Learner) -> str:
+def _gradient_norm(metrics: Mapping[str, float]) -> float | None:
+    return next((metrics[name] for name in GRADIENT_NORMS if name in metrics), None)
+
+
+def _digest(buffer: NDArray[np.uint8], learner: JobLearner) -> str:
     """Of the weights as they would be published."""
     return fill(buffer, learner.layout(), learner.weights())
 

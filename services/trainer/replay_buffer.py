@@ -1,12 +1,13 @@
-"""The replay buffer: the newest transitions in a ring of columns, each taken in once, drawn by a pure function.
+"""The replay buffer: the newest transitions in a ring of columns, each group taken in once, drawn by a pure function.
 
 Shape legend: N = transitions that are given, K = transitions that are kept, B = transitions that are drawn,
-O = numbers of an observation, A = dimensions of an action.
+G = groups of which any are kept, O = numbers of an observation, A = numbers of an action.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.services.trainer.episode_marks import EpisodeMarks
-from penstock.services.trainer.transitions import Transitions
+from penstock.services.trainer.episodes import Transitions
 from penstock.shared.config.embodied import ReplayBufferConfig
-from penstock.shared.errors import CheckpointError, ConfigError, ProtocolError
+from penstock.shared.errors import CheckpointError, ConfigError
+from penstock.shared.protocol.ids import Draw
 
 __all__ = ["ReplayBuffer", "sampled_rows"]
 
-_COUNTERS = ("inserted", "floor", "marks")
+_COUNTERS = ("inserted", "groups")
 """Entries of the state beside the columns."""
 
 
@@ -35,7 +36,7 @@ def sampled_rows(seed: int, number: int, *, stored: int, size: int) -> NDArray[n
 
 
 class ReplayBuffer:
-    """Keeps the newest ``capacity`` transitions. A transition that is given again is left out.
+    """Keeps the newest ``capacity`` transitions. A group that is given again while any of it is kept is left out.
 
     Args:
         seed: of all draws.
@@ -64,18 +65,15 @@ class ReplayBuffer:
         self.capacity, self._seed = config.capacity, seed
         self.inserted = 0
         """Transitions ever taken in."""
-        self._marks = EpisodeMarks()
+        self._groups: deque[tuple[Draw, int]] = deque()
+        """Groups of which any transition is kept, each with ``inserted`` after its last one."""
 
     def __len__(self) -> int:
         return min(self.inserted, self.capacity)
 
     def insert(self, transitions: Transitions) -> int:
-        """Take in what is new, the newest in the place of the oldest; returns how many were new.
-
-        Raises:
-            ProtocolError: observations or actions of another size, a step is missing, or one comes after the end of its
-                episode; nothing was taken in.
-        """
+        """Take in the groups that are new, in the place of the oldest transitions; returns how many were new."""
+        fresh_N = self._admit(transitions)
         given = {
             "observations": transitions.observations_NO,
             "actions": transitions.actions_NA,
@@ -83,21 +81,27 @@ class ReplayBuffer:
             "next_observations": transitions.next_observations_NO,
             "terminated": transitions.terminated_N,
         }
+        places = (self.inserted + np.arange(len(fresh_N))) % self.capacity
         for name, column in given.items():
-            if column.shape[1:] != self._columns[name].shape[1:]:
-                expected, found = list(self._columns[name].shape[1:]), list(column.shape[1:])
-                raise ProtocolError(f"{name} have the shape {found}; the replay buffer holds {expected}")
-        ends_N = transitions.terminated_N | transitions.truncated_N
-        fresh = np.flatnonzero(self._marks.admit(transitions.episodes_N, transitions.steps_N, ends_N))
-        places = (self.inserted + np.arange(len(fresh))) % self.capacity
-        for name, column in given.items():
-            self._columns[name][places[-self.capacity :]] = column[fresh[-self.capacity :]]
-        self.inserted += len(fresh)
-        return len(fresh)
+            self._columns[name][places[-self.capacity :]] = column[fresh_N[-self.capacity :]]
+        self.inserted += len(fresh_N)
+        while self._groups and self._groups[0][1] <= self.inserted - self.capacity:
+            self._groups.popleft()
+        return len(fresh_N)
 
-    def give_up(self, episodes: Iterable[int]) -> None:
-        """No further step of these episodes will come: they were abandoned before their end."""
-        self._marks.give_up(episodes)
+    def _admit(self, transitions: Transitions) -> NDArray[np.int64]:
+        """Rows of the groups that are new."""
+        known = {draw for draw, _ in self._groups}
+        fresh, end = [], self.inserted
+        for group, draw in enumerate(transitions.draws):
+            rows = np.flatnonzero(transitions.group_N == group)
+            if draw in known or not len(rows):
+                continue
+            known.add(draw)
+            fresh.append(rows)
+            end += len(rows)
+            self._groups.append((draw, end))
+        return np.concatenate([np.zeros(0, np.int64), *fresh])
 
     def sample(self, number: int, size: int) -> dict[str, Tensor]:
         """``observations`` and ``next_observations`` [B, O], ``actions`` [B, A], ``rewards`` and ``terminated`` [B].
@@ -108,9 +112,14 @@ class ReplayBuffer:
         return {name: torch.from_numpy(column[rows]) for name, column in self._columns.items()}
 
     def state(self) -> dict[str, Tensor]:
-        """Copies of the columns as they lie [K, ...], ``inserted`` int64 [1], and the marks of the episodes."""
+        """Copies of the columns as they lie [K, ...]; ``inserted`` int64 [1]; ``groups`` int64 [G, 3]: the two numbers
+        of the draw, and ``inserted`` after it."""
         columns = {name: torch.from_numpy(column[: len(self)].copy()) for name, column in self._columns.items()}
-        return columns | {"inserted": torch.tensor([self.inserted])} | self._marks.state()
+        groups = [[draw.ordinal, draw.n, end] for draw, end in self._groups]
+        return columns | {
+            "inserted": torch.tensor([self.inserted]),
+            "groups": torch.tensor(groups, dtype=torch.int64).reshape(-1, 3),
+        }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Inverse of ``state``: what follows goes on as if it had not been interrupted.
@@ -120,6 +129,8 @@ class ReplayBuffer:
         """
         if state.keys() != {*self._columns, *_COUNTERS}:
             raise CheckpointError(f"replay buffer: the columns are {sorted(state)}; nothing else can be loaded")
+        if state["inserted"].shape != (1,) or state["groups"].ndim != 2 or state["groups"].shape[1] != 3:
+            raise CheckpointError("replay buffer: 'inserted' or 'groups' has another shape than expected")
         inserted = int(state["inserted"][0])
         kept = min(inserted, self.capacity)
         for name, column in self._columns.items():
@@ -129,7 +140,7 @@ class ReplayBuffer:
                     f"replay buffer: '{name}' is {saved.dtype} {list(saved.shape)}, expected {column.dtype} "
                     f"{[kept, *column.shape[1:]]}: resume with the capacity and the environment it was saved with"
                 )
-        self._marks.load_state(state)
+        self._groups = deque((Draw(ordinal, n), end) for ordinal, n, end in state["groups"].tolist())
         self.inserted = inserted
         for name, column in self._columns.items():
             column[:kept] = state[name].numpy()

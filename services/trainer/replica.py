@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,15 +17,19 @@ from penstock.services.trainer.backends.base import LearnerState
 from penstock.services.trainer.checkpoint import help_save, load_checkpoint, save_checkpoint, verify_share
 from penstock.services.trainer.checkpoint_store import remove_leftovers
 from penstock.services.trainer.collective import Alone, Collective
-from penstock.services.trainer.inputs import BatchInputs, Untrainable, fetch_shard
-from penstock.services.trainer.learner import Learner, open_learner
+from penstock.services.trainer.inputs import BatchInputs, Untrainable, decoder_of, fetch_shard
+from penstock.services.trainer.job_learner import JobLearner, open_learner
+from penstock.services.trainer.learner import Learner
 from penstock.services.trainer.process_group import World
 from penstock.services.trainer.ranks import Threads
 from penstock.services.trainer.sharding import BatchShard, owners
+from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import AnyTraining
 from penstock.shared.data.prompts import PromptSource
 from penstock.shared.errors import CheckpointError, ConfigError, DataError, PenstockError
 from penstock.shared.models.loading import build_tokenizer
+from penstock.shared.protocol.environment import EnvSpec
 from penstock.shared.protocol.ids import Draw, derive_seed
 from penstock.shared.protocol.messages import BatchManifest
 from penstock.shared.transport.bus import Bus
@@ -46,45 +50,54 @@ class Replica:
     """
 
     def __init__(
-        self, bus: Bus, job: str, config: JobConfig, *, world: World | None, threads: Threads, checkpoints: Path
+        self,
+        bus: Bus,
+        job: str,
+        config: AnyTraining,
+        *,
+        world: World | None,
+        threads: Threads,
+        checkpoints: Path,
     ) -> None:
         self._bus, self.job, self.config = bus, job, config
         self._world, self._threads, self._root = world, threads, checkpoints
         self._everybody: Collective = Alone() if world is None else world.everybody
         self._votes: Collective = Alone() if world is None else world.votes
         self._collective: Collective = Alone()
-        self._learner: Learner | None = None
+        self._learner: JobLearner | None = None
         self._remembered: LearnerState | None = None
 
     @property
-    def learner(self) -> Learner:
+    def learner(self) -> JobLearner:
         """The models of the job; there are some after ``open``."""
         assert self._learner is not None, "not opened"
         return self._learner
 
-    async def open(self) -> None:
-        """Build the learner with its initial weights. Raises ConfigError."""
+    async def open(self, simulator: EnvSpec | None = None) -> None:
+        """Build the learner with its initial weights; see ``open_learner``. Raises ConfigError."""
 
-        def build() -> Learner:
+        def build() -> JobLearner:
             torch.set_num_threads(self.config.placement.trainer_threads)  # of this thread: OpenMP counts by thread
             if self._world is not None:
                 self._collective = self._world.data_parallel(self.config.backend.model_parallel)
-            return open_learner(self.config, self._collective)
+            return open_learner(self.config, self._collective, simulator=simulator)
 
         self._learner = None  # its memory first
         self._learner = await self.together("the model to be built", build)
 
     async def warm_start(self, on_step: Callable[[int, float], None]) -> None:
         """Train on reference answers. Raises DataError."""
-        warm = self.config.warm_start
+        config, learner = self.config, self.learner
+        assert isinstance(config, JobConfig), "no other job has reference answers"
+        assert isinstance(learner, Learner), "open_learner chooses by the job"
+        warm = config.warm_start
 
         def work() -> None:
             source = PromptSource(
-                self.config.warm_start_data, build_tokenizer(self.config.model), self.config.seed,
-                demonstration=warm.demonstration,
-            )  # fmt: skip
-            seed = derive_seed(self.config.seed, "warm_start")
-            self.learner.warm_start(source.warm_start_batches(warm.batch_size, warm.steps, seed), on_step)
+                config.warm_start_data, build_tokenizer(config.model), config.seed, demonstration=warm.demonstration
+            )
+            seed = derive_seed(config.seed, "warm_start")
+            learner.warm_start(source.warm_start_batches(warm.batch_size, warm.steps, seed), on_step)
 
         await self.together("the warm start", work)
 
@@ -101,18 +114,20 @@ class Replica:
     def inputs(self, last_trained: int) -> BatchInputs:
         """Prefetches this rank's groups of the batches after ``last_trained``."""
         return BatchInputs(
-            self._bus, self.job, self.positions, max_lag=self.config.train.max_lag,
-            temperature=self.config.sampling.temperature, last_trained=last_trained,
+            self._bus, self.job, self.positions, max_lag=self.config.train.max_lag, decode=decoder_of(self.config),
+            last_trained=last_trained,
         )  # fmt: skip
 
     def positions(self, manifest: BatchManifest) -> list[int]:
-        """Positions of the groups that this rank trains."""
+        """Positions of the groups that this rank trains; all of them where each rank computes a share of every step."""
+        if isinstance(self.config, EmbodiedJob):
+            return list(range(len(manifest.groups)))
         tokens = [group.tokens for group in manifest.groups]
         objectives = [group.objective for group in manifest.groups]
         owner = owners(tokens, objectives, minibatches=self.config.train.minibatches, ranks=self._collective.size)
         return [int(position) for position in np.flatnonzero(owner == self._collective.rank)]
 
-    async def fetch(self, manifest: BatchManifest, inputs: BatchInputs | None) -> BatchShard:
+    async def fetch(self, manifest: BatchManifest, inputs: BatchInputs | None) -> BatchShard[Any]:
         """This rank's groups, once every rank has its own.
 
         Raises:
@@ -125,7 +140,7 @@ class Replica:
             else:
                 shard = await fetch_shard(
                     self._bus, manifest, self.positions(manifest), max_lag=self.config.train.max_lag,
-                    temperature=self.config.sampling.temperature,
+                    decode=decoder_of(self.config),
                 )  # fmt: skip
         except Untrainable as error:
             bad, reason = error.bad, error.reason
@@ -134,7 +149,7 @@ class Replica:
         assert shard is not None
         return shard
 
-    async def update(self, shard: BatchShard, *, update_index: int) -> dict[str, float]:
+    async def update(self, shard: BatchShard[Any], *, update_index: int) -> dict[str, float]:
         """One policy update. Raises ProtocolError."""
 
         def work() -> dict[str, float]:
@@ -163,7 +178,7 @@ class Replica:
         """Take part in gathering the weights that rank 0 publishes."""
         await self._threads.compute(self._exhaust_weights)
 
-    async def write(self, use: Callable[[Learner], T]) -> T:
+    async def write(self, use: Callable[[JobLearner], T]) -> T:
         """Rank 0: ``use`` may read the weights of the learner; whatever it leaves of them is gathered all the same."""
 
         def work() -> T:

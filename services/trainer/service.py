@@ -18,8 +18,7 @@ from penstock.services.trainer.orders import Leave, Orders
 from penstock.services.trainer.process_group import place_from_environment
 from penstock.services.trainer.ranks import Ranks, meet
 from penstock.services.trainer.session import TrainerSession
-from penstock.shared.config.job import JobConfig
-from penstock.shared.config.kinds import AnyJob
+from penstock.shared.config.kinds import AnyJob, AnyTraining
 from penstock.shared.config.service import CHECKPOINTS, ServiceSettings
 from penstock.shared.errors import RankLost
 from penstock.shared.protocol import subjects
@@ -57,7 +56,7 @@ class TrainerService:
         self._ended = asyncio.Event()
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._replays: set[asyncio.Task[None]] = set()
-        self._files: dict[str, JobConfig] = {}
+        self._files: dict[str, AnyTraining] = {}
         """Newest job files of the jobs that run here."""
 
     async def run(self) -> None:
@@ -80,7 +79,9 @@ class TrainerService:
     async def _lead(self) -> None:
         await self.bus.serve(subjects.REPLAY, self._on_replay, queue="trainer")
         self.ready = True
-        jobs = watch_jobs(self.bus, self._run_sessions, amend=self._amend, on_end=self._cleanup)
+        jobs = watch_jobs(
+            self.bus, self._run_sessions, open_embodied=self._run_sessions, amend=self._amend, on_end=self._cleanup
+        )
         watching = asyncio.create_task(jobs, name="jobs")
         guarding = asyncio.create_task(self._guard(), name="liveness")
         try:
@@ -131,14 +132,14 @@ class TrainerService:
 
     def _amend(self, job: str, config: AnyJob) -> None:
         """A job whose backend changed leaves the one that it has at the next step boundary."""
-        if not isinstance(config, JobConfig):
+        if not isinstance(config, AnyTraining):
             return
         self._files[job] = config
         session = self.sessions.get(job)
         if session is not None and config.backend != session.config.backend:
             session.leave(f"to go on with backend '{config.backend.type}'")
 
-    async def _run_sessions(self, job: str, config: JobConfig) -> None:
+    async def _run_sessions(self, job: str, config: AnyTraining) -> None:
         """One after the other, where the backend changes."""
         self._files[job] = config
         try:

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
 from penstock.services.trainer.checkpointing import Checkpointing, pinned_in
@@ -30,7 +31,7 @@ from penstock.services.trainer.start import Start
 from penstock.services.trainer.statistics import lag_facts
 from penstock.services.trainer.update_rules.on_policy import NonFiniteStep
 from penstock.services.trainer.wanted import is_wanted
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import AnyTraining
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.service import CHECKPOINTS, ServiceSettings
 from penstock.shared.errors import (
@@ -45,6 +46,7 @@ from penstock.shared.errors import (
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.environment import EnvSpec
 from penstock.shared.protocol.messages import Ack, BatchManifest, Command, Report
 from penstock.shared.protocol.weights import WeightManifest
 from penstock.shared.runtime.lease import Lease
@@ -69,7 +71,12 @@ class TrainerSession:
     """
 
     def __init__(
-        self, bus: Bus, settings: ServiceSettings, job: str, config: JobConfig, ranks: Ranks | None = None
+        self,
+        bus: Bus,
+        settings: ServiceSettings,
+        job: str,
+        config: AnyTraining,
+        ranks: Ranks | None = None,
     ) -> None:
         self._bus, self._settings, self.job, self.config, self._ranks = bus, settings, job, config, ranks
         self._own_threads = Threads() if ranks is None else None
@@ -197,7 +204,8 @@ class TrainerSession:
         self._wait("the model to be built", subjects.report(self.job))
         self._unopened = ""
         try:
-            await self._rank_group.open()
+            described = start.get("environment")
+            await self._rank_group.open(msgspec.convert(described, EnvSpec) if described else None)
         except (ConfigError, CheckpointError, torch.OutOfMemoryError) as error:  # the second: that of another rank
             if start["checkpoint"] is None:
                 raise

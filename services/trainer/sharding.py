@@ -7,19 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.shared.protocol.episode_group import EpisodeGroup
 from penstock.shared.protocol.events import Hyperparameters
 from penstock.shared.protocol.objective import Objective
 from penstock.shared.protocol.trajectory import Group
 
-__all__ = ["BatchShard", "assign", "owners"]
+__all__ = ["AnyGroup", "BatchShard", "assign", "owners"]
+
+AnyGroup = TypeVar("AnyGroup", Group, EpisodeGroup)
+"""Completions of a language model, or episodes in a simulator."""
 
 
 @dataclass(frozen=True, slots=True)
-class BatchShard:
+class BatchShard(Generic[AnyGroup]):
     """The groups of a batch that one rank holds.
 
     Attributes:
@@ -32,7 +37,7 @@ class BatchShard:
         weights: factors of the advantages of every group of it; empty: 1.
     """
 
-    groups: list[Group]
+    groups: list[AnyGroup]
     positions: list[int]
     num_groups: int
     hyperparameters: Hyperparameters | None = None
@@ -41,12 +46,12 @@ class BatchShard:
     weights: tuple[float, ...] = ()
 
     @classmethod
-    def whole(cls, groups: Sequence[Group]) -> BatchShard:
+    def whole(cls, groups: Sequence[AnyGroup]) -> BatchShard[AnyGroup]:
         """The shard of a single rank: everything."""
         objectives = tuple(group.objective for group in groups)
         return cls(list(groups), list(range(len(groups))), len(groups), objectives=objectives)
 
-    def of(self, objective: Objective) -> BatchShard:
+    def of(self, objective: Objective) -> BatchShard[AnyGroup]:
         """The groups of one objective as a batch of their own, the same cut on every rank."""
         every = self.objectives or ("policy",) * self.num_groups
         mine = [position for position, one in enumerate(every) if one == objective]

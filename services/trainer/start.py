@@ -13,6 +13,7 @@ from penstock.services.trainer.rank_group import RankGroup
 from penstock.services.trainer.reports import Reporter
 from penstock.services.trainer.update_rules.on_policy import NonFiniteStep
 from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import AnyTraining
 from penstock.shared.config.service import checkpoint_path
 from penstock.shared.errors import CheckpointError, Fenced, ProtocolError
 from penstock.shared.protocol import subjects
@@ -29,7 +30,7 @@ class Start:
     """Brings the rank group and ``progress`` to where the ledger is. Used once, under one lease."""
 
     def __init__(
-        self, bus: Bus, job: str, config: JobConfig, *, rank_group: RankGroup, publishing: Publishing,
+        self, bus: Bus, job: str, config: AnyTraining, *, rank_group: RankGroup, publishing: Publishing,
         reporter: Reporter, progress: Progress, epoch: int, wait: Wait, data_dir: Path,
     ) -> None:  # fmt: skip
         self._bus, self._job, self._config = bus, job, config
@@ -40,9 +41,9 @@ class Start:
 
     async def begin(self) -> None:
         """Version 0: warm start, publish. Its checkpoint is still to be taken."""
-        warm = self._config.warm_start
-        if warm.steps:
-            self._wait(f"the warm start: 0 of {warm.steps} steps", subjects.report(self._job))
+        steps = self._warm_steps
+        if steps:
+            self._wait(f"the warm start: 0 of {steps} steps", subjects.report(self._job))
             await self._rank_group.warm_start(self._on_warm_step)
         self._progress.batch, self._progress.version = 0, 0
         manifest = await self._publishing.publish(self._rank_group, version=0, epoch=self._epoch)
@@ -101,8 +102,12 @@ class Start:
             await self._reporter.ask(Report(kind="fell_back", epoch=self._epoch, batch=wanted, reason=text))
 
     def _on_warm_step(self, step: int, loss: float) -> None:
-        steps = self._config.warm_start.steps
-        self._wait(f"the warm start: {step} of {steps} steps, loss {loss:.3f}", subjects.report(self._job))
+        text = f"the warm start: {step} of {self._warm_steps} steps, loss {loss:.3f}"
+        self._wait(text, subjects.report(self._job))
+
+    @property
+    def _warm_steps(self) -> int:
+        return self._config.warm_start.steps if isinstance(self._config, JobConfig) else 0
 
     async def _repeat(self, start: dict[str, Any]) -> None:
         """Train again what was trained after the checkpoint; the digests must come out as the ledger has them.

@@ -1,4 +1,4 @@
-"""Small networks for continuous control: policies, critics and the temperature. Actions and observations are vectors.
+"""Small networks beside a policy that acts in a simulator: critics, values, the temperature. All read vectors.
 
 Shape legend: B = transitions, O = numbers of an observation, A = dimensions of an action, C = critics.
 """
@@ -12,37 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from penstock.shared.errors import ConfigError
-
-__all__ = [
-    "GaussianPolicy",
-    "SquashedPolicy",
-    "Temperature",
-    "TwinCritics",
-    "ValueNetwork",
-    "orthogonal",
-    "perceptron",
-    "to_bounds",
-]
-
-MIN_LOG_STD, MAX_LOG_STD = -5.0, 2.0
-"""Of the squashed policy: between a deviation of 0.007 and one that tanh cuts to the bounds."""
-
-
-class SquashedPolicy(nn.Module):
-    """Actions ``tanh(u)`` in (-1, 1), u Gaussian; mean and deviation depend on the observation (arXiv 1812.05905)."""
-
-    def __init__(self, observation_size: int, action_size: int, hidden_sizes: Sequence[int]) -> None:
-        super().__init__()
-        self.layers = perceptron([observation_size, *hidden_sizes, 2 * action_size], nn.ReLU)
-
-    def forward(self, observations_BO: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and logarithm of the deviation before the squashing, [B, A] each.
-
-        The logarithm is squashed into [-5, 2], so that its gradient never vanishes at a bound.
-        """
-        mean_BA, raw_BA = self.layers(observations_BO).chunk(2, dim=-1)
-        return mean_BA, MIN_LOG_STD + (MAX_LOG_STD - MIN_LOG_STD) * (torch.tanh(raw_BA) + 1) / 2
+__all__ = ["Temperature", "TwinCritics", "ValueNetwork", "orthogonal", "perceptron"]
 
 
 class TwinCritics(nn.Module):
@@ -71,26 +41,6 @@ class Temperature(nn.Module):
         return self.log_alpha.exp()
 
 
-class GaussianPolicy(nn.Module):
-    """Gaussian actions whose mean depends on the observation and whose deviation does not.
-
-    Orthogonal weights; those of the last layer are small, so that the first policy is the same everywhere
-    (arXiv 2006.05990, §3.2).
-    """
-
-    def __init__(
-        self, observation_size: int, action_size: int, hidden_sizes: Sequence[int], *, initial_log_std: float
-    ) -> None:
-        super().__init__()
-        self.layers = orthogonal(perceptron([observation_size, *hidden_sizes, action_size], nn.Tanh), last_gain=0.01)
-        self.log_std_A = nn.Parameter(torch.full((action_size,), initial_log_std))
-
-    def forward(self, observations_BO: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and logarithm of the deviation, [B, A] each."""
-        mean_BA: Tensor = self.layers(observations_BO)
-        return mean_BA, self.log_std_A.expand_as(mean_BA)
-
-
 class ValueNetwork(nn.Module):
     """Value of a state. Orthogonal weights."""
 
@@ -102,25 +52,6 @@ class ValueNetwork(nn.Module):
         """Values, [B]."""
         values_B: Tensor = self.layers(observations_BO)[:, 0]
         return values_B
-
-
-def to_bounds(actions_BA: Tensor, low: Sequence[float], high: Sequence[float]) -> Tensor:
-    """Actions in [-1, 1], scaled to the bounds of an environment.
-
-    Args:
-        low, high: of each dimension of the action, in its own units.
-
-    Raises:
-        ConfigError: a dimension has no finite bounds.
-    """
-    low_A, high_A = torch.tensor([low, high], dtype=actions_BA.dtype, device=actions_BA.device)
-    if not (low_A < high_A).all() or not (high_A - low_A).isfinite().all():
-        raise ConfigError(
-            f"actions lie between {list(low)} and {list(high)}: a squashed policy needs finite bounds of every "
-            "dimension, low below high; bound the environment's actions, or use an unbounded Gaussian policy"
-        )
-    scaled_BA: Tensor = low_A + (high_A - low_A) * (actions_BA + 1) / 2
-    return scaled_BA
 
 
 def perceptron(sizes: Sequence[int], activation: type[nn.Module]) -> nn.Sequential:

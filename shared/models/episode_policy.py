@@ -6,6 +6,7 @@ O = numbers of an observation.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -106,7 +107,7 @@ class EpisodePolicy(nn.Module, ABC):
         super().__init__()
         self._names, self._spec = config.observations, spec
         self.noise_shape = noise_shape
-        self.num_features = sum(int(np.prod(spec.observations[name].shape)) for name in self._names)
+        self.num_features = sum(math.prod(spec.observations[name].shape) for name in self._names)
         self.normaliser = Normaliser(self.num_features) if config.normalise_observations else None
 
     def features(self, observations: Mapping[str, Tensor]) -> Tensor:
@@ -139,6 +140,10 @@ class EpisodePolicy(nn.Module, ABC):
     def evaluate(self, observations: Mapping[str, Tensor], actions_NCA: Tensor) -> Evaluation:
         """Evaluate actions that ``act`` of an equal policy or of another version gave."""
         return self._evaluate(self.features(observations), actions_NCA)
+
+    def facts(self) -> dict[str, float]:
+        """Metrics of the weights as they are."""
+        return {}
 
     @abstractmethod
     def to_environment(self, actions_NCA: Tensor) -> NDArray[Any]:
@@ -181,26 +186,32 @@ class GaussianPolicy(EpisodePolicy):
     def __init__(self, config: PolicyConfig, spec: EnvSpec, action_chunk: int) -> None:
         super().__init__(config, spec, (action_chunk, len(spec.action_low)))
         self._bounds = _Bounds(spec)
-        sizes = [self.num_features, *config.hidden_sizes, int(np.prod(self.noise_shape))]
+        sizes = [self.num_features, *config.hidden_sizes, math.prod(self.noise_shape)]
         self.layers = orthogonal(perceptron(sizes, nn.Tanh), last_gain=0.01)
-        self.log_std_CA = nn.Parameter(torch.full(self.noise_shape, config.initial_log_std))
+        self.log_std = nn.Parameter(torch.full((math.prod(self.noise_shape),), config.initial_log_std))
+        """Flat, as biases are: what decays matrices leaves it alone."""
 
     def to_environment(self, actions_NCA: Tensor) -> NDArray[Any]:
         """Clipped to the bounds."""
         return self._shaped(self._bounds.clip(actions_NCA.double().cpu().numpy()))
 
+    def facts(self) -> dict[str, float]:
+        """Mean deviation."""
+        return {"policy/std": float(self.log_std.detach().exp().mean())}
+
     def _act(self, features_NO: Tensor, noise_NCA: Tensor | None) -> Decision:
-        mean_NCA = self._mean(features_NO)
-        actions_NCA = mean_NCA if noise_NCA is None else mean_NCA + self.log_std_CA.exp() * noise_NCA
-        return Decision(actions_NCA, gaussian_logprobs(actions_NCA, mean_NCA, self.log_std_CA))
+        mean_NCA, log_std_CA = self._parameters_of(features_NO)
+        actions_NCA = mean_NCA if noise_NCA is None else mean_NCA + log_std_CA.exp() * noise_NCA
+        return Decision(actions_NCA, gaussian_logprobs(actions_NCA, mean_NCA, log_std_CA))
 
     def _evaluate(self, features_NO: Tensor, actions_NCA: Tensor) -> Evaluation:
-        logprobs_NCA = gaussian_logprobs(actions_NCA, self._mean(features_NO), self.log_std_CA)
-        return Evaluation(logprobs_NCA, gaussian_entropy(self.log_std_CA).sum().expand(len(features_NO)))
+        logprobs_NCA = gaussian_logprobs(actions_NCA, *self._parameters_of(features_NO))
+        return Evaluation(logprobs_NCA, gaussian_entropy(self.log_std).sum().expand(len(features_NO)))
 
-    def _mean(self, features_NO: Tensor) -> Tensor:
+    def _parameters_of(self, features_NO: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean of each decision, and the logarithm of the deviation, [C, A]."""
         mean_NCA: Tensor = self.layers(features_NO).unflatten(-1, self.noise_shape)
-        return mean_NCA
+        return mean_NCA, self.log_std.view(self.noise_shape)
 
 
 class SquashedPolicy(EpisodePolicy):
@@ -214,7 +225,7 @@ class SquashedPolicy(EpisodePolicy):
     def __init__(self, config: PolicyConfig, spec: EnvSpec, action_chunk: int) -> None:
         super().__init__(config, spec, (action_chunk, len(spec.action_low)))
         self._bounds = _Bounds(spec)
-        sizes = [self.num_features, *config.hidden_sizes, 2 * int(np.prod(self.noise_shape))]
+        sizes = [self.num_features, *config.hidden_sizes, 2 * math.prod(self.noise_shape)]
         self.layers = perceptron(sizes, nn.ReLU)
 
     def to_environment(self, actions_NCA: Tensor) -> NDArray[Any]:
@@ -250,7 +261,7 @@ class _ChoosingPolicy(EpisodePolicy):
     def __init__(self, config: PolicyConfig, spec: EnvSpec, noise_shape: tuple[int, int], num_choices: int) -> None:
         super().__init__(config, spec, noise_shape)
         self._num_choices = num_choices
-        sizes = [self.num_features, *config.hidden_sizes, int(np.prod(noise_shape)) * num_choices]
+        sizes = [self.num_features, *config.hidden_sizes, math.prod(noise_shape) * num_choices]
         self.layers = orthogonal(perceptron(sizes, nn.Tanh), last_gain=0.01)
 
     def _act(self, features_NO: Tensor, noise_NCA: Tensor | None) -> Decision:

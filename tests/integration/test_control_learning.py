@@ -1,4 +1,4 @@
-"""Both rules of continuous control learn a task of the env service's pool: a point that has to reach a goal on a line.
+"""Every rule over episodes learns a task of the env service's pool: a point that has to reach a goal on a line.
 
 The observation is position and goal in [-1, 1]; the action in [-1, 1] moves the point by up to 0.3; a step costs its
 distance from the goal and 0.1; within 0.05 of the goal the task is over, after 20 steps the episode is cut off.
@@ -6,34 +6,31 @@ distance from the goal and 0.1; within 0.05 of the goal the task is over, after 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from penstock.services.env.pool import EnvPool
 from penstock.services.env.simulators import open_simulator
-from penstock.services.trainer.collective import Alone
-from penstock.services.trainer.transitions import Rollout, Transitions
-from penstock.services.trainer.update_rules.gaussian_ppo import GaussianPPORule
-from penstock.services.trainer.update_rules.soft_actor_critic import SoftActorCriticRule
-from penstock.shared.algorithms.gaussian import gaussian_logprobs, squashed_sample
-from penstock.shared.config.embodied import EpisodePPOConfig, PolicyConfig, SoftActorCriticConfig
-from penstock.shared.models.control import to_bounds
-from penstock.shared.protocol.environment import EnvSpec, OpenEnv, ResetRequest, StepReply, StepRequest
+from penstock.services.trainer.embodied_learner import EmbodiedLearner
+from penstock.services.trainer.sharding import BatchShard
+from penstock.shared.config.embodied_job import EmbodiedJob
+from penstock.shared.models.episode_policy import EpisodePolicy
+from penstock.shared.protocol.environment import OpenEnv, ResetRequest, StepReply, StepRequest
+from penstock.shared.protocol.episode_group import EpisodeGroup
+from penstock.shared.protocol.ids import Draw
 from tests.contract.simulated_envs import FOLDER
 
 ENV_ID, NUM_ENVS = "simulated_envs:PointReach-v0", 8
 HELD_OUT = 1_000_000
-"""Seeds of episodes from here on are not trained on."""
+"""Reset ids from here on are not trained on."""
 
-Act = Callable[[Tensor], Tensor]
-Floats = NDArray[np.float32]
+Rows = list[tuple[dict[str, Any], Any, Any, StepReply, int]]
+"""Of one episode: observations, actions, log-probs, the reply and the row of it."""
 
 
 @pytest.fixture(autouse=True)
@@ -52,135 +49,128 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[EnvPool]:
     simulator.close()
 
 
-class Driver:
-    """Steps all environments of a pool, one action at a time, and remembers where each of them is."""
-
-    def __init__(self, pool: EnvPool, *, first_seed: int) -> None:
-        self._pool, self._envs = pool, np.arange(NUM_ENVS, dtype=np.int32)
-        seeds = first_seed + np.arange(NUM_ENVS, dtype=np.int64)
-        reply = pool.reset(ResetRequest(seq=0, env_ids=self._envs, state_ids=seeds))
-        self.observations, self.first_episode = reply.observations["state"].copy(), int(reply.episode_ids[0])
-        self.steps_in_episode = np.zeros(NUM_ENVS, np.int64)
-
-    @property
-    def spec(self) -> EnvSpec:
-        return self._pool._simulator.spec
-
-    def step(self, actions_BA: Tensor) -> tuple[StepReply, Transitions]:
-        """Actions in the units of the policy's bounds [-1, 1]."""
-        scaled_BA = to_bounds(actions_BA, self.spec.action_low, self.spec.action_high)
-        reply = self._pool.step(
+def play(pool: EnvPool, policy: EpisodePolicy, reset_ids: list[int], noise: np.random.Generator | None) -> list[Rows]:
+    """One episode from each reset id, with the mean of the policy where there is no noise."""
+    envs = np.arange(len(reset_ids), dtype=np.int32)
+    observations = pool.reset(ResetRequest(seq=0, env_ids=envs, state_ids=np.array(reset_ids))).observations
+    episodes: list[Rows] = [[] for _ in reset_ids]
+    while len(envs):
+        drawn = None
+        if noise is not None:
+            shape = (len(envs), *policy.noise_shape)
+            uniform = policy.noise == "uniform"
+            drawn = torch.from_numpy(noise.random(shape) if uniform else noise.standard_normal(shape, np.float32))
+        seen = {name: column.copy() for name, column in observations.items()}
+        decision = policy.act({name: torch.from_numpy(column) for name, column in seen.items()}, drawn)
+        reply = pool.step(
             StepRequest(
-                seq=0, auto_reset=True, env_ids=self._envs, actions=scaled_BA.numpy()[:, None],
+                seq=0, auto_reset=False, env_ids=envs, actions=policy.to_environment(decision.actions_NCA),
                 next_state_ids=np.zeros(0, np.int64),
             )
         )  # fmt: skip
-        after = reply.observations["state"].copy()
-        after[reply.ended] = reply.final_observations["state"]
-        transitions = Transitions(
-            episodes_N=reply.episode_ids - self.first_episode, steps_N=self.steps_in_episode.copy(),
-            observations_NO=self.observations, actions_NA=actions_BA.numpy(), rewards_N=reply.rewards[:, 0],
-            next_observations_NO=after, terminated_N=reply.terminated[:, 0], truncated_N=reply.truncated[:, 0],
-        )  # fmt: skip
-        self.observations = reply.observations["state"].copy()
-        self.steps_in_episode = np.where(reply.ended, 0, self.steps_in_episode + 1)
-        return reply, transitions
+        for row, env in enumerate(envs):
+            before = {name: column[row] for name, column in seen.items()}
+            actions, logprobs = (each[row].numpy() for each in decision)
+            episodes[env].append((before, actions, logprobs, reply, row))
+        envs = envs[~reply.ended]
+        observations = {name: column[~reply.ended] for name, column in reply.observations.items()}
+    return episodes
 
 
-def success(pool: EnvPool, act: Act) -> float:
-    """Share of held-out episodes that reach the goal; each environment counts until its fourth."""
-    driver = Driver(pool, first_seed=HELD_OUT)
-    reached, ended = 0, np.zeros(NUM_ENVS, np.int64)
-    while (ended < 4).any():
-        with torch.no_grad():
-            reply, _ = driver.step(act(torch.from_numpy(driver.observations)))
-        reached += int((reply.terminated[:, 0] & (ended < 4)).sum())
-        ended += reply.ended
-    return reached / (4 * NUM_ENVS)
+def group_of(ordinal: int, episodes: list[Rows], objective: Any) -> EpisodeGroup:
+    """The episodes of one draw."""
+    rows = [row for episode in episodes for row in episode]
+    ends = [episode[-1] for episode in episodes]
+    lengths = [len(episode) for episode in episodes]
+
+    def stepped(name: str) -> np.ndarray[Any, Any]:
+        return np.stack([getattr(reply, name)[row] for *_, reply, row in rows])
+
+    def at_end(name: str) -> np.ndarray[Any, Any]:
+        return np.stack([getattr(reply, name)[row] for *_, reply, row in ends])
+
+    final = [reply.final_observations["state"][int(reply.ended[:row].sum())] for *_, reply, row in ends]
+    solved = at_end("terminated").any(1)
+    return EpisodeGroup(
+        job="job_1", draw=Draw(ordinal), attempt="a", epoch=1, cu_seqlens=np.cumsum([0, *lengths]).astype(np.int32),
+        observations={"state": np.stack([before["state"] for before, *_ in rows])},
+        final_observations={"state": np.stack(final)}, actions=np.stack([row[1] for row in rows]),
+        logprobs=np.stack([row[2] for row in rows]), valid=stepped("valid"), rewards=stepped("rewards"),
+        terminated=stepped("terminated"), truncated=stepped("truncated"), returns=at_end("returns"), succeeded=solved,
+        solved_at_end=solved, failed=np.zeros(len(episodes), np.bool_), reset_id=ordinal,
+        state_hashes=np.zeros(len(episodes), np.uint64), objective=objective,
+        spans=np.array([[i, 0, 0, n] for i, n in enumerate(lengths)], np.int32),
+    )  # fmt: skip
 
 
-SQUASHED = PolicyConfig(type="squashed", hidden_sizes=(32, 32))
-GAUSSIAN = PolicyConfig(hidden_sizes=(32, 32), initial_log_std=-0.5)
+def held_out(pool: EnvPool, policy: EpisodePolicy) -> tuple[float, float]:
+    """Of held-out episodes without noise: the share that reaches the goal, and the mean return."""
+    rounds = [play(pool, policy, list(range(HELD_OUT + 8 * i, HELD_OUT + 8 * i + 8)), None) for i in range(4)]
+    ends = [episode[-1] for episodes in rounds for episode in episodes]
+    reached = np.mean([reply.terminated[row].any() for *_, reply, row in ends])
+    return float(reached), float(np.mean([reply.returns[row] for *_, reply, row in ends]))
+
+
+def train(pool: EnvPool, job: EmbodiedJob) -> tuple[tuple[float, float], tuple[float, float]]:
+    """``held_out`` before and after the updates of the job."""
+    learner = EmbodiedLearner(job, pool._simulator.spec)
+    untrained = held_out(pool, learner.policy)
+    noise, size = np.random.default_rng(1), job.algorithm.group_size
+    objective = "replay" if job.algorithm.type == "sac" else "policy"
+    for update in range(job.train.max_updates):
+        groups: list[EpisodeGroup] = []
+        while len(groups) * size < job.train.batch_size:
+            first = update * job.groups_per_batch + len(groups)
+            reset_ids = [first + i // size for i in range(NUM_ENVS)]
+            episodes = play(pool, learner.policy, reset_ids, noise)
+            groups += [group_of(reset_ids[i], episodes[i : i + size], objective) for i in range(0, NUM_ENVS, size)]
+        learner.update(BatchShard.whole(groups), update_index=update)
+    return untrained, held_out(pool, learner.policy)
+
+
+def job_of(kind: str, algorithm: dict[str, Any], *, updates: int, batch_size: int, **policy: Any) -> EmbodiedJob:
+    return EmbodiedJob.parse(
+        {
+            "name": "reach", "kind": "embodied", "seed": 1, "environment": {"task": ENV_ID, "horizon": 20},
+            "policy": {"type": kind, "hidden_sizes": [32, 32], **policy}, "algorithm": algorithm,
+            "train": {"batch_size": batch_size, "max_updates": updates},
+        }
+    )  # fmt: skip
+
+
+OPTIMIZER = {"learning_rate": 3e-3, "eps": 1e-5, "max_grad_norm": 0.5}
 
 
 @pytest.mark.long
 def test_soft_actor_critic_learns(pool: EnvPool) -> None:
     optimizer = {"learning_rate": 3e-3, "max_grad_norm": 10.0}
-    config = SoftActorCriticConfig.parse(
-        {
-            "critic_hidden_sizes": [32, 32], "gamma": 0.9, "tau": 0.02, "batch_size": 64, "steps_per_update": 3,
-            "warmup_transitions": 200, "initial_temperature": 0.1, "buffer": {"capacity": 4000},
-            "actor": optimizer, "critic": optimizer, "temperature": optimizer,
-        }
-    )  # fmt: skip
-    rule = SoftActorCriticRule(config, SQUASHED, observation_size=2, action_size=1, seed=1, collective=Alone())
-
-    def greedy(observations_BO: Tensor) -> Tensor:
-        return torch.tanh(rule.actor(observations_BO)[0])
-
-    untrained = success(pool, greedy)
-    noise = torch.Generator().manual_seed(1)
-    driver, update = Driver(pool, first_seed=0), 0
-    for _ in range(250):
-        with torch.no_grad():
-            mean_BA, log_std_BA = rule.actor(torch.from_numpy(driver.observations))
-            actions_BA, _ = squashed_sample(mean_BA, log_std_BA, torch.randn(mean_BA.shape, generator=noise))
-        rule.buffer.insert(driver.step(actions_BA)[1])
-        if rule.ready:
-            rule.update(update_index=update)
-            update += 1
-    assert rule.buffer.inserted == 2000
-    assert untrained < 0.5
-    assert success(pool, greedy) >= 0.85
+    algorithm = {
+        "type": "sac", "critic_hidden_sizes": [32, 32], "gamma": 0.9, "tau": 0.02, "batch_size": 64,
+        "steps_per_update": 40, "warmup_transitions": 200, "initial_temperature": 0.1, "buffer": {"capacity": 4000},
+        "actor": optimizer, "critic": optimizer, "temperature": optimizer,
+    }  # fmt: skip
+    untrained, trained = train(pool, job_of("squashed", algorithm, updates=20, batch_size=8))
+    assert untrained[0] < 0.5
+    assert trained[0] >= 0.85
 
 
 @pytest.mark.long
-def test_gaussian_ppo_learns(pool: EnvPool) -> None:
-    optimizer = {"learning_rate": 3e-3, "eps": 1e-5, "max_grad_norm": 0.5}
-    config = EpisodePPOConfig.parse(
-        {
-            "value_hidden_sizes": [32, 32], "gamma": 0.9, "epochs": 6, "minibatches": 4,
-            "policy": optimizer, "value": optimizer,
-        }
-    )  # fmt: skip
-    rule = GaussianPPORule(config, GAUSSIAN, observation_size=2, action_size=1, seed=1, collective=Alone())
-
-    def greedy(observations_BO: Tensor) -> Tensor:
-        return rule.policy(observations_BO)[0].clamp(-1, 1)
-
-    untrained = success(pool, greedy)
-    noise = torch.Generator().manual_seed(1)
-    driver = Driver(pool, first_seed=0)
-    for index in range(20):
-        rule.update(rollout(driver, rule, noise, num_steps=32), update_index=index)
-    assert untrained < 0.5
-    assert success(pool, greedy) >= 0.85
+@pytest.mark.parametrize(
+    ("kind", "keys", "batch_size"), [("gaussian", {"initial_log_std": -1.0}, 32), ("tokens", {"bins": 7}, 16)]
+)
+def test_ppo_learns(pool: EnvPool, kind: str, keys: dict[str, Any], batch_size: int) -> None:
+    algorithm = {
+        "type": "ppo", "value_hidden_sizes": [32, 32], "gamma": 0.9, "epochs": 6, "minibatches": 4,
+        "policy": OPTIMIZER, "value": OPTIMIZER,
+    }  # fmt: skip
+    untrained, trained = train(pool, job_of(kind, algorithm, updates=35, batch_size=batch_size, **keys))
+    assert untrained[0] < 0.5
+    assert trained[0] >= 0.85
 
 
-def rollout(driver: Driver, rule: GaussianPPORule, noise: torch.Generator, *, num_steps: int) -> Rollout:
-    """``num_steps`` of every environment, cut where episodes end; environments stand one after the other."""
-    parts: list[Transitions] = []
-    logprobs: list[Floats] = []
-    for _ in range(num_steps):
-        with torch.no_grad():
-            mean_BA, log_std_BA = rule.policy(torch.from_numpy(driver.observations))
-            actions_BA = mean_BA + log_std_BA.exp() * torch.randn(mean_BA.shape, generator=noise)
-            logprobs.append(gaussian_logprobs(actions_BA, mean_BA, log_std_BA).numpy())
-        parts.append(driver.step(actions_BA)[1])
-
-    def column(name: str) -> NDArray[Any]:
-        """Of all environments, each with its steps in order."""
-        return np.concatenate(np.stack([getattr(part, name) for part in parts], axis=1))
-
-    terminated = column("terminated_N")
-    last = terminated | column("truncated_N")
-    last[num_steps - 1 :: num_steps] = True
-    return Rollout(
-        observations_NO=column("observations_NO"),
-        actions_NA=column("actions_NA"),
-        logprobs_N=np.concatenate(np.stack(logprobs, axis=1)),
-        rewards_N=column("rewards_N"),
-        cu_seqlens_S1=np.concatenate([[0], np.flatnonzero(last) + 1]),
-        last_observations_SO=column("next_observations_NO")[last],
-        terminated_S=terminated[last],
-    )
+@pytest.mark.long
+def test_grpo_learns(pool: EnvPool) -> None:
+    algorithm = {"type": "grpo", "group_size": 4, "epochs": 6, "minibatches": 4, "policy": OPTIMIZER}
+    untrained, trained = train(pool, job_of("tokens", algorithm, updates=25, batch_size=32, bins=7))
+    assert untrained[1] < -10
+    assert trained[1] > -5

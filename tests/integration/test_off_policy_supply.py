@@ -19,7 +19,7 @@ from penstock.services.rollout.engines import Engine, open_engine
 from penstock.services.rollout.held_weights import WeightRing
 from penstock.services.rollout.rendering import Renderer
 from penstock.services.rollout.serving.reading import Reader
-from penstock.services.trainer.inputs import fetch_shard, read_manifests
+from penstock.services.trainer.inputs import decoder_of, fetch_shard, read_manifests
 from penstock.services.trainer.learner import Learner
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.errors import Unavailable
@@ -141,7 +141,7 @@ async def until_manifest(bus: Bus, job: str, number: int) -> BatchManifest:
 async def train(bus: Bus, learner: Learner, manifest: BatchManifest) -> str:
     """Run one update from the log; return the digest of the weights."""
     positions = list(range(len(manifest.groups)))
-    shard = await fetch_shard(bus, manifest, positions, max_lag=CONFIG.train.max_lag, temperature=1.0)
+    shard = await fetch_shard(bus, manifest, positions, max_lag=CONFIG.train.max_lag, decode=decoder_of(CONFIG))
     await asyncio.to_thread(learner.update, shard, update_index=manifest.update_index)
     return digest_of_tensors(learner.weights())
 

@@ -135,7 +135,7 @@ async def test_the_age_of_an_unanswered_report_grows(bus: Bus, tmp_path: Path) -
 async def test_a_trainer_whose_start_failed_says_what_it_waits_for(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def no_room(self: RankGroup) -> None:
+    async def no_room(self: RankGroup, simulator: object) -> None:
         raise ConfigError("model.path: no such model")
 
     monkeypatch.setattr(RankGroup, "open", no_room)

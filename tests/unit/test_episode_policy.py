@@ -89,8 +89,9 @@ def test_gaussian_densities() -> None:
     observations, noise = observations_of(N), noise_of(policy)
     mean = policy.act(observations, None).actions_NCA
     drawn = policy.act(observations, noise)
-    torch.testing.assert_close(drawn.actions_NCA, mean + policy.log_std_CA.detach().exp() * noise)
-    expected = Normal(mean, policy.log_std_CA.detach().exp())
+    deviation = policy.log_std.detach().exp().reshape(policy.noise_shape)
+    torch.testing.assert_close(drawn.actions_NCA, mean + deviation * noise)
+    expected = Normal(mean, deviation)
     torch.testing.assert_close(drawn.logprobs_NCA, expected.log_prob(drawn.actions_NCA), rtol=1e-5, atol=1e-5)
     entropy = policy.evaluate(observations, drawn.actions_NCA).entropy_N
     torch.testing.assert_close(entropy, expected.entropy().sum((1, 2)))

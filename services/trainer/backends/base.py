@@ -83,7 +83,8 @@ class LearnerState:
 
     Attributes:
         models: state of each trained model by its role; `policy` is always there.
-        rule: what the update rule itself remembers (KL controller, reward statistics), float64 by name.
+        rule: what the update rule itself remembers, by name: KL controller and reward statistics in float64; of an
+            embodied job the networks beside the policy, all optimizers and the replay buffer.
     """
 
     models: dict[Role, BackendState]

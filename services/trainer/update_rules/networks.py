@@ -66,14 +66,18 @@ class TrainedNetworks:
             facts |= network.report()
         return facts
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Weights and optimizer states by name, live: to be copied into."""
-        return {name: tensor for network in self._networks.values() for name, tensor in network.tensors().items()}
+    def tensors(self, *, without: str) -> dict[str, Tensor]:
+        """Weights and optimizer states by name, live: to be copied into. Not the weights of the network ``without``."""
+        return {
+            name: tensor
+            for network in self._networks.values()
+            for name, tensor in network.tensors(weights=network.name != without).items()
+        }
 
 
 class _Network:
     def __init__(self, name: str, module: nn.Module, config: OptimizerConfig, collective: Collective) -> None:
-        self._name, self._module, self._config, self._collective = name, module, config, collective
+        self.name, self._module, self._config, self._collective = name, module, config, collective
         self._params = list(module.parameters())
         self._optimizer = Optimizer(module, config)
         self._rate = 0.0
@@ -97,23 +101,23 @@ class _Network:
             for gradient in self._gradients():
                 gradient.zero_()
             self.num_skipped += 1
-            return f"the loss of the {self._name} is {total}"
+            return f"the loss of the {self.name} is {total}"
         norm = self._optimizer.step(self._rate)
         if not math.isfinite(norm):
             self.num_skipped += 1
-            return f"the gradient of the {self._name} has norm {norm}"
+            return f"the gradient of the {self.name} has norm {norm}"
         self._losses.append(total)
         self._grad_norms.append(norm)
         return ""
 
     def report(self) -> dict[str, float]:
-        facts = optimizer_facts(self._name, self._rate, self._grad_norms)
-        return facts | ({f"loss/{self._name}": sum(self._losses) / len(self._losses)} if self._losses else {})
+        facts = optimizer_facts(self.name, self._rate, self._grad_norms)
+        return facts | ({f"loss/{self.name}": sum(self._losses) / len(self._losses)} if self._losses else {})
 
-    def tensors(self) -> dict[str, Tensor]:
-        weights = {f"{self._name}.{name}": param.detach() for name, param in self._module.named_parameters()}
-        moments = self._optimizer.tensors()
-        return weights | {f"{self._name}.optimizer.{name}": value for name, value in moments.items()}
+    def tensors(self, *, weights: bool) -> dict[str, Tensor]:
+        params = dict(self._module.named_parameters()) if weights else {}
+        moments = {f"optimizer.{name}": value for name, value in self._optimizer.tensors().items()}
+        return {f"{self.name}.{name}": tensor.detach() for name, tensor in (params | moments).items()}
 
     def _sum_over_ranks(self, loss: float) -> float:
         """Replace the gradients by their sums over ranks, added in rank order; returns the sum of the losses."""

@@ -42,7 +42,7 @@ class OffPolicySteps:
     """Adds its gradients to those of the policy loss, before each optimizer step."""
 
     def __init__(
-        self, config: JobConfig, backend: Backend, collective: Collective, shard: BatchShard, *, number: int
+        self, config: JobConfig, backend: Backend, collective: Collective, shard: BatchShard[Group], *, number: int
     ) -> None:
         assert config.off_policy is not None
         self._config, self._backend, self._collective = config.off_policy, backend, collective
@@ -157,7 +157,7 @@ class OffPolicySteps:
 
 
 def off_policy_steps(
-    config: JobConfig, backend: Backend, collective: Collective, shard: BatchShard, *, number: int
+    config: JobConfig, backend: Backend, collective: Collective, shard: BatchShard[Group], *, number: int
 ) -> OffPolicySteps | None:
     """The steps of a batch that is cut into ``number`` minibatches; None where all of it is for the policy loss.
 
@@ -171,7 +171,7 @@ def off_policy_steps(
     return OffPolicySteps(config, backend, collective, shard, number=number)
 
 
-def _runs(shard: BatchShard, number: int) -> list[Ints]:
+def _runs(shard: BatchShard[Group], number: int) -> list[Ints]:
     """This rank's groups in each of ``number`` contiguous runs of the batch's groups, as equal as they can be."""
     runs = np.array_split(np.arange(shard.num_groups), number)
     positions = np.array(shard.positions, np.int64)

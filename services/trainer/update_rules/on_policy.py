@@ -44,6 +44,7 @@ from penstock.services.trainer.update_rules.shaping import RewardShaper
 from penstock.shared.config.job import JobConfig
 from penstock.shared.protocol.events import Hyperparameters
 from penstock.shared.protocol.ids import derive_seed
+from penstock.shared.protocol.trajectory import Group
 
 __all__ = ["NonFiniteStep", "OnPolicyRule"]
 
@@ -99,7 +100,7 @@ class OnPolicyRule:
         if self._kl is not None:
             self._kl.load_state(state)
 
-    def update(self, shard: BatchShard, *, update_index: int) -> dict[str, float]:
+    def update(self, shard: BatchShard[Group], *, update_index: int) -> dict[str, float]:
         """One policy update; see ``Learner.update``."""
         began = time.perf_counter()
         self._follow(shard.hyperparameters)
@@ -149,7 +150,8 @@ class OnPolicyRule:
         """Take what the batch was sealed with: a replay gets the same, whatever the job file says by then."""
         if sealed is None:
             return
-        self._optimizer = self._optimizer.model_copy(update={"learning_rate": sealed.learning_rate})
+        if sealed.learning_rate is not None:
+            self._optimizer = self._optimizer.model_copy(update={"learning_rate": sealed.learning_rate})
         self._total_updates = sealed.max_updates
         if self._kl is not None:
             self._kl.follow(sealed.kl_coef)

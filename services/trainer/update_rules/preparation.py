@@ -28,6 +28,7 @@ from penstock.services.trainer.update_rules.shaping import RewardShaper, Shaped
 from penstock.shared.algorithms.kl import k1, kl_estimate
 from penstock.shared.config.job import JobConfig
 from penstock.shared.errors import ProtocolError
+from penstock.shared.protocol.trajectory import Group
 
 __all__ = ["PreparedBatch", "cut", "prepare"]
 
@@ -71,7 +72,7 @@ def prepare(
     config: JobConfig,
     models: Mapping[Role, Backend],
     collective: Collective,
-    shard: BatchShard,
+    shard: BatchShard[Group],
     *,
     shaper: RewardShaper,
     work: Mapping[Role, Work],
@@ -130,7 +131,7 @@ def cut(
     )
 
 
-def _columns(config: JobConfig, policy: Backend, collective: Collective, shard: BatchShard) -> Columns:
+def _columns(config: JobConfig, policy: Backend, collective: Collective, shard: BatchShard[Group]) -> Columns:
     """This rank's tokens; what is wrong with those of one rank is raised on all, before they begin to compute."""
     columns, error = None, ""
     try:

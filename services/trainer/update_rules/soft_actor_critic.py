@@ -4,25 +4,32 @@ An update is a pure function of the state and its number: draws and noise come f
 so that a run that was interrupted goes on to the same bytes. Every rank holds the same buffer, draws the same
 transitions and computes its share of them; the number of ranks changes nothing but rounding.
 
-Shape legend: B = this rank's share of the transitions of a step, O = numbers of an observation, A = dimensions of an
-action, C = critics.
+A transition is one decision, whatever the number of its actions. The buffer keeps observations as they were; they are
+normalised with the statistics of the present version when they are drawn.
+
+Shape legend: N = decisions of the batch, B = this rank's share of the transitions of a step, O = numbers of an
+observation, A = numbers of a decision (of an action in NCA, where C = its actions), otherwise C = critics.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.services.trainer.collective import Collective
+from penstock.services.trainer.episodes import EpisodeColumns, Transitions
 from penstock.services.trainer.optimizer import check_fits, copy_into
 from penstock.services.trainer.replay_buffer import ReplayBuffer
+from penstock.services.trainer.statistics import Mismatch
+from penstock.services.trainer.update_rules.episode_passes import decisions_of
 from penstock.services.trainer.update_rules.networks import TrainedNetworks
-from penstock.shared.algorithms.gaussian import squashed_sample
 from penstock.shared.algorithms.sac import (
     sac_actor_loss,
     sac_critic_loss,
@@ -30,9 +37,9 @@ from penstock.shared.algorithms.sac import (
     sac_temperature_loss,
     soft_update,
 )
-from penstock.shared.config.embodied import PolicyConfig, SoftActorCriticConfig
-from penstock.shared.errors import Conflict
-from penstock.shared.models.control import SquashedPolicy, Temperature, TwinCritics
+from penstock.shared.config.embodied import SoftActorCriticConfig
+from penstock.shared.models.control import Temperature, TwinCritics
+from penstock.shared.models.episode_policy import SquashedPolicy
 
 __all__ = ["SoftActorCriticRule"]
 
@@ -44,10 +51,8 @@ class SoftActorCriticRule:
     """``steps_per_update`` times critics, actor, temperature and targets, in this order (arXiv 1812.05905, alg. 1).
 
     Args:
-        policy: shape of the policy network.
-        observation_size, action_size: of the vectors that the environment gives and takes.
-        seed: of the first weights, of all draws and of all noise.
-        collective: the ranks that share a batch; all of them insert the same transitions.
+        seed: of the first weights of the critics, of all draws and of all noise.
+        collective: the ranks that share a batch; all of them are given the same columns.
         total_updates: length of the run for the learning-rate schedules.
         on_nonfinite: a loss or gradient that is not finite ends the update with an error, or leaves out that step.
 
@@ -58,29 +63,26 @@ class SoftActorCriticRule:
     def __init__(
         self,
         config: SoftActorCriticConfig,
-        policy: PolicyConfig,
+        policy: SquashedPolicy,
         *,
-        observation_size: int,
-        action_size: int,
         seed: int,
         collective: Collective,
         total_updates: int | None = None,
         on_nonfinite: Literal["pause", "skip"] = "pause",
-        device: torch.device | str = "cpu",
     ) -> None:
-        self._config, self._seed, self._collective, self._device = config, seed, collective, torch.device(device)
-        self._action_size = action_size
+        self._config, self._policy, self._seed, self._collective = config, policy, seed, collective
+        self._device = next(policy.parameters()).device
+        observation_size, action_size = policy.num_features, math.prod(policy.noise_shape)
         self._target_entropy = -float(action_size) if config.target_entropy is None else config.target_entropy
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.actor = SquashedPolicy(observation_size, action_size, policy.hidden_sizes).to(self._device)
             self._critics = TwinCritics(observation_size, action_size, config.critic_hidden_sizes).to(self._device)
         self._targets = copy.deepcopy(self._critics).requires_grad_(False)
         self._temperature = Temperature(config.initial_temperature).to(self._device)
         self._networks = TrainedNetworks(
             {
                 "critic": (self._critics, config.critic),
-                "actor": (self.actor, config.actor),
+                "actor": (policy, config.actor),
                 "temperature": (self._temperature, config.temperature),
             },
             collective,
@@ -89,44 +91,45 @@ class SoftActorCriticRule:
         )
         self.buffer = ReplayBuffer(config.buffer, observation_size=observation_size, action_size=action_size, seed=seed)
 
-    @property
-    def ready(self) -> bool:
-        """True if the buffer has got enough for an update."""
-        return self.buffer.inserted >= self._config.warmup_transitions
-
-    def update(self, *, update_index: int) -> dict[str, float]:
-        """One policy update; returns its metrics, means over its steps, the same on every rank.
+    def update(self, columns: EpisodeColumns, *, update_index: int) -> dict[str, float]:
+        """Insert the groups of a batch that are new, and make one policy update once the buffer has got enough.
 
         Args:
             update_index: number of the update in the run, from 0; decides the draws and the noise.
 
+        Returns:
+            Metrics, means over the steps, the same on every rank; without a step only those of buffer and schedule.
+
         Raises:
-            Conflict: the buffer has not got enough yet; nothing was changed.
-            NonFiniteStep: a loss or a gradient is not finite and ``on_nonfinite`` is ``pause``.
+            NonFiniteStep: a loss or a gradient is not finite and ``on_nonfinite`` is ``pause``. The groups are in the
+                buffer; given again, they are left out.
         """
-        if not self.ready:
-            raise Conflict(
-                f"the replay buffer has got {self.buffer.inserted} of {self._config.warmup_transitions} transitions "
-                "(warmup_transitions): collect more before the first update"
-            )
+        fresh = self.buffer.insert(self._transitions(columns))
         self._networks.begin(update_index)
+        filled = {
+            "buffer/size": float(len(self.buffer)),
+            "buffer/inserted": float(self.buffer.inserted),
+            "buffer/fresh": float(fresh),
+        }
+        if self.buffer.inserted < self._config.warmup_transitions:
+            return self._networks.report() | filled
+        mismatch = self._mismatch(columns)
         sums = {"logprob": 0.0, "value": 0.0, "target": 0.0}
         for step in range(self._config.steps_per_update):
             self._step(update_index * self._config.steps_per_update + step, sums)
         count = self._config.steps_per_update * self._config.batch_size
         means = {name: total / count for name, total in self._collective.sum(sums).items()}
-        return self._networks.report() | {
+        return {
+            **self._networks.report(), **filled, **mismatch,
             "policy/entropy": -means["logprob"],
             "policy/target_entropy": self._target_entropy,
             "policy/temperature": float(self._temperature().detach()),
             "critic/value": means["value"],
             "critic/target": means["target"],
-            "buffer/size": float(len(self.buffer)),
-            "buffer/inserted": float(self.buffer.inserted),
-        }
+        }  # fmt: skip
 
     def state(self) -> dict[str, Tensor]:
-        """Copies of weights, targets, optimizer states and the whole buffer, by name, on the CPU."""
+        """Copies of everything but the policy's weights, the whole buffer included, by name, on the CPU."""
         networks = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors().items()}
         return networks | {_BUFFER + name: tensor for name, tensor in self.buffer.state().items()}
 
@@ -141,15 +144,45 @@ class SoftActorCriticRule:
         self.buffer.load_state({n.removeprefix(_BUFFER): t for n, t in state.items() if n.startswith(_BUFFER)})
         copy_into(self._tensors(), networks, what="soft actor-critic")
 
+    # -- before the first step ---------------------------------------------------------------------------------------
+
+    def _transitions(self, columns: EpisodeColumns) -> Transitions:
+        terminated_N = np.zeros(len(columns), np.bool_)
+        terminated_N[columns.last] = columns.terminated_E
+        return Transitions(
+            draws=columns.draws,
+            group_N=np.repeat(columns.group_E, columns.lengths),
+            observations_NO=self._numbers(columns.observations),
+            actions_NA=torch.tanh(torch.from_numpy(columns.actions_NCA)).flatten(1).numpy(),
+            rewards_N=columns.rewards_N,
+            next_observations_NO=self._numbers(columns.next_observations()),
+            terminated_N=terminated_N,
+        )
+
+    def _numbers(self, observations: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
+        tensors = {name: torch.from_numpy(column) for name, column in observations.items()}
+        return self._policy.numbers(tensors).float().numpy()
+
+    @torch.no_grad()
+    def _mismatch(self, columns: EpisodeColumns) -> dict[str, float]:
+        """How far the policy is from the one that acted, over all decisions of the batch."""
+        own = slice(self._collective.rank, None, self._collective.size)
+        mine = decisions_of(columns, self._device).rows(torch.arange(len(columns))[own].to(self._device))
+        mismatch = Mismatch()
+        mine.compare(self._policy.evaluate(mine.observations, mine.actions_NCA).logprobs_NCA, mismatch)
+        return mismatch.means(self._collective)
+
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def _step(self, number: int, sums: dict[str, float]) -> None:
         """Step ``number`` of the run; adds to ``sums`` over this rank's transitions."""
-        batch, noise_BA, next_noise_BA = self._draw(number)
+        batch, noise_BCA, next_noise_BCA = self._draw(number)
+        observations_BO = self._policy.normalised(batch["observations"])
+        following_BO = self._policy.normalised(batch["next_observations"])
         alpha = self._temperature()
         with torch.no_grad():
-            next_actions_BA, next_logprobs_B = self._act(batch["next_observations"], next_noise_BA)
-            next_values_CB = self._targets(batch["next_observations"], next_actions_BA)
+            next_actions_BA, next_logprobs_B = self._act(following_BO, next_noise_BCA)
+            next_values_CB = self._targets(following_BO, next_actions_BA)
         targets_B = sac_targets(
             batch["rewards"],
             batch["terminated"],
@@ -158,11 +191,11 @@ class SoftActorCriticRule:
             gamma=self._config.gamma,
             alpha=alpha,
         )
-        values_CB = self._critics(batch["observations"], batch["actions"])
+        values_CB = self._critics(observations_BO, batch["actions"])
         self._networks.step("critic", self._mean(sac_critic_loss(values_CB, targets_B)))
 
-        actions_BA, logprobs_B = self._act(batch["observations"], noise_BA)
-        judged_CB = self._critics(batch["observations"], actions_BA)
+        actions_BA, logprobs_B = self._act(observations_BO, noise_BCA)
+        judged_CB = self._critics(observations_BO, actions_BA)
         self._networks.step("actor", self._mean(sac_actor_loss(logprobs_B, judged_CB, alpha=alpha)))
 
         log_alpha = self._temperature.log_alpha
@@ -175,18 +208,18 @@ class SoftActorCriticRule:
         sums["target"] += float(targets_B.double().sum())
 
     def _draw(self, number: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """This rank's transitions of a step, and the noise [B, A] of the actions in their first and next states."""
+        """This rank's transitions of a step, and the noise [B, C, A] of the actions in their first and next states."""
         own = slice(self._collective.rank, None, self._collective.size)
         batch = self.buffer.sample(number, self._config.batch_size)
         rng = np.random.default_rng([self._seed, number, 1])
-        noise = rng.standard_normal((2, self._config.batch_size, self._action_size), np.float32)
+        noise = rng.standard_normal((2, self._config.batch_size, *self._policy.noise_shape), np.float32)
         both = torch.from_numpy(noise)[:, own].to(self._device)
         return {name: column[own].to(self._device) for name, column in batch.items()}, both[0], both[1]
 
-    def _act(self, observations_BO: Tensor, noise_BA: Tensor) -> tuple[Tensor, Tensor]:
+    def _act(self, features_BO: Tensor, noise_BCA: Tensor) -> tuple[Tensor, Tensor]:
         """Actions [B, A] in [-1, 1] and their log-probs [B]; differentiable."""
-        mean_BA, log_std_BA = self.actor(observations_BO)
-        return squashed_sample(mean_BA, log_std_BA, noise_BA)
+        drawn = self._policy.sample(features_BO, noise_BCA)
+        return drawn.actions_NCA.flatten(1), drawn.logprobs_NCA.sum((1, 2))
 
     def _mean(self, losses_B: Tensor) -> Tensor:
         """This rank's part of the mean over the transitions of all ranks."""
@@ -194,4 +227,4 @@ class SoftActorCriticRule:
 
     def _tensors(self) -> dict[str, Tensor]:
         targets = {_TARGET + name: param for name, param in self._targets.named_parameters()}
-        return self._networks.tensors() | targets
+        return self._networks.tensors(without="actor") | targets

@@ -113,10 +113,11 @@ class SealedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Hyperparameters(msgspec.Struct, frozen=True, array_like=True):
     """Settings of an update: peak learning rate, weight of the KL, length of the run.
 
-    ``kl_coef`` is None without a KL and where the trainer adapts it; ``max_updates`` None where only the data ends it.
+    ``learning_rate`` is None where each network has its own; ``kl_coef`` without a KL and where the trainer adapts it;
+    ``max_updates`` where only the data ends it.
     """
 
-    learning_rate: float
+    learning_rate: float | None
     kl_coef: float | None
     max_updates: int | None
 

@@ -13,7 +13,6 @@ from penstock.shared.algorithms.aggregation import aggregate
 from penstock.shared.algorithms.cispo import cispo_loss
 from penstock.shared.algorithms.credit import at_last_token
 from penstock.shared.algorithms.gae import gae
-from penstock.shared.algorithms.gaussian import gaussian_logprobs
 from penstock.shared.algorithms.importance import masked_weights, truncated_weights
 from penstock.shared.algorithms.kl import k1, k3
 from penstock.shared.algorithms.overlong import soft_overlong_punishment
@@ -21,6 +20,7 @@ from penstock.shared.algorithms.policy_loss import clipped_ratio_loss, dual_clip
 from penstock.shared.algorithms.returns import discounted_returns
 from penstock.shared.algorithms.sac import sac_targets
 from penstock.shared.algorithms.statistics import moments, whiten
+from penstock.shared.models.distributions import gaussian_logprobs
 
 
 def test_reinforce_pp_with_a_tool_before_the_first_scored_token() -> None:
@@ -131,8 +131,8 @@ def test_a_microbatch_does_not_set_its_own_denominator(mode: str) -> None:
 
 def test_the_density_of_an_action_is_a_sum_over_its_dimensions_once() -> None:
     """Losses of single dimensions were divided by the number of actions: they grew with the number of dimensions."""
-    one = gaussian_logprobs(torch.zeros(4, 1), torch.zeros(4, 1), torch.zeros(4, 1))
-    seven = gaussian_logprobs(torch.zeros(4, 7), torch.zeros(4, 7), torch.zeros(4, 7))
+    one = gaussian_logprobs(torch.zeros(4, 1), torch.zeros(4, 1), torch.zeros(4, 1)).sum(-1)
+    seven = gaussian_logprobs(torch.zeros(4, 7), torch.zeros(4, 7), torch.zeros(4, 7)).sum(-1)
     assert seven.shape == (4,)
     torch.testing.assert_close(seven, 7 * one)
     ratio_loss = clipped_ratio_loss(seven, seven, torch.ones(4), clip_low=0.2, clip_high=0.2)

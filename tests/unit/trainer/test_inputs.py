@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -10,25 +11,31 @@ import pytest
 import xxhash
 from msgspec.structs import replace
 
-from penstock.services.trainer.inputs import BatchInputs, Untrainable, fetch_shard
+from penstock.services.trainer.inputs import BatchInputs, Untrainable, completions, decoder_of, fetch_shard
 from penstock.services.trainer.sharding import BatchShard
 from penstock.shared.errors import DeadlineError, Unavailable
+from penstock.shared.models.episode_policy import build_policy
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
+from penstock.shared.protocol.episode_group import encode_episode_group
 from penstock.shared.protocol.events import SealedGroup
 from penstock.shared.protocol.frame import decode_frame, encode_frame
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import BatchManifest
+from penstock.shared.protocol.objective import Objective
 from penstock.shared.protocol.trajectory import Group, encode_group, group_headers, parse_group_header
 from penstock.shared.transport.bus import Bus
+from tests.unit.trainer.episode_batches import CHUNK, group_of, job_of, spec_of
+
+DECODE = partial(completions, temperature=1.0)
 
 
 @pytest.mark.parametrize("error", [Unavailable("no bus"), DeadlineError("no answer"), Untrainable([], "gone")])
 async def test_a_bus_that_was_away_while_a_batch_was_prefetched_is_asked_again(bus: Bus, error: Exception) -> None:
-    async def failed() -> BatchShard:
+    async def failed() -> BatchShard[Group]:
         raise error
 
-    inputs = BatchInputs(bus, "job_1", lambda manifest: [], max_lag=1, temperature=1.0, last_trained=0)
+    inputs = BatchInputs(bus, "job_1", lambda manifest: [], max_lag=1, decode=DECODE, last_trained=0)
     manifest = BatchManifest(number=1, revision=1, start_version=0, update_index=0, groups=[])
     inputs._fetching[1, 1] = asyncio.create_task(failed())
     if isinstance(error, Untrainable):
@@ -57,7 +64,7 @@ async def test_groups_of_earlier_versions_are_trained_at_the_temperature_of_the_
         digest = xxhash.xxh3_128_hexdigest(data)
         sealed.append(SealedGroup(Draw(0), "a", seq, digest, 0, 0, [1.0], 1, "w", temperature=temperature))
     manifest = BatchManifest(number=1, revision=1, start_version=0, update_index=0, groups=sealed)
-    shard = await fetch_shard(bus, manifest, range(4), max_lag=1, temperature=0.7)
+    shard = await fetch_shard(bus, manifest, range(4), max_lag=1, decode=partial(completions, temperature=0.7))
     assert [found.temperature for found in shard.groups] == [0.7, 0.5, 0.2, 0.2]
 
     [(name, text)] = group_headers(header).items()
@@ -81,9 +88,9 @@ async def sealed_as(bus: Bus, version: int, *, stored: bytes = b"") -> BatchMani
 
 
 async def test_a_trainer_refuses_a_group_beyond_the_lag_bound_whoever_sealed_it(bus: Bus) -> None:
-    assert (await fetch_shard(bus, await sealed_as(bus, 2), [0], max_lag=1, temperature=1.0)).groups
+    assert (await fetch_shard(bus, await sealed_as(bus, 2), [0], max_lag=1, decode=DECODE)).groups
     with pytest.raises(Untrainable, match="from version 1") as refused:
-        await fetch_shard(bus, await sealed_as(bus, 1), [0], max_lag=1, temperature=1.0)
+        await fetch_shard(bus, await sealed_as(bus, 1), [0], max_lag=1, decode=DECODE)
     assert refused.value.bad == [Draw(4)]
 
 
@@ -95,7 +102,7 @@ async def test_a_trainer_refuses_bytes_that_were_not_sealed(bus: Bus) -> None:
     assert isinstance(tree, dict)
     forged = b"".join(encode_frame({**tree, "rewards": np.array([100.0], np.float32)}))
     with pytest.raises(Untrainable, match="do not hash to the sealed digest") as refused:
-        await fetch_shard(bus, await sealed_as(bus, 3, stored=forged), [0], max_lag=1, temperature=1.0)
+        await fetch_shard(bus, await sealed_as(bus, 3, stored=forged), [0], max_lag=1, decode=DECODE)
     assert refused.value.bad == [Draw(4)]
 
 
@@ -104,7 +111,7 @@ async def test_a_trainer_refuses_what_is_another_draws_or_has_no_prompt(bus: Bus
     [sealed] = honest.groups
     other = replace(honest, groups=[replace(sealed, draw=Draw(5))])
     with pytest.raises(Untrainable, match=r"it is draw 4\.0"):
-        await fetch_shard(bus, other, [0], max_lag=1, temperature=1.0)
+        await fetch_shard(bus, other, [0], max_lag=1, decode=DECODE)
     [message] = (await bus.get_whole(subjects.EXPERIENCE, [sealed.seq])).values()
     tree = decode_frame(message.data)
     assert isinstance(tree, dict)
@@ -112,11 +119,34 @@ async def test_a_trainer_refuses_what_is_another_draws_or_has_no_prompt(bus: Bus
     seq = await bus.publish(subjects.experience("job_1"), data)
     empty = replace(honest, groups=[replace(sealed, seq=seq, digest=xxhash.xxh3_128_hexdigest(data))])
     with pytest.raises(Untrainable, match="its prompt is empty"):
-        await fetch_shard(bus, empty, [0], max_lag=1, temperature=1.0)
+        await fetch_shard(bus, empty, [0], max_lag=1, decode=DECODE)
+
+
+async def episodes_sealed_as(bus: Bus, objective: Objective) -> BatchManifest:
+    """Batch 1 from version 3 on: a group of episodes of version 1."""
+    policy = build_policy(job_of().policy, spec_of(), action_chunk=CHUNK, seed=0)
+    group = group_of(policy, 4, version=1, objective=objective)
+    data, header = encode_episode_group(group)
+    seq = await bus.publish(subjects.experience("job_1"), data)
+    sealed = SealedGroup(Draw(4), "a", seq, header.digest, 1, 1, header.rewards, 8, "w", objective)
+    return BatchManifest(number=1, revision=1, start_version=3, update_index=0, groups=[sealed])
+
+
+async def test_a_trainer_reads_episodes_and_bounds_their_lag_unless_they_are_for_a_buffer(bus: Bus) -> None:
+    for objective, lag in (("policy", 2), ("replay", 0)):
+        manifest = await episodes_sealed_as(bus, objective)
+        shard = await fetch_shard(bus, manifest, [0], max_lag=lag, decode=decoder_of(job_of()))
+        assert shard.groups[0].lengths.tolist() == [5, 3]
+        assert shard.objectives == (objective,)
+    with pytest.raises(Untrainable, match="from version 1") as refused:
+        await fetch_shard(bus, await episodes_sealed_as(bus, "policy"), [0], max_lag=1, decode=decoder_of(job_of()))
+    assert refused.value.bad == [Draw(4)]
+    with pytest.raises(Untrainable, match="not a group of episodes"):
+        await fetch_shard(bus, await sealed_as(bus, 3), [0], max_lag=1, decode=decoder_of(job_of()))
 
 
 async def test_of_all_manifests_of_a_batch_the_newest_leaders_highest_revision_counts(bus: Bus) -> None:
-    inputs = BatchInputs(bus, "job_1", lambda manifest: [], max_lag=1, temperature=1.0, last_trained=0)
+    inputs = BatchInputs(bus, "job_1", lambda manifest: [], max_lag=1, decode=DECODE, last_trained=0)
     following = asyncio.create_task(inputs.run())
 
     async def announce(number: int, revision: int, epoch: int) -> None:

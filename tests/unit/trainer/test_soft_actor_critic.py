@@ -1,9 +1,10 @@
-"""Soft actor-critic: exact resume, closed forms of one step, the temperature's aim, and what is refused."""
+"""Soft actor-critic: exact resume, closed forms of one step, the temperature's aim, warm-up, and what is refused."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -12,46 +13,60 @@ import torch
 from torch import Tensor
 
 from penstock.services.trainer.collective import Alone
+from penstock.services.trainer.episodes import EpisodeColumns
 from penstock.services.trainer.replay_buffer import sampled_rows
-from penstock.services.trainer.transitions import Transitions
 from penstock.services.trainer.update_rules import NonFiniteStep
 from penstock.services.trainer.update_rules.soft_actor_critic import SoftActorCriticRule
-from penstock.shared.algorithms.gaussian import squashed_sample
 from penstock.shared.config.embodied import PolicyConfig, SoftActorCriticConfig
-from penstock.shared.errors import CheckpointError, ConfigError, Conflict
+from penstock.shared.errors import CheckpointError, ConfigError
+from penstock.shared.models.distributions import squashed_sample
+from penstock.shared.models.episode_policy import SquashedPolicy, build_policy
+from penstock.shared.protocol.environment import ArraySpec
+from penstock.shared.protocol.ids import Draw
+from tests.unit.trainer.episode_batches import spec_of
 
 OBSERVATION, ACTION, SEED = 3, 2, 4
 
 
-def rule_of(*, width: int = 16, on_nonfinite: Literal["pause", "skip"] = "pause", **keys: Any) -> SoftActorCriticRule:
+def policy_of(*, width: int = 16, chunk: int = 1, normalise: bool = False) -> SquashedPolicy:
+    keys = {"type": "squashed", "hidden_sizes": [width, width], "normalise_observations": normalise}
+    spec = spec_of(observations={"state": ArraySpec((OBSERVATION,), "float32")})
+    policy = build_policy(PolicyConfig.parse(keys), spec, action_chunk=chunk, seed=3)
+    assert isinstance(policy, SquashedPolicy)
+    return policy
+
+
+def rule_of(
+    policy: SquashedPolicy | None = None, /, *, width: int = 16, on_nonfinite: Literal["pause", "skip"] = "pause",
+    **keys: Any,
+) -> SoftActorCriticRule:  # fmt: skip
     data: dict[str, Any] = {
         "critic_hidden_sizes": [width, width], "batch_size": 32, "warmup_transitions": 20, "buffer": {"capacity": 64},
         **{name: {"learning_rate": 1e-2, "max_grad_norm": 10.0} for name in ("actor", "critic", "temperature")},
     }  # fmt: skip
     config = SoftActorCriticConfig.parse(data | keys)
-    policy = PolicyConfig(type="squashed", hidden_sizes=(width, width))
     return SoftActorCriticRule(
-        config, policy, observation_size=OBSERVATION, action_size=ACTION, seed=SEED, collective=Alone(),
-        on_nonfinite=on_nonfinite,
-    )  # fmt: skip
-
-
-def episode(number: int, *, length: int = 20, scale: float = 1.0, terminated: bool = False) -> Transitions:
-    """An episode of random steps; its rewards punish large actions."""
-    rng = np.random.default_rng(number)
-    observations = rng.standard_normal((length + 1, OBSERVATION)).astype(np.float32)
-    actions = rng.uniform(-1, 1, (length, ACTION)).astype(np.float32)
-    last = np.arange(length) == length - 1
-    return Transitions(
-        episodes_N=np.full(length, number),
-        steps_N=np.arange(length),
-        observations_NO=observations[:-1],
-        actions_NA=actions,
-        rewards_N=-scale * np.square(actions).sum(1),
-        next_observations_NO=observations[1:],
-        terminated_N=np.full(length, terminated) & last,
-        truncated_N=np.full(length, not terminated) & last,
+        config, policy or policy_of(width=width), seed=SEED, collective=Alone(), on_nonfinite=on_nonfinite
     )
+
+
+def episode(
+    number: int, *, length: int = 20, scale: float = 1.0, terminated: bool = False, chunk: int = 1, count: int = 1
+) -> EpisodeColumns:
+    """``count`` episodes of random steps as one group; their rewards punish large actions."""
+    rng = np.random.default_rng(number)
+    total = length * count
+    observations = rng.standard_normal((total, OBSERVATION)).astype(np.float32)
+    actions = rng.uniform(-1, 1, (total, chunk, ACTION)).astype(np.float32)
+    return EpisodeColumns(
+        observations={"state": observations},
+        final_observations={"state": rng.standard_normal((count, OBSERVATION)).astype(np.float32)},
+        actions_NCA=np.arctanh(actions), logprobs_NCA=np.zeros((total, chunk, ACTION), np.float32),
+        executed_NC=np.ones((total, chunk), np.bool_), rewards_N=-scale * np.square(actions).sum((1, 2)),
+        cu_seqlens_E1=length * np.arange(count + 1), terminated_E=np.full(count, terminated),
+        truncated_E=np.full(count, not terminated), returns_E=np.zeros(count, np.float32),
+        succeeded_E=np.zeros(count, np.bool_), group_E=np.zeros(count, np.int64), draws=(Draw(number),), num_failed=0,
+    )  # fmt: skip
 
 
 def weights(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -69,64 +84,74 @@ def test_resume_is_exact() -> None:
     """Interrupted between two updates, with the buffer come round: the same metrics and the same bytes."""
 
     def go_on(rule: SoftActorCriticRule, updates: range) -> list[dict[str, float]]:
-        reports = []
-        for index in updates:
-            rule.buffer.insert(episode(index))
-            reports.append(rule.update(update_index=index))
-        return reports
+        return [rule.update(episode(index), update_index=index) for index in updates]
 
-    going, resumed = rule_of(steps_per_update=2), rule_of(steps_per_update=2)
+    first, second = policy_of(), policy_of()
+    going, resumed = rule_of(first, steps_per_update=2), rule_of(second, steps_per_update=2)
     go_on(going, range(5))
-    saved = going.state()
+    saved, actor = going.state(), {name: tensor.clone() for name, tensor in first.state_dict().items()}
     expected = go_on(going, range(5, 8))
     resumed.load_state(saved)
+    second.load_state_dict(actor)
     assert_same(resumed.state(), saved)
     torch.manual_seed(99)
     assert go_on(resumed, range(5, 8)) == expected
     assert_same(resumed.state(), going.state())
+    assert_same(second.state_dict(), first.state_dict())
 
 
 def test_target_critics_follow_the_critics() -> None:
     rule = rule_of(tau=0.25)
-    rule.buffer.insert(episode(0))
     before = weights(rule.state(), "target.")
     assert_same(before, weights(rule.state(), "critic."))
-    rule.update(update_index=0)
+    rule.update(episode(0), update_index=0)
     after, critics = weights(rule.state(), "target."), weights(rule.state(), "critic.")
     for name, tensor in before.items():
         torch.testing.assert_close(after[name], 0.75 * tensor + 0.25 * critics[name])
         assert not torch.equal(after[name], tensor)
 
 
-def test_targets_of_one_step_are_the_closed_form() -> None:
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_targets_of_one_step_are_the_closed_form(chunk: int) -> None:
     """Truncated steps bootstrap: ``r + gamma (min_c Q_target - alpha log pi)`` of the first networks."""
-    rule = rule_of(gamma=0.9, initial_temperature=0.5)
-    given = episode(0)
-    rule.buffer.insert(given)
-    first = rule_of()
+    rule, policy = rule_of(policy_of(chunk=chunk), gamma=0.9, initial_temperature=0.5), policy_of(chunk=chunk)
+    given = episode(0, chunk=chunk)
+    first = rule_of(policy_of(chunk=chunk))
     rows = sampled_rows(SEED, 0, stored=20, size=32)
-    noise = np.random.default_rng([SEED, 0, 1]).standard_normal((2, 32, ACTION), np.float32)
-    following = torch.from_numpy(given.next_observations_NO[rows])
+    noise = np.random.default_rng([SEED, 0, 1]).standard_normal((2, 32, chunk, ACTION), np.float32)
+    following = torch.from_numpy(np.concatenate([given.observations["state"][1:], given.final_observations["state"]]))
     with torch.no_grad():
-        actions, logprobs = squashed_sample(*first.actor(following), torch.from_numpy(noise[1]))
-        soft = first._targets(following, actions).amin(0) - 0.5 * logprobs
+        mean, log_std = policy._parameters_of(following[rows])
+        actions, logprobs = squashed_sample(mean, log_std, torch.from_numpy(noise[1]))
+        soft = first._targets(following[rows], actions.flatten(1)).amin(0) - 0.5 * logprobs.sum((1, 2))
     expected = torch.from_numpy(given.rewards_N[rows]) + 0.9 * soft
-    assert rule.update(update_index=0)["critic/target"] == pytest.approx(float(expected.mean()), rel=1e-5)
+    report = rule.update(given, update_index=0)
+    assert report["critic/target"] == pytest.approx(float(expected.mean()), rel=1e-5)
+    assert report["policy/target_entropy"] == -chunk * ACTION
 
 
 def test_a_step_that_ends_the_task_has_no_future() -> None:
     rule = rule_of(gamma=0.9, initial_temperature=0.5)
-    for number in range(30):
-        rule.buffer.insert(episode(number, length=1, terminated=True))
+    report = rule.update(episode(0, length=1, count=30, terminated=True), update_index=0)
     rewards = rule.buffer.sample(0, 32)["rewards"]
-    assert rule.update(update_index=0)["critic/target"] == pytest.approx(float(rewards.mean()), rel=1e-5)
+    assert report["critic/target"] == pytest.approx(float(rewards.mean()), rel=1e-5)
+
+
+def test_the_last_step_of_an_episode_is_followed_by_its_final_observation() -> None:
+    rule, given = rule_of(), episode(0, length=4, count=5, terminated=True)
+    rule.update(given, update_index=0)
+    kept = rule.buffer.state()
+    assert torch.equal(kept["observations"][1:4], kept["next_observations"][:3])
+    np.testing.assert_array_equal(kept["next_observations"][3::4], given.final_observations["state"])
+    assert kept["terminated"].tolist() == 5 * [False, False, False, True]
+    np.testing.assert_allclose(kept["actions"], np.tanh(given.actions_NCA[:, 0]), atol=1e-6)
 
 
 @pytest.mark.parametrize(("target", "sign"), [(5.0, 1), (-20.0, -1)])
 def test_the_temperature_moves_with_the_lack_of_entropy(target: float, sign: int) -> None:
     rule = rule_of(target_entropy=target)
-    rule.buffer.insert(episode(0))
-    temperatures = [1.0] + [rule.update(update_index=index)["policy/temperature"] for index in range(3)]
+    reports = [rule.update(episode(0), update_index=index) for index in range(3)]
+    temperatures = [1.0] + [report["policy/temperature"] for report in reports]
     assert all(sign * (later - sooner) > 0 for sooner, later in itertools.pairwise(temperatures))
 
 
@@ -141,10 +166,9 @@ def test_the_entropy_comes_to_its_target(target: float) -> None:
     rule = rule_of(
         target_entropy=target, buffer={"capacity": 500}, tau=0.2, batch_size=64, temperature=fast, critic=fast
     )
-    for number in range(500):
-        rule.buffer.insert(episode(number, length=1, scale=c, terminated=True))
-    reports = [rule.update(update_index=index) for index in range(250)]
-    assert reports[0]["policy/entropy"] < -1
+    given = episode(0, length=1, count=500, scale=c, terminated=True)
+    reports = [rule.update(given, update_index=index) for index in range(250)]
+    assert reports[0]["policy/entropy"] < target - 0.3
     assert np.mean([report["policy/entropy"] for report in reports[-50:]]) == pytest.approx(target, abs=0.2)
     expected = 2 * c * math.exp(target) / (2 * math.pi * math.e)
     assert reports[-1]["policy/temperature"] == pytest.approx(expected, rel=0.3)
@@ -152,44 +176,74 @@ def test_the_entropy_comes_to_its_target(target: float) -> None:
 
 def test_steps_that_are_not_finite() -> None:
     """Rewards whose square is no float32: the update ends and changes nothing, or leaves the critics' step out."""
-    pausing, skipping = rule_of(), rule_of(on_nonfinite="skip")
-    for rule in (pausing, skipping):
-        rule.buffer.insert(episode(0, scale=1e30))
-    before = pausing.state()
-    with pytest.raises(NonFiniteStep, match="the loss of the critic is inf") as found:
-        pausing.update(update_index=0)
-    assert not found.value.changed
-    assert_same(pausing.state(), before)
-    report = skipping.update(update_index=0)
+    first, second = policy_of(), policy_of()
+    pausing, skipping = rule_of(first), rule_of(second, on_nonfinite="skip")
+    given = episode(0, scale=1e30)
+    before = weights(pausing.state(), "critic."), {name: tensor.clone() for name, tensor in first.state_dict().items()}
+    for _ in range(2):  # a batch that is tried again
+        with pytest.raises(NonFiniteStep, match="the loss of the critic is inf") as found:
+            pausing.update(given, update_index=0)
+        assert not found.value.changed
+        assert pausing.buffer.inserted == 20
+    assert_same(weights(pausing.state(), "critic."), before[0])
+    assert_same(first.state_dict(), before[1])
+    report = skipping.update(given, update_index=0)
     assert (report["optimizer/skipped_steps"], report["critic/steps"], report["actor/steps"]) == (1, 0, 1)
-    assert_same(weights(skipping.state(), "critic."), weights(before, "critic."))
-    for number in range(1, 5):
-        skipping.buffer.insert(episode(number))
-    report = skipping.update(update_index=1)
+    assert_same(weights(skipping.state(), "critic."), before[0])
+    report = skipping.update(episode(1, count=4), update_index=1)
     assert report["optimizer/skipped_steps"] == 0, "nothing is left of that step's gradient"
     assert report["critic/grad_norm"] < 1e3
 
 
-def test_no_update_before_there_is_enough() -> None:
-    rule = rule_of()
-    rule.buffer.insert(episode(0, length=19))
-    with pytest.raises(Conflict, match="has got 19 of 20 transitions"):
-        rule.update(update_index=0)
-    assert not rule.ready
-    rule.buffer.insert(episode(1, length=1))
-    assert rule.ready
+def test_updates_only_fill_the_buffer_until_there_is_enough() -> None:
+    policy = policy_of()
+    rule = rule_of(policy)
+    before = {name: tensor.clone() for name, tensor in policy.state_dict().items()} | rule.state()
+    report = rule.update(episode(0, length=19), update_index=0)
+    assert (report["buffer/size"], report["critic/steps"]) == (19, 0)
+    assert "loss/actor" not in report
+    after = policy.state_dict() | rule.state()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == [
+        f"buffer.{name}" for name in ("observations", "actions", "rewards", "next_observations", "terminated",
+                                      "inserted", "groups")
+    ]  # fmt: skip
+    report = rule.update(episode(1, length=1), update_index=1)
+    assert (report["buffer/inserted"], report["critic/steps"], report["actor/steps"]) == (20, 1, 1)
     with pytest.raises(ConfigError, match=r"warmup_transitions 20 never fit into buffer\.capacity 10"):
         rule_of(buffer={"capacity": 10})
+
+
+def test_a_group_is_inserted_once() -> None:
+    rule = rule_of()
+    reports = [rule.update(episode(number), update_index=index) for index, number in enumerate((0, 0, 1, 0))]
+    assert [report["buffer/fresh"] for report in reports] == [20, 0, 20, 0]
+    assert reports[-1]["buffer/inserted"] == 40
+
+
+def test_observations_are_normalised_when_they_are_drawn() -> None:
+    """With statistics of shifted and scaled observations, those give the networks what plain ones gave."""
+    reports = []
+    for shift, scale in ((0.0, 1.0), (7.0, 3.0)):
+        policy = policy_of(normalise=True)
+        given = episode(0)
+        numbers = {name: scale * column + np.float32(shift) for name, column in given.observations.items()}
+        final = {name: scale * column + np.float32(shift) for name, column in given.final_observations.items()}
+        policy.observe({name: torch.from_numpy(column) for name, column in numbers.items()})
+        rule = rule_of(policy)
+        reports.append(rule.update(replace(given, observations=numbers, final_observations=final), update_index=0))
+        kept = rule.buffer.state()["observations"]
+        np.testing.assert_array_equal(kept, numbers["state"])
+    assert reports[1] == pytest.approx(reports[0], rel=1e-4, abs=1e-5)
 
 
 def test_other_networks_cannot_be_loaded() -> None:
     rule, other = rule_of(), rule_of(width=8)
     for each in (rule, other):
-        each.buffer.insert(episode(0))
+        each.update(episode(0), update_index=0)
     before = rule.state()
     with pytest.raises(CheckpointError, match="soft actor-critic does not fit the model"):
         rule.load_state(other.state())
     damaged = before | {"buffer.rewards": torch.zeros(3)}
     with pytest.raises(CheckpointError, match="'rewards' is float32"):
-        rule.load_state({name: tensor + 1 if "actor" in name else tensor for name, tensor in damaged.items()})
+        rule.load_state({name: tensor + 1 if "critic" in name else tensor for name, tensor in damaged.items()})
     assert_same(rule.state(), before)

@@ -1,0 +1,195 @@
+"""A trainer of an embodied job against a ledger: trained, taken up after a restart, and replayed, digest for digest."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from penstock.services.trainer.replay import Replay
+from penstock.services.trainer.session import TrainerSession
+from penstock.shared.config.embodied_job import EmbodiedJob
+from penstock.shared.config.service import ServiceSettings
+from penstock.shared.models.episode_policy import build_policy
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.episode_group import encode_episode_group
+from penstock.shared.protocol.events import (
+    BatchSealed,
+    BatchTrained,
+    Checkpointed,
+    Event,
+    JobStarted,
+    SealedGroup,
+    encode_events,
+)
+from penstock.shared.protocol.jobs import JobRecord
+from penstock.shared.protocol.messages import Ack, BatchManifest, Command, ReplayRow, Report
+from penstock.shared.transport.bus import Bus
+from tests.unit.trainer.episode_batches import CHUNK, group_of, job_of, spec_of
+
+JOB, DEADLINE_S = "job_1", 90
+PPO, SAC = job_of(), job_of({"warmup_transitions": 40, "steps_per_update": 2}, {"type": "squashed"})
+SPECS = {PPO.policy.type: spec_of(action_low=[-np.inf, -2.0]), SAC.policy.type: spec_of()}
+
+
+@dataclass
+class Leader:
+    """Seals batches of recorded groups, writes what the trainer reports into the ledger, and says where to start."""
+
+    bus: Bus
+    config: EmbodiedJob
+    environment: dict[str, Any] = field(default_factory=dict)
+    trained: list[BatchTrained] = field(default_factory=list)
+    checkpoints: list[Checkpointed] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    forks: int = 0
+
+    async def begin(self) -> None:
+        """The record of the job and the first event of its ledger."""
+        spec = self.config.model_dump(mode="json")
+        record = JobRecord(id=JOB, name="reach", created_at=datetime.now(UTC), spec=spec)
+        await self.bus.kv(subjects.JOBS).put(JOB, record.model_dump_json().encode())
+        self.environment = msgspec.to_builtins(SPECS[self.config.policy.type])
+        await self._write(JobStarted(**self._stamp, config_digest="", environment=self.environment))
+
+    async def seal(self, number: int) -> None:
+        """Batch ``number``, of two groups of the version before it."""
+        policy = build_policy(self.config.policy, SPECS[self.config.policy.type], action_chunk=CHUNK, seed=0)
+        objective = "replay" if self.config.algorithm.type == "sac" else "policy"
+        groups = []
+        for ordinal in (2 * number, 2 * number + 1):
+            group = group_of(
+                policy, ordinal, version=number - 1, objective=objective, failed=(0,) if ordinal == 5 else ()
+            )
+            data, header = encode_episode_group(group)
+            seq = await self.bus.publish(subjects.experience(JOB), data)
+            sealed = SealedGroup(group.draw, "a", seq, header.digest, number - 1, number - 1, header.rewards, 8, "w")
+            groups.append(msgspec.structs.replace(sealed, objective=objective))
+        facts: dict[str, Any] = {"number": number, "revision": 1, "start_version": number - 1, "groups": groups}
+        await self._write(BatchSealed(**self._stamp, **facts, update_index=number - 1))
+        manifest = BatchManifest(**facts, update_index=number - 1)
+        await self.bus.publish(subjects.batches(JOB), pack(manifest, job=JOB, id=f"{number}.1", epoch=1))
+
+    async def answer(self, data: bytes) -> bytes:
+        """A report of the trainer."""
+        report, _ = unpack(data, Report)
+        start: dict[str, Any] = {}
+        match report.kind:
+            case "hello":
+                start = self._start()
+            case "trained":
+                event = BatchTrained(
+                    **self._stamp, number=report.batch, revision=report.revision, version=report.version,
+                    digest=report.digest, trainer_epoch=report.epoch, metrics=report.metrics,
+                )  # fmt: skip
+                await self._write(event)
+                self.trained.append(event)
+            case "checkpointed":
+                stored = Checkpointed(
+                    **self._stamp, number=report.batch, version=report.version, digest=report.digest,
+                    path=report.path, trainer_epoch=report.epoch, low_seq=0,
+                )  # fmt: skip
+                await self._write(stored)
+                self.checkpoints.append(stored)
+            case "failed" | "halted" | "refused":
+                self.failures.append(report.reason)
+            case "forked":
+                self.forks += 1
+        return pack(Ack(ok=True, data=start), job=JOB, epoch=1)
+
+    def _start(self) -> dict[str, Any]:
+        saved = self.checkpoints[-1] if self.checkpoints else None
+        after = saved.number if saved else 0
+        return {
+            "checkpoint": None if saved is None else {"number": saved.number, "path": saved.path},
+            "last_trained": len(self.trained), "version": len(self.trained), "environment": self.environment,
+            "digest": self.trained[-1].digest if self.trained else "",
+            "batches": [[e.number, e.revision, e.version, e.digest] for e in self.trained if e.number > after],
+        }  # fmt: skip
+
+    async def _write(self, event: Event) -> None:
+        await self.bus.publish(subjects.ledger(JOB), encode_events([event]))
+
+    @property
+    def _stamp(self) -> dict[str, Any]:
+        return {"writer_epoch": 1, "time": time.time()}
+
+
+@asynccontextmanager
+async def trainer(bus: Bus, settings: ServiceSettings, leader: Leader) -> AsyncIterator[TrainerSession]:
+    session = TrainerSession(bus, settings, JOB, leader.config)
+    async with await bus.serve(subjects.report(JOB), leader.answer, max_concurrent=4):
+        running = asyncio.create_task(session.run())
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                yield session
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
+async def until_trained(leader: Leader, count: int) -> None:
+    while len(leader.trained) < count:
+        assert not leader.failures
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("config", [PPO, SAC], ids=["ppo", "sac"])
+async def test_restarts_and_replays_give_the_digests_of_the_ledger(
+    bus: Bus, tmp_path: Path, config: EmbodiedJob
+) -> None:
+    """A checkpoint after batch 2, a new trainer after batch 3, and everything once more from the first checkpoint."""
+    settings = ServiceSettings(data_dir=tmp_path, shm_dir=tmp_path)
+    leader = Leader(bus, config)
+    await leader.begin()
+    async with trainer(bus, settings, leader):
+        for number in (1, 2):
+            await leader.seal(number)
+        await until_trained(leader, 2)
+        command = pack(Command(kind="checkpoint", epoch=1, args={"reason": "interval"}), job=JOB, epoch=1)
+        while [checkpoint.number for checkpoint in leader.checkpoints] != [0, 2]:
+            await bus.request(subjects.command(JOB), command, deadline_s=30)  # not heard while another one is written
+            await asyncio.sleep(0.05)
+        await leader.seal(3)
+        await until_trained(leader, 3)
+    metrics = [event.metrics for event in leader.trained]
+    assert all({"reward/mean", "success/rate", "episode/length"} <= each.keys() for each in metrics)
+    assert metrics[1]["sequences/failed"] == 1
+    if config is SAC:
+        assert [each["critic/steps"] for each in metrics] == [0, 0, 2], "32 transitions in two batches are too few"
+    async with trainer(bus, settings, leader) as session:
+        await leader.seal(4)
+        await until_trained(leader, 4)
+        assert session.progress.version == 4
+    assert leader.forks == 0
+    assert len({event.digest for event in leader.trained}) == 4
+
+    rows: list[ReplayRow] = []
+    told = await bus.subscribe(
+        subjects.replay_progress("again"), lambda _, data: rows.append(unpack(data, ReplayRow)[0])
+    )
+    assert await Replay(bus, settings, JOB, "again").run(1, None), rows
+    async with asyncio.timeout(30):
+        while not rows or not rows[-1].done:
+            await asyncio.sleep(0.01)
+    await told.close()
+    assert [(row.batch, row.match) for row in rows[:-1]] == [(number, True) for number in (1, 2, 3, 4)]
+
+
+async def test_a_job_whose_simulator_the_policy_does_not_fit_fails_with_the_reason(bus: Bus, tmp_path: Path) -> None:
+    leader = Leader(bus, job_of(policy={"observations": ["rgb"]}))
+    await leader.begin()
+    async with trainer(bus, ServiceSettings(data_dir=tmp_path, shm_dir=tmp_path), leader):
+        while not leader.failures:
+            await asyncio.sleep(0.01)
+    assert "'rgb' is no observation of 'Reach'" in leader.failures[0]
