@@ -1,4 +1,4 @@
-"""Drafting one atomic decision: which draws to drop, which batch to seal, what to draw next. Pure."""
+"""Drafts one atomic decision: which draws to drop, which batch to seal, what to draw next. Pure."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from penstock.shared.protocol.jobs import JobFailure
 __all__ = ["Draft", "DrawSource", "Progress", "RunFacts", "TicketSource", "copy_state", "plan_draw"]
 
 ENTRY_BYTES = 896 << 10
-"""Batches above this together are not sealed in one decision: an entry of the ledger is one message of at most 1 MiB,
-and what else is decided needs some of it."""
+"""Largest size of the batches that one decision seals: an entry of the ledger is one message of at most 1 MiB, and
+other events of the decision need some of it."""
 
 Progress = tuple[Literal["True", "False"], str, str]
 """Status, reason in one word, and a sentence."""
@@ -59,54 +59,54 @@ class RunFacts(Protocol):
     promotion: PromotionGate | None
 
     def rollback_of(self, state: LedgerState) -> Rollback | None:
-        """Where training is to go back to, given this ledger."""
+        """Return the target of a rollback that this ledger calls for, or None."""
         ...
 
 
 class DrawSource(Protocol):
-    """Where the draws of a job come from, and which of them make a batch."""
+    """Source of a job's draws; it also chooses which of them form a batch."""
 
     redraws: bool
-    """True if what was dropped can be had again."""
+    """True if a dropped draw can be repeated."""
 
     @property
     def refuses(self) -> bool:
-        """True if ``refusal`` may name a reason at all."""
+        """True if ``refusal`` may return a reason at all."""
         ...
 
     def draw(self, draft: Draft) -> None:
-        """Add the draws for which there is room now."""
+        """Add draws for the free slots."""
         ...
 
     def refusal(self, draw: Draw) -> str:
-        """Why an open draw must not be trained, with a group or without; '' where nothing speaks against it."""
+        """Return why an open draw must not be trained, with or without a group; '' if nothing excludes it."""
         ...
 
     def judge(self, draft: Draft) -> None:
-        """Add what is known of a version on trial, before anything is decided on it."""
+        """Add the results of a canary trial, before anything is decided on them."""
         ...
 
     def choose(self, draft: Draft, ready: Sequence[Draw]) -> list[Draw] | None:
-        """The groups of the next batch, in training order, out of those that may be trained; None: not yet."""
+        """Return the next batch in training order, out of the trainable groups; None: not yet."""
         ...
 
     def values(self, draft: Draft, chosen: Sequence[Draw]) -> tuple[dict[Draw, float], Tracking]:
-        """Baselines of the groups of a batch, and what it adds to the tracked values of their kinds."""
+        """Return the baselines of a batch, and its update of the tracked values."""
         ...
 
     def idle(self, state: LedgerState) -> Progress:
-        """True if a job without a sealed batch gets on, for its condition `MakingProgress`."""
+        """Return whether a job without a sealed batch makes progress, for its condition `MakingProgress`."""
         ...
 
 
 def plan_draw(config: AnyTraining, state: LedgerState, now: float, ahead: int = 0) -> tuple[int, float]:
-    """``(min_version, deadline)`` of a draw planned ``ahead`` batches after the next one (negative: before it)."""
+    """Return ``(min_version, deadline)`` of a draw for the batch ``ahead`` of the next one (negative: before it)."""
     start = state.start_version(state.next_number + ahead)
     return max(0, start - config.train.max_lag), now + config.train.draw_timeout_s
 
 
 def copy_state(state: LedgerState) -> LedgerState:
-    """A copy deep enough to draft a decision on: what its dictionaries hold is replaced, never changed."""
+    """Copy the state deep enough to draft on it: values in its dictionaries are replaced, never changed."""
     draft = copy.copy(state)
     draft.open = dict(state.open)
     draft.dropped, draft.dropped_tokens = state.dropped.copy(), state.dropped_tokens.copy()
@@ -141,7 +141,7 @@ class Draft:
     def end(
         self, phase: str, reason: str, summary: dict[str, object] | None = None, *, error: JobFailure | None = None
     ) -> None:
-        if self.state.sealed:  # nobody will train them any more: refuse, then drop with the rest
+        if self.state.sealed:  # nothing will train them any more: refuse, then drop with the rest
             for number in sorted(self.state.sealed, reverse=True):
                 sealed = self.state.sealed[number]
                 self.add(
@@ -174,12 +174,12 @@ class Draft:
     # -- drops -------------------------------------------------------------------------------------------------------
 
     def drop(self) -> None:
-        """Drop what cannot be trained: bad groups, stale groups, draws past their deadline or too far ahead."""
+        """Drop groups and draws that cannot be trained: bad, stale, past their deadline or too far ahead."""
         start = self.state.start_version(self.state.next_number)
         by_reason: dict[tuple[str, bool], list[Draw]] = {}
         lowest, now, accept, candidates = start - self.config.train.max_lag, self.now, Verdict.ACCEPT, self.candidates
         refuses = self.run.source.refuses
-        for draw, info in self.state.open.items():  # thousands, at each decision: most need but a glance
+        for draw, info in self.state.open.items():  # thousands at each decision, so most get a quick check
             if info.batch:
                 continue
             candidate = candidates.get(draw)
@@ -196,13 +196,13 @@ class Draft:
             self.drop_draws(sorted(draws), reason, redraw=redraw)
 
     def _why_not(self, draw: Draw, info: OpenDraw, start: int) -> tuple[str, bool] | None:
-        """Why a draw is dropped, and whether it is drawn again; None: it is not."""
+        """Return why a draw is dropped, and whether it is drawn again; None if it stays."""
         candidate = self.candidates.get(draw)
         if refusal := self.run.source.refusal(draw):
             return refusal, False
         if candidate is None:
             if info.deadline <= self.now:
-                # Where nothing arrives at all, the workers are away and the prompts are not to blame.
+                # If nothing arrives at all, the workers are away and the prompts are not to blame.
                 return "deadline", draw.n < MAX_REDRAWS or not self.run.candidates
             # A batch was refused: only later ones make that version, and no worker has started yet.
             replanned = info.min_version > start and self.run.source.redraws
@@ -235,10 +235,10 @@ class Draft:
         )
 
     def resample(self) -> None:
-        """Drop groups without signal; ``draw`` gives each of them another ordinal in the same decision.
+        """Drop groups without signal; ``draw`` replaces each of them by another ordinal in the same decision.
 
-        At most ``max_resampled`` times a batch for one batch, and only while the data order has ordinals left: beyond
-        that they train as they are.
+        A batch resamples at most ``max_resampled`` times its size, and only while the data order has ordinals left;
+        beyond that, groups without signal are trained.
         """
         dynamic, run = self.config.algorithm.dynamic_sampling, self.run
         if dynamic is None or not self.may_draw():
@@ -250,7 +250,7 @@ class Draft:
         self.drop_draws(sorted(idle)[: max(0, room)], NO_SIGNAL, redraw=False)
 
     def _unsealed(self) -> dict[Draw, Candidate]:
-        """The acceptable groups that no batch holds, in order of arrival."""
+        """Return the acceptable groups outside of batches, in order of arrival."""
         accept, opened = Verdict.ACCEPT, self.state.open
         return {
             draw: candidate
@@ -261,7 +261,7 @@ class Draft:
     # -- seal and draw -----------------------------------------------------------------------------------------------
 
     def seal(self) -> None:
-        """Seal what can be sealed, as much of it as one entry of the ledger holds; the next decision goes on."""
+        """Seal as many batches as one entry of the ledger holds; the next decision continues."""
         unsealed = self._unsealed() if self.may_seal() else {}
         taken, largest = len(encode_events(self.events)), 0
         while taken + largest <= ENTRY_BYTES and self.may_seal():
@@ -315,8 +315,8 @@ class Draft:
         return remaining is None or remaining > 0
 
     def remaining_batches(self) -> int | None:
-        """Batches that may still be sealed; None: any number. One that was refused comes before those sealed after it,
-        though these reach the limit, or go beyond one that was lowered meanwhile."""
+        """Return the number of batches that may still be sealed; None is unlimited. A refused batch comes before those
+        sealed after it, even if these reach the limit, or exceed one that was lowered meanwhile."""
         limit, state = self.config.train.max_updates, self.state
         if limit is None:
             return None
@@ -333,31 +333,31 @@ class Draft:
             self.run.source.draw(self)
 
     def byte_credits(self) -> int:
-        """Groups that may be drawn so that all in flight still fit into the job's byte budget at their largest."""
+        """Return how many groups of the largest size the job's byte budget still allows beside those in flight."""
         in_flight = sum(1 for draw, info in self.state.open.items() if not info.batch and draw not in self.candidates)
         free = self.config.limits.byte_budget - self.run.stored_bytes + self.freed_bytes
         return max(0, free // (self.config.max_group_bytes + self.run.row_bytes) - in_flight)
 
 
 class TicketSource:
-    """Draws on demand: a ticket for each, in the job's data order, as many as the lag bound lets be in flight."""
+    """Draws with tickets, in the job's data order, as many as the lag bound allows in flight."""
 
     redraws = True
     refuses = False
 
     def refusal(self, draw: Draw) -> str:
-        """Nothing: prompts are nobody's."""
+        """Return '': no user owns a prompt."""
         return ""
 
     def judge(self, draft: Draft) -> None:
-        """Nothing: nobody is asked."""
+        """Add nothing: there are no live conversations."""
 
     def choose(self, draft: Draft, ready: Sequence[Draw]) -> list[Draw] | None:
         """See ``gate.choose``."""
         return choose(draft.config, draft.state, draft.candidates, ready=ready)
 
     def draw(self, draft: Draft) -> None:
-        """For the next batches, up to the lag bound, while there is room in flight and in the byte budget."""
+        """Draw for the next batches, within the lag bound, the slots in flight and the byte budget."""
         run, state, config = draft.run, draft.state, draft.config
         size = config.groups_per_batch
         room = config.max_draws - len(state.open) - run.replays
@@ -388,9 +388,9 @@ class TicketSource:
             room -= count
 
     def values(self, draft: Draft, chosen: Sequence[Draw]) -> tuple[dict[Draw, float], Tracking]:
-        """None: groups have baselines of their own, or need none."""
+        """Return no baselines: groups bring their own, or need none."""
         return {}, Tracking()
 
     def idle(self, state: LedgerState) -> Progress:
-        """Workers answer tickets."""
+        """Report progress: workers answer tickets."""
         return "True", "Generating", ""

@@ -47,7 +47,7 @@ from penstock.shared.protocol.trajectory import GroupHeader
 __all__ = ["Effects", "JobRun"]
 
 REPLAYED = 1000
-"""A replayed dead letter draws under its id times this, so that no two share a number; redraws end far below it."""
+"""A replayed dead letter draws under its id times this, so that no two share a number; redraws stay far below it."""
 FAILED_STREAK = 4
 """The job fails after this many batches' worth of groups in a row could not be scored."""
 
@@ -100,16 +100,16 @@ class JobRun:
         self.promotion = promotion
         self.data_dir = data_dir
         self.asked_rollback: Rollback | None = None
-        """Where somebody wants training to go back to."""
+        """Rollback that a user asks for."""
         self.failed_rollbacks: dict[str, str] = {}
-        """Requests to go back that the trainer could not follow, and why."""
+        """Rollbacks that the trainer could not carry out, by request, with the reason."""
         self.candidates: dict[Draw, Candidate] = {}
         self.stored: dict[int, int] = {}
         """EXPERIENCE sequence -> bytes of every group of this job that is in the stream (of its first message)."""
         self.stored_bytes = 0
         self.desired = "running"
         self.cancel_now = False
-        """Cancel without waiting for what is sealed and for a last checkpoint."""
+        """Cancel without training the sealed batches and without a last checkpoint."""
         self.last_checkpoint = True
         """A cancelled run checkpoints before it ends."""
         self.failed_streak = 0
@@ -125,15 +125,15 @@ class JobRun:
         self.environment: dict[str, Any] | None = None
         """Description of the simulator of an embodied job, once an env worker gave it."""
         self.replays = 0
-        """Dead letters that the user wants replayed: room among the draws in flight is kept for them."""
+        """Dead letters to replay: the run keeps slots in flight for them."""
 
     @property
     def halted(self) -> str:
-        """Why the trainer had the job paused, until somebody resumes it."""
+        """Why the trainer had the job paused, until a user resumes it."""
         return self.state.halted if self.desired != "running" else ""
 
     def halt(self, reason: str, now: float) -> list[Event]:
-        """The event that says why the trainer had the job paused, [] where it stands in the ledger already."""
+        """Return the event that records why the trainer had the job paused, or [] if the ledger has it."""
         if not self.state.started or self.state.finished or self.state.halted == reason:
             return []
         return [
@@ -143,13 +143,13 @@ class JobRun:
         ]
 
     def rollback_of(self, state: LedgerState) -> Rollback | None:
-        """Where training is to go back to, given this ledger: by request, or for too many refused versions."""
+        """Return the target of a rollback by this ledger: by request, or after too many refused versions."""
         if self.asked_rollback is not None or self.promotion is None:
             return self.asked_rollback
         return self.promotion.rollback(state)
 
     def give_up_rollback(self, reason: str) -> None:
-        """The trainer cannot read the checkpoint that somebody wants to go back to."""
+        """Note that the trainer cannot read the checkpoint of a requested rollback."""
         if self.asked_rollback is not None:
             self.failed_rollbacks[self.asked_rollback.operation] = reason
             self.asked_rollback = None
@@ -160,11 +160,11 @@ class JobRun:
 
     @property
     def rollback(self) -> Rollback | None:
-        """Where training is to go back to."""
+        """Target of the rollback that is due, or None."""
         return self.rollback_of(self.state)
 
     def amend(self, config: AnyTraining, generation: int, now: float) -> list[Event]:
-        """The job file is ``config`` from the next batch on; the event that says so, [] where no setting changes."""
+        """Use ``config`` from the next batch on; return the event that records it, or [] if no setting changes."""
         self.config, state, settings = config, self.state, settings_of(config)
         if not state.started or state.finished or settings == state.settings:
             return []
@@ -179,7 +179,7 @@ class JobRun:
     # -- facts -------------------------------------------------------------------------------------------------------
 
     def on_group(self, seq: int, header: GroupHeader) -> Verdict:
-        """A group arrived in EXPERIENCE. DUPLICATE: the caller deletes it, nothing will ever need it."""
+        """Judge a group that arrived in EXPERIENCE. On DUPLICATE the caller deletes it."""
         if seq in self.stored or header.epoch > self.writer_epoch:  # again, or another leader's: that one judges it
             return Verdict.ACCEPT
         self.stored[seq] = header.nbytes
@@ -206,7 +206,7 @@ class JobRun:
         return verdict
 
     def _known(self, seq: int, header: GroupHeader) -> Verdict:
-        """A group whose draw is taken: one that a batch holds (seen again by a new leader), or a true duplicate."""
+        """Judge a group whose draw has one: the group of a batch that a new leader sees again, or a true duplicate."""
         if seq not in self.batched:
             return Verdict.DUPLICATE
         if header.draw in self.state.open:  # that batch is not trained yet
@@ -214,10 +214,11 @@ class JobRun:
         return Verdict.ACCEPT
 
     def take_up(self) -> int:
-        """Count what is stored of trained batches, as the ledger says; returns where the rest of EXPERIENCE begins.
+        """Count the stored groups of trained batches from the ledger; return the sequence where the rest of EXPERIENCE
+        begins.
 
         The group of an open draw has that sequence or a higher one, so nothing below decides anything. Ledgers of
-        earlier versions do not say how large groups are: then all of them are read.
+        earlier versions lack the sizes of groups: then all groups are read.
         """
         state = self.state
         purged = max((checkpoint.low_seq for checkpoint in state.checkpoints.values()), default=0)
@@ -229,7 +230,7 @@ class JobRun:
         return min((info.after for info in state.open.values()), default=state.heard) + 1
 
     def forget_stored(self, seqs: Iterable[int]) -> None:
-        """These messages are gone from EXPERIENCE."""
+        """Note that these messages are gone from EXPERIENCE."""
         for seq in seqs:
             self.stored_bytes -= self.stored.pop(seq, 0)
 
@@ -256,8 +257,8 @@ class JobRun:
         return "interval" if state.last_trained - checkpoint.number >= self.config.checkpoint.every else ""
 
     def _deletion_waits_after(self, number: int) -> str:
-        """Why a checkpoint is wanted for groups that must go: they are kept while a trainer may ask for them; or ''."""
-        if self.source.redraws:  # prompts are nobody's
+        """Return why a checkpoint is needed to delete groups that a trainer may still ask for, or ''."""
+        if self.source.redraws:  # no user owns a prompt
             return ""
         after = (batch for trained, batch in self.state.batches.items() if trained > number)
         waits = any(self.source.refusal(draw) for batch in after for draw in batch.draws)
@@ -265,7 +266,7 @@ class JobRun:
 
     @property
     def unwanted(self) -> list[Draw]:
-        """Draws of sealed batches that must not be trained any more."""
+        """Draws of sealed batches that must no longer be trained."""
         if self.source.redraws:
             return []
         sealed = (group.draw for batch in self.state.sealed.values() for group in batch.groups)
@@ -273,7 +274,7 @@ class JobRun:
 
     @property
     def batch_ready(self) -> bool:
-        """Enough groups wait for a batch, and none is sealed."""
+        """True if enough groups wait for a batch, and none is sealed."""
         if self.state.sealed or len(self.candidates) < self.config.groups_per_batch:
             return False
         waiting = sum(found.verdict is Verdict.ACCEPT for found in self.candidates.values())
@@ -281,12 +282,12 @@ class JobRun:
 
     @property
     def has_room(self) -> bool:
-        """Another draw may be in flight."""
+        """True if another draw may be in flight."""
         return len(self.state.open) < self.config.max_draws
 
     @property
     def training_done(self) -> bool:
-        """No further batch will be sealed or trained: none that waits for a refused one, either."""
+        """True if no further batch will be sealed or trained, not even one that waits for a refused one."""
         if self.state.trainable or self.rollback is not None:
             return False
         if self.stop_early:
@@ -355,17 +356,17 @@ class JobRun:
         return not (state.trainable or unsaved)
 
     def finish(self, now: float, summary: dict[str, object]) -> list[Event]:
-        """The last decision of a run that is done: what is still in flight is dropped, nothing more is drawn."""
+        """Return the last decision of a finished run: it drops the draws in flight."""
         draft = Draft(self, copy_state(self.state), now)
         draft.end("succeeded", self.stop_early or "done", summary)
         return draft.events
 
     def on_report(self, report: Report, now: float) -> list[Event]:
-        """The events that a trainer's report becomes, [] when it is known already. Raises Refusal."""
+        """Return the events of a trainer's report, or [] if it is known already. Raises Refusal."""
         return events_of_report(self, report, now)
 
     def on_dead_letter(self, draw: Draw, now: float) -> list[Event]:
-        """A ticket or a raw group cannot be used: its draw is dropped in the decision that buries the message."""
+        """Drop the draw of an unusable ticket or raw group, in the decision that makes it a dead letter."""
         if draw not in self.state.open or self.state.open[draw].batch or draw in self.candidates:
             return []
         draft = Draft(self, copy_state(self.state), now)
@@ -373,10 +374,11 @@ class JobRun:
         return draft.events
 
     def replay_dead_letter(self, letter: int, draw: Draw, now: float) -> list[Event]:
-        """Have the prompt of a buried draw asked for again, under a number that is this letter's alone; [] if it was.
+        """Draw the prompt of a dead letter again, under a number of its own; return [] if that was done before.
 
         Raises:
-            Conflict: not now: the run draws nothing or has no room; or never: it did not draw this prompt.
+            Conflict: not now, because the run draws nothing or has no slot; or never, because it did not draw this
+                prompt.
         """
         state = self.state
         if letter in state.replayed:
@@ -400,7 +402,7 @@ class JobRun:
     # -- commit ------------------------------------------------------------------------------------------------------
 
     def commit(self, events: Sequence[Event]) -> Effects:
-        """Take committed events into the state; returns what follows from them."""
+        """Apply committed events to the state; return their effects."""
         effects = Effects()
         for event in events:
             before = set(self.state.open) if isinstance(event, LineageForked) else set()
@@ -433,7 +435,7 @@ class JobRun:
         return effects
 
     def _apply(self, event: Event) -> list[int]:
-        """Take an event into the state; returns the sequences of groups that no batch holds any more."""
+        """Apply one event to the state; return the sequences of groups that no batch holds any more."""
         released: list[int] = []
         batches, sealed = self.state.batches, self.state.sealed
         match event:
@@ -452,7 +454,7 @@ class JobRun:
         return released
 
     def _rolled_back(self, event: LineageForked) -> list[int]:
-        """Sequences of the groups that a fork gives up: nobody will train or repeat them."""
+        """Return the sequences of the groups that a fork gives up: nothing will train or repeat them."""
         given_up = [batch.seqs for number, batch in self.state.batches.items() if number >= event.from_batch]
         given_up += [tuple(group.seq for group in batch.groups) for batch in self.state.sealed.values()]
         return [seq for seqs in given_up for seq in seqs]
@@ -468,7 +470,7 @@ class JobRun:
 
 
 def _asked_by(event: Drawn | Redrawn) -> list[Draw]:
-    """The draws that an event asks for."""
+    """Return the draws that an event requests."""
     if isinstance(event, Redrawn):
         return [event.draw]
     return [Draw(ordinal) for ordinal in range(event.start, event.stop)]
